@@ -1,0 +1,121 @@
+"""The one decode loop: draft a tree, verify it in one target pass, keep what the sampling rule would have drawn.
+
+Plain autoregressive decoding is this loop with a tree of one node. At every node of the tree the rule is applied once,
+at the node's own position and with its own penalty window; the walk from the root follows the drawn tokens. So the text
+is that of plain decoding whatever is drafted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.drafting.source import Context, Drafter
+from tswift.kv.full import FullKV
+from tswift.models.target import Target
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one verification pass added to the text.
+
+    Attributes:
+        tokens: the new tokens: the accepted draft and the one drawn after it.
+        accepted: drafted tokens accepted by the verification.
+        source: the draft source of the last accepted token; empty if none was accepted.
+        nodes: nodes of the draft tree, the root included.
+        seconds: wall time of the step, drafting included.
+    """
+
+    tokens: tuple[int, ...]
+    accepted: int
+    source: str
+    nodes: int
+    seconds: float
+
+
+class Decoding:
+    """A decode: a model, a prompt, sampling parameters and a seed, which together fix the text.
+
+    Args:
+        target: the model.
+        prompt: at least one token id.
+        params: the sampling parameters.
+        seed: any integer.
+        drafter: how to draft; it decides the speed and nothing else.
+        length: most tokens that will be generated, for which the KV cache is allocated.
+
+    Raises:
+        ValueError: an empty prompt, or a token outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        drafter: Drafter,
+        length: int,
+    ) -> None:
+        if not prompt:
+            raise ValueError("prompt must have at least one token")
+        if not all(0 <= token < target.vocab_size for token in prompt):
+            raise ValueError(f"prompt has token ids outside the vocabulary of {target.vocab_size}")
+        self._target, self._drafter, self.length = target, drafter, length
+        sampler = Sampler(params, seed, target.vocab_size, target.device)
+        kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
+        self._context = Context(list(prompt), sampler, kv, None, 0)
+        self._prefilled = False
+
+    def prefill(self) -> float:
+        """Forward the prompt, all but its last token, which is the first draft's root; returns the seconds it took."""
+        started = time.perf_counter()
+        context = self._context
+        context.sampler.extend(context.text)
+        context.last = self._target.prefill(context.text[:-1], context.kv)
+        if context.last is not None:
+            context.node = len(context.last.hidden) - 1
+        self._drafter.committed(context)
+        self._target.synchronize()
+        self._prefilled = True
+        return time.perf_counter() - started
+
+    def steps(self, stop: Collection[int] = ()) -> Iterator[Step]:
+        """Generate ``length`` tokens exactly, or fewer if one of ``stop`` is drawn (it is the last one then)."""
+        if not self._prefilled:
+            self.prefill()
+        left = self.length
+        while left > 0:
+            started = time.perf_counter()
+            tokens, accepted, source, nodes = self._step()
+            tokens = tokens[:left]
+            ends = [index for index, token in enumerate(tokens) if token in stop]
+            if ends:
+                tokens = tokens[: ends[0] + 1]
+            left = 0 if ends else left - len(tokens)
+            yield Step(tuple(tokens), min(accepted, len(tokens)), source, nodes, time.perf_counter() - started)
+
+    def _step(self) -> tuple[list[int], int, str, int]:
+        context, target = self._context, self._target
+        with torch.inference_mode():
+            tree = self._drafter.propose(context)
+            tokens = torch.tensor(tree.tokens, device=target.device)
+            positions = torch.tensor(tree.depths, device=target.device) + context.position
+            ancestors = tree.ancestors().to(target.device)
+            forwarded = target.forward(tokens, positions, context.kv, ancestors)
+            seen = context.sampler.seen(tokens, positions, ancestors)
+            places = [context.position + depth + 1 for depth in tree.depths]
+            drawn = context.sampler.draw(target.logits(forwarded.hidden), seen, places)
+            path = tree.walk(drawn)
+            new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
+            context.kv.commit(path)
+            context.text += new
+            context.sampler.extend(new)
+            context.last, context.node = forwarded, path[-1]
+            self._drafter.committed(context)
+        return new, len(path) - 1, tree.sources[path[-1]], len(tree)

@@ -1,0 +1,77 @@
+"""Figures of a decode: acceptance, tokens per step, repetition. Definitions as in the paper."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tswift.decoding.loop import Step
+from tswift.drafting.reuse import ReuseSource
+
+
+@dataclass
+class DecodeStats:
+    """Counters of the steps seen so far.
+
+    Attributes:
+        depth: most tokens drafted along a path (gamma + 1); the denominator of alpha.
+        passes: verification passes over the target.
+        tokens: tokens generated.
+        nodes: tree nodes verified, roots included.
+        seconds: wall time of the steps; prefill apart.
+        accepted: how many steps accepted 0, 1, ... drafted tokens.
+    """
+
+    depth: int
+    passes: int = 0
+    tokens: int = 0
+    nodes: int = 0
+    seconds: float = 0.0
+    accepted: Counter[int] = field(default_factory=Counter)
+    reused: int = 0
+
+    def add(self, step: Step) -> None:
+        """Count one step."""
+        self.passes += 1
+        self.tokens += len(step.tokens)
+        self.nodes += step.nodes
+        self.seconds += step.seconds
+        self.accepted[step.accepted] += 1
+        if step.source == ReuseSource.name:
+            self.reused += step.accepted
+
+    @property
+    def alpha(self) -> float:
+        """Acceptance rate: accepted draft tokens / (depth * passes); 0 where nothing is drafted."""
+        return self._rate(sum(count * steps for count, steps in self.accepted.items()))
+
+    @property
+    def beta(self) -> float:
+        """The part of alpha from steps whose longest accepted path came from a retrieved n-gram."""
+        return self._rate(self.reused)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Generated tokens per verification pass."""
+        return self.tokens / self.passes if self.passes else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second of decoding."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def _rate(self, accepted: int) -> float:
+        drafted = self.depth * self.passes
+        return accepted / drafted if drafted else 0.0
+
+
+def distinct(tokens: Sequence[int], n: int) -> float:
+    """Distinct-n: unique n-grams / n-grams; 0 for a text shorter than n."""
+    ids = np.asarray(tokens)
+    if len(ids) < n:
+        return 0.0
+    grams = np.lib.stride_tricks.sliding_window_view(ids, n)
+    return len(np.unique(grams, axis=0)) / len(grams)

@@ -1,0 +1,76 @@
+"""The draft tree: candidate continuations of the text in one trie, so that a shared prefix is verified once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class DraftTree:
+    """A trie of drafted tokens below the last token of the text.
+
+    Node 0 is the root: the text's last token, known but not yet forwarded. Parents come before their children.
+
+    Args:
+        root: the text's last token.
+        limit: most nodes the tree takes, the root included.
+
+    Attributes:
+        tokens, parents, depths: one entry per node.
+        sources: which draft source proposed the node first, by name; empty for the root.
+    """
+
+    def __init__(self, root: int, limit: int = 128) -> None:
+        self.tokens, self.parents, self.depths, self.sources = [root], [-1], [0], [""]
+        self._children: dict[tuple[int, int], int] = {}
+        self._limit = limit
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of ``node`` that carries ``token``, if there is one."""
+        return self._children.get((node, token))
+
+    def grow(self, node: int, token: int, source: str) -> int | None:
+        """The child of ``node`` that carries ``token``, made if need be; None if the tree is full."""
+        known = self.child(node, token)
+        if known is not None:
+            return known
+        if len(self) >= self._limit:
+            return None
+        self.tokens.append(token)
+        self.parents.append(node)
+        self.depths.append(self.depths[node] + 1)
+        self.sources.append(source)
+        self._children[node, token] = len(self) - 1
+        return len(self) - 1
+
+    def add(self, path: Iterable[int], source: str) -> None:
+        """Add a path of tokens below the root, as far as the limit allows."""
+        node = 0
+        for token in path:
+            grown = self.grow(node, token, source)
+            if grown is None:
+                return
+            node = grown
+
+    def ancestors(self) -> Tensor:
+        """``[n, n]`` bool on the CPU: true where the column is an ancestor of the row, or the row itself."""
+        rows = torch.eye(len(self), dtype=torch.bool)
+        for node in range(1, len(self)):
+            rows[node] |= rows[self.parents[node]]
+        return rows
+
+    def walk(self, drawn: Sequence[int]) -> list[int]:
+        """The nodes that verification accepts, root first: step to the child that carries each node's drawn token.
+
+        Args:
+            drawn: for each node, the token the sampling rule drew after it.
+        """
+        path = [0]
+        while (step := self.child(path[-1], drawn[path[-1]])) is not None:
+            path.append(step)
+        return path

@@ -1,0 +1,73 @@
+"""What a draft source sees and offers. A method is a list of sources; plain decoding has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tswift.decoding.sampling import Sampler
+from tswift.decoding.tree import DraftTree
+from tswift.kv.full import FullKV
+from tswift.models.target import Forwarded
+
+
+@dataclass
+class Context:
+    """A decode under way, as its draft sources see it.
+
+    Attributes:
+        text: prompt and generated tokens. The last one is the root of the next draft: known, not yet forwarded.
+        sampler: the sampling rule, whose noise and penalty window drafting may use.
+        kv: the full cache, holding all of the text but the root.
+        last: the last pass over the target; None if there was none.
+        node: which node of that pass drew the root.
+    """
+
+    text: list[int]
+    sampler: Sampler
+    kv: FullKV
+    last: Forwarded | None
+    node: int
+
+    @property
+    def position(self) -> int:
+        """The root's position."""
+        return len(self.text) - 1
+
+
+class Source(Protocol):
+    """Something that proposes how the text goes on. Whatever it proposes, the text does not change."""
+
+    def propose(self, tree: DraftTree, context: Context) -> None:
+        """Add candidate paths below the root."""
+
+    def committed(self, context: Context, most: int) -> None:
+        """Take notice of the text having grown, by prefill or by a step; the next step commits at most ``most``."""
+
+
+@dataclass
+class Drafter:
+    """A method's sources, in order of precedence.
+
+    Attributes:
+        sources: none for plain decoding.
+        depth: most tokens drafted along a path (the paper's gamma + 1); the denominator of alpha.
+        limit: most nodes of a draft tree, root included.
+    """
+
+    sources: Sequence[Source] = ()
+    depth: int = 0
+    limit: int = 1
+
+    def propose(self, context: Context) -> DraftTree:
+        """The draft tree of the next step."""
+        tree = DraftTree(context.text[-1], self.limit)
+        for source in self.sources:
+            source.propose(tree, context)
+        return tree
+
+    def committed(self, context: Context) -> None:
+        """Tell every source that the text has grown."""
+        for source in self.sources:
+            source.committed(context, self.depth + 1)

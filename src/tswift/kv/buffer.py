@@ -1,0 +1,61 @@
+"""What every KV cache is: two preallocated tensors, a length, and scratch slots after it for the pass at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one token's keys and values take: layers, KV heads, head size, and how they are stored."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+
+    def allocate(self, capacity: int) -> Tensor:
+        """Uninitialised ``[layers, heads, capacity, head_dim]``."""
+        return torch.empty(self.layers, self.heads, capacity, self.head_dim, dtype=self.dtype, device=self.device)
+
+
+class KVBuffer:
+    """Preallocated keys and values, and how many of them count.
+
+    Args:
+        shape: what one token takes.
+        capacity: slots, scratch included.
+
+    Attributes:
+        length: tokens held. Slots from there on are scratch: to roll back is not to count them.
+        keys, values: ``[layers, heads, capacity, head_dim]``; keys are rotated.
+    """
+
+    def __init__(self, shape: KVShape, capacity: int) -> None:
+        self.shape, self.capacity, self.length = shape, capacity, 0
+        self.keys, self.values = shape.allocate(capacity), shape.allocate(capacity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put a pass's keys and values ``[heads, n, head_dim]`` into the scratch slots.
+
+        Returns:
+            Views ``[heads, length + n, head_dim]`` of the layer's keys and values.
+        """
+        end = self.length + keys.shape[1]
+        self.keys[layer, :, self.length : end] = keys
+        self.values[layer, :, self.length : end] = values
+        return self.keys[layer, :, :end], self.values[layer, :, :end]

@@ -1,0 +1,22 @@
+"""The full KV cache: every token of the text, drafted ones in the slots after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tswift.kv.buffer import KVBuffer
+
+
+class FullKV(KVBuffer):
+    """Keys and values of a whole text."""
+
+    def commit(self, slots: Sequence[int]) -> None:
+        """Keep the drafted tokens in these scratch slots, counted from ``length``, in this order."""
+        count = len(slots)
+        if list(slots) != list(range(count)):
+            chosen = torch.tensor(slots, device=self.keys.device) + self.length
+            for buffer in (self.keys, self.values):
+                buffer[:, :, self.length : self.length + count] = buffer.index_select(2, chosen)
+        self.length += count
