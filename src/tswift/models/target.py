@@ -6,7 +6,8 @@ the name ``tswift``, and extra keyword arguments, which reach that function from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -116,17 +117,20 @@ class Target:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def prefill(self, tokens: Sequence[int], kv: FullKV) -> Forwarded | None:
-        """Forward a text in chunks and commit it.
-
-        Returns:
-            The last chunk's pass; None if there was nothing to forward.
-        """
-        last = None
+    def chunks(self, tokens: Sequence[int], kv: FullKV) -> Iterator[Forwarded]:
+        """Forward a text in chunks, commit each, and yield its pass."""
         for start in range(0, len(tokens), _CHUNK):
             chunk = torch.tensor(tokens[start : start + _CHUNK], device=self.device)
             positions = torch.arange(kv.length, kv.length + len(chunk), device=self.device)
             causal = torch.ones(len(chunk), len(chunk), dtype=torch.bool, device=self.device).tril()
-            last = self.forward(chunk, positions, kv, causal)
+            forwarded = self.forward(chunk, positions, kv, causal)
             kv.commit(range(len(chunk)))
-        return last
+            yield forwarded
+
+    def prefill(self, tokens: Sequence[int], kv: FullKV) -> Forwarded | None:
+        """Forward a text and commit it.
+
+        Returns:
+            The last chunk's pass; None if there was nothing to forward.
+        """
+        return deque(self.chunks(tokens, kv), maxlen=1).pop() if tokens else None
