@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tswift.training.pretrain import Plan, pretrain
 from tswift.training.tokenizer import train_tokenizer
 
 POSITIONS = (0, 10_000, 40_000, 100_000)
+WINDOW, TEXTS = 2048, 3  # tokens measured at each position, and in how many texts
 
 
 def demo_config(vocab_size: int) -> LlamaConfig:
@@ -67,9 +69,65 @@ def build(corpus: str, out: Path, work: Path, vocab_size: int, plan: Plan, heads
     (out / "generation_config.json").unlink(missing_ok=True)
     # what was shipped is what is measured: the weights as rounded to bf16
     shipped = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
-    figures = held_out_losses(shipped, held_out, POSITIONS, log)
-    (work / "held_out.json").write_text(json.dumps(figures, indent=1))
+    figures = held_out_losses(shipped, held_out, POSITIONS, log, WINDOW, TEXTS)
     log(f"held-out loss by position: {figures}")
+    facts = json.loads((work / "corpus.json").read_text())
+    (out / "README.md").write_text(_card(shipped, plan, heads_plan, rows, facts, figures))
+
+
+def _card(
+    model: LlamaForCausalLM,
+    plan: Plan,
+    heads_plan: HeadsPlan,
+    rows: int,
+    facts: dict[str, float],
+    losses: dict[int, float],
+) -> str:
+    config = model.config
+    target_kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 100_000
+    return (
+        (Path(__file__).parent / "model_card.md")
+        .read_text()
+        .format(
+            parameters=f"{model.num_parameters():,}",
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            mlp=config.intermediate_size,
+            head_dim=config.head_dim,
+            vocab=f"{config.vocab_size:,}",
+            positions=f"{config.max_position_embeddings:,}",
+            kv_mb=round(target_kv / 1e6),
+            documents=facts["documents"],
+            train_tokens=f"{facts['train_tokens']:,}",
+            characters=facts["characters_per_token"],
+            held=facts["held_out"],
+            seed=plan.seed,
+            device=_device_name(),
+            date=time.strftime("%Y-%m-%d"),
+            steps=f"{plan.steps:,}",
+            tokens_per_step=f"{plan.tokens_per_step:,}",
+            decay=1 - plan.decay_from,
+            short_row=plan.short_row,
+            long=1 - plan.long_from,
+            long_row=f"{plan.long_row:,}",
+            heads_share=1 - plan.heads_from,
+            heads_weight=plan.heads_weight,
+            rows=f"{rows:,}",
+            heads_steps=heads_plan.steps,
+            window=f"{WINDOW:,}",
+            texts=TEXTS,
+            head=" | ".join(f"{position:,}" for position in losses),
+            rule=" | ".join("---" for _ in losses),
+            losses=" | ".join(f"{loss:.3f}" for loss in losses.values()),
+            bits=" | ".join(f"{loss / facts['characters_per_token'] / math.log(2):.3f}" for loss in losses.values()),
+        )
+    )
+
+
+def _device_name() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{torch.get_num_threads()} CPU cores"
 
 
 def _streams(
@@ -81,9 +139,17 @@ def _streams(
         kept = [text for index, text in enumerate(documents) if index % 41 or index // 41 >= 6]
         tokenizer = train_tokenizer(kept[::4], vocab_size)
         tokenizer.save_pretrained(work / "tokenizer")
-        np.save(work / "train.npy", token_stream(kept, tokenizer))
-        np.save(work / "held.npy", token_stream(held, tokenizer))
-        log(f"{len(documents)} documents, {len(held)} held out")
+        train, held_out = token_stream(kept, tokenizer), token_stream(held, tokenizer)
+        facts = {
+            "documents": len(documents),
+            "held_out": len(held),
+            "train_tokens": len(train),
+            "characters_per_token": sum(map(len, held)) / len(held_out),
+        }
+        (work / "corpus.json").write_text(json.dumps(facts))
+        log(f"corpus: {facts}")
+        np.save(work / "train.npy", train)
+        np.save(work / "held.npy", held_out)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     return tokenizer, np.load(work / "train.npy", mmap_mode="r"), np.load(work / "held.npy")
 
@@ -138,7 +204,6 @@ def main() -> None:
     args = parser.parse_args()
     plan = Plan(steps=args.steps, compiled=args.compile)
     build(args.corpus, args.out, args.work, args.vocab, plan, HeadsPlan(steps=args.heads_steps), args.rows)
-    shutil.copy(args.work / "log.txt", args.work / "last-build.txt")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ def held_out_losses(
     stream: np.ndarray,
     positions: Sequence[int],
     log: Callable[[str], None],
-    window: int = 2048,
-    texts: int = 3,
+    window: int,
+    texts: int,
 ) -> dict[int, float]:
     """Mean next-token loss over a window from each position on, averaged over texts.
 
