@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 
 from tests.helpers import random_tree
 from tswift.attention import sdpa
-from tswift.attention.sdpa import attend
+from tswift.attention.sdpa import TreeAttention
+
+
+def attend(query, keys, values, ancestors, scale):
+    prefix = keys.shape[1] - len(ancestors)
+    return TreeAttention(prefix, ancestors, len(query) // len(keys), len(keys), query.dtype)(query, keys, values, scale)
 
 
 def dense(query, keys, values, ancestors, scale):
-    """Expanded, masked, in float64: all that ``attend`` avoids."""
+    """Expanded, masked, in float64: all that tree attention avoids."""
     group = query.shape[0] // keys.shape[0]
     query, keys, values = query.double(), keys.double(), values.double()
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
@@ -35,7 +40,7 @@ def case(kv_heads, group, dim, prefix, nodes, dtype, seed=0, sharp=1.0):
     return query, keys, values, random_tree(nodes, Random(seed)).ancestors(), dim**-0.5
 
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 1.5e-2}
 
 
 def check(*shape, dtype, seed=0, sharp=1.0) -> None:
@@ -43,7 +48,7 @@ def check(*shape, dtype, seed=0, sharp=1.0) -> None:
     out = attend(query, keys, values, ancestors, scale)
     assert out.shape == query.shape
     worst = (out.double() - dense(query, keys, values, ancestors, scale)).abs().max().item()
-    assert worst < TOLERANCE[dtype], worst
+    assert worst < TOLERANCE[dtype] * max(1, sharp), worst  # rounding grows with the scores
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 2, 255, 256, 257, 1000])
@@ -74,27 +79,28 @@ def test_any_shape(kv_heads, group, dim, prefix, nodes, seed, dtype, sharp) -> N
     check(kv_heads, group, dim, prefix, nodes, dtype=dtype, seed=seed, sharp=sharp)
 
 
+class Elsewhere(torch.Tensor):
+    """A CPU tensor that says it is on another device."""
+
+    device = torch.device("cuda")
+
+
 @pytest.mark.parametrize("prefix", [1, 300, 1000])
-def test_the_path_of_other_devices(monkeypatch, prefix: int) -> None:
-    """The blockwise prefix, run here on the CPU's tensors; several blocks and one."""
-    right = sdpa._prefix
+@pytest.mark.parametrize("block", [128, 8192])
+def test_the_path_of_other_devices(monkeypatch, prefix: int, block: int) -> None:
+    """The blockwise prefix, run here on the CPU; one block and several."""
+    right, taken = sdpa._prefix, []
+
+    def elsewhere(rows, *rest):
+        taken.append(rows.as_subclass(Elsewhere).device.type)
+        return right(rows.as_subclass(Elsewhere), *rest)
+
+    monkeypatch.setattr(sdpa, "_BLOCK", block)
     monkeypatch.setattr(sdpa, "_parts", lambda *args: 1)
-
-    class Elsewhere:
-        type = "elsewhere"
-
-    class Rows:
-        def __init__(self, rows) -> None:
-            self.rows, self.dtype, self.device = rows, rows.dtype, Elsewhere
-
-    monkeypatch.setattr(Rows, "__torch_function__", classmethod(lambda cls, f, t, a=(), k=None: f(
-        *(x.rows if isinstance(x, Rows) else x for x in a), **(k or {})
-    )), raising=False)  # fmt: skip
-    monkeypatch.setattr(sdpa, "_prefix", lambda rows, *rest: right(Rows(rows), *rest))
-    for block in (128, 8192):
-        monkeypatch.setattr(sdpa, "_BLOCK", block)
-        for dtype in TOLERANCE:
-            check(2, 3, 8, prefix, 6, dtype=dtype)
+    monkeypatch.setattr(sdpa, "_prefix", elsewhere)
+    for dtype in TOLERANCE:
+        check(2, 3, 8, prefix, 6, dtype=dtype)
+    assert taken == ["cuda"] * 3
 
 
 def test_the_check_sees_a_wrong_mask() -> None:

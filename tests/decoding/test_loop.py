@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -301,7 +302,7 @@ class LeafTree(DraftTree):
         for node in range(1, len(self)):
             paths += [[*path, node] for path in paths if path[-1] == self.parents[node]]
         return max(
-            (p for p in paths if all(drawn[a] == self.tokens[b] for a, b in zip(p, p[1:], strict=False))), key=len
+            (p for p in paths if all(drawn[a] == self.tokens[b] for a, b in pairwise(p))), key=len
         )
 
 
@@ -401,7 +402,7 @@ def test_equality_with_plain_decoding_sees(monkeypatch, mistake) -> None:
     def paths(context: Context) -> list[list[int]]:
         done = len(context.text) - len(prompt)
         truth = plain[done : done + 3]
-        return [[7, 7, 7], truth[:1] + [9, 9], truth, truth[:2] + [8]]
+        return [[7, 7, 7], [*truth[:1], 9, 9], truth, [*truth[:2], 8]]
 
     drafter = Drafter([Proposals(paths)], 3, 16)
     assert decode(target, drafter, prompt, params, 5, length) == plain
