@@ -27,7 +27,8 @@ class TreeAttention:
         self._parts = _parts(prefix, kv_heads, groups * nodes) if ancestors.device.type == "cpu" else 1
         self._even = prefix - prefix % self._parts
         # What the parts do not divide goes with the tree, whose slots follow it in the cache.
-        bias = torch.zeros(nodes, prefix - self._even + nodes, dtype=dtype, device=ancestors.device)
+        self._wide = torch.promote_types(dtype, torch.float32)  # bf16 scores would cost two digits more
+        bias = torch.zeros(nodes, prefix - self._even + nodes, dtype=self._wide, device=ancestors.device)
         bias[:, prefix - self._even :].masked_fill_(~ancestors, -torch.inf)
         self._bias = bias.repeat(groups, 1)
 
@@ -44,19 +45,20 @@ class TreeAttention:
             ``[query heads, n, d]``.
         """
         rows = query.reshape(keys.shape[0], -1, query.shape[-1])
-        even = self._even
-        scores = torch.baddbmm(self._bias, rows, keys[:, even:].transpose(1, 2), alpha=scale)
+        even, wide = self._even, self._wide
+        tail_keys, tail_values = keys[:, even:].to(wide), values[:, even:].to(wide)
+        scores = torch.baddbmm(self._bias, rows.to(wide), tail_keys.transpose(1, 2), alpha=scale)
         if even == 0:
-            return torch.bmm(scores.softmax(-1), values).view_as(query)
+            return torch.bmm(scores.softmax(-1), tail_values).view_as(query).to(query.dtype)
         # torch's own logsumexp costs more than all the rest for so few keys
         top = scores.amax(-1, keepdim=True)
         weights = (scores - top).exp_()
         total = weights.sum(-1, keepdim=True)
-        tail_out = torch.bmm(weights, values[:, even:]) / total
+        tail_out = torch.bmm(weights, tail_values) / total
         tail_lse = (top + total.log()).squeeze(-1)
         outs, lses = _prefix(rows, keys[:, :even], values[:, :even], self._parts, scale)
-        shares = torch.cat([lses.to(tail_lse.dtype), tail_lse.unsqueeze(0)]).softmax(0).unsqueeze(-1)
-        return (torch.cat([outs, tail_out.unsqueeze(0)]) * shares).sum(0).view_as(query)
+        shares = torch.cat([lses.to(wide), tail_lse.unsqueeze(0)]).softmax(0).unsqueeze(-1)
+        return (torch.cat([outs.to(wide), tail_out.unsqueeze(0)]) * shares).sum(0).view_as(query).to(query.dtype)
 
 
 def _parts(prefix: int, kv_heads: int, rows: int) -> int:
