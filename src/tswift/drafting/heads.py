@@ -12,43 +12,41 @@ from tswift.decoding.sampling import warp
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.source import Context
 from tswift.kv.partial import PartialKV
-from tswift.models.heads import ChainedHeads
+from tswift.models.heads import Heads
 from tswift.models.target import Target
 
 
 class LastPass:
-    """States from the pass that drew the root: no pass of its own, but no knowledge of the root either."""
+    """The state of the pass that drew the root: no pass of its own, but the state knows nothing of the root."""
 
-    def __init__(self, heads: ChainedHeads, count: int) -> None:
-        self._heads, self._count = heads, count
+    direct = False
 
-    def states(self, context: Context) -> Tensor | None:
-        """``[count, H]`` for the tokens after the root; None before the first pass."""
-        if context.last is None:
-            return None
-        return self._heads(context.last.hidden[context.node])[: self._count]
+    def hidden(self, context: Context) -> Tensor | None:
+        """``[H]`` of the token before the root; None before the first pass."""
+        return None if context.last is None else context.last.hidden[context.node]
 
     def committed(self, context: Context, most: int) -> None:
         """Nothing to keep up."""
 
 
 class PartialPass:
-    """A drafting pass of the target over a dynamic partial cache (paper, section 3.3), then the heads.
+    """A drafting pass of the target over a dynamic partial cache (paper, section 3.3).
 
     The pass forwards the root, so its own LM head gives the first token. Its keys and values are not kept: the partial
     cache is filled with the exact ones of the verification pass.
     """
 
-    def __init__(self, target: Target, heads: ChainedHeads, count: int, kv: PartialKV) -> None:
-        self._target, self._heads, self._count, self.kv = target, heads, count, kv
+    direct = True
+
+    def __init__(self, target: Target, kv: PartialKV) -> None:
+        self._target, self.kv = target, kv
         self._alone = torch.ones(1, 1, dtype=torch.bool, device=target.device)
 
-    def states(self, context: Context) -> Tensor:
-        """``[1 + count, H]`` for the tokens after the root."""
+    def hidden(self, context: Context) -> Tensor:
+        """``[H]`` of the root."""
         root = torch.tensor([context.text[-1]], device=self._target.device)
         position = torch.tensor([context.position], device=self._target.device)
-        hidden = self._target.forward(root, position, self.kv, self._alone).hidden[0]
-        return torch.cat([hidden.unsqueeze(0), self._heads(hidden)[: self._count]])
+        return self._target.forward(root, position, self.kv, self._alone).hidden[0]
 
     def committed(self, context: Context, most: int) -> None:
         """Copy the new tokens; select anew when they, or the next step's, do not fit."""
@@ -60,11 +58,16 @@ class PartialPass:
 
 
 class HeadSource:
-    """Candidates from the states' logits, every level's best combined into a tree (paper, section 3.2).
+    """Every level's best candidates, combined into a tree (paper, section 3.2).
+
+    Chained heads know no drafted token, so every candidate of a level may follow every one of the level before.
+    Conditioned heads are told the best candidate of the level before, and theirs may follow that one only.
 
     Args:
-        target: for its LM head.
-        reader: where the states come from.
+        target: for its LM head and embeddings.
+        heads: the heads.
+        reader: where the state they start from comes from. If it is ``direct``, the LM head on it gives the first
+            level, and the heads the others.
         tree: candidates per level.
         shared_noise: rank candidates by what the target would draw with the noise of their position, not by what is
             likely. The noise is a pure function, so this is no peeking: it only makes for better guesses.
@@ -72,38 +75,60 @@ class HeadSource:
 
     name = "heads"
 
-    def __init__(self, target: Target, reader: LastPass | PartialPass, tree: Sequence[int], shared_noise: bool) -> None:
-        self._target, self._reader, self._shared_noise = target, reader, shared_noise
+    def __init__(
+        self, target: Target, heads: Heads, reader: LastPass | PartialPass, tree: Sequence[int], shared_noise: bool
+    ) -> None:
+        self._target, self._heads, self._reader, self._shared_noise = target, heads, reader, shared_noise
         self._widths = tuple(tree)
-        ranks = product(*(range(width) for width in tree))
-        self._paths = sorted(ranks, key=lambda path: (sum(path), path))  # likely ones first, for trees with a limit
+        levels = range(len(tree))
+        if heads.conditioned:
+            ranks = [(0,) * level + (rank,) for level in levels for rank in range(tree[level])]
+            # the path of best candidates first, then side steps from it: for trees with a limit
+            self._paths = sorted(ranks, key=lambda path: (path[-1], -len(path) if path[-1] == 0 else len(path)))
+        else:
+            self._paths = sorted(product(*map(range, tree)), key=lambda path: (sum(path), path))
 
     def propose(self, tree: DraftTree, context: Context) -> None:
-        """Add the combinations of every level's best candidates."""
-        states = self._reader.states(context)
-        if states is None:
+        """Add the combinations of the levels' best candidates."""
+        hidden = self._reader.hidden(context)
+        if hidden is None:
             return
-        levels = self._candidates(self._target.logits(states), context)
+        levels = self._told(hidden, context) if self._heads.conditioned else self._untold(hidden, context)
         for path in self._paths:
-            tokens = []
-            for level, rank in zip(levels, path, strict=True):
-                if rank >= len(level):
-                    break
-                tokens.append(level[rank])
-            else:
-                tree.add(tokens, self.name)
+            if all(rank < len(level) for rank, level in zip(path, levels, strict=False)):
+                tree.add([level[rank] for rank, level in zip(path, levels, strict=False)], self.name)
 
-    def _candidates(self, logits: Tensor, context: Context) -> list[list[int]]:
+    def _untold(self, hidden: Tensor, context: Context) -> list[list[int]]:
+        states = self._heads(hidden)
+        if self._reader.direct:
+            states = torch.cat([hidden.unsqueeze(0), states])
+        return self._best(states[: len(self._widths)], 0, context)
+
+    def _told(self, hidden: Tensor, context: Context) -> list[list[int]]:
+        token, levels = context.text[-1], []
+        if self._reader.direct:
+            levels += self._best(hidden.unsqueeze(0), 0, context)
+            token = levels[0][0]
+        for index in range(len(self._widths) - len(levels)):
+            hidden, out = self._heads.step(index, hidden, self._target.embed(token))
+            levels += self._best(out.unsqueeze(0), len(levels), context)
+            token = levels[-1][0]
+        return levels
+
+    def _best(self, states: Tensor, first: int, context: Context) -> list[list[int]]:
+        """The best tokens of consecutive levels from ``first`` on, given ``states`` [levels, H]; best first."""
+        logits = self._target.logits(states)
         sampler, root = context.sampler, context.position
         place = torch.tensor([root], device=logits.device)
         seen = sampler.seen(place, place, torch.ones(1, 1, dtype=torch.bool, device=logits.device))
         scores = warp(logits.to(torch.float64, copy=True), seen, sampler.params)
         if self._shared_noise:
-            scores = scores + sampler.noise(range(root + 1, root + 1 + len(logits)))
-        best = scores.topk(min(max(self._widths), scores.shape[-1]))
+            scores = scores + sampler.noise(range(root + 1 + first, root + 1 + first + len(logits)))
+        widths = self._widths[first : first + len(logits)]
+        best = scores.topk(min(max(widths), scores.shape[-1]))
         return [
             [token for token, score in zip(tokens[:width], values[:width], strict=True) if score != -torch.inf]
-            for tokens, values, width in zip(best.indices.tolist(), best.values.tolist(), self._widths, strict=True)
+            for tokens, values, width in zip(best.indices.tolist(), best.values.tolist(), widths, strict=True)
         ]
 
     def committed(self, context: Context, most: int) -> None:

@@ -10,7 +10,7 @@ from tswift.drafting.reuse import NgramTable, ReuseSource
 from tswift.drafting.source import Drafter, Source
 from tswift.errors import InputError
 from tswift.kv.partial import PartialKV
-from tswift.models.heads import ChainedHeads
+from tswift.models.heads import Heads
 from tswift.models.target import Target
 
 
@@ -53,30 +53,31 @@ class DraftOptions:
                 raise InputError(f"must be at least {least}, got {value}", option)
 
 
-Method = Callable[[Target, ChainedHeads | None, DraftOptions], Drafter]
+Method = Callable[[Target, Heads | None, DraftOptions], Drafter]
 NGRAM = 4
 
 
-def _ar(target: Target, heads: ChainedHeads | None, options: DraftOptions) -> Drafter:
+def _ar(target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
     return Drafter()
 
 
-def _medusa(target: Target, heads: ChainedHeads | None, options: DraftOptions) -> Drafter:
+def _medusa(target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
     heads = _needed(heads, "medusa")
     tree = _tree(options, target, "medusa", heads.count)
-    source = HeadSource(target, LastPass(heads, len(tree)), tree, options.shared_noise)
+    source = HeadSource(target, heads, LastPass(), tree, options.shared_noise)
     return Drafter([source], len(tree), _nodes(options, target))
 
 
-def _tokenswift(target: Target, heads: ChainedHeads | None, options: DraftOptions) -> Drafter:
+def _tokenswift(target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
     heads = _needed(heads, "tokenswift")
     tree = _tree(options, target, "tokenswift", heads.count + 1)
-    reader = PartialPass(target, heads, len(tree) - 1, PartialKV(target.kv_shape, options.budget, options.sinks))
-    sources: list[Source] = [HeadSource(target, reader, tree, options.shared_noise), *_reuse_sources(options, below=1)]
+    reader = PartialPass(target, PartialKV(target.kv_shape, options.budget, options.sinks))
+    own = HeadSource(target, heads, reader, tree, options.shared_noise)
+    sources: list[Source] = [own, *_reuse_sources(options, below=1)]
     return Drafter(sources, max(len(tree), NGRAM if options.ngrams else 0), _nodes(options, target))
 
 
-def _reuse(target: Target, heads: ChainedHeads | None, options: DraftOptions) -> Drafter:
+def _reuse(target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
     return Drafter(_reuse_sources(options, below=0), NGRAM - 1, _nodes(options, target))
 
 
@@ -91,7 +92,7 @@ _TREES = {
 _NODES = {"cuda": 128, "cpu": 8}
 
 
-def make_drafter(method: str, target: Target, heads: ChainedHeads | None, options: DraftOptions) -> Drafter:
+def make_drafter(method: str, target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
     """The drafter of a method.
 
     Raises:
@@ -102,7 +103,7 @@ def make_drafter(method: str, target: Target, heads: ChainedHeads | None, option
     return METHODS[method](target, heads, options)
 
 
-def _needed(heads: ChainedHeads | None, method: str) -> ChainedHeads:
+def _needed(heads: Heads | None, method: str) -> Heads:
     if heads is None:
         raise InputError(f"{method} drafts with heads and the model has none; use ar or reuse", "--method")
     return heads

@@ -1,7 +1,7 @@
 """Heads that guess the tokens after the next one from one hidden state, and their file format.
 
 A chained head (TokenSwift, section 3.2) refines the hidden state of the head before it and shares the model's own LM
-head: ``h <- h + W norm1(h)``, ``logits = lm_head(norm2(h))``.
+head: ``h <- h + W norm1(h)``, ``logits = lm_head(norm2(h))``. A conditioned head is also told the last drafted token.
 """
 
 from __future__ import annotations
@@ -34,28 +34,73 @@ class ChainedHead(nn.Module):
         return hidden + self.linear(self.input_layernorm(hidden))
 
 
-class ChainedHeads(nn.Module):
-    """A chain of residual heads over a shared LM head.
+class ConditionedHead(nn.Module):
+    """One residual step that also reads the token drafted before: ``h <- h + B silu(A [norm(h); norm(e)])``."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(hidden_size, eps=eps)
+        self.embedding_layernorm = nn.RMSNorm(hidden_size, eps=eps)
+        self.mix = nn.Linear(2 * hidden_size, 2 * hidden_size, bias=False)
+        self.linear = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.post_layernorm = nn.RMSNorm(hidden_size, eps=eps)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        """The refined state, same shape as ``hidden``."""
+        both = torch.cat([self.input_layernorm(hidden), self.embedding_layernorm(embedding)], dim=-1)
+        return hidden + self.linear(nn.functional.silu(self.mix(both)))
+
+
+class Heads(nn.Module):
+    """A chain of heads over a shared LM head; what the kinds have in common.
 
     Args:
         hidden_size: width of the model's hidden states.
         count: number of heads; head i (from 0) guesses the token i+2 places after the state's own.
-        eps: epsilon of the two norms of each head.
+        eps: epsilon of the norms.
+
+    Attributes:
+        kind: name in the heads file.
+        conditioned: whether a head is told the token drafted just before the one it guesses.
     """
 
-    kind = "chained"
+    kind: str
+    conditioned: bool
 
-    def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5) -> None:
+    def __init__(
+        self, head: type[ChainedHead] | type[ConditionedHead], hidden_size: int, count: int, eps: float
+    ) -> None:
         super().__init__()
         self.hidden_size, self.count, self.eps = hidden_size, count, eps
-        self.heads = nn.ModuleList(ChainedHead(hidden_size, eps) for _ in range(count))
+        self.heads = nn.ModuleList(head(hidden_size, eps) for _ in range(count))
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """States to feed the LM head: ``[count, *hidden.shape]`` for ``hidden`` of shape ``[..., H]``."""
+    def step(self, index: int, hidden: Tensor, embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One head.
+
+        Args:
+            index: which one.
+            hidden: ``[..., H]`` state of the head before, or of the model for the first.
+            embedding: ``[..., H]`` input embedding of the token drafted before; for conditioned heads only.
+
+        Returns:
+            The refined state, for the next head, and the state to feed to the LM head; both ``[..., H]``.
+        """
+        head = self.heads[index]
+        hidden = head(hidden, embedding) if self.conditioned else head(hidden)
+        return hidden, head.post_layernorm(hidden)  # type: ignore[operator, union-attr]
+
+    def forward(self, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
+        """States to feed to the LM head: ``[count, ..., H]``.
+
+        Args:
+            hidden: ``[..., H]``.
+            embeddings: ``[count, ..., H]`` input embeddings of the tokens before those guessed; for conditioned heads.
+        """
         states = []
-        for head in self.heads:
-            hidden = head(hidden)
-            states.append(head.post_layernorm(hidden))  # type: ignore[operator, union-attr]
+        for index in range(self.count):
+            hidden, out = self.step(index, hidden, embeddings[index] if embeddings is not None else None)
+            states.append(out)
         return torch.stack(states)
 
     def save(self, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -71,8 +116,34 @@ class ChainedHeads(nn.Module):
         save_file(tensors, path, metadata={"tswift": json.dumps(about)})
 
 
-def load_heads(path: Path, hidden_size: int, dtype: torch.dtype, device: torch.device) -> ChainedHeads:
-    """Read a heads file written by :meth:`ChainedHeads.save`.
+class ChainedHeads(Heads):
+    """TokenSwift's heads: each refines the state of the one before, and knows nothing of what was drafted."""
+
+    kind, conditioned = "chained", False
+
+    def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5) -> None:
+        super().__init__(ChainedHead, hidden_size, count, eps)
+
+
+class ConditionedHeads(Heads):
+    """Heads that are told the token drafted before the one they guess.
+
+    With shared noise a drafter almost always knows that token, and need not average over what it might have been.
+    """
+
+    kind, conditioned = "conditioned", True
+
+    def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5) -> None:
+        super().__init__(ConditionedHead, hidden_size, count, eps)
+
+
+KINDS: dict[str, type[ChainedHeads] | type[ConditionedHeads]] = {
+    kind.kind: kind for kind in (ChainedHeads, ConditionedHeads)
+}
+
+
+def load_heads(path: Path, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Heads:
+    """Read a heads file written by :meth:`Heads.save`.
 
     Raises:
         InputError: the file is no such file, or its heads were made for another hidden size.
@@ -81,9 +152,9 @@ def load_heads(path: Path, hidden_size: int, dtype: torch.dtype, device: torch.d
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["tswift"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if about["format"] != FORMAT or about["kind"] != ChainedHeads.kind:
+        if about["format"] != FORMAT or about["kind"] not in KINDS:
             raise InputError(f"{path} holds heads of format {about['format']}, kind {about['kind']}", "--heads")
-        heads = ChainedHeads(about["hidden_size"], about["count"], about["eps"])
+        heads = KINDS[about["kind"]](about["hidden_size"], about["count"], about["eps"])
         heads.load_state_dict(tensors)
     except FileNotFoundError:
         raise InputError(f"{path} does not exist", "--heads") from None

@@ -76,6 +76,7 @@ class Target:
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
         self._decoder, self._lm_head = model.get_decoder(), model.get_output_embeddings()
+        self._embeddings = model.get_input_embeddings()
         config = model.config.get_text_config()
         self.vocab_size: int = self._lm_head.weight.shape[0]
         self.hidden_size: int = config.hidden_size
@@ -111,6 +112,11 @@ class Target:
     def logits(self, hidden: Tensor) -> Tensor:
         """``[..., V]`` logits of hidden states ``[..., H]``, in the model's dtype."""
         return self._lm_head(hidden)
+
+    @torch.inference_mode()
+    def embed(self, token: int) -> Tensor:
+        """``[H]`` input embedding of a token."""
+        return self._embeddings(torch.tensor(token, device=self.device))
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given, so that a clock read now tells the truth."""

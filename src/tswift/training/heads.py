@@ -1,4 +1,4 @@
-"""Train chained heads on a frozen model: from given text, or from what the model itself writes."""
+"""Train heads on a frozen model: from given text, or from what the model itself writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.decoding.sampling import SamplingParams
-from tswift.models.heads import ChainedHeads
+from tswift.models.heads import Heads
 from tswift.training.corpus import jumping_positions, random_rows
 from tswift.training.pretrain import CAUSAL
 
@@ -80,7 +80,7 @@ def write_text(
 
 
 def train_heads(
-    model: PreTrainedModel, heads: ChainedHeads, stream: np.ndarray, plan: HeadsPlan, log: Callable[[str], None]
+    model: PreTrainedModel, heads: Heads, stream: np.ndarray, plan: HeadsPlan, log: Callable[[str], None]
 ) -> None:
     """Train ``heads`` in place to foresee the model's own distributions.
 
@@ -113,9 +113,10 @@ def train_heads(
         with torch.no_grad():
             hidden = decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
             goal = lm_head(hidden).softmax(-1)
-        losses = torch.stack(
-            [_against(lm_head(state[:, : -1 - i]), goal[:, 1 + i :]) for i, state in enumerate(heads(hidden))]
-        )
+            embedded = model.get_input_embeddings()(ids)
+            before = torch.stack([embedded.roll(-1 - i, dims=1) for i in range(heads.count)])
+        states = heads(hidden, before) if heads.conditioned else heads(hidden)
+        losses = torch.stack([_against(lm_head(s[:, : -1 - i]), goal[:, 1 + i :]) for i, s in enumerate(states)])
         losses.sum().backward()
         factor = min(1.0, (step + 1) / plan.warmup) * 0.5 * (1 + math.cos(math.pi * step / plan.steps))
         for optimizer, rate in zip(optimizers, rates, strict=True):
