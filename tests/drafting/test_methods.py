@@ -60,11 +60,11 @@ def test_trees_deeper_than_the_heads_are_refused() -> None:
 
 
 def test_unknown_methods_and_missing_heads_are_refused() -> None:
-    with pytest.raises(InputError, match="--method: .*nope.*ar, medusa, tokenswift, reuse"):
+    with pytest.raises(InputError, match=r"--method: .*nope.*ar, medusa, tokenswift, reuse"):
         made("nope")
     for method in METHODS:
         if method in ("ar", "reuse"):
             make_drafter(method, tiny_target(), None, DraftOptions())
         else:
-            with pytest.raises(InputError, match="--method: .*heads"):
+            with pytest.raises(InputError, match=r"--method: .*heads"):
                 make_drafter(method, tiny_target(), None, DraftOptions())

@@ -49,7 +49,9 @@ def test_jumps_are_log_uniform_up_to_the_limit() -> None:
     assert (abs(counts / 4000 - 0.2) < 0.03).all()
 
 
-def test_a_folder_is_read_in_order_and_an_empty_one_refused(tmp_path) -> None:
+def test_a_folder_is_read_in_order_and_an_empty_one_refused(monkeypatch, tmp_path) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     with pytest.raises(InputError, match="--corpus"):
         load_documents(str(tmp_path))
     (tmp_path / "b.txt").write_text("second\n\nstill second\n")
