@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tswift.errors import InputError
-from tswift.training.corpus import jumping_positions, load_documents, random_rows
+from tswift.training.corpus import jumping_positions, random_rows
 
 
 @settings(max_examples=50, deadline=None)
@@ -47,13 +45,3 @@ def test_jumps_are_log_uniform_up_to_the_limit() -> None:
     assert jumps.max() > 90_000
     counts = np.histogram(np.log10(jumps), bins=[1, 2, 3, 4, 5])[0]
     assert (abs(counts / 4000 - 0.2) < 0.03).all()
-
-
-def test_a_folder_is_read_in_order_and_an_empty_one_refused(monkeypatch, tmp_path) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    with pytest.raises(InputError, match="--corpus"):
-        load_documents(str(tmp_path))
-    (tmp_path / "b.txt").write_text("second\n\nstill second\n")
-    (tmp_path / "a.txt").write_text("\ufefffirst\n")
-    assert load_documents(str(tmp_path)) == ["first", "second\n\nstill second"]
