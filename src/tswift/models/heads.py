@@ -156,6 +156,8 @@ def load_heads(path: Path, hidden_size: int, dtype: torch.dtype, device: torch.d
             raise InputError(f"{path} holds heads of format {about['format']}, kind {about['kind']}", "--heads")
         heads = KINDS[about["kind"]](about["hidden_size"], about["count"], about["eps"])
         heads.load_state_dict(tensors)
+    except InputError:
+        raise
     except FileNotFoundError:
         raise InputError(f"{path} does not exist", "--heads") from None
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, OSError) as error:

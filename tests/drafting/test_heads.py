@@ -1,0 +1,105 @@
+"""Drafting from heads: which candidates are ranked how, at which positions, with which noise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.helpers import PLAIN, VOCAB, decode_method, decode_steps, drafter_of, random_prompt, tiny_heads, tiny_target
+from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.tree import DraftTree
+from tswift.drafting.heads import HeadSource, LastPass
+from tswift.drafting.methods import DraftOptions
+from tswift.drafting.source import Context
+from tswift.kv.full import FullKV
+
+
+def states_source(states, tree, shared_noise: bool) -> HeadSource:
+    """A source whose states are given."""
+
+    class Given:
+        def states(self, context):
+            return states
+
+        def committed(self, context, most):
+            pass
+
+    return HeadSource(tiny_target(), Given(), tree, shared_noise)
+
+
+def context_of(text: list[int], params: SamplingParams, seed: int = 3) -> Context:
+    sampler = Sampler(params, seed, VOCAB, torch.device("cpu"))
+    sampler.extend(text)
+    return Context(text, sampler, FullKV(tiny_target().kv_shape, 1), None, 0)
+
+
+def random_states(count: int) -> torch.Tensor:
+    return torch.randn(count, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shared_noise", [True, False])
+def test_every_level_holds_its_best_candidates_and_all_their_combinations(shared_noise: bool) -> None:
+    params = SamplingParams(temperature=0.8, min_p=0, penalty=1.3, window=4)
+    text, widths, states = random_prompt(9), (2, 3, 1), random_states(3)
+    context, tree = context_of(text, params), DraftTree(text[-1], 128)
+    states_source(states, widths, shared_noise).propose(tree, context)
+    logits = tiny_target().logits(states) / 0.8
+    for token in set(text[-4:]):
+        column = logits[:, token]
+        logits[:, token] = torch.where(column > 0, column / 1.3, column * 1.3)
+    if shared_noise:  # of the positions that the levels' tokens will have
+        logits += Sampler(params, 3, VOCAB, torch.device("cpu")).noise([9, 10, 11])
+    best = [set(row.topk(width).indices.tolist()) for row, width in zip(logits, widths, strict=True)]
+    assert len(tree) == 1 + 2 + 6 + 6
+    for node in range(1, len(tree)):
+        assert tree.tokens[node] in best[tree.depths[node] - 1]
+
+
+def test_shared_noise_of_a_perfect_head_guesses_what_is_drawn() -> None:
+    states, params = random_states(1), SamplingParams(temperature=1.0, min_p=0.02, penalty=1.0)
+    for seed in range(40):
+        context, tree = context_of([1, 2, 3], params, seed), DraftTree(3, 8)
+        states_source(states, (1,), True).propose(tree, context)
+        assert context.sampler.draw(tiny_target().logits(states), None, [3]) == [tree.tokens[1]]
+
+
+def test_a_limited_tree_takes_the_likely_combinations_first() -> None:
+    context, tree = context_of([1], PLAIN), DraftTree(1, 4)
+    source = states_source(random_states(3), (3, 3, 3), False)
+    source.propose(tree, context)
+    assert tree.tokens[1:] == tiny_target().logits(random_states(3)).argmax(-1).tolist()
+    assert tree.depths == [0, 1, 2, 3]
+
+
+def test_dropped_tokens_are_not_drafted() -> None:
+    tree = DraftTree(1, 64)
+    params = SamplingParams(top_k=2, min_p=0, penalty=1)
+    states_source(random_states(2), (3, 3), True).propose(tree, context_of([1], params))
+    assert len(tree) == 1 + 2 + 4
+
+
+def test_a_level_wider_than_the_vocabulary() -> None:
+    target, params = tiny_target(), SamplingParams(temperature=0.5, min_p=0)
+    options = DraftOptions(tree=(VOCAB + 30,), nodes=128)
+    steps = decode_steps(target, drafter_of("tokenswift", target, options), [1, 2], params, 1, 6)
+    assert [t for step in steps for t in step.tokens] == decode_method("ar", target, [1, 2], params, 1, 6)
+    assert all(step.accepted >= 1 for step in steps[:-1])  # every token is drafted
+
+
+def test_the_last_pass_gives_the_states_of_the_node_that_drew_the_root() -> None:
+    target, heads = tiny_target(), tiny_heads()
+    context = context_of([1, 2, 3], PLAIN)
+    reader = LastPass(heads, 2)
+    assert reader.states(context) is None
+    kv = FullKV(target.kv_shape, 8)
+    context.last, context.node = target.prefill([1, 2], kv), 1
+    assert torch.equal(reader.states(context), heads(context.last.hidden[1])[:2])
+
+
+@pytest.mark.parametrize("budget", [64, 4096])
+def test_a_drafting_pass_over_all_of_the_text_is_the_targets_own(budget: int) -> None:
+    """While the partial cache holds everything, the first level guesses every draw: at most a step per two tokens."""
+    target, params = tiny_target(), SamplingParams(min_p=0, penalty=1.2, window=16)
+    options = DraftOptions(tree=(1, 1), nodes=3, budget=budget, ngrams=0)
+    steps = decode_steps(target, drafter_of("tokenswift", target, options), random_prompt(10), params, 6, 40)
+    assert all(step.accepted >= 1 for step in steps)
