@@ -46,11 +46,11 @@ class Decoding:
         prompt: at least one token id.
         params: the sampling parameters.
         seed: any integer.
-        drafter: how to draft; it decides the speed and nothing else.
+        drafter: how to draft; it decides the speed and nothing else. It holds state: a new one for every decode.
         length: most tokens that will be generated, for which the KV cache is allocated.
 
     Raises:
-        ValueError: an empty prompt, or a token outside the vocabulary.
+        ValueError: an empty prompt, a token outside the vocabulary, or a length below 1.
     """
 
     def __init__(
@@ -66,7 +66,9 @@ class Decoding:
             raise ValueError("prompt must have at least one token")
         if not all(0 <= token < target.vocab_size for token in prompt):
             raise ValueError(f"prompt has token ids outside the vocabulary of {target.vocab_size}")
-        self._target, self._drafter, self.length = target, drafter, length
+        if length < 1:
+            raise ValueError(f"length must be at least 1, got {length}")
+        self._target, self._drafter, self._left = target, drafter, length
         sampler = Sampler(params, seed, target.vocab_size, target.device)
         kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
         self._context = Context(list(prompt), sampler, kv, None, 0)
@@ -74,6 +76,8 @@ class Decoding:
 
     def prefill(self) -> float:
         """Forward the prompt, all but its last token, which is the first draft's root; returns the seconds it took."""
+        if self._prefilled:
+            raise RuntimeError("this decode has been prefilled already")
         started = time.perf_counter()
         context = self._context
         context.sampler.extend(context.text)
@@ -86,10 +90,12 @@ class Decoding:
         return time.perf_counter() - started
 
     def steps(self, stop: Collection[int] = ()) -> Iterator[Step]:
-        """Generate ``length`` tokens exactly, or fewer if one of ``stop`` is drawn (it is the last one then)."""
+        """Generate the ``length`` asked for exactly, or fewer if one of ``stop`` is drawn (it is the last one then)."""
         if not self._prefilled:
             self.prefill()
-        left = self.length
+        left, self._left = self._left, 0
+        if not left:
+            raise RuntimeError("the steps of a decode can be taken once")
         while left > 0:
             started = time.perf_counter()
             tokens, sources, nodes = self._step()
