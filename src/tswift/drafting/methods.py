@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tswift.drafting.heads import HeadSource, LastPass, PartialPass
 from tswift.drafting.reuse import NgramTable, ReuseSource
@@ -82,6 +82,14 @@ def _reuse(target: Target, heads: ChainedHeads | None, options: DraftOptions) ->
 
 METHODS: dict[str, Method] = {"ar": _ar, "medusa": _medusa, "tokenswift": _tokenswift, "reuse": _reuse}
 
+# The fields of DraftOptions that change how a method drafts. The others it does not look at.
+OPTIONS_OF: dict[str, frozenset[str]] = {
+    "ar": frozenset(),
+    "medusa": frozenset({"tree", "nodes", "shared_noise"}),
+    "tokenswift": frozenset({"tree", "nodes", "ngrams", "reuse_recent", "budget", "sinks", "shared_noise"}),
+    "reuse": frozenset({"nodes", "ngrams", "reuse_recent"}),
+}
+
 # Trees that pay. On a GPU a pass over a hundred nodes costs little more than one over a single node, so the paper's
 # tree stands. On a CPU every node costs; see results/ for the measurement behind these.
 _TREES = {
@@ -91,14 +99,52 @@ _TREES = {
 _NODES = {"cuda": 128, "cpu": 8}
 
 
+def check_method(method: str) -> None:
+    """Refuse an unknown method.
+
+    Raises:
+        InputError: no such method.
+    """
+    if method not in METHODS:
+        raise InputError(f"no method {method!r}; there are {', '.join(METHODS)}", "--method")
+
+
+def gamma_tree(method: str, target: Target, gamma: int) -> tuple[int, ...]:
+    """The first levels of a method's default tree: gamma + 1 where the LM head drafts the first one, else gamma.
+
+    Raises:
+        InputError: fewer levels than one, or more than the default tree has.
+    """
+    tree = _TREES[_by_device(target)][method]
+    by_lm_head = 1 if method == "tokenswift" else 0
+    if not 1 - by_lm_head <= gamma <= len(tree) - by_lm_head:
+        most = len(tree) - by_lm_head
+        raise InputError(f"must be between {1 - by_lm_head} and {most} for {method}, got {gamma}", "--gamma")
+    return tree[: gamma + by_lm_head]
+
+
+def resolve(method: str, target: Target, heads: ChainedHeads | None, options: DraftOptions) -> DraftOptions:
+    """The options with the device's defaults filled in: ``tree`` and ``nodes``, where the method uses them.
+
+    Raises:
+        InputError: as :func:`make_drafter`.
+    """
+    check_method(method)
+    used = OPTIONS_OF[method]
+    tree = None
+    if "tree" in used:
+        levels = _needed(heads, method).count + (1 if method == "tokenswift" else 0)
+        tree = _tree(options, target, method, levels)
+    return replace(options, tree=tree, nodes=_nodes(options, target) if "nodes" in used else None)
+
+
 def make_drafter(method: str, target: Target, heads: ChainedHeads | None, options: DraftOptions) -> Drafter:
     """The drafter of a method.
 
     Raises:
         InputError: no such method, heads that it needs are missing, or a tree that does not fit the heads.
     """
-    if method not in METHODS:
-        raise InputError(f"no method {method!r}; there are {', '.join(METHODS)}", "--method")
+    check_method(method)
     return METHODS[method](target, heads, options)
 
 
