@@ -11,42 +11,54 @@ from torch import Tensor
 _BLOCK = 8192  # keys scored at a time where no operator returns log-sum-exps
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, ancestors: Tensor, scale: float) -> Tensor:
-    """Attention of drafted tokens to the whole prefix and to their own ancestors.
+class TreeAttention:
+    """Attention of one pass: what all its layers share is worked out once.
 
     Args:
-        query: ``[query heads, n, d]``, rotated.
-        keys: ``[kv heads, prefix + n, d]``, rotated; the last n are the drafted tokens' own.
-        values: like ``keys``.
+        prefix: keys before the pass's own, which every node attends to.
         ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself.
-        scale: factor of the scores.
-
-    Returns:
-        ``[query heads, n, d]``.
+        groups: query heads per KV head.
+        kv_heads: KV heads.
+        dtype: of queries, keys and values.
     """
-    heads, nodes, dim = query.shape
-    kv_heads = keys.shape[0]
-    prefix = keys.shape[1] - nodes
-    rows = query.reshape(kv_heads, -1, dim)
-    parts = 1 if query.device.type != "cpu" else _parts(prefix, kv_heads, rows.shape[1])
-    even = prefix - prefix % parts  # what the parts do not divide goes with the tree, whose slots follow
-    tail = keys[:, even:]
-    scores = torch.matmul(rows, tail.transpose(1, 2)) * scale
-    if nodes > 1:
-        blocked = ~ancestors
-        if prefix > even:
-            blocked = torch.cat([blocked.new_zeros(nodes, prefix - even), blocked], dim=1)
-        scores = scores.view(kv_heads, -1, nodes, tail.shape[1]).masked_fill(blocked, -torch.inf)
-        scores = scores.view(kv_heads, -1, tail.shape[1])
-    if even == 0:
-        return torch.matmul(scores.softmax(-1), values).view(heads, nodes, dim)
-    tail_lse = scores.logsumexp(-1)
-    tail_out = torch.matmul(torch.exp(scores - tail_lse.unsqueeze(-1)), values[:, even:])
-    outs, lses = _prefix(rows, keys[:, :even], values[:, :even], parts, scale)
-    all_lses = torch.cat([lses.to(tail_lse.dtype), tail_lse.unsqueeze(0)])
-    weights = all_lses.softmax(0).unsqueeze(-1)
-    merged = (outs * weights[:-1]).sum(0) + tail_out * weights[-1]
-    return merged.view(heads, nodes, dim)
+
+    def __init__(self, prefix: int, ancestors: Tensor, groups: int, kv_heads: int, dtype: torch.dtype) -> None:
+        nodes = len(ancestors)
+        self._parts = _parts(prefix, kv_heads, groups * nodes) if ancestors.device.type == "cpu" else 1
+        self._even = prefix - prefix % self._parts
+        # What the parts do not divide goes with the tree, whose slots follow it in the cache.
+        self._wide = torch.promote_types(dtype, torch.float32)  # bf16 scores would cost two digits more
+        bias = torch.zeros(nodes, prefix - self._even + nodes, dtype=self._wide, device=ancestors.device)
+        bias[:, prefix - self._even :].masked_fill_(~ancestors, -torch.inf)
+        self._bias = bias.repeat(groups, 1)
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[query heads, n, d]``, rotated.
+            keys: ``[kv heads, prefix + n, d]``, rotated; the last n are the nodes' own.
+            values: like ``keys``.
+            scale: factor of the scores.
+
+        Returns:
+            ``[query heads, n, d]``.
+        """
+        rows = query.reshape(keys.shape[0], -1, query.shape[-1])
+        even, wide = self._even, self._wide
+        tail_keys, tail_values = keys[:, even:].to(wide), values[:, even:].to(wide)
+        scores = torch.baddbmm(self._bias, rows.to(wide), tail_keys.transpose(1, 2), alpha=scale)
+        if even == 0:
+            return torch.bmm(scores.softmax(-1), tail_values).view_as(query).to(query.dtype)
+        # torch's own logsumexp costs more than all the rest for so few keys
+        top = scores.amax(-1, keepdim=True)
+        weights = (scores - top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        tail_out = torch.bmm(weights, tail_values) / total
+        tail_lse = (top + total.log()).squeeze(-1)
+        outs, lses = _prefix(rows, keys[:, :even], values[:, :even], self._parts, scale)
+        shares = torch.cat([lses.to(wide), tail_lse.unsqueeze(0)]).softmax(0).unsqueeze(-1)
+        return (torch.cat([outs.to(wide), tail_out.unsqueeze(0)]) * shares).sum(0).view_as(query).to(query.dtype)
 
 
 def _parts(prefix: int, kv_heads: int, rows: int) -> int:
@@ -67,15 +79,11 @@ def _prefix(rows: Tensor, keys: Tensor, values: Tensor, parts: int, scale: float
         split = [x.unflatten(1, (parts, size)).transpose(0, 1) for x in (keys, values)]
         query = rows.expand(parts, *rows.shape)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, *split, 0.0, False, scale=scale)
+    wide = torch.promote_types(rows.dtype, torch.float32)
     outs, lses = [], []
     for start in range(0, keys.shape[1], _BLOCK):
-        scores = torch.matmul(rows, keys[:, start : start + _BLOCK].transpose(1, 2)).to(_wide(rows)) * scale
-        lse = scores.logsumexp(-1)
-        probs = torch.exp(scores - lse.unsqueeze(-1)).to(values.dtype)
-        outs.append(torch.matmul(probs, values[:, start : start + _BLOCK]))
-        lses.append(lse)
+        scores = torch.bmm(rows, keys[:, start : start + _BLOCK].transpose(1, 2)).to(wide) * scale
+        lses.append(scores.logsumexp(-1))
+        weights = torch.exp(scores - lses[-1].unsqueeze(-1)).to(values.dtype)
+        outs.append(torch.bmm(weights, values[:, start : start + _BLOCK]))
     return torch.stack(outs), torch.stack(lses)
-
-
-def _wide(like: Tensor) -> torch.dtype:
-    return torch.float64 if like.dtype == torch.float64 else torch.float32

@@ -92,15 +92,16 @@ class Decoding:
         left = self.length
         while left > 0:
             started = time.perf_counter()
-            tokens, accepted, source, nodes = self._step()
+            tokens, sources, nodes = self._step()
             tokens = tokens[:left]
             ends = [index for index, token in enumerate(tokens) if token in stop]
             if ends:
                 tokens = tokens[: ends[0] + 1]
             left = 0 if ends else left - len(tokens)
-            yield Step(tuple(tokens), min(accepted, len(tokens)), source, nodes, time.perf_counter() - started)
+            accepted = min(len(sources) - 1, len(tokens))
+            yield Step(tuple(tokens), accepted, sources[accepted], nodes, time.perf_counter() - started)
 
-    def _step(self) -> tuple[list[int], int, str, int]:
+    def _step(self) -> tuple[list[int], list[str], int]:
         context, target = self._context, self._target
         with torch.inference_mode():
             tree = self._drafter.propose(context)
@@ -118,4 +119,4 @@ class Decoding:
             context.sampler.extend(new)
             context.last, context.node = forwarded, path[-1]
             self._drafter.committed(context)
-        return new, len(path) - 1, tree.sources[path[-1]], len(tree)
+        return new, [tree.sources[node] for node in path], len(tree)

@@ -100,7 +100,7 @@ class HeadSource:
         scores = warp(logits.to(torch.float64, copy=True), seen, sampler.params)
         if self._shared_noise:
             scores = scores + sampler.noise(range(root + 1, root + 1 + len(logits)))
-        best = scores.topk(max(self._widths))
+        best = scores.topk(min(max(self._widths), scores.shape[-1]))
         return [
             [token for token, score in zip(tokens[:width], values[:width], strict=True) if score != -torch.inf]
             for tokens, values, width in zip(best.indices.tolist(), best.values.tolist(), self._widths, strict=True)

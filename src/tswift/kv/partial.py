@@ -47,7 +47,7 @@ class PartialKV(KVBuffer):
         """Copy the tokens that the full cache has committed since the last call; at most ``room`` of them."""
         count = full.length - self.copied
         slots = [self._free.pop() for _ in range(count)]
-        where = torch.tensor(slots, device=self.keys.device)
+        where = torch.tensor(slots, dtype=torch.int64, device=self.keys.device)
         self.keys.index_copy_(2, where, full.keys[:, :, self.copied : full.length])
         self.values.index_copy_(2, where, full.values[:, :, self.copied : full.length])
         self.length = max(self.length, max(slots, default=-1) + 1)
@@ -71,7 +71,7 @@ class PartialKV(KVBuffer):
         importance = torch.matmul(middle, grouped.unsqueeze(-1)).squeeze(-1)
         best = importance.topk(held - sinks - recent).indices + sinks
         always = [*range(sinks), *range(text - recent, text)]
-        fixed = torch.tensor(always, device=best.device).expand(shape.layers, shape.heads, -1)
+        fixed = torch.tensor(always, dtype=torch.int64, device=best.device).expand(shape.layers, shape.heads, -1)
         order = torch.cat([fixed, best], dim=-1).unsqueeze(-1).expand(-1, -1, -1, shape.head_dim)
         self.keys[:, :, :held] = full.keys.gather(2, order)
         self.values[:, :, :held] = full.values.gather(2, order)

@@ -87,7 +87,7 @@ def load_heads(path: Path, hidden_size: int, dtype: torch.dtype, device: torch.d
         heads.load_state_dict(tensors)
     except FileNotFoundError:
         raise InputError(f"{path} does not exist", "--heads") from None
-    except (SafetensorError, KeyError, ValueError, RuntimeError, OSError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, OSError) as error:
         raise InputError(f"{path} is not a tswift heads file ({str(error).splitlines()[0]})", "--heads") from None
     if heads.hidden_size != hidden_size:
         raise InputError(f"{path} was made for hidden size {heads.hidden_size}, the model has {hidden_size}", "--heads")

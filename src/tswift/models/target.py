@@ -6,14 +6,15 @@ the name ``tswift``, and extra keyword arguments, which reach that function from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from tswift.attention.sdpa import attend
+from tswift.attention.sdpa import TreeAttention
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
 
@@ -24,7 +25,7 @@ _CHUNK = 512  # prompt tokens forwarded at a time
 @dataclass
 class _Pass:
     kv: KVBuffer
-    ancestors: Tensor
+    attend: TreeAttention
     queries: list[Tensor] = field(default_factory=list)
 
 
@@ -34,7 +35,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, tswift=N
         scaling = query.shape[-1] ** -0.5
     keys, values = tswift.kv.write(layer, key[0], value[0])
     tswift.queries.append(query[0])
-    out = attend(query[0], keys, values, tswift.ancestors, scaling)
+    out = tswift.attend(query[0], keys, values, scaling)
     return out.transpose(0, 1).unsqueeze(0), None
 
 
@@ -88,6 +89,7 @@ class Target:
             dtype=self.dtype,
             device=self.device,
         )
+        self._groups = heads // self.kv_shape.heads
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor) -> Forwarded:
@@ -99,7 +101,7 @@ class Target:
             kv: what the nodes attend to; nothing is committed.
             ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself.
         """
-        run = _Pass(kv, ancestors)
+        run = _Pass(kv, TreeAttention(kv.length, ancestors, self._groups, self.kv_shape.heads, self.dtype))
         out = self._decoder(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
         )
@@ -115,17 +117,20 @@ class Target:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def prefill(self, tokens: Sequence[int], kv: FullKV) -> Forwarded | None:
-        """Forward a text in chunks and commit it.
-
-        Returns:
-            The last chunk's pass; None if there was nothing to forward.
-        """
-        last = None
+    def chunks(self, tokens: Sequence[int], kv: FullKV) -> Iterator[Forwarded]:
+        """Forward a text in chunks, commit each, and yield its pass."""
         for start in range(0, len(tokens), _CHUNK):
             chunk = torch.tensor(tokens[start : start + _CHUNK], device=self.device)
             positions = torch.arange(kv.length, kv.length + len(chunk), device=self.device)
             causal = torch.ones(len(chunk), len(chunk), dtype=torch.bool, device=self.device).tril()
-            last = self.forward(chunk, positions, kv, causal)
+            forwarded = self.forward(chunk, positions, kv, causal)
             kv.commit(range(len(chunk)))
-        return last
+            yield forwarded
+
+    def prefill(self, tokens: Sequence[int], kv: FullKV) -> Forwarded | None:
+        """Forward a text and commit it.
+
+        Returns:
+            The last chunk's pass; None if there was nothing to forward.
+        """
+        return deque(self.chunks(tokens, kv), maxlen=1).pop() if tokens else None

@@ -1,0 +1,210 @@
+"""The recipe of the bundled model: ``python -m tswift.training.demo --corpus FOLDER --out DIR``.
+
+Every stage leaves its result in the work folder and is skipped when that is there: tokenizer, token streams, base model
+with heads trained along, text written by the model itself, heads fitted to that text, held-out loss, model card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tswift.decoding.sampling import SamplingParams
+from tswift.models.heads import ChainedHeads, load_heads
+from tswift.training.corpus import PG19, load_documents, random_rows, token_stream
+from tswift.training.evaluate import held_out_losses
+from tswift.training.heads import HeadsPlan, train_heads, write_text
+from tswift.training.pretrain import Plan, pretrain
+from tswift.training.tokenizer import train_tokenizer
+
+POSITIONS = (0, 10_000, 40_000, 100_000)
+WINDOW, TEXTS = 2048, 3  # tokens measured at each position, and in how many texts
+
+
+def demo_config(vocab_size: int) -> LlamaConfig:
+    """The bundled model's shape: one query head on one KV head of 64 per layer.
+
+    One row per node and KV head keeps a pass over eight nodes bound by reading the KV cache, as a pass over one is.
+    """
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=131_072,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def build(corpus: str, out: Path, work: Path, vocab_size: int, plan: Plan, heads_plan: HeadsPlan, rows: int) -> None:
+    """Run the stages that are not done yet, then write the finished model to ``out``."""
+    work.mkdir(parents=True, exist_ok=True)
+    log = _logger(work / "log.txt")
+    tokenizer, train, held_out = _streams(corpus, work, vocab_size, log)
+    base = _base(work / "base", train, plan, vocab_size, log)
+    own = _own_text(work / "own.npy", base, train, rows, log)
+    heads = load_heads(work / "base" / "heads.safetensors", base.config.hidden_size, torch.float32, base.device)
+    if not (work / "heads.safetensors").exists():
+        train_heads(base, heads.train().requires_grad_(True), own.ravel(), heads_plan, log)
+        heads.save(work / "heads.safetensors", torch.float32)
+    heads = load_heads(work / "heads.safetensors", base.config.hidden_size, torch.float32, base.device)
+    out.mkdir(parents=True, exist_ok=True)
+    heads.save(out / "heads.safetensors")
+    tokenizer.save_pretrained(out)
+    base.to(torch.bfloat16).save_pretrained(out)
+    (out / "generation_config.json").unlink(missing_ok=True)
+    # what was shipped is what is measured: the weights as rounded to bf16
+    shipped = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
+    figures = held_out_losses(shipped, held_out, POSITIONS, log, WINDOW, TEXTS)
+    log(f"held-out loss by position: {figures}")
+    facts = json.loads((work / "corpus.json").read_text())
+    (out / "README.md").write_text(_card(shipped, plan, heads_plan, rows, facts, figures))
+
+
+def _card(
+    model: LlamaForCausalLM,
+    plan: Plan,
+    heads_plan: HeadsPlan,
+    rows: int,
+    facts: dict[str, float],
+    losses: dict[int, float],
+) -> str:
+    config = model.config
+    target_kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 100_000
+    return (
+        (Path(__file__).parent / "model_card.md")
+        .read_text()
+        .format(
+            parameters=f"{model.num_parameters():,}",
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            mlp=config.intermediate_size,
+            head_dim=config.head_dim,
+            vocab=f"{config.vocab_size:,}",
+            positions=f"{config.max_position_embeddings:,}",
+            kv_mb=round(target_kv / 1e6),
+            documents=facts["documents"],
+            train_tokens=f"{facts['train_tokens']:,}",
+            characters=facts["characters_per_token"],
+            held=facts["held_out"],
+            seed=plan.seed,
+            device=_device_name(),
+            date=time.strftime("%Y-%m-%d"),
+            steps=f"{plan.steps:,}",
+            tokens_per_step=f"{plan.tokens_per_step:,}",
+            decay=1 - plan.decay_from,
+            short_row=plan.short_row,
+            long=1 - plan.long_from,
+            long_row=f"{plan.long_row:,}",
+            heads_share=1 - plan.heads_from,
+            heads_weight=plan.heads_weight,
+            rows=f"{rows:,}",
+            heads_steps=heads_plan.steps,
+            window=f"{WINDOW:,}",
+            texts=TEXTS,
+            head=" | ".join(f"{position:,}" for position in losses),
+            rule=" | ".join("---" for _ in losses),
+            losses=" | ".join(f"{loss:.3f}" for loss in losses.values()),
+            bits=" | ".join(f"{loss / facts['characters_per_token'] / math.log(2):.3f}" for loss in losses.values()),
+        )
+    )
+
+
+def _device_name() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{torch.get_num_threads()} CPU cores"
+
+
+def _streams(
+    corpus: str, work: Path, vocab_size: int, log: Callable[[str], None]
+) -> tuple[PreTrainedTokenizerFast, np.ndarray, np.ndarray]:
+    if not (work / "held.npy").exists():
+        documents = load_documents(corpus)
+        held = documents[::41][:6]
+        kept = [text for index, text in enumerate(documents) if index % 41 or index // 41 >= 6]
+        tokenizer = train_tokenizer(kept[::4], vocab_size)
+        tokenizer.save_pretrained(work / "tokenizer")
+        train, held_out = token_stream(kept, tokenizer), token_stream(held, tokenizer)
+        facts = {
+            "documents": len(documents),
+            "held_out": len(held),
+            "train_tokens": len(train),
+            "characters_per_token": sum(map(len, held)) / len(held_out),
+        }
+        (work / "corpus.json").write_text(json.dumps(facts))
+        log(f"corpus: {facts}")
+        np.save(work / "train.npy", train)
+        np.save(work / "held.npy", held_out)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    return tokenizer, np.load(work / "train.npy", mmap_mode="r"), np.load(work / "held.npy")
+
+
+def _base(
+    folder: Path, stream: np.ndarray, plan: Plan, vocab_size: int, log: Callable[[str], None]
+) -> LlamaForCausalLM:
+    if not (folder / "heads.safetensors").exists():
+        torch.manual_seed(plan.seed)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = LlamaForCausalLM(demo_config(vocab_size)).to(device)
+        heads = ChainedHeads(model.config.hidden_size).to(device)
+        pretrain(model, heads, stream, plan, log)
+        model.save_pretrained(folder)
+        heads.save(folder / "heads.safetensors", torch.float32)
+    # heads and text are made for the weights that are shipped, which are bf16
+    rounded = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return rounded.float().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _own_text(
+    path: Path, model: LlamaForCausalLM, stream: np.ndarray, rows: int, log: Callable[[str], None]
+) -> np.ndarray:
+    if not path.exists():
+        starts = random_rows(stream, rows, 32, np.random.default_rng(3))
+        np.save(path, write_text(model, starts, 512, SamplingParams(), 128, log))
+    return np.load(path)
+
+
+def _logger(path: Path) -> Callable[[str], None]:
+    def log(line: str) -> None:
+        print(line, flush=True)
+        with path.open("a") as file:
+            file.write(line + "\n")
+
+    return log
+
+
+def main() -> None:
+    """Parse the command line and build."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--corpus", default=PG19, help="folder of .parquet or .txt files, or a hub id (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "models" / "demo")
+    parser.add_argument("--work", type=Path, default=Path("build/demo-model"), help="intermediate results")
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=1100, help="steps of 8,192 tokens for the base model")
+    parser.add_argument("--heads-steps", type=int, default=240)
+    parser.add_argument("--rows", type=int, default=3072, help="rows of 512 tokens that the model writes for its heads")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the base: faster, needs a C++ compiler")
+    args = parser.parse_args()
+    plan = Plan(steps=args.steps, compiled=args.compile)
+    build(args.corpus, args.out, args.work, args.vocab, plan, HeadsPlan(steps=args.heads_steps), args.rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Train chained heads on a frozen model: from given text, or from what the model itself writes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from tswift.decoding.sampling import SamplingParams
+from tswift.models.heads import ChainedHeads
+from tswift.training.corpus import jumping_positions, random_rows
+from tswift.training.pretrain import CAUSAL
+
+
+@dataclass(frozen=True)
+class HeadsPlan:
+    """A schedule for heads alone. Row lengths alternate, so that short and long contexts are both seen."""
+
+    steps: int
+    tokens_per_step: int = 8192
+    rows: Sequence[int] = (512, 4096)
+    matrix_lr: float = 0.01
+    other_lr: float = 1e-3
+    warmup: int = 20
+    position_limit: int = 131_072
+    seed: int = 2
+
+
+@torch.inference_mode()
+def write_text(
+    model: PreTrainedModel,
+    starts: np.ndarray,
+    length: int,
+    params: SamplingParams,
+    batch: int,
+    log: Callable[[str], None],
+) -> np.ndarray:
+    """Text of the model's own, sampled as it will be sampled in use, by transformers' own batched generation.
+
+    Args:
+        model: the model.
+        starts: ``[rows, s]`` token ids to begin from.
+        length: tokens of a finished row, start included; at most ``params.window``, since transformers' repetition
+            penalty knows no window.
+        params: temperature, min-p and penalty are used.
+        batch: rows written at a time.
+        log: takes a line of progress.
+
+    Returns:
+        ``[rows, length]`` token ids.
+    """
+    if length > params.window:
+        raise ValueError(f"rows of {length} tokens outgrow the penalty window of {params.window}")
+    model.set_attn_implementation("sdpa")
+    rows = []
+    for first in range(0, len(starts), batch):
+        torch.manual_seed(first)
+        ids = torch.from_numpy(starts[first : first + batch]).to(model.device)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=params.temperature,
+            min_p=params.min_p,
+            top_k=0,
+            repetition_penalty=params.penalty,
+            max_new_tokens=length - ids.shape[1],
+            suppress_tokens=[model.config.eos_token_id],
+        )
+        rows.append(out.cpu().numpy())
+        log(f"written {first + len(ids)}/{len(starts)} rows")
+    return np.concatenate(rows)
+
+
+def train_heads(
+    model: PreTrainedModel, heads: ChainedHeads, stream: np.ndarray, plan: HeadsPlan, log: Callable[[str], None]
+) -> None:
+    """Train ``heads`` in place to foresee the model's own distributions.
+
+    Head i, looking from token t, is fitted to what the model says after token t + i + 1, by cross-entropy against the
+    model's whole distribution there: less noisy than the one token that happened to follow.
+
+    Args:
+        model: the frozen base.
+        heads: what is trained.
+        stream: ``[n]`` token ids.
+        plan: the schedule.
+        log: takes a line of progress.
+    """
+    rng = np.random.default_rng(plan.seed)
+    model.set_attn_implementation(CAUSAL)
+    decoder, lm_head = model.get_decoder(), model.get_output_embeddings()
+    matrices = [p for p in heads.parameters() if p.ndim == 2]
+    others = [p for p in heads.parameters() if p.ndim != 2]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=plan.matrix_lr, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"),
+        torch.optim.AdamW(others, lr=plan.other_lr, weight_decay=0.0),
+    ]
+    rates = (plan.matrix_lr, plan.other_lr)
+    started, smooth = time.monotonic(), np.zeros(heads.count)
+    for step in range(plan.steps):
+        length = plan.rows[step % len(plan.rows)]
+        rows = max(1, plan.tokens_per_step // length)
+        ids = torch.from_numpy(random_rows(stream, rows, length, rng)).to(model.device)
+        positions = torch.from_numpy(jumping_positions(rows, length, plan.position_limit, rng)).to(model.device)
+        with torch.no_grad():
+            hidden = decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+            goal = lm_head(hidden).softmax(-1)
+        losses = torch.stack(
+            [_against(lm_head(state[:, : -1 - i]), goal[:, 1 + i :]) for i, state in enumerate(heads(hidden))]
+        )
+        losses.sum().backward()
+        factor = min(1.0, (step + 1) / plan.warmup) * 0.5 * (1 + math.cos(math.pi * step / plan.steps))
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        smooth = losses.detach().cpu().numpy() if step == 0 else 0.95 * smooth + 0.05 * losses.detach().cpu().numpy()
+        if step % 20 == 0 or step == plan.steps - 1:
+            shown = " ".join(f"{loss:.3f}" for loss in smooth)
+            log(f"heads step {step}/{plan.steps} losses {shown} {time.monotonic() - started:.0f} s")
+
+
+def _against(logits: Tensor, goal: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), goal.flatten(0, 1))

@@ -1,0 +1,124 @@
+"""Tree attention against a dense float64 oracle."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import random_tree
+from tswift.attention import sdpa
+from tswift.attention.sdpa import TreeAttention
+
+
+def attend(query, keys, values, ancestors, scale):
+    prefix = keys.shape[1] - len(ancestors)
+    return TreeAttention(prefix, ancestors, len(query) // len(keys), len(keys), query.dtype)(query, keys, values, scale)
+
+
+def dense(query, keys, values, ancestors, scale):
+    """Expanded, masked, in float64: all that tree attention avoids."""
+    group = query.shape[0] // keys.shape[0]
+    query, keys, values = query.double(), keys.double(), values.double()
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    nodes = query.shape[1]
+    mask = torch.cat([torch.ones(nodes, keys.shape[1] - nodes, dtype=torch.bool), ancestors], dim=1)
+    scores = query @ keys.transpose(1, 2) * scale
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
+
+
+def case(kv_heads, group, dim, prefix, nodes, dtype, seed=0, sharp=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    capacity = prefix + nodes + 7  # what the caches give is a view into a larger buffer
+    buffers = [torch.randn(2, kv_heads, capacity, dim, generator=generator).to(dtype) for _ in range(2)]
+    keys, values = (buffer[1, :, : prefix + nodes] for buffer in buffers)
+    assert kv_heads == 1 or not keys.is_contiguous()
+    query = (torch.randn(kv_heads * group, nodes, dim, generator=generator) * sharp).to(dtype)
+    return query, keys, values, random_tree(nodes, Random(seed)).ancestors(), dim**-0.5
+
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 1.5e-2}
+
+
+def check(*shape, dtype, seed=0, sharp=1.0) -> None:
+    query, keys, values, ancestors, scale = case(*shape, dtype, seed, sharp)
+    out = attend(query, keys, values, ancestors, scale)
+    assert out.shape == query.shape
+    worst = (out.double() - dense(query, keys, values, ancestors, scale)).abs().max().item()
+    assert worst < TOLERANCE[dtype] * max(1, sharp), worst  # rounding grows with the scores
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2, 255, 256, 257, 1000])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_prefixes_and_threads(prefix: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)  # decides into how many parts the prefix is cut
+    try:
+        for dtype in TOLERANCE:
+            for kv_heads, group, dim, nodes in ((1, 1, 8, 1), (1, 8, 64, 5), (2, 3, 8, 41), (3, 2, 64, 2)):
+                check(kv_heads, group, dim, prefix, nodes, dtype=dtype, seed=prefix)
+    finally:
+        torch.set_num_threads(before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.sampled_from([8, 64]),
+    st.sampled_from([0, 1, 2, 31, 255, 256, 257, 300, 1000]),
+    st.integers(1, 41),
+    st.integers(0, 1000),
+    st.sampled_from([torch.float64, torch.float32]),
+    st.sampled_from([0.1, 1.0, 5.0]),
+)
+def test_any_shape(kv_heads, group, dim, prefix, nodes, seed, dtype, sharp) -> None:
+    check(kv_heads, group, dim, prefix, nodes, dtype=dtype, seed=seed, sharp=sharp)
+
+
+class Elsewhere(torch.Tensor):
+    """A CPU tensor that says it is on another device."""
+
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize("prefix", [1, 300, 1000])
+@pytest.mark.parametrize("block", [128, 8192])
+def test_the_path_of_other_devices(monkeypatch, prefix: int, block: int) -> None:
+    """The blockwise prefix, run here on the CPU; one block and several."""
+    right, taken = sdpa._prefix, []
+
+    def elsewhere(rows, *rest):
+        taken.append(rows.as_subclass(Elsewhere).device.type)
+        return right(rows.as_subclass(Elsewhere), *rest)
+
+    monkeypatch.setattr(sdpa, "_BLOCK", block)
+    monkeypatch.setattr(sdpa, "_parts", lambda *args: 1)
+    monkeypatch.setattr(sdpa, "_prefix", elsewhere)
+    for dtype in TOLERANCE:
+        check(2, 3, 8, prefix, 6, dtype=dtype)
+    assert taken == ["cuda"] * 3
+
+
+def test_the_check_sees_a_wrong_mask() -> None:
+    query, keys, values, ancestors, scale = case(2, 2, 8, 300, 6, torch.float32)
+    wrong = ancestors.clone()
+    wrong[5, 1:5] = ~wrong[5, 1:5]
+    out = attend(query, keys, values, wrong, scale)
+    assert (out.double() - dense(query, keys, values, ancestors, scale)).abs().max() > 1e-2
+
+
+def test_nodes_do_not_see_what_is_beside_them() -> None:
+    """A sibling's key and value may be anything, NaN apart."""
+    query, keys, values, _, scale = case(2, 2, 8, 40, 4, torch.float64)
+    ancestors = torch.eye(4, dtype=torch.bool)
+    ancestors[:, 0] = True
+    before = attend(query, keys, values, ancestors, scale)
+    keys, values = keys.clone(), values.clone()
+    keys[:, 42], values[:, 42] = 1e3, 1e3
+    after = attend(query, keys, values, ancestors, scale)
+    assert torch.equal(before[:, [0, 1, 3]], after[:, [0, 1, 3]])
+    assert not torch.equal(before[:, 2], after[:, 2])

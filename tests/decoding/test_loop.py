@@ -1,0 +1,421 @@
+"""The claim of the project: whatever is drafted, the text is plain decoding's; and plain decoding draws exactly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from random import Random
+
+import pytest
+import torch
+from scipy import stats
+
+from tests.helpers import (
+    PLAIN,
+    VOCAB,
+    Proposals,
+    decode,
+    decode_method,
+    decode_steps,
+    drafter_of,
+    exact_joint,
+    random_prompt,
+    tiny_target,
+    tokens_of,
+    toy_target,
+)
+from tswift.decoding import loop
+from tswift.decoding.loop import Decoding
+from tswift.decoding.sampling import Sampler, SamplingParams, gumbel
+from tswift.decoding.tree import DraftTree
+from tswift.drafting import source
+from tswift.drafting.methods import DraftOptions
+from tswift.drafting.source import Context, Drafter
+from tswift.models.target import Target
+
+DTYPES = (torch.float64, torch.float32)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# every method's text is plain decoding's text
+
+CHAIN = DraftOptions(tree=(1, 1, 1), nodes=2, budget=64, reuse_recent=True)
+PAPER = DraftOptions(tree=(1, 3, 3, 3), nodes=41, budget=64)
+WIDE = DraftOptions(tree=(5, 3, 2), nodes=128, budget=64, ngrams=3, reuse_recent=True)
+BLIND = DraftOptions(tree=(4, 2, 2), nodes=9, budget=64, sinks=0, shared_noise=False, reuse_recent=True)
+LARGE = DraftOptions(tree=(2, 2), nodes=16, budget=4096, ngrams=1, shared_noise=False)
+
+
+def parameters(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, eta=0.0, penalty=1.0, window=1024, banned=()):
+    return SamplingParams(temperature, top_k, top_p, min_p, eta, penalty, window, banned)
+
+
+# sampling parameters, draft options, seed, prompt length, tokens, kind of model
+TEXTS = {
+    "greedy": (parameters(temperature=0), PAPER, 1, 40, 150, "gqa"),
+    "greedy, small penalty": (parameters(temperature=0, penalty=1.05, window=2), WIDE, 2, 2, 150, "mha"),
+    "T 1": (parameters(), PAPER, 3, 60, 130, "mqa"),
+    "T 1, seldom surprised": (parameters(temperature=0.3), BLIND, 4, 120, 150, "gqa"),
+    "top-p": (parameters(temperature=0.7, top_p=0.8), WIDE, -5, 1, 170, "mha"),
+    "min-p": (parameters(temperature=0.7, min_p=0.2), CHAIN, 6, 2, 150, "gqa"),
+    "eta": (parameters(temperature=0.7, eta=0.05), PAPER, 2**63 + 7, 70, 130, "gqa"),
+    "top-k": (parameters(temperature=0.7, top_k=5), BLIND, 8, 1, 210, "mqa"),
+    "window 1": (parameters(temperature=0.5, penalty=1.5, window=1), PAPER, 9, 80, 130, "mqa"),
+    "window 2": (parameters(temperature=0.7, min_p=0.05, penalty=1.5, window=2), WIDE, 10, 64, 130, "gqa"),
+    "window 3": (parameters(temperature=0.4, penalty=2.0, window=3), BLIND, 11, 80, 150, "mha"),
+    "window above the text": (parameters(min_p=0.1, penalty=1.2, window=10**6), PAPER, 12, 90, 130, "gqa"),
+    "window and budget above the text": (parameters(temperature=0.5, penalty=1.1, window=30), LARGE, 13, 2, 120, "gqa"),
+    "all at once, banned ids": (
+        parameters(0.7, 20, 0.9, 0.02, 0.001, 1.3, 5, banned=(0, 3, 50)), PAPER, 14, 65, 130, "gqa",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float64", "float32"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
+    params, options, seed, prompt_length, length, kind = TEXTS[name]
+    target, prompt = tiny_target(kind, dtype), random_prompt(prompt_length, seed % 1000)
+    plain = decode_method("ar", target, prompt, params, seed, length)
+    assert len(plain) == length
+    for method in ("medusa", "tokenswift", "reuse"):
+        drafter = drafter_of(method, target, options)
+        steps = decode_steps(target, drafter, prompt, params, seed, length)
+        assert tokens_of(steps) == plain, method
+        assert max(step.nodes for step in steps) <= options.nodes
+        if method == "tokenswift":
+            assert sum(step.accepted for step in steps) > length // 8  # else next to nothing was tested
+            selections = drafter.sources[0]._reader.kv.selections
+            assert selections >= 3 if options.budget < 100 else selections == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float64", "float32"])
+def test_a_long_prompt(dtype: torch.dtype) -> None:
+    target, prompt = tiny_target("gqa", dtype), random_prompt(5000)
+    params = parameters(min_p=0.1, penalty=1.2, window=1024)
+    plain = decode_method("ar", target, prompt, params, 21, 60)
+    for method, budget in (("medusa", 64), ("tokenswift", 64 if dtype == torch.float64 else 1024), ("reuse", 64)):
+        options = DraftOptions(tree=(1, 3, 3), nodes=24, budget=budget)
+        assert decode_method(method, target, prompt, params, 21, 60, options) == plain, (method, budget)
+
+
+@pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift", "reuse"])
+def test_a_prompt_of_one_token_and_lengths_that_cut_a_step(method: str) -> None:
+    target = tiny_target()
+    params = parameters(temperature=0.3)
+    whole = decode_method("ar", target, [5], params, 3, 24)
+    for length in (1, 2, 3, 5, 11, 24):
+        assert decode_method(method, target, [5], params, 3, length, PAPER) == whole[:length]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# drafts that lie, and drafts that know
+
+
+def test_no_draft_changes_the_text_however_it_lies() -> None:
+    """Long accepted paths among lies: the true continuation, cut at random, with siblings, repeated, out of order."""
+    target, prompt = tiny_target(), random_prompt(20, 3)
+    random = Random(1)
+    for params in (
+        parameters(penalty=1.4, window=1),
+        parameters(penalty=1.4, window=2),
+        parameters(penalty=1.4, window=3),
+        parameters(temperature=0.7, top_p=0.9, penalty=1.2, window=9),
+        parameters(temperature=0, penalty=1.3, window=4),
+    ):
+        plain = decode_method("ar", target, prompt, params, 17, 150)
+
+        def lies(context: Context, plain=plain) -> list[list[int]]:
+            done = len(context.text) - len(prompt)
+            truth = plain[done : done + random.randrange(12)]
+            root = context.text[-1]
+            paths = [
+                [*truth[:cut], *(random.randrange(VOCAB) for _ in range(random.randrange(4)))]
+                for cut in range(len(truth) + 1)
+            ]
+            paths += [truth, truth, [root] * 6, truth[::-1], truth[1:], [], plain[:40], [*truth, root, root]]
+            random.shuffle(paths)
+            return paths
+
+        for limit in (2, 7, 64):
+            steps = decode_steps(target, Drafter([Proposals(lies)], 2, limit), prompt, params, 17, 150)
+            assert tokens_of(steps) == plain, (params, limit)
+            assert max(step.nodes for step in steps) <= limit
+            assert max(step.accepted for step in steps) > (0 if limit == 2 else 3)
+
+
+@pytest.mark.parametrize("limit", [2, 5, 128])
+def test_random_floods_and_an_empty_source_change_nothing(limit: int) -> None:
+    target, prompt, params = tiny_target(), random_prompt(4), parameters(penalty=1.2, window=3)
+    plain = decode_method("ar", target, prompt, params, 2, 25)
+    random = Random(limit)
+
+    def flood(context: Context) -> list[list[int]]:
+        return [[random.randrange(VOCAB) for _ in range(random.randrange(30))] for _ in range(60)]
+
+    for sources in ([Proposals(flood)], [Proposals(lambda context: [])], [Proposals(lambda context: [[0] * 300])]):
+        steps = decode_steps(target, Drafter(sources, 3, limit), prompt, params, 2, 25)
+        assert tokens_of(steps) == plain
+        assert max(step.nodes for step in steps) <= limit
+
+
+def knowing(plain: list[int], prompt: list[int], depth: int) -> Drafter:
+    def truth(context: Context) -> list[list[int]]:
+        done = len(context.text) - len(prompt)
+        return [plain[done : done + depth]]
+
+    return Drafter([Proposals(truth)], depth, depth + 1)
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 5, 6, 7, 9, 10, 11, 20])
+def test_the_length_is_exact_in_the_middle_of_an_accepted_path(length: int) -> None:
+    target, prompt, params = tiny_target(), [1, 2], parameters()
+    plain = decode_method("ar", target, prompt, params, 4, 40)
+    steps = decode_steps(target, knowing(plain, prompt, 4), prompt, params, 4, length)
+    assert tokens_of(steps) == plain[:length]
+    assert [len(step.tokens) for step in steps] == [5] * (length // 5) + ([length % 5] if length % 5 else [])
+    assert [step.accepted for step in steps] == [4] * (length // 5) + ([length % 5] if length % 5 else [])
+    assert all(step.nodes == 5 for step in steps)
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 4, 5, 6, 13])
+def test_a_stop_token_is_the_last_one(at: int) -> None:
+    target, prompt, params = tiny_target(), [1, 2], parameters()
+    plain = decode_method("ar", target, prompt, params, 4, 40)
+    stop = plain[at]
+    until = plain[: plain.index(stop) + 1]
+    assert decode_method("ar", target, prompt, params, 4, 20, stop={stop}) == until
+    assert decode(target, knowing(plain, prompt, 4), prompt, params, 4, 20, {stop, VOCAB + 1}) == until
+    assert decode_method("tokenswift", target, prompt, params, 4, 20, stop=(stop,)) == until
+
+
+def test_the_same_decode_twice_and_no_global_random_state() -> None:
+    target, prompt, params = tiny_target(), random_prompt(9), parameters(penalty=1.2, window=8)
+    torch.manual_seed(1)
+    first = decode_method("tokenswift", target, prompt, params, 8, 40)
+    torch.manual_seed(2)
+    before = torch.random.get_rng_state()
+    assert decode_method("tokenswift", target, prompt, params, 8, 40) == first
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert decode_method("tokenswift", target, prompt, params, 9, 40) != first
+
+
+def test_a_text_goes_on_where_it_was_cut() -> None:
+    """A job's whole state is the tokens so far and the seed."""
+    target, prompt, params = tiny_target(), random_prompt(9), parameters(min_p=0.05, penalty=1.2, window=8)
+    whole = decode_method("ar", target, prompt, params, 8, 60)
+    for cut in (1, 17, 59):
+        more = decode_method("tokenswift", target, prompt + whole[:cut], params, 8, 60 - cut)
+        assert whole[:cut] + more == whole
+
+
+def test_a_prompt_that_cannot_be_decoded_is_refused() -> None:
+    for prompt in ([], [VOCAB], [3, -1]):
+        with pytest.raises(ValueError, match="prompt"):
+            Decoding(tiny_target(), prompt, PLAIN, 1, Drafter(), 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the joint distribution of decoded texts against exact probabilities
+
+PROMPT = [2, 0, 1]
+TOY = {
+    "T 1": parameters(),
+    "penalty shorter than the path": parameters(penalty=2.5, window=1),
+    "penalty over the path": parameters(temperature=0.8, penalty=1.8, window=2),
+    "min-p": parameters(temperature=0.7, min_p=0.35, penalty=1.5, window=3),
+}
+LEAVES = [[3, 1, 0], [3, 1, 2], [3, 0, 0], [3, 2, 1], [3, 3, 3], [0, 0, 0], [0, 1, 3], [1, 1, 1]]
+
+
+def noise_peeking(context: Context) -> list[list[int]]:
+    # a drafter that knows the noise and nothing of the model, as far from independent of the draws as can be
+    best = context.sampler.noise(range(context.position + 1, context.position + 4))
+    if best.dim() == 0:
+        return [[0, 0, 0]]
+    first, second, third = best.topk(2).indices.tolist()
+    return [[a, b, c] for a in first for b in second for c in third]
+
+
+DRAFTS = {
+    "leaves": lambda context: LEAVES,
+    "noise": noise_peeking,
+    "siblings": lambda context: [[0], [3], [2], [1]],
+    "nothing": lambda context: [],
+}
+
+
+def joint_p_value(params: SamplingParams, paths, texts: int = 1500, length: int = 3) -> float:
+    """Chi-square p-value of decoded texts over many seeds; 0 where a text of no probability came out."""
+    target = toy_target()
+    exact = exact_joint(target.table, PROMPT, params, length)
+    drafter = Drafter([Proposals(paths)], 3, 16)
+    seen = Counter(tuple(decode(target, drafter, PROMPT, params, seed, length)) for seed in range(texts))
+    if set(seen) - set(exact):
+        return 0.0
+    rare = [text for text, probability in exact.items() if probability * texts < 5]
+    common = [text for text in exact if text not in set(rare)]
+    observed = [seen[text] for text in common] + [sum(seen[text] for text in rare)]
+    expected = [exact[text] * texts for text in common] + [sum(exact[text] for text in rare) * texts]
+    if expected[-1] < 1e-9:
+        observed, expected = observed[:-1], expected[:-1]
+    return float(stats.chisquare(observed, expected, sum_check=False).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("name", "draft"),
+    [
+        ("T 1", "leaves"),
+        ("T 1", "siblings"),
+        ("T 1", "noise"),
+        ("penalty shorter than the path", "leaves"),
+        ("penalty shorter than the path", "noise"),
+        ("penalty over the path", "leaves"),
+        ("penalty over the path", "nothing"),
+        ("min-p", "leaves"),
+    ],
+)
+def test_decoded_texts_have_their_exact_joint_distribution(name: str, draft: str) -> None:
+    assert joint_p_value(TOY[name], DRAFTS[draft]) > 1e-3
+
+
+def test_a_token_that_is_dropped_or_banned_never_comes_out_though_drafted() -> None:
+    target = toy_target(vocab=6, scale=2.0)
+    params = parameters(top_k=2, banned=(4,))
+    paths = [[a, b] for a in range(6) for b in range(6)]
+    drafter = Drafter([Proposals(lambda context: paths)], 2, 64)
+    for seed in range(20):
+        text = [0, 1, *decode(target, drafter, [0, 1], params, seed, 30)]
+        for place in range(2, len(text)):
+            row = target.table[text[place - 2], text[place - 1]].clone()
+            row[4] = -torch.inf
+            assert text[place] in row.topk(2).indices.tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# negative controls: each check above sees the mistake it is there for
+
+
+class LeafTree(DraftTree):
+    """Mistake 1: every leaf verified for itself, the longest match taken."""
+
+    def add(self, path, source: str) -> None:
+        node = 0
+        for token in path:
+            if len(self) >= self._limit:
+                return
+            self.tokens.append(token)
+            self.parents.append(node)
+            self.depths.append(self.depths[node] + 1)
+            self.sources.append(source)
+            node = len(self) - 1
+
+    def walk(self, drawn) -> list[int]:
+        paths = [[0]]
+        for node in range(1, len(self)):
+            paths += [[*path, node] for path in paths if path[-1] == self.parents[node]]
+        return max((p for p in paths if all(drawn[a] == self.tokens[b] for a, b in pairwise(p))), key=len)
+
+
+def one_draw_per_leaf(monkeypatch) -> None:
+    def draw(self, logits, seen, positions):
+        scores = self.scores(logits, seen, positions)
+        for row in range(1, len(scores)):
+            rows = [
+                gumbel(seed, positions[row : row + 1], self._tokens)[0] for seed in (self.seed + 7919 * row, self.seed)
+            ]
+            scores[row] += rows[0] - rows[1]
+        return scores.argmax(-1).tolist()
+
+    monkeypatch.setattr(Sampler, "draw", draw)
+    monkeypatch.setattr(source, "DraftTree", LeafTree)
+
+
+def penalty_of_the_root_for_all(monkeypatch) -> None:
+    right = Sampler.seen
+
+    def seen(self, tokens, positions, ancestors):
+        rows = right(self, tokens[:1], positions[:1], ancestors[:1, :1])
+        return rows if rows is None else rows.expand(len(tokens), -1)
+
+    monkeypatch.setattr(Sampler, "seen", seen)
+
+
+def window_that_does_not_slide(monkeypatch) -> None:
+    right = Sampler.seen
+
+    def seen(self, tokens, positions, ancestors):
+        rows = right(self, tokens, positions, ancestors)
+        return rows if rows is None else rows | right(self, tokens[:1], positions[:1], ancestors[:1, :1])
+
+    monkeypatch.setattr(Sampler, "seen", seen)
+
+
+def noise_of_the_root_for_all(monkeypatch) -> None:
+    right = Sampler.noise
+    monkeypatch.setattr(Sampler, "draw", lambda self, logits, seen, positions: (
+        (self.scores(logits, seen, positions) - right(self, positions) + right(self, positions[:1]))
+        .argmax(-1).tolist()
+    ))  # fmt: skip
+
+
+def slots_in_order(monkeypatch) -> None:
+    """The commit takes the first slots, not those of the accepted path."""
+    monkeypatch.setattr(loop.FullKV, "commit", lambda self, slots: setattr(self, "length", self.length + len(slots)))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "name", "draft"),
+    [
+        (one_draw_per_leaf, "T 1", "leaves"),
+        (penalty_of_the_root_for_all, "penalty over the path", "leaves"),
+        (penalty_of_the_root_for_all, "penalty shorter than the path", "noise"),
+        (window_that_does_not_slide, "penalty shorter than the path", "leaves"),
+        (noise_of_the_root_for_all, "T 1", "leaves"),
+        (slots_in_order, "T 1", "siblings"),
+    ],
+)
+def test_the_joint_distribution_sees(monkeypatch, mistake, name: str, draft: str) -> None:
+    mistake(monkeypatch)
+    assert joint_p_value(TOY[name], DRAFTS[draft]) < 1e-6
+
+
+def position_of_the_root_for_all(monkeypatch) -> None:
+    right = Target.forward
+    monkeypatch.setattr(Target, "forward", lambda self, tokens, positions, kv, ancestors: right(
+        self, tokens, positions[:1].expand(len(tokens)) if kv.length else positions, kv, ancestors
+    ))  # fmt: skip
+
+
+def attends_to_all_nodes(monkeypatch) -> None:
+    right = Target.forward
+    monkeypatch.setattr(Target, "forward", lambda self, tokens, positions, kv, ancestors: right(
+        self, tokens, positions, kv, torch.ones_like(ancestors) if kv.length else ancestors
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        one_draw_per_leaf,
+        penalty_of_the_root_for_all,
+        window_that_does_not_slide,
+        noise_of_the_root_for_all,
+        slots_in_order,
+        position_of_the_root_for_all,
+        attends_to_all_nodes,
+    ],
+)
+def test_equality_with_plain_decoding_sees(monkeypatch, mistake) -> None:
+    target, prompt, length = tiny_target(), random_prompt(50, 1), 120
+    params = parameters(penalty=1.5, window=2)
+    plain = decode_method("ar", target, prompt, params, 5, length)
+
+    def paths(context: Context) -> list[list[int]]:
+        done = len(context.text) - len(prompt)
+        truth = plain[done : done + 3]
+        return [[7, 7, 7], [*truth[:1], 9, 9], truth, [*truth[:2], 8]]
+
+    drafter = Drafter([Proposals(paths)], 3, 16)
+    assert decode(target, drafter, prompt, params, 5, length) == plain
+    mistake(monkeypatch)
+    assert decode(target, drafter, prompt, params, 5, length) != plain

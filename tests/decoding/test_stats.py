@@ -1,0 +1,68 @@
+"""Figures against steps counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import PLAIN, Proposals, decode_method, decode_steps, tiny_target
+from tswift.decoding.loop import Step
+from tswift.decoding.stats import DecodeStats, distinct
+from tswift.drafting.source import Drafter
+
+
+def test_figures_of_steps_counted_by_hand() -> None:
+    stats = DecodeStats(depth=4)
+    for step in (
+        Step((1, 2, 3, 4, 5), 4, "reuse", 9, 0.5),
+        Step((1,), 0, "", 9, 0.25),
+        Step((1, 2, 3), 2, "heads", 7, 0.25),
+        Step((7, 8), 1, "reuse", 1, 1.0),
+    ):
+        stats.add(step)
+    assert (stats.passes, stats.tokens, stats.nodes) == (4, 11, 26)
+    assert stats.alpha == 7 / 16
+    assert stats.beta == 5 / 16
+    assert stats.tokens_per_step == 11 / 4
+    assert stats.tokens_per_second == 11 / 2
+    assert stats.accepted == {4: 1, 0: 1, 2: 1, 1: 1}
+
+
+def test_nothing_counted_and_nothing_drafted() -> None:
+    for depth in (0, 4):
+        stats = DecodeStats(depth)
+        assert (stats.alpha, stats.beta, stats.tokens_per_step, stats.tokens_per_second) == (0, 0, 0, 0)
+    stats = DecodeStats(0)
+    stats.add(Step((5,), 0, "", 1, 0.1))
+    assert (stats.alpha, stats.tokens_per_step) == (0, 1)
+
+
+def test_steps_of_a_decode_add_up() -> None:
+    """All that is drafted is true, by a source named reuse: alpha and beta are 1, the cut last step apart."""
+    target = tiny_target()
+    plain = decode_method("ar", target, [4], PLAIN, 2, 30)
+    source = Proposals(lambda context: [plain[len(context.text) - 1 :][:3]])
+    source.name = "reuse"
+    for length, steps in ((12, 3), (14, 4)):
+        stats = DecodeStats(3)
+        for step in decode_steps(target, Drafter([source], 3, 4), [4], PLAIN, 2, length):
+            stats.add(step)
+        assert (stats.passes, stats.tokens) == (steps, length)
+        assert stats.alpha == stats.beta == (9 if length == 12 else 11) / (3 * steps)
+
+
+def test_the_source_of_a_cut_step_is_that_of_the_last_token_kept() -> None:
+    target = tiny_target()
+    plain = decode_method("ar", target, [4], PLAIN, 2, 30)
+    first, second = Proposals(lambda context: [plain[:2]]), Proposals(lambda context: [plain[:4]])
+    first.name, second.name = "heads", "reuse"
+    for length, source in ((1, "heads"), (2, "heads"), (3, "reuse"), (4, "reuse"), (5, "reuse")):
+        step = decode_steps(target, Drafter([first, second], 4, 9), [4], PLAIN, 2, length)[0]
+        assert (len(step.tokens), step.accepted, step.source) == (length, min(length, 4), source)
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 5))
+def test_distinct_n_is_unique_ngrams_over_ngrams(tokens: list[int], n: int) -> None:
+    grams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
+    assert distinct(tokens, n) == (pytest.approx(len(set(grams)) / len(grams)) if grams else 0)

@@ -1,0 +1,105 @@
+"""N-gram counts against a brute-force count, and what may be reused when."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import PLAIN
+from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.tree import DraftTree
+from tswift.drafting.reuse import NgramTable, ReuseSource
+from tswift.drafting.source import Context
+
+texts = st.lists(st.integers(0, 3), max_size=120)
+
+
+def grams_of(text, n):
+    return [tuple(text[start : start + n]) for start in range(len(text) - n + 1)]
+
+
+def check_table(table: NgramTable, grams: list[tuple[int, ...]], vocab: int = 4) -> None:
+    counts = Counter(grams)
+    last = {gram: when for when, gram in enumerate(grams)}
+    for first in range(vocab):
+        ranked = sorted((gram for gram in counts if gram[0] == first), key=lambda gram: (-counts[gram], -last[gram]))
+        assert table.continuations(first) == [gram[1:] for gram in ranked[: table.k]]
+
+
+def fill(table: NgramTable, grams) -> NgramTable:
+    for gram in grams:
+        table.count(gram)
+    return table
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts, st.integers(2, 4), st.integers(1, 8))
+def test_the_k_best_are_those_of_a_full_count(text: list[int], n: int, k: int) -> None:
+    grams = grams_of(text, n)
+    for end in {len(grams), len(grams) // 2}:
+        check_table(fill(NgramTable(n, k), grams[:end]), grams[:end])
+
+
+def test_the_check_sees_stale_entries(monkeypatch) -> None:
+    """Mistake 3: an entry that stays although better ones have come."""
+
+    def count(self, ngram) -> None:
+        best = self._best.setdefault(ngram[0], [])
+        if tuple(ngram[1:]) not in best and len(best) < self.k:
+            best.append(tuple(ngram[1:]))
+
+    monkeypatch.setattr(NgramTable, "count", count)
+    grams = grams_of([0, 1, 0, 2, 0, 2, 0, 3, 0, 3, 0, 3], 2)
+    with pytest.raises(AssertionError):
+        check_table(fill(NgramTable(2, 2), grams), grams)
+
+
+def context_of(text: list[int], params: SamplingParams) -> Context:
+    return Context(text, Sampler(params, 1, 4, torch.device("cpu")), None, None, 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts, st.lists(st.integers(1, 9), max_size=30), st.integers(0, 60), st.booleans(), st.booleans())
+def test_only_what_left_the_penalty_window_is_counted(text, pieces, window, recent, penalises) -> None:
+    """Counting as the text grows, in any pieces, equals counting at once."""
+    params = SamplingParams(penalty=1.3 if penalises else 1.0, window=window)
+    table = NgramTable(4, 5)
+    source = ReuseSource(table, 0, recent)
+    context = context_of([], params)
+    hidden = 0 if recent or not penalises else window
+    for piece in [*pieces, len(text)]:
+        context.text += text[len(context.text) : len(context.text) + piece]
+        source.committed(context, 4)
+        usable = context.text[: max(0, len(context.text) - hidden)]
+        check_table(table, grams_of(usable, 4))
+
+
+def test_continuations_hang_below_the_nodes_of_the_chosen_depth() -> None:
+    context = context_of([1, 2, 3, 0, 1, 3, 3, 0, 1], PLAIN)
+    for below, expected in ((0, {(2, 3, 0), (3, 3, 0)}), (1, {(1, 2, 3, 0), (1, 3, 3, 0), (2,), (2, 3, 0, 1)})):
+        source = ReuseSource(NgramTable(4, 20), below, False)
+        source.committed(context, 4)
+        tree = DraftTree(1, 64)
+        if below:
+            tree.add([1], "heads")
+            tree.add([2], "heads")
+        source.propose(tree, context)
+        leaves = {n for n in range(1, len(tree)) if n not in tree.parents}
+        spelled = set()
+        for leaf in leaves:
+            path, node = [], leaf
+            while node:
+                path.insert(0, tree.tokens[node])
+                node = tree.parents[node]
+            spelled.add(tuple(path))
+        assert spelled == expected - ({(2,)} if below else set())
+
+
+def test_a_token_never_seen_has_no_continuations() -> None:
+    source, tree = ReuseSource(NgramTable(), 0, False), DraftTree(3, 64)
+    source.propose(tree, context_of([3], PLAIN))
+    assert len(tree) == 1

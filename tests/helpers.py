@@ -1,0 +1,191 @@
+"""What several tests share: tiny random models, a toy target with exact probabilities, drafts that lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from random import Random
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tswift.decoding.loop import Decoding, Step
+from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.tree import DraftTree
+from tswift.drafting.methods import DraftOptions, make_drafter
+from tswift.drafting.source import Context, Drafter
+from tswift.kv.buffer import KVBuffer, KVShape
+from tswift.kv.full import FullKV
+from tswift.models.heads import ChainedHeads
+from tswift.models.target import Forwarded, Target
+
+torch.set_num_threads(1)  # the models are tiny: a second thread only costs
+
+VOCAB = 97
+HIDDEN = 32
+KV_HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
+PLAIN = SamplingParams(min_p=0.0, penalty=1.0)
+
+
+def tiny_llama(kind: str, dtype: torch.dtype, attention: str = "sdpa") -> LlamaForCausalLM:
+    """A random Llama whose next-token distributions are peaked, not constant; the same weights at every call."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=KV_HEADS[kind],
+        head_dim=8,
+        max_position_embeddings=16_384,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        attn_implementation=attention,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return LlamaForCausalLM(config).to(dtype).eval()
+
+
+@functools.cache
+def tiny_target(kind: str = "gqa", dtype: torch.dtype = torch.float64) -> Target:
+    return Target(tiny_llama(kind, dtype))
+
+
+@functools.cache
+def tiny_heads(dtype: torch.dtype = torch.float64, count: int = 3) -> ChainedHeads:
+    """Random chained heads; their weights are not zero."""
+    with torch.random.fork_rng():
+        torch.manual_seed(6)
+        heads = ChainedHeads(HIDDEN, count)
+        for head in heads.heads:
+            torch.nn.init.normal_(head.linear.weight, std=0.2)
+    return heads.to(dtype).eval().requires_grad_(False)
+
+
+def random_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
+    return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def decode_steps(
+    target: Target, drafter: Drafter, prompt: Sequence[int], params: SamplingParams, seed: int, length: int, stop=()
+) -> list[Step]:
+    return list(Decoding(target, prompt, params, seed, drafter, length).steps(stop))
+
+
+def tokens_of(steps: Sequence[Step]) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+def decode(target, drafter, prompt, params, seed, length, stop=()) -> list[int]:
+    return tokens_of(decode_steps(target, drafter, prompt, params, seed, length, stop))
+
+
+def drafter_of(method: str, target: Target, options: DraftOptions) -> Drafter:
+    if method == "medusa" and options.tree:  # three heads draft three levels; tokenswift's first is the LM head's
+        options = dataclasses.replace(options, tree=options.tree[-3:])
+    return make_drafter(method, target, tiny_heads(target.dtype), options)
+
+
+def decode_method(method, target, prompt, params, seed, length, options=None, stop=()) -> list[int]:
+    drafter = drafter_of(method, target, options or DraftOptions())
+    return decode(target, drafter, prompt, params, seed, length, stop)
+
+
+class Proposals:
+    """A draft source from a function: context -> paths."""
+
+    name = "proposals"
+
+    def __init__(self, paths: Callable[[Context], Sequence[Sequence[int]]]) -> None:
+        self.paths = paths
+
+    def propose(self, tree: DraftTree, context: Context) -> None:
+        for path in self.paths(context):
+            tree.add(path, self.name)
+
+    def committed(self, context: Context, most: int) -> None:
+        pass
+
+
+class ToyTarget:
+    """A target whose logits are ``table[token before, token]``, and which reads the token before from the KV cache.
+
+    So the exact probabilities are known, and a commit of the wrong slots would show.
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self.table, self.vocab_size = table, table.shape[-1]
+        self.device, self.dtype = torch.device("cpu"), torch.float64
+        self.kv_shape = KVShape(1, 1, 1, self.dtype, self.device)
+        self.forwarded_nodes: list[int] = []
+
+    def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor) -> Forwarded:
+        values = tokens.double().view(1, -1, 1)
+        kv.write(0, values, values)
+        self.forwarded_nodes.append(len(tokens))
+        before = []
+        for node, position in enumerate(positions.tolist()):
+            parent = [n for n in ancestors[node].nonzero().flatten().tolist() if positions[n] == position - 1]
+            committed = int(kv.keys[0, 0, kv.length - 1, 0]) if kv.length else 0
+            before.append(int(tokens[parent[0]]) if parent else committed)
+        return Forwarded(torch.stack([torch.tensor(before), tokens], dim=1), [torch.zeros(1, len(tokens), 1)])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.table[hidden[:, 0], hidden[:, 1]]
+
+    def prefill(self, tokens: Sequence[int], kv: FullKV) -> Forwarded | None:
+        values = torch.tensor(tokens, dtype=self.dtype).view(1, -1, 1)
+        kv.write(0, values, values)
+        kv.commit(range(len(tokens)))
+        return None
+
+    def synchronize(self) -> None:
+        pass
+
+
+def toy_target(vocab: int = 4, seed: int = 1, scale: float = 1.0) -> ToyTarget:
+    generator = torch.Generator().manual_seed(seed)
+    return ToyTarget(torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64) * scale)
+
+
+def exact_step(table: Tensor, text: Sequence[int], params: SamplingParams) -> list[float]:
+    """Probabilities of the token after ``text``, in plain Python: temperature, penalty, min-p, top-k."""
+    logits = table[text[-2], text[-1]].tolist()
+    logits = [x / params.temperature for x in logits]
+    for token in set(text[max(0, len(text) - params.window) :] if params.window else []):
+        x = logits[token]
+        logits[token] = x / params.penalty if x > 0 else x * params.penalty
+    best = max(logits)
+    weights = [math.exp(x - best) for x in logits]
+    weights = [w if w >= params.min_p else 0.0 for w in weights]
+    if params.top_k:
+        least = sorted(weights)[-params.top_k]
+        weights = [w if w >= least else 0.0 for w in weights]
+    return [w / sum(weights) for w in weights]
+
+
+def exact_joint(
+    table: Tensor, prompt: Sequence[int], params: SamplingParams, length: int
+) -> dict[tuple[int, ...], float]:
+    """Probability of every text of ``length`` tokens after the prompt."""
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        joint = {
+            (*path, token): probability * step
+            for path, probability in joint.items()
+            for token, step in enumerate(exact_step(table, [*prompt, *path], params))
+            if step > 0
+        }
+    return joint
+
+
+def random_tree(nodes: int, random: Random, vocab: int = VOCAB) -> DraftTree:
+    """A tree of exactly so many nodes."""
+    tree = DraftTree(random.randrange(vocab), nodes)
+    while len(tree) < nodes:
+        tree.grow(random.randrange(len(tree)), random.randrange(vocab), "random")
+    return tree

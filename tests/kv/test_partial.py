@@ -1,0 +1,144 @@
+"""The partial cache: what it holds after any sequence of steps, and that it holds copies of the right entries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tswift.kv.buffer import KVShape
+from tswift.kv.full import FullKV
+from tswift.kv.partial import PartialKV
+
+LAYERS, HEADS, GROUP, DIM = 2, 2, 3, 4
+SHAPE = KVShape(LAYERS, HEADS, DIM, torch.float64, torch.device("cpu"))
+
+
+class Growing:
+    """A full cache that grows by tokens whose values say layer, head and position."""
+
+    def __init__(self, capacity: int, seed: int) -> None:
+        self.full, self.generator = FullKV(SHAPE, capacity), torch.Generator().manual_seed(seed)
+
+    def grow(self, count: int) -> None:
+        for layer in range(LAYERS):
+            positions = torch.arange(self.full.length, self.full.length + count).double()
+            keys = torch.randn(HEADS, count, DIM, generator=self.generator, dtype=torch.float64)
+            tags = positions.view(1, -1, 1) + 10_000 * torch.arange(HEADS).view(-1, 1, 1) + 100_000 * layer
+            self.full.write(layer, keys, tags.expand(HEADS, count, DIM))
+        self.full.commit(range(count))
+
+    def query(self) -> torch.Tensor:
+        return torch.randn(LAYERS, HEADS * GROUP, DIM, generator=self.generator, dtype=torch.float64)
+
+
+def held(partial: PartialKV, full: FullKV, layer: int, head: int) -> set[int]:
+    """Positions held by one KV head; fails where an entry is not a copy of its position's, or is there twice."""
+    positions = (partial.values[layer, head, : partial.length, 0] - 10_000 * head - 100_000 * layer).long()
+    assert ((positions >= 0) & (positions < full.length)).all()
+    assert torch.equal(partial.keys[layer, head, : partial.length], full.keys[layer, head, positions])
+    assert torch.equal(partial.values[layer, head, : partial.length], full.values[layer, head, positions])
+    assert len(set(positions.tolist())) == partial.length
+    return set(positions.tolist())
+
+
+def most_important(partial: PartialKV, full: FullKV, queries, layer: int, head: int) -> list[int]:
+    """What a selection keeps beside sinks and recents, most important first, by brute force."""
+    middle = range(min(partial.sinks, full.length), full.length - min(partial.recent, full.length))
+    group = queries[layer, head * GROUP : (head + 1) * GROUP]
+    score = [sum(row) for row in (full.keys[layer, head, : full.length] @ group.T).tolist()]
+    return sorted(middle, key=lambda position: -score[position])
+
+
+def run(budget: int, sinks: int, prompt: int, steps: list[int], most: int, seed: int = 0) -> PartialKV:
+    growing = Growing(prompt + sum(steps) + 1, seed)
+    full, partial = growing.full, PartialKV(SHAPE, budget, sinks)
+    since: int | None = None  # text length at the last selection
+    for new in [prompt, *steps]:
+        growing.grow(new)
+        if full.length - partial.copied + most <= partial.room:
+            partial.append(full)
+        else:
+            queries = growing.query()
+            partial.select(full, queries)
+            since = full.length
+            ranked = {
+                (layer, head): most_important(partial, full, queries, layer, head)
+                for layer in range(LAYERS)
+                for head in range(HEADS)
+            }
+        text = full.length
+        assert partial.copied == text
+        assert partial.length <= budget
+        assert partial.room >= most
+        first, newest = set(range(min(partial.sinks, text))), set(range(max(0, text - partial.recent), text))
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                positions = held(partial, full, layer, head)
+                if since is None:
+                    assert positions == set(range(text))
+                    continue
+                # sinks, the recents of the selection and all tokens since, and of the selected the most important
+                always = first | set(range(max(0, since - partial.recent), text))
+                room = budget - len(always)
+                assert positions == always | set(ranked[layer, head][:room])
+                assert newest <= positions
+    return partial
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(64, 90),
+    st.sampled_from([0, 1, 16, 50]),
+    st.integers(0, 200),
+    st.lists(st.integers(1, 5), max_size=60),
+    st.integers(0, 1000),
+)
+def test_any_sequence_of_steps(budget: int, sinks: int, prompt: int, steps: list[int], seed: int) -> None:
+    run(budget, sinks, prompt, steps, 5, seed)
+
+
+def test_it_is_selected_anew_again_and_again() -> None:
+    assert run(64, 16, 100, [5, 1, 3, 5, 4] * 12, 5).selections >= 4
+    assert run(64, 0, 1, [1] * 160, 5).selections >= 3
+
+
+def test_nothing_is_selected_while_the_text_fits() -> None:
+    partial = run(64, 16, 0, [5, 4, 3, 2, 1] * 3, 5)
+    assert (partial.selections, partial.length, partial.room) == (0, 45, 19)
+
+
+def test_selecting_from_a_text_within_the_budget_keeps_all_of_it() -> None:
+    for text in (1, 5, 15, 16, 17, 28, 29, 63, 64):
+        growing = Growing(80, text)
+        growing.grow(text)
+        partial = PartialKV(SHAPE, 64, 16)
+        partial.select(growing.full, growing.query())
+        assert partial.length == text
+        assert held(partial, growing.full, 1, 1) == set(range(text))
+        growing.grow(3)
+        if partial.room >= 3:
+            partial.append(growing.full)
+            assert held(partial, growing.full, 0, 1) >= set(range(text, text + 3))
+            assert partial.length == min(64, text + 3)
+
+
+def test_the_pass_at_hand_has_its_scratch_slot() -> None:
+    partial = run(64, 16, 100, [4] * 4, 5)
+    new = torch.ones(HEADS, 1, DIM, dtype=torch.float64)
+    keys, _ = partial.write(1, new, new)
+    assert keys.shape[1] == partial.length + 1 <= 65
+    assert torch.equal(keys[:, -1:], new)
+
+
+def test_the_check_sees_a_wrong_entry(monkeypatch) -> None:
+    right = PartialKV.append
+
+    def shifted(self, full) -> None:
+        right(self, full)
+        self.keys[0, 0, self.length - 1] = full.keys[0, 0, 0]
+
+    monkeypatch.setattr(PartialKV, "append", shifted)
+    with pytest.raises(AssertionError):
+        run(64, 16, 20, [5], 5)

@@ -1,0 +1,88 @@
+"""Chained heads: their rule, and their file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.helpers import HIDDEN, tiny_heads
+from tswift.errors import InputError
+from tswift.models.heads import ChainedHeads, load_heads
+
+CPU = torch.device("cpu")
+
+
+def norm(x, weight, eps=1e-5):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def test_each_head_refines_the_state_of_the_one_before() -> None:
+    heads, hidden = tiny_heads(), torch.randn(5, HIDDEN, dtype=torch.float64)
+    states = heads(hidden)
+    assert states.shape == (3, 5, HIDDEN)
+    for index, head in enumerate(heads.heads):
+        hidden = hidden + norm(hidden, head.input_layernorm.weight) @ head.linear.weight.T
+        torch.testing.assert_close(states[index], norm(hidden, head.post_layernorm.weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_file_gives_back_what_was_saved(tmp_path, dtype: torch.dtype) -> None:
+    heads = tiny_heads(torch.float32)
+    heads.save(tmp_path / "heads.safetensors", dtype)
+    loaded = load_heads(tmp_path / "heads.safetensors", HIDDEN, torch.float32, CPU)
+    assert loaded.count == 3
+    assert not loaded.training
+    assert not any(p.requires_grad for p in loaded.parameters())
+    for name, value in heads.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value.to(dtype).float())
+    assert any(value.abs().sum() > 0 for value in loaded.state_dict().values())
+
+
+def saved(path, hidden=8, **metadata):
+    tensors = ChainedHeads(hidden, 2).state_dict()
+    about = {"format": "tswift-heads-1", "kind": "chained", "count": 2, "hidden_size": hidden, "eps": 1e-5} | metadata
+    save_file(tensors, path, metadata={"tswift": json.dumps(about)})
+
+
+def truncated(path):
+    saved(path)
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def cut_in_its_header(path):
+    saved(path)
+    path.write_bytes(path.read_bytes()[:40])
+
+
+BAD = {
+    "another hidden size": lambda path: saved(path, 16),
+    "truncated": truncated,
+    "cut in its header": cut_in_its_header,
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("no safetensors at all, only a text that is long enough to hold a length"),
+    "a folder": lambda path: path.mkdir(),
+    "missing": lambda path: None,
+    "no metadata": lambda path: save_file({"x": torch.zeros(2)}, path),
+    "foreign metadata": lambda path: save_file({"x": torch.zeros(2)}, path, metadata={"tswift": "[1]"}),
+    "metadata of no kind": lambda path: save_file({"x": torch.zeros(2)}, path, metadata={"tswift": "{not json"}),
+    "another kind": lambda path: saved(path, kind="conditioned"),
+    "a later format": lambda path: saved(path, format="tswift-heads-9"),
+    "more heads than weights": lambda path: saved(path, count=3),
+    "wrong shapes": lambda path: saved(path, hidden_size=9),
+    "a count that is none": lambda path: saved(path, count="two"),
+    "a size that is none": lambda path: saved(path, hidden_size=None),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_cannot_be_used_is_refused_in_one_line(tmp_path, name: str) -> None:
+    path = tmp_path / "heads.safetensors"
+    BAD[name](path)
+    with pytest.raises(InputError, match=r"^--heads: ") as error:
+        load_heads(path, 8, torch.float32, CPU)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert error.value.option == "--heads"
