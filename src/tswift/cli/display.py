@@ -90,7 +90,7 @@ class Display:
         figures = job.figures()
         table = Table(show_header=False)
         table.add_column()
-        table.add_column(justify="right")
+        table.add_column(justify="right", overflow="fold")
         peak = figures["peak_bytes"]
         rows = {
             "tokens": f"{figures['tokens']:,}",

@@ -23,9 +23,14 @@ def generate(
     method: Annotated[str, typer.Option(help="ar, medusa, tokenswift or reuse: how to draft.")] = "tokenswift",
     prompt: Annotated[
         str | None,
-        typer.Option(help="File to continue, - for stdin. (default: the first 1,024 tokens of the bundled novel)"),
+        typer.Option(
+            help="File to continue, - for stdin. (default: the first 1,024 tokens of the bundled novel)",
+            show_default=False,
+        ),
     ] = None,
-    prefill: Annotated[int | None, typer.Option(help="Use the prompt's first N tokens only.", metavar="N")] = None,
+    prefill: Annotated[
+        int | None, typer.Option(help="Use the prompt's first N tokens only.", metavar="N", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Any integer; with the prompt and the sampling it fixes the text.")] = 0,
     stop_at_eos: Annotated[
         bool, typer.Option("--stop-at-eos", help="Stop at an end-of-text token instead of never drawing one.")
