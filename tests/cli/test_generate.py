@@ -122,7 +122,7 @@ def _start(checkpoint: Path, prompt: Path, out: Path, length: int) -> subprocess
     code = "import sys; from tswift.cli import main; sys.exit(main())"
     words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", length, "--method", "ar", "--out", out]
     command = [sys.executable, "-c", code, *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ))
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=dict(os.environ))
 
 
 def test_ctrl_c_keeps_what_was_made(checkpoint: Path, prompt: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -10,10 +9,9 @@ from typing import Annotated
 import typer
 
 import tswift
+from tswift.cli.codes import BAD_INPUT, INTERRUPTED, OK
 from tswift.cli.generate import generate
 from tswift.errors import InputError
-
-OK, BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 0, 2, 130, 141
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 app.command()(generate)
@@ -48,10 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _bad_input(str(error))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
-        # what is left in stdout's buffer must not raise once more when Python exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CLOSED_PIPE
     except Exception as error:
         # Typer's own usage errors, known by their method: their class has moved between click and typer
         if hasattr(error, "format_message"):

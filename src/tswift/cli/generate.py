@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from tswift.cli.codes import CLOSED_PIPE, INTERRUPTED
 from tswift.errors import InputError
 
 _SAMPLING, _DRAFTING, _MODEL, _OUTPUT = "Sampling", "Drafting", "Model", "Output"
-_INTERRUPTED = 130
 
 
 def _option(panel: str, text: str, *names: str) -> Any:
@@ -95,7 +95,7 @@ def generate(
 ) -> None:
     """Continue a text. The text goes to stdout as it is made; text, tokens and figures to a folder."""
     from tswift.cli.display import Display
-    from tswift.jobs.job import INTERRUPTED
+    from tswift.jobs.job import INTERRUPTED as STOPPED
     from tswift.jobs.settings import Settings, start
 
     settings = Settings(
@@ -129,12 +129,16 @@ def generate(
     display = Display(length, quiet, not no_progress)
     for line in job.statement():
         display.say(line)
-    with display:
-        job.run(display.show)
+    try:
+        with display:
+            job.run(display.show)
+    except BrokenPipeError:
+        display.abandon_stdout()
+        raise typer.Exit(CLOSED_PIPE) from None
     display.summary(job)
-    if job.state == INTERRUPTED:
+    if job.state == STOPPED:
         display.say(f"interrupted; {job.stats.tokens:,} tokens are kept in {job.folder.path}")
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _given(**options: Any) -> dict[str, Any]:
