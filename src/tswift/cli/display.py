@@ -68,11 +68,11 @@ class Display:
         if self._bar:
             self._bar.update(
                 self._bar.task_ids[0],
-                description="decode",
+                description="",
                 total=self._length,
                 completed=stats.tokens,
                 figures=_figures(stats),
-                left=_clock(self._left(stats)),
+                left=f"left {_clock(self._left(stats))}",
             )
         elif self._log and time.monotonic() - self._logged >= _LOG_SECONDS:
             self._logged = time.monotonic()
@@ -119,7 +119,7 @@ class Display:
     def _progress_bar(self) -> Progress:
         bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=6),  # all columns together fit a terminal of 80
             TextColumn("{task.completed:,.0f}/{task.fields[length]:,}"),
             TextColumn("{task.fields[figures]}"),
             TimeElapsedColumn(),
@@ -149,7 +149,7 @@ class Display:
 
 
 def _figures(stats: DecodeStats) -> str:
-    return f"{stats.tokens_per_second:,.1f} tokens/s, alpha {stats.alpha:.2f}, {stats.tokens_per_step:.2f} per step"
+    return f"{stats.tokens_per_second:,.1f} tokens/s alpha {stats.alpha:.2f} {stats.tokens_per_step:.2f}/step"
 
 
 def _clock(seconds: float) -> str:
