@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tswift.drafting.heads import HeadSource, LastPass, PartialPass
 from tswift.drafting.reuse import NgramTable, ReuseSource
@@ -53,8 +53,22 @@ class DraftOptions:
                 raise InputError(f"must be at least {least}, got {value}", option)
 
 
-Method = Callable[[Target, Heads | None, DraftOptions], Drafter]
 NGRAM = 4
+
+
+@dataclass(frozen=True)
+class Method:
+    """A decoding method.
+
+    Attributes:
+        make: its drafter, from the model, its heads and resolved options.
+        uses: the fields of DraftOptions that it looks at.
+        by_lm_head: levels of its tree that the LM head drafts, before those of the heads.
+    """
+
+    make: Callable[[Target, Heads | None, DraftOptions], Drafter]
+    uses: frozenset[str] = frozenset()
+    by_lm_head: int = 0
 
 
 def _ar(target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
@@ -62,26 +76,43 @@ def _ar(target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
 
 
 def _medusa(target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
-    heads = _needed(heads, "medusa")
-    tree = _tree(options, target, "medusa", heads.count)
-    source = HeadSource(target, heads, LastPass(), tree, options.shared_noise)
-    return Drafter([source], len(tree), _nodes(options, target))
+    assert heads is not None
+    assert options.tree is not None
+    assert options.nodes is not None
+    source = HeadSource(target, heads, LastPass(), options.tree, options.shared_noise)
+    return Drafter([source], len(options.tree), options.nodes)
 
 
 def _tokenswift(target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
-    heads = _needed(heads, "tokenswift")
-    tree = _tree(options, target, "tokenswift", heads.count + 1)
+    assert heads is not None
+    assert options.tree is not None
+    assert options.nodes is not None
     reader = PartialPass(target, PartialKV(target.kv_shape, options.budget, options.sinks))
-    own = HeadSource(target, heads, reader, tree, options.shared_noise)
+    own = HeadSource(target, heads, reader, options.tree, options.shared_noise)
     sources: list[Source] = [own, *_reuse_sources(options, below=1)]
-    return Drafter(sources, max(len(tree), NGRAM if options.ngrams else 0), _nodes(options, target))
+    return Drafter(sources, max(len(options.tree), NGRAM if options.ngrams else 0), options.nodes)
 
 
 def _reuse(target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
-    return Drafter(_reuse_sources(options, below=0), NGRAM - 1, _nodes(options, target))
+    assert options.nodes is not None
+    return Drafter(_reuse_sources(options, below=0), NGRAM - 1, options.nodes)
 
 
-METHODS: dict[str, Method] = {"ar": _ar, "medusa": _medusa, "tokenswift": _tokenswift, "reuse": _reuse}
+def _reuse_sources(options: DraftOptions, below: int) -> list[ReuseSource]:
+    if not options.ngrams:
+        return []
+    return [ReuseSource(NgramTable(NGRAM, options.ngrams), below, options.reuse_recent)]
+
+
+_OF_TREES = frozenset({"tree", "nodes", "shared_noise"})
+_OF_REUSE = frozenset({"nodes", "ngrams", "reuse_recent"})
+
+METHODS: dict[str, Method] = {
+    "ar": Method(_ar),
+    "medusa": Method(_medusa, _OF_TREES),
+    "tokenswift": Method(_tokenswift, _OF_TREES | _OF_REUSE | {"budget", "sinks"}, by_lm_head=1),
+    "reuse": Method(_reuse, _OF_REUSE),
+}
 
 # Trees that pay. On a GPU a pass over a hundred nodes costs little more than one over a single node, so the paper's
 # tree stands. On a CPU every node costs; see results/ for the measurement behind these.
@@ -92,39 +123,57 @@ _TREES = {
 _NODES = {"cuda": 128, "cpu": 8}
 
 
-def make_drafter(method: str, target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
-    """The drafter of a method.
+def find_method(name: str) -> Method:
+    """The method of a name.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in METHODS:
+        raise InputError(f"no method {name!r}; there are {', '.join(METHODS)}", "--method")
+    return METHODS[name]
+
+
+def gamma_tree(name: str, target: Target, gamma: int) -> tuple[int, ...]:
+    """The levels of a method's default tree that use ``gamma`` heads.
+
+    Raises:
+        InputError: fewer levels than one, or more than the default tree has.
+    """
+    tree, first = _TREES[_by_device(target)][name], find_method(name).by_lm_head
+    least, most = 1 - first, len(tree) - first
+    if not least <= gamma <= most:
+        raise InputError(f"must be between {least} and {most} for {name}, got {gamma}", "--gamma")
+    return tree[: gamma + first]
+
+
+def resolve(name: str, target: Target, heads: Heads | None, options: DraftOptions) -> DraftOptions:
+    """The options with the device's defaults filled in: ``tree`` and ``nodes``, where the method uses them.
 
     Raises:
         InputError: no such method, heads that it needs are missing, or a tree that does not fit the heads.
     """
-    if method not in METHODS:
-        raise InputError(f"no method {method!r}; there are {', '.join(METHODS)}", "--method")
-    return METHODS[method](target, heads, options)
+    method, device = find_method(name), _by_device(target)
+    tree = None
+    if "tree" in method.uses:
+        if heads is None:
+            raise InputError(f"{name} drafts with heads and the model has none; use ar or reuse", "--method")
+        levels = heads.count + method.by_lm_head
+        tree = options.tree or _TREES[device][name][:levels]
+        if len(tree) > levels:
+            raise InputError(f"{name} can draft {levels} levels with these heads, got {len(tree)}", "--tree")
+    nodes = (options.nodes or _NODES[device]) if "nodes" in method.uses else None
+    return replace(options, tree=tree, nodes=nodes)
 
 
-def _needed(heads: Heads | None, method: str) -> Heads:
-    if heads is None:
-        raise InputError(f"{method} drafts with heads and the model has none; use ar or reuse", "--method")
-    return heads
+def make_drafter(name: str, target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
+    """The drafter of a method, for one decode.
 
-
-def _reuse_sources(options: DraftOptions, below: int) -> list[ReuseSource]:
-    if not options.ngrams:
-        return []
-    return [ReuseSource(NgramTable(NGRAM, options.ngrams), below, options.reuse_recent)]
+    Raises:
+        InputError: as :func:`resolve`.
+    """
+    return find_method(name).make(target, heads, resolve(name, target, heads, options))
 
 
 def _by_device(target: Target) -> str:
     return "cpu" if target.device.type == "cpu" else "cuda"
-
-
-def _tree(options: DraftOptions, target: Target, method: str, levels: int) -> tuple[int, ...]:
-    tree = options.tree or _TREES[_by_device(target)][method][:levels]
-    if len(tree) > levels:
-        raise InputError(f"{method} can draft {levels} levels with these heads, got {len(tree)}", "--tree")
-    return tree
-
-
-def _nodes(options: DraftOptions, target: Target) -> int:
-    return options.nodes or _NODES[_by_device(target)]

@@ -1,0 +1,40 @@
+# make run and make test need nothing but Python >= 3.10 and the network.
+PYTHON ?= python3
+VENV ?= .venv
+# what `pip -c` holds versions to; on a CUDA machine: make setup CONSTRAINTS=/dev/null
+CONSTRAINTS ?= constraints.txt
+LEN ?= 2000
+OUT ?= runs/gpu
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup run test lint demo-model gpu
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e ".[dev]"
+	touch $@
+
+run: setup
+	$(BIN)/tswift generate --len $(LEN)
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+# train the bundled model anew: make demo-model CORPUS=folder-or-hub-id
+CORPUS ?= emozilla/pg19
+demo-model: setup
+	$(BIN)/python -m tswift.training.demo --corpus $(CORPUS) --out src/tswift/models/demo
+
+# the tests that need a CUDA device, with the interpreter at hand: PyTorch for CUDA is the machine's own
+gpu:
+	mkdir -p $(OUT)
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu --junitxml=$(OUT)/gpu-tests.xml

@@ -1,0 +1,59 @@
+"""The ``tswift`` command: its subcommands, and one line for whatever the user got wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import tswift
+from tswift.cli.codes import BAD_INPUT, INTERRUPTED, OK
+from tswift.cli.generate import generate
+from tswift.errors import InputError
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+app.command()(generate)
+
+
+@app.callback(invoke_without_command=True)
+def _tswift(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Generate long texts with language models, faster than plain decoding and token for token the same."""
+    if version:
+        typer.echo(f"tswift {tswift.__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+    else:
+        return
+    raise typer.Exit()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``tswift`` and return its exit code.
+
+    0 fine; 2 bad input, said in one line on stderr; 130 interrupted; 141 nobody reads stdout any more.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = typer.main.get_command(app).main(
+            args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words]
+        )
+    except InputError as error:
+        return _bad_input(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except Exception as error:
+        # Typer's own usage errors, known by their method: their class has moved between click and typer
+        if hasattr(error, "format_message"):
+            return _bad_input(error.format_message())
+        raise
+    return code if isinstance(code, int) else OK
+
+
+def _bad_input(message: str) -> int:
+    print(f"tswift: error: {' '.join(message.split())}", file=sys.stderr)
+    return BAD_INPUT

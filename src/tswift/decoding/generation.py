@@ -1,0 +1,116 @@
+"""From a loaded model and what is asked of it to a decode that is ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tswift.decoding.limits import Need, check
+from tswift.decoding.loop import Decoding, Step
+from tswift.decoding.sampling import SamplingParams
+from tswift.drafting.methods import DraftOptions, make_drafter, resolve
+from tswift.errors import InputError
+from tswift.models.loading import LoadedModel
+
+_PARAMS = SamplingParams()
+_OPTIONS = DraftOptions()
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A decode ready to run.
+
+    Attributes:
+        decoding: the decode; its KV cache is allocated.
+        depth: most tokens drafted along a path, for :class:`~tswift.decoding.stats.DecodeStats`.
+        stop: token ids that end the text early.
+        params: the sampling parameters, banned end-of-text tokens included.
+        options: the drafting options with tree and nodes filled in.
+        need: what it needs of positions and memory.
+    """
+
+    decoding: Decoding
+    depth: int
+    stop: tuple[int, ...]
+    params: SamplingParams
+    options: DraftOptions
+    need: Need
+
+    def steps(self) -> Iterator[Step]:
+        """The steps of the decode; prefills first unless that was done."""
+        return self.decoding.steps(self.stop)
+
+
+def ending(params: SamplingParams, eos_ids: Sequence[int], stop_at_eos: bool) -> tuple[SamplingParams, tuple[int, ...]]:
+    """How the text ends: by an end-of-text token, or at an exact length because those tokens are never drawn.
+
+    Returns:
+        The parameters to sample with, and the token ids to stop at.
+    """
+    if stop_at_eos:
+        return params, tuple(eos_ids)
+    return replace(params, banned=tuple(sorted({*params.banned, *eos_ids}))), ()
+
+
+def begin(
+    model: LoadedModel,
+    prompt: Sequence[int],
+    length: int,
+    *,
+    method: str = "tokenswift",
+    params: SamplingParams = _PARAMS,
+    seed: int = 0,
+    options: DraftOptions = _OPTIONS,
+    stop_at_eos: bool = False,
+) -> Generation:
+    """Check what is asked, and allocate what it takes. See :func:`generate` for the arguments.
+
+    Raises:
+        InputError: an empty prompt, a length below 1, an unknown method, options that do not fit the model, or more
+            positions or memory than there are.
+    """
+    if length < 1:
+        raise InputError(f"must be at least 1, got {length}", "--len")
+    if not prompt:
+        raise InputError("has no tokens", "--prompt")
+    target = model.target
+    resolved = resolve(method, target, model.heads, options)
+    need = check(target, len(prompt), length, method, resolved)
+    params, stop = ending(params, model.eos_ids, stop_at_eos)
+    drafter = make_drafter(method, target, model.heads, resolved)
+    decoding = Decoding(target, prompt, params, seed, drafter, length)
+    return Generation(decoding, drafter.depth, stop, params, resolved, need)
+
+
+def generate(
+    model: LoadedModel,
+    prompt: str | Sequence[int],
+    length: int,
+    *,
+    method: str = "tokenswift",
+    params: SamplingParams = _PARAMS,
+    seed: int = 0,
+    options: DraftOptions = _OPTIONS,
+    stop_at_eos: bool = False,
+) -> Iterator[Step]:
+    """Continue a text. The tokens depend on model, prompt, params and seed; never on the method or its options.
+
+    Args:
+        model: from :func:`tswift.load`.
+        prompt: a text, or its token ids.
+        length: tokens to generate, exactly unless ``stop_at_eos``.
+        method: ``ar``, ``medusa``, ``tokenswift`` or ``reuse``.
+        params: how each token is drawn.
+        seed: any integer.
+        options: how the method drafts; what it does not use is not looked at.
+        stop_at_eos: end at an end-of-text token, which is the last one then. Otherwise those are never drawn.
+
+    Returns:
+        An iterator of steps, each with one or more tokens. The prompt is prefilled when the first is asked for.
+
+    Raises:
+        InputError: as :func:`begin`.
+    """
+    ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    run = begin(model, ids, length, method=method, params=params, seed=seed, options=options, stop_at_eos=stop_at_eos)
+    return run.steps()

@@ -1,0 +1,82 @@
+"""What a decode needs of positions and memory, and whether the model and the machine have it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tswift.drafting.methods import DraftOptions, find_method
+from tswift.errors import InputError
+from tswift.models.target import Target
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a decode needs.
+
+    Attributes:
+        positions: tokens of prompt and text together.
+        full_bytes: bytes of the full KV cache, slots for the draft tree included.
+        partial_bytes: bytes of the partial KV cache that drafting reads; 0 if there is none.
+    """
+
+    positions: int
+    full_bytes: int
+    partial_bytes: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of both caches."""
+        return self.full_bytes + self.partial_bytes
+
+
+def check(target: Target, prompt: int, length: int, method: str, options: DraftOptions) -> Need:
+    """What a decode of ``length`` tokens after ``prompt`` tokens needs.
+
+    Args:
+        target: the model.
+        prompt: tokens.
+        length: tokens.
+        method: one of ``METHODS``.
+        options: resolved ones.
+
+    Raises:
+        InputError: more than the model's positions, or than the free memory of its device.
+    """
+    slots = prompt + length + (options.nodes or 1)
+    partial = options.budget + 1 if "budget" in find_method(method).uses else 0
+    token_bytes = target.kv_shape.bytes_per_token
+    need = Need(prompt + length, slots * token_bytes, partial * token_bytes)
+    if need.positions > target.max_positions:
+        raise InputError(
+            f"{prompt:,} prompt tokens and {length:,} new ones need {need.positions:,} positions, "
+            f"the model has {target.max_positions:,}",
+            "--len",
+        )
+    free = available_bytes(target.device)
+    if free is not None and need.kv_bytes > free:
+        raise InputError(
+            f"the KV cache of {need.positions:,} tokens needs {gigabytes(need.kv_bytes)}, "
+            f"{target.device.type} has {gigabytes(free)} free",
+            "--len",
+        )
+    return need
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that can still be had on a device; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return sizes[0] if sizes else None
+
+
+def gigabytes(count: int) -> str:
+    """Bytes for people, in units of 10^6 or 10^9 bytes."""
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,125 @@
+"""What a user asks of a job, and the job made of it: everything cheap is checked before anything heavy is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tswift.decoding.generation import begin
+from tswift.decoding.sampling import SamplingParams
+from tswift.drafting.methods import DraftOptions, find_method, gamma_tree
+from tswift.errors import InputError
+from tswift.jobs.folder import RunFolder, default_path
+from tswift.jobs.job import Job
+from tswift.jobs.prompt import fingerprint, read_prompt, take
+from tswift.models.loading import load
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A job as asked for; see ``tswift generate --help`` for what each field means.
+
+    Attributes:
+        sampling: fields of ``SamplingParams`` that were given.
+        drafting: fields of ``DraftOptions`` that were given. One that the method does not use is refused.
+        out: folder for the run; None for one named after the time and the method.
+    """
+
+    length: int
+    method: str = "tokenswift"
+    prompt: str | None = None
+    prefill: int | None = None
+    seed: int = 0
+    stop_at_eos: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    drafting: Mapping[str, Any] = field(default_factory=dict)
+    gamma: int | None = None
+    heads: Path | None = None
+    model: str = "demo"
+    device: str = "auto"
+    dtype: str = "auto"
+    attention: str = "auto"
+    out: Path | None = None
+
+
+def start(settings: Settings, command: Sequence[str]) -> Job:
+    """Check the settings, make the run's folder, load the model: a job ready to run.
+
+    Args:
+        settings: what is asked.
+        command: the words of the command line, for ``run.json``.
+
+    Raises:
+        InputError: something asked cannot be done. No folder is left behind then.
+    """
+    params, options = _checked(settings)
+    text = read_prompt(settings.prompt)
+    folder = RunFolder(settings.out or default_path(settings.method))
+    try:
+        model = load(
+            settings.model,
+            device=settings.device,
+            dtype=settings.dtype,
+            attention=settings.attention,
+            heads=settings.heads,
+        )
+        if settings.gamma is not None:
+            options = replace(options, tree=gamma_tree(settings.method, model.target, settings.gamma))
+        prompt = take(model.encode(text), settings.prefill, bundled=settings.prompt is None)
+        generation = begin(
+            model,
+            prompt,
+            settings.length,
+            method=settings.method,
+            params=params,
+            seed=settings.seed,
+            options=options,
+            stop_at_eos=settings.stop_at_eos,
+        )
+    except BaseException:
+        folder.discard()
+        raise
+    used = find_method(settings.method).uses
+    about = {
+        "command": list(command),
+        "options": asdict(settings),
+        "sampling": asdict(generation.params),
+        "drafting": {name: value for name, value in asdict(generation.options).items() if name in used},
+        "model": {
+            "name": settings.model,
+            "device": str(model.target.device),
+            "dtype": str(model.target.dtype).removeprefix("torch."),
+            "attention": model.attention,
+            "heads": None if model.heads is None else f"{model.heads.kind}, {model.heads.count}",
+            "eos_ids": list(model.eos_ids),
+        },
+        "prompt": {
+            "source": settings.prompt or "bundled",
+            "tokens": len(prompt),
+            "sha256": fingerprint(prompt),
+        },
+    }
+    return Job(model, generation, folder, about)
+
+
+def _checked(settings: Settings) -> tuple[SamplingParams, DraftOptions]:
+    for option, value in (("--len", settings.length), ("--prefill", settings.prefill)):
+        if value is not None and value < 1:
+            raise InputError(f"must be at least 1, got {value}", option)
+    used = find_method(settings.method).uses
+    unused = [name for name in settings.drafting if name not in used]
+    if "tree" not in used:  # no heads draft
+        unused += [name for name in ("gamma", "heads") if getattr(settings, name) is not None]
+    if unused:
+        raise InputError(f"{settings.method} does not use it", f"--{unused[0].replace('_', '-')}")
+    if "tree" in settings.drafting and settings.gamma is not None:
+        raise InputError("cannot be given together with --tree", "--gamma")
+    try:
+        params = SamplingParams(**settings.sampling)
+    except ValueError as error:
+        # the message begins with the field's name
+        name, _, rest = str(error).partition(" ")
+        raise InputError(f"--{name.replace('_', '-')} {rest}") from None
+    return params, DraftOptions(**settings.drafting)

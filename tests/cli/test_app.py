@@ -1,0 +1,51 @@
+"""The command as a whole: help, version, usage errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import tswift as package
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys; from tswift.cli import main; main(['--help']); main(['generate', '--help']); "
+    code += "sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
+    assert "--no-shared-noise" in done.stdout
+    assert "first 1,024 tokens" in " ".join(done.stdout.split())
+
+
+def test_version(tswift) -> None:  # type: ignore[no-untyped-def]
+    result = tswift("--version")
+    assert (result.code, result.out.decode()) == (0, f"tswift {package.__version__}\n")
+
+
+def test_no_command_is_help(tswift) -> None:  # type: ignore[no-untyped-def]
+    result = tswift()
+    assert result.code == 0
+    assert b"generate" in result.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nope"],
+        ["--nope"],
+        ["generate", "--nope"],
+        ["generate", "--len", "ten"],
+        ["generate", "--len"],
+        ["generate", "stray"],
+        ["generate", "--min-p", "a lot"],
+    ],
+)
+def test_usage_errors_are_one_line(tswift, words: list[str]) -> None:  # type: ignore[no-untyped-def]
+    result = tswift(*words)
+    assert result.code == 2
+    assert result.out == b""
+    assert result.err.startswith("tswift: error: ")
+    assert result.err.count("\n") == 1

@@ -1,0 +1,133 @@
+"""Every bad input: one clear line on stderr, exit code 2, nothing on stdout, no folder left behind."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tswift.decoding.limits as limits
+
+# without a model: refused before anything is loaded
+CHEAP = {
+    "--len 0": "--len: must be at least 1, got 0",
+    "--prefill 0": "--prefill: must be at least 1, got 0",
+    "--temperature -1": "--temperature must be a number >= 0, got -1.0",
+    "--temperature nan": "--temperature must be a number >= 0, got nan",
+    "--min-p 2": "--min-p must be between 0 and 1, got 2.0",
+    "--top-p 0": "--top-p must be above 0 and at most 1, got 0.0",
+    "--top-k -1": "--top-k must be an integer >= 0, got -1",
+    "--eta 1": "--eta must be at least 0 and below 1, got 1.0",
+    "--penalty 0.5": "--penalty must be a number >= 1, got 0.5",
+    "--window -1": "--window must be an integer >= 0, got -1",
+    "--method nope": "--method: no method 'nope'; there are ar, medusa, tokenswift, reuse",
+    "--tree 1,x": "--tree: wants numbers and commas, such as 1,3,3,3, got '1,x'",
+    "--tree 1,0": "--tree: wants numbers above 0",
+    "--tree 1,2 --gamma 2": "--gamma: cannot be given together with --tree",
+    "--nodes 1": "--nodes: must be at least 2, got 1",
+    "--budget 1": "--budget: must be at least 64, got 1",
+    "--sinks -1": "--sinks: must be at least 0, got -1",
+    "--ngrams -1": "--ngrams: must be at least 0, got -1",
+    "--method ar --tree 1,2": "--tree: ar does not use it",
+    "--method ar --gamma 2": "--gamma: ar does not use it",
+    "--method ar --heads x": "--heads: ar does not use it",
+    "--method ar --nodes 8": "--nodes: ar does not use it",
+    "--method ar --no-shared-noise": "--shared-noise: ar does not use it",
+    "--method medusa --budget 512": "--budget: medusa does not use it",
+    "--method medusa --ngrams 3": "--ngrams: medusa does not use it",
+    "--method medusa --sinks 3": "--sinks: medusa does not use it",
+    "--method reuse --tree 3,3": "--tree: reuse does not use it",
+    "--method reuse --shared-noise": "--shared-noise: reuse does not use it",
+    "--prompt /nowhere/prompt.txt": "--prompt: there is no file /nowhere/prompt.txt",
+    "--prompt /": "--prompt: / cannot be read",
+    "--model /nowhere": "--model: there is no folder '/nowhere'",
+    "--model ./nowhere": "--model: there is no folder './nowhere'",
+    "--model /etc/hostname": "--model: /etc/hostname is a file; give the folder it is in",
+    "--model nobody/nothing": "--model: nobody/nothing cannot be loaded from the hub, and is no folder here",
+    "--device tpu": "--device: no device 'tpu'",
+    "--dtype int8": "--dtype: no dtype 'int8'; there are auto, float32, float64, bfloat16, float16",
+    "--attention flash": "--attention: no attention 'flash'; there are auto, sdpa",
+    "--heads /nowhere": "--heads: there is no file /nowhere",
+    "--out /dev/null/run": "--out: /dev/null/run cannot be written to",
+    "--out /proc/run": "--out: /proc/run cannot be written to",
+}
+
+
+def _one_line(result, expected: str) -> None:  # type: ignore[no-untyped-def]
+    assert result.code == 2, result
+    assert result.out == b""
+    assert result.err.startswith(f"tswift: error: {expected}")
+    assert result.err.count("\n") == 1
+    assert not any(Path("runs").glob("*"))
+
+
+@pytest.mark.parametrize("words", CHEAP)
+def test_options(tswift, prompt: Path, checkpoint: Path, words: str) -> None:  # type: ignore[no-untyped-def]
+    defaults = {"--prompt": prompt, "--model": checkpoint}
+    rest = [part for name, value in defaults.items() if name not in words for part in (name, value)]
+    _one_line(tswift("generate", *rest, *words.split()), CHEAP[words])
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", "is empty"),
+        (b" \n\t ", "has nothing but white space"),
+        (b"text\0text", "is not text: it has NUL bytes"),
+        (b"\x89PNG\xff\xfe", "is not UTF-8 text (byte 0)"),
+    ],
+)
+def test_prompts(tswift, tmp_path: Path, checkpoint: Path, data: bytes, expected: str) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "bad.txt"
+    path.write_bytes(data)
+    _one_line(tswift("generate", "--model", checkpoint, "--prompt", path), f"--prompt: {path} {expected}")
+
+
+def test_empty_standard_input(tswift, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    _one_line(tswift("generate", "--model", checkpoint, "--prompt", "-"), "--prompt: standard input is empty")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--prefill 9000", "--prefill: asks for 9,000 tokens, the prompt has "),
+        ("--len 10000000", "--len: "),
+        ("--tree 1,2,2,2,2", "--tree: tokenswift can draft 4 levels with these heads, got 5"),
+        ("--gamma 9", "--gamma: must be between 0 and 3 for tokenswift, got 9"),
+        ("--method medusa --gamma 0", "--gamma: must be between 1 and 3 for medusa, got 0"),
+    ],
+)
+def test_what_only_the_model_can_tell(tswift, prompt: Path, checkpoint: Path, words: str, expected: str) -> None:  # type: ignore[no-untyped-def]
+    out = Path("runs") / "new"
+    result = tswift("generate", "--model", checkpoint, "--prompt", prompt, "--out", out, *words.split())
+    _one_line(result, expected)
+
+
+def test_positions_are_told(tswift, prompt: Path, checkpoint: Path) -> None:  # type: ignore[no-untyped-def]
+    result = tswift("generate", "--model", checkpoint, "--prompt", prompt, "--prefill", 3, "--len", 4094)
+    _one_line(result, "--len: 3 prompt tokens and 4,094 new ones need 4,097 positions, the model has 4,096")
+
+
+def test_memory(tswift, prompt: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(limits, "available_bytes", lambda device: 1_000_000)
+    result = tswift("generate", "--model", checkpoint, "--prompt", prompt, "--prefill", 2, "--len", 2000)
+    _one_line(result, "--len: the KV cache of 2,002 tokens needs 1.6 MB, cpu has 1.0 MB free")
+
+
+def test_cuda_where_there_is_none(tswift, prompt: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    result = tswift("generate", "--model", checkpoint, "--prompt", prompt, "--device", "cuda")
+    _one_line(result, "--device: PyTorch finds 0 CUDA devices here, wanted cuda")
+
+
+def test_never_overwrites(tswift, prompt: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "old"
+    out.mkdir()
+    (out / "text.txt").write_text("mine")
+    result = tswift("generate", "--prompt", prompt, "--out", out)
+    _one_line(result, f"--out: {out} is not empty")
+    assert (out / "text.txt").read_text() == "mine"

@@ -1,0 +1,62 @@
+"""The text and the bar on one terminal: a pseudo-terminal's whole output."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from tswift.cli.display import Display, _clock
+
+if TYPE_CHECKING:
+    from tswift.decoding.stats import DecodeStats
+
+pty = pytest.importorskip("pty")
+
+CODE = """
+import time
+from types import SimpleNamespace
+from tswift.cli.display import Display
+stats = SimpleNamespace(tokens=10, tokens_per_second=20.0, tokens_per_step=5.0, alpha=1.0)
+with Display(100, quiet=False, progress=True) as display:
+    for word in "one two three\\nfour [bold]five[/bold] six seven eight nine ten".split(" "):
+        display.show(word + " ", stats)
+        time.sleep(0.1)
+"""
+
+
+def test_text_goes_above_the_bar_in_whole_lines() -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ.update(COLUMNS="20", LINES="40", TERM="xterm", NO_COLOR="1")
+        os.execv(sys.executable, [sys.executable, "-c", CODE])
+    seen = b""
+    while True:
+        try:
+            data = os.read(terminal, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not data:
+            break
+        seen += data
+    os.waitpid(child, 0)
+    text = seen.decode()
+    # each line is printed once, unbroken, at the start of a line
+    for line in ("one two three\r\n", "[bold]five[/bold]", "six seven eight\r\n", "nine ten"):
+        assert text.count(line) == 1, text
+    assert "\x1b[1m" not in text
+
+
+def test_raw_when_stdout_is_no_terminal(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    stats = cast("DecodeStats", SimpleNamespace(tokens=1))
+    with Display(10, quiet=True, progress=True) as display:
+        display.show("é\n", stats)
+        display.show("[b]", stats)
+    assert capfdbinary.readouterr().out == "é\n[b]".encode()
+
+
+def test_clock() -> None:
+    assert _clock(3725.4) == "1:02:05"

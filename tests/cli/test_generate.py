@@ -1,0 +1,158 @@
+"""``tswift generate`` on a tiny model: the same tokens from every method, and files that say what happened."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+METHODS = ["ar", "medusa", "tokenswift", "reuse"]
+LENGTH = 61
+FLOAT64 = ["--dtype", "float64", "--temperature", "1.3", "--min-p", "0"]
+
+
+def _decoded(checkpoint: Path, tokens: list[int]) -> str:
+    return AutoTokenizer.from_pretrained(checkpoint).backend_tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def test_all_methods_make_the_same_files(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", LENGTH, "--seed", 5, *FLOAT64]
+    outs = {}
+    for method in METHODS:
+        result = tswift(*words, "--method", method, "--out", tmp_path / method)
+        assert result.code == 0, result.err
+        outs[method] = (tmp_path / method / "tokens.u32").read_bytes()
+        text = (tmp_path / method / "text.txt").read_bytes()
+        assert result.out == text
+        assert text.decode() == _decoded(checkpoint, np.frombuffer(outs[method], "<u4").tolist())
+    assert len(outs["ar"]) == 4 * LENGTH
+    assert len(set(outs.values())) == 1
+    assert 0 not in np.frombuffer(outs["ar"], "<u4")  # the end-of-text token is never drawn
+
+
+def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "run"
+    words = ["generate", "--model", str(checkpoint), "--prompt", str(prompt), "--prefill", "7", "--len", "20"]
+    words += ["--seed", "3", "--gamma", "1", "--out", str(out)]
+    result = tswift(*words)
+    assert result.code == 0, result.err
+    run = json.loads((out / "run.json").read_text())
+    ids = AutoTokenizer.from_pretrained(checkpoint)(prompt.read_text())["input_ids"][:7]
+    assert run["schema"] == 1
+    assert run["state"] == "finished"
+    assert run["command"] == ["tswift", *words]
+    assert run["options"]["seed"] == 3
+    assert run["options"]["length"] == 20
+    assert run["sampling"]["banned"] == [0]
+    assert run["drafting"]["tree"] == [1, 2]
+    assert run["drafting"]["nodes"] == 8
+    assert run["model"] == {
+        "name": str(checkpoint),
+        "device": "cpu",
+        "dtype": "float32",
+        "attention": "sdpa",
+        "heads": "chained, 3",
+        "eos_ids": [0],
+    }
+    assert run["prompt"]["tokens"] == 7
+    assert run["prompt"]["sha256"] == sha256(np.array(ids, "<u4").tobytes()).hexdigest()
+    assert {"python", "torch", "transformers", "tswift", "platform", "cpu", "threads"} <= run["environment"].keys()
+    figures = run["figures"]
+    assert figures["tokens"] == 20
+    assert figures["tokens_per_step"] == 20 / figures["target_passes"]
+    assert sum(run["accepted"].values()) == figures["target_passes"]
+    assert sorted(path.name for path in out.iterdir()) == ["run.json", "text.txt", "tokens.u32"]
+    for said in ("tree 1,2", "float32", "KV memory", "prompt 7 tokens", "Distinct-1..4", "peak memory", "alpha"):
+        assert said in result.err
+
+
+def test_quiet(tswift, prompt: Path, checkpoint: Path) -> None:  # type: ignore[no-untyped-def]
+    result = tswift("generate", "--model", checkpoint, "--prompt", prompt, "--len", 3, "--quiet")
+    assert result.code == 0
+    assert result.err == ""
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.endswith("Z-tokenswift")
+    assert (folder / "text.txt").read_bytes() == result.out
+
+
+def test_progress_lines(tswift, prompt: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("tswift.cli.display._LOG_SECONDS", 0.0)
+    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 3, "--method", "ar"]
+    assert "tswift: 2 / 3 tokens, " in tswift(*words).err
+    unsaid = tswift(*words, "--no-progress").err
+    assert "/ 3 tokens" not in unsaid
+    assert "Distinct" in unsaid
+
+
+def test_standard_input(tswift, prompt: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    words = ["generate", "--model", checkpoint, "--len", 8, "--method", "ar", "--prompt"]
+    from_file = tswift(*words, prompt)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt.read_bytes())))
+    assert tswift(*words, "-").out == from_file.out
+
+
+def test_stop_at_eos(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    # almost flat: one of 320 tokens ends the text
+    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 3000, "--method", "ar", "--quiet"]
+    words += ["--temperature", 100, "--min-p", 0, "--seed", 4, "--stop-at-eos", "--out", tmp_path / "run"]
+    assert tswift(*words).code == 0
+    tokens = np.fromfile(tmp_path / "run" / "tokens.u32", "<u4")
+    assert len(tokens) < 3000
+    assert tokens[-1] == 0
+    assert 0 not in tokens[:-1]
+
+
+def test_the_bundled_prompt_is_the_default(tswift, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ["generate", "--model", checkpoint, "--len", 1, "--method", "ar", "--out", tmp_path / "run"]
+    assert tswift(*words).code == 0
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (run["prompt"]["source"], run["prompt"]["tokens"]) == ("bundled", 1024)
+
+
+def _start(checkpoint: Path, prompt: Path, out: Path, length: int) -> subprocess.Popen[bytes]:
+    code = "import sys; from tswift.cli import main; sys.exit(main())"
+    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", length, "--method", "ar", "--out", out]
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=dict(os.environ))
+
+
+def test_ctrl_c_keeps_what_was_made(checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = _start(checkpoint, prompt, out, 4000)
+    assert process.stdout is not None
+    first = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=300)
+    assert process.returncode == 130, err
+    assert b"Traceback" not in err
+    assert b"tokens are kept in" in err
+    tokens = np.fromfile(out / "tokens.u32", "<u4").tolist()
+    run = json.loads((out / "run.json").read_text())
+    assert run["state"] == "interrupted"
+    assert run["figures"]["tokens"] == len(tokens) < 4000
+    assert (out / "text.txt").read_bytes() == first + rest == _decoded(checkpoint, tokens).encode()
+
+
+def test_a_closed_pipe_ends_the_run_quietly(checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = _start(checkpoint, prompt, out, 4000)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(20)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=300) == 141, err
+    assert b"Traceback" not in err
+    assert b"rror" not in err
+    run = json.loads((out / "run.json").read_text())
+    assert run["state"] == "interrupted"
+    assert run["figures"]["tokens"] == (out / "tokens.u32").stat().st_size // 4 < 4000

@@ -1,0 +1,59 @@
+"""Fixtures for all tests: a tiny random Llama with heads, saved in the format of real checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# One thread for torch, here and in subprocesses: tiny models only lose by more, and test processes run side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+SENTENCES = [
+    "The ship had lain three days becalmed, and the captain would not leave the deck.",
+    "It was a truth that nobody in the drawing-room cared to hear, and so nobody spoke it.",
+    "Café, naïve, größer, façade: words that take more bytes than they have letters.",
+] * 20
+
+
+def make_checkpoint(folder: Path, **changes: object) -> Path:
+    """Write a tiny random Llama, its tokenizer and its heads to ``folder``."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tswift.models.heads import ChainedHeads
+    from tswift.training.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(SENTENCES, 320)
+    settings: dict[str, object] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(15)  # or every token would be about equally likely
+        model.model.embed_tokens.weight.mul_(20)
+    heads = ChainedHeads(32, 3)
+    for head in heads.heads:
+        torch.nn.init.normal_(head.linear.weight, std=0.02)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    heads.save(folder / "heads.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny random Llama (float32, 4,096 positions), its tokenizer and three chained heads."""
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))

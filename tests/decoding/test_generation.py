@@ -1,0 +1,51 @@
+"""What stands between a model and a decode: how a text ends, and what it needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tswift.decoding.generation import begin, ending
+from tswift.decoding.limits import available_bytes, gigabytes
+from tswift.decoding.sampling import SamplingParams
+from tswift.drafting.methods import METHODS, DraftOptions
+from tswift.errors import InputError
+from tswift.models.loading import load
+
+
+def test_end_of_text_is_banned_or_stops() -> None:
+    params = SamplingParams(banned=(5,))
+    assert ending(params, (2, 7), stop_at_eos=True) == (params, (2, 7))
+    banned, stop = ending(params, (2, 7), stop_at_eos=False)
+    assert banned.banned == (2, 5, 7)
+    assert stop == ()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_need_is_what_is_allocated(checkpoint: Path, method: str) -> None:
+    model = load(str(checkpoint))
+    run = begin(model, [1, 2, 3], 50, method=method, options=DraftOptions(budget=128))
+    assert run.need.full_bytes == run.decoding._context.kv.nbytes
+    assert (run.need.partial_bytes > 0) == ("budget" in METHODS[method].uses)
+    assert run.need.positions == 53
+
+
+def test_every_method_says_what_it_uses() -> None:
+    fields = set(DraftOptions.__dataclass_fields__)
+    assert set().union(*(method.uses for method in METHODS.values())) == fields
+
+
+def test_heads_that_are_missing(checkpoint: Path) -> None:
+    from dataclasses import replace
+
+    model = replace(load(str(checkpoint)), heads=None)
+    with pytest.raises(InputError, match="tokenswift drafts with heads and the model has none"):
+        begin(model, [1], 5)
+
+
+def test_memory_of_this_machine() -> None:
+    free = available_bytes(torch.device("cpu"))
+    assert free is None or free > 10_000_000
+    assert gigabytes(1_500_000_000) == "1.50 GB"

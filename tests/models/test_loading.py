@@ -1,0 +1,117 @@
+"""Loading: what loads, and one line for what does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tswift.errors import InputError
+from tswift.models.loading import load
+
+
+def _copy(checkpoint: Path, folder: Path, **changes: object) -> str:
+    shutil.copytree(checkpoint, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return str(folder)
+
+
+def _refused(model: str, match: str, option: str = "--model", **options: str) -> None:
+    with pytest.raises(InputError, match=match) as caught:
+        load(model, **options)
+    assert caught.value.option == option
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "float64", "bfloat16"])
+def test_loads_a_folder(checkpoint: Path, dtype: str) -> None:
+    loaded = load(str(checkpoint), device="cpu", dtype=dtype)
+    wanted = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    assert loaded.target.dtype == wanted
+    assert loaded.heads is not None
+    assert loaded.heads.count == 3
+    assert loaded.heads.heads[0].linear.weight.dtype == wanted
+    assert loaded.eos_ids == (0,)
+    assert loaded.target.max_positions == 4096
+    assert loaded.tokenizer.decode(loaded.encode("The ship")) == "The ship"
+
+
+def test_no_heads_beside_the_model(checkpoint: Path, tmp_path: Path) -> None:
+    model = _copy(checkpoint, tmp_path / "m")
+    (tmp_path / "m" / "heads.safetensors").rename(tmp_path / "elsewhere")
+    assert load(model).heads is None
+    assert load(model, heads=tmp_path / "elsewhere").heads is not None
+
+
+def test_heads_that_are_none(checkpoint: Path, tmp_path: Path) -> None:
+    _refused(str(checkpoint), "there is no file", "--heads", heads="/nowhere")
+    _refused(str(checkpoint), "not a tswift heads file", "--heads", heads=str(checkpoint / "model.safetensors"))
+    _refused(str(checkpoint), "not a tswift heads file", "--heads", heads=str(checkpoint / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"sliding_window": 64}, "sliding window of 64"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary .* type dynamic"),
+    ],
+)
+def test_refuses_what_it_would_compute_wrongly(
+    checkpoint: Path, tmp_path: Path, changes: dict[str, object], match: str
+) -> None:
+    _refused(_copy(checkpoint, tmp_path / "m", **changes), match)
+
+
+def test_a_window_that_is_not_used_is_fine(checkpoint: Path, tmp_path: Path) -> None:
+    load(_copy(checkpoint, tmp_path / "m", sliding_window=64, use_sliding_window=False))
+
+
+def test_broken_files(checkpoint: Path, tmp_path: Path) -> None:
+    model = _copy(checkpoint, tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").write_bytes(b"nothing of the kind")
+    _refused(model, "cannot be loaded")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    _refused(model, "cannot be loaded")
+    (tmp_path / "m" / "config.json").write_text("{")
+    _refused(model, "cannot be loaded")
+
+
+def test_pickles_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    model = _copy(checkpoint, tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    torch.save(load_file(weights), tmp_path / "m" / "pytorch_model.bin")
+    weights.unlink()
+    _refused(model, "cannot be loaded")
+
+
+def test_missing_weights_are_not_made_up(checkpoint: Path, tmp_path: Path) -> None:
+    model = _copy(checkpoint, tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    _refused(model, r"lacks weights for 1 tensors, such as model\.layers\.1\.mlp\.up_proj\.weight")
+
+
+def test_attention_that_cannot_be_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    folder = tmp_path / "m"
+    BloomForCausalLM(BloomConfig(vocab_size=320, hidden_size=32, n_layer=1, n_head=2)).save_pretrained(folder)
+    for file in checkpoint.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    _refused(str(folder), "bloom")
+
+
+def test_the_bundled_model_is_there() -> None:
+    loaded = load("demo", device="cpu")  # fails in one clear line if src/tswift/models/demo is missing
+    assert loaded.heads is not None
+    assert loaded.target.max_positions == 131_072

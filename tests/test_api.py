@@ -1,0 +1,65 @@
+"""The Python API, and the README's example of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+import tswift
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def _readme_example() -> str:
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    return example
+
+
+def test_import_is_light() -> None:
+    code = "import sys, tswift; assert tswift.__version__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_names_are_there() -> None:
+    for name in tswift.__all__:
+        assert getattr(tswift, name) is not None
+    with pytest.raises(AttributeError):
+        tswift.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_text_and_ids_are_the_same_prompt(checkpoint: Path) -> None:
+    model = tswift.load(str(checkpoint), dtype="float64")
+    drawn = [
+        list(chain.from_iterable(step.tokens for step in tswift.generate(model, prompt, 20, method=method)))
+        for prompt in ("The ship", model.encode("The ship"))
+        for method in ("ar", "tokenswift")
+    ]
+    assert len(drawn[0]) == 20
+    assert drawn == [drawn[0]] * 4
+
+
+def test_refuses_at_the_call_not_at_the_first_step(checkpoint: Path) -> None:
+    model = tswift.load(str(checkpoint))
+    for prompt, length, method in (("", 5, "ar"), ("The", 0, "ar"), ("The", 5000, "ar"), ("The", 5, "nope")):
+        with pytest.raises(ValueError, match="--"):
+            tswift.generate(model, prompt, length, method=method)
+
+
+def test_readme_example_on_a_tiny_model(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tswift.load(str(checkpoint))
+    monkeypatch.setattr(tswift, "load", lambda: model, raising=False)
+    exec(compile(_readme_example(), "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_readme_example_on_the_bundled_model() -> None:
+    done = subprocess.run([sys.executable, "-c", _readme_example()], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) > 200
