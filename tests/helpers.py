@@ -19,7 +19,7 @@ from tswift.drafting.methods import DraftOptions, make_drafter
 from tswift.drafting.source import Context, Drafter
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
-from tswift.models.heads import ChainedHeads
+from tswift.models.heads import KINDS, Heads
 from tswift.models.target import Forwarded, Target
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only costs
@@ -56,11 +56,11 @@ def tiny_target(kind: str = "gqa", dtype: torch.dtype = torch.float64) -> Target
 
 
 @functools.cache
-def tiny_heads(dtype: torch.dtype = torch.float64, count: int = 3) -> ChainedHeads:
-    """Random chained heads; their weights are not zero."""
+def tiny_heads(dtype: torch.dtype = torch.float64, count: int = 3, kind: str = "chained") -> Heads:
+    """Random heads; their weights are not zero."""
     with torch.random.fork_rng():
         torch.manual_seed(6)
-        heads = ChainedHeads(HIDDEN, count)
+        heads = KINDS[kind](HIDDEN, count)
         for head in heads.heads:
             torch.nn.init.normal_(head.linear.weight, std=0.2)
     return heads.to(dtype).eval().requires_grad_(False)

@@ -9,7 +9,7 @@ from tests.helpers import PLAIN, VOCAB, decode_method, decode_steps, drafter_of,
 from tswift.decoding.sampling import Sampler, SamplingParams
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource, LastPass
-from tswift.drafting.methods import DraftOptions
+from tswift.drafting.methods import DraftOptions, make_drafter
 from tswift.drafting.source import Context
 from tswift.kv.full import FullKV
 
@@ -17,14 +17,22 @@ from tswift.kv.full import FullKV
 def states_source(states, tree, shared_noise: bool) -> HeadSource:
     """A source whose states are given."""
 
-    class Given:
-        def states(self, context):
-            return states
+    class GivenReader:
+        direct = False
+
+        def hidden(self, context):
+            return states[0]
 
         def committed(self, context, most):
             pass
 
-    return HeadSource(tiny_target(), Given(), tree, shared_noise)
+    class GivenHeads:
+        conditioned = False
+
+        def __call__(self, hidden):
+            return states
+
+    return HeadSource(tiny_target(), GivenHeads(), GivenReader(), tree, shared_noise)
 
 
 def context_of(text: list[int], params: SamplingParams, seed: int = 3) -> Context:
@@ -86,14 +94,48 @@ def test_a_level_wider_than_the_vocabulary() -> None:
     assert all(step.accepted >= 1 for step in steps[:-1])  # every token is drafted
 
 
-def test_the_last_pass_gives_the_states_of_the_node_that_drew_the_root() -> None:
-    target, heads = tiny_target(), tiny_heads()
+def test_the_last_pass_gives_the_state_of_the_node_that_drew_the_root() -> None:
+    target = tiny_target()
     context = context_of([1, 2, 3], PLAIN)
-    reader = LastPass(heads, 2)
-    assert reader.states(context) is None
+    reader = LastPass()
+    assert reader.hidden(context) is None
     kv = FullKV(target.kv_shape, 8)
     context.last, context.node = target.prefill([1, 2], kv), 1
-    assert torch.equal(reader.states(context), heads(context.last.hidden[1])[:2])
+    assert torch.equal(reader.hidden(context), context.last.hidden[1])
+
+
+@pytest.mark.parametrize("limit", [3, 5, 128])
+def test_conditioned_heads_are_told_the_best_candidate_before(limit: int) -> None:
+    target, heads = tiny_target(), tiny_heads(kind="conditioned")
+    context = context_of([7, 8, 9], PLAIN)
+    context.last, context.node = target.prefill([7, 8], FullKV(target.kv_shape, 8)), 1
+    tree = DraftTree(9, limit)
+    HeadSource(target, heads, LastPass(), (2, 1, 3), True).propose(tree, context)
+    state, token, spine, others = context.last.hidden[1], 9, [], []
+    for level, width in enumerate((2, 1, 3)):
+        state, out = heads.step(level, state, target.model.get_input_embeddings().weight[token])
+        best = context.sampler.scores(target.logits(out)[None], None, [3 + level]).topk(width).indices[0].tolist()
+        token = best[0]
+        others += [[*spine, other] for other in best[1:]]
+        spine.append(token)
+    wanted = DraftTree(9, limit)
+    for path in [spine, *sorted(others, key=lambda path: (len(path) == 3 and path[-1] == best[2], len(path)))]:
+        wanted.add(path, "heads")
+    assert tree.tokens == wanted.tokens
+    assert tree.parents == wanted.parents
+    assert len(tree) == min(limit, 1 + 3 + 3)
+
+
+@pytest.mark.parametrize("method", ["medusa", "tokenswift"])
+def test_conditioned_heads_change_no_token(method: str) -> None:
+    target, params = tiny_target(), SamplingParams(min_p=0.02, window=16)
+    tree = (2, 3, 2) if method == "medusa" else (2, 2, 3, 2)
+    options = DraftOptions(tree=tree, nodes=20, budget=64)
+    drafter = make_drafter(method, target, tiny_heads(kind="conditioned"), options)
+    steps = decode_steps(target, drafter, random_prompt(30), params, 2, 150)
+    wanted = decode_method("ar", target, random_prompt(30), params, 2, 150)
+    assert [token for step in steps for token in step.tokens] == wanted
+    assert len(steps) < 150
 
 
 @pytest.mark.parametrize("budget", [64, 4096])

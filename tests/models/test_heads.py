@@ -28,12 +28,24 @@ def test_each_head_refines_the_state_of_the_one_before() -> None:
         torch.testing.assert_close(states[index], norm(hidden, head.post_layernorm.weight))
 
 
+def test_a_conditioned_head_reads_the_token_before() -> None:
+    heads = tiny_heads(kind="conditioned")
+    hidden, before = torch.randn(5, HIDDEN, dtype=torch.float64), torch.randn(3, 5, HIDDEN, dtype=torch.float64)
+    states = heads(hidden, before)
+    for index, head in enumerate(heads.heads):
+        read = [norm(hidden, head.input_layernorm.weight), norm(before[index], head.embedding_layernorm.weight)]
+        mixed = torch.cat(read, dim=-1) @ head.mix.weight.T
+        hidden = hidden + (mixed * mixed.sigmoid()) @ head.linear.weight.T
+        torch.testing.assert_close(states[index], norm(hidden, head.post_layernorm.weight))
+
+
+@pytest.mark.parametrize("kind", ["chained", "conditioned"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_file_gives_back_what_was_saved(tmp_path, dtype: torch.dtype) -> None:
-    heads = tiny_heads(torch.float32)
+def test_a_file_gives_back_what_was_saved(tmp_path, dtype: torch.dtype, kind: str) -> None:
+    heads = tiny_heads(torch.float32, kind=kind)
     heads.save(tmp_path / "heads.safetensors", dtype)
     loaded = load_heads(tmp_path / "heads.safetensors", HIDDEN, torch.float32, CPU)
-    assert loaded.count == 3
+    assert (loaded.kind, loaded.count) == (kind, 3)
     assert not loaded.training
     assert not any(p.requires_grad for p in loaded.parameters())
     for name, value in heads.state_dict().items():

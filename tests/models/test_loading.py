@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tswift.errors import InputError
+from tswift.models.heads import ConditionedHeads
 from tswift.models.loading import load
 
 
@@ -46,6 +47,17 @@ def test_no_heads_beside_the_model(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "m" / "heads.safetensors").rename(tmp_path / "elsewhere")
     assert load(model).heads is None
     assert load(model, heads=tmp_path / "elsewhere").heads is not None
+
+
+def test_heads_by_kind(checkpoint: Path, tmp_path: Path) -> None:
+    model = str(shutil.copytree(checkpoint, tmp_path / "m"))
+    ConditionedHeads(32, 2).save(tmp_path / "m" / "heads-conditioned.safetensors")
+    conditioned, default = load(model, heads="conditioned").heads, load(model).heads
+    assert conditioned is not None
+    assert (conditioned.kind, conditioned.count) == ("conditioned", 2)
+    assert default is not None
+    assert default.kind == "chained"
+    _refused(model, "there is no file", "--heads", heads="chained")
 
 
 def test_heads_that_are_none(checkpoint: Path, tmp_path: Path) -> None:

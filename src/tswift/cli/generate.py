@@ -73,7 +73,8 @@ def generate(
         _option(_DRAFTING, "Draft with the noise of the draw. (default: yes)", "--shared-noise/--no-shared-noise"),
     ] = None,
     heads: Annotated[
-        Path | None, _option(_DRAFTING, "Heads file. (default: heads.safetensors beside the model)", "--heads")
+        str | None,
+        _option(_DRAFTING, "chained, conditioned or a file. (default: heads.safetensors beside the model)", "--heads"),
     ] = None,
     model: Annotated[
         str, typer.Option(help="demo (the bundled model), a folder or a hub id.", rich_help_panel=_MODEL)

@@ -123,7 +123,7 @@ def warp(logits: Tensor, seen: Tensor | None, params: SamplingParams) -> Tensor:
         ``[n, V]`` float64, unnormalised log-probabilities, ``-inf`` where a token is dropped.
     """
     if params.banned:
-        logits[:, list(params.banned)] = -_INF
+        logits.index_fill_(-1, torch.tensor(params.banned, device=logits.device), -_INF)
     if params.temperature not in (0, 1):
         logits /= params.temperature
     if seen is not None:

@@ -86,41 +86,43 @@ class HeadSource:
             # the path of best candidates first, then side steps from it: for trees with a limit
             self._paths = sorted(ranks, key=lambda path: (path[-1], -len(path) if path[-1] == 0 else len(path)))
         else:
-            self._paths = sorted(product(*map(range, tree)), key=lambda path: (sum(path), path))
+            # few side steps first, and early ones: a late one is reached only if all before it was right
+            self._paths = sorted(product(*map(range, tree)), key=lambda path: (sum(path), [-rank for rank in path]))
 
     def propose(self, tree: DraftTree, context: Context) -> None:
         """Add the combinations of the levels' best candidates."""
         hidden = self._reader.hidden(context)
         if hidden is None:
             return
-        levels = self._told(hidden, context) if self._heads.conditioned else self._untold(hidden, context)
+        place = torch.tensor([context.position], device=hidden.device)
+        seen = context.sampler.seen(place, place, torch.ones(1, 1, dtype=torch.bool, device=hidden.device))
+        guess = self._told if self._heads.conditioned else self._untold
+        levels = guess(hidden, seen, context)
         for path in self._paths:
             if all(rank < len(level) for rank, level in zip(path, levels, strict=False)):
                 tree.add([level[rank] for rank, level in zip(path, levels, strict=False)], self.name)
 
-    def _untold(self, hidden: Tensor, context: Context) -> list[list[int]]:
+    def _untold(self, hidden: Tensor, seen: Tensor | None, context: Context) -> list[list[int]]:
         states = self._heads(hidden)
         if self._reader.direct:
             states = torch.cat([hidden.unsqueeze(0), states])
-        return self._best(states[: len(self._widths)], 0, context)
+        return self._best(states[: len(self._widths)], 0, seen, context)
 
-    def _told(self, hidden: Tensor, context: Context) -> list[list[int]]:
+    def _told(self, hidden: Tensor, seen: Tensor | None, context: Context) -> list[list[int]]:
         token, levels = context.text[-1], []
         if self._reader.direct:
-            levels += self._best(hidden.unsqueeze(0), 0, context)
+            levels += self._best(hidden.unsqueeze(0), 0, seen, context)
             token = levels[0][0]
         for index in range(len(self._widths) - len(levels)):
             hidden, out = self._heads.step(index, hidden, self._target.embed(token))
-            levels += self._best(out.unsqueeze(0), len(levels), context)
+            levels += self._best(out.unsqueeze(0), len(levels), seen, context)
             token = levels[-1][0]
         return levels
 
-    def _best(self, states: Tensor, first: int, context: Context) -> list[list[int]]:
+    def _best(self, states: Tensor, first: int, seen: Tensor | None, context: Context) -> list[list[int]]:
         """The best tokens of consecutive levels from ``first`` on, given ``states`` [levels, H]; best first."""
         logits = self._target.logits(states)
         sampler, root = context.sampler, context.position
-        place = torch.tensor([root], device=logits.device)
-        seen = sampler.seen(place, place, torch.ones(1, 1, dtype=torch.bool, device=logits.device))
         scores = warp(logits.to(torch.float64, copy=True), seen, sampler.params)
         if self._shared_noise:
             scores = scores + sampler.noise(range(root + 1 + first, root + 1 + first + len(logits)))

@@ -36,7 +36,7 @@ class Settings:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     drafting: Mapping[str, Any] = field(default_factory=dict)
     gamma: int | None = None
-    heads: Path | None = None
+    heads: str | None = None
     model: str = "demo"
     device: str = "auto"
     dtype: str = "auto"

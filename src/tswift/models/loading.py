@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from tswift.errors import InputError
-from tswift.models.heads import Heads, load_heads
+from tswift.models.heads import KINDS, Heads, load_heads
 from tswift.models.target import Target
 
 DEMO = "demo"
@@ -65,7 +65,8 @@ def load(
         dtype: ``float32``, ``float64``, ``bfloat16`` or ``float16``; ``auto`` is float32 on the CPU, the checkpoint's
             own on CUDA.
         attention: ``sdpa``, the only one so far, or ``auto``.
-        heads: a heads file; None takes ``heads.safetensors`` from the model's folder if it is there.
+        heads: a heads file, or a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's
+            folder. None takes ``heads.safetensors`` there, if it exists.
 
     Raises:
         InputError: something named here does not exist, is broken, or cannot be served exactly.
@@ -75,9 +76,7 @@ def load(
     place = _device(device)
     kind = _dtype(dtype, place)
     source, folder = _source(model)
-    heads_path = Path(heads) if heads is not None else _heads_beside(folder)
-    if heads_path is not None and not heads_path.is_file():
-        raise InputError(f"there is no file {heads_path}", "--heads")
+    heads_path = _heads_path(heads, folder)
     with _silence(), _loading(model):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         _refuse_unsupported(config.get_text_config(), model)
@@ -137,9 +136,14 @@ def _source(model: str) -> tuple[str, Path | None]:
     return model, None
 
 
-def _heads_beside(folder: Path | None) -> Path | None:
-    beside = folder / HEADS_FILE if folder else None
-    return beside if beside and beside.is_file() else None
+def _heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Path | None:
+    if heads is None:
+        beside = folder / HEADS_FILE if folder else None
+        return beside if beside and beside.is_file() else None
+    path = folder / f"heads-{heads}.safetensors" if folder and str(heads) in KINDS else Path(heads)
+    if not path.is_file():
+        raise InputError(f"there is no file {path}", "--heads")
+    return path
 
 
 def _refuse_unsupported(config: Any, model: str) -> None:
