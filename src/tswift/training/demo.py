@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tswift.decoding.sampling import SamplingParams
-from tswift.models.heads import ChainedHeads, load_heads
+from tswift.models.heads import ChainedHeads, ConditionedHeads, load_heads
 from tswift.training.corpus import PG19, load_documents, random_rows, token_stream
 from tswift.training.evaluate import held_out_losses
 from tswift.training.heads import HeadsPlan, train_heads, write_text
@@ -26,6 +27,8 @@ from tswift.training.pretrain import Plan, pretrain
 from tswift.training.tokenizer import train_tokenizer
 
 POSITIONS = (0, 10_000, 40_000, 100_000)
+CHAINED, CONDITIONED = HeadsPlan(steps=180, matrix_lr=0.01), HeadsPlan(steps=320, matrix_lr=0.02)
+_ROW = 512  # tokens of a row that the model writes for its heads
 WINDOW, TEXTS = 2048, 3  # tokens measured at each position, and in how many texts
 
 
@@ -50,20 +53,36 @@ def demo_config(vocab_size: int) -> LlamaConfig:
     )
 
 
-def build(corpus: str, out: Path, work: Path, vocab_size: int, plan: Plan, heads_plan: HeadsPlan, rows: int) -> None:
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained for how long. Each step of the heads sees 4,096 tokens of the model's own text."""
+
+    base: Plan
+    vocab_size: int = 2048
+    rows: int = 2048  # of 512 tokens, written by the model for its heads
+    chained: HeadsPlan = CHAINED
+    conditioned: HeadsPlan = CONDITIONED
+
+
+def build(corpus: str, out: Path, work: Path, recipe: Recipe) -> None:
     """Run the stages that are not done yet, then write the finished model to ``out``."""
     work.mkdir(parents=True, exist_ok=True)
     log = _logger(work / "log.txt")
-    tokenizer, train, held_out = _streams(corpus, work, vocab_size, log)
-    base = _base(work / "base", train, plan, vocab_size, log)
-    own = _own_text(work / "own.npy", base, train, rows, log)
-    heads = load_heads(work / "base" / "heads.safetensors", base.config.hidden_size, torch.float32, base.device)
-    if not (work / "heads.safetensors").exists():
-        train_heads(base, heads.train().requires_grad_(True), own.ravel(), heads_plan, log)
-        heads.save(work / "heads.safetensors", torch.float32)
-    heads = load_heads(work / "heads.safetensors", base.config.hidden_size, torch.float32, base.device)
+    tokenizer, train, held_out = _streams(corpus, work, recipe.vocab_size, log)
+    base = _base(work / "base", train, recipe, log)
+    own = _own_text(work / "own.npy", base, train, recipe.rows, log)
     out.mkdir(parents=True, exist_ok=True)
-    heads.save(out / "heads.safetensors")
+    chained = load_heads(work / "base" / "heads.safetensors", base.config.hidden_size, torch.float32, base.device)
+    torch.manual_seed(recipe.base.seed)
+    conditioned = ConditionedHeads(base.config.hidden_size).to(base.device)
+    for heads, plan, name in (
+        (chained, recipe.chained, "heads-chained.safetensors"),
+        (conditioned, recipe.conditioned, "heads.safetensors"),
+    ):
+        if not (work / name).exists():
+            train_heads(base, heads.train().requires_grad_(True), own.ravel(), plan, log)
+            heads.save(work / name, torch.float32)
+        load_heads(work / name, base.config.hidden_size, torch.float32, base.device).save(out / name)
     tokenizer.save_pretrained(out)
     base.to(torch.bfloat16).save_pretrained(out)
     (out / "generation_config.json").unlink(missing_ok=True)
@@ -72,18 +91,11 @@ def build(corpus: str, out: Path, work: Path, vocab_size: int, plan: Plan, heads
     figures = held_out_losses(shipped, held_out, POSITIONS, log, WINDOW, TEXTS)
     log(f"held-out loss by position: {figures}")
     facts = json.loads((work / "corpus.json").read_text())
-    (out / "README.md").write_text(_card(shipped, plan, heads_plan, rows, facts, figures))
+    (out / "README.md").write_text(_card(shipped, recipe, facts, figures))
 
 
-def _card(
-    model: LlamaForCausalLM,
-    plan: Plan,
-    heads_plan: HeadsPlan,
-    rows: int,
-    facts: dict[str, float],
-    losses: dict[int, float],
-) -> str:
-    config = model.config
+def _card(model: LlamaForCausalLM, recipe: Recipe, facts: dict[str, float], losses: dict[int, float]) -> str:
+    config, plan = model.config, recipe.base
     target_kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 100_000
     return (
         (Path(__file__).parent / "model_card.md")
@@ -112,8 +124,9 @@ def _card(
             long_row=f"{plan.long_row:,}",
             heads_share=1 - plan.heads_from,
             heads_weight=plan.heads_weight,
-            rows=f"{rows:,}",
-            heads_steps=heads_plan.steps,
+            rows=f"{recipe.rows:,}",
+            chained_steps=recipe.chained.steps,
+            conditioned_steps=recipe.conditioned.steps,
             window=f"{WINDOW:,}",
             texts=TEXTS,
             head=" | ".join(f"{position:,}" for position in losses),
@@ -154,15 +167,13 @@ def _streams(
     return tokenizer, np.load(work / "train.npy", mmap_mode="r"), np.load(work / "held.npy")
 
 
-def _base(
-    folder: Path, stream: np.ndarray, plan: Plan, vocab_size: int, log: Callable[[str], None]
-) -> LlamaForCausalLM:
+def _base(folder: Path, stream: np.ndarray, recipe: Recipe, log: Callable[[str], None]) -> LlamaForCausalLM:
     if not (folder / "heads.safetensors").exists():
-        torch.manual_seed(plan.seed)
+        torch.manual_seed(recipe.base.seed)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = LlamaForCausalLM(demo_config(vocab_size)).to(device)
+        model = LlamaForCausalLM(demo_config(recipe.vocab_size)).to(device)
         heads = ChainedHeads(model.config.hidden_size).to(device)
-        pretrain(model, heads, stream, plan, log)
+        pretrain(model, heads, stream, recipe.base, log)
         model.save_pretrained(folder)
         heads.save(folder / "heads.safetensors", torch.float32)
     # heads and text are made for the weights that are shipped, which are bf16
@@ -175,7 +186,7 @@ def _own_text(
 ) -> np.ndarray:
     if not path.exists():
         starts = random_rows(stream, rows, 32, np.random.default_rng(3))
-        np.save(path, write_text(model, starts, 512, SamplingParams(), 128, log))
+        np.save(path, write_text(model, starts, _ROW, SamplingParams(), 128, log))
     return np.load(path)
 
 
@@ -196,14 +207,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "models" / "demo")
     parser.add_argument("--work", type=Path, default=Path("build/demo-model"), help="intermediate results")
-    parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=1100, help="steps of 8,192 tokens for the base model")
-    parser.add_argument("--heads-steps", type=int, default=240)
-    parser.add_argument("--rows", type=int, default=3072, help="rows of 512 tokens that the model writes for its heads")
     parser.add_argument("--compile", action="store_true", help="torch.compile the base: faster, needs a C++ compiler")
     args = parser.parse_args()
-    plan = Plan(steps=args.steps, compiled=args.compile)
-    build(args.corpus, args.out, args.work, args.vocab, plan, HeadsPlan(steps=args.heads_steps), args.rows)
+    build(args.corpus, args.out, args.work, Recipe(Plan(steps=args.steps, compiled=args.compile)))
 
 
 if __name__ == "__main__":

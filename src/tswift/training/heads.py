@@ -24,9 +24,9 @@ class HeadsPlan:
     """A schedule for heads alone. Row lengths alternate, so that short and long contexts are both seen."""
 
     steps: int
-    tokens_per_step: int = 8192
+    matrix_lr: float
+    tokens_per_step: int = 4096
     rows: Sequence[int] = (512, 4096)
-    matrix_lr: float = 0.01
     other_lr: float = 1e-3
     warmup: int = 20
     position_limit: int = 131_072

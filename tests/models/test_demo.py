@@ -1,0 +1,95 @@
+"""The bundled model: small enough, plain transformers, and the same text from every method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tswift
+from tswift.decoding.generation import begin
+from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.stats import DecodeStats
+from tswift.drafting.methods import METHODS, DraftOptions
+from tswift.models.loading import LoadedModel
+
+FOLDER = Path(tswift.__file__).parent / "models" / "demo"
+NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
+
+
+@pytest.fixture(scope="module", params=["float32", "float64"])
+def demo(request: pytest.FixtureRequest) -> LoadedModel:
+    return tswift.load(dtype=request.param)
+
+
+def decode(
+    model: LoadedModel, prompt: Sequence[int], length: int, method: str, params: SamplingParams, options: DraftOptions
+) -> tuple[list[int], DecodeStats]:
+    run = begin(model, prompt, length, method=method, params=params, seed=5, options=options)
+    stats, tokens = DecodeStats(run.depth), []
+    for step in run.steps():
+        stats.add(step)
+        tokens += step.tokens
+    return tokens, stats
+
+
+def test_model_and_tokenizer_fit_in_nine_megabytes() -> None:
+    files = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    assert sum((FOLDER / name).stat().st_size for name in files) < 9_000_000
+
+
+def test_plain_transformers_loads_it_and_agrees() -> None:
+    text = NOVEL.read_text()[:2000]
+    plain = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float64)
+    ids = AutoTokenizer.from_pretrained(FOLDER)(text, return_tensors="pt")["input_ids"]
+    wanted = plain(ids).logits[0]
+    model = tswift.load(dtype="float64")
+    run = begin(model, ids[0].tolist(), 1, method="ar")
+    hidden = torch.cat([part.hidden for part in model.target.chunks(ids[0].tolist(), run.decoding._context.kv)])
+    torch.testing.assert_close(model.target.logits(hidden), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("params", "prefill"),
+    [
+        (SamplingParams(), 300),
+        (SamplingParams(temperature=0), 1),
+        (SamplingParams(temperature=0.7, min_p=0, top_p=0.9, penalty=1), 2),
+        (SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 40),
+    ],
+    ids=["defaults", "greedy", "top-p", "eta, top-k, short window"],
+)
+def test_every_method_writes_the_text_of_plain_decoding(
+    demo: LoadedModel, params: SamplingParams, prefill: int
+) -> None:
+    prompt = demo.encode(NOVEL.read_text())[:prefill]
+    options = DraftOptions(budget=64, reuse_recent=True)
+    texts = {method: decode(demo, prompt, 150, method, params, options)[0] for method in METHODS}
+    assert len(texts["ar"]) == 150
+    assert all(text == texts["ar"] for text in texts.values())
+
+
+def test_a_prompt_of_five_thousand_tokens() -> None:
+    model = tswift.load()
+    prompt = model.encode(NOVEL.read_text())[:5000]
+    for heads in ("chained", "conditioned"):
+        model = tswift.load(heads=None if heads == "conditioned" else heads)
+        assert model.heads is not None
+        assert model.heads.kind == heads
+        texts = [decode(model, prompt, 120, method, SamplingParams(), DraftOptions())[0] for method in METHODS]
+        assert texts == [texts[0]] * len(METHODS)
+
+
+def test_shared_noise_and_conditioned_heads_draft_better() -> None:
+    prompt = tswift.load().encode(NOVEL.read_text())[:512]
+
+    def alpha(heads: str | None, shared_noise: bool) -> float:
+        options = DraftOptions(tree=(1, 3, 3, 3), nodes=64, shared_noise=shared_noise)
+        return decode(tswift.load(heads=heads), prompt, 300, "tokenswift", SamplingParams(), options)[1].alpha
+
+    chained, blind, conditioned = alpha("chained", True), alpha("chained", False), alpha(None, True)
+    assert chained > 2 * blind
+    assert conditioned > 1.3 * chained
