@@ -22,11 +22,11 @@ run: setup
 	$(BIN)/tswift generate --len $(LEN)
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: setup
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # train the bundled model anew: make demo-model CORPUS=folder-or-hub-id

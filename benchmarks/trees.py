@@ -20,14 +20,24 @@ from tswift.decoding.loop import Decoding, Step
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import DraftOptions, make_drafter
 
-DEFAULT = ["tokenswift:1,1,1,1:5:0", "tokenswift:1,2,1,1:8:20", "tokenswift:1,3,1,1:12:20", "tokenswift:1,3,3,3:128:20"]
+DEFAULT = [
+    "tokenswift:1:2:0",
+    "tokenswift:1,1,1,1:5:0",
+    "tokenswift:1,2,2,2:8:20",
+    "tokenswift:1,2,2,2:12:20",
+    "tokenswift:1,3,3,3:11:20",
+    "tokenswift:1,3,3,3:128:20",
+    "medusa:1,1,1:4:0",
+    "medusa:2,2,2:8:0",
+    "medusa:3,3,3:128:0",
+]
 
 
 def main() -> None:
     """Parse, decode in slices, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run folder of `tswift generate`")
-    parser.add_argument("cases", nargs="*", default=DEFAULT, help="METHOD:TREE:NODES:NGRAMS (default: %(default)s)")
+    parser.add_argument("--cases", nargs="+", default=DEFAULT, help="METHOD:TREE:NODES:NGRAMS (default: %(default)s)")
     parser.add_argument("--context", type=int, default=50_000)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--slices", type=int, default=4)
@@ -35,6 +45,8 @@ def main() -> None:
     args = parser.parse_args()
     model = tswift.load()
     prompt = np.fromfile(args.run / "tokens.u32", dtype="<u4")[: args.context].tolist()
+    if len(prompt) < args.context:
+        parser.error(f"{args.run} has {len(prompt)} tokens, --context wants {args.context}")
     params = tswift.SamplingParams(banned=tuple(model.eos_ids))
     running: dict[str, tuple[Decoding, Iterator[Step], DecodeStats]] = {}
     for case in ["ar:1:1:0", *args.cases]:

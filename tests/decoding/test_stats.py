@@ -49,17 +49,29 @@ def test_steps_of_a_decode_add_up() -> None:
         for step in decode_steps(target, Drafter([source], 3, 4), [4], PLAIN, 2, length):
             stats.add(step)
         assert (stats.passes, stats.tokens) == (steps, length)
-        assert stats.alpha == stats.beta == (9 if length == 12 else 11) / (3 * steps)
+        assert stats.alpha == stats.beta == (9 if length == 12 else 10) / (3 * steps)
 
 
-def test_the_source_of_a_cut_step_is_that_of_the_last_token_kept() -> None:
+def test_the_last_step_drafts_no_more_than_is_wanted() -> None:
     target = tiny_target()
     plain = decode_method("ar", target, [4], PLAIN, 2, 30)
     first, second = Proposals(lambda context: [plain[:2]]), Proposals(lambda context: [plain[:4]])
     first.name, second.name = "heads", "reuse"
-    for length, source in ((1, "heads"), (2, "heads"), (3, "reuse"), (4, "reuse"), (5, "reuse")):
+    for length, source in ((1, ""), (2, "heads"), (3, "heads"), (4, "reuse"), (5, "reuse")):
         step = decode_steps(target, Drafter([first, second], 4, 9), [4], PLAIN, 2, length)[0]
-        assert (len(step.tokens), step.accepted, step.source) == (length, min(length, 4), source)
+        assert (len(step.tokens), step.accepted, step.source, step.nodes) == (length, length - 1, source, length)
+
+
+def test_the_source_of_a_stopped_step_is_that_of_the_last_token_kept() -> None:
+    target = tiny_target()
+    plain = decode_method("ar", target, [4], PLAIN, 2, 30)
+    first, second = Proposals(lambda context: [plain[:2]]), Proposals(lambda context: [plain[:4]])
+    first.name, second.name = "heads", "reuse"
+    for length, source in ((1, "heads"), (2, "heads"), (3, "reuse"), (4, "reuse")):
+        stop = plain[length - 1]
+        if stop not in plain[: length - 1]:
+            step = decode_steps(target, Drafter([first, second], 4, 9), [4], PLAIN, 2, 20, [stop])[0]
+            assert (len(step.tokens), step.accepted, step.source) == (length, length, source)
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 5))

@@ -67,9 +67,10 @@ def test_every_method_writes_the_text_of_plain_decoding(
 ) -> None:
     prompt = demo.encode(NOVEL.read_text())[:prefill]
     options = DraftOptions(budget=64, reuse_recent=True)
-    texts = {method: decode(demo, prompt, 150, method, params, options)[0] for method in METHODS}
-    assert len(texts["ar"]) == 150
-    assert all(text == texts["ar"] for text in texts.values())
+    runs = {method: decode(demo, prompt, 150, method, params, options) for method in METHODS}
+    assert len(runs["ar"][0]) == 150
+    assert all(text == runs["ar"][0] for text, _ in runs.values())
+    assert all(runs[method][1].passes < 150 for method in ("medusa", "tokenswift"))  # something was accepted
 
 
 def test_a_prompt_of_five_thousand_tokens() -> None:

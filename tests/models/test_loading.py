@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
 from tswift.errors import InputError
 from tswift.models.heads import ConditionedHeads
@@ -127,3 +128,25 @@ def test_the_bundled_model_is_there() -> None:
     loaded = load("demo", device="cpu")  # fails in one clear line if src/tswift/models/demo is missing
     assert loaded.heads is not None
     assert loaded.target.max_positions == 131_072
+
+
+def test_an_architecture_that_scales_its_logits_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    model = tmp_path / "m"
+    shutil.copytree(checkpoint, model)
+    config = GraniteConfig(
+        vocab_size=len(AutoTokenizer.from_pretrained(checkpoint)),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        logits_scaling=8.0,
+    )
+    GraniteForCausalLM(config).save_pretrained(model)
+    _refused(str(model), r"\(granite\) is not served exactly: logits differ", "--model")
+
+
+@pytest.mark.parametrize("model", ["~nosuchuser/m", "a" * 300])
+def test_paths_that_cannot_be_looked_at(model: str) -> None:
+    _refused(model, "cannot be looked at", "--model")

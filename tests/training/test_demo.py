@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tswift
+from tswift.errors import InputError
 from tswift.training import demo
 from tswift.training.heads import HeadsPlan
 from tswift.training.pretrain import Plan
@@ -27,8 +29,10 @@ def test_the_recipe_makes_a_model_that_generates(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(demo, "_ROW", 48)
     plan = Plan(steps=4, tokens_per_step=128, short_row=32, long_row=64, warmup=2, long_from=0.5, heads_from=0.5)
     heads = HeadsPlan(steps=2, matrix_lr=0.01, tokens_per_step=64, rows=(32,))
-    recipe = demo.Recipe(plan, vocab_size=300, rows=4, chained=heads, conditioned=heads)
-    demo.build(str(corpus), tmp_path / "model", tmp_path / "work", recipe)
+    recipe = demo.Recipe(str(corpus), "Weather", plan, vocab_size=300, rows=4, chained=heads, conditioned=heads)
+    demo.build(tmp_path / "model", tmp_path / "work", recipe)
+    with pytest.raises(InputError, match=r"^--work: .* another recipe"):
+        demo.build(tmp_path / "model", tmp_path / "work", dataclasses.replace(recipe, rows=5))
     card = (tmp_path / "model" / "README.md").read_text()
     assert "{" not in card
     assert re.search(r"^\| loss \| \d+\.\d{3} \| \d+\.\d{3} \|$", card, re.M)

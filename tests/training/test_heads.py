@@ -14,8 +14,9 @@ from tswift.training.heads import HeadsPlan, train_heads, write_text
 
 
 def trainable() -> LlamaForCausalLM:
-    model = LlamaForCausalLM(tiny_llama().config)
-    model.load_state_dict(tiny_llama().state_dict())
+    tiny = tiny_llama("gqa", torch.float32)
+    model = LlamaForCausalLM(tiny.config)
+    model.load_state_dict(tiny.state_dict())
     return model.requires_grad_(False)
 
 

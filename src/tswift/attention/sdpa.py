@@ -80,10 +80,11 @@ def _prefix(rows: Tensor, keys: Tensor, values: Tensor, parts: int, scale: float
         query = rows.expand(parts, *rows.shape)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, *split, 0.0, False, scale=scale)
     wide = torch.promote_types(rows.dtype, torch.float32)
+    scaled = rows.to(wide) * scale  # unscaled float16 scores could overflow
     outs, lses = [], []
     for start in range(0, keys.shape[1], _BLOCK):
-        scores = torch.bmm(rows, keys[:, start : start + _BLOCK].transpose(1, 2)).to(wide) * scale
+        scores = torch.bmm(scaled, keys[:, start : start + _BLOCK].to(wide).transpose(1, 2))
         lses.append(scores.logsumexp(-1))
-        weights = torch.exp(scores - lses[-1].unsqueeze(-1)).to(values.dtype)
-        outs.append(torch.bmm(weights, values[:, start : start + _BLOCK]))
+        weights = torch.exp(scores - lses[-1].unsqueeze(-1))
+        outs.append(torch.bmm(weights, values[:, start : start + _BLOCK].to(wide)))
     return torch.stack(outs), torch.stack(lses)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from tswift.decoding.stats import DecodeStats
@@ -30,7 +31,7 @@ class Display:
 
     def __init__(self, length: int, quiet: bool, progress: bool) -> None:
         self._length = length
-        self._console = Console(stderr=True, quiet=quiet)
+        self._console = Console(stderr=True, quiet=quiet, emoji=False, markup=False)
         shown = progress and not quiet
         self._bar = self._progress_bar() if shown and sys.stderr.isatty() else None
         self._log = shown and self._bar is None
@@ -113,7 +114,7 @@ class Display:
             "run folder": str(job.folder.path),
         }
         for name, value in rows.items():
-            table.add_row(name, value)
+            table.add_row(name, Text(value))  # a folder's name is no markup
         self._console.print(table, highlight=False)
 
     def _progress_bar(self) -> Progress:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tswift.cli.codes import CLOSED_PIPE, INTERRUPTED
+from tswift.cli.codes import CLOSED_PIPE, FAILED, INTERRUPTED
 from tswift.errors import InputError
 
 _SAMPLING, _DRAFTING, _MODEL, _OUTPUT = "Sampling", "Drafting", "Model", "Output"
@@ -136,6 +137,11 @@ def generate(
     except BrokenPipeError:
         display.abandon_stdout()
         raise typer.Exit(CLOSED_PIPE) from None
+    except OSError as error:  # a full disk, as a rule
+        display.abandon_stdout()
+        message = f"writing failed ({error.strerror}); what was made is in {job.folder.path}"
+        print(f"tswift: error: {message}", file=sys.stderr)
+        raise typer.Exit(FAILED) from None
     display.summary(job)
     if job.state == STOPPED:
         display.say(f"interrupted; {job.stats.tokens:,} tokens are kept in {job.folder.path}")

@@ -98,8 +98,7 @@ class Decoding:
             raise RuntimeError("the steps of a decode can be taken once")
         while left > 0:
             started = time.perf_counter()
-            tokens, sources, nodes = self._step()
-            tokens = tokens[:left]
+            tokens, sources, nodes = self._step(left)
             ends = [index for index, token in enumerate(tokens) if token in stop]
             if ends:
                 tokens = tokens[: ends[0] + 1]
@@ -107,10 +106,10 @@ class Decoding:
             accepted = min(len(sources) - 1, len(tokens))
             yield Step(tuple(tokens), accepted, sources[accepted], nodes, time.perf_counter() - started)
 
-    def _step(self) -> tuple[list[int], list[str], int]:
+    def _step(self, wanted: int) -> tuple[list[int], list[str], int]:
         context, target = self._context, self._target
         with torch.inference_mode():
-            tree = self._drafter.propose(context)
+            tree = self._drafter.propose(context, wanted)
             tokens = torch.tensor(tree.tokens, device=target.device)
             positions = torch.tensor(tree.depths, device=target.device) + context.position
             ancestors = tree.ancestors().to(target.device)

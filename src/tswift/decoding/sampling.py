@@ -55,7 +55,7 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("eta", 0 <= self.eta < 1, "at least 0 and below 1"),
             ("penalty", 1 <= self.penalty < _INF, "a number >= 1"),
-            ("window", self.window >= 0, "an integer >= 0"),
+            ("window", 0 <= self.window <= 1 << 40, "between 0 and 2^40"),
         ):
             if not fine:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")

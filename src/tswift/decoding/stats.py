@@ -17,7 +17,8 @@ class DecodeStats:
     """Counters of the steps seen so far.
 
     Attributes:
-        depth: most tokens drafted along a path (gamma + 1); the denominator of alpha.
+        depth: most tokens drafted along a path, by which alpha is divided: the paper's gamma + 1 for tokenswift; one
+            less for medusa and reuse.
         passes: verification passes over the target.
         tokens: tokens generated.
         nodes: tree nodes verified, roots included.

@@ -16,30 +16,36 @@ class DraftTree:
     Args:
         root: the text's last token.
         limit: most nodes the tree takes, the root included.
+        depth: most tokens along a path below the root.
 
     Attributes:
         tokens, parents, depths: one entry per node.
         sources: which draft source proposed the node first, by name; empty for the root.
     """
 
-    def __init__(self, root: int, limit: int = 128) -> None:
+    def __init__(self, root: int, limit: int = 128, depth: int = 128) -> None:
         self.tokens, self.parents, self.depths, self.sources = [root], [-1], [0], [""]
         self._children: dict[tuple[int, int], int] = {}
-        self._limit = limit
+        self._limit, self._depth = limit, depth
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def full(self) -> bool:
+        """Whether no node can be added any more."""
+        return len(self) >= self._limit
 
     def child(self, node: int, token: int) -> int | None:
         """The child of ``node`` that carries ``token``, if there is one."""
         return self._children.get((node, token))
 
     def grow(self, node: int, token: int, source: str) -> int | None:
-        """The child of ``node`` that carries ``token``, made if need be; None if the tree is full."""
+        """The child of ``node`` that carries ``token``, made if need be; None if the tree is full or too deep."""
         known = self.child(node, token)
         if known is not None:
             return known
-        if len(self) >= self._limit:
+        if self.full or self.depths[node] >= self._depth:
             return None
         self.tokens.append(token)
         self.parents.append(node)

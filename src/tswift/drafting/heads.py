@@ -99,6 +99,8 @@ class HeadSource:
         guess = self._told if self._heads.conditioned else self._untold
         levels = guess(hidden, seen, context)
         for path in self._paths:
+            if tree.full:
+                break
             if all(rank < len(level) for rank, level in zip(path, levels, strict=False)):
                 tree.add([level[rank] for rank, level in zip(path, levels, strict=False)], self.name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 
 from tswift.drafting.heads import HeadSource, LastPass, PartialPass
 from tswift.drafting.reuse import NgramTable, ReuseSource
@@ -12,6 +13,8 @@ from tswift.errors import InputError
 from tswift.kv.partial import PartialKV
 from tswift.models.heads import Heads
 from tswift.models.target import Target
+
+_MOST_PATHS = 10_000
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class DraftOptions:
     def __post_init__(self) -> None:
         if self.tree is not None and (not self.tree or any(width < 1 for width in self.tree)):
             raise InputError(f"wants numbers above 0, such as 1,3,3,3, got {self.tree}", "--tree")
+        if self.tree is not None and prod(self.tree) > _MOST_PATHS:
+            raise InputError(f"has {prod(self.tree):,} paths, at most {_MOST_PATHS:,} are possible", "--tree")
         for option, value, least in (
             ("--nodes", self.nodes, 2),
             ("--ngrams", self.ngrams, 0),
@@ -51,6 +56,8 @@ class DraftOptions:
         ):
             if value is not None and value < least:
                 raise InputError(f"must be at least {least}, got {value}", option)
+        if self.sinks > self.budget // 4:
+            raise InputError(f"must be at most a quarter of --budget {self.budget}, got {self.sinks}", "--sinks")
 
 
 NGRAM = 4
@@ -162,6 +169,8 @@ def resolve(name: str, target: Target, heads: Heads | None, options: DraftOption
         tree = options.tree or _TREES[device][name][:levels]
         if len(tree) > levels:
             raise InputError(f"{name} can draft {levels} levels with these heads, got {len(tree)}", "--tree")
+    if name == "reuse" and not options.ngrams:
+        raise InputError("must be at least 1 for reuse, which drafts from nothing else", "--ngrams")
     nodes = (options.nodes or _NODES[device]) if "nodes" in method.uses else None
     return replace(options, tree=tree, nodes=nodes)
 

@@ -52,7 +52,7 @@ class Drafter:
 
     Attributes:
         sources: none for plain decoding.
-        depth: most tokens drafted along a path (the paper's gamma + 1); the denominator of alpha.
+        depth: most tokens drafted along a path, by which alpha is divided.
         limit: most nodes of a draft tree, root included.
     """
 
@@ -60,9 +60,9 @@ class Drafter:
     depth: int = 0
     limit: int = 1
 
-    def propose(self, context: Context) -> DraftTree:
-        """The draft tree of the next step."""
-        tree = DraftTree(context.text[-1], self.limit)
+    def propose(self, context: Context, wanted: int) -> DraftTree:
+        """The draft tree of the next step, which is to add ``wanted`` tokens at most."""
+        tree = DraftTree(context.text[-1], self.limit, wanted - 1)
         for source in self.sources:
             source.propose(tree, context)
         return tree

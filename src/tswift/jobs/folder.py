@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._made = not path.exists()
+            self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
                 raise InputError(f"{path} is not empty; a run needs a folder of its own", "--out")
@@ -51,7 +52,7 @@ class RunFolder:
         self._flushed = time.monotonic()
 
     def append(self, tokens: Sequence[int], text: str) -> None:
-        """Add generated tokens and the text that they complete; on disk two seconds later at the latest."""
+        """Add generated tokens and the text that they complete; flushed if the last flush is two seconds ago."""
         self._tokens.write(np.asarray(tokens, dtype="<u4").tobytes())
         self._text.write(text.encode())
         if time.monotonic() - self._flushed >= _FLUSH_SECONDS:
@@ -81,5 +82,6 @@ class RunFolder:
         self.close()
         for name in (TOKENS, TEXT):
             (self.path / name).unlink(missing_ok=True)
-        if self._made:
-            self.path.rmdir()
+        with suppress(OSError):  # somebody else has put something there meanwhile
+            for folder in self._made:
+                folder.rmdir()

@@ -79,9 +79,11 @@ class Job:
             pass
         finally:
             rest = text.finish()
-            self.folder.append((), rest)
-            self.folder.close()
-            self.folder.record(self._record())
+            try:
+                self.folder.append((), rest)
+                self.folder.close()
+            finally:
+                self.folder.record(self._record())
         show(rest, self.stats)
 
     def statement(self) -> list[str]:
@@ -114,6 +116,7 @@ class Job:
             "tokens_per_second": stats.tokens_per_second,
             "target_passes": stats.passes,
             "tree_nodes": stats.nodes,
+            "drafted_per_path": stats.depth,
             "tokens_per_step": stats.tokens_per_step,
             "alpha": stats.alpha,
             "beta": stats.beta,

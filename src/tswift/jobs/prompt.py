@@ -29,13 +29,15 @@ def read_prompt(source: str | None) -> str:
         if source is None:
             data = _bundled().read_bytes()
         elif source == "-":
+            if sys.stdin is None:
+                raise InputError("there is no standard input", _OPTION)
             data = sys.stdin.buffer.read()
         else:
             data = Path(source).expanduser().read_bytes()
     except FileNotFoundError:
         raise InputError(f"there is no file {name}", _OPTION) from None
-    except OSError as error:
-        raise InputError(f"{name} cannot be read ({error.strerror})", _OPTION) from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
+        raise InputError(f"{name} cannot be read ({getattr(error, 'strerror', None) or error})", _OPTION) from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -20,7 +20,7 @@ class PartialKV(KVBuffer):
     Args:
         shape: what one token takes.
         budget: most tokens held; at least 8.
-        sinks: how many of the first tokens always stay; at most a quarter of the budget is used for them.
+        sinks: how many of the first tokens always stay; at most a quarter of the budget.
 
     Attributes:
         copied: tokens of the full cache that were taken notice of: held, or passed over by a selection.
@@ -32,7 +32,7 @@ class PartialKV(KVBuffer):
     def __init__(self, shape: KVShape, budget: int = 4096, sinks: int = 16) -> None:
         super().__init__(shape, budget + self.SCRATCH)
         self.budget = budget
-        self.sinks = min(sinks, budget // 4)
+        self.sinks = sinks
         self.recent = (budget - self.sinks) // 4  # newest tokens that every selection takes
         self.selections = 0
         self.copied = 0

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from tswift.errors import InputError
+from tswift.kv.full import FullKV
 from tswift.models.heads import KINDS, Heads, load_heads
 from tswift.models.target import Target
 
@@ -92,7 +93,7 @@ def load(
             raise InputError(f"{model} lacks weights for {len(lacking)} tensors, such as {lacking[0]}", "--model")
         if not getattr(network, "_supports_attention_backend", False):
             raise InputError(f"{model} ({config.model_type}) does not let its attention be replaced", "--model")
-        target = Target(network.to(place))
+        target = _adapted(network.to(place), model)
     loaded = None if heads_path is None else load_heads(heads_path, target.hidden_size, target.dtype, target.device)
     return LoadedModel(model, tokenizer, target, loaded, _eos_ids(network, tokenizer, target.vocab_size))
 
@@ -126,11 +127,15 @@ def _source(model: str) -> tuple[str, Path | None]:
         if not (folder / "model.safetensors").is_file():
             raise InputError(f"the bundled model is not in this installation (looked in {folder})", "--model")
         return str(folder), folder
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return str(path), path
-    if path.exists():
-        raise InputError(f"{model} is a file; give the folder it is in", "--model")
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return str(path), path
+        if path.exists():
+            raise InputError(f"{model} is a file; give the folder it is in", "--model")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{model[:80]} cannot be looked at ({reason})", "--model") from None
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1 or not model.strip():
         raise InputError(f"there is no folder {model!r}", "--model")
     return model, None
@@ -141,7 +146,11 @@ def _heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Pa
         beside = folder / HEADS_FILE if folder else None
         return beside if beside and beside.is_file() else None
     path = folder / f"heads-{heads}.safetensors" if folder and str(heads) in KINDS else Path(heads)
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except OSError as error:
+        raise InputError(f"{str(path)[:80]} cannot be looked at ({error.strerror})", "--heads") from None
+    if not found:
         raise InputError(f"there is no file {path}", "--heads")
     return path
 
@@ -168,6 +177,23 @@ def _refuse_unsupported(config: Any, model: str) -> None:
             reason = f"soft-capped logits ({name})"
     if reason:
         raise InputError(f"{model} has {reason}, which tswift cannot serve exactly yet", "--model")
+
+
+def _adapted(network: Any, model: str) -> Target:
+    """The model with our attention, once both have been seen to give the same logits.
+
+    Whatever an architecture does that ours does not know of (scaled logits, soft caps, sinks) shows here.
+    """
+    ids = torch.arange(8, device=network.device) % network.config.get_text_config().vocab_size
+    with torch.inference_mode():
+        wanted = network(ids.unsqueeze(0)).logits[0].double()
+    target = Target(network)
+    ours = torch.cat([part.hidden for part in target.chunks(ids.tolist(), FullKV(target.kv_shape, len(ids)))])
+    apart = (target.logits(ours).double() - wanted).abs().max().item()
+    allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.25
+    if not apart <= allowed * max(wanted.std().item(), 1e-6):
+        raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "--model")
+    return target
 
 
 def _eos_ids(network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:

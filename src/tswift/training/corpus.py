@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PG19 = "emozilla/pg19"
-HELD_OUT = 6
 
 
 def load_documents(corpus: str) -> list[str]:

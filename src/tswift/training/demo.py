@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tswift.decoding.sampling import SamplingParams
+from tswift.errors import InputError
 from tswift.models.heads import ChainedHeads, ConditionedHeads, load_heads
 from tswift.training.corpus import PG19, load_documents, random_rows, token_stream
 from tswift.training.evaluate import held_out_losses
@@ -55,20 +56,36 @@ def demo_config(vocab_size: int) -> LlamaConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained for how long. Each step of the heads sees 4,096 tokens of the model's own text."""
+    """What is trained on what, for how long.
 
+    Attributes:
+        corpus: folder or hub id.
+        about: what the corpus is, in words for the model card.
+        base: the base model's schedule.
+        vocab_size: tokens of the vocabulary.
+        rows: rows that the model writes for its heads.
+        chained, conditioned: the heads' schedules on that text.
+    """
+
+    corpus: str
+    about: str
     base: Plan
     vocab_size: int = 2048
-    rows: int = 2048  # of 512 tokens, written by the model for its heads
+    rows: int = 2048
     chained: HeadsPlan = CHAINED
     conditioned: HeadsPlan = CONDITIONED
 
 
-def build(corpus: str, out: Path, work: Path, recipe: Recipe) -> None:
-    """Run the stages that are not done yet, then write the finished model to ``out``."""
+def build(out: Path, work: Path, recipe: Recipe) -> None:
+    """Run the stages that are not done yet, then write the finished model to ``out``.
+
+    Raises:
+        InputError: the work folder holds stages of another recipe.
+    """
     work.mkdir(parents=True, exist_ok=True)
+    _claim(work / "recipe.json", recipe)
     log = _logger(work / "log.txt")
-    tokenizer, train, held_out = _streams(corpus, work, recipe.vocab_size, log)
+    tokenizer, train, held_out = _streams(recipe.corpus, work, recipe.vocab_size, log)
     base = _base(work / "base", train, recipe, log)
     own = _own_text(work / "own.npy", base, train, recipe.rows, log)
     out.mkdir(parents=True, exist_ok=True)
@@ -94,6 +111,13 @@ def build(corpus: str, out: Path, work: Path, recipe: Recipe) -> None:
     (out / "README.md").write_text(_card(shipped, recipe, facts, figures))
 
 
+def _claim(path: Path, recipe: Recipe) -> None:
+    ours = json.dumps(asdict(recipe), sort_keys=True, indent=1)
+    if path.exists() and path.read_text() != ours:
+        raise InputError(f"{path.parent} holds the stages of another recipe; give a new folder", "--work")
+    path.write_text(ours)
+
+
 def _card(model: LlamaForCausalLM, recipe: Recipe, facts: dict[str, float], losses: dict[int, float]) -> str:
     config, plan = model.config, recipe.base
     target_kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 100_000
@@ -109,6 +133,7 @@ def _card(model: LlamaForCausalLM, recipe: Recipe, facts: dict[str, float], loss
             vocab=f"{config.vocab_size:,}",
             positions=f"{config.max_position_embeddings:,}",
             kv_mb=round(target_kv / 1e6),
+            about=recipe.about,
             documents=facts["documents"],
             train_tokens=f"{facts['train_tokens']:,}",
             characters=facts["characters_per_token"],
@@ -208,9 +233,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "models" / "demo")
     parser.add_argument("--work", type=Path, default=Path("build/demo-model"), help="intermediate results")
     parser.add_argument("--steps", type=int, default=1100, help="steps of 8,192 tokens for the base model")
+    parser.add_argument("--about", default="", help="what the corpus is, for the model card (default: its name)")
     parser.add_argument("--compile", action="store_true", help="torch.compile the base: faster, needs a C++ compiler")
     args = parser.parse_args()
-    build(args.corpus, args.out, args.work, Recipe(Plan(steps=args.steps, compiled=args.compile)))
+    plan = Plan(steps=args.steps, compiled=args.compile)
+    try:
+        build(args.out, args.work, Recipe(args.corpus, args.about or f"`{args.corpus}`", plan))
+    except InputError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

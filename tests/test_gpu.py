@@ -1,0 +1,47 @@
+"""What needs a CUDA device: `make gpu`. On other machines these are skipped."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
+from tswift.attention.sdpa import TreeAttention
+from tswift.decoding.sampling import SamplingParams, noise_bits
+from tswift.drafting.methods import METHODS, DraftOptions, make_drafter
+from tswift.models.target import Target
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def test_the_noise_has_the_same_bits_everywhere() -> None:
+    tokens = torch.arange(5000)
+    assert torch.equal(noise_bits(7, range(40), tokens), noise_bits(7, range(40), tokens.cuda()).cpu())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)],
+)
+def test_attention_against_float64(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(1)
+    query, keys, values = (torch.randn(heads, rows, 64).to(dtype) for heads, rows in ((8, 5), (2, 20005), (2, 20005)))
+    ancestors = torch.ones(5, 5, dtype=torch.bool).tril()
+    ours = TreeAttention(20000, ancestors.cuda(), 4, 2, dtype)(query.cuda(), keys.cuda(), values.cuda(), 0.125)
+    wide = [x.double() for x in (query, keys, values)]
+    exact = TreeAttention(20000, ancestors, 4, 2, torch.float64)(*wide, 0.125)
+    assert (ours.cpu().double() - exact).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_every_method_writes_the_text_of_plain_decoding(dtype: torch.dtype) -> None:
+    target = Target(deepcopy(tiny_llama("gqa", dtype)).to("cuda"))
+    heads = deepcopy(tiny_heads(dtype)).to("cuda")
+    params, options = SamplingParams(window=20, min_p=0.02), DraftOptions(budget=64)
+    texts = [
+        tokens_of(decode_steps(target, make_drafter(name, target, heads, options), random_prompt(30), params, 3, 200))
+        for name in METHODS
+    ]
+    assert texts == [texts[0]] * len(METHODS)
