@@ -10,11 +10,13 @@ import typer
 
 import tswift
 from tswift.cli.codes import BAD_INPUT, INTERRUPTED, OK
+from tswift.cli.compare import compare
 from tswift.cli.generate import generate
 from tswift.errors import InputError
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 app.command()(generate)
+app.command()(compare)
 
 
 @app.callback(invoke_without_command=True)
