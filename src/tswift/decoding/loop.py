@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -97,19 +97,31 @@ class Decoding:
         if not left:
             raise RuntimeError("the steps of a decode can be taken once")
         while left > 0:
-            started = time.perf_counter()
-            tokens, sources, nodes = self._step(left)
-            ends = [index for index, token in enumerate(tokens) if token in stop]
-            if ends:
-                tokens = tokens[: ends[0] + 1]
-            left = 0 if ends else left - len(tokens)
-            accepted = min(len(sources) - 1, len(tokens))
-            yield Step(tuple(tokens), accepted, sources[accepted], nodes, time.perf_counter() - started)
+            step = self._step(self._context, self._drafter, left, stop)
+            left = 0 if step.tokens[-1] in stop else left - len(step.tokens)
+            yield step
 
-    def _step(self, wanted: int) -> tuple[list[int], list[str], int]:
-        context, target = self._context, self._target
+    def plain(self, count: int) -> list[Step]:
+        """What plain decoding does and costs from here on: up to ``count`` steps of one token, all taken back.
+
+        Call it between two steps. The text, its KV cache and the steps to come are as if it had not been called; no
+        more steps are taken than the cache has room for.
+        """
+        own = self._context
+        kv = own.kv
+        aside = replace(own, text=list(own.text), sampler=own.sampler.copy())
+        held = kv.length
+        plain = Drafter()
+        try:
+            return [self._step(aside, plain, 1, ()) for _ in range(min(count, kv.capacity - held))]
+        finally:
+            kv.length = held
+
+    def _step(self, context: Context, drafter: Drafter, wanted: int, stop: Collection[int]) -> Step:
+        started = time.perf_counter()
+        target = self._target
         with torch.inference_mode():
-            tree = self._drafter.propose(context, wanted)
+            tree = drafter.propose(context, wanted)
             tokens = torch.tensor(tree.tokens, device=target.device)
             positions = torch.tensor(tree.depths, device=target.device) + context.position
             ancestors = tree.ancestors().to(target.device)
@@ -123,5 +135,9 @@ class Decoding:
             context.text += new
             context.sampler.extend(new)
             context.last, context.node = forwarded, path[-1]
-            self._drafter.committed(context)
-        return new, [tree.sources[node] for node in path], len(tree)
+            drafter.committed(context)
+        ends = [index for index, token in enumerate(new) if token in stop]
+        kept = new[: ends[0] + 1] if ends else new
+        accepted = min(len(path) - 1, len(kept))
+        source = tree.sources[path[accepted]]
+        return Step(tuple(kept), accepted, source, len(tree), time.perf_counter() - started)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -187,6 +188,12 @@ class Sampler:
         self._newest = torch.full((vocab_size,), -(1 << 62), dtype=torch.int64, device=device)
         self._length = 0
         self._blocks: dict[int, Tensor] = {}
+
+    def copy(self) -> Sampler:
+        """A sampler in the same state, whose text grows by itself from here on."""
+        twin = copy(self)
+        twin._newest = self._newest.clone()
+        return twin
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -87,14 +87,7 @@ def start(settings: Settings, command: Sequence[str]) -> Job:
         "options": asdict(settings),
         "sampling": asdict(generation.params),
         "drafting": {name: value for name, value in asdict(generation.options).items() if name in used},
-        "model": {
-            "name": settings.model,
-            "device": str(model.target.device),
-            "dtype": str(model.target.dtype).removeprefix("torch."),
-            "attention": model.attention,
-            "heads": None if model.heads is None else f"{model.heads.kind}, {model.heads.count}",
-            "eos_ids": list(model.eos_ids),
-        },
+        "model": model.about(),
         "prompt": {
             "source": settings.prompt or "bundled",
             "tokens": len(prompt),
@@ -104,22 +97,45 @@ def start(settings: Settings, command: Sequence[str]) -> Job:
     return Job(model, generation, folder, about)
 
 
-def _checked(settings: Settings) -> tuple[SamplingParams, DraftOptions]:
-    for option, value in (("--len", settings.length), ("--prefill", settings.prefill)):
-        if value is not None and value < 1:
-            raise InputError(f"must be at least 1, got {value}", option)
-    used = find_method(settings.method).uses
-    unused = [name for name in settings.drafting if name not in used]
-    if "tree" not in used:  # no heads draft
-        unused += [name for name in ("gamma", "heads") if getattr(settings, name) is not None]
-    if unused:
-        raise InputError(f"{settings.method} does not use it", f"--{unused[0].replace('_', '-')}")
-    if "tree" in settings.drafting and settings.gamma is not None:
-        raise InputError("cannot be given together with --tree", "--gamma")
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters with the fields that were given.
+
+    Raises:
+        InputError: a value outside its range.
+    """
     try:
-        params = SamplingParams(**settings.sampling)
+        return SamplingParams(**given)
     except ValueError as error:
         # the message begins with the field's name
         name, _, rest = str(error).partition(" ")
         raise InputError(f"--{name.replace('_', '-')} {rest}") from None
-    return params, DraftOptions(**settings.drafting)
+
+
+def refuse_unused(methods: Sequence[str], given: Iterable[str]) -> None:
+    """No option is silently ignored: refuse what none of the methods uses.
+
+    Args:
+        methods: names.
+        given: fields of ``DraftOptions`` that were given, and ``gamma`` and ``heads``.
+
+    Raises:
+        InputError: no such method, or an option for none of them.
+    """
+    used = {name for method in methods for name in find_method(method).uses}
+    if "tree" in used:  # heads draft
+        used |= {"gamma", "heads"}
+    for name in given:
+        if name not in used:
+            message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
+            raise InputError(message, f"--{name.replace('_', '-')}")
+
+
+def _checked(settings: Settings) -> tuple[SamplingParams, DraftOptions]:
+    for option, value in (("--len", settings.length), ("--prefill", settings.prefill)):
+        if value is not None and value < 1:
+            raise InputError(f"must be at least 1, got {value}", option)
+    typed = [name for name in ("gamma", "heads") if getattr(settings, name) is not None]
+    refuse_unused([settings.method], [*settings.drafting, *typed])
+    if "tree" in settings.drafting and settings.gamma is not None:
+        raise InputError("cannot be given together with --tree", "--gamma")
+    return sampling_params(settings.sampling), DraftOptions(**settings.drafting)

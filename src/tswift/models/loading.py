@@ -48,6 +48,17 @@ class LoadedModel:
         """The token ids of a prompt, with the first token the model wants before any text, if it wants one."""
         return list(self.tokenizer(text)["input_ids"])
 
+    def about(self) -> dict[str, Any]:
+        """What was loaded and how, for records."""
+        return {
+            "name": self.name,
+            "device": str(self.target.device),
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "attention": self.attention,
+            "heads": None if self.heads is None else f"{self.heads.kind}, {self.heads.count}",
+            "eos_ids": list(self.eos_ids),
+        }
+
 
 def load(
     model: str = DEMO,

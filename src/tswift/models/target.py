@@ -7,13 +7,15 @@ the name ``tswift``, and extra keyword arguments, which reach that function from
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
@@ -25,7 +27,7 @@ _CHUNK = 512  # prompt tokens forwarded at a time
 @dataclass
 class _Pass:
     kv: KVBuffer
-    attend: TreeAttention
+    attend: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     queries: list[Tensor] = field(default_factory=list)
 
 
@@ -75,6 +77,7 @@ class Target:
     def __init__(self, model: PreTrainedModel) -> None:
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
+        self._attention: type[TreeAttention] | type[ReferenceAttention] = TreeAttention
         self._decoder, self._lm_head = model.get_decoder(), model.get_output_embeddings()
         self._embeddings = model.get_input_embeddings()
         config = model.config.get_text_config()
@@ -92,6 +95,12 @@ class Target:
         )
         self._groups = heads // self.kv_shape.heads
 
+    def reference(self) -> Target:
+        """The same model with the slow attention of reference implementations, to be measured beside ours."""
+        twin = copy(self)
+        twin._attention = ReferenceAttention
+        return twin
+
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor) -> Forwarded:
         """One pass over the nodes of a tree; their keys and values go to the cache's scratch slots.
@@ -102,7 +111,7 @@ class Target:
             kv: what the nodes attend to; nothing is committed.
             ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself.
         """
-        run = _Pass(kv, TreeAttention(kv.length, ancestors, self._groups, self.kv_shape.heads, self.dtype))
+        run = _Pass(kv, self._attention(kv.length, ancestors, self._groups, self.kv_shape.heads, self.dtype))
         out = self._decoder(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
         )

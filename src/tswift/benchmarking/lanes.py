@@ -1,0 +1,70 @@
+"""Decodes side by side: each advances by a slice in turn, so that all of them see the same machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tswift.decoding.generation import Generation
+from tswift.decoding.loop import Step
+from tswift.decoding.stats import DecodeStats
+
+
+@dataclass
+class Lane:
+    """One decode among several.
+
+    Attributes:
+        name: what it is called in tables: its method's name, as a rule.
+        generation: the decode.
+        tokens: generated so far.
+        stats: figures so far.
+        slices: raw samples: (tokens, seconds) so far at the end of every slice.
+        prefill_seconds: wall time of the prefill.
+    """
+
+    name: str
+    generation: Generation
+    tokens: list[int] = field(default_factory=list)
+    stats: DecodeStats = field(init=False)
+    slices: list[tuple[int, float]] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.stats = DecodeStats(self.generation.depth)
+        self._steps: Iterator[Step] | None = None
+
+    def prefill(self) -> None:
+        """Forward the prompt."""
+        self.prefill_seconds = self.generation.decoding.prefill()
+
+    def advance(self, goal: int) -> None:
+        """Decode until ``goal`` tokens are there; the last step may add a few more."""
+        if self._steps is None:
+            self._steps = self.generation.steps()
+        while self.stats.tokens < goal:
+            step = next(self._steps)
+            self.tokens += step.tokens
+            self.stats.add(step)
+        self.slices.append((self.stats.tokens, self.stats.seconds))
+
+
+def interleave(lanes: Sequence[Lane], goals: Sequence[int], tick: Callable[[Lane], None]) -> None:
+    """Advance all lanes from goal to goal. Each slice begins with another lane, lest one always follows the same.
+
+    Args:
+        lanes: prefilled ones.
+        goals: rising numbers of tokens, one for every slice.
+        tick: called after a lane has advanced.
+    """
+    for turn, goal in enumerate(goals):
+        first = turn % len(lanes)
+        for lane in (*lanes[first:], *lanes[:first]):
+            lane.advance(goal)
+            tick(lane)
+
+
+def slice_goals(length: int, stops: Sequence[int] = (), slices: int = 50) -> list[int]:
+    """Where slices end: ``slices`` about equal parts of ``length``, and every one of ``stops``."""
+    even = {length * part // slices for part in range(1, slices + 1)}
+    return sorted({goal for goal in (*even, *stops) if 0 < goal <= length})

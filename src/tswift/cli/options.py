@@ -1,0 +1,99 @@
+"""Options that several subcommands take: declared once, so that they are named, typed and explained alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from tswift.errors import InputError
+
+_SAMPLING, _DRAFTING, _MODEL, _OUTPUT = "Sampling", "Drafting", "Model", "Output"
+
+
+def option(panel: str, text: str, *names: str) -> Any:
+    """An option whose help says its default."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
+
+
+Prompt = Annotated[
+    str | None,
+    typer.Option(
+        help="File to continue, - for stdin. (default: the first 1,024 tokens of the bundled novel)",
+        show_default=False,
+    ),
+]
+Prefill = Annotated[
+    int | None, typer.Option(help="Use the prompt's first N tokens only.", metavar="N", show_default=False)
+]
+Seed = Annotated[int, typer.Option(help="Any integer; with the prompt and the sampling it fixes the text.")]
+
+Temperature = Annotated[float | None, option(_SAMPLING, "0 takes the most likely token. (default: 1)", "--temperature")]
+TopK = Annotated[int | None, option(_SAMPLING, "Keep the K most likely. (default: 0, all)", "--top-k")]
+TopP = Annotated[float | None, option(_SAMPLING, "Keep the likeliest up to this probability. (default: 1)", "--top-p")]
+MinP = Annotated[
+    float | None, option(_SAMPLING, "Drop what is below this share of the likeliest. (default: 0.1)", "--min-p")
+]
+Eta = Annotated[float | None, option(_SAMPLING, "Epsilon of eta sampling. (default: 0, off)", "--eta")]
+Penalty = Annotated[float | None, option(_SAMPLING, "Contextual penalty; 1 is none. (default: 1.2)", "--penalty")]
+Window = Annotated[int | None, option(_SAMPLING, "Tokens it looks back on. (default: 1024)", "--window")]
+
+Nodes = Annotated[int | None, option(_DRAFTING, "Most nodes of a draft tree. (default: by device)", "--nodes")]
+Ngrams = Annotated[int | None, option(_DRAFTING, "4-grams reused per token. (default: 20)", "--ngrams")]
+ReuseRecent = Annotated[
+    bool | None,
+    option(_DRAFTING, "Reuse text in the penalty window too. (default: no)", "--reuse-recent/--no-reuse-recent"),
+]
+Budget = Annotated[int | None, option(_DRAFTING, "Tokens of the partial KV cache. (default: 4096)", "--budget")]
+Sinks = Annotated[int | None, option(_DRAFTING, "First tokens it always holds. (default: 16)", "--sinks")]
+SharedNoise = Annotated[
+    bool | None,
+    option(_DRAFTING, "Draft with the noise of the draw. (default: yes)", "--shared-noise/--no-shared-noise"),
+]
+HeadsFile = Annotated[
+    str | None,
+    option(_DRAFTING, "chained, conditioned or a file. (default: heads.safetensors beside the model)", "--heads"),
+]
+
+Model = Annotated[str, typer.Option(help="demo (the bundled model), a folder or a hub id.", rich_help_panel=_MODEL)]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...", rich_help_panel=_MODEL)]
+Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_MODEL)]
+Attention = Annotated[str, typer.Option(help="auto or sdpa.", rich_help_panel=_MODEL)]
+
+Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.", rich_help_panel=_OUTPUT)]
+NoProgress = Annotated[
+    bool, typer.Option("--no-progress", help="No progress bar and no progress lines.", rich_help_panel=_OUTPUT)
+]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were typed."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def widths(tree: str) -> tuple[int, ...]:
+    """The levels of a tree such as ``1,3,3,3``.
+
+    Raises:
+        InputError: it is no such thing.
+    """
+    try:
+        return tuple(int(width) for width in tree.split(","))
+    except ValueError:
+        raise InputError(f"wants numbers and commas, such as 1,3,3,3, got {tree!r}", "--tree") from None
+
+
+def trees(words: list[str] | None) -> Mapping[str, tuple[int, ...]]:
+    """Trees by method from ``--tree tokenswift=1,3,3,3`` given several times; one without a method goes by ``""``.
+
+    Raises:
+        InputError: no tree, or two for the same method.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for word in words or ():
+        method, _, tree = word.rpartition("=")
+        if method in found:
+            raise InputError(f"is given twice for {method or 'all methods'}", "--tree")
+        found[method] = widths(tree)
+    return found
