@@ -1,0 +1,246 @@
+"""Is this text what the sampling rule draws? One chunked prefill over prompt and text, the rule applied at every position.
+
+It costs about a prefill, whatever made the text and however long that took, and it does not lose the thread where
+rounding has swapped two candidates: every token is judged after the text that stands before it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tswift.decoding.margin import Doubt
+from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.kv.full import FullKV
+from tswift.models.target import Target
+
+WITHIN, VIOLATION = "within rounding", "violation"
+SEARCHED = 1000  # tokens beyond the bound whose margin is looked for
+_CHUNK = 256  # tokens forwarded at a time
+_ELEMENTS = 1 << 21  # scores held at a time, in float64
+_STRETCHES, _STRETCH, _WIDTHS = 8, 32, (1, 8)
+_SAFETY = 2.0
+Show = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A token that is not the one the rule draws in the audit's pass.
+
+    Attributes:
+        index: its place among the generated tokens, from 0.
+        position: its place in prompt and text.
+        token: the token in the text.
+        drawn: the token the rule draws.
+        margin: a change of the logits under which the rule draws the text's token; the smallest found. Infinite for a
+            banned token, None where it was not looked for.
+        kind: ``within rounding`` or ``violation``.
+    """
+
+    index: int
+    position: int
+    token: int
+    drawn: int
+    margin: float | None
+    kind: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found.
+
+    Attributes:
+        tokens: generated tokens judged.
+        exact: how many of them the rule draws exactly.
+        findings: all others, in order.
+        measured: largest difference between logits of passes of different widths over the same tokens.
+        bound: the margin up to which a token is within rounding. Twice what was measured: the largest of a sample lies
+            below the largest of all, and of the text's own passes every one rounded differently.
+        least_lead, greatest_lead: of tokens drawn exactly, how far in score they are ahead of the next one; None if
+            never more than one token was left to choose from.
+        seconds: wall time.
+    """
+
+    tokens: int
+    exact: int
+    findings: tuple[Finding, ...]
+    measured: float
+    bound: float
+    least_lead: float | None
+    greatest_lead: float | None
+    seconds: float
+
+    @property
+    def within(self) -> list[Finding]:
+        """The tokens within rounding."""
+        return [finding for finding in self.findings if finding.kind == WITHIN]
+
+    @property
+    def violations(self) -> list[Finding]:
+        """The tokens that rounding does not explain."""
+        return [finding for finding in self.findings if finding.kind == VIOLATION]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no violation."""
+        return not self.violations
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON: an infinite margin is None there, as is one not looked for."""
+        findings = [
+            {**asdict(finding), "margin": finding.margin if finding.margin != math.inf else None}
+            for finding in self.findings
+        ]
+        counts = {"within_rounding": len(self.within), "violations": len(self.violations)}
+        return {"ok": self.ok, **asdict(self), **counts, "findings": findings}
+
+
+@torch.inference_mode()
+def audit(
+    target: Target,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    show: Show | None = None,
+) -> Audit:
+    """Judge every token of a text.
+
+    How far rounding reaches is measured: at up to eight stretches of 32 tokens, from the text's start to its end, the
+    tokens are also forwarded one at a time and eight at a time, and the logits compared with those of the chunk.
+
+    Args:
+        target: the model.
+        prompt: at least one token id.
+        tokens: the generated token ids, at least one.
+        params: what they were drawn with, banned ids included.
+        seed: what they were drawn with.
+        show: called with tokens forwarded so far and in all, prompt included.
+
+    Returns:
+        The finding. Of tokens beyond the bound measured so far, the margin is looked for in the first ``SEARCHED``.
+
+    Raises:
+        ValueError: no prompt, no tokens, or ids outside the vocabulary.
+    """
+    if not prompt or not tokens:
+        raise ValueError("prompt and tokens must have at least one token each")
+    text = [*prompt, *tokens]
+    if not all(0 <= token < target.vocab_size for token in text):
+        raise ValueError(f"there are token ids outside the vocabulary of {target.vocab_size}")
+    started = time.perf_counter()
+    first, nodes = len(prompt) - 1, len(text) - 1  # the node that draws the first generated token; nodes in all
+    starts = stretches(first, nodes)
+    cuts = [min(first, starts[0])]
+    while cuts[-1] < nodes:
+        cuts.append(min([cuts[-1] + _CHUNK, nodes, *(start for start in starts if start > cuts[-1])]))
+    show = show or (lambda done, total: None)
+    kv = FullKV(target.kv_shape, nodes)
+    judge = _Judge(Sampler(params, seed, target.vocab_size, target.device), text, first)
+    for _ in target.chunks(text[: cuts[0]], kv):
+        show(kv.length, nodes)
+    for start, stop in pairwise(cuts):
+        stretch = text[start : min(start + _STRETCH, stop)] if start in starts else []
+        others = []
+        for width in _WIDTHS if stretch else ():
+            others.append(_logits(target, stretch, kv, width))
+            kv.length = start  # what comes next takes the place of what the narrow passes wrote
+        logits = _logits(target, text[start:stop], kv, _CHUNK)
+        for other in others:
+            difference = (logits[: len(other)].double() - other.double()).abs().max()
+            judge.measured = max(judge.measured, float(difference))
+        judge.rows(max(first, start), logits[max(0, first - start) :])
+        show(stop, nodes)
+    return judge.audit(time.perf_counter() - started)
+
+
+def stretches(first: int, nodes: int) -> list[int]:
+    """Where the stretches begin at which rounding is measured.
+
+    They are spread evenly from the first node that draws a token, or from before it if the text is shorter than a
+    stretch, to the end.
+    """
+    begin = min(first, max(0, nodes - _STRETCH))
+    room = nodes - begin - min(_STRETCH, nodes - begin)
+    count = min(_STRETCHES, (nodes - begin) // _STRETCH)
+    if count < 2:
+        return [begin + room]
+    return [begin + index * room // (count - 1) for index in range(count)]
+
+
+def _logits(target: Target, tokens: Sequence[int], kv: FullKV, width: int) -> Tensor:
+    """``[n, V]`` after tokens that follow those in the cache, forwarded and committed ``width`` at a time."""
+    parts = [tokens[at : at + width] for at in range(0, len(tokens), width)]
+    return torch.cat([target.logits(forwarded.hidden) for part in parts for forwarded in target.chunks(part, kv)])
+
+
+class _Judge:
+    """Counts and findings so far, and the sampling rule with the text up to the node at hand."""
+
+    def __init__(self, sampler: Sampler, text: list[int], first: int) -> None:
+        self.measured = 0.0
+        self._sampler, self._text, self._first = sampler, text, first
+        self._found: list[tuple[int, int, float | None]] = []  # position, drawn token, margin
+        self._beyond = 0
+        self._leads = (math.inf, -math.inf)
+        sampler.extend(text[:first])
+
+    def rows(self, start: int, logits: Tensor) -> None:
+        """Judge the tokens that follow the nodes at ``start`` and after it, whose logits ``[n, V]`` are given."""
+        size = max(1, _ELEMENTS // logits.shape[1])
+        for at in range(0, len(logits), size):
+            part = logits[at : at + size]
+            ids = torch.tensor(self._text[start + at : start + at + len(part) + 1], device=logits.device)
+            places = torch.arange(start + at, start + at + len(part), device=logits.device)
+            # the sampler is to know the text up to the first of these nodes, as at the root of a draft tree
+            self._sampler.extend(self._text[start + at : start + at + 1])
+            causal = torch.ones(len(part), len(part), dtype=torch.bool, device=logits.device).tril()
+            seen = self._sampler.seen(ids[:-1], places, causal)
+            self._sampler.extend(self._text[start + at + 1 : start + at + len(part)])
+            self._judge(part, seen, start + at + 1, ids[1:])
+
+    def _judge(self, logits: Tensor, seen: Tensor | None, position: int, wanted: Tensor) -> None:
+        scores = self._sampler.scores(logits, seen, range(position, position + len(wanted)))
+        best, drawn = scores.max(-1)
+        exact = drawn == wanted
+        leads = (best - scores.scatter_(1, drawn[:, None], -math.inf).amax(-1))[exact]
+        leads = leads[leads.isfinite()]
+        if len(leads):
+            self._leads = (min(self._leads[0], float(leads.min())), max(self._leads[1], float(leads.max())))
+        rows = (~exact).nonzero().squeeze(1)
+        if not len(rows):
+            return
+        places = [position + row for row in rows.tolist()]
+        doubt = Doubt(self._sampler, logits[rows], None if seen is None else seen[rows], places, wanted[rows])
+        bound = _SAFETY * self.measured
+        inside = doubt.explained(bound)
+        searched = inside | ((~inside).cumsum(0) <= SEARCHED - self._beyond)
+        self._beyond += int((~inside).sum())
+        margins = iter(doubt.margins(bound, searched.nonzero().squeeze(1)).tolist())
+        for place, token, known in zip(places, drawn[rows].tolist(), searched.tolist(), strict=True):
+            self._found.append((place, token, next(margins) if known else None))
+
+    def audit(self, seconds: float) -> Audit:
+        """What was found, now that all of the rounding has been measured."""
+        bound, start = _SAFETY * self.measured, self._first + 1
+        findings = tuple(
+            Finding(
+                place - start,
+                place,
+                self._text[place],
+                drawn,
+                margin,
+                WITHIN if margin is not None and margin <= bound else VIOLATION,
+            )
+            for place, drawn, margin in self._found
+        )
+        count = len(self._text) - start
+        least, greatest = (lead if math.isfinite(lead) else None for lead in self._leads)
+        return Audit(count, count - len(findings), findings, self.measured, bound, least, greatest, seconds)

@@ -1,0 +1,110 @@
+"""How little the logits would have to change for the sampling rule to draw another token than it does.
+
+Two passes over the same tokens round differently. What that can do to a draw is more than swap two close scores: a token
+at the edge of min-p is kept by one pass and dropped by the other, and so is its competitor. So the whole rule is asked
+again with changed logits, instead of a gap being read off its scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tswift.decoding.sampling import Sampler, warp
+
+_SMALLEST = 1e-12  # where the search starts if no rounding was measured
+_UP, _DOWN = 40, 6  # most steps of the search, each by a factor of four
+_HALVINGS = 20
+
+
+class Doubt:
+    """Rows of logits from which the rule draws another token than the one in question.
+
+    A change of the logits is a sign for every token, times its size. Signs are tried in four patterns, in all of which
+    the token in question goes up:
+
+    0. tokens with a higher score go down, the others up: a token dropped by top-p needs the mass above it to shrink;
+    1. all others go down: a close draw, or a token dropped by min-p, eta or top-k;
+    2. tokens that would score higher if nothing were dropped go down, the others stay;
+    3. the same, and the others go up: a competitor is pushed over the edge of a filter that the others set.
+
+    Args:
+        sampler: the sampling rule.
+        logits: ``[n, V]``.
+        seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
+        positions: where in the text each row's token is.
+        tokens: ``[n]`` int64, the tokens in question.
+
+    Attributes:
+        patterns: ``[4, n, V]`` int8, the signs.
+    """
+
+    def __init__(
+        self, sampler: Sampler, logits: Tensor, seen: Tensor | None, positions: Sequence[int], tokens: Tensor
+    ) -> None:
+        self._params, self._logits, self._seen, self._tokens = sampler.params, logits.double(), seen, tokens
+        self._noise = sampler.noise(positions).expand(len(tokens), -1 if self._params.temperature else 1)
+        column = tokens[:, None]
+        scores = warp(self._logits.clone(), seen, self._params) + self._noise
+        unfiltered = replace(self._params, min_p=0.0, eta=0.0, top_k=0, top_p=1.0)
+        whole = warp(self._logits.clone(), seen, unfiltered) + self._noise
+        self._possible = whole.gather(1, column).squeeze(1) > -math.inf  # a banned token is not
+        higher = (scores > scores.gather(1, column)).to(torch.int8)
+        would = (whole > whole.gather(1, column)).to(torch.int8)
+        self.patterns = torch.stack([1 - 2 * higher, torch.full_like(higher, -1), -would, 1 - 2 * would])
+        self.patterns.scatter_(2, column.expand(4, -1, 1), 1)
+
+    def explained(self, size: float | Tensor, rows: Tensor | None = None) -> Tensor:
+        """Whether a change of this size, in one of the patterns, makes the rule draw the token.
+
+        Args:
+            size: the change, one for all rows or one each.
+            rows: ``[m]`` int64, the rows to look at; None for all.
+
+        Returns:
+            ``[m]`` bool.
+        """
+        rows = torch.arange(len(self._tokens), device=self._tokens.device) if rows is None else rows
+        sizes = torch.as_tensor(size, dtype=torch.float64, device=rows.device).expand(len(rows))[:, None]
+        logits, noise = self._logits[rows], self._noise[rows]
+        seen = None if self._seen is None else self._seen[rows]
+        drawn = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        for signs in self.patterns:
+            scores = warp(logits + sizes * signs[rows], seen, self._params) + noise
+            drawn |= scores.argmax(-1) == self._tokens[rows]
+        return drawn
+
+    def margins(self, near: float, rows: Tensor | None = None) -> Tensor:
+        """The smallest change found, by search around ``near`` and then by halving. It is an upper bound of the least.
+
+        Args:
+            near: a change that is likely to matter; tried first.
+            rows: ``[m]`` int64, the rows to look at; None for all.
+
+        Returns:
+            ``[m]`` float64, infinite for a banned token. A change of just this size was tried and does it.
+        """
+        rows = torch.arange(len(self._tokens), device=self._tokens.device) if rows is None else rows
+        start = near or _SMALLEST
+        high = torch.full((len(rows),), math.inf, dtype=torch.float64, device=rows.device)
+        low = torch.zeros_like(high)
+        # Not all that explains is monotone: a larger change can let another token in. So smaller ones are tried too.
+        for power in [0, *range(-1, -_DOWN - 1, -1), *range(1, _UP + 1)]:
+            left = (high.isinf() & self._possible[rows]).nonzero().squeeze(1)
+            if not len(left):
+                break
+            size = start * 4.0**power
+            found = left[self.explained(size, rows[left])]
+            high[found] = size
+            low[found] = size / 4 if power > 0 else 0.0
+        found = high.isfinite().nonzero().squeeze(1)
+        for _ in range(_HALVINGS if len(found) else 0):
+            middle = (low[found] + high[found]) / 2
+            enough = self.explained(middle, rows[found])
+            high[found] = torch.where(enough, middle, high[found])
+            low[found] = torch.where(enough, low[found], middle)
+        return high
