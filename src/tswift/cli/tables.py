@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -29,4 +30,6 @@ def show(shown: Table) -> None:
         Console(highlight=False).print(shown)
     else:
         shown.box = box.MARKDOWN
-        Console(width=_WIDE, highlight=False, color_system=None).print(shown)
+        written = io.StringIO()
+        Console(file=written, width=_WIDE, highlight=False, color_system=None).print(shown)
+        print(*(line for line in written.getvalue().splitlines() if line.strip()), sep="\n")
