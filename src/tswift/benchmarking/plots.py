@@ -103,7 +103,11 @@ def acceptance_figure(measurement: Mapping[str, Any]) -> Figure:
     cells = summarise(measurement)
     prefills = sorted({cell.prefill for cell in cells})
     methods = _methods(measurement)
-    panels_of_row = (("alpha", "acceptance rate alpha"), ("beta", "n-gram acceptance rate beta"), ("speedup", "x over AR"))
+    panels_of_row = (
+        ("alpha", "acceptance rate alpha"),
+        ("beta", "n-gram acceptance rate beta"),
+        ("speedup", "x over AR"),
+    )
     with _look():
         from matplotlib.figure import Figure
 
