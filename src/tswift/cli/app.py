@@ -11,10 +11,12 @@ import typer
 import tswift
 from tswift.cli.codes import BAD_INPUT, INTERRUPTED, OK
 from tswift.cli.generate import generate
+from tswift.cli.verify import verify
 from tswift.errors import InputError
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 app.command()(generate)
+app.command()(verify)
 
 
 @app.callback(invoke_without_command=True)

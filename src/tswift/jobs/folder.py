@@ -1,4 +1,4 @@
-"""A run's folder: ``text.txt``, ``tokens.u32`` and ``run.json``.
+"""A run's folder: ``prompt.u32``, ``text.txt``, ``tokens.u32`` and ``run.json``.
 
 Text and tokens are appended while the job runs, so whatever ends it, what was made is there.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from tswift.errors import InputError
 
 SCHEMA = 1
-TEXT, TOKENS, RECORD = "text.txt", "tokens.u32", "run.json"
+TEXT, TOKENS, RECORD, PROMPT, AUDIT = "text.txt", "tokens.u32", "run.json", "prompt.u32", "verify.json"
 _FLUSH_SECONDS = 2.0
 
 
@@ -51,6 +51,17 @@ class RunFolder:
             raise InputError(f"{path} cannot be written to ({error.strerror})", "--out") from None
         self._flushed = time.monotonic()
 
+    def keep_prompt(self, tokens: Sequence[int]) -> None:
+        """Write ``prompt.u32``: the prompt need not be there any more when the run is verified.
+
+        Raises:
+            InputError: it cannot be written.
+        """
+        try:
+            (self.path / PROMPT).write_bytes(np.asarray(tokens, dtype="<u4").tobytes())
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be written to ({error.strerror})", "--out") from None
+
     def append(self, tokens: Sequence[int], text: str) -> None:
         """Add generated tokens and the text that they complete; flushed if the last flush is two seconds ago."""
         self._tokens.write(np.asarray(tokens, dtype="<u4").tobytes())
@@ -80,7 +91,7 @@ class RunFolder:
     def discard(self) -> None:
         """Take back a folder in which no run was started."""
         self.close()
-        for name in (TOKENS, TEXT):
+        for name in (TOKENS, TEXT, PROMPT):
             (self.path / name).unlink(missing_ok=True)
         with suppress(OSError):  # somebody else has put something there meanwhile
             for folder in self._made:
