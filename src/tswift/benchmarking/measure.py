@@ -12,9 +12,9 @@ from itertools import product
 from typing import Any
 
 from tswift.benchmarking.comparison import first_difference
-from tswift.benchmarking.gate import workload_hash
 from tswift.benchmarking.lanes import Lane, interleave, slice_goals
 from tswift.benchmarking.lineup import BASELINE, Lineup
+from tswift.benchmarking.measurement import KIND, SCHEMA, workload_hash
 from tswift.benchmarking.prompts import Prompt
 from tswift.benchmarking.sampled import Probe, integrate, probe, probes_differ
 from tswift.decoding.stats import DecodeStats
@@ -22,7 +22,6 @@ from tswift.errors import InputError
 from tswift.jobs.environment import environment
 from tswift.jobs.prompt import fingerprint
 
-SCHEMA = 1
 FULL, SAMPLED = "full", "sampled"
 
 
@@ -113,7 +112,7 @@ def measure(
     workload = _workload(lineup, prompts, plan)
     return {
         "schema": SCHEMA,
-        "kind": "bench",
+        "kind": KIND,
         "simulated": False,
         "started": started,
         "ended": _now(),

@@ -93,7 +93,9 @@ def bench(
     from tswift.benchmarking import plots as drawing
     from tswift.benchmarking.lineup import Entry, line_up, parse_methods
     from tswift.benchmarking.measure import Plan, measure
+    from tswift.benchmarking.measurement import load_measurement
     from tswift.benchmarking.prompts import encode, read_texts
+    from tswift.benchmarking.tables import grids
     from tswift.cli import tables
     from tswift.cli.bars import Bars
     from tswift.jobs.folder import default_path, new_folder
@@ -129,11 +131,12 @@ def bench(
     rules = [gate.parse_rule(rule) for rule in fail_on or ()]
     if (against is None) != (not rules):
         raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
-    baseline = gate.load_measurement(against) if against else None
+    baseline = load_measurement(against) if against else None
     texts = read_texts(prompts or ())
     lineup = line_up(entry)
     chosen = encode(texts, lineup.model, max(plan.prefills))
-    folder = new_folder(out or default_path("bench"))
+    folder = out or default_path("bench")
+    new_folder(folder)
     bars = Bars(quiet, not no_progress)
     if plots and not drawing.available():
         bars.say("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
@@ -152,11 +155,12 @@ def bench(
     with bars:
         measurement = measure(lineup, chosen, plan, context.obj, tick)
     written = report.write_reports(measurement, folder, paper=paper, plots=plots)
-    tables.show(report.table(measurement, paper=paper))
+    for grid in grids(measurement, paper):
+        tables.show(grid)
     bars.say(f"written: {', '.join(str(path) for path in written)}")
     verdicts = gate.compare(measurement, baseline, rules, force) if baseline else []
     if verdicts:
-        tables.show(gate.table(verdicts))
+        tables.show(gate.moved(verdicts))
     differing = [sample for sample in measurement["samples"] if sample["same_as_ar"] is False]
     for sample in differing:
         bars.say(f"{sample['method']} differs from plain decoding at token {sample['first_difference']:,}")

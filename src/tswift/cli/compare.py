@@ -10,7 +10,8 @@ from tswift.cli import options
 from tswift.cli.codes import FAILED
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.comparison import Outcome
+    from tswift.benchmarking.comparison import Comparison, Outcome
+    from tswift.benchmarking.grid import Grid
     from tswift.benchmarking.lanes import Lane
 
 
@@ -102,11 +103,8 @@ def compare(
         comparison, _ = run(
             lineup, ids, length, seed, tick, lambda name, done, total: bars.update(f"audit of {name}", done, total)
         )
-    reference = any(outcome.speedup_over_reference is not None for outcome in comparison.outcomes)
-    columns = ["method", "same text as ar", "alpha", "beta", "tokens/step", "passes", "tokens/s", "decode time", "x"]
-    rows = [_row(outcome, reference) for outcome in comparison.outcomes]
     if record is None or record.path:
-        tables.show(tables.table([*columns, *(["x over reference-ar"] if reference else [])], rows, left=2))
+        tables.show(_grid(comparison, length))
     if record:
         record.write(
             {
@@ -126,26 +124,41 @@ def compare(
         raise typer.Exit(FAILED)
 
 
-def _row(outcome: Outcome, reference: bool) -> list[str]:
-    row = [
-        outcome.method,
-        _same(outcome),
-        f"{outcome.alpha:.3f}" if outcome.passes < outcome.tokens or outcome.alpha else "",
-        f"{outcome.beta:.3f}" if outcome.alpha else "",
-        f"{outcome.tokens_per_step:.2f}",
-        f"{outcome.passes:,}",
-        f"{outcome.tokens_per_second:,.1f}",
-        f"{outcome.seconds:,.2f} s",
-        f"{outcome.speedup:.2f}",
-    ]
-    return [*row, f"{outcome.speedup_over_reference or 0:.2f}"] if reference else row
+def _grid(comparison: Comparison, length: int) -> Grid:
+    from tswift.benchmarking.grid import NOTHING, Grid, method_name
+
+    reference = any(outcome.speedup_over_reference is not None for outcome in comparison.outcomes)
+    columns = ["method", "same text as AR", "alpha", "beta", "tokens/step", "passes", "tokens/s", "decode time", "x"]
+    rows = []
+    for outcome in comparison.outcomes:
+        drafts = not outcome.method.endswith("ar")
+        rows.append(
+            [
+                method_name(outcome.method),
+                _same(outcome),
+                f"{outcome.alpha:.3f}" if drafts else NOTHING,
+                f"{outcome.beta:.3f}" if drafts else NOTHING,
+                f"{outcome.tokens_per_step:.2f}",
+                f"{outcome.passes:,}",
+                f"{outcome.tokens_per_second:,.1f}",
+                f"{outcome.seconds:,.2f} s",
+                f"{outcome.speedup:.2f}",
+            ]
+        )
+        if reference:
+            rows[-1].append(f"{outcome.speedup_over_reference or 0:.2f}")
+    return Grid(
+        f"{length:,} tokens, in interleaved slices",
+        [*columns, *(["x over reference style"] if reference else [])],
+        rows,
+        left=2,
+        notes=["x: AR's time / the method's, prefill apart."],
+    )
 
 
 def _same(outcome: Outcome) -> str:
-    if outcome.method == "ar":
-        return "" if outcome.explained is not False else "no"
     if outcome.first_difference is None:
-        return "yes"
+        return "-" if outcome.method == "ar" else "yes"
     margin = "no margin found" if outcome.margin is None else f"margin {outcome.margin:.2g}"
     why = "rounding" if outcome.explained else "NOT rounding"
     return f"to token {outcome.first_difference:,}, then {why} ({margin})"

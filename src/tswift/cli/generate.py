@@ -50,6 +50,7 @@ def generate(
     out: Annotated[
         Path | None, options.option("Output", "Folder for the run. (default: ./runs/<UTC time>-<method>)", "--out")
     ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Audit the text at the end, as tswift verify does.")] = False,
     quiet: options.Quiet = False,
     no_progress: options.NoProgress = False,
 ) -> None:
@@ -104,3 +105,9 @@ def generate(
     if job.state == STOPPED:
         display.say(f"interrupted; {job.stats.tokens:,} tokens are kept in {job.folder.path}")
         raise typer.Exit(INTERRUPTED)
+    if verify:
+        from tswift.cli.verify import verify_folder
+
+        loaded, path = job.model, job.folder.path
+        del job  # and with it the KV cache; the audit needs one of its own
+        verify_folder(loaded, path, quiet, not no_progress)

@@ -1,4 +1,4 @@
-"""Is this text what the sampling rule draws? One chunked prefill over prompt and text, the rule applied at every position.
+"""Is this text what the sampling rule draws? One chunked prefill over it, the rule applied at every position.
 
 It costs about a prefill, whatever made the text and however long that took, and it does not lose the thread where
 rounding has swapped two candidates: every token is judged after the text that stands before it.

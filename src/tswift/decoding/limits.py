@@ -32,7 +32,9 @@ class Need:
         return self.full_bytes + self.partial_bytes
 
 
-def check(target: Target, prompt: int, length: int, method: str, options: DraftOptions) -> Need:
+def check(
+    target: Target, prompt: int, length: int, method: str, options: DraftOptions, option: str | None = "--len"
+) -> Need:
     """What a decode of ``length`` tokens after ``prompt`` tokens needs.
 
     Args:
@@ -41,6 +43,7 @@ def check(target: Target, prompt: int, length: int, method: str, options: DraftO
         length: tokens.
         method: one of ``METHODS``.
         options: resolved ones.
+        option: what the user gave the length with, for the error.
 
     Raises:
         InputError: more than the model's positions, or than the free memory of its device.
@@ -53,14 +56,14 @@ def check(target: Target, prompt: int, length: int, method: str, options: DraftO
         raise InputError(
             f"{prompt:,} prompt tokens and {length:,} new ones need {need.positions:,} positions, "
             f"the model has {target.max_positions:,}",
-            "--len",
+            option,
         )
     free = available_bytes(target.device)
     if free is not None and need.kv_bytes > free:
         raise InputError(
             f"the KV cache of {need.positions:,} tokens needs {gigabytes(need.kv_bytes)}, "
             f"{target.device.type} has {gigabytes(free)} free",
-            "--len",
+            option,
         )
     return need
 

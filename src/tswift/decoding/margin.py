@@ -1,8 +1,8 @@
 """How little the logits would have to change for the sampling rule to draw another token than it does.
 
-Two passes over the same tokens round differently. What that can do to a draw is more than swap two close scores: a token
-at the edge of min-p is kept by one pass and dropped by the other, and so is its competitor. So the whole rule is asked
-again with changed logits, instead of a gap being read off its scores.
+Two passes over the same tokens round differently. What that can do to a draw is more than swap two close scores: a
+token at the edge of min-p is kept by one pass and dropped by the other, and so is its competitor. So the whole rule is
+asked again with changed logits, instead of a gap being read off its scores.
 """
 
 from __future__ import annotations

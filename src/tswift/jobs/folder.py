@@ -1,4 +1,4 @@
-"""A run's folder: ``text.txt``, ``tokens.u32`` and ``run.json``.
+"""A run's folder: ``prompt.u32``, ``text.txt``, ``tokens.u32`` and ``run.json``.
 
 Text and tokens are appended while the job runs, so whatever ends it, what was made is there.
 """
@@ -19,13 +19,32 @@ import numpy as np
 from tswift.errors import InputError
 
 SCHEMA = 1
-TEXT, TOKENS, RECORD = "text.txt", "tokens.u32", "run.json"
+TEXT, TOKENS, RECORD, PROMPT, AUDIT = "text.txt", "tokens.u32", "run.json", "prompt.u32", "verify.json"
 _FLUSH_SECONDS = 2.0
 
 
 def default_path(method: str) -> Path:
     """``runs/<UTC time>-<method>`` in the working directory."""
     return Path("runs") / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{method}"
+
+
+def new_folder(path: Path) -> list[Path]:
+    """Make a folder, or take one that is empty.
+
+    Returns:
+        The folders that were made, the innermost first.
+
+    Raises:
+        InputError: it holds something, or cannot be made.
+    """
+    try:
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise InputError(f"{path} is not empty; a run needs a folder of its own", "--out")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written to ({error.strerror})", "--out") from None
+    return made
 
 
 class RunFolder:
@@ -41,15 +60,23 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
-            path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
-                raise InputError(f"{path} is not empty; a run needs a folder of its own", "--out")
+            self._made = new_folder(path)
             self._tokens = (path / TOKENS).open("xb")
             self._text = (path / TEXT).open("xb")
         except OSError as error:
             raise InputError(f"{path} cannot be written to ({error.strerror})", "--out") from None
         self._flushed = time.monotonic()
+
+    def keep_prompt(self, tokens: Sequence[int]) -> None:
+        """Write ``prompt.u32``: the prompt need not be there any more when the run is verified.
+
+        Raises:
+            InputError: it cannot be written.
+        """
+        try:
+            (self.path / PROMPT).write_bytes(np.asarray(tokens, dtype="<u4").tobytes())
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be written to ({error.strerror})", "--out") from None
 
     def append(self, tokens: Sequence[int], text: str) -> None:
         """Add generated tokens and the text that they complete; flushed if the last flush is two seconds ago."""
@@ -80,7 +107,7 @@ class RunFolder:
     def discard(self) -> None:
         """Take back a folder in which no run was started."""
         self.close()
-        for name in (TOKENS, TEXT):
+        for name in (TOKENS, TEXT, PROMPT):
             (self.path / name).unlink(missing_ok=True)
         with suppress(OSError):  # somebody else has put something there meanwhile
             for folder in self._made:

@@ -78,6 +78,7 @@ def start(settings: Settings, command: Sequence[str]) -> Job:
             options=options,
             stop_at_eos=settings.stop_at_eos,
         )
+        folder.keep_prompt(prompt)
     except BaseException:
         folder.discard()
         raise

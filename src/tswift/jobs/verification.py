@@ -1,0 +1,137 @@
+"""A run, or a text with the options that made it, put before the audit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tswift.decoding.audit import Audit, Show, audit
+from tswift.decoding.generation import ending
+from tswift.decoding.limits import check
+from tswift.decoding.sampling import SamplingParams
+from tswift.drafting.methods import DraftOptions
+from tswift.errors import InputError
+from tswift.jobs.prompt import read_prompt, take
+from tswift.jobs.recorded import Recorded, check_ids, read_tokens
+from tswift.jobs.settings import sampling_params
+from tswift.models.loading import LoadedModel, load
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be verified.
+
+    Attributes:
+        model: the model, loaded.
+        prompt: the prompt's token ids.
+        tokens: the generated token ids.
+        params: what they were drawn with, banned ids included.
+        seed: what they were drawn with.
+        source: the folder or file the tokens come from.
+    """
+
+    model: LoadedModel
+    prompt: list[int]
+    tokens: list[int]
+    params: SamplingParams
+    seed: int
+    source: Path
+
+    def audit(self, show: Show | None = None) -> Audit:
+        """Run the audit; see :func:`tswift.decoding.audit.audit`."""
+        return audit(self.model.target, self.prompt, self.tokens, self.params, self.seed, show)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text and the options that are said to have made it; see ``tswift verify --help``.
+
+    Attributes:
+        sampling: fields of ``SamplingParams`` that were given.
+    """
+
+    tokens: Path
+    prompt: str | None = None
+    prefill: int | None = None
+    seed: int = 0
+    stop_at_eos: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+def subject_of_run(
+    run: Recorded, model: str | None = None, device: str | None = None, dtype: str | None = None
+) -> Subject:
+    """A run, with its own model as it was loaded then, unless another is asked for.
+
+    Raises:
+        InputError: the model cannot be loaded, or the run does not fit it.
+    """
+    loaded = load(
+        run.model if model is None else model,
+        device=run.device if device is None else device,
+        dtype=run.dtype if dtype is None else dtype,
+        attention=run.attention,
+    )
+    return with_model(run, loaded)
+
+
+def with_model(run: Recorded, model: LoadedModel) -> Subject:
+    """A run and the model that is there already.
+
+    Raises:
+        InputError: the run does not fit it.
+    """
+    return _checked(Subject(model, run.prompt, run.tokens, run.params, run.seed, run.path), None)
+
+
+def subject_of_text(text: Text, model: str | None, device: str | None, dtype: str | None) -> Subject:
+    """A text, its options and the model named, or else the bundled one.
+
+    Raises:
+        InputError: something given cannot be used, or does not fit together.
+    """
+    if text.prefill is not None and text.prefill < 1:
+        raise InputError(f"must be at least 1, got {text.prefill}", "--prefill")
+    params, tokens = sampling_params(text.sampling), read_tokens(text.tokens, "--tokens")
+    words = read_prompt(text.prompt)
+    asked = {"model": model, "device": device, "dtype": dtype}
+    loaded = load(**{name: value for name, value in asked.items() if value is not None})
+    prompt = take(loaded.encode(words), text.prefill, bundled=text.prompt is None)
+    params, _ = ending(params, loaded.eos_ids, text.stop_at_eos)
+    return _checked(Subject(loaded, prompt, tokens, params, text.seed, text.tokens), "--tokens")
+
+
+def report(subject: Subject, found: Audit) -> dict[str, Any]:
+    """Everything about an audit, ready for JSON."""
+    about = {"source": str(subject.source), "seed": subject.seed, "prompt_tokens": len(subject.prompt)}
+    return {"schema": SCHEMA, **about, "model": subject.model.about(), **found.as_dict()}
+
+
+def write_report(path: Path, subject: Subject, found: Audit) -> None:
+    """Write :func:`report` to a file.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        path.write_text(f"{json.dumps(report(subject, found), indent=2)}\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written to ({error.strerror})") from None
+
+
+def _checked(subject: Subject, option: str | None) -> Subject:
+    target, source = subject.model.target, str(subject.source)
+    if not subject.prompt:
+        raise InputError("has no tokens", "--prompt")
+    check_ids(subject.prompt, target.vocab_size, f"the prompt of {source}", option)
+    check_ids(subject.tokens, target.vocab_size, source, option)
+    banned = [token for token in subject.params.banned if token >= target.vocab_size]
+    if banned:
+        raise InputError(f"{source} bans token id {banned[0]:,}, outside the model's vocabulary", option)
+    check(target, len(subject.prompt), len(subject.tokens), "ar", DraftOptions(), option)
+    return subject
