@@ -30,7 +30,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 import tswift
@@ -45,6 +46,7 @@ PEERS = ("generate", "lookup", "assisted")
 LANES = [f"{kind}-{mode}" for mode in ("sampled", "greedy") for kind in (*OURS, *PEERS)]
 
 Step = Callable[[int], None]  # told after every target pass how many tokens there are
+Body = Callable[[Step], list[int]]
 
 
 class Lane:
@@ -54,7 +56,7 @@ class Lane:
     way, since a thread has its own OpenMP workers and malloc arena: no lane may be alone in having them.
     """
 
-    def __init__(self, name: str, shown: str, length: int, seed: int, body: Callable[[Step], list[int]]) -> None:
+    def __init__(self, name: str, shown: str, length: int, seed: int, body: Body) -> None:
         self.name, self.shown, self.length = name, shown, length
         self.tokens: list[int] = []
         self.samples: list[tuple[int, float, int]] = []  # tokens, seconds, target passes, each since the prompt
@@ -112,18 +114,29 @@ class Lane:
         return all_tokens - tokens, all_seconds - seconds, all_passes - passes
 
 
-class _Watch(StoppingCriteria):
-    """Never stops a `generate`; passes the number of new tokens on, after every target pass."""
+class _Watch(BaseStreamer):
+    """Told by `generate` of the prompt, and then of the new tokens of every target pass.
 
-    def __init__(self, step: Step, prompt: int) -> None:
-        self._step, self._prompt = step, prompt
+    A stopping criterion would not do: 5.17 also calls those on the assistant's candidates.
+    """
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self._step(input_ids.shape[1] - self._prompt)
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+    def __init__(self, step: Step) -> None:
+        self._step, self._tokens = step, -1
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._tokens < 0:
+            self._tokens = 0
+            return
+        self._tokens += value.numel()
+        self._step(self._tokens)
+
+    def end(self) -> None:
+        pass
 
 
-def ours(model: tswift.LoadedModel, prompt: list[int], length: int, method: str, params: SamplingParams, seed: int):
+def ours(
+    model: tswift.LoadedModel, prompt: list[int], length: int, method: str, params: SamplingParams, seed: int
+) -> Body:
     """The body of a lane that decodes with tswift."""
 
     def body(step: Step) -> list[int]:
@@ -136,7 +149,7 @@ def ours(model: tswift.LoadedModel, prompt: list[int], length: int, method: str,
     return body
 
 
-def theirs(network: Any, prompt: list[int], length: int, settings: dict[str, Any]):
+def theirs(network: Any, prompt: list[int], length: int, settings: dict[str, Any]) -> Body:
     """The body of a lane that decodes with transformers."""
 
     def body(step: Step) -> list[int]:
@@ -145,7 +158,7 @@ def theirs(network: Any, prompt: list[int], length: int, settings: dict[str, Any
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=length,
-            stopping_criteria=[_Watch(step, len(prompt))],
+            streamer=_Watch(step),
             **settings,
         )
         return out[0, len(prompt) :].tolist()
@@ -222,7 +235,8 @@ def notes(lanes: list[Lane], sampled: SamplingParams, greedy: SamplingParams, pr
         f"Greedy: penalty {greedy.penalty:g}"
         + (", over the whole text in every lane." if greedy.penalises else ", that is none.")
         + " A float32 near-tie may part two texts.",
-        "transformers: stock model, sdpa attention, dynamic cache, defaults but for what is said here.",
+        "transformers: stock model, sdpa attention, dynamic cache (lookup and assisted know no other, and batch 1 only), "
+        "its defaults but for what is said here.",
     ]
     told: list[list[int]] = []
     for lane in lanes:
@@ -250,6 +264,8 @@ def make_lanes(args: argparse.Namespace) -> tuple[list[Lane], dict[str, Any], li
     stock = {"dtype": torch.float32, "attn_implementation": "sdpa", "use_safetensors": True}
     network = AutoModelForCausalLM.from_pretrained(source, **stock).eval()
     layers = AutoConfig.from_pretrained(source).num_hidden_layers
+    if not 1 <= args.assistant_layers <= layers:
+        raise SystemExit(f"peers.py: --assistant-layers must be between 1 and {layers}")
     drafts: dict[str, tuple[str, dict[str, Any]]] = {
         "generate": ("transformers generate", {}),
         "lookup": (f"transformers prompt lookup ({args.lookup} tokens)", {"prompt_lookup_num_tokens": args.lookup}),
