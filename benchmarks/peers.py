@@ -235,7 +235,7 @@ def notes(lanes: list[Lane], sampled: SamplingParams, greedy: SamplingParams, pr
         f"Greedy: penalty {greedy.penalty:g}"
         + (", over the whole text in every lane." if greedy.penalises else ", that is none.")
         + " A float32 near-tie may part two texts.",
-        "transformers: stock model, sdpa attention, dynamic cache (lookup and assisted know no other, and batch 1 only), "
+        "transformers: stock model, sdpa attention, dynamic cache (lookup and assisted take no other, and batch 1), "
         "its defaults but for what is said here.",
     ]
     told: list[list[int]] = []
