@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 NOTHING = "-"
+
+_WIDEST_WORD = 12
 
 _NAMES = {"ar": "AR", "reference-ar": "AR, reference style"}
 
@@ -57,9 +60,15 @@ class Grid:
     def rich(self) -> Table:
         """For a terminal."""
         caption = Text("\n".join(self.notes))
-        table = Table(title=Text(self.title), caption=caption, caption_justify="left", title_justify="left")
+        table = Table(
+            title=Text(self.title), title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD
+        )
         for i, name in enumerate(self.columns):
-            table.add_column(Text(name), justify="left" if i < self.left else "right", overflow="fold")
+            # a narrow terminal folds between words, not within a number
+            words = " ".join([name, *(row[i] for row in self.rows)]).split()
+            width = min(max(map(len, words)), _WIDEST_WORD)
+            side = "left" if i < self.left else "right"
+            table.add_column(Text(name), justify=side, overflow="fold", min_width=width)
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))  # a name is no markup
         return table
