@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 NOTHING = "-"
 
-_WIDEST_WORD = 12
+_WIDEST_WORD = 10
+_GAP = 2  # between columns
 
 _NAMES = {"ar": "AR", "reference-ar": "AR, reference style"}
 
@@ -57,21 +59,21 @@ class Grid:
         ]
         return "\n".join([self.title, *table, *self.notes]) + "\n"
 
-    def rich(self) -> Table:
-        """For a terminal."""
-        caption = Text("\n".join(self.notes))
-        table = Table(
-            title=Text(self.title), title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD
-        )
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """For ``console.print``. A narrow terminal folds between words, a very narrow one within them; nothing is cut."""
+        least = [
+            min(max(len(word) for text in column for word in [*text.split(), ""]), _WIDEST_WORD)
+            for column in zip(self.columns, *self.rows, strict=True)
+        ]
+        fits = sum(least) + _GAP * len(least) <= options.max_width
+        table = Table(title=Text(self.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.caption, table.caption_justify = Text("\n".join(self.notes)), "left"
         for i, name in enumerate(self.columns):
-            # a narrow terminal folds between words, not within a number
-            words = " ".join([name, *(row[i] for row in self.rows)]).split()
-            width = min(max(map(len, words)), _WIDEST_WORD)
-            side = "left" if i < self.left else "right"
-            table.add_column(Text(name), justify=side, overflow="fold", min_width=width)
+            width = least[i] if fits else None
+            table.add_column(Text(name), justify="left" if i < self.left else "right", overflow="fold", min_width=width)
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))  # a name is no markup
-        return table
+        yield table
 
 
 def method_name(method: str) -> str:

@@ -104,7 +104,7 @@ def acceptance_figure(measurement: Mapping[str, Any]) -> Figure:
     cells = summarise(measurement)
     prefills = sorted({cell.prefill for cell in cells})
     methods = _methods(measurement)
-    titles = {"alpha": "acceptance rate alpha", "beta": "n-gram acceptance rate beta", "speedup": "speedup x over AR"}
+    titles = {"alpha": "acceptance rate alpha", "beta": "n-gram acceptance rate beta", "speedup": "speedup over AR, x"}
     with _look():
         from matplotlib.figure import Figure
 
@@ -116,7 +116,7 @@ def acceptance_figure(measurement: Mapping[str, Any]) -> Figure:
                     mine = [cell for cell in cells if (cell.method, cell.prefill) == (method, prefill)]
                     if name == "speedup" or method not in _DRAFTLESS:
                         _with_bars(axes, mine, name, method, measurement)
-                axes.set_title(f"{title}\nprefill {prefill:,} tokens", fontsize=11)
+                axes.set_title(f"prefill {prefill:,} tokens", fontsize=11)
                 axes.set_ylabel(title)
                 _from_zero(axes)
         for axes in grid[-1]:
@@ -162,7 +162,7 @@ def _style(method: str, measurement: Mapping[str, Any], every: int = 1) -> dict[
     strangers = [other for other in _methods(measurement) if other not in _STYLES]
     known = _STYLES.get(method)
     color, marker = known or _OTHER_STYLES[strangers.index(method) % len(_OTHER_STYLES)]
-    return {"color": color, "marker": marker, "markersize": 6, "markevery": every, "linewidth": 1.8}
+    return {"color": color, "marker": marker, "markersize": 6, "markevery": every, "linewidth": 1.8, "clip_on": False}
 
 
 def _label(method: str, estimated: bool) -> str:
@@ -179,10 +179,9 @@ def _from_zero(axes: Axes) -> None:
 
 def _dress(figure: Figure, title: str, measurement: Mapping[str, Any], panels: Sequence[Axes]) -> None:
     """Title, what was measured on what and when, and one legend below all panels, where no line can run."""
-    simulated = " (simulated)" if measurement["simulated"] else ""
-    figure.suptitle(f"{title}{simulated}\n{source(measurement)}, {measurement['started'][:10]}", fontsize=12)
+    figure.suptitle(f"{title}\n{source(measurement)}, {measurement['started'][:10]}", fontsize=12)
     handles: dict[str, Artist] = {}
-    for axes in panels:
+    for axes in reversed(panels):  # the last one has a line for each method, in their order
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False)
