@@ -12,8 +12,7 @@ from rich.text import Text
 
 NOTHING = "-"
 
-_WIDEST_WORD = 10
-_GAP = 2  # between columns
+_GAP = 2  # between a terminal's columns
 
 _NAMES = {"ar": "AR", "reference-ar": "AR, reference style"}
 
@@ -60,20 +59,25 @@ class Grid:
         return "\n".join([self.title, *table, *self.notes]) + "\n"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """For ``console.print``. A narrow terminal folds between words, a very narrow one within them; nothing is cut."""
-        least = [
-            min(max(len(word) for text in column for word in [*text.split(), ""]), _WIDEST_WORD)
-            for column in zip(self.columns, *self.rows, strict=True)
-        ]
-        fits = sum(least) + _GAP * len(least) <= options.max_width
+        """For ``console.print``: a narrow terminal folds between words, a very narrow one within them."""
         table = Table(title=Text(self.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.caption, table.caption_justify = Text("\n".join(self.notes)), "left"
-        for i, name in enumerate(self.columns):
-            width = least[i] if fits else None
-            table.add_column(Text(name), justify="left" if i < self.left else "right", overflow="fold", min_width=width)
+        widths = self._widths(options.max_width - _GAP * len(self.columns) - 1)
+        for i, (name, width) in enumerate(zip(self.columns, widths, strict=True)):
+            table.add_column(Text(name), justify="left" if i < self.left else "right", overflow="fold", width=width)
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))  # a name is no markup
         yield table
+
+    def _widths(self, room: int) -> list[int]:
+        """Each column's width; the widest give way first, and whole words as long as they can."""
+        columns = list(zip(self.columns, *self.rows, strict=True))
+        widths = [max(map(len, column)) for column in columns]
+        words = [max(len(word) for text in column for word in text.split()) for column in columns]
+        while sum(widths) > room and max(widths) > 1:
+            widest = max(range(len(widths)), key=lambda i: (widths[i] > words[i], widths[i]))
+            widths[widest] -= 1
+        return widths
 
 
 def method_name(method: str) -> str:
