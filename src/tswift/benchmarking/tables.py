@@ -77,26 +77,26 @@ def _acceptance(measurement: Mapping[str, Any], cells: Sequence[Cell], published
     methods = _methods(cells)
     drafting = {method for method in methods if method not in _DRAFTLESS}
     label = _label(measurement, published)
-    columns = ["prefill", "length", *label[:1]]
+    columns = [*label[:1], "prefill", "length"]
     for method in methods:
         columns += [f"{method_name(method)} {figure}" for figure in (["alpha", "x"] if method in drafting else ["x"])]
     rows = []
     for place in _places(cells):
         mine = [by_key.get((method, *place)) for method in methods]
-        rows.append([*_place(place), *label[1:]])
+        rows.append([*label[1:], *_place(place)])
         for method, cell in zip(methods, mine, strict=True):
             rows[-1] += [_spread(cell, "alpha", 3)] if method in drafting else []
             rows[-1] += [_spread(cell, "speedup", 2)]
         beside = [row for row in published if (row.prefill, row.length) == place and row.method in methods]
         for name in dict.fromkeys(row.source for row in beside):
             theirs = {row.method: row for row in beside if row.source == name}
-            rows.append([*_place(place), name])
+            rows.append([name, *_place(place)])
             for method in methods:
                 both = _published(theirs[method]) if method in theirs else [NOTHING, NOTHING]
                 rows[-1] += both if method in drafting else both[1:]
     note = "alpha: accepted draft tokens / most that could be. x: AR's time / the method's, prefill apart."
     title = f"Acceptance rate and speedup: {source(measurement)}"
-    return Grid(title, columns, rows, left=3 if label else 0, notes=[note])
+    return Grid(title, columns, rows, left=1 if label else 0, notes=[note])
 
 
 def _times(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow]) -> Grid:
