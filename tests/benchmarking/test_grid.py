@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import string
+from collections import Counter
 
 import pytest
 from rich.console import Console
@@ -51,12 +53,17 @@ def test_no_rows() -> None:
     assert "Nothing" in on_terminal(empty, 40)
 
 
-@pytest.mark.parametrize("width", [80, 34, 24])
+@pytest.mark.parametrize("width", [80, 34, 27])
 def test_a_terminal_folds_and_cuts_nothing(width: int) -> None:
     shown = on_terminal(GRID, width)
     assert max(map(len, shown.splitlines())) <= width
     for word in ("title", "one|two", "[red]three", "0.425", "0.007", "1.23", "1.5", "note."):
         assert word in shown
+
+
+def test_a_very_narrow_terminal_folds_within_words() -> None:
+    narrow, wide = (Counter(on_terminal(GRID, width)) for width in (20, 80))
+    assert all(narrow[letter] == wide[letter] for letter in string.ascii_letters + string.digits)
 
 
 def test_a_terminal_of_no_width_ends() -> None:
@@ -72,7 +79,7 @@ def test_a_terminal_of_no_width_ends() -> None:
         (1.0, "1.00 s"),
         (9.999, "10.0 s"),
         (59.94, "59.9 s"),
-        (59.96, "1.00 min"),
+        (59.96, "60.0 s"),
         (60.0, "1.00 min"),
         (-90.0, "-1.50 min"),
         (750.0, "12.5 min"),

@@ -79,6 +79,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(InputError, match=r"^--out: .* cannot be written to \(No space left on device\)"):
         write_reports(SMALL, tmp_path, paper=False, plots=False)
     assert (tmp_path / "bench.json").read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

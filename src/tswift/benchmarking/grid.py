@@ -96,7 +96,7 @@ def duration(seconds: float | None) -> str:
     """Minutes with three significant digits; seconds if under a minute. Whole numbers keep all their digits."""
     if seconds is None:
         return NOTHING
-    if abs(seconds) < 59.95:  # 59.95 s would be rounded to 60.0 s
+    if abs(seconds) < 60:
         return f"{_three_digits(seconds)} s"
     return f"{_three_digits(seconds / 60)} min"
 
