@@ -30,6 +30,7 @@ def make_measurement(
     """A measurement whose figures are plain functions of prompt, prefill, seed, repeat and length."""
     workload: dict[str, Any] = {
         "model": "demo",
+        "weights": "ab" * 32,
         "dtype": "float32",
         "attention": "sdpa",
         "heads": "conditioned, 3",

@@ -15,7 +15,9 @@ LENGTH = 120
 
 
 def run(lineup: Lineup, length: int = LENGTH):
-    comparison, _ = compare(lineup, lineup.model.encode("The ship had lain"), length, 5, lambda lane: None, lambda *_: None)
+    comparison, _ = compare(
+        lineup, lineup.model.encode("The ship had lain"), length, 5, lambda lane: None, lambda *_: None
+    )
     return comparison
 
 
@@ -95,7 +97,13 @@ def test_one_unit_in_the_last_place_is_rounding(checkpoint, monkeypatch):
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "index"),
-    [([1, 2, 3], [1, 2, 3], None), ([1, 2], [1, 2, 3], None), ([1, 4, 3], [1, 2, 3], 1), ([], [1], None), ([0], [1], 0)],
+    [
+        ([1, 2, 3], [1, 2, 3], None),
+        ([1, 2], [1, 2, 3], None),
+        ([1, 4, 3], [1, 2, 3], 1),
+        ([], [1], None),
+        ([0], [1], 0),
+    ],
 )
 def test_first_difference(ours, theirs, index):
     assert first_difference(ours, theirs) == index
@@ -129,7 +137,9 @@ def test_a_tree_goes_to_its_method(checkpoint):
     trees = {"tokenswift": (1, 3), "medusa": (3,)}
     lineup = line_up(Entry(("ar", "medusa", "tokenswift"), trees=trees, model=str(checkpoint)))
     assert {name: options.tree for name, options in lineup.options.items()} == {"ar": None, **trees}
-    lineup = line_up(Entry(("ar", "medusa", "reuse"), drafting={"ngrams": 7}, trees={"": (2, 2)}, model=str(checkpoint)))
+    lineup = line_up(
+        Entry(("ar", "medusa", "reuse"), drafting={"ngrams": 7}, trees={"": (2, 2)}, model=str(checkpoint))
+    )
     assert lineup.drafting()["ar"] == {}
     assert lineup.drafting()["medusa"]["tree"] == (2, 2)
     assert lineup.drafting()["reuse"]["ngrams"] == 7

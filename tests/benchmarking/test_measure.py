@@ -16,7 +16,9 @@ from tswift.errors import InputError
 
 def measured(checkpoint, plan: Plan, methods=("ar", "tokenswift", "reuse"), prompts=2):
     lineup = line_up(Entry(methods, model=str(checkpoint)))
-    chosen = [Prompt(f"p{index}", lineup.model.encode(f"{index} The ship had lain three days.")) for index in range(prompts)]
+    chosen = [
+        Prompt(f"p{index}", lineup.model.encode(f"{index} The ship had lain three days.")) for index in range(prompts)
+    ]
     ticks = []
     found = measure(lineup, chosen, plan, ["tswift", "bench"], lambda *tick: ticks.append(tick))
     return found, ticks
@@ -68,7 +70,9 @@ def test_counters_are_exact_and_points_do_not_depend_on_slices(checkpoint):
 
 def test_ar_time_is_scaled_to_the_same_tokens(checkpoint):
     found, _ = measured(checkpoint, Plan((5,), (40,), warmup=0), prompts=1)
-    plain, drafted = (next(s for s in found["samples"] if s["method"] == name)["points"][0] for name in ("ar", "tokenswift"))
+    plain, drafted = (
+        next(s for s in found["samples"] if s["method"] == name)["points"][0] for name in ("ar", "tokenswift")
+    )
     assert drafted["ar_seconds"] == pytest.approx(plain["seconds"] * drafted["tokens"] / 40)
 
 
@@ -95,7 +99,7 @@ def test_sampled_needs_a_method(checkpoint):
 
 
 def test_what_does_not_fit_is_refused_before_anything_runs(checkpoint):
-    with pytest.raises(InputError, match="--len: .* need 5,0"):
+    with pytest.raises(InputError, match=r"--len: .* need 5,0"):
         measured(checkpoint, Plan((4,), (10, 5000)))
 
 
@@ -108,7 +112,7 @@ def test_prompts_from_files_and_folders(tmp_path, checkpoint):
     assert list(texts) == ["a.txt", "b.txt"]
     assert [prompt.tokens for prompt in encode(texts, model, 1)] == [model.encode(text) for text in texts.values()]
     assert list(read_texts([])) == ["bundled"]
-    with pytest.raises(InputError, match="--prefill: asks for 4,000 tokens, a.txt has"):
+    with pytest.raises(InputError, match=r"--prefill: asks for 4,000 tokens, a.txt has"):
         encode(texts, model, 4000)
     for words, message in (
         ([str(tmp_path / "none.txt")], "--prompts: there is no file"),
@@ -120,7 +124,7 @@ def test_prompts_from_files_and_folders(tmp_path, checkpoint):
         with pytest.raises(InputError, match=message):
             read_texts(words)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="there is no .txt file in"):
+    with pytest.raises(InputError, match=r"there is no .txt file in"):
         read_texts([str(tmp_path / "empty")])
 
 
@@ -135,5 +139,5 @@ def test_books_come_from_the_test_split(tmp_path, monkeypatch):
         pyarrow.parquet.write_table(table, tmp_path / f"{split}-00000.parquet")
     monkeypatch.setattr(module, "PG19", str(tmp_path))
     assert read_texts(["pg19:2"]) == {"pg19:0": "text of one book", "pg19:1": "text of another"}
-    with pytest.raises(InputError, match="asks for 4 books, the test split of .* has 3"):
+    with pytest.raises(InputError, match=r"asks for 4 books, the test split of .* has 3"):
         read_texts(["pg19:4"])

@@ -19,7 +19,15 @@ def test_outputs(bench):
     result = bench("--out", "b", "--seeds", "1,2")
     assert result.code == 0
     written = {path.name for path in Path("b").iterdir()}
-    assert written >= {"bench.json", "bench.csv", "bench.md", "time.png", "time.svg", "acceptance.png", "acceptance.svg"}
+    assert written >= {
+        "bench.json",
+        "bench.csv",
+        "bench.md",
+        "time.png",
+        "time.svg",
+        "acceptance.png",
+        "acceptance.svg",
+    }
     assert "tokenswift alpha" in result.out.decode()
     assert json.loads(Path("b/bench.json").read_text())["workload"]["seeds"] == [1, 2]
 

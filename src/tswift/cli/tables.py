@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 def show(grid: Grid) -> None:
     """Print a table."""
     if sys.stdout.isatty():
-        Console(highlight=False).print(grid.rich())
+        Console(highlight=False).print(grid)
     else:
         print(grid.plain(), end="")

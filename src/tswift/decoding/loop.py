@@ -103,10 +103,10 @@ class Decoding:
             yield step
 
     def plain(self, count: int) -> list[Step]:
-        """What plain decoding does and costs from here on: up to ``count`` steps of one token, all taken back.
+        """What plain decoding does and costs from here on: up to ``count`` one-token steps, all taken back.
 
-        Call it between two steps. The text, its KV cache and the steps to come are as if it had not been called. No step
-        goes further than one beyond the length asked for.
+        Call it between two steps. The text, its KV cache and the steps to come are as if it had not been called. It goes
+        no further than one token beyond the length asked for.
         """
         own = self._context
         kv = own.kv

@@ -125,9 +125,9 @@ METHODS: dict[str, Method] = {
 # tree stands. On a CPU every node costs; see results/ for the measurement behind these.
 _TREES = {
     "cuda": {"medusa": (3, 3, 3), "tokenswift": (1, 3, 3, 3)},
-    "cpu": {"medusa": (2, 2, 2), "tokenswift": (1, 2, 2, 2)},
+    "cpu": {"medusa": (2, 2, 2, 2), "tokenswift": (1, 2, 2, 2, 2)},
 }
-_NODES = {"cuda": 128, "cpu": 8}
+_NODES = {"cuda": 128, "cpu": 10}
 
 
 def find_method(name: str) -> Method:
@@ -141,14 +141,14 @@ def find_method(name: str) -> Method:
     return METHODS[name]
 
 
-def gamma_tree(name: str, target: Target, gamma: int) -> tuple[int, ...]:
+def gamma_tree(name: str, target: Target, heads: Heads | None, gamma: int) -> tuple[int, ...]:
     """The levels of a method's default tree that use ``gamma`` heads.
 
     Raises:
-        InputError: fewer levels than one, or more than the default tree has.
+        InputError: fewer levels than one, or more than there are heads or the default tree has.
     """
     tree, first = _TREES[_by_device(target)][name], find_method(name).by_lm_head
-    least, most = 1 - first, len(tree) - first
+    least, most = 1 - first, min(len(tree) - first, heads.count if heads else len(tree))
     if not least <= gamma <= most:
         raise InputError(f"must be between {least} and {most} for {name}, got {gamma}", "--gamma")
     return tree[: gamma + first]

@@ -66,7 +66,7 @@ def start(settings: Settings, command: Sequence[str]) -> Job:
             heads=settings.heads,
         )
         if settings.gamma is not None:
-            options = replace(options, tree=gamma_tree(settings.method, model.target, settings.gamma))
+            options = replace(options, tree=gamma_tree(settings.method, model.target, model.heads, settings.gamma))
         prompt = take(model.encode(text), settings.prefill, bundled=settings.prompt is None)
         generation = begin(
             model,

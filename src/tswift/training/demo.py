@@ -28,7 +28,8 @@ from tswift.training.pretrain import Plan, pretrain
 from tswift.training.tokenizer import train_tokenizer
 
 POSITIONS = (0, 10_000, 40_000, 100_000)
-CHAINED, CONDITIONED = HeadsPlan(steps=180, matrix_lr=0.01), HeadsPlan(steps=320, matrix_lr=0.02)
+CHAINED, CONDITIONED = HeadsPlan(steps=180, matrix_lr=0.01), HeadsPlan(steps=600, matrix_lr=0.02)
+_CONDITIONED_HEADS = 4
 _ROW = 512  # tokens of a row that the model writes for its heads
 WINDOW, TEXTS = 2048, 3  # tokens measured at each position, and in how many texts
 
@@ -63,7 +64,7 @@ class Recipe:
         about: what the corpus is, in words for the model card.
         base: the base model's schedule.
         vocab_size: tokens of the vocabulary.
-        rows: rows that the model writes for its heads.
+        rows: rows that the model writes for its heads; the chained ones see the first half.
         chained, conditioned: the heads' schedules on that text.
     """
 
@@ -71,7 +72,7 @@ class Recipe:
     about: str
     base: Plan
     vocab_size: int = 2048
-    rows: int = 2048
+    rows: int = 4096
     chained: HeadsPlan = CHAINED
     conditioned: HeadsPlan = CONDITIONED
 
@@ -91,13 +92,13 @@ def build(out: Path, work: Path, recipe: Recipe) -> None:
     out.mkdir(parents=True, exist_ok=True)
     chained = load_heads(work / "base" / "heads.safetensors", base.config.hidden_size, torch.float32, base.device)
     torch.manual_seed(recipe.base.seed)
-    conditioned = ConditionedHeads(base.config.hidden_size).to(base.device)
-    for heads, plan, name in (
-        (chained, recipe.chained, "heads-chained.safetensors"),
-        (conditioned, recipe.conditioned, "heads.safetensors"),
+    conditioned = ConditionedHeads(base.config.hidden_size, _CONDITIONED_HEADS).to(base.device)
+    for heads, plan, rows, name in (
+        (chained, recipe.chained, recipe.rows // 2, "heads-chained.safetensors"),
+        (conditioned, recipe.conditioned, recipe.rows, "heads.safetensors"),
     ):
         if not (work / name).exists():
-            train_heads(base, heads.train().requires_grad_(True), own.ravel(), plan, log)
+            train_heads(base, heads.train().requires_grad_(True), own[:rows].ravel(), plan, log)
             heads.save(work / name, torch.float32)
         load_heads(work / name, base.config.hidden_size, torch.float32, base.device).save(out / name)
     tokenizer.save_pretrained(out)
@@ -150,6 +151,7 @@ def _card(model: LlamaForCausalLM, recipe: Recipe, facts: dict[str, float], loss
             heads_share=1 - plan.heads_from,
             heads_weight=plan.heads_weight,
             rows=f"{recipe.rows:,}",
+            heads=_CONDITIONED_HEADS,
             chained_steps=recipe.chained.steps,
             conditioned_steps=recipe.conditioned.steps,
             window=f"{WINDOW:,}",
