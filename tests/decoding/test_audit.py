@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,7 @@ def test_stretches_cover_the_end_and_do_not_overlap(first: int, length: int) -> 
     starts = stretches(first, nodes)
     assert 1 <= len(starts) <= 8
     assert starts[-1] + min(32, nodes) == nodes
-    assert all(later - earlier >= 32 for earlier, later in zip(starts, starts[1:], strict=False))
+    assert all(later - earlier >= 32 for earlier, later in pairwise(starts))
     assert starts[0] >= min(first, max(0, nodes - 32))
     if length >= 64:
         assert starts[0] == first

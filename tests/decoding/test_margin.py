@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -89,15 +90,24 @@ def test_only_the_rows_asked_for() -> None:
     assert doubt.margins(0.75, torch.tensor([2, 1])).tolist() == pytest.approx([1.0, 0.5], rel=1e-5)
 
 
-def test_a_larger_change_that_lets_another_token_in() -> None:
-    """Top-k 1 keeps the likeliest: two changes of different sizes lead to different ones."""
-    sampler = Sampler(SamplingParams(temperature=1, top_p=0.6, min_p=0, penalty=1), 4, 6, CPU)
-    noise = sampler.noise([3])[0]
-    order = noise.argsort(descending=True)
-    logits = torch.zeros(1, 6, dtype=torch.float64)
-    logits[0, order[3]] = 3.0
-    logits[0, order[2]] = 2.9
-    doubt = Doubt(sampler, logits, None, [3], order[2:3])
-    margin = float(doubt.margins(10.0))
-    assert 0 < margin < 10
-    assert bool(doubt.explained(margin))
+@pytest.mark.parametrize(
+    "filters",
+    [{"min_p": 0.1}, {"top_p": 0.9}, {"top_p": 0.5}, {"top_k": 20}, {"eta": 0.02}, {"temperature": 0.0}, {}],
+    ids=str,
+)
+def test_what_a_random_change_of_the_logits_has_turned_is_explained_by_one_no_larger(filters: dict[str, Any]) -> None:
+    size, count, vocab = 0.2, 400, 300
+    generator = torch.Generator().manual_seed(3)
+    sampler = Sampler(SamplingParams(**{"min_p": 0.0, **filters}), 5, vocab, CPU)
+    logits = torch.randn(count, vocab, generator=generator, dtype=torch.float64) * 2.5
+    seen = torch.rand(count, vocab, generator=generator) < 0.2
+    changed = logits + (torch.rand(logits.shape, generator=generator, dtype=torch.float64) * 2 - 1) * size
+    before, after = (torch.tensor(sampler.draw(rows, seen, range(count))) for rows in (logits, changed))
+    turned = (before != after).nonzero().squeeze(1)
+    assert len(turned) > 20
+    doubt = Doubt(sampler, logits[turned], seen[turned], turned.tolist(), after[turned])
+    margins = doubt.margins(size)
+    assert float(margins.max()) <= size
+    assert float(margins.min()) > 0
+    # and by none much smaller: what it takes is the distance, not something that always suffices
+    assert bool((~doubt.explained(margins * 0.98)).float().mean() > 0.9)
