@@ -9,14 +9,18 @@ from typing import Annotated
 import typer
 
 import tswift
+from tswift.cli.bench import bench
 from tswift.cli.codes import BAD_INPUT, INTERRUPTED, OK
+from tswift.cli.compare import compare
 from tswift.cli.generate import generate
 from tswift.cli.verify import verify
 from tswift.errors import InputError
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 app.command()(generate)
+app.command()(compare)
 app.command()(verify)
+app.command()(bench)
 
 
 @app.callback(invoke_without_command=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +40,11 @@ Eta = Annotated[float | None, option(_SAMPLING, "Epsilon of eta sampling. (defau
 Penalty = Annotated[float | None, option(_SAMPLING, "Contextual penalty; 1 is none. (default: 1.2)", "--penalty")]
 Window = Annotated[int | None, option(_SAMPLING, "Tokens it looks back on. (default: 1024)", "--window")]
 
+Methods = Annotated[str, typer.Option(help="Of ar, medusa, tokenswift, reuse; ar is always among them.")]
+Trees = Annotated[
+    list[str] | None,
+    option(_DRAFTING, "1,2,2,2 for all methods, or METHOD=1,2,2,2; repeatable. (default: by device)", "--tree"),
+]
 Nodes = Annotated[int | None, option(_DRAFTING, "Most nodes of a draft tree. (default: by device)", "--nodes")]
 Ngrams = Annotated[int | None, option(_DRAFTING, "4-grams reused per token. (default: 20)", "--ngrams")]
 ReuseRecent = Annotated[
@@ -61,6 +67,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...", rich_he
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_MODEL)]
 Attention = Annotated[str, typer.Option(help="auto or sdpa.", rich_help_panel=_MODEL)]
 
+Json = Annotated[Path | None, option(_OUTPUT, "Write everything to a JSON file; - is stdout.", "--json")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.", rich_help_panel=_OUTPUT)]
 NoProgress = Annotated[
     bool, typer.Option("--no-progress", help="No progress bar and no progress lines.", rich_help_panel=_OUTPUT)

@@ -72,6 +72,7 @@ class Decoding:
         sampler = Sampler(params, seed, target.vocab_size, target.device)
         kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
         self._context = Context(list(prompt), sampler, kv, None, 0)
+        self._last = len(prompt) + length  # positions that may be committed
         self._prefilled = False
 
     def prefill(self) -> float:
@@ -104,8 +105,8 @@ class Decoding:
     def plain(self, count: int) -> list[Step]:
         """What plain decoding does and costs from here on: up to ``count`` steps of one token, all taken back.
 
-        Call it between two steps. The text, its KV cache and the steps to come are as if it had not been called; no
-        more steps are taken than the cache has room for.
+        Call it between two steps. The text, its KV cache and the steps to come are as if it had not been called. No step
+        goes further than one beyond the length asked for.
         """
         own = self._context
         kv = own.kv
@@ -113,7 +114,7 @@ class Decoding:
         held = kv.length
         plain = Drafter()
         try:
-            return [self._step(aside, plain, 1, ()) for _ in range(min(count, kv.capacity - held))]
+            return [self._step(aside, plain, 1, ()) for _ in range(min(count, self._last - held))]
         finally:
             kv.length = held
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -43,6 +43,10 @@ class DecodeStats:
         self.accepted[step.accepted] += 1
         if step.source == ReuseSource.name:
             self.reused += step.accepted
+
+    def copy(self) -> DecodeStats:
+        """The figures as they are now."""
+        return replace(self, accepted=Counter(self.accepted))
 
     @property
     def alpha(self) -> float:

@@ -26,6 +26,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "driver": _driver() if device.type == "cuda" else None,
     }
 
 
@@ -50,12 +51,19 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
+def _driver() -> str | None:
+    """Version of the NVIDIA driver."""
+    answer = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return answer.splitlines()[0] if answer else None
+
+
 def _git_commit() -> str | None:
     """The commit of the source tree, if the package lies in one."""
     root = Path(tswift.__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    return _output(["git", "-C", str(root), "rev-parse", "HEAD"]) if (root / ".git").exists() else None
+
+
+def _output(command: list[str]) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.SubprocessError):

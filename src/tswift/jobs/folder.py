@@ -28,6 +28,25 @@ def default_path(method: str) -> Path:
     return Path("runs") / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{method}"
 
 
+def new_folder(path: Path) -> list[Path]:
+    """Make a folder, or take one that is empty.
+
+    Returns:
+        The folders that were made, the innermost first.
+
+    Raises:
+        InputError: it holds something, or cannot be made.
+    """
+    try:
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise InputError(f"{path} is not empty; a run needs a folder of its own", "--out")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written to ({error.strerror})", "--out") from None
+    return made
+
+
 class RunFolder:
     """A new run's folder, open for appending.
 
@@ -41,10 +60,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
-            path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
-                raise InputError(f"{path} is not empty; a run needs a folder of its own", "--out")
+            self._made = new_folder(path)
             self._tokens = (path / TOKENS).open("xb")
             self._text = (path / TEXT).open("xb")
         except OSError as error:

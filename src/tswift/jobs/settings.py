@@ -112,6 +112,17 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
         raise InputError(f"--{name.replace('_', '-')} {rest}") from None
 
 
+def refuse_below_one(options: Mapping[str, int | None]) -> None:
+    """Refuse counts of nothing.
+
+    Raises:
+        InputError: a number below 1.
+    """
+    for option, value in options.items():
+        if value is not None and value < 1:
+            raise InputError(f"must be at least 1, got {value}", option)
+
+
 def refuse_unused(methods: Sequence[str], given: Iterable[str]) -> None:
     """No option is silently ignored: refuse what none of the methods uses.
 
@@ -132,9 +143,7 @@ def refuse_unused(methods: Sequence[str], given: Iterable[str]) -> None:
 
 
 def _checked(settings: Settings) -> tuple[SamplingParams, DraftOptions]:
-    for option, value in (("--len", settings.length), ("--prefill", settings.prefill)):
-        if value is not None and value < 1:
-            raise InputError(f"must be at least 1, got {value}", option)
+    refuse_below_one({"--len": settings.length, "--prefill": settings.prefill})
     typed = [name for name in ("gamma", "heads") if getattr(settings, name) is not None]
     refuse_unused([settings.method], [*settings.drafting, *typed])
     if "tree" in settings.drafting and settings.gamma is not None:

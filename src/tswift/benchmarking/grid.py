@@ -1,0 +1,91 @@
+"""A table of text, rendered for Markdown, for a terminal and for a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+NOTHING = "-"
+
+_NAMES = {"ar": "AR", "reference-ar": "AR, reference style"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table.
+
+    Attributes:
+        title: one line.
+        columns: their heads.
+        rows: texts, as many as columns in each.
+        left: how many of the first columns are words, aligned to the left; the others are numbers.
+        notes: lines below it.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 0
+    notes: Sequence[str] = ()
+
+    def markdown(self) -> str:
+        """A heading, a GitHub table and the notes."""
+        lines = [
+            self.columns,
+            ["---" if i < self.left else "---:" for i in range(len(self.columns))],
+            *([cell.replace("|", "\\|") for cell in row] for row in self.rows),
+        ]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n\n".join([f"## {self.title}", table, *self.notes]) + "\n"
+
+    def plain(self) -> str:
+        """Aligned columns, two spaces apart."""
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
+        table = [
+            "  ".join(
+                cell.ljust(width) if i < self.left else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        return "\n".join([self.title, *table, *self.notes]) + "\n"
+
+    def rich(self) -> Table:
+        """For a terminal."""
+        caption = Text("\n".join(self.notes))
+        table = Table(title=Text(self.title), caption=caption, caption_justify="left", title_justify="left")
+        for i, name in enumerate(self.columns):
+            table.add_column(Text(name), justify="left" if i < self.left else "right", overflow="fold")
+        for row in self.rows:
+            table.add_row(*(Text(cell) for cell in row))  # a name is no markup
+        return table
+
+
+def method_name(method: str) -> str:
+    """A method as tables and plots call it."""
+    return _NAMES.get(method, method)
+
+
+def with_spread(mean: float | None, std: float | None, digits: int) -> str:
+    """``mean ± std`` with so many decimals; the mean alone where no spread is known."""
+    if mean is None:
+        return NOTHING
+    return f"{mean:.{digits}f}" if std is None else f"{mean:.{digits}f} ± {std:.{digits}f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Minutes with three significant digits; seconds if under a minute. Whole numbers keep all their digits."""
+    if seconds is None:
+        return NOTHING
+    if abs(seconds) < 59.95:  # 59.95 s would be rounded to 60.0 s
+        return f"{_three_digits(seconds)} s"
+    return f"{_three_digits(seconds / 60)} min"
+
+
+def _three_digits(value: float) -> str:
+    exponent = int(f"{value:.2e}".partition("e")[2])  # of the rounded value: 9.999 has that of 10.0
+    return f"{value:,.{min(max(2 - exponent, 0), 6)}f}"

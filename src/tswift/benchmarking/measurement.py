@@ -1,0 +1,66 @@
+"""A measurement's file, ``bench.json``: its workload's identity, written, read back. Its form is ``bench.schema.json``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tswift.benchmarking.statistics import summarise
+from tswift.errors import InputError
+
+SCHEMA = 1
+KIND = "bench"
+FILE = "bench.json"
+
+
+def workload_hash(workload: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of the workload as canonical JSON, its own ``hash`` left out."""
+    content = {name: value for name, value in workload.items() if name != "hash"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def encode(measurement: Mapping[str, Any]) -> str:
+    """The text of ``bench.json``: indented, with one sample per line, so that a diff is short."""
+    head = json.dumps({name: value for name, value in measurement.items() if name != "samples"}, indent=2)
+    samples = ",\n    ".join(json.dumps(sample) for sample in measurement["samples"])
+    return f'{head[:-2]},\n  "samples": [\n    {samples}\n  ]\n}}\n'
+
+
+def load_measurement(path: Path, option: str = "--against") -> dict[str, Any]:
+    """Read a ``bench.json``.
+
+    Args:
+        path: the file.
+        option: the option that named it, for errors.
+
+    Raises:
+        InputError: it cannot be read, is no ``bench.json``, is of another schema version, or lacks figures.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})", option) from None
+    except (ValueError, RecursionError):  # no JSON, or no UTF-8
+        raise InputError(f"{path} is not JSON", option) from None
+    if not isinstance(content, dict) or content.get("kind") != KIND:
+        raise InputError(f"{path} is not a {FILE} of tswift bench", option)
+    if content.get("schema") != SCHEMA:
+        raise InputError(f"{path} has schema version {content.get('schema')}, this tswift reads {SCHEMA}", option)
+    try:
+        cells = summarise(content)
+        _ = content["simulated"], content["environment"]["cpu"], content["workload"]["hash"]
+        _ = [sample["same_as_ar"] for sample in content["samples"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged ({error})"
+        raise InputError(f"{path} {what}", option) from None
+    if not cells:
+        raise InputError(f"{path} holds no samples", option)
+    return content
+
+
+def machine(environment: Mapping[str, Any]) -> str:
+    """The machine in words: the GPU, or the CPU and its threads in use."""
+    return environment["gpu"] or f"{environment['cpu']}, {environment['threads']} threads"

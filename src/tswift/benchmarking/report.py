@@ -1,0 +1,107 @@
+"""The files of a measurement: ``bench.json``, ``bench.csv``, ``bench.md`` and the plots."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tswift.benchmarking import plots as drawing
+from tswift.benchmarking.grid import Grid
+from tswift.benchmarking.measurement import FILE, encode
+from tswift.benchmarking.statistics import FIGURES, summarise
+from tswift.benchmarking.tables import grids, source
+from tswift.errors import InputError
+
+
+def write_reports(measurement: Mapping[str, Any], folder: Path, paper: bool, plots: bool) -> list[Path]:
+    """Write the files, each whole or not at all. The measurement itself comes first.
+
+    Args:
+        measurement: as in ``bench.json``.
+        folder: is made if need be; files of the same names are replaced.
+        paper: put the paper's rows beside ours in ``bench.md``.
+        plots: draw; nothing is drawn without matplotlib (see ``plots.available``).
+
+    Returns:
+        The files.
+
+    Raises:
+        InputError: the folder cannot be written to.
+    """
+    makers = {FILE: lambda: encode(measurement).encode(), "bench.csv": lambda: csv_report(measurement).encode()}
+    makers["bench.md"] = lambda: markdown_report(measurement, paper).encode()
+    paths = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, make in makers.items():
+            paths.append(_write(folder / name, make()))
+        for name, content in drawing.render(measurement).items() if plots and drawing.available() else ():
+            paths.append(_write(folder / name, content))
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written to ({error.strerror})", "--out") from None
+    return paths
+
+
+def csv_report(measurement: Mapping[str, Any]) -> str:
+    """One line per method, prefill and length: of each figure n, mean and standard deviation; empty where unknown."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    about = ["model", "method", "prefill", "length", "simulated", "estimated", "runs", "varies"]
+    writer.writerow(about + [f"{name}_{column}" for name in FIGURES for column in ("n", "mean", "std")])
+    for cell in summarise(measurement):
+        line = [measurement["workload"]["model"], *cell.key]
+        line += [str(flag).lower() for flag in (measurement["simulated"], cell.estimated)]
+        line += [cell.runs, " ".join(cell.varies)]
+        for name in FIGURES:
+            figure = cell.figures[name]
+            line += [figure.n, *("" if value is None else f"{value:.9g}" for value in (figure.mean, figure.std))]
+        writer.writerow(line)
+    return text.getvalue()
+
+
+def markdown_report(measurement: Mapping[str, Any], paper: bool = False) -> str:
+    """The tables of ``tables.grids``, then what they were measured on, when and with which command."""
+    workload = measurement["workload"]
+    settings = {
+        "measured on": source(measurement),
+        "started": measurement["started"],
+        "ended": measurement["ended"],
+        "runs": str(len(measurement["samples"])),
+        "seeds": ", ".join(map(str, workload["seeds"])),
+        "prompts": ", ".join(prompt["name"] for prompt in workload["prompts"]),
+        "dtype": workload["dtype"],
+        "attention": workload["attention"],
+        "heads": workload["heads"] or "none",
+        "sampling": _settings(workload["sampling"]),
+        **{f"drafting, {method}": _settings(options) for method, options in workload["drafting"].items()},
+        "AR's time": {"full": "measured", "sampled": "estimated from sampled steps"}[workload["ar"]],
+        "workload hash": workload["hash"],
+    }
+    about = Grid("Run", ["what", "value"], list(settings.items()), left=2)
+    environment = {name: "none" if value is None else str(value) for name, value in measurement["environment"].items()}
+    simulated = " (simulated)" if measurement["simulated"] else ""
+    return "\n".join(
+        [
+            f"# tswift bench: {workload['model']}{simulated}\n",
+            *(grid.markdown() for grid in grids(measurement, paper)),
+            about.markdown(),
+            f"```sh\n{shlex.join(measurement['command'])}\n```\n",
+            Grid("Environment", ["what", "value"], list(environment.items()), left=2).markdown(),
+        ]
+    )
+
+
+def _settings(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items()) or "none"
+
+
+def _write(path: Path, content: bytes) -> Path:
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(content)
+    os.replace(new, path)
+    return path

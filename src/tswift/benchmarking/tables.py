@@ -1,0 +1,202 @@
+"""A measurement in the layouts of the paper's tables 3 and 4, the paper's own rows beside it where asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tswift.benchmarking.grid import NOTHING, Grid, duration, method_name, with_spread
+from tswift.benchmarking.measurement import machine
+from tswift.benchmarking.published import CAUTION, PublishedRow, published_rows
+from tswift.benchmarking.statistics import Cell, summarise
+
+_DRAFTLESS = ("ar", "reference-ar")
+_MOST_DIFFERENCES = 5
+
+
+def grids(measurement: Mapping[str, Any], paper: bool = False) -> list[Grid]:
+    """The two tables of a report.
+
+    Args:
+        measurement: as in ``bench.json``.
+        paper: put the published rows of the same prefill and generated length beside ours.
+
+    Returns:
+        Acceptance and speedup (the paper's table 3), then decoding times (its table 4).
+    """
+    cells = summarise(measurement)
+    published = published_rows() if paper else []
+    return [_acceptance(measurement, cells, published), _times(measurement, cells, published)]
+
+
+def source(measurement: Mapping[str, Any]) -> str:
+    """Model and machine, and whether the figures are simulated, as a label."""
+    label = f"{measurement['workload']['model']}, {machine(measurement['environment'])}"
+    return f"{label} (simulated)" if measurement["simulated"] else label
+
+
+def runs(cells: Sequence[Cell]) -> str:
+    """How many runs a cell has and what its spread is over, in one line."""
+    counts = {cell.runs for cell in cells}
+    low, high = min(counts, default=0), max(counts, default=0)
+    number = f"{low} {_plural(low, 'run')}" if low == high else f"{low} to {high} runs"
+    varies = [axis for axis in ("prompts", "seeds", "repeats") if any(axis in cell.varies for cell in cells)]
+    if not varies:
+        return f"n: {number} per cell. No spread is known from one run."
+    line = f"n: {number} per cell. Mean ± sample standard deviation over {_listed(varies)}."
+    if "repeats" not in varies:
+        return line
+    if not all(cell.exact for cell in cells):
+        return f"{line} Repeats did not all count the same."
+    if varies == ["repeats"]:
+        return f"{line} Every repeat counted the same: alpha and the other counters are exact."
+    return f"{line} Every repeat counted the same: alpha and the other counters vary over {_listed(varies[:-1])} alone."
+
+
+def same_text(measurement: Mapping[str, Any]) -> str:
+    """How many runs yielded plain decoding's tokens, and where the others left them, in one line."""
+    compared = [sample for sample in measurement["samples"] if sample["same_as_ar"] is not None]
+    differing = [sample for sample in compared if not sample["same_as_ar"]]
+    if not compared:
+        return "Same tokens as AR: not compared."
+    if not differing:
+        return f"Same tokens as AR: {'all' if len(compared) > 1 else 'the'} {_runs(len(compared))}."
+    places = [
+        f"{method_name(sample['method'])} (prompt {sample['prompt']}, prefill {sample['prefill']:,}, "
+        f"seed {sample['seed']}, from token {sample['first_difference']})"
+        for sample in differing[:_MOST_DIFFERENCES]
+    ]
+    more = len(differing) - len(places)
+    rest = f"; and {more} more" if more else ""
+    return f"Same tokens as AR: {len(compared) - len(differing)} of {_runs(len(compared))}. Not: {'; '.join(places)}{rest}."
+
+
+def _acceptance(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow]) -> Grid:
+    by_key = {cell.key: cell for cell in cells}
+    methods = _methods(cells)
+    drafting = {method for method in methods if method not in _DRAFTLESS}
+    label = _label(measurement, published)
+    columns = ["prefill", "length", *label[:1]]
+    for method in methods:
+        columns += [f"{method_name(method)} {figure}" for figure in (["alpha", "x"] if method in drafting else ["x"])]
+    rows = []
+    for place in _places(cells):
+        mine = [by_key.get((method, *place)) for method in methods]
+        rows.append([*_place(place), *label[1:]])
+        for method, cell in zip(methods, mine, strict=True):
+            rows[-1] += [_spread(cell, "alpha", 3)] if method in drafting else []
+            rows[-1] += [_spread(cell, "speedup", 2)]
+        beside = [row for row in published if (row.prefill, row.length) == place and row.method in methods]
+        for name in dict.fromkeys(row.source for row in beside):
+            theirs = {row.method: row for row in beside if row.source == name}
+            rows.append([*_place(place), name])
+            for method in methods:
+                row = theirs.get(method)
+                rows[-1] += [with_spread(row and row.alpha, row and row.alpha_std, 2)] if method in drafting else []
+                rows[-1] += [with_spread(row and row.speedup, row and row.speedup_std, 2)]
+    notes = ["alpha: accepted draft tokens / most that could be. x: AR's time / the method's, prefill apart."]
+    return Grid(
+        _title("Acceptance rate and speedup", measurement),
+        columns,
+        rows,
+        left=3 if label else 0,
+        notes=notes + _notes(measurement, cells, published, len(rows) > len(_places(cells))),
+    )
+
+
+def _times(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow]) -> Grid:
+    estimated = {cell.key[1:] for cell in cells if cell.method == "ar" and cell.estimated}
+    label = _label(measurement, published)
+    matched = False
+    rows = []
+    for method in _methods(cells):
+        for cell in (cell for cell in cells if cell.method == method):
+            place = cell.prefill, cell.length
+            ar, own = (cell.figures[name].mean for name in ("ar_seconds", "seconds"))
+            rows.append(
+                [
+                    method_name(method),
+                    *label[1:],
+                    *_place(place),
+                    NOTHING if method in _DRAFTLESS else _spread(cell, "alpha", 3),
+                    _spread(cell, "speedup", 2),
+                    _marked(duration(ar), place in estimated and ar is not None),
+                    _marked(duration(own), cell.estimated),
+                    NOTHING if ar is None or own is None else duration(own - ar),
+                ]
+            )
+            for row in published:
+                if row.method == method and (row.prefill, row.length) == place and row.seconds and row.ar_seconds:
+                    matched = True
+                    rows.append(
+                        [
+                            row.published_method,
+                            row.source,
+                            *_place(place),
+                            with_spread(row.alpha, row.alpha_std, 2),
+                            with_spread(row.speedup, row.speedup_std, 2),
+                            duration(row.ar_seconds),
+                            duration(row.seconds),
+                            duration(row.seconds - row.ar_seconds),
+                        ]
+                    )
+    return Grid(
+        _title("Decoding time", measurement),
+        ["method", *label[:1], "prefill", "length", "alpha", "x", "T_AR", "T_method", "delta"],
+        rows,
+        left=2 if label else 1,
+        notes=_notes(measurement, cells, published, matched),
+    )
+
+
+def _notes(
+    measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow], matched: bool
+) -> list[str]:
+    notes = [runs(cells), same_text(measurement)]
+    if any(cell.estimated for cell in cells):
+        notes.append("est.: integrated from AR steps sampled as the text grew; every x and delta rests on that time.")
+    if published:
+        notes.append(CAUTION if matched else "The paper has no such row at these prefills and lengths.")
+    return notes
+
+
+def _methods(cells: Iterable[Cell]) -> list[str]:
+    """All but plain decoding, which the others are compared with; alone, it is shown."""
+    return [method for method in dict.fromkeys(cell.method for cell in cells) if method != "ar"] or ["ar"]
+
+
+def _places(cells: Iterable[Cell]) -> list[tuple[int, int]]:
+    return list(dict.fromkeys((cell.prefill, cell.length) for cell in cells))
+
+
+def _place(place: tuple[int, int]) -> list[str]:
+    return [f"{number:,}" for number in place]
+
+
+def _label(measurement: Mapping[str, Any], published: Sequence[PublishedRow]) -> list[str]:
+    """Head and text of the column that says where a row comes from; nothing where all are from one place."""
+    return ["source", source(measurement)] if published or measurement["simulated"] else []
+
+
+def _title(title: str, measurement: Mapping[str, Any]) -> str:
+    return f"{title} (simulated)" if measurement["simulated"] else title
+
+
+def _spread(cell: Cell | None, name: str, digits: int) -> str:
+    return NOTHING if cell is None else with_spread(cell.figures[name].mean, cell.figures[name].std, digits)
+
+
+def _marked(text: str, estimated: bool) -> str:
+    return f"{text} est." if estimated else text
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
+def _plural(count: int, word: str) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def _runs(count: int) -> str:
+    return f"{count} {_plural(count, 'run')}"

@@ -1,0 +1,175 @@
+"""``tswift bench``: tables of alpha, x and wall time over lengths, prefills, prompts and seeds; and a gate for CI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tswift.cli import options
+from tswift.cli.codes import FAILED
+from tswift.errors import InputError
+
+if TYPE_CHECKING:
+    from tswift.benchmarking.lanes import Lane
+    from tswift.benchmarking.measure import Cell
+
+_GATE, _GRID, _OUTPUT = "Gate", "Grid", "Output"
+
+
+def bench(
+    context: typer.Context,
+    prefill: Annotated[
+        list[int] | None, options.option(_GRID, "Prompt tokens; repeatable. (default: 4096)", "--prefill")
+    ] = None,
+    lens: Annotated[
+        str, typer.Option(help="Generated lengths; one run goes to the longest.", rich_help_panel=_GRID)
+    ] = "20000,40000,60000,80000,100000",
+    methods: options.Methods = "ar,medusa,tokenswift",
+    seeds: Annotated[str, typer.Option(help="A run for each.", rich_help_panel=_GRID)] = "0",
+    prompts: Annotated[
+        list[str] | None,
+        options.option(
+            _GRID, "File, folder of .txt, or pg19:N (needs the hub); repeatable. (default: bundled novel)", "--prompts"
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of the whole grid.", rich_help_panel=_GRID)] = 1,
+    ar: Annotated[
+        str, typer.Option(help="full runs plain decoding; sampled times some of its steps.", rich_help_panel=_GRID)
+    ] = "full",
+    warmup: Annotated[int, typer.Option(help="Tokens generated before measuring.", rich_help_panel=_GRID)] = 32,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    eta: options.Eta = None,
+    penalty: options.Penalty = None,
+    window: options.Window = None,
+    tree: options.Trees = None,
+    nodes: options.Nodes = None,
+    ngrams: options.Ngrams = None,
+    reuse_recent: options.ReuseRecent = None,
+    budget: options.Budget = None,
+    sinks: options.Sinks = None,
+    shared_noise: options.SharedNoise = None,
+    heads: options.HeadsFile = None,
+    model: options.Model = "demo",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    attention: options.Attention = "auto",
+    against: Annotated[
+        Path | None, options.option(_GATE, "bench.json to hold the figures against.", "--against")
+    ] = None,
+    fail_on: Annotated[
+        list[str] | None,
+        options.option(
+            _GATE,
+            "METRIC:TOLERANCE that fails, as speedup:10% or alpha:0; repeatable. Metrics: alpha, beta, "
+            "tokens_per_step, passes, speedup, tokens_per_s.",
+            "--fail-on",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Hold times of another machine against ours.", rich_help_panel=_GATE)
+    ] = False,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Put the published rows beside ours.", rich_help_panel=_OUTPUT)
+    ] = False,
+    plots: Annotated[
+        bool, typer.Option("--plots/--no-plots", help="PNG and SVG (needs matplotlib).", rich_help_panel=_OUTPUT)
+    ] = True,
+    out: Annotated[
+        Path | None, options.option(_OUTPUT, "Folder for the outputs. (default: ./runs/<UTC time>-bench)", "--out")
+    ] = None,
+    quiet: options.Quiet = False,
+    no_progress: options.NoProgress = False,
+) -> None:
+    """Measure methods over generated lengths, in interleaved slices: bench.json, bench.csv, bench.md and plots.
+
+    Exit code 1 if a text is not plain decoding's, or on a regression against --against.
+    """
+    from tswift.benchmarking import gate, report
+    from tswift.benchmarking import plots as drawing
+    from tswift.benchmarking.lineup import Entry, line_up, parse_methods
+    from tswift.benchmarking.measure import Plan, measure
+    from tswift.benchmarking.measurement import load_measurement
+    from tswift.benchmarking.prompts import encode, read_texts
+    from tswift.benchmarking.tables import grids
+    from tswift.cli import tables
+    from tswift.cli.bars import Bars
+    from tswift.jobs.folder import default_path, new_folder
+
+    plan = Plan(
+        prefills=tuple(prefill or (4096,)),
+        lens=_numbers(lens, "--lens"),
+        seeds=_numbers(seeds, "--seeds"),
+        ar=ar,
+        repeats=repeats,
+        warmup=warmup,
+    )
+    entry = Entry(
+        methods=parse_methods(methods),
+        sampling=options.given(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, eta=eta, penalty=penalty, window=window
+        ),
+        drafting=options.given(
+            nodes=nodes,
+            ngrams=ngrams,
+            reuse_recent=reuse_recent,
+            budget=budget,
+            sinks=sinks,
+            shared_noise=shared_noise,
+        ),
+        trees=options.trees(tree),
+        heads=heads,
+        model=model,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+    )
+    rules = [gate.parse_rule(rule) for rule in fail_on or ()]
+    if (against is None) != (not rules):
+        raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
+    baseline = load_measurement(against) if against else None
+    texts = read_texts(prompts or ())
+    lineup = line_up(entry)
+    chosen = encode(texts, lineup.model, max(plan.prefills))
+    folder = out or default_path("bench")
+    new_folder(folder)
+    bars = Bars(quiet, not no_progress)
+    if plots and not drawing.available():
+        bars.say("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
+        plots = False
+
+    shown: list[Cell] = []
+
+    def tick(number: int, cells: int, cell: Cell, lane: Lane) -> None:
+        if shown != [cell]:
+            shown[:] = [cell]
+            bars.clear()
+            bars.say(f"{number + 1} of {cells}: {cell}")
+        stats = lane.stats
+        bars.update(lane.name, stats.tokens, max(plan.lens), f"{stats.tokens_per_second:,.1f} tokens/s")
+
+    with bars:
+        measurement = measure(lineup, chosen, plan, context.obj, tick)
+    written = report.write_reports(measurement, folder, paper=paper, plots=plots)
+    for grid in grids(measurement, paper):
+        tables.show(grid)
+    bars.say(f"written: {', '.join(str(path) for path in written)}")
+    verdicts = gate.compare(measurement, baseline, rules, force) if baseline else []
+    if verdicts:
+        tables.show(gate.moved(verdicts))
+    differing = [sample for sample in measurement["samples"] if sample["same_as_ar"] is False]
+    for sample in differing:
+        bars.say(f"{sample['method']} differs from plain decoding at token {sample['first_difference']:,}")
+    if differing or any(not verdict.ok for verdict in verdicts):
+        raise typer.Exit(FAILED)
+
+
+def _numbers(words: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word.replace("_", "")) for word in words.split(","))
+    except ValueError:
+        raise InputError(f"wants numbers and commas, got {words!r}", option) from None

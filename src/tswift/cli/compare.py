@@ -1,0 +1,164 @@
+"""``tswift compare``: methods side by side on one prompt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tswift.cli import options
+from tswift.cli.codes import FAILED
+
+if TYPE_CHECKING:
+    from tswift.benchmarking.comparison import Comparison, Outcome
+    from tswift.benchmarking.grid import Grid
+    from tswift.benchmarking.lanes import Lane
+
+
+def compare(
+    context: typer.Context,
+    length: Annotated[int, typer.Option("--len", help="Tokens to generate, exactly.")] = 4000,
+    methods: options.Methods = "ar,medusa,tokenswift",
+    with_reference_ar: Annotated[
+        bool,
+        typer.Option("--with-reference-ar", help="Also plain decoding with expanded K/V and dense masks."),
+    ] = False,
+    prompt: options.Prompt = None,
+    prefill: options.Prefill = None,
+    seed: options.Seed = 0,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    eta: options.Eta = None,
+    penalty: options.Penalty = None,
+    window: options.Window = None,
+    tree: options.Trees = None,
+    nodes: options.Nodes = None,
+    ngrams: options.Ngrams = None,
+    reuse_recent: options.ReuseRecent = None,
+    budget: options.Budget = None,
+    sinks: options.Sinks = None,
+    shared_noise: options.SharedNoise = None,
+    heads: options.HeadsFile = None,
+    model: options.Model = "demo",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    attention: options.Attention = "auto",
+    json: options.Json = None,
+    quiet: options.Quiet = False,
+    no_progress: options.NoProgress = False,
+) -> None:
+    """Decode one prompt by several methods side by side: the same text or not, and what each cost.
+
+    Exit code 1 if a text differs from plain decoding's by more than rounding explains.
+    """
+    from tswift.benchmarking.comparison import compare as run
+    from tswift.benchmarking.lineup import Entry, line_up, parse_methods
+    from tswift.cli import records, tables
+    from tswift.cli.bars import Bars
+    from tswift.jobs.environment import environment
+    from tswift.jobs.prompt import fingerprint, read_prompt, take
+    from tswift.jobs.settings import refuse_below_one
+
+    refuse_below_one({"--len": length, "--prefill": prefill})
+    entry = Entry(
+        methods=parse_methods(methods),
+        sampling=options.given(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, eta=eta, penalty=penalty, window=window
+        ),
+        drafting=options.given(
+            nodes=nodes,
+            ngrams=ngrams,
+            reuse_recent=reuse_recent,
+            budget=budget,
+            sinks=sinks,
+            shared_noise=shared_noise,
+        ),
+        trees=options.trees(tree),
+        heads=heads,
+        model=model,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        with_reference=with_reference_ar,
+    )
+    record = records.writable(json)
+    text = read_prompt(prompt)
+    lineup = line_up(entry)
+    ids = take(lineup.model.encode(text), prefill, bundled=prompt is None)
+    bars = Bars(quiet, not no_progress)
+    target = lineup.model.target
+    bars.say(f"model {model}, {target.device}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
+    plain: dict[str, float] = {}
+
+    def tick(lane: Lane) -> None:
+        stats = lane.stats
+        if lane.name == "ar" and stats.seconds:
+            plain["speed"] = stats.tokens_per_second
+        x = f" x {stats.tokens_per_second / plain['speed']:.2f}" if plain and stats.seconds else ""
+        bars.update(lane.name, stats.tokens, length, f"{stats.tokens_per_second:,.1f} tokens/s{x}")
+
+    with bars:
+        comparison, _ = run(
+            lineup, ids, length, seed, tick, lambda name, done, total: bars.update(f"audit of {name}", done, total)
+        )
+    if record is None or record.path:
+        tables.show(_grid(comparison, length))
+    if record:
+        record.write(
+            {
+                "kind": "compare",
+                "command": context.obj,
+                "environment": environment(target.device),
+                "model": lineup.model.about(),
+                "prompt": {"source": prompt or "bundled", "tokens": len(ids), "sha256": fingerprint(ids)},
+                "length": length,
+                "seed": seed,
+                "sampling": lineup.params,
+                "drafting": lineup.drafting(),
+                **comparison.as_dict(),
+            }
+        )
+    if not comparison.ok:
+        raise typer.Exit(FAILED)
+
+
+def _grid(comparison: Comparison, length: int) -> Grid:
+    from tswift.benchmarking.grid import NOTHING, Grid, method_name
+
+    reference = any(outcome.speedup_over_reference is not None for outcome in comparison.outcomes)
+    columns = ["method", "same text as AR", "alpha", "beta", "tokens/step", "passes", "tokens/s", "decode time", "x"]
+    rows = []
+    for outcome in comparison.outcomes:
+        drafts = not outcome.method.endswith("ar")
+        rows.append(
+            [
+                method_name(outcome.method),
+                _same(outcome),
+                f"{outcome.alpha:.3f}" if drafts else NOTHING,
+                f"{outcome.beta:.3f}" if drafts else NOTHING,
+                f"{outcome.tokens_per_step:.2f}",
+                f"{outcome.passes:,}",
+                f"{outcome.tokens_per_second:,.1f}",
+                f"{outcome.seconds:,.2f} s",
+                f"{outcome.speedup:.2f}",
+            ]
+        )
+        if reference:
+            rows[-1].append(f"{outcome.speedup_over_reference or 0:.2f}")
+    return Grid(
+        f"{length:,} tokens, in interleaved slices",
+        [*columns, *(["x over reference style"] if reference else [])],
+        rows,
+        left=2,
+        notes=["x: AR's time / the method's, prefill apart."],
+    )
+
+
+def _same(outcome: Outcome) -> str:
+    if outcome.first_difference is None:
+        return "-" if outcome.method == "ar" else "yes"
+    margin = "no margin found" if outcome.margin is None else f"margin {outcome.margin:.2g}"
+    why = "rounding" if outcome.explained else "NOT rounding"
+    return f"to token {outcome.first_difference:,}, then {why} ({margin})"
