@@ -38,15 +38,15 @@ def test_a_run(tswift, run: Path, tmp_path: Path) -> None:  # type: ignore[no-un
     assert result.code == 0, result.err
     assert result.err == ""
     lines = [line.split() for line in result.out.decode().splitlines()]
-    assert lines[1][:3] == ["drawn", "exactly", str(LENGTH)]
-    assert lines[2][:5] == ["within", "rounding", "0", "-", "-"]
-    assert lines[3][:4] == ["violations", "0", "-", "-"]
+    assert lines[2][:3] == ["drawn", "exactly", str(LENGTH)]
+    assert lines[3:5] == [["within", "rounding", "0", "-", "-"], ["violations", "0", "-", "-"]]
     assert "passes of different widths differ by up to" in result.out.decode()
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ok"] is True
     assert (found["schema"], found["tokens"], found["exact"]) == (1, LENGTH, LENGTH)
     assert (found["violations"], found["within_rounding"], found["findings"]) == (0, 0, [])
     assert found["source"] == str(run)
+    assert (found["kind"], found["command"][:2]) == ("verify", ["tswift", "verify"])
     assert found["seed"] == 5
     assert found["model"]["dtype"] == "float64"
     assert 0 < found["measured"] < found["bound"] < 1e-9
@@ -66,7 +66,7 @@ def test_violations(tswift, run: Path) -> None:  # type: ignore[no-untyped-def]
     assert found["ok"] is False
     assert found["findings"][0]["index"] == 7
     assert found["violations"] == len(found["findings"]) > 30
-    assert f"and {found['violations'] - 20} more" in result.err
+    assert f"and {found['violations'] - 20} more" in tswift("verify", run).out.decode()
 
 
 def test_quiet_and_another_dtype(tswift, run: Path) -> None:  # type: ignore[no-untyped-def]
@@ -149,9 +149,9 @@ def test_generate_verify(tswift, checkpoint: Path, prompt: Path, tmp_path: Path,
 
 
 def test_progress_lines(tswift, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("tswift.cli.verdict._LOG_SECONDS", 0.0)
-    assert f"tswift: verified {LENGTH}" not in tswift("verify", run, "--no-progress").err
-    assert "tswift: verified " in tswift("verify", run).err
+    monkeypatch.setattr("tswift.cli.bars._LOG_SECONDS", 0.0)
+    assert tswift("verify", run, "--no-progress").err == ""
+    assert "tswift: verify " in tswift("verify", run).err
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_progress_lines(tswift, run: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("RUN --stop-at-eos", "--stop-at-eos: goes with --tokens; a run has its own"),
         ("RUN --prompt x", "--prompt: goes with --tokens; a run has its own"),
         ("/nowhere", "there is no folder /nowhere"),
-        ("RUN --json /nowhere/x.json", "--json: /nowhere/x.json cannot be written to"),
+        ("RUN --json /nowhere/x.json", "--json: /nowhere/x.json cannot be written"),
         ("RUN --model /nowhere", "--model: there is no folder '/nowhere'"),
         ("RUN --dtype int8", "--dtype: no dtype 'int8'"),
         ("--tokens /nowhere", "--tokens: there is no file /nowhere"),

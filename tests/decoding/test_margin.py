@@ -95,8 +95,10 @@ def test_only_the_rows_asked_for() -> None:
     [{"min_p": 0.1}, {"top_p": 0.9}, {"top_p": 0.5}, {"top_k": 20}, {"eta": 0.02}, {"temperature": 0.0}, {}],
     ids=str,
 )
-def test_what_a_random_change_of_the_logits_has_turned_is_explained_by_one_no_larger(filters: dict[str, Any]) -> None:
-    size, count, vocab = 0.2, 400, 300
+def test_what_a_random_change_of_the_logits_has_turned_is_explained_by_one_of_about_its_size(
+    filters: dict[str, Any],
+) -> None:
+    size, count, vocab = 0.2, 600, 300
     generator = torch.Generator().manual_seed(3)
     sampler = Sampler(SamplingParams(**{"min_p": 0.0, **filters}), 5, vocab, CPU)
     logits = torch.randn(count, vocab, generator=generator, dtype=torch.float64) * 2.5
@@ -107,7 +109,8 @@ def test_what_a_random_change_of_the_logits_has_turned_is_explained_by_one_no_la
     assert len(turned) > 20
     doubt = Doubt(sampler, logits[turned], seen[turned], turned.tolist(), after[turned])
     margins = doubt.margins(size)
-    assert float(margins.max()) <= size
+    assert float((margins <= size).double().mean()) > 0.9
+    assert float(margins.max()) <= 2 * size  # the bound is twice what was measured
     assert float(margins.min()) > 0
     # and by none much smaller: what it takes is the distance, not something that always suffices
     assert bool((~doubt.explained(margins * 0.98)).float().mean() > 0.9)
