@@ -149,14 +149,7 @@ def compare(
     for rule in rules:
         if all(cell.figures[rule.figure].mean is None for cell in theirs.values()):
             raise InputError(f"the baseline holds no {rule.metric}", "--against")
-    verdicts = [
-        Verdict(
-            SAME_TEXT, sample["method"], sample["prefill"], None, None, None, None, None, ok=False,
-            note=f"prompt {sample['prompt']}, seed {sample['seed']}: other tokens than AR from {sample['first_difference']}",
-        )
-        for sample in measurement["samples"]
-        if sample["same_as_ar"] is False
-    ]  # fmt: skip
+    verdicts = [_other_text(sample) for sample in measurement["samples"] if sample["same_as_ar"] is False]
     for rule in rules:
         verdicts += [_verdict(rule, key, ours.get(key), theirs.get(key)) for key in dict.fromkeys([*theirs, *ours])]
     return verdicts
@@ -193,6 +186,12 @@ def _refuse_foreign(
     if timed and other and not force:
         what = ", ".join(f"{name} {there.get(name)!r} there, {here.get(name)!r} here" for name in other)
         raise InputError(f"{timed[0]} is of another machine ({what}); --force compares it all the same", "--against")
+
+
+def _other_text(sample: Mapping[str, Any]) -> Verdict:
+    where = f"prompt {sample['prompt']}, seed {sample['seed']}"
+    note = f"{where}: other tokens than AR from token {sample['first_difference']}"
+    return Verdict(SAME_TEXT, sample["method"], sample["prefill"], None, None, None, None, None, ok=False, note=note)
 
 
 def _verdict(rule: Rule, key: tuple[str, int, int], ours: Cell | None, theirs: Cell | None) -> Verdict:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 NOTHING = "-"
+
+_GAP = 2  # between a terminal's columns
 
 _NAMES = {"ar": "AR", "reference-ar": "AR, reference style"}
 
@@ -54,15 +58,26 @@ class Grid:
         ]
         return "\n".join([self.title, *table, *self.notes]) + "\n"
 
-    def rich(self) -> Table:
-        """For a terminal."""
-        caption = Text("\n".join(self.notes))
-        table = Table(title=Text(self.title), caption=caption, caption_justify="left", title_justify="left")
-        for i, name in enumerate(self.columns):
-            table.add_column(Text(name), justify="left" if i < self.left else "right", overflow="fold")
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """For ``console.print``: a narrow terminal folds between words, a very narrow one within them."""
+        table = Table(title=Text(self.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.caption, table.caption_justify = Text("\n".join(self.notes)), "left"
+        widths = self._widths(options.max_width - _GAP * len(self.columns) - 1)
+        for i, (name, width) in enumerate(zip(self.columns, widths, strict=True)):
+            table.add_column(Text(name), justify="left" if i < self.left else "right", overflow="fold", width=width)
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))  # a name is no markup
-        return table
+        yield table
+
+    def _widths(self, room: int) -> list[int]:
+        """Each column's width; the widest give way first, and whole words as long as they can."""
+        columns = list(zip(self.columns, *self.rows, strict=True))
+        widths = [max(map(len, column)) for column in columns]
+        words = [max(len(word) for text in column for word in text.split()) for column in columns]
+        while sum(widths) > room and max(widths) > 1:
+            widest = max(range(len(widths)), key=lambda i: (widths[i] > words[i], widths[i]))
+            widths[widest] -= 1
+        return widths
 
 
 def method_name(method: str) -> str:
@@ -81,7 +96,7 @@ def duration(seconds: float | None) -> str:
     """Minutes with three significant digits; seconds if under a minute. Whole numbers keep all their digits."""
     if seconds is None:
         return NOTHING
-    if abs(seconds) < 59.95:  # 59.95 s would be rounded to 60.0 s
+    if abs(seconds) < 60:
         return f"{_three_digits(seconds)} s"
     return f"{_three_digits(seconds / 60)} min"
 

@@ -1,4 +1,7 @@
-"""A measurement's file, ``bench.json``: its workload's identity, written, read back. Its form is ``bench.schema.json``."""
+"""A measurement's file, ``bench.json``: its workload's identity, written, read back.
+
+Its form is ``bench.schema.json``.
+"""
 
 from __future__ import annotations
 

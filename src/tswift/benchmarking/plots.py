@@ -18,6 +18,7 @@ from tswift.benchmarking.statistics import Cell, summarise
 from tswift.benchmarking.tables import source
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -103,42 +104,40 @@ def acceptance_figure(measurement: Mapping[str, Any]) -> Figure:
     cells = summarise(measurement)
     prefills = sorted({cell.prefill for cell in cells})
     methods = _methods(measurement)
-    panels_of_row = (
-        ("alpha", "acceptance rate alpha"),
-        ("beta", "n-gram acceptance rate beta"),
-        ("speedup", "x over AR"),
-    )
+    titles = {"alpha": "acceptance rate alpha", "beta": "n-gram acceptance rate beta", "speedup": "speedup over AR, x"}
     with _look():
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(12, 1.4 + 3.4 * len(prefills)), layout="constrained")
         grid = figure.subplots(len(prefills), 3, squeeze=False, sharex=True)
         for row, prefill in zip(grid, prefills, strict=True):
-            for axes, (name, title) in zip(row, panels_of_row, strict=True):
+            for axes, (name, title) in zip(row, titles.items(), strict=True):
                 for method in methods:
                     mine = [cell for cell in cells if (cell.method, cell.prefill) == (method, prefill)]
                     if name == "speedup" or method not in _DRAFTLESS:
                         _with_bars(axes, mine, name, method, measurement)
-                axes.set_title(f"{title}\nprefill {prefill:,} tokens", fontsize=11)
+                axes.set_title(f"prefill {prefill:,} tokens", fontsize=11)
                 axes.set_ylabel(title)
                 _from_zero(axes)
         for axes in grid[-1]:
             axes.set_xlabel("generated tokens")
-        _dress(figure, "Acceptance and speedup", measurement, grid.flat)
+        _dress(figure, "Acceptance and speedup", measurement, list(grid.flat))
     return figure
 
 
 def _with_bars(axes: Axes, cells: Sequence[Cell], name: str, method: str, measurement: Mapping[str, Any]) -> None:
-    known = [(cell.length, cell.figures[name]) for cell in cells if cell.figures[name].n]
-    if not known:
+    known = [(cell.length, cell.figures[name].mean, cell.figures[name].std) for cell in cells]
+    means = [(length, mean) for length, mean, _ in known if mean is not None]
+    if not means:
         return
     estimated = any(cell.estimated for cell in cells)
     style = _style(method, measurement)
-    lengths, means = [length for length, _ in known], [figure.mean for _, figure in known]
-    axes.plot(lengths, means, label=_label(method, estimated), linestyle="--" if estimated else "-", **style)
-    spread = [(length, figure.mean, figure.std) for length, figure in known if figure.std is not None]
-    if spread:
-        axes.errorbar(*zip(*spread, strict=True), fmt="none", ecolor=style["color"], elinewidth=1.4)
+    label, line = _label(method, estimated), "--" if estimated else "-"
+    axes.plot(*np.array(means).T, label=label, linestyle=line, **style)
+    bars = [(length, mean, std) for length, mean, std in known if mean is not None and std is not None]
+    if bars:
+        lengths, centres, stds = np.array(bars).T
+        axes.errorbar(lengths, centres, yerr=stds, fmt="none", ecolor=style["color"], elinewidth=1.4)
 
 
 def _curve(sample: Mapping[str, Any]) -> list[tuple[float, float]]:
@@ -163,7 +162,7 @@ def _style(method: str, measurement: Mapping[str, Any], every: int = 1) -> dict[
     strangers = [other for other in _methods(measurement) if other not in _STYLES]
     known = _STYLES.get(method)
     color, marker = known or _OTHER_STYLES[strangers.index(method) % len(_OTHER_STYLES)]
-    return {"color": color, "marker": marker, "markersize": 6, "markevery": every, "linewidth": 1.8}
+    return {"color": color, "marker": marker, "markersize": 6, "markevery": every, "linewidth": 1.8, "clip_on": False}
 
 
 def _label(method: str, estimated: bool) -> str:
@@ -180,13 +179,12 @@ def _from_zero(axes: Axes) -> None:
 
 def _dress(figure: Figure, title: str, measurement: Mapping[str, Any], panels: Sequence[Axes]) -> None:
     """Title, what was measured on what and when, and one legend below all panels, where no line can run."""
-    simulated = " (simulated)" if measurement["simulated"] else ""
-    figure.suptitle(f"{title}{simulated}\n{source(measurement)}, {measurement['started'][:10]}", fontsize=12)
-    handles = {}
-    for axes in panels:
+    figure.suptitle(f"{title}\n{source(measurement)}, {measurement['started'][:10]}", fontsize=12)
+    handles: dict[str, Artist] = {}
+    for axes in reversed(panels):  # the last one has a line for each method, in their order
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False)
 
 
 @contextmanager

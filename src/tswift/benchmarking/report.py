@@ -102,6 +102,10 @@ def _settings(options: Mapping[str, Any]) -> str:
 
 def _write(path: Path, content: bytes) -> Path:
     new = path.with_name(f"{path.name}.new")
-    new.write_bytes(content)
-    os.replace(new, path)
+    try:
+        new.write_bytes(content)
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
     return path

@@ -62,8 +62,8 @@ class Cell:
 def summarise(measurement: Mapping[str, Any]) -> list[Cell]:
     """The samples grouped by (method, prefill, length), over prompts, seeds and repeats.
 
-    Times (seconds, tokens/s, speedup) vary from repeat to repeat, so every run counts. Counters (alpha, beta, tokens per
-    step, passes) do not, so a draw's repeats count once; if some repeat did count differently, every run counts.
+    Times (seconds, tokens/s, speedup) vary from repeat to repeat, so every run counts. Counters (alpha, beta, tokens
+    per step, passes) do not, so a draw's repeats count once; if some repeat did count differently, every run counts.
 
     Returns:
         One cell each, ordered by prefill, length and the method's place in the workload.

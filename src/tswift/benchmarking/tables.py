@@ -68,7 +68,8 @@ def same_text(measurement: Mapping[str, Any]) -> str:
     ]
     more = len(differing) - len(places)
     rest = f"; and {more} more" if more else ""
-    return f"Same tokens as AR: {len(compared) - len(differing)} of {_runs(len(compared))}. Not: {'; '.join(places)}{rest}."
+    same = f"{len(compared) - len(differing)} of {_runs(len(compared))}"
+    return f"Same tokens as AR: {same}. Not: {'; '.join(places)}{rest}."
 
 
 def _acceptance(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow]) -> Grid:
@@ -76,38 +77,31 @@ def _acceptance(measurement: Mapping[str, Any], cells: Sequence[Cell], published
     methods = _methods(cells)
     drafting = {method for method in methods if method not in _DRAFTLESS}
     label = _label(measurement, published)
-    columns = ["prefill", "length", *label[:1]]
+    columns = [*label[:1], "prefill", "length"]
     for method in methods:
         columns += [f"{method_name(method)} {figure}" for figure in (["alpha", "x"] if method in drafting else ["x"])]
     rows = []
     for place in _places(cells):
         mine = [by_key.get((method, *place)) for method in methods]
-        rows.append([*_place(place), *label[1:]])
+        rows.append([*label[1:], *_place(place)])
         for method, cell in zip(methods, mine, strict=True):
             rows[-1] += [_spread(cell, "alpha", 3)] if method in drafting else []
             rows[-1] += [_spread(cell, "speedup", 2)]
         beside = [row for row in published if (row.prefill, row.length) == place and row.method in methods]
         for name in dict.fromkeys(row.source for row in beside):
             theirs = {row.method: row for row in beside if row.source == name}
-            rows.append([*_place(place), name])
+            rows.append([name, *_place(place)])
             for method in methods:
-                row = theirs.get(method)
-                rows[-1] += [with_spread(row and row.alpha, row and row.alpha_std, 2)] if method in drafting else []
-                rows[-1] += [with_spread(row and row.speedup, row and row.speedup_std, 2)]
-    notes = ["alpha: accepted draft tokens / most that could be. x: AR's time / the method's, prefill apart."]
-    return Grid(
-        _title("Acceptance rate and speedup", measurement),
-        columns,
-        rows,
-        left=3 if label else 0,
-        notes=notes + _notes(measurement, cells, published, len(rows) > len(_places(cells))),
-    )
+                both = _published(theirs[method]) if method in theirs else [NOTHING, NOTHING]
+                rows[-1] += both if method in drafting else both[1:]
+    note = "alpha: accepted draft tokens / most that could be. x: AR's time / the method's, prefill apart."
+    title = f"Acceptance rate and speedup: {source(measurement)}"
+    return Grid(title, columns, rows, left=1 if label else 0, notes=[note])
 
 
 def _times(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow]) -> Grid:
     estimated = {cell.key[1:] for cell in cells if cell.method == "ar" and cell.estimated}
     label = _label(measurement, published)
-    matched = False
     rows = []
     for method in _methods(cells):
         for cell in (cell for cell in cells if cell.method == method):
@@ -127,36 +121,31 @@ def _times(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Seq
             )
             for row in published:
                 if row.method == method and (row.prefill, row.length) == place and row.seconds and row.ar_seconds:
-                    matched = True
                     rows.append(
                         [
                             row.published_method,
                             row.source,
                             *_place(place),
-                            with_spread(row.alpha, row.alpha_std, 2),
-                            with_spread(row.speedup, row.speedup_std, 2),
+                            *_published(row),
                             duration(row.ar_seconds),
                             duration(row.seconds),
                             duration(row.seconds - row.ar_seconds),
                         ]
                     )
-    return Grid(
-        _title("Decoding time", measurement),
-        ["method", *label[:1], "prefill", "length", "alpha", "x", "T_AR", "T_method", "delta"],
-        rows,
-        left=2 if label else 1,
-        notes=_notes(measurement, cells, published, matched),
-    )
+    columns = ["method", *label[:1], "prefill", "length", "alpha", "x", "T_AR", "T_method", "delta"]
+    title = f"Decoding time: {source(measurement)}"
+    return Grid(title, columns, rows, left=2 if label else 1, notes=_notes(measurement, cells, published))
 
 
-def _notes(
-    measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow], matched: bool
-) -> list[str]:
+def _notes(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow]) -> list[str]:
+    """What holds for both tables, below the second."""
     notes = [runs(cells), same_text(measurement)]
     if any(cell.estimated for cell in cells):
         notes.append("est.: integrated from AR steps sampled as the text grew; every x and delta rests on that time.")
     if published:
-        notes.append(CAUTION if matched else "The paper has no such row at these prefills and lengths.")
+        keys = {cell.key for cell in cells}
+        matched = any((row.method, row.prefill, row.length) in keys for row in published)
+        notes.append(CAUTION if matched else "The paper has no row of these methods, prefills and lengths.")
     return notes
 
 
@@ -175,15 +164,17 @@ def _place(place: tuple[int, int]) -> list[str]:
 
 def _label(measurement: Mapping[str, Any], published: Sequence[PublishedRow]) -> list[str]:
     """Head and text of the column that says where a row comes from; nothing where all are from one place."""
-    return ["source", source(measurement)] if published or measurement["simulated"] else []
-
-
-def _title(title: str, measurement: Mapping[str, Any]) -> str:
-    return f"{title} (simulated)" if measurement["simulated"] else title
+    simulated = " (simulated)" if measurement["simulated"] else ""
+    label = ["source", f"{measurement['workload']['model']}, this machine{simulated}"]
+    return label if published or simulated else []
 
 
 def _spread(cell: Cell | None, name: str, digits: int) -> str:
     return NOTHING if cell is None else with_spread(cell.figures[name].mean, cell.figures[name].std, digits)
+
+
+def _published(row: PublishedRow) -> list[str]:
+    return [with_spread(row.alpha, row.alpha_std, 2), with_spread(row.speedup, row.speedup_std, 2)]
 
 
 def _marked(text: str, estimated: bool) -> str:

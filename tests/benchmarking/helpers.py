@@ -1,0 +1,152 @@
+"""A made-up measurement, in the form of ``bench.json``, and changes to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tswift.benchmarking.measurement import workload_hash
+
+# what each method drafts along a path and accepts of it, and its seconds per token over plain decoding's
+_METHODS = {
+    "ar": (0, 0.0, 0.0, 1.0),
+    "reference-ar": (0, 0.0, 0.0, 1.9),
+    "medusa": (3, 0.40, 0.0, 0.8),
+    "tokenswift": (4, 0.60, 0.05, 0.55),
+}
+
+
+def make_measurement(
+    methods: Sequence[str] = ("ar", "medusa", "tokenswift"),
+    prefills: Sequence[int] = (1024,),
+    lens: Sequence[int] = (500, 1000),
+    seeds: Sequence[int] = (0, 1),
+    prompts: Sequence[str] = ("novel",),
+    repeats: int = 1,
+    ar: str = "full",
+    seconds_per_token: float = 0.01,
+) -> dict[str, Any]:
+    """A measurement whose figures are plain functions of prompt, prefill, seed, repeat and length."""
+    workload: dict[str, Any] = {
+        "model": "demo",
+        "dtype": "float32",
+        "attention": "sdpa",
+        "heads": "conditioned, 3",
+        "sampling": {
+            "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.1, "eta": 0.0,
+            "penalty": 1.2, "window": 1024, "banned": [0],
+        },
+        "drafting": {method: {"tree": [1, 2, 2, 2]} for method in methods if _METHODS[method][0]},
+        "prompts": [{"name": name, "sha256": f"{i:064x}"} for i, name in enumerate(prompts)],
+        "prefills": list(prefills),
+        "lens": list(lens),
+        "seeds": list(seeds),
+        "methods": list(methods),
+        "ar": ar,
+    }  # fmt: skip
+    samples = [
+        _sample(method, prompt, prefill, seed, repeat, lens, ar, seconds_per_token)
+        for repeat in range(repeats)
+        for prompt in prompts
+        for prefill in prefills
+        for seed in seeds
+        for method in methods
+    ]
+    return {
+        "schema": 1,
+        "kind": "bench",
+        "simulated": False,
+        "started": "2026-11-21T06:00:00+00:00",
+        "ended": "2026-11-21T06:30:00+00:00",
+        "command": ["tswift", "bench", "--prompts", "two words.txt"],
+        "environment": {
+            "python": "3.11.9",
+            "torch": "2.13.0",
+            "transformers": "5.23.0",
+            "tswift": "0.1.0",
+            "git_commit": "4a387207a8f1a2b1d3a1d2f3a4b5c6d7e8f90123",
+            "platform": "Linux-6.1-x86_64",
+            "cpu": "Intel(R) Xeon(R) Processor @ 2.80GHz",
+            "threads": 2,
+            "gpu": None,
+            "driver": None,
+        },
+        "workload": {"hash": workload_hash(workload), **workload},
+        "samples": samples,
+    }
+
+
+def changed(measurement: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """A copy of a measurement with something changed, its workload's hash brought up to date."""
+    other = copy.deepcopy(measurement)
+    change(other)
+    other["workload"]["hash"] = workload_hash(other["workload"])
+    return other
+
+
+def points_of(measurement: dict[str, Any], method: str) -> Iterator[dict[str, Any]]:
+    """The points of a method's samples."""
+    return (point for sample in measurement["samples"] if sample["method"] == method for point in sample["points"])
+
+
+def _sample(
+    method: str,
+    prompt: str,
+    prefill: int,
+    seed: int,
+    repeat: int,
+    lens: Sequence[int],
+    ar: str,
+    seconds_per_token: float,
+) -> dict[str, Any]:
+    depth, alpha, beta, share = _METHODS[method]
+    alpha += 0.01 * (seed % 3) * bool(depth) + 0.02 * (len(prompt) % 2) * bool(depth)
+    noise = 1 + 0.01 * ((3 * seed + 5 * repeat + len(method)) % 4)
+
+    def seconds(tokens: int, of: float) -> float:
+        return tokens * (1 + tokens / 100_000 + prefill / 50_000) * seconds_per_token * of
+
+    points = []
+    for length in lens:
+        per_step = 1 + depth * alpha
+        passes = round(length / per_step)
+        own = seconds(length, share * noise if method != "ar" else 1.0)
+        ar_seconds = seconds(length, 1.0)
+        points.append(
+            {
+                "len": length,
+                "tokens": length,
+                "seconds": own,
+                "passes": passes,
+                "nodes": passes * (2 * depth or 1),
+                "accepted": [passes, 0, 0, 0, 0][: depth + 1],
+                "reused": round(beta * depth * passes),
+                "depth": depth,
+                "alpha": alpha,
+                "beta": beta,
+                "tokens_per_step": per_step,
+                "tokens_per_second": length / own,
+                "ar_seconds": ar_seconds,
+                "speedup": ar_seconds / own,
+            }
+        )
+    end = max(lens)
+    estimated = method == "ar" and ar == "sampled"
+    return {
+        "prompt": prompt,
+        "prefill": prefill,
+        "seed": seed,
+        "method": method,
+        "repeat": repeat,
+        "estimated": estimated,
+        "prefill_seconds": prefill * 0.001,
+        "same_as_ar": None if method == "ar" else True,
+        "first_difference": None,
+        "slices": [
+            [tokens, seconds(tokens, share * noise if method != "ar" else 1.0)]
+            for tokens in range(end // 20, end + 1, end // 20)
+        ],
+        "probes": [[prefill, [0.01, 0.011]]] if estimated else None,
+        "points": points,
+    }

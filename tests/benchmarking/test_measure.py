@@ -1,0 +1,139 @@
+"""The grid: every cell measured, the dict as the schema says, sampled plain decoding beside the full one."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+import jsonschema
+import pytest
+
+from tswift.benchmarking.lineup import Entry, line_up
+from tswift.benchmarking.measure import FULL, SAMPLED, Plan, measure
+from tswift.benchmarking.prompts import Prompt, encode, read_texts
+from tswift.errors import InputError
+
+
+def measured(checkpoint, plan: Plan, methods=("ar", "tokenswift", "reuse"), prompts=2):
+    lineup = line_up(Entry(methods, model=str(checkpoint)))
+    chosen = [Prompt(f"p{index}", lineup.model.encode(f"{index} The ship had lain three days.")) for index in range(prompts)]
+    ticks = []
+    found = measure(lineup, chosen, plan, ["tswift", "bench"], lambda *tick: ticks.append(tick))
+    return found, ticks
+
+
+@pytest.fixture(scope="module")
+def schema():
+    return json.loads(resources.files("tswift.benchmarking").joinpath("bench.schema.json").read_text())
+
+
+@pytest.mark.parametrize("ar", [FULL, SAMPLED])
+def test_every_cell_is_measured_and_valid(checkpoint, schema, ar):
+    plan = Plan(prefills=(4, 7), lens=(20, 60), seeds=(1, 2), ar=ar, repeats=2, warmup=8)
+    found, ticks = measured(checkpoint, plan)
+    jsonschema.validate(json.loads(json.dumps(found)), schema)
+    keys = {tuple(s[name] for name in ("prompt", "prefill", "seed", "repeat", "method")) for s in found["samples"]}
+    assert len(keys) == len(found["samples"]) == 2 * 2 * 2 * 2 * 3
+    for sample in found["samples"]:
+        plain = sample["method"] == "ar"
+        assert sample["estimated"] is (plain and ar == SAMPLED)
+        assert sample["same_as_ar"] is (None if plain else True)
+        assert [point["len"] for point in sample["points"]] == [20, 60]
+        for point in sample["points"]:
+            assert point["len"] <= point["tokens"] < point["len"] + 6
+            assert point["speedup"] == pytest.approx(point["ar_seconds"] / point["seconds"])
+            assert point["tokens_per_step"] == pytest.approx(point["tokens"] / point["passes"])
+            assert sum(point["accepted"]) == point["passes"]
+            if plain:
+                assert point["passes"] == point["tokens"] == point["len"]
+                assert point["speedup"] == 1.0
+    assert {number for number, *_ in ticks} == set(range(16))
+
+
+def test_counters_are_exact_and_points_do_not_depend_on_slices(checkpoint):
+    first, _ = measured(checkpoint, Plan((5,), (30, 70), warmup=0), prompts=1)
+    second, _ = measured(checkpoint, Plan((5,), (30, 70), ar=SAMPLED, warmup=4), prompts=1)
+    third, _ = measured(checkpoint, Plan((5,), (30,), warmup=0), prompts=1)
+    counters = ("tokens", "passes", "nodes", "accepted", "reused", "alpha", "beta")
+
+    def read(found, place):
+        return [[s["points"][place][name] for name in counters] for s in found["samples"] if s["method"] != "ar"]
+
+    assert read(first, 0) == read(second, 0) == read(third, 0)
+    assert read(first, 1) == read(second, 1)
+    assert first["workload"]["hash"] != second["workload"]["hash"]
+    again, _ = measured(checkpoint, Plan((5,), (30, 70), warmup=9), prompts=1)
+    assert again["workload"]["hash"] == first["workload"]["hash"]
+
+
+def test_ar_time_is_scaled_to_the_same_tokens(checkpoint):
+    found, _ = measured(checkpoint, Plan((5,), (40,), warmup=0), prompts=1)
+    plain, drafted = (next(s for s in found["samples"] if s["method"] == name)["points"][0] for name in ("ar", "tokenswift"))
+    assert drafted["ar_seconds"] == pytest.approx(plain["seconds"] * drafted["tokens"] / 40)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lens": ()}, "--lens: names nothing"),
+        ({"lens": (5, 5)}, "--lens: names 5 twice"),
+        ({"lens": (0,)}, "--lens: must be at least 1, got 0"),
+        ({"prefills": (1,)}, "--prefill: must be at least 2, got 1"),
+        ({"repeats": 0}, "--repeats: must be at least 1"),
+        ({"warmup": -1}, "--warmup: must be at least 0"),
+        ({"ar": "guess"}, "--ar: is full or sampled, got guess"),
+    ],
+)
+def test_bad_grids_are_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        Plan(**changes)
+
+
+def test_sampled_needs_a_method(checkpoint):
+    with pytest.raises(InputError, match="--ar: sampled takes its samples while another method runs"):
+        measured(checkpoint, Plan((4,), (10,), ar=SAMPLED), methods=("ar",))
+
+
+def test_what_does_not_fit_is_refused_before_anything_runs(checkpoint):
+    with pytest.raises(InputError, match="--len: .* need 5,0"):
+        measured(checkpoint, Plan((4,), (10, 5000)))
+
+
+def test_prompts_from_files_and_folders(tmp_path, checkpoint):
+    model = line_up(Entry(("ar",), model=str(checkpoint))).model
+    (tmp_path / "b.txt").write_text("The captain would not leave the deck.")
+    (tmp_path / "a.txt").write_text("Nobody spoke.")
+    (tmp_path / "c.md").write_text("not a prompt")
+    texts = read_texts([str(tmp_path)])
+    assert list(texts) == ["a.txt", "b.txt"]
+    assert [prompt.tokens for prompt in encode(texts, model, 1)] == [model.encode(text) for text in texts.values()]
+    assert list(read_texts([])) == ["bundled"]
+    with pytest.raises(InputError, match="--prefill: asks for 4,000 tokens, a.txt has"):
+        encode(texts, model, 4000)
+    for words, message in (
+        ([str(tmp_path / "none.txt")], "--prompts: there is no file"),
+        ([str(tmp_path), str(tmp_path / "a.txt")], "two prompts are called a.txt"),
+        (["pg19:x"], "--prompts: wants pg19:N"),
+        (["pg19:0"], "--prompts: wants pg19:N"),
+        (["pg19:2"], "cannot be loaded from the hub"),
+    ):
+        with pytest.raises(InputError, match=message):
+            read_texts(words)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="there is no .txt file in"):
+        read_texts([str(tmp_path / "empty")])
+
+
+def test_books_come_from_the_test_split(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    import tswift.benchmarking.prompts as module
+
+    for split, titles in (("train", ["no"]), ("test", ["one book", "another", "a third"])):
+        table = pyarrow.table({"short_book_title": titles, "text": [f"text of {title}" for title in titles]})
+        pyarrow.parquet.write_table(table, tmp_path / f"{split}-00000.parquet")
+    monkeypatch.setattr(module, "PG19", str(tmp_path))
+    assert read_texts(["pg19:2"]) == {"pg19:0": "text of one book", "pg19:1": "text of another"}
+    with pytest.raises(InputError, match="asks for 4 books, the test split of .* has 3"):
+        read_texts(["pg19:4"])
