@@ -15,6 +15,6 @@ def show(grid: Grid, stderr: bool = False) -> None:
     """Print a table."""
     stream = sys.stderr if stderr else sys.stdout
     if stream.isatty():
-        Console(highlight=False, stderr=stderr).print(grid.rich())
+        Console(highlight=False, stderr=stderr).print(grid)
     else:
         print(grid.plain(), end="", file=stream)
