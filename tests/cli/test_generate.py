@@ -70,7 +70,8 @@ def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Non
     assert figures["tokens"] == 20
     assert figures["tokens_per_step"] == 20 / figures["target_passes"]
     assert sum(run["accepted"].values()) == figures["target_passes"]
-    assert sorted(path.name for path in out.iterdir()) == ["run.json", "text.txt", "tokens.u32"]
+    assert sorted(path.name for path in out.iterdir()) == ["prompt.u32", "run.json", "text.txt", "tokens.u32"]
+    assert np.fromfile(out / "prompt.u32", "<u4").tolist() == ids
     for said in ("tree 1,2", "float32", "KV memory", "prompt 7 tokens", "Distinct-1..4", "peak memory", "alpha"):
         assert said in result.err
 

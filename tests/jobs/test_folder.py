@@ -41,7 +41,9 @@ def test_record_replaces(tmp_path: Path) -> None:
 
 
 def test_discard_leaves_nothing_of_its_own(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "new").discard()
+    folder = RunFolder(tmp_path / "new")
+    folder.keep_prompt([1, 2])
+    folder.discard()
     assert not (tmp_path / "new").exists()
     (tmp_path / "old").mkdir()
     RunFolder(tmp_path / "old").discard()
@@ -53,6 +55,15 @@ def test_refuses_what_is_no_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match="--out"):
         RunFolder(tmp_path / name)
+
+
+def test_keeps_the_prompt(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.keep_prompt([2**31, 3])
+    assert np.fromfile(folder.path / "prompt.u32", "<u4").tolist() == [2**31, 3]
+    folder.discard()
+    with pytest.raises(InputError, match=r"--out: .* cannot be written to"):
+        folder.keep_prompt([1])
 
 
 def test_default_names_differ() -> None:

@@ -110,4 +110,4 @@ def generate(
 
         loaded, path = job.model, job.folder.path
         del job  # and with it the KV cache; the audit needs one of its own
-        verify_folder(loaded, path, quiet, not no_progress)
+        verify_folder(loaded, path, context.obj, quiet, not no_progress)

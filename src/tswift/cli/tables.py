@@ -1,4 +1,4 @@
-"""Tables on stdout: framed on a terminal, aligned text in a pipe."""
+"""Tables on stdout or stderr: framed on a terminal, aligned text in a pipe."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
 
 
-def show(grid: Grid) -> None:
+def show(grid: Grid, stderr: bool = False) -> None:
     """Print a table."""
-    if sys.stdout.isatty():
-        Console(highlight=False).print(grid)
+    stream = sys.stderr if stderr else sys.stdout
+    if stream.isatty():
+        Console(highlight=False, stderr=stderr).print(grid)
     else:
-        print(grid.plain(), end="")
+        print(grid.plain(), end="", file=stream)

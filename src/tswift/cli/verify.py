@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from tswift.cli import options
+from tswift.cli import options, tables
+from tswift.cli.bars import Bars
 from tswift.cli.codes import FAILED
-from tswift.cli.verdict import print_audit, progress
+from tswift.cli.records import Record, writable
+from tswift.cli.verdict import verdict
 from tswift.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,10 +23,8 @@ _TEXT = "Instead of a run"
 
 
 def verify(
+    context: typer.Context,
     run: Annotated[Path | None, typer.Argument(help="Folder of a run, finished or not.", show_default=False)] = None,
-    json_out: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write everything to FILE; - for stdout.")
-    ] = None,
     tokens: Annotated[
         Path | None, options.option(_TEXT, "File of token ids, little-endian uint32, to verify.", "--tokens")
     ] = None,
@@ -55,6 +53,7 @@ def verify(
             "Model", "auto, float32, float64, bfloat16 or float16. (default: the run's, or auto)", "--dtype"
         ),
     ] = None,
+    json_file: options.Json = None,
     quiet: options.Quiet = False,
     no_progress: options.NoProgress = False,
 ) -> None:
@@ -70,11 +69,10 @@ def verify(
     if stop_at_eos:
         made["stop_at_eos"] = True
     _check_form(run, tokens, made)
-    if json_out not in (None, "-") and (Path(json_out).is_dir() or not Path(json_out).parent.is_dir()):
-        raise InputError(f"{json_out} cannot be written to", "--json")
+    record = writable(json_file)
 
     from tswift.jobs.recorded import read_run
-    from tswift.jobs.verification import Text, report, subject_of_run, subject_of_text, write_report
+    from tswift.jobs.verification import Text, report, subject_of_run, subject_of_text
 
     if run is not None:
         subject = subject_of_run(read_run(run), model, device, dtype)
@@ -83,19 +81,16 @@ def verify(
         subject = subject_of_text(text, model, device, dtype)
     else:
         raise InputError("give the folder of a run, or --tokens and the options that made them")
-    found = _audited(subject, not (quiet or no_progress))
-    if json_out == "-":
-        print(json.dumps(report(subject, found), indent=2))
-        print_audit(found, Console(stderr=True, quiet=quiet))
-    else:
-        print_audit(found, Console())
-        if json_out is not None:
-            write_report(Path(json_out), subject, found)
+    found = _audited(subject, quiet, not no_progress)
+    if record is None or record.path:
+        tables.show(verdict(found))
+    if record:
+        record.write({"kind": "verify", "command": context.obj, **report(subject, found)})
     if not found.ok:
         raise typer.Exit(FAILED)
 
 
-def verify_folder(model: LoadedModel, path: Path, quiet: bool, shown: bool) -> None:
+def verify_folder(model: LoadedModel, path: Path, command: list[str], quiet: bool, progress: bool) -> None:
     """Verify a run that this process has made, its model still there; ``verify.json`` goes to its folder.
 
     Raises:
@@ -103,19 +98,20 @@ def verify_folder(model: LoadedModel, path: Path, quiet: bool, shown: bool) -> N
     """
     from tswift.jobs.folder import AUDIT
     from tswift.jobs.recorded import read_run
-    from tswift.jobs.verification import with_model, write_report
+    from tswift.jobs.verification import report, with_model
 
     subject = with_model(read_run(path), model)
-    found = _audited(subject, shown and not quiet)
-    write_report(path / AUDIT, subject, found)
-    print_audit(found, Console(stderr=True, quiet=quiet))
+    found = _audited(subject, quiet, progress)
+    Record(path / AUDIT).write({"kind": "verify", "command": command, **report(subject, found)})
+    if not quiet:
+        tables.show(verdict(found), stderr=True)
     if not found.ok:
         raise typer.Exit(FAILED)
 
 
-def _audited(subject: Subject, shown: bool) -> Audit:
-    with progress(shown) as show:
-        return subject.audit(show)
+def _audited(subject: Subject, quiet: bool, progress: bool) -> Audit:
+    with Bars(quiet, progress) as bars:
+        return subject.audit(lambda done, total: bars.update("verify", done, total))
 
 
 def _check_form(run: Path | None, tokens: Path | None, made: dict[str, Any]) -> None:

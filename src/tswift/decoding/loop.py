@@ -105,8 +105,8 @@ class Decoding:
     def plain(self, count: int) -> list[Step]:
         """What plain decoding does and costs from here on: up to ``count`` one-token steps, all taken back.
 
-        Call it between two steps. The text, its KV cache and the steps to come are as if it had not been called. It goes
-        no further than one token beyond the length asked for.
+        Call it between two steps. Text, KV cache and the steps to come are as if it had not been called. It goes no
+        further than one token beyond the length asked for.
         """
         own = self._context
         kv = own.kv

@@ -27,10 +27,15 @@ class Doubt:
     A change of the logits is a sign for every token, times its size. Signs are tried in four patterns, in all of which
     the token in question goes up:
 
-    0. tokens with a higher score go down, the others up: a token dropped by top-p needs the mass above it to shrink;
-    1. all others go down: a close draw, or a token dropped by min-p, eta or top-k;
-    2. tokens that would score higher if nothing were dropped go down, the others stay;
-    3. the same, and the others go up: a competitor is pushed over the edge of a filter that the others set.
+    0. tokens with a higher score go down, the others up: a competitor is pushed over the edge of a filter that others
+       set, or the mass above a token that top-p drops shrinks;
+    1. all others go down: a close draw, or the token itself at the edge of min-p, eta or top-k;
+    2. tokens that would score higher if nothing were dropped go down, the others stay: the token and a competitor, both
+       at an edge;
+    3. the same, and the others go up.
+
+    That they are enough was tried: of draws turned by a random change of all logits, one in some hundreds had a margin
+    larger than that change, none more than twice as large.
 
     Args:
         sampler: the sampling rule.

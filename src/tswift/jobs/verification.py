@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +17,6 @@ from tswift.jobs.prompt import read_prompt, take
 from tswift.jobs.recorded import Recorded, check_ids, read_tokens
 from tswift.jobs.settings import sampling_params
 from tswift.models.loading import LoadedModel, load
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -109,19 +106,7 @@ def subject_of_text(text: Text, model: str | None, device: str | None, dtype: st
 def report(subject: Subject, found: Audit) -> dict[str, Any]:
     """Everything about an audit, ready for JSON."""
     about = {"source": str(subject.source), "seed": subject.seed, "prompt_tokens": len(subject.prompt)}
-    return {"schema": SCHEMA, **about, "model": subject.model.about(), **found.as_dict()}
-
-
-def write_report(path: Path, subject: Subject, found: Audit) -> None:
-    """Write :func:`report` to a file.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    try:
-        path.write_text(f"{json.dumps(report(subject, found), indent=2)}\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written to ({error.strerror})") from None
+    return {**about, "model": subject.model.about(), **found.as_dict()}
 
 
 def _checked(subject: Subject, option: str | None) -> Subject:

@@ -1,0 +1,31 @@
+"""How an audit is shown."""
+
+from __future__ import annotations
+
+from tswift.cli.verdict import verdict
+from tswift.decoding.audit import VIOLATION, WITHIN, Audit, Finding
+
+FOUND = (
+    Finding(3, 13, 7, 8, 0.01, WITHIN),
+    Finding(5, 15, 7, 8, 0.02, WITHIN),
+    *(Finding(index, index + 10, 7, 8, None if index > 10 else 0.5, VIOLATION) for index in range(9, 34)),
+)
+
+
+def test_what_is_said() -> None:
+    said = verdict(Audit(4000, 3973, FOUND, 0.02, 0.04, 0.001, 9.0, 2.0)).plain()
+    rows = [line.split() for line in said.splitlines()]
+    assert rows[0] == ["4,000", "tokens", "judged", "in", "2.0", "s"]
+    assert rows[2:5] == [
+        ["drawn", "exactly", "3,973", "0.001", "9"],
+        ["within", "rounding", "2", "0.01", "0.02"],
+        ["violations", "25", "0.5", "0.5"],
+    ]
+    assert "differ by up to 0.02 in a logit; within rounding is up to 0.04" in said
+    assert said.endswith("(from 0) " + ", ".join(map(str, range(9, 29))) + " and 5 more\n")
+
+
+def test_nothing_to_say() -> None:
+    said = verdict(Audit(3, 3, (), 0.0, 0.0, None, None, 2.0)).plain()
+    assert ["violations", "0", "-", "-"] in [line.split() for line in said.splitlines()]
+    assert "violations at" not in said

@@ -1,0 +1,199 @@
+"""``tswift verify`` and ``tswift generate --verify`` on a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+LENGTH = 90
+SAMPLING = ["--temperature", "1.3", "--min-p", "0.02", "--penalty", "1.1", "--window", "20"]
+
+
+@pytest.fixture
+def run(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
+    """A finished run, in float64."""
+    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", LENGTH, "--seed", 5, *SAMPLING]
+    assert tswift(*words, "--dtype", "float64", "--out", tmp_path / "run").code == 0
+    return tmp_path / "run"
+
+
+def alter(path: Path, places: list[int]) -> None:
+    """Another token, none that ends a text, at these places of a file of tokens."""
+    tokens = np.fromfile(path, "<u4")
+    tokens[places] = tokens[places] % 300 + 1
+    tokens.tofile(path)
+
+
+def test_a_run(tswift, run: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    result = tswift("verify", run, "--json", tmp_path / "found.json")
+    assert result.code == 0, result.err
+    assert result.err == ""
+    lines = [line.split() for line in result.out.decode().splitlines()]
+    assert lines[2][:3] == ["drawn", "exactly", str(LENGTH)]
+    assert lines[3:5] == [["within", "rounding", "0", "-", "-"], ["violations", "0", "-", "-"]]
+    assert "passes of different widths differ by up to" in result.out.decode()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["ok"] is True
+    assert (found["schema"], found["tokens"], found["exact"]) == (1, LENGTH, LENGTH)
+    assert (found["violations"], found["within_rounding"], found["findings"]) == (0, 0, [])
+    assert found["source"] == str(run)
+    assert (found["kind"], found["command"][:2]) == ("verify", ["tswift", "verify"])
+    assert found["seed"] == 5
+    assert found["model"]["dtype"] == "float64"
+    assert 0 < found["measured"] < found["bound"] < 1e-9
+    assert 0 < found["least_lead"] < found["greatest_lead"]
+    assert found["seconds"] > 0
+
+
+def test_violations(tswift, run: Path) -> None:  # type: ignore[no-untyped-def]
+    alter(run / "tokens.u32", [7])
+    result = tswift("verify", run)
+    assert result.code == 1
+    assert "violations at generated tokens (from 0) 7" in result.out.decode()
+    alter(run / "tokens.u32", list(range(20, 60)))
+    result = tswift("verify", run, "--json", "-")
+    assert result.code == 1
+    found = json.loads(result.out)
+    assert found["ok"] is False
+    assert found["findings"][0]["index"] == 7
+    assert found["violations"] == len(found["findings"]) > 30
+    assert f"and {found['violations'] - 20} more" in tswift("verify", run).out.decode()
+
+
+def test_quiet_and_another_dtype(tswift, run: Path) -> None:  # type: ignore[no-untyped-def]
+    result = tswift("verify", run, "--json", "-", "--quiet", "--dtype", "float32")
+    assert result.err == ""
+    found = json.loads(result.out)
+    assert found["model"]["dtype"] == "float32"
+    assert found["measured"] > 1e-9
+    assert found["exact"] >= LENGTH - 1
+
+
+def test_another_model(tswift, run: Path) -> None:  # type: ignore[no-untyped-def]
+    result = tswift("verify", run, "--model", "demo")
+    assert result.code == 1  # the bundled model has these ids too, and draws others
+    assert b"violations at" in result.out
+
+
+def test_a_text_and_its_options(tswift, run: Path, prompt: Path, checkpoint: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ["verify", "--tokens", run / "tokens.u32", "--prompt", prompt, "--model", checkpoint, *SAMPLING]
+    words += ["--dtype", "float64"]
+    assert tswift(*words, "--seed", 5).code == 0
+    for wrong in (["--seed", 6], [], ["--seed", 5, "--prefill", 4], ["--seed", 5, "--penalty", 1]):
+        assert tswift(*words, *wrong).code == 1, wrong
+
+
+def test_stop_at_eos(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    sampling = ["--temperature", 100, "--min-p", 0, "--seed", 4, "--stop-at-eos"]
+    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 3000, "--method", "ar", "--quiet"]
+    assert tswift(*words, *sampling, "--out", tmp_path / "run").code == 0
+    assert tswift("verify", tmp_path / "run").code == 0
+    text = ["verify", "--tokens", tmp_path / "run" / "tokens.u32", "--prompt", prompt, "--model", checkpoint]
+    assert tswift(*text, *sampling).code == 0
+    result = tswift(*text, *sampling[:-1])
+    assert result.code == 1  # the last token would have been banned
+    assert b" inf " in result.out
+
+
+def test_a_prompt_from_standard_input(tswift, prompt: Path, checkpoint: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt.read_bytes())))
+    out = tmp_path / "run"
+    assert tswift("generate", "--model", checkpoint, "--len", 9, "--prompt", "-", "--out", out).code == 0
+    assert tswift("verify", out).code == 0
+
+
+def test_an_interrupted_run(tswift, checkpoint: Path, prompt: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "run"
+    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 4000, "--method", "ar", "--out", out]
+    command = [sys.executable, "-c", "import sys; from tswift.cli import main; sys.exit(main())", *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=dict(os.environ))
+    assert process.stdout is not None
+    process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=300)
+    result = tswift("verify", out, "--json", "-")
+    assert result.code == 0
+    assert json.loads(result.out)["tokens"] == (out / "tokens.u32").stat().st_size // 4 < 4000
+
+
+def test_generate_verify(tswift, checkpoint: Path, prompt: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "run"
+    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 40, "--verify", "--out"]
+    result = tswift(*words, out)
+    assert result.code == 0, result.err
+    assert result.out == (out / "text.txt").read_bytes()  # nothing but the text
+    assert "within rounding" in result.err
+    found = json.loads((out / "verify.json").read_text())
+    assert found["ok"] is True
+    assert (found["tokens"], found["source"]) == (40, str(out))
+    assert tswift(*words, tmp_path / "quiet", "--quiet").err == ""
+
+    from tswift.decoding.sampling import Sampler
+
+    right = Sampler.draw
+    broken = lambda self, logits, seen, places: right(self, logits, None, places)  # noqa: E731
+    monkeypatch.setattr(Sampler, "draw", broken)
+    result = tswift(*words, tmp_path / "broken")
+    assert result.code == 1
+    assert "violations at generated tokens" in result.err
+    assert json.loads((tmp_path / "broken" / "verify.json").read_text())["ok"] is False
+
+
+def test_progress_lines(tswift, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("tswift.cli.bars._LOG_SECONDS", 0.0)
+    assert tswift("verify", run, "--no-progress").err == ""
+    assert "tswift: verify " in tswift("verify", run).err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", "give the folder of a run, or --tokens"),
+        ("RUN --tokens x", "--tokens: cannot be given together with a run"),
+        ("RUN --seed 1", "--seed: goes with --tokens; a run has its own"),
+        ("RUN --top-p 0.5", "--top-p: goes with --tokens; a run has its own"),
+        ("RUN --stop-at-eos", "--stop-at-eos: goes with --tokens; a run has its own"),
+        ("RUN --prompt x", "--prompt: goes with --tokens; a run has its own"),
+        ("/nowhere", "there is no folder /nowhere"),
+        ("RUN --json /nowhere/x.json", "--json: /nowhere/x.json cannot be written"),
+        ("RUN --model /nowhere", "--model: there is no folder '/nowhere'"),
+        ("RUN --dtype int8", "--dtype: no dtype 'int8'"),
+        ("--tokens /nowhere", "--tokens: there is no file /nowhere"),
+        ("--tokens RUN/tokens.u32 --prompt /nowhere", "--prompt: there is no file /nowhere"),
+        ("--tokens RUN/tokens.u32 --prefill 0", "--prefill: must be at least 1, got 0"),
+        ("--tokens RUN/tokens.u32 --min-p 2", "--min-p must be between 0 and 1, got 2.0"),
+        ("--tokens RUN/text.txt", "--tokens: "),
+    ],
+)
+def test_bad_input(tswift, run: Path, words: str, expected: str) -> None:  # type: ignore[no-untyped-def]
+    (run / "text.txt").write_bytes(b"12345")
+    result = tswift("verify", *words.replace("RUN", str(run)).split())
+    assert result.code == 2
+    assert result.out == b""
+    assert result.err.startswith(f"tswift: error: {expected}")
+    assert result.err.count("\n") == 1
+
+
+def test_what_only_the_model_can_tell(tswift, run: Path, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    many = tmp_path / "many.u32"
+    np.ones(4096, "<u4").tofile(many)
+    text = ["verify", "--prompt", prompt, "--model", checkpoint, "--tokens"]
+    assert "prompt tokens and 4,096 new ones need" in tswift(*text, many).err
+    shutil.copy(run / "tokens.u32", many)
+    tokens = np.fromfile(many, "<u4")
+    tokens[3] = 2**32 - 1
+    tokens.tofile(many)
+    assert tswift(*text, many).err.startswith(f"tswift: error: --tokens: {many} has token id 4,294,967,295 at 3, ")
+    tokens.tofile(run / "tokens.u32")
+    result = tswift("verify", run)
+    assert result.code == 2
+    assert result.err.startswith(f"tswift: error: {run} has token id 4,294,967,295 at 3, ")
