@@ -52,16 +52,15 @@ def test_every_cell_is_measured_and_valid(checkpoint, schema, ar):
     assert {number for number, *_ in ticks} == set(range(16))
 
 
-def test_counters_are_exact_and_points_do_not_depend_on_slices(checkpoint):
+def test_counters_are_exact_and_do_not_depend_on_how_ar_is_timed(checkpoint):
     first, _ = measured(checkpoint, Plan((5,), (30, 70), warmup=0), prompts=1)
     second, _ = measured(checkpoint, Plan((5,), (30, 70), ar=SAMPLED, warmup=4), prompts=1)
-    third, _ = measured(checkpoint, Plan((5,), (30,), warmup=0), prompts=1)
     counters = ("tokens", "passes", "nodes", "accepted", "reused", "alpha", "beta")
 
     def read(found, place):
         return [[s["points"][place][name] for name in counters] for s in found["samples"] if s["method"] != "ar"]
 
-    assert read(first, 0) == read(second, 0) == read(third, 0)
+    assert read(first, 0) == read(second, 0)
     assert read(first, 1) == read(second, 1)
     assert first["workload"]["hash"] != second["workload"]["hash"]
     again, _ = measured(checkpoint, Plan((5,), (30, 70), warmup=9), prompts=1)
