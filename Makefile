@@ -8,7 +8,7 @@ OUT ?= runs/gpu
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup run test lint demo-model gpu
+.PHONY: setup run test lint bench gate demo-model gpu
 
 setup: $(STAMP)
 
@@ -28,6 +28,17 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# the default table: alpha, x and wall time up to 100,000 tokens; an hour or more on a CPU
+BENCH ?= --prefill 4096
+bench: setup
+	$(BIN)/tswift bench $(BENCH)
+
+# Counters of a small benchmark against the committed ones. They are exact for a seed, so nothing may get worse; in
+# float64, so that no near-tie falls differently on another processor.
+gate: setup
+	$(BIN)/tswift bench --prefill 1024 --lens 500,1000 --seeds 0,1 --dtype float64 --no-plots --no-progress \
+	  --against results/baseline.json --fail-on alpha --fail-on beta --fail-on tokens_per_step --fail-on passes
 
 # train the bundled model anew: make demo-model CORPUS=folder-or-hub-id
 CORPUS ?= emozilla/pg19

@@ -58,6 +58,7 @@ def make_measurement(
         "schema": 1,
         "kind": "bench",
         "simulated": False,
+        "state": "finished",
         "started": "2026-11-21T06:00:00+00:00",
         "ended": "2026-11-21T06:30:00+00:00",
         "command": ["tswift", "bench", "--prompts", "two words.txt"],
@@ -143,7 +144,9 @@ def _sample(
         "estimated": estimated,
         "prefill_seconds": prefill * 0.001,
         "same_as_ar": None if method == "ar" else True,
+        "explained": None,
         "first_difference": None,
+        "compared_tokens": 0 if method == "ar" else lens[-1],
         "slices": [
             [tokens, seconds(tokens, share * noise if method != "ar" else 1.0)]
             for tokens in range(end // 20, end + 1, end // 20)

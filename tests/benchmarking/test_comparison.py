@@ -15,10 +15,7 @@ LENGTH = 120
 
 
 def run(lineup: Lineup, length: int = LENGTH):
-    comparison, _ = compare(
-        lineup, lineup.model.encode("The ship had lain"), length, 5, lambda lane: None, lambda *_: None
-    )
-    return comparison
+    return compare(lineup, lineup.model.encode("The ship had lain"), length, 5, lambda lane: None, lambda *_: None)
 
 
 def patched_lanes(monkeypatch: pytest.MonkeyPatch, change) -> None:
@@ -93,6 +90,25 @@ def test_one_unit_in_the_last_place_is_rounding(checkpoint, monkeypatch):
     assert nudged.margin is not None
     assert nudged.margin <= comparison.audits["medusa"].bound
     assert comparison.ok
+
+
+def test_ctrl_c_leaves_the_outcomes_so_far(checkpoint):
+    lineup = line_up(Entry(("ar", "medusa"), model=str(checkpoint)))
+
+    def press(lane):
+        if lane.stats.tokens > 40:
+            raise KeyboardInterrupt
+
+    comparison = compare(lineup, [1, 2, 3], LENGTH, 5, press, lambda *_: None)
+    assert comparison.interrupted
+    assert comparison.ok
+    assert all(30 < each.tokens < 60 for each in comparison.outcomes)
+
+    def press_at_once(lane):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(lineup, [1, 2, 3], LENGTH, 5, press_at_once, lambda *_: None)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_a_rule_that_finds_nothing_to_compare_is_refused() -> None:
 
 def test_other_tokens_than_plain_decoding_always_fail() -> None:
     ours = copy.deepcopy(BASE)
-    ours["samples"][1].update(same_as_ar=False, first_difference=321)
+    ours["samples"][1].update(same_as_ar=False, explained=False, first_difference=321)
     (verdict,) = failures(judge(ours, *RULES))
     assert (verdict.metric, verdict.method, verdict.length) == ("same_as_ar", "medusa", None)
     assert "seed 0: other tokens than AR from token 321" in verdict.note

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from importlib import resources
 
@@ -9,7 +10,7 @@ import jsonschema
 import pytest
 
 from tswift.benchmarking.lineup import Entry, line_up
-from tswift.benchmarking.measure import FULL, SAMPLED, Plan, measure
+from tswift.benchmarking.measure import FULL, SAMPLED, Plan, header, measure
 from tswift.benchmarking.prompts import Prompt, encode, read_texts
 from tswift.errors import InputError
 
@@ -20,7 +21,9 @@ def measured(checkpoint, plan: Plan, methods=("ar", "tokenswift", "reuse"), prom
         Prompt(f"p{index}", lineup.model.encode(f"{index} The ship had lain three days.")) for index in range(prompts)
     ]
     ticks = []
-    found = measure(lineup, chosen, plan, ["tswift", "bench"], lambda *tick: ticks.append(tick))
+    found, kept = header(lineup, chosen, plan, ["tswift", "bench"]), []
+    measure(found, lineup, chosen, plan, lambda *tick: ticks.append(tick), lambda so_far: kept.append(so_far["state"]))
+    assert kept == ["running"] * (len(kept) - 1) + ["finished"]
     return found, ticks
 
 
@@ -40,6 +43,7 @@ def test_every_cell_is_measured_and_valid(checkpoint, schema, ar):
         plain = sample["method"] == "ar"
         assert sample["estimated"] is (plain and ar == SAMPLED)
         assert sample["same_as_ar"] is (None if plain else True)
+        assert sample["explained"] is (True if ar == SAMPLED and not plain else None)
         assert [point["len"] for point in sample["points"]] == [20, 60]
         for point in sample["points"]:
             assert point["len"] <= point["tokens"] < point["len"] + 6
@@ -50,6 +54,41 @@ def test_every_cell_is_measured_and_valid(checkpoint, schema, ar):
                 assert point["passes"] == point["tokens"] == point["len"]
                 assert point["speedup"] == 1.0
     assert {number for number, *_ in ticks} == set(range(16))
+
+
+def test_ctrl_c_keeps_the_lengths_that_all_have_reached(checkpoint, schema):
+    lineup = line_up(Entry(("ar", "reuse"), model=str(checkpoint)))
+    plan, prompts = Plan((4,), (20, 60, 90), (1, 2), warmup=0), [Prompt("p", list(range(1, 9)))]
+    found, kept = header(lineup, prompts, plan, ["tswift"]), []
+
+    def tick(number, cells, cell, lane):
+        if number == 1 and lane.name == "reuse" and lane.stats.tokens > 70:
+            raise KeyboardInterrupt
+
+    measure(found, lineup, prompts, plan, tick, lambda so_far: kept.append(len(so_far["samples"])))
+    jsonschema.validate(json.loads(json.dumps(found)), schema)
+    assert found["state"] == "interrupted"
+    assert kept == [2, 4]
+    assert [len(sample["points"]) for sample in found["samples"]] == [3, 3, 2, 2]
+
+
+def test_a_text_that_differs_is_audited(checkpoint, monkeypatch):
+    from tswift.benchmarking.lineup import Lineup
+
+    lanes = Lineup.lanes
+
+    def made(self, *arguments):
+        found = lanes(self, *arguments)
+        decoding = found[-1].generation.decoding
+        decoding._context.sampler.params = dataclasses.replace(self.params, penalty=1.0)
+        return found
+
+    monkeypatch.setattr(Lineup, "lanes", made)
+    for ar in (FULL, SAMPLED):
+        found, _ = measured(checkpoint, Plan((4,), (80,), ar=ar, warmup=0), ("ar", "reuse"), prompts=1)
+        plain, drafted = found["samples"]
+        assert plain["explained"] is None
+        assert (drafted["same_as_ar"], drafted["explained"]) == (ar == SAMPLED, False)
 
 
 def test_counters_are_exact_and_do_not_depend_on_how_ar_is_timed(checkpoint):

@@ -70,12 +70,13 @@ def test_what_the_spread_is_over() -> None:
 def test_other_texts_are_named() -> None:
     def differ(measurement: dict[str, Any]) -> None:
         for sample in measurement["samples"][1::3]:  # medusa
-            sample.update(same_as_ar=False, first_difference=77)
+            sample.update(same_as_ar=False, explained=False, first_difference=77)
 
     assert both(make_measurement())[1].notes[1] == "Same tokens as AR: all 4 runs."
     assert both(changed(make_measurement(), differ))[1].notes[1] == (
-        "Same tokens as AR: 2 of 4 runs. Not: medusa (prompt novel, prefill 1,024, seed 0, from token 77); "
-        "medusa (prompt novel, prefill 1,024, seed 1, from token 77)."
+        "Same tokens as AR: 2 of 4 runs. "
+        "Not: medusa (prompt novel, prefill 1,024, seed 0, from token 77, NOT rounding); "
+        "medusa (prompt novel, prefill 1,024, seed 1, from token 77, NOT rounding)."
     )
     assert both(changed(make_measurement(seeds=range(8)), differ))[1].notes[1].endswith("; and 3 more.")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tswift.benchmarking.lanes import Lane, interleave, slice_goals
 from tswift.benchmarking.lineup import BASELINE, REFERENCE, Lineup
-from tswift.decoding.audit import Audit, audit
+from tswift.decoding.audit import Audit
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,13 @@ class Comparison:
     """The outcomes, plain decoding's first, and the audits of texts that differ from plain decoding's.
 
     Attributes:
+        interrupted: whether Ctrl-C was pressed before the end; the outcomes are of what was there.
         ok: whether rounding explains every difference.
     """
 
     outcomes: tuple[Outcome, ...]
     audits: dict[str, Audit]
+    interrupted: bool
 
     @property
     def ok(self) -> bool:
@@ -62,6 +64,7 @@ class Comparison:
         """Everything, ready for JSON."""
         return {
             "ok": self.ok,
+            "interrupted": self.interrupted,
             "outcomes": [asdict(outcome) for outcome in self.outcomes],
             "audits": {name: each.as_dict() for name, each in self.audits.items()},
         }
@@ -74,8 +77,8 @@ def compare(
     seed: int,
     tick: Callable[[Lane], None],
     audited: Callable[[str, int, int], None],
-) -> tuple[Comparison, list[Lane]]:
-    """Run all methods in interleaved slices and compare their texts.
+) -> Comparison:
+    """Run all methods in interleaved slices and compare their texts, as far as they got if Ctrl-C is pressed.
 
     Where a text differs from plain decoding's, it is audited as a whole, and so is plain decoding's: after a near-tie
     the two are different draws, and comparing them further would say nothing.
@@ -91,27 +94,31 @@ def compare(
     Raises:
         InputError: more positions or memory than there are.
     """
+    interrupted = False
     lanes = lineup.lanes(prompt, length, seed)
     for lane in lanes:
         lane.prefill()
         tick(lane)
-    interleave(lanes, slice_goals(length), tick)
+    try:
+        interleave(lanes, slice_goals(length), tick)
+    except KeyboardInterrupt:  # a second one ends the audit too
+        interrupted = True
+        if not all(lane.tokens for lane in lanes):
+            raise
     plain = next(lane for lane in lanes if lane.name == BASELINE)
     different = {lane.name: first_difference(lane.tokens, plain.tokens) for lane in lanes}
     audits: dict[str, Audit] = {}
     for lane in lanes:
         if different[lane.name] is not None or (lane is plain and any(at is not None for at in different.values())):
-            audits[lane.name] = audit(
-                lineup.model.target,
+            audits[lane.name] = lineup.audit(
                 prompt,
                 lane.tokens,
-                lineup.params,
                 seed,
                 lambda done, whole, name=lane.name: audited(name, done, whole),  # type: ignore[misc]
             )
     reference = next((lane for lane in lanes if lane.name == REFERENCE), None)
     outcomes = tuple(_outcome(lane, plain, reference, different[lane.name], audits) for lane in lanes)
-    return Comparison(outcomes, audits), lanes
+    return Comparison(outcomes, audits, interrupted)
 
 
 def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:

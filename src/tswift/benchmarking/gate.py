@@ -128,7 +128,7 @@ def compare(
     """Judge a measurement by an earlier one.
 
     A cell, a run of a cell or a value that the baseline has and we have not is a regression, and so is any run of ours
-    whose tokens are not plain decoding's. What got better never is.
+    whose tokens are neither plain decoding's nor explained by rounding. What got better never is.
 
     Args:
         measurement: ours.
@@ -137,19 +137,20 @@ def compare(
         force: compare times although the machines differ.
 
     Returns:
-        A verdict per rule and cell of either measurement, and one per run with other tokens than plain decoding's.
+        A verdict per rule and cell of either measurement, and one per run with tokens that neither plain
+        decoding nor rounding explains.
 
     Raises:
         InputError: the baseline is of another workload, or simulated where ours is not or the other way round, or has
             nothing a rule asks for; or times are to be compared between machines without force.
     """
-    _refuse_foreign(measurement, baseline, rules, force)
+    refuse_foreign(measurement, baseline, rules, force)
     ours = {cell.key: cell for cell in summarise(measurement)}
     theirs = {cell.key: cell for cell in summarise(baseline)}
     for rule in rules:
         if all(cell.figures[rule.figure].mean is None for cell in theirs.values()):
             raise InputError(f"the baseline holds no {rule.metric}", "--against")
-    verdicts = [_other_text(sample) for sample in measurement["samples"] if sample["same_as_ar"] is False]
+    verdicts = [_other_text(sample) for sample in measurement["samples"] if sample["explained"] is False]
     for rule in rules:
         verdicts += [_verdict(rule, key, ours.get(key), theirs.get(key)) for key in dict.fromkeys([*theirs, *ours])]
     return verdicts
@@ -169,9 +170,14 @@ def moved(verdicts: Sequence[Verdict]) -> Grid:
     )
 
 
-def _refuse_foreign(
-    measurement: Mapping[str, Any], baseline: Mapping[str, Any], rules: Sequence[Rule], force: bool
+def refuse_foreign(
+    measurement: Mapping[str, Any], baseline: Mapping[str, Any], rules: Sequence[Rule], force: bool = False
 ) -> None:
+    """Refuse a baseline that cannot be compared with. The measurement needs no samples yet.
+
+    Raises:
+        InputError: as :func:`compare`.
+    """
     # through JSON, as the baseline has come: it has no tuples
     ours, theirs = json.loads(json.dumps(measurement["workload"])), baseline["workload"]
     differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
@@ -190,7 +196,10 @@ def _refuse_foreign(
 
 def _other_text(sample: Mapping[str, Any]) -> Verdict:
     where = f"prompt {sample['prompt']}, seed {sample['seed']}"
-    note = f"{where}: other tokens than AR from token {sample['first_difference']}"
+    first = sample["first_difference"]
+    note = f"{where}: " + (
+        "its audit finds violations" if first is None else f"other tokens than AR from token {first}"
+    )
     return Verdict(SAME_TEXT, sample["method"], sample["prefill"], None, None, None, None, None, ok=False, note=note)
 
 

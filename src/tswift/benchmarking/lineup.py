@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tswift.benchmarking.lanes import Lane
+from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import begin, ending
 from tswift.decoding.limits import available_bytes, gigabytes
 from tswift.decoding.sampling import SamplingParams
@@ -94,6 +95,12 @@ class Lineup:
                 "--methods",
             )
         return lanes
+
+    def audit(
+        self, prompt: Sequence[int], tokens: Sequence[int], seed: int, show: Callable[[int, int], None] | None = None
+    ) -> Audit:
+        """Whether a text is what the sampling rule draws; see :func:`tswift.decoding.audit.audit`."""
+        return audit(self.model.target, prompt, tokens, self.params, seed, show)
 
 
 def parse_methods(words: str) -> tuple[str, ...]:

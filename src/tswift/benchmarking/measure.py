@@ -5,24 +5,23 @@ The result is one dict, written to ``bench.json`` as it is; ``bench.schema.json`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from itertools import product
 from typing import Any
 
-from tswift.benchmarking.comparison import first_difference
-from tswift.benchmarking.lanes import Lane, interleave, slice_goals
+from tswift.benchmarking.cell import Cell, run_cell
+from tswift.benchmarking.lanes import Lane
 from tswift.benchmarking.lineup import BASELINE, Lineup
 from tswift.benchmarking.measurement import KIND, SCHEMA, workload_hash
 from tswift.benchmarking.prompts import Prompt
-from tswift.benchmarking.sampled import Probe, integrate, probe, probes_differ
-from tswift.decoding.stats import DecodeStats
 from tswift.errors import InputError
 from tswift.jobs.environment import environment
 from tswift.jobs.prompt import fingerprint
 
 FULL, SAMPLED = "full", "sampled"
+RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
 
 
 @dataclass(frozen=True)
@@ -66,61 +65,84 @@ class Plan:
             raise InputError(f"is full or sampled, got {self.ar}", "--ar")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One cell of the grid, in one repeat."""
-
-    repeat: int
-    prompt: Prompt
-    prefill: int
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.prompt.name}, prefill {self.prefill:,}, seed {self.seed}"
-
-
+Keep = Callable[[dict[str, Any]], None]
 Tick = Callable[[int, int, Cell, Lane], None]  # number of the cell, cells in all, the cell, the lane that advanced
 
 
-def measure(
-    lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str], tick: Tick
-) -> dict[str, Any]:
-    """Run the grid.
+def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str]) -> dict[str, Any]:
+    """A measurement without samples: what is to be measured, and where.
 
     Args:
         lineup: the model and its methods.
         prompts: each of at least the longest prefill.
         plan: the grid.
-        command: the words of the command line, for the record.
-        tick: called whenever a lane has advanced by a slice.
+        command: the words of the command line.
 
     Raises:
-        InputError: more positions or memory than there are; nothing has been measured then.
+        InputError: more positions or memory than there are, or nothing to sample plain decoding beside.
     """
     if plan.ar == SAMPLED and len(lineup.options) < 2:
         raise InputError("sampled takes its samples while another method runs; name one", "--ar")
-    cells = [Cell(*each) for each in product(range(plan.repeats), prompts, sorted(plan.prefills), plan.seeds)]
-    methods = [name for name in lineup.names if plan.ar == FULL or name != BASELINE]
-    # the largest cell first, allocated and let go: what does not fit is refused before an hour has passed
-    lineup.lanes(prompts[0].tokens[: max(plan.prefills)], max(plan.lens), 0, methods)
-    started = _now()
-    _warm_up(lineup, prompts[0], plan.warmup)
-    samples: list[dict[str, Any]] = []
-    for number, cell in enumerate(cells):
-        lanes = lineup.lanes(cell.prompt.tokens[: cell.prefill], max(plan.lens), cell.seed, methods)
-        samples += _run(cell, lanes, plan, lambda lane, n=number, c=cell: tick(n, len(cells), c, lane))  # type: ignore[misc]
+    # the largest cell, allocated and let go: what does not fit is refused before an hour has passed
+    lineup.lanes(prompts[0].tokens[: max(plan.prefills)], max(plan.lens), 0, _methods(lineup, plan))
     workload = _workload(lineup, prompts, plan)
     return {
         "schema": SCHEMA,
         "kind": KIND,
         "simulated": False,
-        "started": started,
+        "state": RUNNING,
+        "started": _now(),
         "ended": _now(),
         "command": list(command),
         "environment": environment(lineup.model.target.device),
         "workload": {"hash": workload_hash(workload), **workload},
-        "samples": samples,
+        "samples": [],
     }
+
+
+def measure(
+    measurement: dict[str, Any], lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, tick: Tick, keep: Keep
+) -> None:
+    """Run the grid, or as much of it as is done when Ctrl-C is pressed.
+
+    Args:
+        measurement: from :func:`header`; the samples go there. Its ``state`` says at the end whether it is whole.
+        lineup: the model and its methods.
+        prompts: each of at least the longest prefill.
+        plan: the grid.
+        tick: called whenever a lane has advanced by a slice.
+        keep: called after every cell, so that an error in the next one loses nothing.
+    """
+    lens = sorted(plan.lens)
+    cells = [Cell(*each) for each in product(range(plan.repeats), prompts, sorted(plan.prefills), plan.seeds)]
+    try:
+        _warm_up(lineup, prompts[0], plan.warmup)
+    except KeyboardInterrupt:
+        cells = []
+        measurement["state"] = INTERRUPTED
+    for number, cell in enumerate(cells):
+        prompt = cell.prompt.tokens[: cell.prefill]
+        lanes = lineup.lanes(prompt, lens[-1], cell.seed, _methods(lineup, plan))
+        samples, interrupted = run_cell(
+            cell,
+            lanes,
+            lens,
+            lambda lane, n=number, c=cell: tick(n, len(cells), c, lane),  # type: ignore[misc]
+            lambda lane, p=prompt, s=cell.seed: lineup.audit(p, lane.tokens, s).ok,  # type: ignore[misc]
+        )
+        del lanes  # their caches go before the next ones come
+        whole = number + 1 == len(cells) and not interrupted
+        measurement["samples"] += samples
+        measurement["ended"] = _now()
+        measurement["state"] = FINISHED if whole else INTERRUPTED if interrupted else RUNNING
+        keep(measurement)
+        if interrupted:
+            return
+
+
+def _methods(lineup: Lineup, plan: Plan) -> list[str]:
+    """The lanes: without plain decoding where that is sampled."""
+    return [name for name in lineup.names if plan.ar == FULL or name != BASELINE]
 
 
 def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str, Any]:
@@ -152,105 +174,6 @@ def _warm_up(lineup: Lineup, prompt: Prompt, tokens: int) -> None:
         for lane in lineup.lanes(prompt.tokens[:64], tokens, 0):
             lane.prefill()
             lane.advance(tokens)
-
-
-def _run(cell: Cell, lanes: Sequence[Lane], plan: Plan, tick: Callable[[Lane], None]) -> Iterator[dict[str, Any]]:
-    lens = sorted(plan.lens)
-    marks: dict[str, list[DecodeStats]] = {lane.name: [] for lane in lanes}
-    probes: dict[str, list[Probe]] = {lane.name: [] for lane in lanes}
-
-    def after(lane: Lane) -> None:
-        reached = marks[lane.name]
-        if len(reached) < len(lens) and lane.stats.tokens >= lens[len(reached)]:
-            reached.append(lane.stats.copy())
-        if plan.ar == SAMPLED and (taken := probe(lane)):
-            probes[lane.name].append(taken)
-        tick(lane)
-
-    for lane in lanes:
-        lane.prefill()
-        if plan.ar == SAMPLED and (taken := probe(lane)):
-            probes[lane.name].append(taken)
-    interleave(lanes, slice_goals(lens[-1], lens), after)
-    pooled = [taken for each in probes.values() for taken in each]
-    plain = next((lane for lane in lanes if lane.name == BASELINE), None)
-
-    def ar_seconds(index: int, tokens: int) -> float:
-        if plain is None:
-            return integrate(pooled, tokens)
-        mark = marks[BASELINE][index]
-        return mark.seconds * tokens / mark.tokens
-
-    if plain is None:
-        yield _estimated(cell, pooled, lens)
-    for lane in lanes:
-        different = (
-            probes_differ(lane.tokens, probes[lane.name])
-            if plain is None
-            else first_difference(lane.tokens, plain.tokens)
-        )
-        yield {
-            **_of(cell, lane.name),
-            "estimated": False,
-            "prefill_seconds": lane.prefill_seconds,
-            "same_as_ar": None if lane is plain else different is None,
-            "first_difference": different,
-            "slices": [list(each) for each in lane.slices],
-            "probes": [[each.position, list(each.seconds)] for each in probes[lane.name]] or None,
-            "points": [
-                _point(length, mark, ar_seconds(index, mark.tokens))
-                for index, (length, mark) in enumerate(zip(lens, marks[lane.name], strict=True))
-            ],
-        }
-
-
-def _of(cell: Cell, method: str) -> dict[str, Any]:
-    return {
-        "prompt": cell.prompt.name,
-        "prefill": cell.prefill,
-        "seed": cell.seed,
-        "repeat": cell.repeat,
-        "method": method,
-    }
-
-
-def _estimated(cell: Cell, probes: Sequence[Probe], lens: Sequence[int]) -> dict[str, Any]:
-    """Plain decoding's row where it was not run but sampled."""
-    points = []
-    for length in lens:
-        stats = DecodeStats(0, passes=length, tokens=length, nodes=length, seconds=integrate(probes, length))
-        stats.accepted[0] = length
-        points.append(_point(length, stats, stats.seconds))
-    return {
-        **_of(cell, BASELINE),
-        "estimated": True,
-        "prefill_seconds": None,
-        "same_as_ar": None,
-        "first_difference": None,
-        "slices": [[goal, integrate(probes, goal)] for goal in slice_goals(lens[-1], lens)],
-        "probes": None,
-        "points": points,
-    }
-
-
-def _point(length: int, stats: DecodeStats, ar_seconds: float) -> dict[str, Any]:
-    most = max(stats.accepted, default=0)
-    return {
-        "len": length,
-        "tokens": stats.tokens,
-        "seconds": stats.seconds,
-        "passes": stats.passes,
-        "nodes": stats.nodes,
-        "depth": stats.depth,
-        "accepted": [stats.accepted[count] for count in range(most + 1)],
-        "reused": stats.reused,
-        "alpha": stats.alpha,
-        "beta": stats.beta,
-        "tokens_per_step": stats.tokens_per_step,
-        "tokens_per_second": stats.tokens_per_second,
-        "ar_seconds": ar_seconds,
-        "speedup": ar_seconds / stats.seconds,
-    }
 
 
 def _now() -> str:

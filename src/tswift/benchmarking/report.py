@@ -47,6 +47,18 @@ def write_reports(measurement: Mapping[str, Any], folder: Path, paper: bool, plo
     return paths
 
 
+def write_measurement(measurement: Mapping[str, Any], folder: Path) -> Path:
+    """Write ``bench.json`` alone, whole or not at all.
+
+    Raises:
+        InputError: the folder cannot be written to.
+    """
+    try:
+        return _write(folder / FILE, encode(measurement).encode())
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written to ({error.strerror})", "--out") from None
+
+
 def csv_report(measurement: Mapping[str, Any]) -> str:
     """One line per method, prefill and length: of each figure n, mean and standard deviation; empty where unknown."""
     text = io.StringIO()

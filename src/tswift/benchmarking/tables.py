@@ -56,20 +56,24 @@ def runs(cells: Sequence[Cell]) -> str:
 def same_text(measurement: Mapping[str, Any]) -> str:
     """How many runs yielded plain decoding's tokens, and where the others left them, in one line."""
     compared = [sample for sample in measurement["samples"] if sample["same_as_ar"] is not None]
-    differing = [sample for sample in compared if not sample["same_as_ar"]]
+    differing = [sample for sample in compared if not sample["same_as_ar"] or sample["explained"] is False]
     if not compared:
         return "Same tokens as AR: not compared."
+    checked = ""
+    if measurement["workload"]["ar"] == "sampled":
+        tokens = sum(sample["compared_tokens"] for sample in compared)
+        checked = f" in the {tokens:,} tokens where AR was sampled, every text audited"
     if not differing:
-        return f"Same tokens as AR: {'all' if len(compared) > 1 else 'the'} {_runs(len(compared))}."
+        return f"Same tokens as AR{checked}: {'all' if len(compared) > 1 else 'the'} {_runs(len(compared))}."
     places = [
         f"{method_name(sample['method'])} (prompt {sample['prompt']}, prefill {sample['prefill']:,}, "
-        f"seed {sample['seed']}, from token {sample['first_difference']})"
+        f"seed {sample['seed']}, {_how(sample)})"
         for sample in differing[:_MOST_DIFFERENCES]
     ]
     more = len(differing) - len(places)
     rest = f"; and {more} more" if more else ""
     same = f"{len(compared) - len(differing)} of {_runs(len(compared))}"
-    return f"Same tokens as AR: {same}. Not: {'; '.join(places)}{rest}."
+    return f"Same tokens as AR{checked}: {same}. Not: {'; '.join(places)}{rest}."
 
 
 def _acceptance(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow]) -> Grid:
@@ -140,6 +144,8 @@ def _times(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Seq
 def _notes(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow]) -> list[str]:
     """What holds for both tables, below the second."""
     notes = [runs(cells), same_text(measurement)]
+    if measurement["state"] != "finished":
+        notes.append("The measurement did not run to its end: these are the cells and lengths that were reached.")
     if any(cell.estimated for cell in cells):
         notes.append("est.: integrated from AR steps sampled as the text grew; every x and delta rests on that time.")
     if published:
@@ -183,6 +189,12 @@ def _marked(text: str, estimated: bool) -> str:
 
 def _listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
+def _how(sample: Mapping[str, Any]) -> str:
+    if sample["first_difference"] is None:
+        return "its audit finds violations"
+    return f"from token {sample['first_difference']}, {'rounding' if sample['explained'] else 'NOT rounding'}"
 
 
 def _plural(count: int, word: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tswift.cli import options
-from tswift.cli.codes import FAILED
+from tswift.cli.codes import FAILED, INTERRUPTED
 from tswift.errors import InputError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def bench(
     from tswift.benchmarking import gate, report
     from tswift.benchmarking import plots as drawing
     from tswift.benchmarking.lineup import Entry, line_up, parse_methods
-    from tswift.benchmarking.measure import Plan, measure
+    from tswift.benchmarking.measure import FINISHED, Plan, header, measure
     from tswift.benchmarking.measurement import load_measurement
     from tswift.benchmarking.prompts import encode, read_texts
     from tswift.benchmarking.tables import grids
@@ -135,6 +135,9 @@ def bench(
     texts = read_texts(prompts or ())
     lineup = line_up(entry)
     chosen = encode(texts, lineup.model, max(plan.prefills))
+    measurement = header(lineup, chosen, plan, context.obj)
+    if baseline:
+        gate.refuse_foreign(measurement, baseline, rules, force)
     folder = out or default_path("bench")
     new_folder(folder)
     bars = Bars(quiet, not no_progress)
@@ -153,18 +156,22 @@ def bench(
         bars.update(lane.name, stats.tokens, max(plan.lens), f"{stats.tokens_per_second:,.1f} tokens/s")
 
     with bars:
-        measurement = measure(lineup, chosen, plan, context.obj, tick)
+        measure(measurement, lineup, chosen, plan, tick, lambda so_far: report.write_measurement(so_far, folder))
     written = report.write_reports(measurement, folder, paper=paper, plots=plots)
     for grid in grids(measurement, paper):
         tables.show(grid)
     bars.say(f"written: {', '.join(str(path) for path in written)}")
-    verdicts = gate.compare(measurement, baseline, rules, force) if baseline else []
+    whole = measurement["state"] == FINISHED
+    verdicts = gate.compare(measurement, baseline, rules, force) if baseline and whole else []
     if verdicts:
         tables.show(gate.moved(verdicts))
-    differing = [sample for sample in measurement["samples"] if sample["same_as_ar"] is False]
-    for sample in differing:
-        bars.say(f"{sample['method']} differs from plain decoding at token {sample['first_difference']:,}")
-    if differing or any(not verdict.ok for verdict in verdicts):
+    wrong = [sample for sample in measurement["samples"] if sample["explained"] is False]
+    for sample in wrong:
+        bars.say(f"{sample['method']} differs at token {sample['first_difference']:,}, and not by rounding")
+    if not whole:
+        bars.say(f"interrupted; what was measured is in {folder}")
+        raise typer.Exit(INTERRUPTED)
+    if wrong or any(not verdict.ok for verdict in verdicts):
         raise typer.Exit(FAILED)
 
 

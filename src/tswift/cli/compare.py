@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tswift.cli import options
-from tswift.cli.codes import FAILED
+from tswift.cli.codes import FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
     from tswift.benchmarking.comparison import Comparison, Outcome
@@ -100,7 +100,7 @@ def compare(
         bars.update(lane.name, stats.tokens, length, f"{stats.tokens_per_second:,.1f} tokens/s{x}")
 
     with bars:
-        comparison, _ = run(
+        comparison = run(
             lineup, ids, length, seed, tick, lambda name, done, total: bars.update(f"audit of {name}", done, total)
         )
     if record is None or record.path:
@@ -122,6 +122,9 @@ def compare(
         )
     if not comparison.ok:
         raise typer.Exit(FAILED)
+    if comparison.interrupted:
+        bars.say("interrupted; the table is of what was there")
+        raise typer.Exit(INTERRUPTED)
 
 
 def _grid(comparison: Comparison, length: int) -> Grid:
