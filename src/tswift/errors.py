@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class InputError(ValueError):
     """Something the user gave cannot be used.
@@ -14,3 +16,9 @@ class InputError(ValueError):
     def __init__(self, message: str, option: str | None = None) -> None:
         super().__init__(f"{option}: {message}" if option else message)
         self.option = option
+
+
+def renamed(error: InputError, options: Mapping[str, str]) -> InputError:
+    """The same error, its option called as the command at hand calls it."""
+    name = options.get(error.option or "")
+    return InputError(str(error).removeprefix(f"{error.option}: "), name) if name else error

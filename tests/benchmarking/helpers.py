@@ -34,6 +34,7 @@ def make_measurement(
         "dtype": "float32",
         "attention": "sdpa",
         "heads": "conditioned, 3",
+        "heads_weights": "cd" * 32,
         "sampling": {
             "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.1, "eta": 0.0,
             "penalty": 1.2, "window": 1024, "banned": [0],

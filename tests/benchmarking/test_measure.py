@@ -22,7 +22,7 @@ def measured(checkpoint, plan: Plan, methods=("ar", "tokenswift", "reuse"), prom
     ]
     ticks = []
     found, kept = header(lineup, chosen, plan, ["tswift", "bench"]), []
-    measure(found, lineup, chosen, plan, lambda *tick: ticks.append(tick), lambda so_far: kept.append(so_far["state"]))
+    measure(found, lineup, chosen, plan, lambda *tick: ticks.append(tick), lambda: kept.append(found["state"]))
     assert kept == ["running"] * (len(kept) - 1) + ["finished"]
     return found, ticks
 
@@ -65,11 +65,11 @@ def test_ctrl_c_keeps_the_lengths_that_all_have_reached(checkpoint, schema):
         if number == 1 and lane.name == "reuse" and lane.stats.tokens > 70:
             raise KeyboardInterrupt
 
-    measure(found, lineup, prompts, plan, tick, lambda so_far: kept.append(len(so_far["samples"])))
+    measure(found, lineup, prompts, plan, tick, lambda: kept.append([len(s["points"]) for s in found["samples"]]))
     jsonschema.validate(json.loads(json.dumps(found)), schema)
     assert found["state"] == "interrupted"
-    assert kept == [2, 4]
-    assert [len(sample["points"]) for sample in found["samples"]] == [3, 3, 2, 2]
+    assert kept[:3] == [[1, 1], [2, 2], [3, 3]]
+    assert kept[-1] == [3, 3, 2, 2]
 
 
 def test_a_text_that_differs_is_audited(checkpoint, monkeypatch):
@@ -87,8 +87,23 @@ def test_a_text_that_differs_is_audited(checkpoint, monkeypatch):
     for ar in (FULL, SAMPLED):
         found, _ = measured(checkpoint, Plan((4,), (80,), ar=ar, warmup=0), ("ar", "reuse"), prompts=1)
         plain, drafted = found["samples"]
-        assert plain["explained"] is None
+        assert plain["explained"] is (True if ar == FULL else None)
         assert (drafted["same_as_ar"], drafted["explained"]) == (ar == SAMPLED, False)
+
+
+def test_ctrl_c_during_the_audit_keeps_the_round(checkpoint, monkeypatch):
+    from tswift.benchmarking.lineup import Lineup
+
+    def press(self, *arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lineup, "audit", press)
+    lineup = line_up(Entry(("ar", "reuse"), model=str(checkpoint)))
+    plan, prompts = Plan((4,), (20,), ar=SAMPLED, warmup=0), [Prompt("p", list(range(1, 9)))]
+    found = header(lineup, prompts, plan, ["tswift"])
+    measure(found, lineup, prompts, plan, lambda *tick: None, lambda: None)
+    assert found["state"] == "interrupted"
+    assert [len(sample["points"]) for sample in found["samples"]] == [1, 1]
 
 
 def test_counters_are_exact_and_do_not_depend_on_how_ar_is_timed(checkpoint):
@@ -137,7 +152,7 @@ def test_sampled_needs_a_method(checkpoint):
 
 
 def test_what_does_not_fit_is_refused_before_anything_runs(checkpoint):
-    with pytest.raises(InputError, match=r"--len: .* need 5,0"):
+    with pytest.raises(InputError, match=r"--lens: .* need 5,0"):
         measured(checkpoint, Plan((4,), (10, 5000)))
 
 

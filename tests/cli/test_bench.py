@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -58,6 +59,38 @@ def test_sampled(bench):
     assert "est." in result.out.decode()
 
 
+def test_ctrl_c_before_the_first_length(bench, monkeypatch):
+    from tswift.benchmarking.lanes import Lane
+
+    def press(self, goal):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lane, "advance", press)
+    result = bench("--out", "b")
+    assert result.code == 130
+    assert "interrupted; what was measured is in b" in result.err
+    assert json.loads(Path("b/bench.json").read_text())["state"] == "interrupted"
+
+
+@pytest.mark.parametrize("ar", ["full", "sampled"])
+def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
+    from tswift.benchmarking.lineup import Lineup
+
+    lanes = Lineup.lanes
+
+    def made(self, *arguments):
+        found = lanes(self, *arguments)
+        sampler = found[-1].generation.decoding._context.sampler
+        sampler.params = dataclasses.replace(self.params, penalty=1.0)
+        return found
+
+    monkeypatch.setattr(Lineup, "lanes", made)
+    result = bench("--out", "b", "--ar", ar, "--lens", 80)
+    assert result.code == 1
+    assert "1 texts are not plain decoding's" in result.err
+    assert "Not: tokenswift" in result.out.decode()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -71,8 +104,11 @@ def test_sampled(bench):
         (["--against", "x.json", "--fail-on", "beauty:0"], "--fail-on: knows alpha"),
         (["--prompts", "/nowhere"], "--prompts: there is no file /nowhere"),
         (["--out", "/dev/null/x"], "--out: /dev/null/x cannot be written to"),
+        (["--force"], "--force: goes with --against"),
+        (["--lens", "5000"], "--lens: "),
         (["--ar", "none"], "--ar: is full or sampled"),
         (["--prefill", "4000"], "--prefill: asks for 4,000 tokens"),
+        (["--heads", "/nowhere"], "--heads: there is no file /nowhere"),
     ],
 )
 def test_bad_input(bench, words, message):

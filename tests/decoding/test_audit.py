@@ -235,6 +235,20 @@ def test_one_draw_per_leaf_with_the_drafts_of_the_heads() -> None:
     assert not check(target, prompt, biased, params, 5).ok
 
 
+def test_passes_that_do_not_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompt = tiny_target(), random_prompt(60)
+    tokens = decode_method("ar", target, prompt, parameters(), 3, 200)
+    assert audit(target, prompt, tokens, parameters(), 3).ok
+    right = Target.forward
+    monkeypatch.setattr(Target, "forward", lambda self, tokens, positions, kv, ancestors: right(
+        self, tokens, positions, kv, torch.ones_like(ancestors) if 1 < len(tokens) < 20 else ancestors
+    ))  # fmt: skip
+    found = audit(target, prompt, tokens, parameters(), 3)
+    assert not found.violations  # the bound covers everything, so it must not count
+    assert found.measured > found.limit
+    assert not found.ok
+
+
 def test_a_skipped_penalty() -> None:
     target, prompt = tiny_target(), random_prompt(50, 1)
     unpenalised = decode_method("ar", target, prompt, parameters(temperature=0.5), 5, 120)

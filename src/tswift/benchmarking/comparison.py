@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tswift.benchmarking.lanes import Lane, interleave, slice_goals
-from tswift.benchmarking.lineup import BASELINE, REFERENCE, Lineup
+from tswift.benchmarking.lineup import Lineup
+from tswift.benchmarking.measurement import BASELINE, REFERENCE
 from tswift.decoding.audit import Audit
 
 
@@ -24,6 +26,7 @@ class Outcome:
         speedup: plain decoding's time / this one's; prefill apart.
         speedup_over_reference: the same against plain decoding with the attention of reference implementations; None
             if that was not run.
+        slices: raw samples: (tokens, seconds) so far at the end of every slice.
     """
 
     method: str
@@ -40,6 +43,7 @@ class Outcome:
     seconds: float
     speedup: float
     speedup_over_reference: float | None
+    slices: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ def compare(
         interrupted = True
         if not all(lane.tokens for lane in lanes):
             raise
+    for lane in lanes:
+        lane.close()  # an audit needs a cache of its own
     plain = next(lane for lane in lanes if lane.name == BASELINE)
     different = {lane.name: first_difference(lane.tokens, plain.tokens) for lane in lanes}
     audits: dict[str, Audit] = {}
@@ -142,7 +148,7 @@ def _outcome(
     return Outcome(
         method=lane.name,
         first_difference=different,
-        margin=max(margins, default=None),
+        margin=max((margin for margin in margins if margin < math.inf), default=None),
         explained=None if different is None else audits[lane.name].ok,
         tokens=stats.tokens,
         alpha=stats.alpha,
@@ -154,4 +160,5 @@ def _outcome(
         seconds=stats.seconds,
         speedup=speed / plain.stats.tokens_per_second,
         speedup_over_reference=speed / reference.stats.tokens_per_second if reference else None,
+        slices=tuple(lane.slices),
     )

@@ -16,7 +16,7 @@ class Lane:
 
     Attributes:
         name: what it is called in tables: its method's name, as a rule.
-        generation: the decode.
+        generation: the decode; None once the lane was closed.
         tokens: generated so far.
         stats: figures so far.
         slices: raw samples: (tokens, seconds) so far at the end of every slice.
@@ -24,24 +24,37 @@ class Lane:
     """
 
     name: str
-    generation: Generation
+    generation: Generation | None
     tokens: list[int] = field(default_factory=list)
     stats: DecodeStats = field(init=False)
     slices: list[tuple[int, float]] = field(default_factory=list)
     prefill_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.stats = DecodeStats(self.generation.depth)
+        self.stats = DecodeStats(self._open.depth)
         self._steps: Iterator[Step] | None = None
+
+    @property
+    def _open(self) -> Generation:
+        assert self.generation is not None
+        return self.generation
 
     def prefill(self) -> None:
         """Forward the prompt."""
-        self.prefill_seconds = self.generation.decoding.prefill()
+        self.prefill_seconds = self._open.decoding.prefill()
+
+    def plain(self, count: int) -> list[Step]:
+        """What plain decoding does from here on; see :meth:`tswift.decoding.loop.Decoding.plain`."""
+        return self._open.decoding.plain(count)
+
+    def close(self) -> None:
+        """Let the decode and its caches go; tokens and figures stay."""
+        self.generation = self._steps = None
 
     def advance(self, goal: int) -> None:
         """Decode until ``goal`` tokens are there; the last step may add a few more."""
         if self._steps is None:
-            self._steps = self.generation.steps()
+            self._steps = self._open.steps()
         while self.stats.tokens < goal:
             step = next(self._steps)
             self.tokens += step.tokens

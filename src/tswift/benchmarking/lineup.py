@@ -7,17 +7,16 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tswift.benchmarking.lanes import Lane
+from tswift.benchmarking.measurement import BASELINE, REFERENCE
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import begin, ending
 from tswift.decoding.limits import available_bytes, gigabytes
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import DraftOptions, find_method, resolve
-from tswift.errors import InputError
+from tswift.errors import InputError, renamed
 from tswift.jobs.settings import refuse_unused, sampling_params
 from tswift.models.loading import LoadedModel, load
 
-BASELINE = "ar"
-REFERENCE = "reference-ar"  # plain decoding with the attention of reference implementations
 DEFAULT_METHODS = ("ar", "medusa", "tokenswift")
 
 
@@ -80,15 +79,15 @@ class Lineup:
             InputError: more positions or memory than there are.
         """
         free = available_bytes(self.model.target.device)
-        lanes = []
+        lanes, need = [], 0
         for name in self.names if methods is None else methods:
             model = replace(self.model, target=self.model.target.reference()) if name == REFERENCE else self.model
             method = BASELINE if name == REFERENCE else name
             generation = begin(
                 model, prompt, length, method=method, params=self.params, seed=seed, options=self.options[method]
             )
+            need += generation.need.kv_bytes
             lanes.append(Lane(name, generation))
-        need = sum(lane.generation.need.kv_bytes for lane in lanes)
         if free is not None and need > free:
             raise InputError(
                 f"{len(lanes)} methods side by side need {gigabytes(need)} of KV cache, {gigabytes(free)} are free",
@@ -114,7 +113,7 @@ def parse_methods(words: str) -> tuple[str, ...]:
         try:
             find_method(name)
         except InputError as error:
-            raise InputError(str(error).removeprefix("--method: "), "--methods") from None
+            raise renamed(error, {"--method": "--methods"}) from None
     if len(set(names)) < len(names):
         raise InputError(f"names a method twice: {words}", "--methods")
     return (BASELINE, *(name for name in names if name != BASELINE))
@@ -137,6 +136,9 @@ def line_up(entry: Entry) -> Lineup:
         for method in entry.methods
     }
     model = load(entry.model, device=entry.device, dtype=entry.dtype, attention=entry.attention, heads=entry.heads)
-    options = {method: resolve(method, model.target, model.heads, each) for method, each in asked.items()}
+    try:
+        options = {method: resolve(method, model.target, model.heads, each) for method, each in asked.items()}
+    except InputError as error:
+        raise renamed(error, {"--method": "--methods"}) from None
     params, _ = ending(params, model.eos_ids, stop_at_eos=False)
     return Lineup(model, params, options, entry.with_reference)

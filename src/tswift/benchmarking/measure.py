@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from functools import partial
 from itertools import product
 from typing import Any
 
-from tswift.benchmarking.cell import Cell, run_cell
 from tswift.benchmarking.lanes import Lane
-from tswift.benchmarking.lineup import BASELINE, Lineup
-from tswift.benchmarking.measurement import KIND, SCHEMA, workload_hash
+from tswift.benchmarking.lineup import Lineup
+from tswift.benchmarking.measurement import BASELINE, FINISHED, KIND, SCHEMA, workload_hash
 from tswift.benchmarking.prompts import Prompt
-from tswift.errors import InputError
-from tswift.jobs.environment import environment
+from tswift.benchmarking.round import Place, Round, Sample
+from tswift.errors import InputError, renamed
+from tswift.jobs.environment import environment, now
 from tswift.jobs.prompt import fingerprint
+from tswift.models.fingerprint import fingerprint_of
 
 FULL, SAMPLED = "full", "sampled"
-RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
+RUNNING, INTERRUPTED = "running", "interrupted"
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class Plan:
             raise InputError(f"is full or sampled, got {self.ar}", "--ar")
 
 
-Keep = Callable[[dict[str, Any]], None]
-Tick = Callable[[int, int, Cell, Lane], None]  # number of the cell, cells in all, the cell, the lane that advanced
+Keep = Callable[[], None]
+Tick = Callable[[int, int, Place, Lane], None]  # number of the round, rounds in all, the round, the lane that advanced
 
 
 def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str]) -> dict[str, Any]:
@@ -84,15 +85,18 @@ def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Seque
     if plan.ar == SAMPLED and len(lineup.options) < 2:
         raise InputError("sampled takes its samples while another method runs; name one", "--ar")
     # the largest cell, allocated and let go: what does not fit is refused before an hour has passed
-    lineup.lanes(prompts[0].tokens[: max(plan.prefills)], max(plan.lens), 0, _methods(lineup, plan))
+    try:
+        lineup.lanes(prompts[0].tokens[: max(plan.prefills)], max(plan.lens), 0, _methods(lineup, plan))
+    except InputError as error:
+        raise renamed(error, {"--len": "--lens"}) from None
     workload = _workload(lineup, prompts, plan)
     return {
         "schema": SCHEMA,
         "kind": KIND,
         "simulated": False,
         "state": RUNNING,
-        "started": _now(),
-        "ended": _now(),
+        "started": now(),
+        "ended": now(),
         "command": list(command),
         "environment": environment(lineup.model.target.device),
         "workload": {"hash": workload_hash(workload), **workload},
@@ -111,33 +115,40 @@ def measure(
         prompts: each of at least the longest prefill.
         plan: the grid.
         tick: called whenever a lane has advanced by a slice.
-        keep: called after every cell, so that an error in the next one loses nothing.
+        keep: called whenever all methods have reached another length, so that an error later on loses little.
     """
     lens = sorted(plan.lens)
-    cells = [Cell(*each) for each in product(range(plan.repeats), prompts, sorted(plan.prefills), plan.seeds)]
+    places = [Place(*each) for each in product(range(plan.repeats), prompts, sorted(plan.prefills), plan.seeds)]
+    done: list[Sample] = []
+
+    def note(samples: list[Sample]) -> None:
+        measurement.update(samples=[*done, *samples], ended=now())
+        keep()
+
     try:
         _warm_up(lineup, prompts[0], plan.warmup)
+        for number, place in enumerate(places):
+            prompt = place.prompt.tokens[: place.prefill]
+            lanes = lineup.lanes(prompt, lens[-1], place.seed, _methods(lineup, plan))
+            each = Round(place, lanes, lens)
+            del lanes  # or their caches would stay while the next ones are allocated
+            interrupted = each.run(partial(tick, number, len(places), place), note)
+            samples = each.samples()
+            note(samples)
+            each.explain(samples, partial(_audited, lineup, prompt, place.seed))
+            done += samples
+            if interrupted:
+                raise KeyboardInterrupt
+            note([])
     except KeyboardInterrupt:
-        cells = []
         measurement["state"] = INTERRUPTED
-    for number, cell in enumerate(cells):
-        prompt = cell.prompt.tokens[: cell.prefill]
-        lanes = lineup.lanes(prompt, lens[-1], cell.seed, _methods(lineup, plan))
-        samples, interrupted = run_cell(
-            cell,
-            lanes,
-            lens,
-            lambda lane, n=number, c=cell: tick(n, len(cells), c, lane),  # type: ignore[misc]
-            lambda lane, p=prompt, s=cell.seed: lineup.audit(p, lane.tokens, s).ok,  # type: ignore[misc]
-        )
-        del lanes  # their caches go before the next ones come
-        whole = number + 1 == len(cells) and not interrupted
-        measurement["samples"] += samples
-        measurement["ended"] = _now()
-        measurement["state"] = FINISHED if whole else INTERRUPTED if interrupted else RUNNING
-        keep(measurement)
-        if interrupted:
-            return
+    else:
+        measurement["state"] = FINISHED
+    keep()
+
+
+def _audited(lineup: Lineup, prompt: Sequence[int], seed: int, lane: Lane) -> bool:
+    return lineup.audit(prompt, lane.tokens, seed).ok
 
 
 def _methods(lineup: Lineup, plan: Plan) -> list[str]:
@@ -149,10 +160,11 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
     about = lineup.model.about()
     return {
         "model": about["name"],
-        "weights": lineup.model.target.fingerprint(),
+        "weights": fingerprint_of(lineup.model.target.model),
         "dtype": about["dtype"],
         "attention": about["attention"],
         "heads": about["heads"],
+        "heads_weights": None if lineup.model.heads is None else fingerprint_of(lineup.model.heads),
         "sampling": asdict(lineup.params) | {"banned": list(lineup.params.banned)},
         "drafting": {
             method: {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
@@ -174,7 +186,3 @@ def _warm_up(lineup: Lineup, prompt: Prompt, tokens: int) -> None:
         for lane in lineup.lanes(prompt.tokens[:64], tokens, 0):
             lane.prefill()
             lane.advance(tokens)
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -17,6 +17,11 @@ from tswift.errors import InputError
 SCHEMA = 1
 KIND = "bench"
 FILE = "bench.json"
+FINISHED = "finished"
+
+BASELINE = "ar"
+REFERENCE = "reference-ar"  # plain decoding with the attention of reference implementations
+DRAFTLESS = (BASELINE, REFERENCE)
 
 
 def workload_hash(workload: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from tswift.errors import InputError
+from tswift.errors import InputError, renamed
 from tswift.jobs.prompt import read_prompt
 from tswift.models.loading import LoadedModel
 
@@ -55,7 +55,7 @@ def read_texts(words: Sequence[str]) -> dict[str, str]:
             try:
                 texts[file.name] = read_prompt(str(file))
             except InputError as error:
-                raise InputError(str(error).removeprefix("--prompt: "), _OPTION) from None
+                raise renamed(error, {"--prompt": _OPTION}) from None
     return texts
 
 

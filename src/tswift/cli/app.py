@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -10,7 +11,7 @@ import typer
 
 import tswift
 from tswift.cli.bench import bench
-from tswift.cli.codes import BAD_INPUT, INTERRUPTED, OK
+from tswift.cli.codes import BAD_INPUT, CLOSED_PIPE, FAILED, INTERRUPTED, OK
 from tswift.cli.compare import compare
 from tswift.cli.generate import generate
 from tswift.cli.verify import verify
@@ -41,7 +42,8 @@ def _tswift(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``tswift`` and return its exit code.
 
-    0 fine; 2 bad input, said in one line on stderr; 130 interrupted; 141 nobody reads stdout any more.
+    0 fine; 1 a regression, another text than plain decoding's, or writing failed; 2 bad input, said in one line on
+    stderr; 130 interrupted; 141 nobody reads stdout any more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -52,6 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _bad_input(str(error))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would raise once more at its exit
+        return CLOSED_PIPE
+    except OSError as error:  # a full disk, as a rule
+        print(f"tswift: error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
+        return FAILED
     except Exception as error:
         # Typer's own usage errors, known by their method: their class has moved between click and typer
         if hasattr(error, "format_message"):

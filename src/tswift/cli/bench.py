@@ -13,7 +13,7 @@ from tswift.errors import InputError
 
 if TYPE_CHECKING:
     from tswift.benchmarking.lanes import Lane
-    from tswift.benchmarking.measure import Cell
+    from tswift.benchmarking.round import Place
 
 _GATE, _GRID, _OUTPUT = "Gate", "Grid", "Output"
 
@@ -27,6 +27,7 @@ def bench(
         str, typer.Option(help="Generated lengths; one run goes to the longest.", rich_help_panel=_GRID)
     ] = "20000,40000,60000,80000,100000",
     methods: options.Methods = "ar,medusa,tokenswift",
+    with_reference_ar: options.ReferenceAr = False,
     seeds: Annotated[str, typer.Option(help="A run for each.", rich_help_panel=_GRID)] = "0",
     prompts: Annotated[
         list[str] | None,
@@ -91,9 +92,9 @@ def bench(
     """
     from tswift.benchmarking import gate, report
     from tswift.benchmarking import plots as drawing
-    from tswift.benchmarking.lineup import Entry, line_up, parse_methods
-    from tswift.benchmarking.measure import FINISHED, Plan, header, measure
-    from tswift.benchmarking.measurement import load_measurement
+    from tswift.benchmarking.lineup import line_up
+    from tswift.benchmarking.measure import Plan, header, measure
+    from tswift.benchmarking.measurement import FINISHED, load_measurement
     from tswift.benchmarking.prompts import encode, read_texts
     from tswift.benchmarking.tables import grids
     from tswift.cli import tables
@@ -108,29 +109,12 @@ def bench(
         repeats=repeats,
         warmup=warmup,
     )
-    entry = Entry(
-        methods=parse_methods(methods),
-        sampling=options.given(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, eta=eta, penalty=penalty, window=window
-        ),
-        drafting=options.given(
-            nodes=nodes,
-            ngrams=ngrams,
-            reuse_recent=reuse_recent,
-            budget=budget,
-            sinks=sinks,
-            shared_noise=shared_noise,
-        ),
-        trees=options.trees(tree),
-        heads=heads,
-        model=model,
-        device=device,
-        dtype=dtype,
-        attention=attention,
-    )
+    entry = options.entry(context)
     rules = [gate.parse_rule(rule) for rule in fail_on or ()]
     if (against is None) != (not rules):
         raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
+    if force and not against:
+        raise InputError("goes with --against", "--force")
     baseline = load_measurement(against) if against else None
     texts = read_texts(prompts or ())
     lineup = line_up(entry)
@@ -145,34 +129,40 @@ def bench(
         bars.say("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
         plots = False
 
-    shown: list[Cell] = []
+    shown: list[Place] = []
 
-    def tick(number: int, cells: int, cell: Cell, lane: Lane) -> None:
-        if shown != [cell]:
-            shown[:] = [cell]
+    def tick(number: int, rounds: int, place: Place, lane: Lane) -> None:
+        if shown != [place]:
+            shown[:] = [place]
             bars.clear()
-            bars.say(f"{number + 1} of {cells}: {cell}")
+            bars.say(f"{number + 1} of {rounds}: {place}")
         stats = lane.stats
         bars.update(lane.name, stats.tokens, max(plan.lens), f"{stats.tokens_per_second:,.1f} tokens/s")
 
+    def keep() -> None:
+        try:
+            report.write_measurement(measurement, folder)
+        except InputError as error:  # what comes may still be shown
+            bars.say(str(error))
+
     with bars:
-        measure(measurement, lineup, chosen, plan, tick, lambda so_far: report.write_measurement(so_far, folder))
-    written = report.write_reports(measurement, folder, paper=paper, plots=plots)
+        measure(measurement, lineup, chosen, plan, tick, keep)
     for grid in grids(measurement, paper):
         tables.show(grid)
+    written = report.write_reports(measurement, folder, paper=paper, plots=plots)
     bars.say(f"written: {', '.join(str(path) for path in written)}")
     whole = measurement["state"] == FINISHED
     verdicts = gate.compare(measurement, baseline, rules, force) if baseline and whole else []
     if verdicts:
         tables.show(gate.moved(verdicts))
     wrong = [sample for sample in measurement["samples"] if sample["explained"] is False]
-    for sample in wrong:
-        bars.say(f"{sample['method']} differs at token {sample['first_difference']:,}, and not by rounding")
+    if wrong:
+        bars.say(f"{len(wrong)} texts are not plain decoding's, and not by rounding")
+    if wrong or any(not verdict.ok for verdict in verdicts):
+        raise typer.Exit(FAILED)
     if not whole:
         bars.say(f"interrupted; what was measured is in {folder}")
         raise typer.Exit(INTERRUPTED)
-    if wrong or any(not verdict.ok for verdict in verdicts):
-        raise typer.Exit(FAILED)
 
 
 def _numbers(words: str, option: str) -> tuple[int, ...]:

@@ -19,10 +19,7 @@ def compare(
     context: typer.Context,
     length: Annotated[int, typer.Option("--len", help="Tokens to generate, exactly.")] = 4000,
     methods: options.Methods = "ar,medusa,tokenswift",
-    with_reference_ar: Annotated[
-        bool,
-        typer.Option("--with-reference-ar", help="Also plain decoding with expanded K/V and dense masks."),
-    ] = False,
+    with_reference_ar: options.ReferenceAr = False,
     prompt: options.Prompt = None,
     prefill: options.Prefill = None,
     seed: options.Seed = 0,
@@ -54,7 +51,7 @@ def compare(
     Exit code 1 if a text differs from plain decoding's by more than rounding explains.
     """
     from tswift.benchmarking.comparison import compare as run
-    from tswift.benchmarking.lineup import Entry, line_up, parse_methods
+    from tswift.benchmarking.lineup import line_up
     from tswift.cli import records, tables
     from tswift.cli.bars import Bars
     from tswift.jobs.environment import environment
@@ -62,27 +59,7 @@ def compare(
     from tswift.jobs.settings import refuse_below_one
 
     refuse_below_one({"--len": length, "--prefill": prefill})
-    entry = Entry(
-        methods=parse_methods(methods),
-        sampling=options.given(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, eta=eta, penalty=penalty, window=window
-        ),
-        drafting=options.given(
-            nodes=nodes,
-            ngrams=ngrams,
-            reuse_recent=reuse_recent,
-            budget=budget,
-            sinks=sinks,
-            shared_noise=shared_noise,
-        ),
-        trees=options.trees(tree),
-        heads=heads,
-        model=model,
-        device=device,
-        dtype=dtype,
-        attention=attention,
-        with_reference=with_reference_ar,
-    )
+    entry = options.entry(context)
     record = records.writable(json)
     text = read_prompt(prompt)
     lineup = line_up(entry)
@@ -104,7 +81,7 @@ def compare(
             lineup, ids, length, seed, tick, lambda name, done, total: bars.update(f"audit of {name}", done, total)
         )
     if record is None or record.path:
-        tables.show(_grid(comparison, length))
+        tables.show(_grid(comparison))
     if record:
         record.write(
             {
@@ -127,9 +104,10 @@ def compare(
         raise typer.Exit(INTERRUPTED)
 
 
-def _grid(comparison: Comparison, length: int) -> Grid:
+def _grid(comparison: Comparison) -> Grid:
     from tswift.benchmarking.grid import NOTHING, Grid, method_name
 
+    cut = ", interrupted" if comparison.interrupted else ""
     reference = any(outcome.speedup_over_reference is not None for outcome in comparison.outcomes)
     columns = ["method", "same text as AR", "alpha", "beta", "tokens/step", "passes", "tokens/s", "decode time", "x"]
     rows = []
@@ -151,7 +129,7 @@ def _grid(comparison: Comparison, length: int) -> Grid:
         if reference:
             rows[-1].append(f"{outcome.speedup_over_reference or 0:.2f}")
     return Grid(
-        f"{length:,} tokens, in interleaved slices",
+        f"{min(outcome.tokens for outcome in comparison.outcomes):,} tokens, in interleaved slices{cut}",
         [*columns, *(["x over reference style"] if reference else [])],
         rows,
         left=2,

@@ -66,18 +66,8 @@ def generate(
         prefill=prefill,
         seed=seed,
         stop_at_eos=stop_at_eos,
-        sampling=options.given(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, eta=eta, penalty=penalty, window=window
-        ),
-        drafting=options.given(
-            tree=None if tree is None else options.widths(tree),
-            nodes=nodes,
-            ngrams=ngrams,
-            reuse_recent=reuse_recent,
-            budget=budget,
-            sinks=sinks,
-            shared_noise=shared_noise,
-        ),
+        sampling=options.sampling(context),
+        drafting=options.drafting(context) | ({} if tree is None else {"tree": options.widths(tree)}),
         gamma=gamma,
         heads=heads,
         model=model,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tswift.errors import InputError
+
+if TYPE_CHECKING:
+    from tswift.benchmarking.lineup import Entry
 
 _SAMPLING, _DRAFTING, _MODEL, _OUTPUT = "Sampling", "Drafting", "Model", "Output"
 
@@ -41,6 +44,9 @@ Penalty = Annotated[float | None, option(_SAMPLING, "Contextual penalty; 1 is no
 Window = Annotated[int | None, option(_SAMPLING, "Tokens it looks back on. (default: 1024)", "--window")]
 
 Methods = Annotated[str, typer.Option(help="Of ar, medusa, tokenswift, reuse; ar is always among them.")]
+ReferenceAr = Annotated[
+    bool, typer.Option("--with-reference-ar", help="Also plain decoding with expanded K/V and dense masks.")
+]
 Trees = Annotated[
     list[str] | None,
     option(_DRAFTING, "1,2,2,2 for all methods, or METHOD=1,2,2,2; repeatable. (default: by device)", "--tree"),
@@ -74,9 +80,42 @@ NoProgress = Annotated[
 ]
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """The options that were typed."""
-    return {name: value for name, value in options.items() if value is not None}
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "eta", "penalty", "window")
+_OF_DRAFTING = ("nodes", "ngrams", "reuse_recent", "budget", "sinks", "shared_noise")
+_OF_MODEL = ("heads", "model", "device", "dtype", "attention")
+
+
+def given(context: typer.Context, names: Sequence[str]) -> dict[str, Any]:
+    """Of these options, by parameter name, those that were typed or have a default."""
+    return {name: context.params[name] for name in names if context.params[name] is not None}
+
+
+def sampling(context: typer.Context) -> dict[str, Any]:
+    """The sampling options that were typed."""
+    return given(context, _OF_SAMPLING)
+
+
+def drafting(context: typer.Context) -> dict[str, Any]:
+    """The drafting options that were typed, trees apart."""
+    return given(context, _OF_DRAFTING)
+
+
+def entry(context: typer.Context) -> Entry:
+    """What is asked of several methods.
+
+    Raises:
+        InputError: no such methods or trees.
+    """
+    from tswift.benchmarking.lineup import Entry, parse_methods
+
+    return Entry(
+        methods=parse_methods(context.params["methods"]),
+        sampling=sampling(context),
+        drafting=drafting(context),
+        trees=trees(context.params["tree"]),
+        with_reference=context.params["with_reference_ar"],
+        **given(context, _OF_MODEL),
+    )
 
 
 def widths(tree: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tswift.errors import InputError
+from tswift.jobs.folder import write_whole
 
 SCHEMA = 1
 
@@ -28,9 +29,7 @@ class Record:
         if self.path is None:
             sys.stdout.write(text)
             return
-        new = self.path.with_name(f"{self.path.name}.new")
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, self.path)
+        write_whole(self.path, text.encode())
 
 
 def writable(path: Path | None) -> Record | None:

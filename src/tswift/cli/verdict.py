@@ -36,6 +36,8 @@ def _notes(audit: Audit) -> Iterator[str]:
         f"passes of different widths differ by up to {_number(audit.measured)} in a logit; "
         f"within rounding is up to {_number(audit.bound)}"
     )
+    if audit.measured > audit.limit:
+        yield f"that is more than rounding can make, {_number(audit.limit)}: these passes do not compute the same"
     if audit.violations:
         places = ", ".join(str(finding.index) for finding in audit.violations[:_MOST_SHOWN])
         more = len(audit.violations) - _MOST_SHOWN

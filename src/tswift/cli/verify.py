@@ -62,10 +62,8 @@ def verify(
     Each token is drawn exactly, within rounding (a change of the logits no larger than rounding makes, which is
     measured, explains it) or a violation. Exit code 1 if there is a violation.
     """
-    sampling = options.given(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, eta=eta, penalty=penalty, window=window
-    )
-    made = {**options.given(prompt=prompt, prefill=prefill, seed=seed), **sampling}
+    sampling = options.sampling(context)
+    made = {**options.given(context, ("prompt", "prefill", "seed")), **sampling}
     if stop_at_eos:
         made["stop_at_eos"] = True
     _check_form(run, tokens, made)

@@ -27,6 +27,7 @@ _CHUNK = 256  # tokens forwarded at a time
 _ELEMENTS = 1 << 21  # scores held at a time, in float64
 _STRETCHES, _STRETCH, _WIDTHS = 8, 32, (1, 8)
 _SAFETY = 2.0
+_WIDE, _NARROW = 256.0, 16.0  # most rounding there can be, in units of the largest logit's last place
 Show = Callable[[int, int], None]
 
 
@@ -61,6 +62,8 @@ class Audit:
         exact: how many of them the rule draws exactly.
         findings: all others, in order.
         measured: largest difference between logits of passes of different widths over the same tokens.
+        limit: the largest difference that rounding can make. Where more was measured, passes of different widths do not
+            compute the same, so the bound means nothing and the audit has failed.
         bound: the margin up to which a token is within rounding. Twice what was measured: the largest of a sample lies
             below the largest of all, and of the text's own passes every one rounded differently.
         least_lead, greatest_lead: of tokens drawn exactly, how far in score they are ahead of the next one; None if
@@ -72,6 +75,7 @@ class Audit:
     exact: int
     findings: tuple[Finding, ...]
     measured: float
+    limit: float
     bound: float
     least_lead: float | None
     greatest_lead: float | None
@@ -89,8 +93,8 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no violation."""
-        return not self.violations
+        """Whether there is no violation, and no more difference between passes than rounding makes."""
+        return not self.violations and self.measured <= self.limit
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON: an infinite margin is None there, as is one not looked for."""
@@ -143,7 +147,7 @@ def audit(
         cuts.append(min([cuts[-1] + _CHUNK, nodes, *(start for start in starts if start > cuts[-1])]))
     show = show or (lambda done, total: None)
     kv = FullKV(target.kv_shape, nodes)
-    judge = _Judge(Sampler(params, seed, target.vocab_size, target.device), text, first)
+    judge = _Judge(Sampler(params, seed, target.vocab_size, target.device), text, first, target.dtype)
     for _ in target.chunks(text[: cuts[0]], kv):
         show(kv.length, nodes)
     for start, stop in pairwise(cuts):
@@ -156,6 +160,7 @@ def audit(
         for other in others:
             difference = (logits[: len(other)].double() - other.double()).abs().max()
             judge.measured = max(judge.measured, float(difference))
+        judge.largest = max(judge.largest, float(logits.abs().max()))
         judge.rows(max(first, start), logits[max(0, first - start) :])
         show(stop, nodes)
     return judge.audit(time.perf_counter() - started)
@@ -184,9 +189,9 @@ def _logits(target: Target, tokens: Sequence[int], kv: FullKV, width: int) -> Te
 class _Judge:
     """Counts and findings so far, and the sampling rule with the text up to the node at hand."""
 
-    def __init__(self, sampler: Sampler, text: list[int], first: int) -> None:
-        self.measured = 0.0
-        self._sampler, self._text, self._first = sampler, text, first
+    def __init__(self, sampler: Sampler, text: list[int], first: int, dtype: torch.dtype) -> None:
+        self.measured, self.largest = 0.0, 0.0
+        self._sampler, self._text, self._first, self._dtype = sampler, text, first, dtype
         self._found: list[tuple[int, int, float | None]] = []  # position, drawn token, margin
         self._beyond = 0
         self._leads = (math.inf, -math.inf)
@@ -243,4 +248,8 @@ class _Judge:
         )
         count = len(self._text) - start
         least, greatest = (lead if math.isfinite(lead) else None for lead in self._leads)
-        return Audit(count, count - len(findings), findings, self.measured, bound, least, greatest, seconds)
+        dtype = self._dtype
+        units = _NARROW if dtype in (torch.bfloat16, torch.float16) else _WIDE
+        limit = units * torch.finfo(dtype).eps * self.largest
+        exact = count - len(findings)
+        return Audit(count, exact, findings, self.measured, limit, bound, least, greatest, seconds)

@@ -71,7 +71,8 @@ def check(
 def available_bytes(device: torch.device) -> int | None:
     """Memory that can still be had on a device; None where the system does not say."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's own, to be reused
+        return torch.cuda.mem_get_info(device)[0] + held
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ def environment(device: torch.device) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "driver": _driver() if device.type == "cuda" else None,
     }
+
+
+def now() -> str:
+    """The time, UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def peak_bytes(device: torch.device) -> int | None:
@@ -58,9 +64,11 @@ def _driver() -> str | None:
 
 
 def _git_commit() -> str | None:
-    """The commit of the source tree, if the package lies in one."""
+    """The commit of the source tree, if the package lies in one; with ``-dirty`` if files have changed since."""
     root = Path(tswift.__file__).parents[2]
-    return _output(["git", "-C", str(root), "rev-parse", "HEAD"]) if (root / ".git").exists() else None
+    if not (root / ".git").exists():
+        return None
+    return _output(["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])
 
 
 def _output(command: list[str]) -> str | None:

@@ -28,6 +28,21 @@ def default_path(method: str) -> Path:
     return Path("runs") / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{method}"
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; what was there before still is.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_bytes(content)
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
 def new_folder(path: Path) -> list[Path]:
     """Make a folder, or take one that is empty.
 
@@ -93,11 +108,8 @@ class RunFolder:
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Write ``run.json``, whole or not at all."""
-        final = self.path / RECORD
-        new = final.with_name(f"{RECORD}.new")
         text = json.dumps({"schema": SCHEMA, **record}, indent=2, ensure_ascii=False, default=str)  # paths
-        new.write_text(f"{text}\n", encoding="utf-8")
-        os.replace(new, final)
+        write_whole(self.path / RECORD, f"{text}\n".encode())
 
     def close(self) -> None:
         """Close the files."""

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from types import FrameType
 from typing import Any
 
 from tswift.decoding.generation import Generation
 from tswift.decoding.limits import gigabytes
 from tswift.decoding.stats import DecodeStats, distinct
-from tswift.jobs.environment import environment, peak_bytes
+from tswift.jobs.environment import environment, now, peak_bytes
 from tswift.jobs.folder import RunFolder
 from tswift.jobs.text import TextStream
 from tswift.models.loading import LoadedModel
@@ -49,7 +48,7 @@ class Job:
         self.stats = DecodeStats(self.generation.depth)
         self._tokens: list[int] = []
         self._environment = environment(self.model.target.device)
-        self._started = _now()
+        self._started = now()
 
     def run(self, show: Show) -> None:
         """Run to the end, or to the first Ctrl-C, which lets the step under way be finished.
@@ -126,7 +125,7 @@ class Job:
         }
 
     def _record(self) -> dict[str, Any]:
-        ended = {} if self.state == RUNNING else {"ended": _now(), "figures": self.figures()}
+        ended = {} if self.state == RUNNING else {"ended": now(), "figures": self.figures()}
         histogram = {str(accepted): self.stats.accepted[accepted] for accepted in sorted(self.stats.accepted)}
         return {
             "state": self.state,
@@ -136,10 +135,6 @@ class Job:
             **ended,
             "accepted": histogram,
         }
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 @contextmanager

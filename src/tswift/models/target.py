@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -95,14 +94,6 @@ class Target:
             device=self.device,
         )
         self._groups = heads // self.kv_shape.heads
-
-    def fingerprint(self) -> str:
-        """SHA-256 over the names, shapes and first 64 values of all weights: tells one training from another."""
-        digest = sha256()
-        for name, weight in self.model.named_parameters():
-            digest.update(f"{name}{tuple(weight.shape)}".encode())
-            digest.update(weight.detach().flatten()[:64].double().cpu().numpy().tobytes())
-        return digest.hexdigest()
 
     def reference(self) -> Target:
         """The same model with the slow attention of reference implementations, to be measured beside ours."""
