@@ -28,6 +28,21 @@ def default_path(method: str) -> Path:
     return Path("runs") / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{method}"
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; what was there before still is.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_bytes(content)
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
 def new_folder(path: Path) -> list[Path]:
     """Make a folder, or take one that is empty.
 
