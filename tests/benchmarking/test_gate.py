@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarking.helpers import changed, make_measurement, points_of
-from tswift.benchmarking.gate import Rule, Verdict, compare, moved, parse_rule
+from tswift.benchmarking.gate import Verdict, compare, moved, parse_rule, refuse_foreign, refuse_single
+from tswift.benchmarking.rules import Rule
 from tswift.errors import InputError
 
 BASE = make_measurement()
@@ -40,9 +41,10 @@ def scaled(name: str, factor: float, method: str = "tokenswift") -> dict[str, An
 
 def test_an_equal_measurement_passes() -> None:
     verdicts = judge(copy.deepcopy(BASE), *RULES)
-    assert len(verdicts) == len(RULES) * 3 * 2  # methods, lengths
+    assert len(verdicts) == (4 * 2 + 2) * 3 * 2  # counters per seed, times; methods, lengths
     assert not failures(verdicts)
     assert {verdict.change for verdict in verdicts} == {0.0}
+    assert moved(verdicts).rows == []
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -51,9 +53,9 @@ def test_trips_on_each_metric_and_never_on_an_improvement(rule: str) -> None:
     name = METRICS.get(metric, metric)
     worse, better = (1.2, 0.8) if metric == "passes" else (0.8, 1.2)
     tripped = failures(judge(scaled(name, worse), rule))
-    assert [(v.metric, v.method, v.prefill, v.length) for v in tripped] == [
-        (metric, "tokenswift", 1024, 500),
-        (metric, "tokenswift", 1024, 1000),
+    notes = ["prompt novel, seed 0", "prompt novel, seed 1"] if metric not in ("speedup", "tokens_per_s") else [""]
+    assert [(v.metric, v.method, v.prefill, v.length, v.note) for v in tripped] == [
+        (metric, "tokenswift", 1024, length, note) for length in (500, 1000) for note in notes
     ]
     assert not failures(judge(scaled(name, better), rule))
     # one rule does not look at another's metric
@@ -64,9 +66,11 @@ def test_trips_on_each_metric_and_never_on_an_improvement(rule: str) -> None:
 def test_a_loss_within_the_tolerance_passes() -> None:
     assert not failures(judge(scaled("speedup", 0.9), "speedup:10%"))
     assert failures(judge(scaled("speedup", 0.899), "speedup:10%"))
-    # tokenswift's mean alpha is 0.625
-    assert not failures(judge(scaled("alpha", 0.9), "alpha:0.0625"))
-    assert failures(judge(scaled("alpha", 0.9), "alpha:0.062"))
+    # tokenswift's alpha is 0.62 for seed 0, 0.63 for seed 1
+    assert not failures(judge(scaled("alpha", 0.9), "alpha:0.063"))
+    assert {verdict.note for verdict in failures(judge(scaled("alpha", 0.9), "alpha:0.062"))} == {
+        "prompt novel, seed 1"
+    }
     # its passes are about 147
     assert not failures(judge(scaled("passes", 1.05), "passes:5%"))
     assert failures(judge(scaled("passes", 1.05), "passes:4.9%"))
@@ -76,7 +80,33 @@ def test_the_smallest_change_of_a_counter_trips() -> None:
     ours = copy.deepcopy(BASE)
     next(points_of(ours, "medusa"))["passes"] += 1
     (tripped,) = failures(judge(ours, "passes:0", "alpha:0"))
-    assert (tripped.metric, tripped.change, tripped.limit) == ("passes", 0.5, tripped.baseline)
+    assert (tripped.metric, tripped.change, tripped.limit) == ("passes", 1, tripped.baseline)
+
+
+def test_one_seeds_gain_does_not_make_up_for_anothers_loss() -> None:
+    ours = copy.deepcopy(BASE)
+    for point, change in zip(points_of(ours, "medusa"), (-0.05, 0, 0.05, 0), strict=True):  # seed 0, then seed 1
+        point["alpha"] += change
+    verdicts = judge(ours, "alpha:0")
+    (tripped,) = failures(verdicts)
+    assert (tripped.method, tripped.length, tripped.note) == ("medusa", 500, "prompt novel, seed 0")
+    assert (tripped.baseline, tripped.change) == pytest.approx((0.42, -0.05))
+    assert [row[2] for row in moved(verdicts).rows] == ["REGRESSED: prompt novel, seed 0", "ok: prompt novel, seed 1"]
+
+
+def test_times_are_compared_as_means() -> None:
+    ours = copy.deepcopy(BASE)
+    for point, factor in zip(points_of(ours, "medusa"), (0.8, 1, 1.2, 1), strict=True):
+        point["speedup"] *= factor
+    assert not failures(judge(ours, "speedup:1%"))
+
+
+def test_a_single_draw_is_not_named() -> None:
+    single = make_measurement(seeds=(0,), repeats=2)
+    ours = copy.deepcopy(single)
+    for point in points_of(ours, "medusa"):
+        point["alpha"] -= 0.1
+    assert [verdict.note for verdict in failures(judge(ours, "alpha:0", base=single))] == ["", ""]
 
 
 def test_a_missing_cell_is_a_regression_and_a_new_one_is_not() -> None:
@@ -94,8 +124,13 @@ def test_a_missing_cell_is_a_regression_and_a_new_one_is_not() -> None:
 def test_a_missing_run_is_a_regression() -> None:
     fewer = changed(BASE, lambda m: m["samples"].pop())  # tokenswift, seed 1
     assert {(v.method, v.note) for v in failures(judge(fewer, "passes:1000"))} == {
+        ("tokenswift", "prompt novel, seed 1: not measured")
+    }
+    assert {(v.method, v.note) for v in failures(judge(fewer, "speedup:90%"))} == {
         ("tokenswift", "1 of the baseline's runs not measured")
     }
+    more = [verdict for verdict in judge(BASE, "passes", base=fewer) if verdict.baseline is None]
+    assert {(v.ok, v.note) for v in more} == {(True, "prompt novel, seed 1: not in the baseline")}
 
 
 def test_a_missing_value_is_a_regression() -> None:
@@ -116,6 +151,55 @@ def test_a_rule_that_finds_nothing_to_compare_is_refused() -> None:
 
     with pytest.raises(InputError, match=r"^--against: the baseline holds no speedup"):
         judge(BASE, "speedup:10%", base=changed(BASE, blank))
+
+
+@pytest.mark.parametrize(
+    ("rule", "suggested"),
+    [
+        ("speedup:10", "speedup:10%"),
+        ("alpha:1", "alpha:1%"),
+        ("alpha:0.63", "alpha:10%"),  # the largest there is
+        ("beta:0.05", "beta:10%"),
+        ("tokens_per_step:20", "tokens_per_step:20%"),
+        ("tokens_per_s:1000", "tokens_per_s:10%"),
+    ],
+)
+def test_a_tolerance_that_can_never_fail_is_refused_before_measuring(rule: str, suggested: str) -> None:
+    unmeasured = {**BASE, "samples": []}
+    with pytest.raises(InputError, match=rf"^--fail-on: {rule.partition(':')[0]} can never fall .* {suggested}$"):
+        refuse_foreign(unmeasured, BASE, [parse_rule("alpha:0"), parse_rule(rule)])
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [("alpha:0.62", "alpha"), ("beta:0.049", "beta"), ("speedup:1.5", "speedup"), ("speedup:99.9%", "speedup")],
+)
+def test_a_tolerance_that_can_fail_is_not_refused(rule: str, name: str) -> None:
+    assert failures(judge(scaled(name, 0.0), rule))
+
+
+def test_more_passes_can_always_fail() -> None:
+    assert failures(judge(scaled("passes", 1e6), "passes:1000000"))
+
+
+def test_where_nothing_was_drafted_no_tolerance_is_at_fault() -> None:
+    plain = make_measurement(methods=("ar",))
+    assert not failures(judge(plain, "alpha:0", base=plain))
+
+
+@pytest.mark.parametrize("rule", ["speedup:10%", "tokens_per_s:10%"])
+def test_times_want_repeats_on_both_sides(rule: str) -> None:
+    rules = [parse_rule("alpha:0"), parse_rule(rule)]
+    repeated = make_measurement(repeats=2)
+    with pytest.raises(InputError, match=rf"^--repeats: {rule.partition(':')[0]} varies .* got 1$"):
+        refuse_single(rules, 1, repeated)
+    with pytest.raises(InputError, match=r"^--against: .* the baseline has 1$"):
+        refuse_single(rules, 2, BASE)  # two seeds are no repeats
+    refuse_single(rules, 2, repeated)
+
+
+def test_counters_want_no_repeats() -> None:
+    refuse_single([parse_rule(rule) for rule in ("alpha", "beta", "tokens_per_step", "passes")], 1, BASE)
 
 
 def test_other_tokens_than_plain_decoding_always_fail() -> None:
@@ -228,12 +312,26 @@ def test_the_table_names_what_moved() -> None:
     ours = scaled("alpha", 0.5)
     next(points_of(ours, "medusa"))["passes"] -= 10
     grid = moved(judge(ours, "alpha", "passes"))
-    assert grid.title == "2 of 12 comparisons regressed"
+    assert grid.title == "4 of 24 comparisons regressed"
+    # of the two seeds the one that lost more
     assert [(row[0], row[1], row[2]) for row in grid.rows] == [
-        ("alpha", "tokenswift", "REGRESSED"),
-        ("alpha", "tokenswift", "REGRESSED"),
-        ("passes", "medusa", "ok"),
+        ("alpha", "tokenswift", "REGRESSED: prompt novel, seed 1; and 1 other draw"),
+        ("alpha", "tokenswift", "REGRESSED: prompt novel, seed 1; and 1 other draw"),
+        ("passes", "medusa", "ok: prompt novel, seed 0"),
     ]
-    assert grid.rows[0][3:] == ["1,024", "500", "0.625", "0.3125", "-0.3125", "0.625"]
-    assert grid.notes == ["Unchanged: 9."]
-    assert moved(judge(BASE, "alpha")).rows == []
+    assert grid.rows[0][3:] == ["1,024", "500", "0.63", "0.315", "-0.315", "0.63"]
+    assert grid.notes == ["Unchanged: 19."]
+
+
+def test_the_table_has_a_row_for_each_text_and_puts_what_is_missing_first() -> None:
+    ours = copy.deepcopy(BASE)
+    for sample in ours["samples"][1::3]:  # medusa
+        sample.update(same_as_ar=False, explained=False, first_difference=321)
+    for point in points_of(ours, "tokenswift"):
+        point["alpha"] -= 0.1
+    ours["samples"].pop()  # tokenswift, seed 1
+    assert [row[:3] for row in moved(judge(ours, "alpha")).rows] == [
+        ["same_as_ar", "medusa", "REGRESSED: prompt novel, seed 0: other tokens than AR from token 321"],
+        ["same_as_ar", "medusa", "REGRESSED: prompt novel, seed 1: other tokens than AR from token 321"],
+        *[["alpha", "tokenswift", "REGRESSED: prompt novel, seed 1: not measured; and 1 other draw"]] * 2,
+    ]

@@ -107,6 +107,9 @@ def test_the_hash_is_of_the_content() -> None:
         (encode(changed(GOOD, lambda m: m["environment"].pop("cpu"))).encode(), "lacks 'cpu'"),
         (encode(changed(GOOD, lambda m: m["samples"].append(3))).encode(), "is damaged"),
         (encode(changed(GOOD, lambda m: m["samples"].clear())).encode(), "holds no samples"),
+        (encode(changed(GOOD, lambda m: m.pop("state"))).encode(), "lacks 'state'"),
+        (encode(changed(GOOD, lambda m: m.update(state="running"))).encode(), "did not run to its end, it is running"),
+        (encode(changed(GOOD, lambda m: m.update(state="interrupted"))).encode(), "did not run to its end"),
     ],
 )
 def test_what_is_no_measurement(tmp_path: Path, content: bytes, message: str) -> None:

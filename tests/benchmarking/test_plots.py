@@ -45,6 +45,10 @@ def test_images_open(images: dict[str, bytes]) -> None:
         assert ElementTree.fromstring(images[f"{name}.svg"]).tag == "{http://www.w3.org/2000/svg}svg"
 
 
+def test_nothing_reached_is_not_drawn() -> None:
+    assert render({**SINGLE, "state": "interrupted", "samples": []}) == {}
+
+
 def test_the_same_bytes_again(images: dict[str, bytes]) -> None:
     assert render(SEEDS) == images
 

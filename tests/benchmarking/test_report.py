@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarking.helpers import changed, make_measurement
-from tswift.benchmarking import plots, report
+from tswift.benchmarking import plots
 from tswift.benchmarking.report import csv_report, markdown_report, write_reports
 from tswift.errors import InputError
+from tswift.jobs import folder
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = make_measurement()
@@ -69,13 +70,22 @@ def test_plots_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(write_reports(SMALL, tmp_path, paper=True, plots=True)) == 3
 
 
+def test_nothing_reached_is_reported_without_plots(tmp_path: Path) -> None:
+    nothing = {**SMALL, "state": "interrupted", "samples": []}
+    paths = write_reports(nothing, tmp_path, paper=True, plots=True)
+    assert [path.name for path in paths] == ["bench.json", "bench.csv", "bench.md"]
+    assert json.loads(paths[0].read_text()) == nothing
+    assert len(paths[1].read_text().splitlines()) == 1  # the head
+    assert "\nNothing was measured: no length was reached.\n" in paths[2].read_text()
+
+
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bench.json").write_text("before")
 
     def fail(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report.os, "replace", fail)
+    monkeypatch.setattr(folder.os, "replace", fail)
     with pytest.raises(InputError, match=r"^--out: .* cannot be written to \(No space left on device\)"):
         write_reports(SMALL, tmp_path, paper=False, plots=False)
     assert (tmp_path / "bench.json").read_text() == "before"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.benchmarking.helpers import changed, make_measurement, points_of
-from tswift.benchmarking.statistics import Cell, summarise
+from tswift.benchmarking.statistics import Cell, by_draw, summarise
 
 
 def only_cell(measurement: dict[str, Any], method: str) -> Cell:
@@ -77,6 +77,20 @@ def test_groups_and_their_order() -> None:
     assert [c.key for c in cells] == [(m, p, n) for p in (1024, 4096) for n in (500, 1000) for m in methods]
     assert {cell.varies for cell in cells} == {("prompts", "seeds")}
     assert {cell.draws for cell in cells} == {frozenset({("a", 0), ("a", 1), ("bb", 0), ("bb", 1)})}
+
+
+def test_each_draw_alone() -> None:
+    measurement = make_measurement(prompts=("a", "bb"), seeds=(0, 1), repeats=2)
+    cells = by_draw(measurement)
+    assert list(cells) == [cell.key for cell in summarise(measurement)]
+    mine = cells["medusa", 1024, 500]
+    assert {draw: cell.figures["alpha"].mean for draw, cell in mine.items()} == {
+        ("a", 0): pytest.approx(0.42),
+        ("a", 1): pytest.approx(0.43),
+        ("bb", 0): pytest.approx(0.40),
+        ("bb", 1): pytest.approx(0.41),
+    }
+    assert {(cell.runs, *cell.draws) for cell in mine.values()} == {(2, draw) for draw in mine}
 
 
 def test_the_order_of_samples_does_not_change_a_bit() -> None:

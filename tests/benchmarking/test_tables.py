@@ -43,6 +43,23 @@ def test_plain_decoding_alone_is_shown() -> None:
     assert times.notes[1] == "Same tokens as AR: not compared."
 
 
+def test_what_alpha_divides_by() -> None:
+    depths = "alpha divides by the tokens drafted along a path: medusa 3, tokenswift 4"
+    assert both(make_measurement())[0].notes[1] == f"{depths}."
+    assert both(make_measurement(), paper=True)[0].notes[1] == f"{depths}; the paper's is 4."
+    assert len(both(make_measurement(methods=("ar", "reference-ar")))[0].notes) == 1
+    deeper = changed(make_measurement(), lambda m: m["samples"][2]["points"][0].update(depth=5))
+    assert both(deeper)[0].notes[1].endswith("medusa 3, tokenswift 4 or 5.")
+
+
+def test_nothing_reached() -> None:
+    nothing = {**make_measurement(), "state": "interrupted", "samples": []}
+    for paper in (False, True):
+        acceptance, times = both(nothing, paper)
+        assert acceptance.rows == times.rows == []
+        assert times.notes == ["Nothing was measured: no length was reached."]
+
+
 def test_no_spread_from_one_run() -> None:
     acceptance, times = both(make_measurement(seeds=(0,)))
     assert not any("±" in cell for grid in (acceptance, times) for row in grid.rows for cell in row)

@@ -4,66 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tswift.benchmarking.grid import NOTHING, Grid, method_name
-from tswift.benchmarking.statistics import Cell, summarise
+from tswift.benchmarking.rules import Rule, parse_rule
+from tswift.benchmarking.statistics import Cell, by_draw, summarise
 from tswift.errors import InputError
+
+__all__ = ["Rule", "Verdict", "compare", "moved", "parse_rule", "refuse_foreign", "refuse_single"]
 
 SAME_TEXT = "same_as_ar"
 
-_FIGURES = {
-    "alpha": "alpha",
-    "beta": "beta",
-    "tokens_per_step": "tokens_per_step",
-    "passes": "passes",
-    "speedup": "speedup",
-    "tokens_per_s": "tokens_per_second",
-}
-_TIMES = ("speedup", "tokens_per_s")
-_MORE_IS_WORSE = ("passes",)
 _MACHINE = ("cpu", "threads", "gpu")
-_NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
-_SLACK = 1e-12  # a loss of exactly the tolerance passes, whichever way its last bit was rounded
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How much worse a metric may get.
-
-    Attributes:
-        metric: one of alpha, beta, tokens_per_step, passes, speedup, tokens_per_s.
-        tolerance: at least 0; a share of the baseline if relative, else in the metric's own unit.
-        relative: see tolerance.
-    """
-
-    metric: str
-    tolerance: float
-    relative: bool
-
-    @property
-    def timed(self) -> bool:
-        """Whether the metric is a time, which another machine has another of."""
-        return self.metric in _TIMES
-
-    @property
-    def figure(self) -> str:
-        """The metric's name in a measurement."""
-        return _FIGURES[self.metric]
-
-    def limit(self, baseline: float) -> float:
-        """The worst value that is still fine."""
-        loss = self.tolerance * abs(baseline) if self.relative else self.tolerance
-        return baseline + loss if self.metric in _MORE_IS_WORSE else baseline - loss
-
-    def allows(self, baseline: float, ours: float) -> bool:
-        """Whether ours is no worse than the limit."""
-        slack = _SLACK * max(1.0, abs(baseline))
-        limit = self.limit(baseline)
-        return ours <= limit + slack if self.metric in _MORE_IS_WORSE else ours >= limit - slack
+_FEWEST_REPEATS = 2
 
 
 @dataclass(frozen=True)
@@ -78,7 +33,8 @@ class Verdict:
         change: ours - baseline; None where one is missing.
         limit: the worst value that is still fine; None without a baseline.
         ok: no regression.
-        note: why, where the figures do not say it.
+        note: why, where the figures do not say it; and of which draw, where a cell has several and they are judged
+            one by one.
     """
 
     metric: str
@@ -93,42 +49,15 @@ class Verdict:
     note: str = ""
 
 
-def parse_rule(text: str) -> Rule:
-    """Read ``metric:tolerance``.
-
-    A tolerance ending in % is a share of the baseline, another one is absolute. A metric alone means no tolerance at
-    all, which counters can keep and times cannot.
-
-    Raises:
-        InputError: no such metric, a time without a tolerance, or one that is no number from 0 up or can never fail.
-    """
-    metric, colon, tolerance = text.strip().partition(":")
-    if metric not in _FIGURES:
-        raise InputError(f"knows {', '.join(_FIGURES)}, got {metric!r}", "--fail-on")
-    if not colon:
-        if metric in _TIMES:
-            raise InputError(f"{metric} varies from run to run: give a tolerance, such as {metric}:10%", "--fail-on")
-        return Rule(metric, 0.0, relative=False)
-    relative = tolerance.endswith("%")
-    digits = tolerance[:-1] if relative else tolerance
-    value = float(digits) / (100 if relative else 1) if _NUMBER.fullmatch(digits) else math.inf
-    if math.isinf(value):
-        raise InputError(
-            f"wants a tolerance such as {metric}:0.05 or {metric}:10%, got {tolerance!r}",
-            "--fail-on",
-        )
-    if relative and value >= 1 and metric not in _MORE_IS_WORSE:
-        raise InputError(f"{metric} can never fall by more than 100%, got {tolerance!r}", "--fail-on")
-    return Rule(metric, value, relative)
-
-
 def compare(
     measurement: Mapping[str, Any], baseline: Mapping[str, Any], rules: Sequence[Rule], force: bool = False
 ) -> list[Verdict]:
     """Judge a measurement by an earlier one.
 
     A cell, a run of a cell or a value that the baseline has and we have not is a regression, and so is any run of ours
-    whose tokens are neither plain decoding's nor explained by rounding. What got better never is.
+    whose tokens are neither plain decoding's nor explained by rounding. What got better never is. Times are compared
+    as means over a cell, counters draw by draw: they are exact, and one seed's gain does not make up for another's
+    loss.
 
     Args:
         measurement: ours.
@@ -137,34 +66,43 @@ def compare(
         force: compare times although the machines differ.
 
     Returns:
-        A verdict per rule and cell of either measurement, and one per run with tokens that neither plain
-        decoding nor rounding explains.
+        A verdict per rule and cell of either measurement (for a counter, per draw of a cell that both have), and one
+        per run with tokens that neither plain decoding nor rounding explains.
 
     Raises:
         InputError: the baseline is of another workload, or simulated where ours is not or the other way round, or has
-            nothing a rule asks for; or times are to be compared between machines without force.
+            nothing a rule asks for or nothing it could fail; or times are to be compared between machines without
+            force.
     """
     refuse_foreign(measurement, baseline, rules, force)
-    ours = {cell.key: cell for cell in summarise(measurement)}
-    theirs = {cell.key: cell for cell in summarise(baseline)}
-    for rule in rules:
-        if all(cell.figures[rule.figure].mean is None for cell in theirs.values()):
-            raise InputError(f"the baseline holds no {rule.metric}", "--against")
+    ours, theirs = ({cell.key: cell for cell in summarise(each)} for each in (measurement, baseline))
+    our_draws, their_draws = by_draw(measurement), by_draw(baseline)
     verdicts = [_other_text(sample) for sample in measurement["samples"] if sample["explained"] is False]
     for rule in rules:
-        verdicts += [_verdict(rule, key, ours.get(key), theirs.get(key)) for key in dict.fromkeys([*theirs, *ours])]
+        for key in dict.fromkeys([*theirs, *ours]):
+            if rule.timed or key not in ours or key not in theirs:
+                verdicts.append(_verdict(rule, key, ours.get(key), theirs.get(key)))
+            else:
+                verdicts += _by_draw(rule, key, our_draws[key], their_draws[key])
     return verdicts
 
 
 def moved(verdicts: Sequence[Verdict]) -> Grid:
-    """The regressions, then whatever else changed, as a table."""
+    """The regressions, then whatever else changed, as a table.
+
+    Of the draws of a cell that fared alike it has one row: the one that moved most.
+    """
     failed = [verdict for verdict in verdicts if not verdict.ok]
-    changed = [verdict for verdict in verdicts if verdict.ok and (verdict.change or verdict.note)]
+    changed = [verdict for verdict in verdicts if verdict.ok and verdict.change != 0]
     still = len(verdicts) - len(failed) - len(changed)
+    alike: dict[object, list[Verdict]] = {}
+    for verdict in (*failed, *changed):
+        cell = (verdict.metric, verdict.method, verdict.prefill, verdict.length, verdict.ok)
+        alike.setdefault(id(verdict) if verdict.metric == SAME_TEXT else cell, []).append(verdict)
     return Grid(
         f"{len(failed)} of {len(verdicts)} comparisons regressed",
         ["metric", "method", "verdict", "prefill", "length", "baseline", "ours", "change", "limit"],
-        [_row(verdict) for verdict in (*failed, *changed)],
+        [_row(max(group, key=_distance), len(group) - 1) for group in alike.values()],
         left=3,
         notes=[f"Unchanged: {still}."],
     )
@@ -192,15 +130,61 @@ def refuse_foreign(
     if timed and other and not force:
         what = ", ".join(f"{name} {there.get(name)!r} there, {here.get(name)!r} here" for name in other)
         raise InputError(f"{timed[0]} is of another machine ({what}); --force compares it all the same", "--against")
+    means = summarise(baseline)
+    single = [cell for draws in by_draw(baseline).values() for cell in draws.values()]
+    for rule in rules:
+        values = [cell.figures[rule.figure].mean for cell in (means if rule.timed else single)]
+        known = [value for value in values if value is not None]
+        if not known:
+            raise InputError(f"the baseline holds no {rule.metric}", "--against")
+        rule.refuse_idle(known)
+
+
+def refuse_single(rules: Sequence[Rule], repeats: int, baseline: Mapping[str, Any]) -> None:
+    """Refuse to judge times that were taken once: the machine's own noise would be the verdict.
+
+    Args:
+        rules: what may get how much worse; counters may be from one run.
+        repeats: ours.
+        baseline: the earlier measurement, as from ``load_measurement``.
+
+    Raises:
+        InputError: a rule is of a time, and ours or the baseline's has no repeats.
+    """
+    timed = next((rule.metric for rule in rules if rule.timed), None)
+    if timed is None:
+        return
+    wanted = f"{timed} varies from run to run and wants at least {_FEWEST_REPEATS} repeats"
+    if repeats < _FEWEST_REPEATS:
+        raise InputError(f"{wanted}, got {repeats}", "--repeats")
+    theirs = len({sample["repeat"] for sample in baseline["samples"]})
+    if theirs < _FEWEST_REPEATS:
+        raise InputError(f"{wanted}, the baseline has {theirs}", "--against")
 
 
 def _other_text(sample: Mapping[str, Any]) -> Verdict:
-    where = f"prompt {sample['prompt']}, seed {sample['seed']}"
+    where = _draw_name(sample["prompt"], sample["seed"])
     first = sample["first_difference"]
     note = f"{where}: " + (
         "its audit finds violations" if first is None else f"other tokens than AR from token {first}"
     )
     return Verdict(SAME_TEXT, sample["method"], sample["prefill"], None, None, None, None, None, ok=False, note=note)
+
+
+def _by_draw(
+    rule: Rule,
+    key: tuple[str, int, int],
+    ours: Mapping[tuple[str, int], Cell],
+    theirs: Mapping[tuple[str, int], Cell],
+) -> list[Verdict]:
+    draws = dict.fromkeys([*theirs, *ours])
+    verdicts = [_verdict(rule, key, ours.get(draw), theirs.get(draw)) for draw in draws]
+    if len(draws) == 1:
+        return verdicts
+    return [
+        replace(verdict, note=": ".join(filter(None, (_draw_name(*draw), verdict.note))))
+        for draw, verdict in zip(draws, verdicts, strict=True)
+    ]
 
 
 def _verdict(rule: Rule, key: tuple[str, int, int], ours: Cell | None, theirs: Cell | None) -> Verdict:
@@ -217,12 +201,22 @@ def _verdict(rule: Rule, key: tuple[str, int, int], ours: Cell | None, theirs: C
     return Verdict(rule.metric, *key, before, value, value - before, limit, ok, note)
 
 
-def _row(verdict: Verdict) -> list[str]:
+def _draw_name(prompt: str, seed: int) -> str:
+    return f"prompt {prompt}, seed {seed}"
+
+
+def _distance(verdict: Verdict) -> float:
+    """How far a value moved; one that is missing moved furthest."""
+    return math.inf if verdict.change is None else abs(verdict.change)
+
+
+def _row(verdict: Verdict, others: int) -> list[str]:
     word = "ok" if verdict.ok else "REGRESSED"
+    told = f"{word}: {verdict.note}" if verdict.note else word
     return [
         verdict.metric,
         method_name(verdict.method),
-        f"{word}: {verdict.note}" if verdict.note else word,
+        f"{told}; and {others} other {'draw' if others == 1 else 'draws'}" if others else told,
         f"{verdict.prefill:,}",
         NOTHING if verdict.length is None else f"{verdict.length:,}",
         *(NOTHING if value is None else f"{value:.6g}" for value in (verdict.baseline, verdict.ours)),

@@ -10,11 +10,13 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from tswift.benchmarking.measurement import BASELINE, REFERENCE
+
 NOTHING = "-"
 
 _GAP = 2  # between a terminal's columns
 
-_NAMES = {"ar": "AR", "reference-ar": "AR, reference style"}
+_NAMES = {BASELINE: "AR", REFERENCE: "AR, reference style"}
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,15 @@ def encode(measurement: Mapping[str, Any]) -> str:
 
 
 def load_measurement(path: Path, option: str = "--against") -> dict[str, Any]:
-    """Read a ``bench.json``.
+    """Read a ``bench.json`` that is whole.
 
     Args:
         path: the file.
         option: the option that named it, for errors.
 
     Raises:
-        InputError: it cannot be read, is no ``bench.json``, is of another schema version, or lacks figures.
+        InputError: it cannot be read, is no ``bench.json``, is of another schema version, lacks figures, or did not run
+            to its end.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -61,9 +62,12 @@ def load_measurement(path: Path, option: str = "--against") -> dict[str, Any]:
         cells = summarise(content)
         _ = content["simulated"], content["environment"]["cpu"], content["workload"]["hash"]
         _ = [sample["same_as_ar"] for sample in content["samples"]]
+        state = content["state"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged ({error})"
         raise InputError(f"{path} {what}", option) from None
+    if state != FINISHED:  # what it has not reached would never be missed
+        raise InputError(f"{path} did not run to its end, it is {state}", option)
     if not cells:
         raise InputError(f"{path} holds no samples", option)
     return content

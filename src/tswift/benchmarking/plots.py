@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tswift.benchmarking.grid import method_name
+from tswift.benchmarking.measurement import BASELINE, DRAFTLESS, REFERENCE
 from tswift.benchmarking.statistics import Cell, summarise
 from tswift.benchmarking.tables import source
 
@@ -24,18 +25,17 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; markers say it a second time.
 _STYLES = {
-    "ar": ("#000000", "o"),
+    BASELINE: ("#000000", "o"),
     "tokenswift": ("#0072B2", "s"),
     "medusa": ("#D55E00", "^"),
     "reuse": ("#009E73", "D"),
     "triforce": ("#CC79A7", "v"),
     "magicdec": ("#56B4E9", "P"),
     "standalone": ("#E69F00", "X"),
-    "reference-ar": ("#7F7F7F", "o"),
+    REFERENCE: ("#7F7F7F", "o"),
 }
 _OTHER_STYLES = (("#8C564B", "<"), ("#17807E", ">"), ("#4B0082", "*"))
 _LOOK = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "tswift"}
-_DRAFTLESS = ("ar", "reference-ar")
 _CURVE_POINTS = 400
 
 
@@ -47,8 +47,10 @@ def available() -> bool:
 def render(measurement: Mapping[str, Any]) -> dict[str, bytes]:
     """All plots as files: ``time`` and ``acceptance``, each as ``.png`` and ``.svg``, by file name.
 
-    The same measurement gives the same bytes with the same matplotlib.
+    The same measurement gives the same bytes with the same matplotlib. One that reached no length has no plots.
     """
+    if not summarise(measurement):
+        return {}
     built: dict[str, Callable[[Mapping[str, Any]], Figure]] = {"time": time_figure, "acceptance": acceptance_figure}
     images = {}
     for name, build in built.items():
@@ -114,7 +116,7 @@ def acceptance_figure(measurement: Mapping[str, Any]) -> Figure:
             for axes, (name, title) in zip(row, titles.items(), strict=True):
                 for method in methods:
                     mine = [cell for cell in cells if (cell.method, cell.prefill) == (method, prefill)]
-                    if name == "speedup" or method not in _DRAFTLESS:
+                    if name == "speedup" or method not in DRAFTLESS:
                         _with_bars(axes, mine, name, method, measurement)
                 axes.set_title(f"prefill {prefill:,} tokens", fontsize=11)
                 axes.set_ylabel(title)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from tswift.benchmarking.measurement import FILE, encode
 from tswift.benchmarking.statistics import FIGURES, summarise
 from tswift.benchmarking.tables import grids, source
 from tswift.errors import InputError
+from tswift.jobs.folder import write_whole
 
 
 def write_reports(measurement: Mapping[str, Any], folder: Path, paper: bool, plots: bool) -> list[Path]:
@@ -25,7 +25,7 @@ def write_reports(measurement: Mapping[str, Any], folder: Path, paper: bool, plo
         measurement: as in ``bench.json``.
         folder: is made if need be; files of the same names are replaced.
         paper: put the paper's rows beside ours in ``bench.md``.
-        plots: draw; nothing is drawn without matplotlib (see ``plots.available``).
+        plots: draw; nothing is drawn without matplotlib (see ``plots.available``), or where no length was reached.
 
     Returns:
         The files.
@@ -39,9 +39,11 @@ def write_reports(measurement: Mapping[str, Any], folder: Path, paper: bool, plo
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, make in makers.items():
-            paths.append(_write(folder / name, make()))
+            write_whole(folder / name, make())
+            paths.append(folder / name)
         for name, content in drawing.render(measurement).items() if plots and drawing.available() else ():
-            paths.append(_write(folder / name, content))
+            write_whole(folder / name, content)
+            paths.append(folder / name)
     except OSError as error:
         raise InputError(f"{folder} cannot be written to ({error.strerror})", "--out") from None
     return paths
@@ -54,9 +56,10 @@ def write_measurement(measurement: Mapping[str, Any], folder: Path) -> Path:
         InputError: the folder cannot be written to.
     """
     try:
-        return _write(folder / FILE, encode(measurement).encode())
+        write_whole(folder / FILE, encode(measurement).encode())
     except OSError as error:
         raise InputError(f"{folder} cannot be written to ({error.strerror})", "--out") from None
+    return folder / FILE
 
 
 def csv_report(measurement: Mapping[str, Any]) -> str:
@@ -110,14 +113,3 @@ def markdown_report(measurement: Mapping[str, Any], paper: bool = False) -> str:
 
 def _settings(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in options.items()) or "none"
-
-
-def _write(path: Path, content: bytes) -> Path:
-    new = path.with_name(f"{path.name}.new")
-    try:
-        new.write_bytes(content)
-        os.replace(new, path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
-    return path

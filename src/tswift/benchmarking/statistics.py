@@ -77,6 +77,18 @@ def summarise(measurement: Mapping[str, Any]) -> list[Cell]:
     return [_cell(*key, groups[key]) for key in order]
 
 
+def by_draw(measurement: Mapping[str, Any]) -> dict[tuple[str, int, int], dict[tuple[str, int], Cell]]:
+    """The cells of each draw alone: by (method, prefill, length), then by (prompt, seed)."""
+    samples: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
+    for sample in measurement["samples"]:
+        samples[sample["prompt"], sample["seed"]].append(sample)
+    cells: dict[tuple[str, int, int], dict[tuple[str, int], Cell]] = defaultdict(dict)
+    for draw, mine in samples.items():
+        for cell in summarise({**measurement, "samples": mine}):
+            cells[cell.key][draw] = cell
+    return dict(cells)
+
+
 def _cell(
     method: str, prefill: int, length: int, members: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 ) -> Cell:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tswift.benchmarking.grid import NOTHING, Grid, duration, method_name, with_spread
-from tswift.benchmarking.measurement import machine
+from tswift.benchmarking.measurement import BASELINE, DRAFTLESS, FINISHED, machine
 from tswift.benchmarking.published import CAUTION, PublishedRow, published_rows
 from tswift.benchmarking.statistics import Cell, summarise
 
-_DRAFTLESS = ("ar", "reference-ar")
 _MOST_DIFFERENCES = 5
+_PAPER_DEPTH = 4  # tokens it drafts along a path
 
 
 def grids(measurement: Mapping[str, Any], paper: bool = False) -> list[Grid]:
@@ -79,7 +79,7 @@ def same_text(measurement: Mapping[str, Any]) -> str:
 def _acceptance(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow]) -> Grid:
     by_key = {cell.key: cell for cell in cells}
     methods = _methods(cells)
-    drafting = {method for method in methods if method not in _DRAFTLESS}
+    drafting = {method for method in methods if method not in DRAFTLESS}
     label = _label(measurement, published)
     columns = [*label[:1], "prefill", "length"]
     for method in methods:
@@ -98,13 +98,14 @@ def _acceptance(measurement: Mapping[str, Any], cells: Sequence[Cell], published
             for method in methods:
                 both = _published(theirs[method]) if method in theirs else [NOTHING, NOTHING]
                 rows[-1] += both if method in drafting else both[1:]
-    note = "alpha: accepted draft tokens / most that could be. x: AR's time / the method's, prefill apart."
+    notes = ["alpha: accepted draft tokens / most that could be. x: AR's time / the method's, prefill apart."]
+    notes += _depths(measurement, [method for method in methods if method in drafting], paper=bool(published))
     title = f"Acceptance rate and speedup: {source(measurement)}"
-    return Grid(title, columns, rows, left=1 if label else 0, notes=[note])
+    return Grid(title, columns, rows, left=1 if label else 0, notes=notes)
 
 
 def _times(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow]) -> Grid:
-    estimated = {cell.key[1:] for cell in cells if cell.method == "ar" and cell.estimated}
+    estimated = {cell.key[1:] for cell in cells if cell.method == BASELINE and cell.estimated}
     label = _label(measurement, published)
     rows = []
     for method in _methods(cells):
@@ -116,7 +117,7 @@ def _times(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Seq
                     method_name(method),
                     *label[1:],
                     *_place(place),
-                    NOTHING if method in _DRAFTLESS else _spread(cell, "alpha", 3),
+                    NOTHING if method in DRAFTLESS else _spread(cell, "alpha", 3),
                     _spread(cell, "speedup", 2),
                     _marked(duration(ar), place in estimated and ar is not None),
                     _marked(duration(own), cell.estimated),
@@ -141,10 +142,25 @@ def _times(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Seq
     return Grid(title, columns, rows, left=2 if label else 1, notes=_notes(measurement, cells, published))
 
 
+def _depths(measurement: Mapping[str, Any], methods: Sequence[str], paper: bool) -> list[str]:
+    """What each method's alpha is a share of: beside another depth, the paper's too, it would mislead."""
+    depths: dict[str, set[int]] = {method: set() for method in methods}
+    for sample in measurement["samples"]:
+        for point in sample["points"] if sample["method"] in depths else ():
+            depths[sample["method"]].add(point["depth"])
+    if not depths:
+        return []
+    words = [f"{method_name(method)} {' or '.join(map(str, sorted(each)))}" for method, each in depths.items()]
+    beside = f"; the paper's is {_PAPER_DEPTH}" if paper else ""
+    return [f"alpha divides by the tokens drafted along a path: {', '.join(words)}{beside}."]
+
+
 def _notes(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow]) -> list[str]:
     """What holds for both tables, below the second."""
+    if not cells:
+        return ["Nothing was measured: no length was reached."]
     notes = [runs(cells), same_text(measurement)]
-    if measurement["state"] != "finished":
+    if measurement["state"] != FINISHED:
         notes.append("The measurement did not run to its end: these are the cells and lengths that were reached.")
     if any(cell.estimated for cell in cells):
         notes.append("est.: integrated from AR steps sampled as the text grew; every x and delta rests on that time.")
@@ -157,7 +173,7 @@ def _notes(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Seq
 
 def _methods(cells: Iterable[Cell]) -> list[str]:
     """All but plain decoding, which the others are compared with; alone, it is shown."""
-    return [method for method in dict.fromkeys(cell.method for cell in cells) if method != "ar"] or ["ar"]
+    return [method for method in dict.fromkeys(cell.method for cell in cells) if method != BASELINE] or [BASELINE]
 
 
 def _places(cells: Iterable[Cell]) -> list[tuple[int, int]]:
