@@ -122,6 +122,7 @@ def bench(
     measurement = header(lineup, chosen, plan, context.obj)
     if baseline:
         gate.refuse_foreign(measurement, baseline, rules, force)
+        gate.refuse_single(rules, repeats, baseline)
     folder = out or default_path("bench")
     new_folder(folder)
     bars = Bars(quiet, not no_progress)
