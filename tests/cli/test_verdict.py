@@ -13,7 +13,7 @@ FOUND = (
 
 
 def test_what_is_said() -> None:
-    said = verdict(Audit(4000, 3973, FOUND, 0.02, 0.04, 0.001, 9.0, 2.0)).plain()
+    said = verdict(Audit(4000, 3973, FOUND, 0.02, 0.5, 0.04, 0.001, 9.0, 2.0)).plain()
     rows = [line.split() for line in said.splitlines()]
     assert rows[0] == ["4,000", "tokens", "judged", "in", "2.0", "s"]
     assert rows[2:5] == [
@@ -26,6 +26,12 @@ def test_what_is_said() -> None:
 
 
 def test_nothing_to_say() -> None:
-    said = verdict(Audit(3, 3, (), 0.0, 0.0, None, None, 2.0)).plain()
+    said = verdict(Audit(3, 3, (), 0.0, 1.0, 0.0, None, None, 2.0)).plain()
     assert ["violations", "0", "-", "-"] in [line.split() for line in said.splitlines()]
     assert "violations at" not in said
+
+
+def test_more_difference_than_rounding_makes_is_said() -> None:
+    found = Audit(3, 3, (), 5.0, 0.5, 10.0, None, None, 2.0)
+    assert not found.ok
+    assert "more than rounding can make, 0.5: these passes do not compute the same" in verdict(found).plain()
