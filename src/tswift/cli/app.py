@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 
 import tswift
 from tswift.cli.bench import bench
-from tswift.cli.codes import BAD_INPUT, CLOSED_PIPE, FAILED, INTERRUPTED, OK
+from tswift.cli.codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 from tswift.cli.compare import compare
 from tswift.cli.generate import generate
 from tswift.cli.verify import verify
@@ -54,9 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _bad_input(str(error))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would raise once more at its exit
-        return CLOSED_PIPE
     except OSError as error:  # a full disk, as a rule
         print(f"tswift: error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
         return FAILED

@@ -82,12 +82,6 @@ class Display:
                 f"{_clock(self._logged - self._started)} elapsed, {_clock(self._left(stats))} left"
             )
 
-    def abandon_stdout(self) -> None:
-        """Let what is left in stdout's buffer go nowhere, or Python would raise once more at its exit."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-
     def say(self, message: str) -> None:
         """One line on stderr, unless quiet."""
         self._console.print(f"tswift: {message}", markup=False, highlight=False, soft_wrap=True)

@@ -10,6 +10,7 @@ import typer
 
 from tswift.cli import options
 from tswift.cli.codes import CLOSED_PIPE, FAILED, INTERRUPTED
+from tswift.cli.streams import abandon_stdout
 
 
 def generate(
@@ -84,10 +85,10 @@ def generate(
         with display:
             job.run(display.show)
     except BrokenPipeError:
-        display.abandon_stdout()
+        abandon_stdout()
         raise typer.Exit(CLOSED_PIPE) from None
     except OSError as error:  # a full disk, as a rule
-        display.abandon_stdout()
+        abandon_stdout()
         message = f"writing failed ({error.strerror}); what was made is in {job.folder.path}"
         print(f"tswift: error: {message}", file=sys.stderr)
         raise typer.Exit(FAILED) from None

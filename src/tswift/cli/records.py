@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tswift.cli.streams import write_stdout
 from tswift.errors import InputError
 from tswift.jobs.folder import write_whole
 
@@ -27,7 +27,7 @@ class Record:
         """Write it, whole or not at all."""
         text = json.dumps({"schema": SCHEMA, **content}, indent=2, ensure_ascii=False, default=_plain) + "\n"
         if self.path is None:
-            sys.stdout.write(text)
+            write_stdout(text)
             return
         write_whole(self.path, text.encode())
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from tswift.cli.streams import write_stdout
+
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
 
@@ -16,5 +18,7 @@ def show(grid: Grid, stderr: bool = False) -> None:
     stream = sys.stderr if stderr else sys.stdout
     if stream.isatty():
         Console(highlight=False, stderr=stderr).print(grid)
-    else:
+    elif stderr:
         print(grid.plain(), end="", file=stream)
+    else:
+        write_stdout(grid.plain())
