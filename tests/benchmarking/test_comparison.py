@@ -54,6 +54,7 @@ def test_a_wrong_method_is_found(checkpoint, monkeypatch):
     patched_lanes(monkeypatch, skip_the_penalty)
     comparison = run(line_up(Entry(("ar", "medusa"), model=str(checkpoint))))
     assert not comparison.ok
+    assert comparison.outcomes[0].explained is True
     wrong = comparison.outcomes[1]
     assert wrong.first_difference is not None
     assert wrong.explained is False

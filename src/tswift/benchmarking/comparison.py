@@ -22,7 +22,7 @@ class Outcome:
         first_difference: index of the first generated token that is not plain decoding's; None if the texts are equal.
         margin: of the token there, or of plain decoding's: how much the logits would have to change to explain it. None
             if there is no difference, or if no change was found.
-        explained: whether every token of the text is drawn exactly or within rounding; None if the texts are equal.
+        explained: whether every token of the text is drawn exactly or within rounding; None if all texts are equal.
         speedup: plain decoding's time / this one's; prefill apart.
         speedup_over_reference: the same against plain decoding with the attention of reference implementations; None
             if that was not run.
@@ -149,7 +149,7 @@ def _outcome(
         method=lane.name,
         first_difference=different,
         margin=max((margin for margin in margins if margin < math.inf), default=None),
-        explained=None if different is None else audits[lane.name].ok,
+        explained=audits[lane.name].ok if lane.name in audits else None,
         tokens=stats.tokens,
         alpha=stats.alpha,
         beta=stats.beta,

@@ -139,6 +139,8 @@ def _grid(comparison: Comparison) -> Grid:
 
 def _same(outcome: Outcome) -> str:
     if outcome.first_difference is None:
+        if outcome.explained is False:  # plain decoding's own text, audited since another one differs
+            return "not what the rule draws"
         return "-" if outcome.method == "ar" else "yes"
     margin = "no margin found" if outcome.margin is None else f"margin {outcome.margin:.2g}"
     why = "rounding" if outcome.explained else "NOT rounding"
