@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
+from tswift.attention.layout import Layout
 from tswift.attention.sdpa import TreeAttention
 from tswift.decoding.sampling import SamplingParams, noise_bits
 from tswift.drafting.methods import METHODS, DraftOptions, make_drafter
@@ -29,9 +30,10 @@ def test_attention_against_float64(dtype: torch.dtype, tolerance: float) -> None
     torch.manual_seed(1)
     query, keys, values = (torch.randn(heads, rows, 64).to(dtype) for heads, rows in ((8, 5), (2, 20005), (2, 20005)))
     ancestors = torch.ones(5, 5, dtype=torch.bool).tril()
-    ours = TreeAttention(20000, ancestors.cuda(), 4, 2, dtype)(query.cuda(), keys.cuda(), values.cuda(), 0.125)
+    layout = Layout(2, 4, dtype, torch.device("cuda"))
+    ours = TreeAttention(layout, 20000, 5, ancestors.cuda())(query.cuda(), keys.cuda(), values.cuda(), 0.125)
     wide = [x.double() for x in (query, keys, values)]
-    exact = TreeAttention(20000, ancestors, 4, 2, torch.float64)(*wide, 0.125)
+    exact = TreeAttention(Layout(2, 4, torch.float64, torch.device("cpu")), 20000, 5, ancestors)(*wide, 0.125)
     assert (ours.cpu().double() - exact).abs().max() < tolerance
 
 

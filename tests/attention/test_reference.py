@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import PLAIN, decode, drafter_of, random_prompt, tiny_target
+from tswift.attention.layout import Layout
 from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.drafting.methods import DraftOptions
@@ -21,7 +22,7 @@ def test_equal_to_tree_attention(heads, kv_heads, prefix):
     query = torch.randn(heads, nodes, size, dtype=torch.float64, generator=generator)
     keys, values = torch.randn(2, kv_heads, prefix + nodes, size, dtype=torch.float64, generator=generator)
     ancestors = torch.eye(nodes, dtype=torch.bool) | torch.tensor([[True] + [False] * (nodes - 1)])
-    asked = (prefix, ancestors, heads // kv_heads, kv_heads, torch.float64)
+    asked = (Layout(kv_heads, heads // kv_heads, torch.float64, query.device), prefix, nodes, ancestors)
     slow = ReferenceAttention(*asked)(query, keys, values, 0.3)
     torch.testing.assert_close(slow, TreeAttention(*asked)(query, keys, values, 0.3), rtol=1e-10, atol=1e-12)
 

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from tests.helpers import random_tree
 from tswift.attention import sdpa
+from tswift.attention.layout import Layout
 from tswift.attention.sdpa import TreeAttention
 
 
 def attend(query, keys, values, ancestors, scale):
     prefix = keys.shape[1] - len(ancestors)
-    return TreeAttention(prefix, ancestors, len(query) // len(keys), len(keys), query.dtype)(query, keys, values, scale)
+    layout = Layout(len(keys), len(query) // len(keys), query.dtype, query.device)
+    return TreeAttention(layout, prefix, len(ancestors), ancestors)(query, keys, values, scale)
 
 
 def dense(query, keys, values, ancestors, scale):
@@ -79,28 +81,31 @@ def test_any_shape(kv_heads, group, dim, prefix, nodes, seed, dtype, sharp) -> N
     check(kv_heads, group, dim, prefix, nodes, dtype=dtype, seed=seed, sharp=sharp)
 
 
-class Elsewhere(torch.Tensor):
-    """A CPU tensor that says it is on another device."""
-
-    device = torch.device("cuda")
-
-
 @pytest.mark.parametrize("prefix", [1, 300, 1000])
 @pytest.mark.parametrize("block", [128, 8192])
 def test_the_path_of_other_devices(monkeypatch, prefix: int, block: int) -> None:
     """The blockwise prefix, run here on the CPU; one block and several."""
-    right, taken = sdpa._prefix, []
+    taken = []
 
-    def elsewhere(rows, *rest):
-        taken.append(rows.as_subclass(Elsewhere).device.type)
-        return right(rows.as_subclass(Elsewhere), *rest)
+    def elsewhere(self, rows, keys, values, scale):
+        taken.append(keys.shape[1])
+        return sdpa._blockwise(rows, keys, values, scale)
 
     monkeypatch.setattr(sdpa, "_BLOCK", block)
-    monkeypatch.setattr(sdpa, "_parts", lambda *args: 1)
-    monkeypatch.setattr(sdpa, "_prefix", elsewhere)
+    monkeypatch.setattr(TreeAttention, "_split", lambda *args: 1)
+    monkeypatch.setattr(TreeAttention, "_prefix", elsewhere)
     for dtype in TOLERANCE:
         check(2, 3, 8, prefix, 6, dtype=dtype)
-    assert taken == ["cuda"] * 3
+    assert taken == [prefix] * 3
+
+
+@pytest.mark.parametrize("prefix", [0, 5, 300])
+def test_no_ancestors_mean_a_chain(prefix: int) -> None:
+    query, keys, values, _, scale = case(2, 2, 8, prefix, 6, torch.float64)
+    chain = torch.ones(6, 6, dtype=torch.bool).tril()
+    layout = Layout(2, 2, torch.float64, query.device)
+    out = TreeAttention(layout, prefix, 6, None)(query, keys, values, scale)
+    assert torch.equal(out, attend(query, keys, values, chain, scale))
 
 
 def test_the_check_sees_a_wrong_mask() -> None:

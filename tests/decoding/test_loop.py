@@ -389,7 +389,7 @@ def position_of_the_root_for_all(monkeypatch) -> None:
 def attends_to_all_nodes(monkeypatch) -> None:
     right = Target.forward
     monkeypatch.setattr(Target, "forward", lambda self, tokens, positions, kv, ancestors: right(
-        self, tokens, positions, kv, torch.ones_like(ancestors) if kv.length else ancestors
+        self, tokens, positions, kv, torch.ones(len(tokens), len(tokens), dtype=torch.bool) if kv.length else ancestors
     ))  # fmt: skip
 
 

@@ -6,21 +6,20 @@ speedups are relative to plain decoding of this kind.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tswift.attention.layout import Layout, bias
+
 
 class ReferenceAttention:
-    """Takes what :class:`~tswift.attention.sdpa.TreeAttention` takes and computes the same."""
+    """An :class:`~tswift.attention.layout.Attention` that computes what the others do."""
 
-    def __init__(self, prefix: int, ancestors: Tensor, groups: int, kv_heads: int, dtype: torch.dtype) -> None:
-        nodes = len(ancestors)
-        self._groups = groups
-        self._mask = torch.zeros(nodes, prefix + nodes, dtype=dtype, device=ancestors.device)
-        self._mask[:, prefix:].masked_fill_(~ancestors, torch.finfo(dtype).min)
+    def __init__(self, layout: Layout, prefix: int, nodes: int, ancestors: Tensor | None) -> None:
+        self._groups = layout.groups
+        self._mask = bias(layout, prefix, nodes, ancestors, layout.dtype)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Attend; shapes as for ``TreeAttention``."""
+        """Attend; shapes as for every attention."""
         keys, values = (x.repeat_interleave(self._groups, dim=0).unsqueeze(0) for x in (keys, values))
         return F.scaled_dot_product_attention(query.unsqueeze(0), keys, values, self._mask, scale=scale)[0]

@@ -8,42 +8,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tswift.attention.layout import Layout, bias
+
 _BLOCK = 8192  # keys scored at a time where no operator returns log-sum-exps
 
 
 class TreeAttention:
-    """Attention of one pass: what all its layers share is worked out once.
+    """An :class:`~tswift.attention.layout.Attention` for every device and dtype."""
 
-    Args:
-        prefix: keys before the pass's own, which every node attends to.
-        ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself.
-        groups: query heads per KV head.
-        kv_heads: KV heads.
-        dtype: of queries, keys and values.
-    """
-
-    def __init__(self, prefix: int, ancestors: Tensor, groups: int, kv_heads: int, dtype: torch.dtype) -> None:
-        nodes = len(ancestors)
-        self._parts = _parts(prefix, kv_heads, groups * nodes) if ancestors.device.type == "cpu" else 1
+    def __init__(self, layout: Layout, prefix: int, nodes: int, ancestors: Tensor | None) -> None:
+        self._parts = self._split(layout, prefix, layout.groups * nodes)
         self._even = prefix - prefix % self._parts
         # What the parts do not divide goes with the tree, whose slots follow it in the cache.
-        self._wide = torch.promote_types(dtype, torch.float32)  # bf16 scores would cost two digits more
-        bias = torch.zeros(nodes, prefix - self._even + nodes, dtype=self._wide, device=ancestors.device)
-        bias[:, prefix - self._even :].masked_fill_(~ancestors, -torch.inf)
-        self._bias = bias.repeat(groups, 1)
+        self._wide = torch.promote_types(layout.dtype, torch.float32)  # bf16 scores would cost two digits more
+        self._bias = bias(layout, prefix - self._even, nodes, ancestors, self._wide).repeat(layout.groups, 1)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Attend.
-
-        Args:
-            query: ``[query heads, n, d]``, rotated.
-            keys: ``[kv heads, prefix + n, d]``, rotated; the last n are the nodes' own.
-            values: like ``keys``.
-            scale: factor of the scores.
-
-        Returns:
-            ``[query heads, n, d]``.
-        """
+        """Attend; shapes as for every attention."""
         rows = query.reshape(keys.shape[0], -1, query.shape[-1])
         even, wide = self._even, self._wide
         tail_keys, tail_values = keys[:, even:].to(wide), values[:, even:].to(wide)
@@ -56,29 +37,33 @@ class TreeAttention:
         total = weights.sum(-1, keepdim=True)
         tail_out = torch.bmm(weights, tail_values) / total
         tail_lse = (top + total.log()).squeeze(-1)
-        outs, lses = _prefix(rows, keys[:, :even], values[:, :even], self._parts, scale)
+        outs, lses = self._prefix(rows, keys[:, :even], values[:, :even], scale)
         shares = torch.cat([lses.to(wide), tail_lse.unsqueeze(0)]).softmax(0).unsqueeze(-1)
         return (torch.cat([outs.to(wide), tail_out.unsqueeze(0)]) * shares).sum(0).view_as(query).to(query.dtype)
 
+    def _split(self, layout: Layout, prefix: int, rows: int) -> int:
+        """In how many parts the prefix is cut."""
+        # the CPU operator works in parallel over heads and blocks of rows only; few of both leave cores idle
+        if layout.device.type != "cpu" or rows > 64 or prefix < 256:
+            return 1
+        return -(-torch.get_num_threads() // layout.kv_heads)
 
-def _parts(prefix: int, kv_heads: int, rows: int) -> int:
-    # the CPU operator works in parallel over heads and blocks of rows only; few of both leave cores idle
-    if rows > 64 or prefix < 256:
-        return 1
-    return -(-torch.get_num_threads() // kv_heads)
+    def _prefix(self, rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Unmasked attention over the prefix.
 
-
-def _prefix(rows: Tensor, keys: Tensor, values: Tensor, parts: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Unmasked attention over the prefix in ``parts`` equal parts.
-
-    Returns:
-        Outputs ``[parts, kv heads, rows, d]`` and log-sum-exps ``[parts, kv heads, rows]``.
-    """
-    if rows.device.type == "cpu":
-        size = keys.shape[1] // parts
-        split = [x.unflatten(1, (parts, size)).transpose(0, 1) for x in (keys, values)]
+        Returns:
+            Outputs ``[parts, kv heads, rows, d]`` and log-sum-exps ``[parts, kv heads, rows]``.
+        """
+        if rows.device.type != "cpu":
+            return _blockwise(rows, keys, values, scale)
+        parts = self._parts
+        split = [x.unflatten(1, (parts, x.shape[1] // parts)).transpose(0, 1) for x in (keys, values)]
         query = rows.expand(parts, *rows.shape)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, *split, 0.0, False, scale=scale)
+
+
+def _blockwise(rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As ``_prefix``, from plain products."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     scaled = rows.to(wide) * scale  # unscaled float16 scores could overflow
     outs, lses = [], []

@@ -40,13 +40,12 @@ class PartialPass:
 
     def __init__(self, target: Target, kv: PartialKV) -> None:
         self._target, self.kv = target, kv
-        self._alone = torch.ones(1, 1, dtype=torch.bool, device=target.device)
 
     def hidden(self, context: Context) -> Tensor:
         """``[H]`` of the root."""
         root = torch.tensor([context.text[-1]], device=self._target.device)
         position = torch.tensor([context.position], device=self._target.device)
-        return self._target.forward(root, position, self.kv, self._alone).hidden[0]
+        return self._target.forward(root, position, self.kv, None).hidden[0]
 
     def committed(self, context: Context, most: int) -> None:
         """Copy the new tokens; select anew when they, or the next step's, do not fit."""

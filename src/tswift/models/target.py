@@ -7,7 +7,7 @@ the name ``tswift``, and extra keyword arguments, which reach that function from
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from tswift.attention.layout import Attention, Layout
 from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.kv.buffer import KVBuffer, KVShape
@@ -27,7 +28,7 @@ _CHUNK = 512  # prompt tokens forwarded at a time
 @dataclass
 class _Pass:
     kv: KVBuffer
-    attend: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    attend: Attention
     queries: list[Tensor] = field(default_factory=list)
 
 
@@ -77,7 +78,7 @@ class Target:
     def __init__(self, model: PreTrainedModel) -> None:
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
-        self._attention: type[TreeAttention] | type[ReferenceAttention] = TreeAttention
+        self._attention: type[Attention] = TreeAttention
         self._decoder, self._lm_head = model.get_decoder(), model.get_output_embeddings()
         self._embeddings = model.get_input_embeddings()
         config = model.config.get_text_config()
@@ -93,7 +94,7 @@ class Target:
             dtype=self.dtype,
             device=self.device,
         )
-        self._groups = heads // self.kv_shape.heads
+        self._layout = Layout(self.kv_shape.heads, heads // self.kv_shape.heads, self.dtype, self.device)
 
     def reference(self) -> Target:
         """The same model with the slow attention of reference implementations, to be measured beside ours."""
@@ -102,16 +103,17 @@ class Target:
         return twin
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor) -> Forwarded:
+    def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
         """One pass over the nodes of a tree; their keys and values go to the cache's scratch slots.
 
         Args:
             tokens: ``[n]`` int64.
             positions: ``[n]`` int64.
             kv: what the nodes attend to; nothing is committed.
-            ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself.
+            ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself; None where
+                every node descends from all before it.
         """
-        run = _Pass(kv, self._attention(kv.length, ancestors, self._groups, self.kv_shape.heads, self.dtype))
+        run = _Pass(kv, self._attention(self._layout, kv.length, len(tokens), ancestors))
         out = self._decoder(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
         )
@@ -137,8 +139,7 @@ class Target:
         for start in range(0, len(tokens), _CHUNK):
             chunk = torch.tensor(tokens[start : start + _CHUNK], device=self.device)
             positions = torch.arange(kv.length, kv.length + len(chunk), device=self.device)
-            causal = torch.ones(len(chunk), len(chunk), dtype=torch.bool, device=self.device).tril()
-            forwarded = self.forward(chunk, positions, kv, causal)
+            forwarded = self.forward(chunk, positions, kv, None)
             kv.commit(range(len(chunk)))
             yield forwarded
 

@@ -1,0 +1,68 @@
+"""What every attention backend is told: the model's head layout, and the pass at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model's heads are laid out.
+
+    Attributes:
+        kv_heads: KV heads.
+        groups: query heads per KV head.
+        dtype: of queries, keys and values.
+        device: where they are.
+    """
+
+    kv_heads: int
+    groups: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Attention(Protocol):
+    """Attention of one pass; what all its layers share is worked out once, when it is made.
+
+    It is made from a layout, the number of keys before the pass's own (every node attends to those), the number of
+    nodes, and their ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself;
+    None where every node descends from all before it.
+    """
+
+    def __init__(self, layout: Layout, prefix: int, nodes: int, ancestors: Tensor | None) -> None: ...
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[query heads, n, d]``, rotated.
+            keys: ``[kv heads, prefix + n, d]``, rotated; the last n are the nodes' own.
+            values: like ``keys``.
+            scale: factor of the scores.
+
+        Returns:
+            ``[query heads, n, d]``.
+        """
+        ...
+
+
+def bias(layout: Layout, before: int, nodes: int, ancestors: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores: ``[n, before + n]``, 0 where a node attends and ``-inf`` where it does not.
+
+    Args:
+        layout: the model's.
+        before: keys before the nodes' own, which every node attends to.
+        nodes: how many.
+        ancestors: as for :class:`Attention`.
+        dtype: of the scores.
+    """
+    out = torch.zeros(nodes, before + nodes, dtype=dtype, device=layout.device)
+    if ancestors is None:
+        ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=layout.device).tril_()
+    out[:, before:].masked_fill_(~ancestors, -torch.inf)
+    return out
