@@ -103,6 +103,9 @@ class Proposals:
     def __init__(self, paths: Callable[[Context], Sequence[Sequence[int]]]) -> None:
         self.paths = paths
 
+    def start(self, context: Context) -> None:
+        pass
+
     def propose(self, tree: DraftTree, context: Context) -> None:
         for path in self.paths(context):
             tree.add(path, self.name)
@@ -142,6 +145,9 @@ class ToyTarget:
         kv.write(0, values, values)
         kv.commit(range(len(tokens)))
         return None
+
+    def prepare(self, kv: KVBuffer, limit: int) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass

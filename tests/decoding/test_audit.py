@@ -241,7 +241,7 @@ def test_passes_that_do_not_compute_the_same(monkeypatch: pytest.MonkeyPatch) ->
     assert audit(target, prompt, tokens, parameters(), 3).ok
     right = Target.forward
     monkeypatch.setattr(Target, "forward", lambda self, tokens, positions, kv, ancestors: right(
-        self, tokens, positions, kv, torch.ones(len(tokens), len(tokens), dtype=torch.bool) if 1 < len(tokens) < 20 else None
+        self, tokens, positions, kv, torch.ones(len(tokens), len(tokens)).bool() if 1 < len(tokens) < 20 else None
     ))  # fmt: skip
     found = audit(target, prompt, tokens, parameters(), 3)
     assert not found.violations  # the bound covers everything, so it must not count

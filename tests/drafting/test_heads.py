@@ -45,12 +45,17 @@ def random_states(count: int) -> torch.Tensor:
     return torch.randn(count, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
+def propose(source: HeadSource, tree: DraftTree, context: Context) -> None:
+    source.start(context)
+    source.propose(tree, context)
+
+
 @pytest.mark.parametrize("shared_noise", [True, False])
 def test_every_level_holds_its_best_candidates_and_all_their_combinations(shared_noise: bool) -> None:
     params = SamplingParams(temperature=0.8, min_p=0, penalty=1.3, window=4)
     text, widths, states = random_prompt(9), (2, 3, 1), random_states(3)
     context, tree = context_of(text, params), DraftTree(text[-1], 128)
-    states_source(states, widths, shared_noise).propose(tree, context)
+    propose(states_source(states, widths, shared_noise), tree, context)
     logits = tiny_target().logits(states) / 0.8
     for token in set(text[-4:]):
         column = logits[:, token]
@@ -67,14 +72,14 @@ def test_shared_noise_of_a_perfect_head_guesses_what_is_drawn() -> None:
     states, params = random_states(1), SamplingParams(temperature=1.0, min_p=0.02, penalty=1.0)
     for seed in range(40):
         context, tree = context_of([1, 2, 3], params, seed), DraftTree(3, 8)
-        states_source(states, (1,), True).propose(tree, context)
+        propose(states_source(states, (1,), True), tree, context)
         assert context.sampler.draw(tiny_target().logits(states), None, [3]) == [tree.tokens[1]]
 
 
 def test_a_limited_tree_takes_the_likely_combinations_first() -> None:
     context, tree = context_of([1], PLAIN), DraftTree(1, 4)
     source = states_source(random_states(3), (3, 3, 3), False)
-    source.propose(tree, context)
+    propose(source, tree, context)
     assert tree.tokens[1:] == tiny_target().logits(random_states(3)).argmax(-1).tolist()
     assert tree.depths == [0, 1, 2, 3]
 
@@ -82,7 +87,7 @@ def test_a_limited_tree_takes_the_likely_combinations_first() -> None:
 def test_dropped_tokens_are_not_drafted() -> None:
     tree = DraftTree(1, 64)
     params = SamplingParams(top_k=2, min_p=0, penalty=1)
-    states_source(random_states(2), (3, 3), True).propose(tree, context_of([1], params))
+    propose(states_source(random_states(2), (3, 3), True), tree, context_of([1], params))
     assert len(tree) == 1 + 2 + 4
 
 
@@ -110,7 +115,7 @@ def test_conditioned_heads_are_told_the_best_candidate_before(limit: int) -> Non
     context = context_of([7, 8, 9], PLAIN)
     context.last, context.node = target.prefill([7, 8], FullKV(target.kv_shape, 8)), 1
     tree = DraftTree(9, limit)
-    HeadSource(target, heads, LastPass(), (2, 1, 3), True).propose(tree, context)
+    propose(HeadSource(target, heads, LastPass(), (2, 1, 3), True), tree, context)
     state, token, spine, others = context.last.hidden[1], 9, [], []
     for level, width in enumerate((2, 1, 3)):
         state, out = heads.step(level, state, target.model.get_input_embeddings().weight[token])

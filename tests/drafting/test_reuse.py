@@ -73,7 +73,7 @@ def test_only_what_left_the_penalty_window_is_counted(text, pieces, window, rece
     hidden = 0 if recent or not penalises else window
     for piece in [*pieces, len(text)]:
         context.text += text[len(context.text) : len(context.text) + piece]
-        source.committed(context, 4)
+        source.start(context)
         usable = context.text[: max(0, len(context.text) - hidden)]
         check_table(table, grams_of(usable, 4))
 
@@ -82,7 +82,7 @@ def test_continuations_hang_below_the_nodes_of_the_chosen_depth() -> None:
     context = context_of([1, 2, 3, 0, 1, 3, 3, 0, 1], PLAIN)
     for below, expected in ((0, {(2, 3, 0), (3, 3, 0)}), (1, {(1, 2, 3, 0), (1, 3, 3, 0), (2,), (2, 3, 0, 1)})):
         source = ReuseSource(NgramTable(4, 20), below, False)
-        source.committed(context, 4)
+        source.start(context)
         tree = DraftTree(1, 64)
         if below:
             tree.add([1], "heads")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -32,9 +32,17 @@ class Attention(Protocol):
     It is made from a layout, the number of keys before the pass's own (every node attends to those), the number of
     nodes, and their ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself;
     None where every node descends from all before it.
+
+    Attributes:
+        STATIC: whether it also takes the length of the prefix as a number on the device, ``[]`` int32, with keys and
+            values ``[kv heads, capacity, d]``, so that a pass can be replayed while the text grows.
+        MOST_NODES: most nodes whose ancestors it can be told; None if there is no such limit.
     """
 
-    def __init__(self, layout: Layout, prefix: int, nodes: int, ancestors: Tensor | None) -> None: ...
+    STATIC: ClassVar[bool]
+    MOST_NODES: ClassVar[int | None]
+
+    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None: ...
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend.
@@ -47,6 +55,18 @@ class Attention(Protocol):
 
         Returns:
             ``[query heads, n, d]``.
+        """
+        ...
+
+
+class StaticAttention(Attention, Protocol):
+    """One that is ``STATIC``."""
+
+    @staticmethod
+    def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
+        """Write new keys and values ``[kv heads, n, d]`` into ``[kv heads, capacity, d]`` from ``length`` on.
+
+        The length, ``[]`` int32, is read on the device.
         """
         ...
 

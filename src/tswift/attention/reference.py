@@ -6,6 +6,8 @@ speedups are relative to plain decoding of this kind.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,7 +17,11 @@ from tswift.attention.layout import Layout, bias
 class ReferenceAttention:
     """An :class:`~tswift.attention.layout.Attention` that computes what the others do."""
 
-    def __init__(self, layout: Layout, prefix: int, nodes: int, ancestors: Tensor | None) -> None:
+    STATIC: ClassVar[bool] = False
+    MOST_NODES: ClassVar[int | None] = None
+
+    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
+        prefix = int(prefix)
         self._groups = layout.groups
         self._mask = bias(layout, prefix, nodes, ancestors, layout.dtype)
 

@@ -5,6 +5,8 @@ The query heads that share a KV head are packed into rows, so keys and values ar
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,11 @@ _BLOCK = 8192  # keys scored at a time where no operator returns log-sum-exps
 class TreeAttention:
     """An :class:`~tswift.attention.layout.Attention` for every device and dtype."""
 
-    def __init__(self, layout: Layout, prefix: int, nodes: int, ancestors: Tensor | None) -> None:
+    STATIC: ClassVar[bool] = False
+    MOST_NODES: ClassVar[int | None] = None
+
+    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
+        prefix = int(prefix)
         self._parts = self._split(layout, prefix, layout.groups * nodes)
         self._even = prefix - prefix % self._parts
         # What the parts do not divide goes with the tree, whose slots follow it in the cache.

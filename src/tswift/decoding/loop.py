@@ -79,8 +79,9 @@ class Decoding:
         """Forward the prompt, all but its last token, which is the first draft's root; returns the seconds it took."""
         if self._prefilled:
             raise RuntimeError("this decode has been prefilled already")
-        started = time.perf_counter()
         context = self._context
+        self._target.prepare(context.kv, self._drafter.limit)
+        started = time.perf_counter()
         context.sampler.extend(context.text)
         context.last = self._target.prefill(context.text[:-1], context.kv)
         if context.last is not None:
@@ -123,9 +124,9 @@ class Decoding:
         target = self._target
         with torch.inference_mode():
             tree = drafter.propose(context, wanted)
-            tokens = torch.tensor(tree.tokens, device=target.device)
-            positions = torch.tensor(tree.depths, device=target.device) + context.position
-            ancestors = tree.ancestors().to(target.device)
+            tokens = torch.tensor(tree.tokens).to(target.device, non_blocking=True)
+            positions = torch.tensor(tree.depths).to(target.device, non_blocking=True) + context.position
+            ancestors = tree.ancestors().to(target.device, non_blocking=True)
             forwarded = target.forward(tokens, positions, context.kv, ancestors)
             seen = context.sampler.seen(tokens, positions, ancestors)
             places = [context.position + depth + 1 for depth in tree.depths]

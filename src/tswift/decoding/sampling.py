@@ -96,7 +96,8 @@ def noise_bits(seed: int, positions: Sequence[int], tokens: Tensor) -> Tensor:
         ``[n, m]`` int64.
     """
     streams = [_splitmix(_splitmix(seed & _MASK) + _GOLDEN * (position + 1) & _MASK) for position in positions]
-    value = torch.tensor([[_signed(stream)] for stream in streams], device=tokens.device) + tokens * _signed(_GOLDEN)
+    start = torch.tensor([[_signed(stream)] for stream in streams]).to(tokens.device, non_blocking=True)
+    value = start + tokens * _signed(_GOLDEN)
     value = (value ^ _shift(value, 30)) * _signed(_MIX_1)
     value = (value ^ _shift(value, 27)) * _signed(_MIX_2)
     return value ^ _shift(value, 31)
@@ -124,7 +125,7 @@ def warp(logits: Tensor, seen: Tensor | None, params: SamplingParams) -> Tensor:
         ``[n, V]`` float64, unnormalised log-probabilities, ``-inf`` where a token is dropped.
     """
     if params.banned:
-        logits.index_fill_(-1, torch.tensor(params.banned, device=logits.device), -_INF)
+        logits.index_fill_(-1, torch.tensor(params.banned).to(logits.device, non_blocking=True), -_INF)
     if params.temperature not in (0, 1):
         logits /= params.temperature
     if seen is not None:
@@ -198,7 +199,7 @@ class Sampler:
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""
         if self.params.penalises and tokens:
-            ids = torch.tensor(tokens, device=self._newest.device)
+            ids = torch.tensor(tokens).to(self._newest.device, non_blocking=True)
             positions = torch.arange(self._length, self._length + len(tokens), device=self._newest.device)
             self._newest.scatter_reduce_(0, ids, positions, "amax")
         self._length += len(tokens)
@@ -220,8 +221,8 @@ class Sampler:
         seen = self._newest > (positions - window)[:, None]
         if len(tokens) > 1:
             near = ancestors & (positions[:, None] - positions < window)
-            rows, columns = near.nonzero(as_tuple=True)
-            seen[rows, tokens[columns]] = True
+            # what is not near is replaced by the node's own token, so that nothing has to be counted
+            seen.scatter_(1, torch.where(near, tokens, tokens[:, None]), True)
         return seen
 
     def noise(self, positions: Sequence[int]) -> Tensor:

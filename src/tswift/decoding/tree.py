@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+_WORD = 32  # bits of an ancestor line handled at a time
+_FULL = (1 << _WORD) - 1
+
 
 class DraftTree:
     """A trie of drafted tokens below the last token of the text.
@@ -65,10 +68,13 @@ class DraftTree:
 
     def ancestors(self) -> Tensor:
         """``[n, n]`` bool on the CPU: true where the column is an ancestor of the row, or the row itself."""
-        rows = torch.eye(len(self), dtype=torch.bool)
-        for node in range(1, len(self)):
-            rows[node] |= rows[self.parents[node]]
-        return rows
+        lines = [1]  # of each node: the node and its ancestors, as bits
+        for node, parent in enumerate(self.parents[1:], start=1):
+            lines.append(lines[parent] | 1 << node)
+        count = len(self)
+        words = -(-count // _WORD)
+        bits = torch.tensor([[line >> _WORD * word & _FULL for word in range(words)] for line in lines])
+        return (bits.unsqueeze(-1) >> torch.arange(_WORD) & 1).bool().flatten(1)[:, :count]
 
     def walk(self, drawn: Sequence[int]) -> list[int]:
         """The nodes that verification accepts, root first: step to the child that carries each node's drawn token.

@@ -15,6 +15,8 @@ from tswift.kv.partial import PartialKV
 from tswift.models.heads import Heads
 from tswift.models.target import Target
 
+_Guess = tuple[Tensor, Tensor]  # [levels, k] tokens and their scores (float64), best first
+
 
 class LastPass:
     """The state of the pass that drew the root: no pass of its own, but the state knows nothing of the root."""
@@ -40,11 +42,13 @@ class PartialPass:
 
     def __init__(self, target: Target, kv: PartialKV) -> None:
         self._target, self.kv = target, kv
+        target.prepare(kv, kv.SCRATCH)
 
     def hidden(self, context: Context) -> Tensor:
         """``[H]`` of the root."""
-        root = torch.tensor([context.text[-1]], device=self._target.device)
-        position = torch.tensor([context.position], device=self._target.device)
+        device = self._target.device
+        root = torch.tensor([context.text[-1]]).to(device, non_blocking=True)
+        position = torch.tensor([context.position]).to(device, non_blocking=True)
         return self._target.forward(root, position, self.kv, None).hidden[0]
 
     def committed(self, context: Context, most: int) -> None:
@@ -79,6 +83,7 @@ class HeadSource:
     ) -> None:
         self._target, self._heads, self._reader, self._shared_noise = target, heads, reader, shared_noise
         self._widths = tuple(tree)
+        self._guessed: _Guess | None = None
         levels = range(len(tree))
         if heads.conditioned:
             ranks = [(0,) * level + (rank,) for level in levels for rank in range(tree[level])]
@@ -88,51 +93,61 @@ class HeadSource:
             # few side steps first, and early ones: a late one is reached only if all before it was right
             self._paths = sorted(product(*map(range, tree)), key=lambda path: (sum(path), [-rank for rank in path]))
 
-    def propose(self, tree: DraftTree, context: Context) -> None:
-        """Add the combinations of the levels' best candidates."""
+    def start(self, context: Context) -> None:
+        """Have the device guess every level; nothing is waited for."""
         hidden = self._reader.hidden(context)
         if hidden is None:
             return
-        place = torch.tensor([context.position], device=hidden.device)
+        place = torch.tensor([context.position]).to(hidden.device, non_blocking=True)
         seen = context.sampler.seen(place, place, torch.ones(1, 1, dtype=torch.bool, device=hidden.device))
         guess = self._told if self._heads.conditioned else self._untold
-        levels = guess(hidden, seen, context)
+        self._guessed = guess(hidden, seen, context)
+
+    def propose(self, tree: DraftTree, context: Context) -> None:
+        """Add the combinations of the levels' best candidates."""
+        if self._guessed is None:
+            return
+        tokens, scores = self._guessed
+        self._guessed = None
+        found = torch.stack([tokens.double(), scores], dim=1).tolist()  # the one wait for the device
+        levels = [
+            [int(token) for token, score in zip(*level, strict=True) if score != -torch.inf][:width]
+            for level, width in zip(found, self._widths, strict=True)
+        ]
         for path in self._paths:
             if tree.full:
                 break
             if all(rank < len(level) for rank, level in zip(path, levels, strict=False)):
                 tree.add([level[rank] for rank, level in zip(path, levels, strict=False)], self.name)
 
-    def _untold(self, hidden: Tensor, seen: Tensor | None, context: Context) -> list[list[int]]:
+    def _untold(self, hidden: Tensor, seen: Tensor | None, context: Context) -> _Guess:
         states = self._heads(hidden)
         if self._reader.direct:
             states = torch.cat([hidden.unsqueeze(0), states])
         return self._best(states[: len(self._widths)], 0, seen, context)
 
-    def _told(self, hidden: Tensor, seen: Tensor | None, context: Context) -> list[list[int]]:
-        token, levels = context.text[-1], []
+    def _told(self, hidden: Tensor, seen: Tensor | None, context: Context) -> _Guess:
+        token: int | Tensor = context.text[-1]
+        levels: list[_Guess] = []
         if self._reader.direct:
-            levels += self._best(hidden.unsqueeze(0), 0, seen, context)
-            token = levels[0][0]
+            levels.append(self._best(hidden.unsqueeze(0), 0, seen, context))
+            token = levels[0][0][0, 0]
         for index in range(len(self._widths) - len(levels)):
             hidden, out = self._heads.step(index, hidden, self._target.embed(token))
-            levels += self._best(out.unsqueeze(0), len(levels), seen, context)
-            token = levels[-1][0]
-        return levels
+            levels.append(self._best(out.unsqueeze(0), len(levels), seen, context))
+            token = levels[-1][0][0, 0]
+        tokens, scores = zip(*levels, strict=True)
+        return torch.cat(tokens), torch.cat(scores)
 
-    def _best(self, states: Tensor, first: int, seen: Tensor | None, context: Context) -> list[list[int]]:
+    def _best(self, states: Tensor, first: int, seen: Tensor | None, context: Context) -> _Guess:
         """The best tokens of consecutive levels from ``first`` on, given ``states`` [levels, H]; best first."""
         logits = self._target.logits(states)
         sampler, root = context.sampler, context.position
         scores = warp(logits.to(torch.float64, copy=True), seen, sampler.params)
         if self._shared_noise:
             scores = scores + sampler.noise(range(root + 1 + first, root + 1 + first + len(logits)))
-        widths = self._widths[first : first + len(logits)]
-        best = scores.topk(min(max(widths), scores.shape[-1]))
-        return [
-            [token for token, score in zip(tokens[:width], values[:width], strict=True) if score != -torch.inf]
-            for tokens, values, width in zip(best.indices.tolist(), best.values.tolist(), widths, strict=True)
-        ]
+        best = scores.topk(min(max(self._widths), scores.shape[-1]))
+        return best.indices, best.values
 
     def committed(self, context: Context, most: int) -> None:
         """Keep the reader's cache up."""

@@ -172,6 +172,8 @@ def resolve(name: str, target: Target, heads: Heads | None, options: DraftOption
     if name == "reuse" and not options.ngrams:
         raise InputError("must be at least 1 for reuse, which drafts from nothing else", "--ngrams")
     nodes = (options.nodes or _NODES[device]) if "nodes" in method.uses else None
+    if nodes and target.most_nodes and nodes > target.most_nodes:
+        raise InputError(f"must be at most {target.most_nodes} with this attention, got {nodes}", "--nodes")
     return replace(options, tree=tree, nodes=nodes)
 
 

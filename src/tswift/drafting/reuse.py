@@ -58,6 +58,15 @@ class ReuseSource:
         self._table, self._below, self._recent = table, below, recent
         self._counted = 0  # tokens whose n-grams are in the table
 
+    def start(self, context: Context) -> None:
+        """Count the n-grams that have become complete, or have left the penalty window."""
+        params = context.sampler.params
+        hidden = params.window if params.penalises and not self._recent else 0
+        n = self._table.n
+        for end in range(max(self._counted, n - 1) + 1, len(context.text) - hidden + 1):
+            self._table.count(context.text[end - n : end])
+            self._counted = end
+
     def propose(self, tree: DraftTree, context: Context) -> None:
         """Hang the continuations below every node of the chosen depth."""
         for node in [n for n in range(len(tree)) if tree.depths[n] == self._below]:
@@ -66,10 +75,4 @@ class ReuseSource:
                 tree.add([*head, *tail], self.name)
 
     def committed(self, context: Context, most: int) -> None:
-        """Count the n-grams that have become complete, or have left the penalty window."""
-        params = context.sampler.params
-        hidden = params.window if params.penalises and not self._recent else 0
-        n = self._table.n
-        for end in range(max(self._counted, n - 1) + 1, len(context.text) - hidden + 1):
-            self._table.count(context.text[end - n : end])
-            self._counted = end
+        """Nothing yet: counting can wait until the device has something to do."""

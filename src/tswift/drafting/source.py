@@ -9,7 +9,7 @@ from typing import Protocol
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.kv.full import FullKV
-from tswift.models.target import Forwarded
+from tswift.models.passes import Forwarded
 
 
 @dataclass
@@ -39,6 +39,12 @@ class Context:
 class Source(Protocol):
     """Something that proposes how the text goes on. Whatever it proposes, the text does not change."""
 
+    def start(self, context: Context) -> None:
+        """Give the device what it can work on already, and do what need not wait for it.
+
+        All sources are started before the first is asked to propose, so what a host does here hides behind the device.
+        """
+
     def propose(self, tree: DraftTree, context: Context) -> None:
         """Add candidate paths below the root."""
 
@@ -63,6 +69,8 @@ class Drafter:
     def propose(self, context: Context, wanted: int) -> DraftTree:
         """The draft tree of the next step, which is to add ``wanted`` tokens at most."""
         tree = DraftTree(context.text[-1], self.limit, wanted - 1)
+        for source in self.sources:
+            source.start(context)
         for source in self.sources:
             source.propose(tree, context)
         return tree

@@ -16,7 +16,7 @@ class FullKV(KVBuffer):
         """Keep the drafted tokens in these scratch slots, counted from ``length``, in this order."""
         count = len(slots)
         if list(slots) != list(range(count)):
-            chosen = torch.tensor(slots, device=self.keys.device) + self.length
+            chosen = torch.tensor(slots).to(self.keys.device, non_blocking=True) + self.length
             for buffer in (self.keys, self.values):
                 buffer[:, :, self.length : self.length + count] = buffer.index_select(2, chosen)
         self.length += count

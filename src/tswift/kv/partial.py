@@ -47,7 +47,7 @@ class PartialKV(KVBuffer):
         """Copy the tokens that the full cache has committed since the last call; at most ``room`` of them."""
         count = full.length - self.copied
         slots = [self._free.pop() for _ in range(count)]
-        where = torch.tensor(slots, dtype=torch.int64, device=self.keys.device)
+        where = torch.tensor(slots, dtype=torch.int64).to(self.keys.device, non_blocking=True)
         self.keys.index_copy_(2, where, full.keys[:, :, self.copied : full.length])
         self.values.index_copy_(2, where, full.values[:, :, self.copied : full.length])
         self.length = max(self.length, max(slots, default=-1) + 1)

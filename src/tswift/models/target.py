@@ -9,34 +9,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from tswift.attention.layout import Attention, Layout
+from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
+from tswift.models.passes import Forwarded, Pass, StaticPass, sizes
 
 ATTENTION = "tswift"
 _CHUNK = 512  # prompt tokens forwarded at a time
-
-
-@dataclass
-class _Pass:
-    kv: KVBuffer
-    attend: Attention
-    queries: list[Tensor] = field(default_factory=list)
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, tswift=None, **kwargs):  # type: ignore[no-untyped-def]
     layer = module.layer_idx
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    keys, values = tswift.kv.write(layer, key[0], value[0])
+    keys, values = tswift.write(layer, key[0], value[0])
     tswift.queries.append(query[0])
     out = tswift.attend(query[0], keys, values, scaling)
     return out.transpose(0, 1).unsqueeze(0), None
@@ -46,28 +41,12 @@ def _attention(module, query, key, value, attention_mask, scaling=None, tswift=N
 AttentionInterface.register(ATTENTION, _attention)
 
 
-@dataclass(frozen=True)
-class Forwarded:
-    """What a pass yields.
-
-    Attributes:
-        hidden: ``[n, H]`` last hidden states, after the final norm.
-        queries: per layer ``[query heads, n, head_dim]``, rotated.
-    """
-
-    hidden: Tensor
-    queries: list[Tensor]
-
-    def queries_at(self, node: int) -> Tensor:
-        """``[layers, query heads, head_dim]`` of one node."""
-        return torch.stack([query[:, node] for query in self.queries])
-
-
 class Target:
     """The model whose tokens are wanted.
 
     Args:
         model: a causal language model of transformers; its attention is replaced by ours.
+        attention: the backend.
 
     Attributes:
         vocab_size: number of logits.
@@ -75,10 +54,12 @@ class Target:
         kv_shape: what one token's keys and values take.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, attention: type[Attention] = TreeAttention) -> None:
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
-        self._attention: type[Attention] = TreeAttention
+        self._attention = attention
+        self._pool: Any = None
+        self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
         self._decoder, self._lm_head = model.get_decoder(), model.get_output_embeddings()
         self._embeddings = model.get_input_embeddings()
         config = model.config.get_text_config()
@@ -100,7 +81,28 @@ class Target:
         """The same model with the slow attention of reference implementations, to be measured beside ours."""
         twin = copy(self)
         twin._attention = ReferenceAttention
+        twin._passes = WeakKeyDictionary()
         return twin
+
+    @property
+    def most_nodes(self) -> int | None:
+        """Most nodes of a draft tree that the attention can do; None if there is no such limit."""
+        return self._attention.MOST_NODES
+
+    @torch.inference_mode()
+    def prepare(self, kv: KVBuffer, limit: int) -> None:
+        """Make passes of up to ``limit`` nodes over this cache replayable, where the attention allows it.
+
+        On CUDA this captures a graph for each of a few sizes; elsewhere a replayed pass is run like any other.
+        """
+        if self._attention.STATIC and kv not in self._passes:
+            attention = cast("type[StaticAttention]", self._attention)
+            if self.device.type == "cuda" and self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            self._passes[kv] = [
+                StaticPass(self._compute, attention, self._layout, kv.keys, kv.values, size, self._pool)
+                for size in sizes(limit)
+            ]
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
@@ -113,7 +115,13 @@ class Target:
             ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself; None where
                 every node descends from all before it.
         """
-        run = _Pass(kv, self._attention(self._layout, kv.length, len(tokens), ancestors))
+        for static in self._passes.get(kv, ()):
+            if static.nodes >= len(tokens):
+                return static(tokens, positions, ancestors, kv.length)
+        attend = self._attention(self._layout, kv.length, len(tokens), ancestors)
+        return self._compute(tokens, positions, Pass(kv.write, attend))
+
+    def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         out = self._decoder(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
         )
@@ -125,9 +133,9 @@ class Target:
         return self._lm_head(hidden)
 
     @torch.inference_mode()
-    def embed(self, token: int) -> Tensor:
-        """``[H]`` input embedding of a token."""
-        return self._embeddings(torch.tensor(token, device=self.device))
+    def embed(self, token: int | Tensor) -> Tensor:
+        """``[H]`` input embedding of a token, given as an integer or as ``[]`` int64 on the model's device."""
+        return self._embeddings(torch.as_tensor(token).to(self.device, non_blocking=True))
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given, so that a clock read now tells the truth."""

@@ -1,0 +1,132 @@
+"""Passes over the model: what the attention function needs while one is under way, and passes that can be replayed.
+
+A GPU runs the kernels of a pass faster than a host can launch them. A static pass keeps all that it reads and writes
+in place and takes the cache's length from the device, so that one CUDA graph of it serves a whole decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tswift.attention.layout import Attention, Layout, StaticAttention
+
+Write = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+_SIZES = (1, 8, 16, 32, 48, 64, 96)
+
+
+@dataclass
+class Pass:
+    """A pass under way.
+
+    Attributes:
+        write: puts a layer's new keys and values ``[kv heads, n, d]`` into the cache; returns what to attend to.
+        attend: the attention.
+        queries: of the layers so far, ``[query heads, n, d]``, rotated.
+    """
+
+    write: Write
+    attend: Attention
+    queries: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """What a pass yields.
+
+    Attributes:
+        hidden: ``[n, H]`` last hidden states, after the final norm.
+        queries: per layer ``[query heads, n, head_dim]``, rotated; good until the next pass over the same cache.
+    """
+
+    hidden: Tensor
+    queries: list[Tensor]
+
+    def queries_at(self, node: int) -> Tensor:
+        """``[layers, query heads, head_dim]`` of one node."""
+        return torch.stack([query[:, node] for query in self.queries])
+
+
+Compute = Callable[[Tensor, Tensor, Pass], Forwarded]
+
+
+def sizes(limit: int) -> list[int]:
+    """The numbers of nodes for which passes are prepared, so that trees of up to ``limit`` nodes find one."""
+    return [size for size in _SIZES if size < limit] + [limit]
+
+
+class StaticPass:
+    """A pass over one cache for trees of up to ``nodes`` nodes; smaller ones are filled up with nodes by themselves.
+
+    Args:
+        compute: forwards ``[nodes]`` tokens at ``[nodes]`` positions.
+        attention: one that reads the cache's length on the device.
+        layout: the model's.
+        keys, values: the cache's, ``[layers, kv heads, capacity, d]``; there is room for ``nodes`` after its length.
+        nodes: how many.
+        pool: of the memory that all graphs share; None where there are no graphs.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        attention: type[StaticAttention],
+        layout: Layout,
+        keys: Tensor,
+        values: Tensor,
+        nodes: int,
+        pool: Any,
+    ) -> None:
+        self.nodes = nodes
+        self._compute, self._attention, self._layout = compute, attention, layout
+        self._keys, self._values = keys, values
+        self._tokens = torch.zeros(nodes, dtype=torch.int64, device=layout.device)
+        self._positions = torch.zeros_like(self._tokens)
+        self._alone = torch.eye(nodes, dtype=torch.bool, device=layout.device)
+        self._ancestors = self._alone.clone()
+        self._length = torch.zeros((), dtype=torch.int32, device=layout.device)
+        self._run = self._forward if pool is None else self._captured(pool)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None, length: int) -> Forwarded:
+        """Forward a tree; arguments as for :meth:`tswift.models.target.Target.forward`, and the cache's length."""
+        count = len(tokens)
+        self._tokens[:count].copy_(tokens)
+        self._positions[:count].copy_(positions)
+        self._ancestors.copy_(self._alone)
+        if ancestors is None:
+            self._ancestors[:count, :count].fill_(True).tril_()
+        else:
+            self._ancestors[:count, :count].copy_(ancestors)
+        self._length.fill_(length)
+        out = self._run()
+        return Forwarded(out.hidden[:count].clone(), [query[:, :count] for query in out.queries])
+
+    def _forward(self) -> Forwarded:
+        attend = self._attention(self._layout, self._length, self.nodes, self._ancestors)
+        return self._compute(self._tokens, self._positions, Pass(self._write, attend))
+
+    def _write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self._attention.store(self._keys[layer], self._values[layer], keys, values, self._length)
+        return self._keys[layer], self._values[layer]
+
+    def _captured(self, pool: Any) -> Callable[[], Forwarded]:
+        """The pass as a CUDA graph."""
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self._forward()  # compiles kernels and sets up libraries, which a capture cannot
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            out = self._forward()
+
+        def replay() -> Forwarded:
+            graph.replay()
+            return out
+
+        return replay

@@ -1,0 +1,161 @@
+"""Static passes: the same tokens as passes made anew each time."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_heads, tiny_llama, tiny_target, tokens_of
+from tswift.attention.sdpa import TreeAttention
+from tswift.decoding.loop import Decoding
+from tswift.decoding.sampling import SamplingParams
+from tswift.drafting.methods import METHODS, DraftOptions, make_drafter
+from tswift.errors import InputError
+from tswift.kv.full import FullKV
+from tswift.models.passes import sizes
+from tswift.models.target import Target
+
+PARAMS = SamplingParams(min_p=0.02, window=24)
+OPTIONS = DraftOptions(tree=(1, 3, 2, 2), nodes=20, budget=64)
+
+
+class LengthOnDevice(TreeAttention):
+    """Attention that may be told the length by a tensor, as the one by Triton is."""
+
+    STATIC, MOST_NODES = True, 128
+
+    def __init__(self, layout, prefix, nodes, ancestors) -> None:
+        self._end = int(prefix) + nodes
+        super().__init__(layout, prefix, nodes, ancestors)
+
+    def __call__(self, query, keys, values, scale):
+        return super().__call__(query, keys[:, : self._end], values[:, : self._end], scale)
+
+    @staticmethod
+    def store(keys, values, new_keys, new_values, length) -> None:
+        end = int(length) + new_keys.shape[1]
+        assert end <= keys.shape[1]
+        keys[:, int(length) : end], values[:, int(length) : end] = new_keys, new_values
+
+
+def static_target(attention: type = LengthOnDevice) -> Target:
+    return Target(tiny_llama("gqa", torch.float64), attention)
+
+
+@pytest.mark.parametrize("limit", [1, 8, 10, 41, 128])
+def test_sizes_fit_every_tree(limit: int) -> None:
+    found = sizes(limit)
+    assert found == sorted(set(found))
+    assert found[0] == 1
+    assert found[-1] == limit
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_writes_the_text_of_plain_decoding(method: str) -> None:
+    prompt = random_prompt(30)
+    plain = decode_steps(tiny_target(), drafter_of("ar", tiny_target(), OPTIONS), prompt, PARAMS, 3, 150)
+    steps = [
+        decode_steps(target, drafter_of(method, target, OPTIONS), prompt, PARAMS, 3, 150)
+        for target in (tiny_target(), static_target())
+    ]
+    assert tokens_of(steps[1]) == tokens_of(plain)
+    assert [step.accepted for step in steps[0]] == [step.accepted for step in steps[1]]
+    assert [step.nodes for step in steps[0]] == [step.nodes for step in steps[1]]
+
+
+def test_passes_are_prepared_and_taken() -> None:
+    target = static_target()
+    kv = FullKV(target.kv_shape, 60)
+    target.prepare(kv, 20)
+    taken = []
+    for static in target._passes[kv]:
+        static._run = lambda static=static, run=static._run: taken.append(static.nodes) or run()
+    for count in (1, 2, 8, 9, 17, 20, 21):
+        target.forward(torch.arange(count), torch.arange(count), kv, None)
+    assert taken == [1, 8, 8, 16, 20, 20]  # the last has no room in any
+
+
+def test_what_a_pass_gave_stays_when_the_next_one_runs() -> None:
+    target = static_target()
+    kv = FullKV(target.kv_shape, 60)
+    target.prepare(kv, 4)
+    first = target.forward(torch.tensor([3]), torch.tensor([0]), kv, None).hidden
+    before = first.clone()
+    target.forward(torch.tensor([4]), torch.tensor([0]), kv, None)
+    assert torch.equal(first, before)
+
+
+def test_passes_go_with_their_cache() -> None:
+    target = static_target()
+    kv = FullKV(target.kv_shape, 60)
+    target.prepare(kv, 4)
+    gone = weakref.ref(kv)
+    del kv
+    assert gone() is None
+    assert not target._passes
+
+
+@pytest.mark.parametrize("mistake", ["ancestors", "length", "tokens"])
+def test_the_equality_above_sees_what_is_left_from_the_pass_before(monkeypatch, mistake: str) -> None:
+    target = static_target()
+    prompt = random_prompt(30)
+    decoding = Decoding(target, prompt, PARAMS, 3, drafter_of("tokenswift", target, OPTIONS), 60)
+    decoding.prefill()
+    kv = decoding._context.kv
+    for static in target._passes[kv]:
+        kept = getattr(static, f"_{mistake}").clone()
+        run = static._run
+        static._run = lambda static=static, kept=kept, run=run: (getattr(static, f"_{mistake}").copy_(kept), run())[1]
+    plain = decode_steps(tiny_target(), drafter_of("ar", tiny_target(), OPTIONS), prompt, PARAMS, 3, 60)
+    assert tokens_of(list(decoding.steps())) != tokens_of(plain)
+
+
+def test_too_many_nodes_are_refused() -> None:
+    with pytest.raises(InputError, match="--nodes: must be at most 128 with this attention, got 129"):
+        make_drafter("reuse", static_target(), None, DraftOptions(nodes=129))
+    make_drafter("reuse", tiny_target(), None, DraftOptions(nodes=129))
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operators for which a host has to wait for its device."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal", "allclose")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        masked = name.startswith("index") and any(
+            index is not None and index.dtype == torch.bool for index in (args[1] if name == "index" else ())
+        )
+        if name.lstrip("_") in [each.lstrip("_") for each in self.NAMES] or masked:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_watch_sees_a_wait() -> None:
+    with Waits() as waits:
+        one = torch.ones(3)
+        float(one[0])
+        one[one > 0]
+        one.nonzero()
+    assert waits.seen == ["_local_scalar_dense", "index", "nonzero"]
+
+
+@pytest.mark.parametrize("kind", ["chained", "conditioned"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_waits_for_nothing_but_its_tokens(method: str, kind: str) -> None:
+    """What a step reads back it reads by ``tolist``, which this watch does not count: drafted and drawn tokens."""
+    target, options = tiny_target(), DraftOptions(nodes=20, budget=64)
+    drafter = make_drafter(method, target, tiny_heads(kind=kind), options)
+    steps = Decoding(target, random_prompt(30), PARAMS, 3, drafter, 80).steps()
+    next(steps)
+    with Waits() as waits:
+        for _ in range(15):
+            next(steps)
+    assert waits.seen == []
