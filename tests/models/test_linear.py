@@ -1,0 +1,46 @@
+"""Linear layers by oneDNN: the same products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tswift
+from tswift.models.linear import OneDNNLinear, quicken
+
+able = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="PyTorch without oneDNN")
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(256, 600), nn.SiLU(), nn.Linear(600, 300, bias=False), nn.Linear(300, 30)).to(dtype)
+
+
+@able
+@pytest.mark.parametrize("rows", [1, 2, 10, 200])
+def test_the_same_products(rows: int) -> None:
+    layers, given = network(), torch.randn(1, rows, 256, generator=torch.Generator().manual_seed(2))
+    exact = network().double()(given.double())
+    quicken(layers)
+    assert [type(layer) for layer in layers] == [OneDNNLinear, nn.SiLU, OneDNNLinear, nn.Linear]
+    with torch.inference_mode():
+        found = layers(given)
+    assert found.shape == (1, rows, 30)
+    assert (found.double() - exact).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
+    layers = network(dtype)
+    quicken(layers)
+    assert [type(layer) for layer in layers[::2]] == [nn.Linear, nn.Linear]
+
+
+@able
+def test_the_bundled_model_has_them() -> None:
+    model = tswift.load(device="cpu")
+    kinds = {type(module) for module in [*model.target.model.modules(), *model.heads.modules()]}
+    assert OneDNNLinear in kinds
+    kinds = {type(module) for module in tswift.load(device="cpu", dtype="float64").target.model.modules()}
+    assert OneDNNLinear not in kinds
