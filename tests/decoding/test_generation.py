@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tswift.decoding.generation import begin, ending
-from tswift.decoding.limits import available_bytes, gigabytes
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import METHODS, DraftOptions
 from tswift.errors import InputError
 from tswift.models.loading import load
+from tswift.models.memory import available_bytes, gigabytes
 
 
 def test_end_of_text_is_banned_or_stops() -> None:

@@ -10,12 +10,12 @@ from tswift.benchmarking.lanes import Lane
 from tswift.benchmarking.measurement import BASELINE, REFERENCE
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import begin, ending
-from tswift.decoding.limits import available_bytes, gigabytes
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import DraftOptions, find_method, resolve
 from tswift.errors import InputError, renamed
 from tswift.jobs.settings import refuse_unused, sampling_params
 from tswift.models.loading import LoadedModel, load
+from tswift.models.memory import available_bytes, gigabytes
 
 DEFAULT_METHODS = ("ar", "medusa", "tokenswift")
 
