@@ -122,6 +122,7 @@ def entry(context: typer.Context) -> Entry:
         drafting=drafting(context),
         trees=trees(context.params["tree"]),
         with_reference=context.params["with_reference_ar"],
+        simulate_alpha=context.params.get("simulate_alpha"),
         **given(context, _OF_MODEL),
     )
 
