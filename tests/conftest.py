@@ -57,3 +57,26 @@ def make_checkpoint(folder: Path, **changes: object) -> Path:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny random Llama (float32, 4,096 positions), its tokenizer and three chained heads."""
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes small enough to be built in no time: ``shape:tiny`` and, with a tied LM head, ``shape:tied``."""
+    from transformers import LlamaConfig, Qwen2Config
+
+    from tswift.models.shapes import SHAPES
+
+    settings = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 7,
+        "eos_token_id": 7,
+        "dtype": "bfloat16",
+    }
+    monkeypatch.setitem(SHAPES, "tiny", LlamaConfig(**settings, tie_word_embeddings=False))
+    monkeypatch.setitem(SHAPES, "tied", Qwen2Config(**settings, tie_word_embeddings=True))

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tswift.benchmarking.measurement import workload_hash
+from tswift.benchmarking.roofline import Machine
 
+MACHINE = Machine(bandwidth=2e10, flops=1e11)
 # what each method drafts along a path and accepts of it, and its seconds per token over plain decoding's
 _METHODS = {
     "ar": (0, 0.0, 0.0, 1.0),
@@ -26,8 +28,13 @@ def make_measurement(
     repeats: int = 1,
     ar: str = "full",
     seconds_per_token: float = 0.01,
+    roofline: bool = False,
+    simulated: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A measurement whose figures are plain functions of prompt, prefill, seed, repeat and length."""
+    """A measurement whose figures are plain functions of prompt, prefill, seed, repeat and length.
+
+    Without ``roofline`` it is as files were before the machine's speed was measured.
+    """
     workload: dict[str, Any] = {
         "model": "demo",
         "weights": "ab" * 32,
@@ -46,9 +53,11 @@ def make_measurement(
         "seeds": list(seeds),
         "methods": list(methods),
         "ar": ar,
+        **({"simulated": simulated} if simulated else {}),
     }  # fmt: skip
+    given = simulated is not None and simulated["alpha"] is not None
     samples = [
-        _sample(method, prompt, prefill, seed, repeat, lens, ar, seconds_per_token)
+        _sample(method, prompt, prefill, seed, repeat, lens, ar, seconds_per_token, roofline, given)
         for repeat in range(repeats)
         for prompt in prompts
         for prefill in prefills
@@ -58,7 +67,7 @@ def make_measurement(
     return {
         "schema": 1,
         "kind": "bench",
-        "simulated": False,
+        "simulated": simulated is not None,
         "state": "finished",
         "started": "2026-11-21T06:00:00+00:00",
         "ended": "2026-11-21T06:30:00+00:00",
@@ -75,6 +84,7 @@ def make_measurement(
             "gpu": None,
             "driver": None,
         },
+        **({"machine": {"bandwidth": MACHINE.bandwidth, "flops": MACHINE.flops}} if roofline else {}),
         "workload": {"hash": workload_hash(workload), **workload},
         "samples": samples,
     }
@@ -102,6 +112,8 @@ def _sample(
     lens: Sequence[int],
     ar: str,
     seconds_per_token: float,
+    roofline: bool,
+    given: bool,
 ) -> dict[str, Any]:
     depth, alpha, beta, share = _METHODS[method]
     alpha += 0.01 * (seed % 3) * bool(depth) + 0.02 * (len(prompt) % 2) * bool(depth)
@@ -116,6 +128,7 @@ def _sample(
         passes = round(length / per_step)
         own = seconds(length, share * noise if method != "ar" else 1.0)
         ar_seconds = seconds(length, 1.0)
+        floor = seconds(length, 0.4 if depth else 0.8)
         points.append(
             {
                 "len": length,
@@ -132,9 +145,11 @@ def _sample(
                 "tokens_per_second": length / own,
                 "ar_seconds": ar_seconds,
                 "speedup": ar_seconds / own,
+                **({"floor_seconds": floor, "of_floor": own / floor} if roofline else {}),
             }
         )
     end = max(lens)
+    compared = method != "ar" and not (given and depth)
     estimated = method == "ar" and ar == "sampled"
     return {
         "prompt": prompt,
@@ -144,10 +159,10 @@ def _sample(
         "repeat": repeat,
         "estimated": estimated,
         "prefill_seconds": prefill * 0.001,
-        "same_as_ar": None if method == "ar" else True,
+        "same_as_ar": True if compared else None,
         "explained": None,
         "first_difference": None,
-        "compared_tokens": 0 if method == "ar" else lens[-1],
+        "compared_tokens": lens[-1] if compared else 0,
         "slices": [
             [tokens, seconds(tokens, share * noise if method != "ar" else 1.0)]
             for tokens in range(end // 20, end + 1, end // 20)

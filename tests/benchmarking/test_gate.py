@@ -246,6 +246,38 @@ def test_a_simulated_baseline_is_refused() -> None:
         judge(BASE, "alpha", base=changed(BASE, lambda m: m.update(simulated=True)))
 
 
+GIVEN = make_measurement(simulated={"weights": False, "alpha": 0.6})
+
+
+@pytest.mark.parametrize("rule", ["alpha:0", "beta:0", "tokens_per_step:0", "passes:0"])
+def test_what_a_simulated_acceptance_sets_is_not_judged(rule: str) -> None:
+    with pytest.raises(InputError, match=rf"^--fail-on: {rule[:-2]} follows from --simulate-alpha and is not measured"):
+        refuse_foreign({**GIVEN, "samples": []}, GIVEN, [parse_rule("speedup:10%"), parse_rule(rule)])
+
+
+def test_simulated_times_are_judged_and_labelled() -> None:
+    ours = copy.deepcopy(GIVEN)
+    for point in points_of(ours, "tokenswift"):
+        point["speedup"] *= 0.5
+    verdicts = judge(ours, "speedup:10%", base=GIVEN)
+    assert {row[1] for row in moved(verdicts, simulated=True).rows} == {"tokenswift (simulated)"}
+    other = make_measurement(simulated={"weights": False, "alpha": 0.7})
+    with pytest.raises(InputError, match="another workload: simulated differs"):
+        judge(GIVEN, "speedup:10%", base=other)
+
+
+def test_counters_of_random_weights_are_judged() -> None:
+    random = make_measurement(simulated={"weights": True, "alpha": None})
+    assert not failures(judge(random, *RULES, base=random))
+
+
+def test_the_machines_speed_is_no_part_of_the_workload() -> None:
+    measured = make_measurement(roofline=True)
+    assert measured["workload"] == BASE["workload"]
+    assert not failures(judge(measured, *RULES))
+    assert not failures(judge(BASE, *RULES, base=measured))
+
+
 @pytest.mark.parametrize(("name", "value"), [("cpu", "another"), ("threads", 64), ("gpu", "NVIDIA H200")])
 def test_a_foreign_machine_is_refused_for_times(name: str, value: object) -> None:
     base = changed(BASE, lambda m: m["environment"].update({name: value}))

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
-from tswift.benchmarking.grid import Grid, duration, with_spread
+from tswift.benchmarking.grid import Grid, duration, marks, method_name, quantity, with_spread
 
 GRID = Grid(
     "A title",
@@ -90,6 +90,29 @@ def test_a_terminal_of_no_width_ends() -> None:
 )
 def test_durations(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2.04e12, "2.04 TB/s"),
+        (15_009_857_536, "15.0 GB/s"),
+        (999_600.0, "1.00 MB/s"),
+        (999_000.0, "999 kB/s"),
+        (12.0, "12.0 B/s"),
+        (0.0, "0.00 B/s"),
+        (3.2e16, "32,000 TB/s"),
+    ],
+)
+def test_quantities(value: float, text: str) -> None:
+    assert quantity(value, "B/s") == text
+
+
+def test_what_is_said_behind_a_name() -> None:
+    assert method_name("ar") == "AR"
+    assert method_name("ar", *marks(simulated=True, sampled=True)) == "AR (simulated, sampled)"
+    assert method_name("medusa", *marks(simulated=True)) == "medusa (simulated)"
+    assert method_name("medusa", *marks(simulated=False)) == "medusa"
 
 
 def test_a_spread_only_where_known() -> None:

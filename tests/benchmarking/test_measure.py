@@ -9,14 +9,15 @@ from importlib import resources
 import jsonschema
 import pytest
 
+from tests.benchmarking.helpers import MACHINE
 from tswift.benchmarking.lineup import Entry, line_up
 from tswift.benchmarking.measure import FULL, SAMPLED, Plan, header, measure
 from tswift.benchmarking.prompts import Prompt, encode, read_texts
 from tswift.errors import InputError
 
 
-def measured(checkpoint, plan: Plan, methods=("ar", "tokenswift", "reuse"), prompts=2):
-    lineup = line_up(Entry(methods, model=str(checkpoint)))
+def measured(model, plan: Plan, methods=("ar", "tokenswift", "reuse"), prompts=2, simulate_alpha=None):
+    lineup = line_up(Entry(methods, model=str(model), simulate_alpha=simulate_alpha))
     chosen = [
         Prompt(f"p{index}", lineup.model.encode(f"{index} The ship had lain three days.")) for index in range(prompts)
     ]
@@ -50,6 +51,8 @@ def test_every_cell_is_measured_and_valid(checkpoint, schema, ar):
             assert point["speedup"] == pytest.approx(point["ar_seconds"] / point["seconds"])
             assert point["tokens_per_step"] == pytest.approx(point["tokens"] / point["passes"])
             assert sum(point["accepted"]) == point["passes"]
+            assert point["of_floor"] == pytest.approx(point["seconds"] / point["floor_seconds"])
+            assert point["floor_seconds"] > 0
             if plain:
                 assert point["passes"] == point["tokens"] == point["len"]
                 assert point["speedup"] == 1.0
@@ -119,6 +122,45 @@ def test_counters_are_exact_and_do_not_depend_on_how_ar_is_timed(checkpoint):
     assert first["workload"]["hash"] != second["workload"]["hash"]
     again, _ = measured(checkpoint, Plan((5,), (30, 70), warmup=9), prompts=1)
     assert again["workload"]["hash"] == first["workload"]["hash"]
+
+
+def test_what_is_not_simulated_has_the_workload_that_it_has_always_had(checkpoint):
+    found, _ = measured(checkpoint, Plan((4,), (10,), warmup=0), ("ar",), prompts=1)
+    assert found["simulated"] is False
+    assert "simulated" not in found["workload"]
+    assert found["machine"] == dataclasses.asdict(MACHINE)
+
+
+@pytest.mark.parametrize("ar", [FULL, SAMPLED])
+def test_a_given_acceptance_is_met_and_compared_with_nothing(checkpoint, schema, monkeypatch, ar):
+    from tswift.benchmarking.lineup import Lineup
+
+    def no_audit(self, *arguments):
+        raise AssertionError("a simulated text was audited")
+
+    monkeypatch.setattr(Lineup, "audit", no_audit)
+    found, _ = measured(checkpoint, Plan((4,), (100, 300), ar=ar, warmup=8), prompts=1, simulate_alpha=0.6)
+    jsonschema.validate(json.loads(json.dumps(found)), schema)
+    assert (found["simulated"], found["workload"]["simulated"]) == (True, {"weights": False, "alpha": 0.6})
+    for sample in found["samples"]:
+        compared = [sample[name] for name in ("same_as_ar", "explained", "first_difference", "compared_tokens")]
+        assert compared == [None, None, None, 0]
+    plain, drafted, _ = found["samples"]
+    assert plain["points"][1]["passes"] == 300
+    assert drafted["points"][1]["alpha"] == pytest.approx(0.6, abs=0.02)
+    others = [measured(checkpoint, Plan((4,), (10,), warmup=0), prompts=1, simulate_alpha=x)[0] for x in (0.6, 0.7)]
+    assert len({each["workload"]["hash"] for each in others}) == 2
+
+
+def test_random_weights_are_simulated_and_compared(tiny_shapes, schema):
+    plan = Plan((4,), (40,), warmup=0)
+    found, _ = measured("shape:tiny", plan, ("ar", "medusa"), prompts=1)
+    jsonschema.validate(json.loads(json.dumps(found)), schema)
+    assert (found["simulated"], found["workload"]["simulated"]) == (True, {"weights": True, "alpha": None})
+    assert (found["workload"]["model"], found["workload"]["dtype"]) == ("shape:tiny", "bfloat16")
+    assert found["samples"][1]["compared_tokens"] == 40
+    again, _ = measured("shape:tiny", plan, ("ar", "medusa"), prompts=1)
+    assert again["workload"]["hash"] == found["workload"]["hash"]
 
 
 def test_ar_time_is_scaled_to_the_same_tokens(checkpoint):

@@ -12,7 +12,15 @@ import jsonschema
 import pytest
 
 from tests.benchmarking.helpers import changed, make_measurement
-from tswift.benchmarking.measurement import encode, load_measurement, machine, workload_hash
+from tswift.benchmarking.measurement import (
+    encode,
+    file_name,
+    given_alpha,
+    load_measurement,
+    machine,
+    simulation,
+    workload_hash,
+)
 from tswift.errors import InputError
 
 SCHEMA = json.loads((files("tswift.benchmarking") / "bench.schema.json").read_text())
@@ -20,7 +28,16 @@ VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 GOOD = make_measurement(ar="sampled")
 
 
-@pytest.mark.parametrize("grid", [{"ar": "sampled"}, {"ar": "full", "methods": ("ar", "reference-ar"), "repeats": 2}])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"ar": "sampled"},
+        {"ar": "full", "methods": ("ar", "reference-ar"), "repeats": 2},
+        {"roofline": True},
+        {"simulated": {"weights": True, "alpha": None}},
+        {"simulated": {"weights": False, "alpha": 0.9}},
+    ],
+)
 def test_the_schema_takes_a_measurement(grid: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     VALIDATOR.validate(json.loads(encode(make_measurement(**grid))))
@@ -58,6 +75,11 @@ BAD: dict[str, Callable[[dict[str, Any]], object]] = {
     "probe without times": lambda m: m["samples"][0]["probes"][0][1].clear(),
     "other ar": lambda m: m["workload"].update(ar="guessed"),
     "drafting that is no object": lambda m: m["workload"]["drafting"].update(medusa=3),
+    "simulated, and nothing says how": lambda m: m.update(simulated=True),
+    "not simulated, and something says how": lambda m: m["workload"].update(simulated={"weights": True, "alpha": None}),
+    "machine of one figure": lambda m: m.update(machine={"bandwidth": 1e9}),
+    "machine without memory": lambda m: m.update(machine={"bandwidth": 0, "flops": 1e9}),
+    "floor below nothing": lambda m: m["samples"][0]["points"][0].update(floor_seconds=-1.0),
 }
 
 
@@ -125,6 +147,33 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         load_measurement(tmp_path / "absent.json", "--from")
     with pytest.raises(InputError, match="cannot be read"):
         load_measurement(tmp_path)
+
+
+def test_published_measurements_can_still_be_read() -> None:
+    published = [path for path in (Path(__file__).parents[2] / "results").rglob("*.json") if path.name == "bench.json"]
+    for path in (*published, Path(__file__).parents[2] / "results" / "baseline.json"):
+        measurement = load_measurement(path)
+        VALIDATOR.validate(measurement)
+        assert workload_hash(measurement["workload"]) == measurement["workload"]["hash"]
+    assert published
+
+
+def test_what_is_simulated_in_words() -> None:
+    def words(**simulated: Any) -> tuple[str, float | None]:
+        measurement = make_measurement(simulated=simulated or None)
+        return simulation(measurement), given_alpha(measurement)
+
+    assert words() == ("", None)
+    assert words(weights=True, alpha=None) == ("random weights", None)
+    assert words(weights=False, alpha=0.9) == ("acceptance set to 0.9", 0.9)
+    assert words(weights=True, alpha=1.0) == ("random weights, acceptance set to 1", 1.0)
+
+
+def test_file_names() -> None:
+    assert [file_name(name, simulated) for name in ("bench.json", "time.svg") for simulated in (False, True)] == [
+        *("bench.json", "bench-simulated.json"),
+        *("time.svg", "time-simulated.svg"),
+    ]
 
 
 def test_the_machine_in_words() -> None:

@@ -171,11 +171,20 @@ def test_a_method_not_yet_known_is_drawn() -> None:
     assert legend_of(time_figure(changed(SINGLE, rename))) == ["AR", "tokenswift", "novelty"]
 
 
-def test_simulated_is_in_the_title() -> None:
-    simulated = changed(SINGLE, lambda m: m.update(simulated=True))
+def test_simulated_is_in_title_legend_and_file_name() -> None:
+    simulated = make_measurement(seeds=(0,), ar="sampled", simulated={"weights": True, "alpha": 0.9})
     for build in (time_figure, acceptance_figure):
         assert "(simulated)" in title_of(build(simulated))
-        assert "(simulated)" not in title_of(build(SINGLE))
+        assert legend_of(build(simulated)) == [
+            "AR (simulated, sampled)",
+            "medusa (simulated)",
+            "tokenswift (simulated)",
+        ]
+        assert "simulated" not in title_of(build(SINGLE)) + "".join(legend_of(build(SINGLE)))
+    assert list(render(simulated)) == [
+        *("time-simulated.png", "time-simulated.svg"),
+        *("acceptance-simulated.png", "acceptance-simulated.svg"),
+    ]
 
 
 def test_the_legend_covers_no_data() -> None:

@@ -13,21 +13,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarking.helpers import changed, make_measurement
+from tests.benchmarking.helpers import make_measurement
 from tswift.benchmarking import plots
-from tswift.benchmarking.report import csv_report, markdown_report, write_reports
+from tswift.benchmarking.report import csv_report, markdown_report, write_measurement, write_reports
 from tswift.errors import InputError
 from tswift.jobs import folder
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = make_measurement()
-SINGLE = changed(make_measurement(seeds=(0,)), lambda m: m.update(simulated=True))
+SINGLE = make_measurement(seeds=(0,), simulated={"weights": True, "alpha": 0.6})
 PAPER = make_measurement(
     methods=("ar", "reference-ar", "medusa", "tokenswift"),
     prefills=(2048, 4096),
     lens=(20_000, 100_000),
     repeats=2,
     ar="sampled",
+    roofline=True,
 )
 TEXTS = {
     "seeds.md": lambda: markdown_report(SMALL),
@@ -62,6 +63,20 @@ def test_all_files_are_written_and_nothing_else(tmp_path: Path) -> None:
     ]
     assert sorted(paths) == sorted((tmp_path / "a" / "b").iterdir())
     assert json.loads(paths[0].read_text()) == SMALL
+
+
+def test_every_file_of_a_simulated_measurement_says_so(tmp_path: Path) -> None:
+    paths = write_reports(SINGLE, tmp_path / "a", paper=False, plots=True)
+    assert [path.name for path in paths] == [
+        *("bench-simulated.json", "bench-simulated.csv", "bench-simulated.md"),
+        *("time-simulated.png", "time-simulated.svg", "acceptance-simulated.png", "acceptance-simulated.svg"),
+    ]
+    assert sorted(paths) == sorted((tmp_path / "a").iterdir())
+    assert write_measurement(SINGLE, tmp_path).name == "bench-simulated.json"
+    assert all("simulated" in line for line in csv_report(SINGLE).splitlines())
+    for path in paths:
+        if path.suffix in (".svg", ".md"):
+            assert "(simulated)" in path.read_text(encoding="utf-8")
 
 
 def test_plots_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def test_mean_and_sample_deviation() -> None:
 
 
 def test_no_spread_from_one_run() -> None:
-    cell = with_values("alpha", [0.5], seeds=(3,))
+    cell = with_values("alpha", [0.5], seeds=(3,), roofline=True)
     assert cell.varies == ()
     assert [(figure.n, figure.std) for figure in cell.figures.values()] == [(1, None)] * len(cell.figures)
     assert cell.figures["alpha"].mean == 0.5
@@ -67,6 +67,13 @@ def test_values_that_are_missing_do_not_count() -> None:
     assert (cell.figures["speedup"].n, cell.figures["speedup"].mean, cell.figures["speedup"].std) == (1, 2.0, None)
     nothing = with_values("ar_seconds", [None, None], seeds=(0, 1)).figures["ar_seconds"]
     assert (nothing.n, nothing.mean, nothing.std) == (0, None, None)
+
+
+def test_the_share_of_the_floor_is_unknown_in_older_files() -> None:
+    old = only_cell(make_measurement(lens=(500,)), "medusa").figures["of_floor"]
+    assert (old.n, old.mean) == (0, None)
+    new = only_cell(make_measurement(lens=(500,), seeds=(0,), roofline=True), "medusa").figures["of_floor"]
+    assert (new.n, new.mean) == (1, pytest.approx(0.8 * 1.02 / 0.4))
 
 
 def test_groups_and_their_order() -> None:

@@ -106,10 +106,47 @@ def test_estimated_times_are_labelled() -> None:
     assert "est." not in both(make_measurement(ar="full"))[1].plain()
 
 
-def test_simulated_figures_are_labelled_in_title_and_row() -> None:
-    for grid in both(changed(make_measurement(), lambda m: m.update(simulated=True))):
+def test_simulated_figures_are_labelled_in_title_column_and_row() -> None:
+    simulated = make_measurement(simulated={"weights": True, "alpha": None})
+    acceptance, times = both(simulated)
+    for grid in (acceptance, times):
         assert "(simulated)" in grid.title
         assert all(any("(simulated)" in cell for cell in row) for row in grid.rows)
+    assert acceptance.columns[3:] == [
+        *("medusa (simulated) alpha", "medusa (simulated) x"),
+        *("tokenswift (simulated) alpha", "tokenswift (simulated) x"),
+    ]
+    assert {row[0] for row in times.rows} == {"medusa (simulated)", "tokenswift (simulated)"}
+    assert "Simulated: random weights. The times are real, the texts are not." in times.notes
+    plain = both(make_measurement(methods=("ar",), simulated={"weights": True, "alpha": None}))
+    assert [row[0] for row in plain[1].rows] == ["AR (simulated)"] * 2
+    assert not any("imulated" in text for grid in both(make_measurement()) for text in (grid.plain(), *grid.notes))
+
+
+def test_a_given_acceptance_is_said_and_compared_with_nothing() -> None:
+    given = {"weights": False, "alpha": 0.9}
+    _, times = both(make_measurement(simulated=given))
+    assert "Same tokens as AR, simulated acceptance apart: not compared." in times.notes
+    assert "Simulated: acceptance set to 0.9. The times are real, the texts are not." in times.notes
+    _, times = both(make_measurement(methods=("ar", "reference-ar", "medusa"), seeds=(0,), simulated=given))
+    assert "Same tokens as AR, simulated acceptance apart: the 1 run." in times.notes
+
+
+def test_measured_over_floor_stands_beside_each_row() -> None:
+    acceptance, times = both(make_measurement(seeds=(0,), roofline=True))
+    assert times.columns[-2:] == ["T_AR / floor", "T_method / floor"]
+    # AR's floor is 0.8 of its time, tokenswift's 0.4 of AR's
+    assert times.rows[-1][-2:] == ["1.25", f"{0.55 * 1.02 / 0.4:.2f}"]
+    assert times.notes[-1].startswith("floor: the least time")
+    assert not any("floor" in column for column in acceptance.columns)
+    _, published = both(make_measurement(prefills=(4096,), lens=(20_000,), roofline=True), paper=True)
+    assert {tuple(row[-2:]) for row in published.rows if row[1].startswith("paper")} == {("-", "-")}
+    assert len({len(row) for row in published.rows}) == 1
+
+
+def test_files_without_a_measured_machine_have_no_such_columns() -> None:
+    _, times = both(make_measurement())
+    assert not any("floor" in text for text in (*times.columns, *times.notes))
 
 
 def test_published_rows_stand_beside_ours() -> None:

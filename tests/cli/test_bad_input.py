@@ -46,6 +46,7 @@ CHEAP = {
     "--model /nowhere": "--model: there is no folder '/nowhere'",
     "--model ./nowhere": "--model: there is no folder './nowhere'",
     "--model /etc/hostname": "--model: /etc/hostname is a file; give the folder it is in",
+    "--model shape:qwen2.5-14b": "--model: shape:qwen2.5-14b has random weights: its text says nothing",
     "--model nobody/nothing": "--model: nobody/nothing cannot be loaded from the hub, and is no folder here",
     "--device tpu": "--device: no device 'tpu'",
     "--dtype int8": "--dtype: no dtype 'int8'; there are auto, float32, float64, bfloat16, float16",

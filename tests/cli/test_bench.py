@@ -59,6 +59,55 @@ def test_sampled(bench):
     assert "est." in result.out.decode()
 
 
+def test_a_given_acceptance_is_labelled_everywhere(bench):
+    result = bench("--out", "b", "--simulate-alpha", 0.75, "--lens", "40,200")
+    assert result.code == 0
+    assert "simulated: acceptance set to 0.75" in result.err
+    files = {path.name for path in Path("b").iterdir()}
+    assert files >= {"bench-simulated.json", "bench-simulated.csv", "time-simulated.png"}
+    assert all("simulated" in name for name in files)
+    found = json.loads(Path("b/bench-simulated.json").read_text())
+    assert found["simulated"] is True
+    assert found["workload"]["simulated"] == {"weights": False, "alpha": 0.75}
+    assert found["samples"][1]["points"][-1]["alpha"] == pytest.approx(0.75, abs=0.03)
+    rows = [line for line in result.out.decode().splitlines() if line.startswith("tokenswift")]
+    assert len(rows) == 2
+    assert all(row.startswith("tokenswift (simulated)") for row in rows)
+
+
+def test_random_weights_in_a_shape(tswift, tiny_shapes):
+    words = ("bench", "--prefill", 8, "--lens", "10,30", "--methods", "medusa,tokenswift", "--warmup", 4)
+    result = tswift(*words, "--model", "shape:tiny", "--simulate-alpha", 0.9, "--no-plots")
+    assert result.code == 0
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.endswith("-bench-simulated")
+    text = (folder / "bench-simulated.md").read_text()
+    assert "# tswift bench: shape:tiny (simulated)" in text
+    assert "| simulated | random weights, acceptance set to 0.9 |" in text
+    assert "simulated: random weights, acceptance set to 0.9" in result.err
+
+
+def test_simulated_counters_cannot_fail_and_times_can(bench):
+    words = ("--no-plots", "--simulate-alpha", 0.5, "--repeats", 2)
+    assert bench("--out", "b", *words).code == 0
+    base = ("--against", "b/bench-simulated.json")
+    refused = bench("--out", "c", *words, *base, "--fail-on", "alpha:0")
+    assert refused.code == 2
+    assert "--fail-on: alpha follows from --simulate-alpha" in refused.err
+    result = bench("--out", "d", *words, *base, "--fail-on", "tokens_per_s:99%")
+    assert result.code == 0
+    assert "0 of 4 comparisons regressed" in result.out.decode()
+    real = bench("--out", "e", "--no-plots", "--repeats", 2, *base, "--fail-on", "tokens_per_s:99%")
+    assert real.code == 2
+    assert "another workload: simulated differs" in real.err
+
+
+def test_measured_over_floor_is_printed(bench):
+    result = bench("--out", "b", "--no-plots")
+    assert "T_method / floor" in result.out.decode()
+    assert "| machine's rates | 20.0 GB/s, 100 GFLOP/s in float32 |" in Path("b/bench.md").read_text()
+
+
 def test_ctrl_c_before_the_first_length(bench, monkeypatch):
     from tswift.benchmarking.lanes import Lane
 
@@ -109,6 +158,11 @@ def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
         (["--ar", "none"], "--ar: is full or sampled"),
         (["--prefill", "4000"], "--prefill: asks for 4,000 tokens"),
         (["--heads", "/nowhere"], "--heads: there is no file /nowhere"),
+        (["--simulate-alpha", "0"], "--simulate-alpha: must be above 0 and at most 1, got 0.0"),
+        (["--simulate-alpha", "1.5"], "--simulate-alpha: must be above 0 and at most 1, got 1.5"),
+        (["--simulate-alpha", "nan"], "--simulate-alpha: must be above 0 and at most 1, got nan"),
+        (["--simulate-alpha", "0.5", "--methods", "ar"], "--simulate-alpha: none of the methods drafts"),
+        (["--model", "shape:gpt9"], "--model: no shape 'gpt9'; there are llama3.1-8b"),
     ],
 )
 def test_bad_input(bench, words, message):

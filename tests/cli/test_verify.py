@@ -166,6 +166,7 @@ def test_progress_lines(tswift, run: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("/nowhere", "there is no folder /nowhere"),
         ("RUN --json /nowhere/x.json", "--json: /nowhere/x.json cannot be written"),
         ("RUN --model /nowhere", "--model: there is no folder '/nowhere'"),
+        ("RUN --model shape:qwen2.5-7b", "--model: shape:qwen2.5-7b has random weights"),
         ("RUN --dtype int8", "--dtype: no dtype 'int8'"),
         ("--tokens /nowhere", "--tokens: there is no file /nowhere"),
         ("--tokens RUN/tokens.u32 --prompt /nowhere", "--prompt: there is no file /nowhere"),

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tswift.decoding.generation import begin, ending
-from tswift.decoding.limits import available_bytes, gigabytes
+from tswift.decoding.loop import Walk
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import METHODS, DraftOptions
 from tswift.errors import InputError
 from tswift.models.loading import load
+from tswift.models.memory import available_bytes, gigabytes
 
 
 def test_end_of_text_is_banned_or_stops() -> None:
@@ -35,6 +36,18 @@ def test_need_is_what_is_allocated(checkpoint: Path, method: str) -> None:
 def test_every_method_says_what_it_uses() -> None:
     fields = set(DraftOptions.__dataclass_fields__)
     assert set().union(*(method.uses for method in METHODS.values())) == fields
+
+
+def test_a_walk_is_made_for_the_methods_depth(checkpoint: Path) -> None:
+    model, asked = load(str(checkpoint)), []
+
+    def make(depth: int) -> Walk:
+        asked.append(depth)
+        return lambda tree, drawn: [0]
+
+    runs = [begin(model, [1, 2, 3], 20, method=method, walk=make) for method in ("medusa", "tokenswift")]
+    assert asked == [run.depth for run in runs] == [3, 4]
+    assert [step.accepted for step in runs[1].steps()] == [0] * 20
 
 
 def test_heads_that_are_missing(checkpoint: Path) -> None:

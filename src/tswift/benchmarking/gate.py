@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tswift.benchmarking.grid import NOTHING, Grid, method_name
+from tswift.benchmarking.grid import NOTHING, Grid, marks, method_name
+from tswift.benchmarking.measurement import given_alpha
 from tswift.benchmarking.rules import Rule, parse_rule
 from tswift.benchmarking.statistics import Cell, by_draw, summarise
 from tswift.errors import InputError
@@ -87,10 +88,14 @@ def compare(
     return verdicts
 
 
-def moved(verdicts: Sequence[Verdict]) -> Grid:
+def moved(verdicts: Sequence[Verdict], simulated: bool = False) -> Grid:
     """The regressions, then whatever else changed, as a table.
 
     Of the draws of a cell that fared alike it has one row: the one that moved most.
+
+    Args:
+        verdicts: of one measurement.
+        simulated: whether that is simulated, which every row then says.
     """
     failed = [verdict for verdict in verdicts if not verdict.ok]
     changed = [verdict for verdict in verdicts if verdict.ok and verdict.change != 0]
@@ -102,7 +107,7 @@ def moved(verdicts: Sequence[Verdict]) -> Grid:
     return Grid(
         f"{len(failed)} of {len(verdicts)} comparisons regressed",
         ["metric", "method", "verdict", "prefill", "length", "baseline", "ours", "change", "limit"],
-        [_row(max(group, key=_distance), len(group) - 1) for group in alike.values()],
+        [_row(max(group, key=_distance), len(group) - 1, marks(simulated)) for group in alike.values()],
         left=3,
         notes=[f"Unchanged: {still}."],
     )
@@ -114,8 +119,11 @@ def refuse_foreign(
     """Refuse a baseline that cannot be compared with. The measurement needs no samples yet.
 
     Raises:
-        InputError: as :func:`compare`.
+        InputError: as :func:`compare`; or a rule is of what a simulated acceptance sets.
     """
+    counted = next((rule.metric for rule in rules if not rule.timed), None)
+    if counted and given_alpha(measurement) is not None:
+        raise InputError(f"{counted} follows from --simulate-alpha and is not measured; times are", "--fail-on")
     # through JSON, as the baseline has come: it has no tuples
     ours, theirs = json.loads(json.dumps(measurement["workload"])), baseline["workload"]
     differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
@@ -210,12 +218,12 @@ def _distance(verdict: Verdict) -> float:
     return math.inf if verdict.change is None else abs(verdict.change)
 
 
-def _row(verdict: Verdict, others: int) -> list[str]:
+def _row(verdict: Verdict, others: int, said: Sequence[str]) -> list[str]:
     word = "ok" if verdict.ok else "REGRESSED"
     told = f"{word}: {verdict.note}" if verdict.note else word
     return [
         verdict.metric,
-        method_name(verdict.method),
+        method_name(verdict.method, *said),
         f"{told}; and {others} other {'draw' if others == 1 else 'draws'}" if others else told,
         f"{verdict.prefill:,}",
         NOTHING if verdict.length is None else f"{verdict.length:,}",

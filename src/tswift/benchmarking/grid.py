@@ -82,9 +82,15 @@ class Grid:
         return widths
 
 
-def method_name(method: str) -> str:
-    """A method as tables and plots call it."""
-    return _NAMES.get(method, method)
+def method_name(method: str, *marks: str) -> str:
+    """A method as tables and plots call it, with what has to be said of its figures behind it: see :func:`marks`."""
+    name = _NAMES.get(method, method)
+    return f"{name} ({', '.join(marks)})" if marks else name
+
+
+def marks(simulated: bool, sampled: bool = False) -> list[str]:
+    """What has to be said behind a method's name."""
+    return ["simulated"] * simulated + ["sampled"] * sampled
 
 
 def with_spread(mean: float | None, std: float | None, digits: int) -> str:
@@ -101,6 +107,13 @@ def duration(seconds: float | None) -> str:
     if abs(seconds) < 60:
         return f"{_three_digits(seconds)} s"
     return f"{_three_digits(seconds / 60)} min"
+
+
+def quantity(value: float, unit: str) -> str:
+    """Three significant digits with a decimal prefix: ``2.04 TB/s``."""
+    powers = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]
+    size, prefix = next((power for power in powers if abs(value) >= power[0] * 0.9995), (1.0, ""))
+    return f"{_three_digits(value / size)} {prefix}{unit}"
 
 
 def _three_digits(value: float) -> str:

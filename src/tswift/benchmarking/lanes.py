@@ -21,6 +21,7 @@ class Lane:
         stats: figures so far.
         slices: raw samples: (tokens, seconds) so far at the end of every slice.
         prefill_seconds: wall time of the prefill.
+        simulated: its acceptance is given, so its text is nobody's.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Lane:
     stats: DecodeStats = field(init=False)
     slices: list[tuple[int, float]] = field(default_factory=list)
     prefill_seconds: float = 0.0
+    simulated: bool = False
 
     def __post_init__(self) -> None:
         self.stats = DecodeStats(self._open.depth)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tswift.benchmarking.lanes import Lane
 from tswift.benchmarking.measurement import BASELINE, REFERENCE
+from tswift.benchmarking.simulated import SimulatedWalk, refuse_share
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import begin, ending
-from tswift.decoding.limits import available_bytes, gigabytes
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import DraftOptions, find_method, resolve
 from tswift.errors import InputError, renamed
 from tswift.jobs.settings import refuse_unused, sampling_params
 from tswift.models.loading import LoadedModel, load
+from tswift.models.memory import available_bytes, gigabytes
 
 DEFAULT_METHODS = ("ar", "medusa", "tokenswift")
 
@@ -30,6 +32,7 @@ class Entry:
         drafting: fields of ``DraftOptions`` but ``tree`` that were given; each goes to the methods that use it.
         trees: draft trees by method; one under ``""`` goes to all methods that use a tree.
         with_reference: also run plain decoding with the attention of reference implementations.
+        simulate_alpha: the share of drafted tokens that is accepted, whatever is drawn; None for what is drawn.
     """
 
     methods: Sequence[str] = DEFAULT_METHODS
@@ -42,6 +45,7 @@ class Entry:
     dtype: str = "auto"
     attention: str = "auto"
     with_reference: bool = False
+    simulate_alpha: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,22 @@ class Lineup:
         params: sampling parameters; end-of-text tokens are banned, so lengths are exact.
         options: resolved drafting options by method.
         with_reference: whether the slow plain decoding runs too.
+        simulate_alpha: the share of drafted tokens that is accepted, whatever is drawn; None for what is drawn.
     """
 
     model: LoadedModel
     params: SamplingParams
     options: Mapping[str, DraftOptions]
     with_reference: bool
+    simulate_alpha: float | None = None
+
+    @property
+    def simulated(self) -> dict[str, Any] | None:
+        """For records: whether the weights are random, and the acceptance that is given; None if neither."""
+        given = self.simulate_alpha
+        if given is None and not self.model.simulated:
+            return None
+        return {"weights": self.model.simulated, "alpha": given}
 
     @property
     def names(self) -> list[str]:
@@ -83,11 +97,21 @@ class Lineup:
         for name in self.names if methods is None else methods:
             model = replace(self.model, target=self.model.target.reference()) if name == REFERENCE else self.model
             method = BASELINE if name == REFERENCE else name
+            walk = None
+            if self.simulate_alpha is not None and method != BASELINE:
+                walk = partial(SimulatedWalk, self.simulate_alpha)
             generation = begin(
-                model, prompt, length, method=method, params=self.params, seed=seed, options=self.options[method]
+                model,
+                prompt,
+                length,
+                method=method,
+                params=self.params,
+                seed=seed,
+                options=self.options[method],
+                walk=walk,
             )
             need += generation.need.kv_bytes
-            lanes.append(Lane(name, generation))
+            lanes.append(Lane(name, generation, simulated=walk is not None))
         if free is not None and need > free:
             raise InputError(
                 f"{len(lanes)} methods side by side need {gigabytes(need)} of KV cache, {gigabytes(free)} are free",
@@ -126,6 +150,7 @@ def line_up(entry: Entry) -> Lineup:
         InputError: something asked cannot be done.
     """
     params = sampling_params(entry.sampling)
+    refuse_share(entry.simulate_alpha, [method for method in entry.methods if method != BASELINE])
     typed = [*entry.drafting, *(["heads"] if entry.heads is not None else []), *(["tree"] if "" in entry.trees else [])]
     refuse_unused(entry.methods, typed)
     for method in entry.trees:
@@ -141,4 +166,4 @@ def line_up(entry: Entry) -> Lineup:
     except InputError as error:
         raise renamed(error, {"--method": "--methods"}) from None
     params, _ = ending(params, model.eos_ids, stop_at_eos=False)
-    return Lineup(model, params, options, entry.with_reference)
+    return Lineup(model, params, options, entry.with_reference, entry.simulate_alpha)

@@ -11,10 +11,13 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from tswift.benchmarking.floor import floor_of
 from tswift.benchmarking.lanes import Lane
 from tswift.benchmarking.lineup import Lineup
+from tswift.benchmarking.machine import measured
 from tswift.benchmarking.measurement import BASELINE, FINISHED, KIND, SCHEMA, workload_hash
 from tswift.benchmarking.prompts import Prompt
+from tswift.benchmarking.roofline import Machine
 from tswift.benchmarking.round import Place, Round, Sample
 from tswift.errors import InputError, renamed
 from tswift.jobs.environment import environment, now
@@ -71,7 +74,7 @@ Tick = Callable[[int, int, Place, Lane], None]  # number of the round, rounds in
 
 
 def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str]) -> dict[str, Any]:
-    """A measurement without samples: what is to be measured, and where.
+    """A measurement without samples: what is to be measured, and where. The machine's own speed is measured here.
 
     Args:
         lineup: the model and its methods.
@@ -89,16 +92,17 @@ def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Seque
         lineup.lanes(prompts[0].tokens[: max(plan.prefills)], max(plan.lens), 0, _methods(lineup, plan))
     except InputError as error:
         raise renamed(error, {"--len": "--lens"}) from None
-    workload = _workload(lineup, prompts, plan)
+    workload, target = _workload(lineup, prompts, plan), lineup.model.target
     return {
         "schema": SCHEMA,
         "kind": KIND,
-        "simulated": False,
+        "simulated": lineup.simulated is not None,
         "state": RUNNING,
         "started": now(),
         "ended": now(),
         "command": list(command),
-        "environment": environment(lineup.model.target.device),
+        "environment": environment(target.device),
+        "machine": asdict(measured(target.device, target.dtype)),
         "workload": {"hash": workload_hash(workload), **workload},
         "samples": [],
     }
@@ -120,6 +124,7 @@ def measure(
     lens = sorted(plan.lens)
     places = [Place(*each) for each in product(range(plan.repeats), prompts, sorted(plan.prefills), plan.seeds)]
     done: list[Sample] = []
+    floor = floor_of(lineup, Machine(**measurement["machine"]))
 
     def note(samples: list[Sample]) -> None:
         measurement.update(samples=[*done, *samples], ended=now())
@@ -130,7 +135,7 @@ def measure(
         for number, place in enumerate(places):
             prompt = place.prompt.tokens[: place.prefill]
             lanes = lineup.lanes(prompt, lens[-1], place.seed, _methods(lineup, plan))
-            each = Round(place, lanes, lens)
+            each = Round(place, lanes, lens, floor)
             del lanes  # or their caches would stay while the next ones are allocated
             interrupted = each.run(partial(tick, number, len(places), place), note)
             samples = each.samples()
@@ -158,6 +163,8 @@ def _methods(lineup: Lineup, plan: Plan) -> list[str]:
 
 def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str, Any]:
     about = lineup.model.about()
+    # only where there is something to say, so that other workloads keep the hashes they have had
+    simulated = {"simulated": lineup.simulated} if lineup.simulated else {}
     return {
         "model": about["name"],
         "weights": fingerprint_of(lineup.model.target.model),
@@ -178,6 +185,7 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
         "seeds": list(plan.seeds),
         "methods": lineup.names,
         "ar": plan.ar,
+        **simulated,
     }
 
 

@@ -1,6 +1,7 @@
 """A measurement's file, ``bench.json``: its workload's identity, written, read back.
 
-Its form is ``bench.schema.json``.
+Its form is ``bench.schema.json``. Within a schema version keys may be added that older files lack: whatever reads a
+file does without them. A key that is taken away, or means something else, is a new version.
 """
 
 from __future__ import annotations
@@ -76,3 +77,21 @@ def load_measurement(path: Path, option: str = "--against") -> dict[str, Any]:
 def machine(environment: Mapping[str, Any]) -> str:
     """The machine in words: the GPU, or the CPU and its threads in use."""
     return environment["gpu"] or f"{environment['cpu']}, {environment['threads']} threads"
+
+
+def file_name(name: str, simulated: bool) -> str:
+    """``bench.json``, or ``bench-simulated.json``: a file says what it holds wherever it is copied to."""
+    stem, _, kind = name.rpartition(".")
+    return f"{stem}-simulated.{kind}" if simulated else name
+
+
+def simulation(measurement: Mapping[str, Any]) -> str:
+    """What a measurement simulates, in words; empty if nothing."""
+    what, alpha = measurement["workload"].get("simulated") or {}, given_alpha(measurement)
+    words = ["random weights"] if what.get("weights") else []
+    return ", ".join(words if alpha is None else [*words, f"acceptance set to {alpha:g}"])
+
+
+def given_alpha(measurement: Mapping[str, Any]) -> float | None:
+    """The acceptance that was set, whatever was drawn; None where what was drawn decided."""
+    return (measurement["workload"].get("simulated") or {}).get("alpha")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tswift.benchmarking.grid import method_name
-from tswift.benchmarking.measurement import BASELINE, DRAFTLESS, REFERENCE
+from tswift.benchmarking.grid import marks, method_name
+from tswift.benchmarking.measurement import BASELINE, DRAFTLESS, REFERENCE, file_name
 from tswift.benchmarking.statistics import Cell, summarise
 from tswift.benchmarking.tables import source
 
@@ -47,6 +47,7 @@ def available() -> bool:
 def render(measurement: Mapping[str, Any]) -> dict[str, bytes]:
     """All plots as files: ``time`` and ``acceptance``, each as ``.png`` and ``.svg``, by file name.
 
+    Those of a simulated measurement are ``time-simulated`` and so on.
     The same measurement gives the same bytes with the same matplotlib. One that reached no length has no plots.
     """
     if not summarise(measurement):
@@ -59,7 +60,7 @@ def render(measurement: Mapping[str, Any]) -> dict[str, bytes]:
             buffer = io.BytesIO()
             with _look():
                 figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
-            images[f"{name}.{kind}"] = buffer.getvalue()
+            images[file_name(f"{name}.{kind}", measurement["simulated"])] = buffer.getvalue()
     return images
 
 
@@ -85,7 +86,7 @@ def time_figure(measurement: Mapping[str, Any]) -> Figure:
                 axes.plot(
                     tokens,
                     seconds / seconds_per_unit,
-                    label=_label(method, estimated),
+                    label=method_name(method, *marks(measurement["simulated"], estimated)),
                     linestyle="--" if estimated else "-",
                     **_style(method, measurement, every=_CURVE_POINTS // 8),
                 )
@@ -134,7 +135,7 @@ def _with_bars(axes: Axes, cells: Sequence[Cell], name: str, method: str, measur
         return
     estimated = any(cell.estimated for cell in cells)
     style = _style(method, measurement)
-    label, line = _label(method, estimated), "--" if estimated else "-"
+    label, line = method_name(method, *marks(measurement["simulated"], estimated)), "--" if estimated else "-"
     axes.plot(*np.array(means).T, label=label, linestyle=line, **style)
     bars = [(length, mean, std) for length, mean, std in known if mean is not None and std is not None]
     if bars:
@@ -165,10 +166,6 @@ def _style(method: str, measurement: Mapping[str, Any], every: int = 1) -> dict[
     known = _STYLES.get(method)
     color, marker = known or _OTHER_STYLES[strangers.index(method) % len(_OTHER_STYLES)]
     return {"color": color, "marker": marker, "markersize": 6, "markevery": every, "linewidth": 1.8, "clip_on": False}
-
-
-def _label(method: str, estimated: bool) -> str:
-    return f"{method_name(method)} (sampled)" if estimated else method_name(method)
 
 
 def _from_zero(axes: Axes) -> None:

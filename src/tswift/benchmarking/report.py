@@ -1,4 +1,7 @@
-"""The files of a measurement: ``bench.json``, ``bench.csv``, ``bench.md`` and the plots."""
+"""The files of a measurement: ``bench.json``, ``bench.csv``, ``bench.md`` and the plots.
+
+Those of a simulated one are called ``bench-simulated.json`` and so on.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tswift.benchmarking import plots as drawing
-from tswift.benchmarking.grid import Grid
-from tswift.benchmarking.measurement import FILE, encode
+from tswift.benchmarking.grid import Grid, marks, quantity
+from tswift.benchmarking.measurement import FILE, encode, file_name, simulation
 from tswift.benchmarking.statistics import FIGURES, summarise
 from tswift.benchmarking.tables import grids, source
 from tswift.errors import InputError
@@ -39,8 +42,9 @@ def write_reports(measurement: Mapping[str, Any], folder: Path, paper: bool, plo
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, make in makers.items():
-            write_whole(folder / name, make())
-            paths.append(folder / name)
+            path = folder / file_name(name, measurement["simulated"])
+            write_whole(path, make())
+            paths.append(path)
         for name, content in drawing.render(measurement).items() if plots and drawing.available() else ():
             write_whole(folder / name, content)
             paths.append(folder / name)
@@ -55,11 +59,12 @@ def write_measurement(measurement: Mapping[str, Any], folder: Path) -> Path:
     Raises:
         InputError: the folder cannot be written to.
     """
+    path = folder / file_name(FILE, measurement["simulated"])
     try:
-        write_whole(folder / FILE, encode(measurement).encode())
+        write_whole(path, encode(measurement).encode())
     except OSError as error:
         raise InputError(f"{folder} cannot be written to ({error.strerror})", "--out") from None
-    return folder / FILE
+    return path
 
 
 def csv_report(measurement: Mapping[str, Any]) -> str:
@@ -69,7 +74,8 @@ def csv_report(measurement: Mapping[str, Any]) -> str:
     about = ["model", "method", "prefill", "length", "simulated", "estimated", "runs", "varies"]
     writer.writerow(about + [f"{name}_{column}" for name in FIGURES for column in ("n", "mean", "std")])
     for cell in summarise(measurement):
-        line = [measurement["workload"]["model"], *cell.key]
+        said = "".join(f" ({mark})" for mark in marks(measurement["simulated"]))
+        line = [measurement["workload"]["model"], f"{cell.method}{said}", cell.prefill, cell.length]
         line += [str(flag).lower() for flag in (measurement["simulated"], cell.estimated)]
         line += [cell.runs, " ".join(cell.varies)]
         for name in FIGURES:
@@ -95,6 +101,8 @@ def markdown_report(measurement: Mapping[str, Any], paper: bool = False) -> str:
         "sampling": _settings(workload["sampling"]),
         **{f"drafting, {method}": _settings(options) for method, options in workload["drafting"].items()},
         "AR's time": {"full": "measured", "sampled": "estimated from sampled steps"}[workload["ar"]],
+        **({"simulated": simulation(measurement)} if measurement["simulated"] else {}),
+        **_machine(measurement),
         "workload hash": workload["hash"],
     }
     about = Grid("Run", ["what", "value"], list(settings.items()), left=2)
@@ -109,6 +117,15 @@ def markdown_report(measurement: Mapping[str, Any], paper: bool = False) -> str:
             Grid("Environment", ["what", "value"], list(environment.items()), left=2).markdown(),
         ]
     )
+
+
+def _machine(measurement: Mapping[str, Any]) -> dict[str, str]:
+    """What was measured of the machine before the methods ran; nothing in older files."""
+    machine = measurement.get("machine")
+    if machine is None:
+        return {}
+    rates = f"{quantity(machine['bandwidth'], 'B/s')}, {quantity(machine['flops'], 'FLOP/s')}"
+    return {"machine's rates": f"{rates} in {measurement['workload']['dtype']}"}
 
 
 def _settings(options: Mapping[str, Any]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tswift.benchmarking.comparison import first_difference
+from tswift.benchmarking.floor import Floor
 from tswift.benchmarking.lanes import Lane, interleave, slice_goals
 from tswift.benchmarking.measurement import BASELINE
 from tswift.benchmarking.prompts import Prompt
@@ -51,10 +53,11 @@ class Round:
         place: where in the grid.
         lanes: fresh ones, long enough.
         lens: rising lengths to read off.
+        floor: tells the least time that it could have taken; None if nothing does.
     """
 
-    def __init__(self, place: Place, lanes: Sequence[Lane], lens: Sequence[int]) -> None:
-        self._place, self._lens = place, lens
+    def __init__(self, place: Place, lanes: Sequence[Lane], lens: Sequence[int], floor: Floor | None = None) -> None:
+        self._place, self._lens, self._floor = place, lens, floor
         self._entrants = {lane.name: _Entrant(lane, [], []) for lane in lanes}
 
     def run(self, tick: Callable[[Lane], None], keep: Callable[[list[Sample]], None]) -> bool:
@@ -111,25 +114,21 @@ class Round:
         samples = [] if plain else [self._estimated(pooled, lens)]
         for entrant in self._entrants.values():
             lane = entrant.lane
-            if plain is None:
-                different = probes_differ(lane.tokens, entrant.probes)
-                compared = sum(len(lane.tokens[each.position - 1 :][: len(each.tokens)]) for each in entrant.probes)
-            else:
-                different = first_difference(lane.tokens, plain.lane.tokens)
-                compared = min(len(lane.tokens), len(plain.lane.tokens))
+            different, compared = self._compared(entrant)
+            floors = self._floors(lane.name, entrant.marks[: len(lens)])
             samples.append(
                 {
                     **self._key(lane.name),
                     "estimated": False,
                     "prefill_seconds": lane.prefill_seconds,
-                    "same_as_ar": None if entrant is plain else different is None,
+                    "same_as_ar": None if entrant is plain or lane.simulated else different is None,
                     "explained": None,
                     "first_difference": different,
-                    "compared_tokens": 0 if entrant is plain else compared,
+                    "compared_tokens": compared,
                     "slices": [list(each) for each in lane.slices],
                     "probes": [[each.position, list(each.seconds)] for each in entrant.probes] or None,
                     "points": [
-                        _point(length, mark, ar_seconds(index, mark.tokens))
+                        _point(length, mark, ar_seconds(index, mark.tokens), floors[index])
                         for index, (length, mark) in enumerate(zip(lens, entrant.marks, strict=False))
                     ],
                 }
@@ -140,7 +139,7 @@ class Round:
         """Say of the texts that need it whether rounding explains all that is not drawn exactly.
 
         They need it if one differs from plain decoding's, plain decoding's own then too, or if plain decoding was
-        sampled: its few steps start from the lanes' own state.
+        sampled: its few steps start from the lanes' own state. A text of simulated acceptance is no draw at all.
 
         Args:
             samples: those of :meth:`samples`; their ``explained`` is set.
@@ -151,16 +150,33 @@ class Round:
         differ = any(sample["same_as_ar"] is False for sample in samples)
         for sample in samples:
             needed = sample["same_as_ar"] is False or (differ and sample["method"] == BASELINE)
-            if not sample["estimated"] and (needed or BASELINE not in self._entrants):
-                sample["explained"] = explained(self._entrants[sample["method"]].lane)
+            if sample["estimated"] or not (needed or BASELINE not in self._entrants):
+                continue
+            lane = self._entrants[sample["method"]].lane
+            if not lane.simulated:
+                sample["explained"] = explained(lane)
+
+    def _compared(self, entrant: _Entrant) -> tuple[int | None, int]:
+        """First token that is not plain decoding's, if there is one, and how many tokens could be compared."""
+        lane, plain = entrant.lane, self._entrants.get(BASELINE)
+        if lane.simulated or entrant is plain:
+            return None, 0
+        if plain:
+            compared = min(len(lane.tokens), len(plain.lane.tokens))
+            return first_difference(lane.tokens, plain.lane.tokens), compared
+        compared = sum(len(lane.tokens[each.position - 1 :][: len(each.tokens)]) for each in entrant.probes)
+        return probes_differ(lane.tokens, entrant.probes), compared
+
+    def _floors(self, method: str, marks: Sequence[DecodeStats]) -> Sequence[float | None]:
+        return self._floor.seconds(method, self._place.prefill, marks) if self._floor else [None] * len(marks)
 
     def _estimated(self, probes: Sequence[Probe], lens: Sequence[int]) -> Sample:
         """Plain decoding's sample where it was not run."""
-        points = []
-        for length in lens:
-            stats = DecodeStats(0, passes=length, tokens=length, nodes=length, seconds=integrate(probes, length))
-            stats.accepted[0] = length
-            points.append(_point(length, stats, stats.seconds))
+        marks = [
+            DecodeStats(0, passes=n, tokens=n, nodes=n, seconds=integrate(probes, n), accepted=Counter({0: n}))
+            for n in lens
+        ]
+        floors = self._floors(BASELINE, marks)
         return {
             **self._key(BASELINE),
             "estimated": True,
@@ -171,7 +187,9 @@ class Round:
             "compared_tokens": 0,
             "slices": [[goal, integrate(probes, goal)] for goal in slice_goals(lens[-1], lens)],
             "probes": None,
-            "points": points,
+            "points": [
+                _point(mark.tokens, mark, mark.seconds, floor) for mark, floor in zip(marks, floors, strict=True)
+            ],
         }
 
     def _key(self, method: str) -> Sample:
@@ -185,7 +203,7 @@ class Round:
         }
 
 
-def _point(length: int, stats: DecodeStats, ar_seconds: float) -> Sample:
+def _point(length: int, stats: DecodeStats, ar_seconds: float, floor_seconds: float | None) -> Sample:
     most = max(stats.accepted, default=0)
     return {
         "len": length,
@@ -202,4 +220,6 @@ def _point(length: int, stats: DecodeStats, ar_seconds: float) -> Sample:
         "tokens_per_second": stats.tokens_per_second,
         "ar_seconds": ar_seconds,
         "speedup": ar_seconds / stats.seconds,
+        "floor_seconds": floor_seconds,
+        "of_floor": None if floor_seconds is None else stats.seconds / floor_seconds,
     }

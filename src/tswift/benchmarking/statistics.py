@@ -10,7 +10,8 @@ from typing import Any
 
 COUNTERS = ("alpha", "beta", "tokens_per_step", "passes")
 TIMES = ("speedup", "tokens_per_second", "seconds", "ar_seconds")
-FIGURES = COUNTERS + TIMES
+ROOFLINE = ("of_floor",)  # unknown in older files
+FIGURES = COUNTERS + TIMES + ROOFLINE
 
 _AXES = {"prompt": "prompts", "seed": "seeds", "repeat": "repeats"}
 
@@ -110,6 +111,7 @@ def _cell(
         figures={
             **{name: _figure(point[name] for point in counted) for name in COUNTERS},
             **{name: _figure(point[name] for point in points) for name in TIMES},
+            **{name: _figure(point.get(name) for point in points) for name in ROOFLINE},
         },
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tswift.benchmarking.grid import NOTHING, Grid, duration, method_name, with_spread
-from tswift.benchmarking.measurement import BASELINE, DRAFTLESS, FINISHED, machine
+from tswift.benchmarking.grid import NOTHING, Grid, duration, marks, method_name, with_spread
+from tswift.benchmarking.measurement import BASELINE, DRAFTLESS, FINISHED, given_alpha, machine, simulation
 from tswift.benchmarking.published import CAUTION, PublishedRow, published_rows
 from tswift.benchmarking.statistics import Cell, summarise
 
@@ -57,14 +57,16 @@ def same_text(measurement: Mapping[str, Any]) -> str:
     """How many runs yielded plain decoding's tokens, and where the others left them, in one line."""
     compared = [sample for sample in measurement["samples"] if sample["same_as_ar"] is not None]
     differing = [sample for sample in compared if not sample["same_as_ar"] or sample["explained"] is False]
+    given = given_alpha(measurement) is not None
+    what = "Same tokens as AR, simulated acceptance apart" if given else "Same tokens as AR"
     if not compared:
-        return "Same tokens as AR: not compared."
+        return f"{what}: not compared."
     checked = ""
     if measurement["workload"]["ar"] == "sampled":
         tokens = sum(sample["compared_tokens"] for sample in compared)
         checked = f" in the {tokens:,} tokens where AR was sampled, every text audited"
     if not differing:
-        return f"Same tokens as AR{checked}: {'all' if len(compared) > 1 else 'the'} {_runs(len(compared))}."
+        return f"{what}{checked}: {'all' if len(compared) > 1 else 'the'} {_runs(len(compared))}."
     places = [
         f"{method_name(sample['method'])} (prompt {sample['prompt']}, prefill {sample['prefill']:,}, "
         f"seed {sample['seed']}, {_how(sample)})"
@@ -73,7 +75,7 @@ def same_text(measurement: Mapping[str, Any]) -> str:
     more = len(differing) - len(places)
     rest = f"; and {more} more" if more else ""
     same = f"{len(compared) - len(differing)} of {_runs(len(compared))}"
-    return f"Same tokens as AR{checked}: {same}. Not: {'; '.join(places)}{rest}."
+    return f"{what}{checked}: {same}. Not: {'; '.join(places)}{rest}."
 
 
 def _acceptance(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow]) -> Grid:
@@ -83,7 +85,8 @@ def _acceptance(measurement: Mapping[str, Any], cells: Sequence[Cell], published
     label = _label(measurement, published)
     columns = [*label[:1], "prefill", "length"]
     for method in methods:
-        columns += [f"{method_name(method)} {figure}" for figure in (["alpha", "x"] if method in drafting else ["x"])]
+        name = method_name(method, *marks(measurement["simulated"]))
+        columns += [f"{name} {figure}" for figure in (["alpha", "x"] if method in drafting else ["x"])]
     rows = []
     for place in _places(cells):
         mine = [by_key.get((method, *place)) for method in methods]
@@ -105,7 +108,8 @@ def _acceptance(measurement: Mapping[str, Any], cells: Sequence[Cell], published
 
 
 def _times(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Sequence[PublishedRow]) -> Grid:
-    estimated = {cell.key[1:] for cell in cells if cell.method == BASELINE and cell.estimated}
+    plain = {cell.key[1:]: cell for cell in cells if cell.method == BASELINE}
+    roofline = any(cell.figures["of_floor"].n for cell in cells)
     label = _label(measurement, published)
     rows = []
     for method in _methods(cells):
@@ -114,14 +118,15 @@ def _times(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Seq
             ar, own = (cell.figures[name].mean for name in ("ar_seconds", "seconds"))
             rows.append(
                 [
-                    method_name(method),
+                    method_name(method, *marks(measurement["simulated"])),
                     *label[1:],
                     *_place(place),
                     NOTHING if method in DRAFTLESS else _spread(cell, "alpha", 3),
                     _spread(cell, "speedup", 2),
-                    _marked(duration(ar), place in estimated and ar is not None),
+                    _marked(duration(ar), place in plain and plain[place].estimated and ar is not None),
                     _marked(duration(own), cell.estimated),
                     NOTHING if ar is None or own is None else duration(own - ar),
+                    *([_spread(each, "of_floor", 2) for each in (plain.get(place), cell)] if roofline else []),
                 ]
             )
             for row in published:
@@ -135,9 +140,11 @@ def _times(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Seq
                             duration(row.ar_seconds),
                             duration(row.seconds),
                             duration(row.seconds - row.ar_seconds),
+                            *([NOTHING, NOTHING] if roofline else []),
                         ]
                     )
     columns = ["method", *label[:1], "prefill", "length", "alpha", "x", "T_AR", "T_method", "delta"]
+    columns += ["T_AR / floor", "T_method / floor"] if roofline else []
     title = f"Decoding time: {source(measurement)}"
     return Grid(title, columns, rows, left=2 if label else 1, notes=_notes(measurement, cells, published))
 
@@ -164,6 +171,13 @@ def _notes(measurement: Mapping[str, Any], cells: Sequence[Cell], published: Seq
         notes.append("The measurement did not run to its end: these are the cells and lengths that were reached.")
     if any(cell.estimated for cell in cells):
         notes.append("est.: integrated from AR steps sampled as the text grew; every x and delta rests on that time.")
+    if measurement["simulated"]:
+        notes.append(f"Simulated: {simulation(measurement)}. The times are real, the texts are not.")
+    if any(cell.figures["of_floor"].n for cell in cells):
+        notes.append(
+            "floor: the least time in which this machine, at the rates measured, reads the weights and the KV cache of "
+            "every pass made, and computes on its nodes."
+        )
     if published:
         keys = {cell.key for cell in cells}
         matched = any((row.method, row.prefill, row.length) in keys for row in published)

@@ -13,6 +13,7 @@ from tswift.cli.bench import bench
 from tswift.cli.codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 from tswift.cli.compare import compare
 from tswift.cli.generate import generate
+from tswift.cli.roofline import roofline
 from tswift.cli.verify import verify
 from tswift.errors import InputError
 
@@ -21,6 +22,7 @@ app.command()(generate)
 app.command()(compare)
 app.command()(verify)
 app.command()(bench)
+app.command()(roofline)
 
 
 @app.callback(invoke_without_command=True)

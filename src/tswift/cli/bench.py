@@ -40,6 +40,14 @@ def bench(
         str, typer.Option(help="full runs plain decoding; sampled times some of its steps.", rich_help_panel=_GRID)
     ] = "full",
     warmup: Annotated[int, typer.Option(help="Tokens generated before measuring.", rich_help_panel=_GRID)] = 32,
+    simulate_alpha: Annotated[
+        float | None,
+        options.option(
+            _GRID,
+            "Accept this share of the drafted tokens whatever is drawn: times are real, texts are not.",
+            "--simulate-alpha",
+        ),
+    ] = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -55,7 +63,7 @@ def bench(
     sinks: options.Sinks = None,
     shared_noise: options.SharedNoise = None,
     heads: options.HeadsFile = None,
-    model: options.Model = "demo",
+    model: options.ModelOrShape = "demo",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     attention: options.Attention = "auto",
@@ -94,7 +102,7 @@ def bench(
     from tswift.benchmarking import plots as drawing
     from tswift.benchmarking.lineup import line_up
     from tswift.benchmarking.measure import Plan, header, measure
-    from tswift.benchmarking.measurement import FINISHED, load_measurement
+    from tswift.benchmarking.measurement import FINISHED, load_measurement, simulation
     from tswift.benchmarking.prompts import encode, read_texts
     from tswift.benchmarking.tables import grids
     from tswift.cli import tables
@@ -103,8 +111,8 @@ def bench(
 
     plan = Plan(
         prefills=tuple(prefill or (4096,)),
-        lens=_numbers(lens, "--lens"),
-        seeds=_numbers(seeds, "--seeds"),
+        lens=options.numbers(lens, "--lens"),
+        seeds=options.numbers(seeds, "--seeds"),
         ar=ar,
         repeats=repeats,
         warmup=warmup,
@@ -123,9 +131,12 @@ def bench(
     if baseline:
         gate.refuse_foreign(measurement, baseline, rules, force)
         gate.refuse_single(rules, repeats, baseline)
-    folder = out or default_path("bench")
+    simulated = measurement["simulated"]
+    folder = out or default_path("bench-simulated" if simulated else "bench")
     new_folder(folder)
     bars = Bars(quiet, not no_progress)
+    if simulated:
+        bars.say(f"simulated: {simulation(measurement)}")
     if plots and not drawing.available():
         bars.say("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
         plots = False
@@ -155,7 +166,7 @@ def bench(
     whole = measurement["state"] == FINISHED
     verdicts = gate.compare(measurement, baseline, rules, force) if baseline and whole else []
     if verdicts:
-        tables.show(gate.moved(verdicts))
+        tables.show(gate.moved(verdicts, simulated))
     wrong = [sample for sample in measurement["samples"] if sample["explained"] is False]
     if wrong:
         bars.say(f"{len(wrong)} texts are not plain decoding's, and not by rounding")
@@ -164,10 +175,3 @@ def bench(
     if not whole:
         bars.say(f"interrupted; what was measured is in {folder}")
         raise typer.Exit(INTERRUPTED)
-
-
-def _numbers(words: str, option: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word.replace("_", "")) for word in words.split(","))
-    except ValueError:
-        raise InputError(f"wants numbers and commas, got {words!r}", option) from None

@@ -57,8 +57,10 @@ def compare(
     from tswift.jobs.environment import environment
     from tswift.jobs.prompt import fingerprint, read_prompt, take
     from tswift.jobs.settings import refuse_below_one
+    from tswift.models.shapes import refuse_shape
 
     refuse_below_one({"--len": length, "--prefill": prefill})
+    refuse_shape(model)
     entry = options.entry(context)
     record = records.writable(json)
     text = read_prompt(prompt)

@@ -69,6 +69,14 @@ HeadsFile = Annotated[
 ]
 
 Model = Annotated[str, typer.Option(help="demo (the bundled model), a folder or a hub id.", rich_help_panel=_MODEL)]
+ModelOrShape = Annotated[
+    str,
+    typer.Option(
+        help="demo, a folder, a hub id, or shape:NAME: random weights in a published model's shape (llama3.1-8b, "
+        "yarn-llama2-7b-128k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-14b).",
+        rich_help_panel=_MODEL,
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...", rich_help_panel=_MODEL)]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_MODEL)]
 Attention = Annotated[str, typer.Option(help="auto or sdpa.", rich_help_panel=_MODEL)]
@@ -114,8 +122,21 @@ def entry(context: typer.Context) -> Entry:
         drafting=drafting(context),
         trees=trees(context.params["tree"]),
         with_reference=context.params["with_reference_ar"],
+        simulate_alpha=context.params.get("simulate_alpha"),
         **given(context, _OF_MODEL),
     )
+
+
+def numbers(words: str, option: str) -> tuple[int, ...]:
+    """The numbers of ``1000,20_000``.
+
+    Raises:
+        InputError: it is no such thing.
+    """
+    try:
+        return tuple(int(word.replace("_", "")) for word in words.split(","))
+    except ValueError:
+        raise InputError(f"wants numbers and commas, got {words!r}", option) from None
 
 
 def widths(tree: str) -> tuple[int, ...]:

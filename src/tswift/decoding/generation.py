@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tswift.decoding.limits import Need, check
-from tswift.decoding.loop import Decoding, Step
+from tswift.decoding.loop import Decoding, Step, Walk
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import DraftOptions, make_drafter, resolve
 from tswift.errors import InputError
@@ -62,8 +62,12 @@ def begin(
     seed: int = 0,
     options: DraftOptions = _OPTIONS,
     stop_at_eos: bool = False,
+    walk: Callable[[int], Walk] | None = None,
 ) -> Generation:
     """Check what is asked, and allocate what it takes. See :func:`generate` for the arguments.
+
+    Args:
+        walk: makes a walk for :class:`Decoding` from the most tokens that are drafted along a path.
 
     Raises:
         InputError: an empty prompt, a length below 1, an unknown method, options that do not fit the model, or more
@@ -78,7 +82,7 @@ def begin(
     need = check(target, len(prompt), length, method, resolved)
     params, stop = ending(params, model.eos_ids, stop_at_eos)
     drafter = make_drafter(method, target, model.heads, resolved)
-    decoding = Decoding(target, prompt, params, seed, drafter, length)
+    decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth))
     return Generation(decoding, drafter.depth, stop, params, resolved, need)
 
 

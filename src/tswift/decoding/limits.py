@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
 
 from tswift.drafting.methods import DraftOptions, find_method
 from tswift.errors import InputError
+from tswift.models.memory import available_bytes, gigabytes
 from tswift.models.target import Target
 
 
@@ -66,21 +64,3 @@ def check(
             option,
         )
     return need
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """Memory that can still be had on a device; None where the system does not say."""
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's own, to be reused
-        return torch.cuda.mem_get_info(device)[0] + held
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return sizes[0] if sizes else None
-
-
-def gigabytes(count: int) -> str:
-    """Bytes for people, in units of 10^6 or 10^9 bytes."""
-    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

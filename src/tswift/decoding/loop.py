@@ -8,15 +8,18 @@ is that of plain decoding whatever is drafted.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.tree import DraftTree
 from tswift.drafting.source import Context, Drafter
 from tswift.kv.full import FullKV
 from tswift.models.target import Target
+
+Walk = Callable[[DraftTree, Sequence[int]], list[int]]  # as DraftTree.walk: the nodes accepted, root first
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Decoding:
         seed: any integer.
         drafter: how to draft; it decides the speed and nothing else. It holds state: a new one for every decode.
         length: most tokens that will be generated, for which the KV cache is allocated.
+        walk: which drafted tokens to accept, to time a given acceptance; the text is not the model's then. None accepts
+            what the sampling rule draws.
 
     Raises:
         ValueError: an empty prompt, a token outside the vocabulary, or a length below 1.
@@ -61,6 +66,7 @@ class Decoding:
         seed: int,
         drafter: Drafter,
         length: int,
+        walk: Walk | None = None,
     ) -> None:
         if not prompt:
             raise ValueError("prompt must have at least one token")
@@ -68,7 +74,7 @@ class Decoding:
             raise ValueError(f"prompt has token ids outside the vocabulary of {target.vocab_size}")
         if length < 1:
             raise ValueError(f"length must be at least 1, got {length}")
-        self._target, self._drafter, self._left = target, drafter, length
+        self._target, self._drafter, self._left, self._walk = target, drafter, length, walk
         sampler = Sampler(params, seed, target.vocab_size, target.device)
         kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
         self._context = Context(list(prompt), sampler, kv, None, 0)
@@ -131,7 +137,8 @@ class Decoding:
             seen = context.sampler.seen(tokens, positions, ancestors)
             places = [context.position + depth + 1 for depth in tree.depths]
             drawn = context.sampler.draw(target.logits(forwarded.hidden), seen, places)
-            path = tree.walk(drawn)
+            walk = self._walk if context is self._context else None  # steps aside are plain decoding's
+            path = walk(tree, drawn) if walk else tree.walk(drawn)
             new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
             context.kv.commit(path)
             context.text += new

@@ -11,12 +11,12 @@ from types import FrameType
 from typing import Any
 
 from tswift.decoding.generation import Generation
-from tswift.decoding.limits import gigabytes
 from tswift.decoding.stats import DecodeStats, distinct
 from tswift.jobs.environment import environment, now, peak_bytes
 from tswift.jobs.folder import RunFolder
 from tswift.jobs.text import TextStream
 from tswift.models.loading import LoadedModel
+from tswift.models.memory import gigabytes
 
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
 Show = Callable[[str, DecodeStats], None]

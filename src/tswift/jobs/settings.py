@@ -15,6 +15,7 @@ from tswift.jobs.folder import RunFolder, default_path
 from tswift.jobs.job import Job
 from tswift.jobs.prompt import fingerprint, read_prompt, take
 from tswift.models.loading import load
+from tswift.models.shapes import refuse_shape
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def refuse_unused(methods: Sequence[str], given: Iterable[str]) -> None:
 
 def _checked(settings: Settings) -> tuple[SamplingParams, DraftOptions]:
     refuse_below_one({"--len": settings.length, "--prefill": settings.prefill})
+    refuse_shape(settings.model)
     typed = [name for name in ("gamma", "heads") if getattr(settings, name) is not None]
     refuse_unused([settings.method], [*settings.drafting, *typed])
     if "tree" in settings.drafting and settings.gamma is not None:

@@ -17,6 +17,7 @@ from tswift.jobs.prompt import read_prompt, take
 from tswift.jobs.recorded import Recorded, check_ids, read_tokens
 from tswift.jobs.settings import sampling_params
 from tswift.models.loading import LoadedModel, load
+from tswift.models.shapes import refuse_shape
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,10 @@ def subject_of_run(
     Raises:
         InputError: the model cannot be loaded, or the run does not fit it.
     """
+    name = run.model if model is None else model
+    refuse_shape(name)
     loaded = load(
-        run.model if model is None else model,
+        name,
         device=run.device if device is None else device,
         dtype=run.dtype if dtype is None else dtype,
         attention=run.attention,
@@ -94,6 +97,7 @@ def subject_of_text(text: Text, model: str | None, device: str | None, dtype: st
     """
     if text.prefill is not None and text.prefill < 1:
         raise InputError(f"must be at least 1, got {text.prefill}", "--prefill")
+    refuse_shape(model or "")
     params, tokens = sampling_params(text.sampling), read_tokens(text.tokens, "--tokens")
     words = read_prompt(text.prompt)
     asked = {"model": model, "device": device, "dtype": dtype}

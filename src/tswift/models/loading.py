@@ -1,26 +1,25 @@
-"""Load a causal language model, its tokenizer and its heads: the bundled one, a local folder or a hub id."""
+"""Load a causal language model, its tokenizer and its heads: the bundled one, a folder, a hub id or a random one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
+from tswift.models.dtypes import find_dtype
+from tswift.models.dummy import StandInTokenizer, random_heads, random_network
 from tswift.models.heads import KINDS, Heads, load_heads
+from tswift.models.shapes import PREFIX
+from tswift.models.source import DEMO, find_source, in_one_line, read_config, silence
 from tswift.models.target import Target
 
-DEMO = "demo"
 HEADS_FILE = "heads.safetensors"
-DTYPES = ("float32", "float64", "bfloat16", "float16")
 ATTENTIONS = ("auto", "sdpa")
 
 
@@ -30,11 +29,12 @@ class LoadedModel:
 
     Attributes:
         name: as the user named it.
-        tokenizer: the transformers tokenizer.
+        tokenizer: the transformers tokenizer; a stand-in where the weights are random.
         target: the model, adapted.
         heads: heads that draft for it, if it has any.
         eos_ids: token ids that end a text.
         attention: the attention in use.
+        simulated: its weights are random, so that times mean something and texts do not.
     """
 
     name: str
@@ -43,6 +43,7 @@ class LoadedModel:
     heads: Heads | None
     eos_ids: tuple[int, ...]
     attention: str = "sdpa"
+    simulated: bool = False
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a prompt, with the first token the model wants before any text, if it wants one."""
@@ -57,6 +58,7 @@ class LoadedModel:
             "attention": self.attention,
             "heads": None if self.heads is None else f"{self.heads.kind}, {self.heads.count}",
             "eos_ids": list(self.eos_ids),
+            "simulated": self.simulated,
         }
 
 
@@ -72,13 +74,14 @@ def load(
 
     Args:
         model: ``demo`` (the bundled model), a folder, or a hub id. Only safetensors weights are read, and no code from
-            the checkpoint is run.
+            the checkpoint is run. ``shape:NAME`` is a published model's shape with random weights, for timing.
         device: ``cpu``, ``cuda``, ``cuda:1`` and so on; ``auto`` takes CUDA where there is one.
         dtype: ``float32``, ``float64``, ``bfloat16`` or ``float16``; ``auto`` is float32 on the CPU, the checkpoint's
-            own on CUDA.
+            own on CUDA, and bfloat16 for a shape.
         attention: ``sdpa``, the only one so far, or ``auto``.
         heads: a heads file, or a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's
-            folder. None takes ``heads.safetensors`` there, if it exists.
+            folder. None takes ``heads.safetensors`` there, if it exists. A shape has random heads of either kind,
+            chained if nothing is said.
 
     Raises:
         InputError: something named here does not exist, is broken, or cannot be served exactly.
@@ -86,12 +89,13 @@ def load(
     if attention not in ATTENTIONS:
         raise InputError(f"no attention {attention!r}; there are {', '.join(ATTENTIONS)}", "--attention")
     place = _device(device)
+    if model.startswith(PREFIX):
+        return _simulated(model, place, "bfloat16" if dtype == "auto" else dtype, heads)
     kind = _dtype(dtype, place)
-    source, folder = _source(model)
+    source, folder = find_source(model)
     heads_path = _heads_path(heads, folder)
-    with _silence(), _loading(model):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _refuse_unsupported(config.get_text_config(), model)
+    config = read_config(model)
+    with silence(), in_one_line(model):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise InputError(f"{model} has no tokenizer.json that the tokenizers library reads", "--model")
@@ -109,6 +113,23 @@ def load(
     return LoadedModel(model, tokenizer, target, loaded, _eos_ids(network, tokenizer, target.vocab_size))
 
 
+def _simulated(model: str, place: torch.device, dtype: str, heads: str | os.PathLike[str] | None) -> LoadedModel:
+    """A published shape with random weights and random heads; or with the heads of a file, if one is named."""
+    config, kind = read_config(model), _dtype(dtype, place)
+    wanted = "chained" if heads is None else str(heads)
+    path = None if wanted in KINDS else _heads_path(wanted, None)
+    with silence():
+        network = random_network(config, kind, place, model)
+        target = _adapted(network, model)
+    if path is None:
+        drafting = random_heads(wanted, config, target.dtype, target.device)
+    else:
+        drafting = load_heads(path, target.hidden_size, target.dtype, target.device)
+    tokenizer = StandInTokenizer()
+    eos_ids = _eos_ids(network, tokenizer, target.vocab_size)
+    return LoadedModel(model, tokenizer, target, drafting, eos_ids, simulated=True)
+
+
 def _device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -123,33 +144,11 @@ def _device(device: str) -> torch.device:
     return place
 
 
-def _dtype(dtype: str, place: torch.device) -> torch.dtype | str:
+def _dtype(dtype: str, place: torch.device) -> Any:
+    """A torch dtype; ``auto`` where the checkpoint says which."""
     if dtype == "auto":
         return "auto" if place.type == "cuda" else torch.float32
-    if dtype not in DTYPES:
-        raise InputError(f"no dtype {dtype!r}; there are auto, {', '.join(DTYPES)}", "--dtype")
-    return getattr(torch, dtype)
-
-
-def _source(model: str) -> tuple[str, Path | None]:
-    """What transformers is given, and the folder if it is one."""
-    if model == DEMO:
-        folder = Path(__file__).parent / "demo"
-        if not (folder / "model.safetensors").is_file():
-            raise InputError(f"the bundled model is not in this installation (looked in {folder})", "--model")
-        return str(folder), folder
-    try:
-        path = Path(model).expanduser()
-        if path.is_dir():
-            return str(path), path
-        if path.exists():
-            raise InputError(f"{model} is a file; give the folder it is in", "--model")
-    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{model[:80]} cannot be looked at ({reason})", "--model") from None
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1 or not model.strip():
-        raise InputError(f"there is no folder {model!r}", "--model")
-    return model, None
+    return find_dtype(dtype)
 
 
 def _heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Path | None:
@@ -164,30 +163,6 @@ def _heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Pa
     if not found:
         raise InputError(f"there is no file {path}", "--heads")
     return path
-
-
-def _refuse_unsupported(config: Any, model: str) -> None:
-    """Refuse what our attention and KV cache would compute wrongly."""
-    positions = getattr(config, "max_position_embeddings", None)
-    window = getattr(config, "sliding_window", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    layers = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
-    reason = ""
-    if positions is None or getattr(config, "num_attention_heads", None) is None:
-        reason = f"the architecture {config.model_type}"
-    elif layers:
-        reason = f"layers of type {', '.join(sorted(layers))}"
-    elif window is not None and getattr(config, "use_sliding_window", True) is not False and window < positions:
-        reason = f"a sliding window of {window:,} tokens"
-    elif getattr(config, "kv_lora_rank", None):
-        reason = "latent attention (kv_lora_rank)"
-    elif rope.get("rope_type") in ("dynamic", "longrope"):
-        reason = f"rotary embeddings of type {rope['rope_type']}"
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, name, None):
-            reason = f"soft-capped logits ({name})"
-    if reason:
-        raise InputError(f"{model} has {reason}, which tswift cannot serve exactly yet", "--model")
 
 
 def _adapted(network: Any, model: str) -> Target:
@@ -213,30 +188,3 @@ def _eos_ids(network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
         ids = getattr(holder, "eos_token_id", None)
         found.update(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
     return tuple(sorted(token for token in found if 0 <= token < vocab_size))
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Keep transformers' warnings and bars off stderr; what matters of them is checked here."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
-@contextmanager
-def _loading(model: str) -> Iterator[None]:
-    """Turn every failure to load into one line."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # transformers, the hub client and safetensors have many ways to fail
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        where = "" if Path(model).expanduser().is_dir() or model == DEMO else " from the hub, and is no folder here"
-        raise InputError(f"{model} cannot be loaded{where} ({reason[:200]})", "--model") from None

@@ -1,0 +1,63 @@
+"""The floor of what a benchmark ran: the least time for the passes that its methods really made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tswift.benchmarking.lineup import Lineup
+from tswift.benchmarking.roofline import Drafting, Machine, decode_seconds
+from tswift.decoding.stats import DecodeStats
+from tswift.drafting.methods import find_method
+from tswift.models.shapes import Shape, routed, shape_of
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What it takes to tell the floor of a measured decode.
+
+    Attributes:
+        shape: the model's.
+        machine: what it ran on, measured.
+        drafting: by method; nothing for those that are not named.
+    """
+
+    shape: Shape
+    machine: Machine
+    drafting: Mapping[str, Drafting] = field(default_factory=dict)
+
+    def seconds(self, method: str, prefill: int, marks: Sequence[DecodeStats]) -> list[float]:
+        """The floor up to each of a method's marks.
+
+        Args:
+            method: its name.
+            prefill: prompt tokens.
+            marks: figures at rising lengths; between two of them the passes are taken to be evenly spaced.
+        """
+        floors, total, before = [], 0.0, DecodeStats(0)
+        for mark in marks:
+            total += decode_seconds(
+                self.shape,
+                self.machine,
+                prefill + before.tokens,
+                mark.tokens - before.tokens,
+                mark.passes - before.passes,
+                mark.nodes - before.nodes,
+                self.drafting.get(method),
+            )
+            floors.append(total)
+            before = mark
+        return floors
+
+
+def floor_of(lineup: Lineup, machine: Machine) -> Floor | None:
+    """The floor of a lineup's methods; None for a model whose passes choose which weights they read."""
+    network, heads = lineup.model.target.model, lineup.model.heads
+    if routed(network.config):
+        return None
+    head_bytes = sum(weight.nbytes for weight in heads.parameters()) if heads else 0
+    drafting = {}
+    for method, options in lineup.options.items():
+        uses = find_method(method).uses
+        drafting[method] = Drafting(options.budget if "budget" in uses else None, head_bytes if "tree" in uses else 0)
+    return Floor(shape_of(network, lineup.model.target.dtype.itemsize), machine, drafting)

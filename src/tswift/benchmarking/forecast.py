@@ -1,0 +1,242 @@
+"""What to expect before a job is started: the floors of passes at growing contexts, and of whole decodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tswift.benchmarking.grid import NOTHING, Grid, duration, method_name, quantity
+from tswift.benchmarking.measurement import BASELINE
+from tswift.benchmarking.roofline import (
+    Drafting,
+    Machine,
+    computing_seconds,
+    decode_seconds,
+    loading_seconds,
+    pass_seconds,
+)
+from tswift.errors import InputError
+from tswift.models.shapes import Shape
+
+CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
+NODES = (1, 41)  # a plain pass, and the paper's draft tree with its root
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be told.
+
+    Attributes:
+        contexts: tokens in the KV cache, to tell a pass's floor at; None for ``CONTEXTS`` as far as the model goes.
+        nodes: nodes of a pass; the most of them are the draft tree's.
+        prefill: prompt tokens of the decode.
+        length: tokens that it generates.
+        alpha: the share of drafted tokens that is accepted; None leaves the drafting method out.
+        depth: tokens drafted along a path: the paper's gamma + 1, by which alpha is divided.
+        budget: tokens of the partial KV cache.
+
+    Raises:
+        InputError: a value outside its range.
+    """
+
+    contexts: tuple[int, ...] | None = None
+    nodes: tuple[int, ...] = NODES
+    prefill: int = 4096
+    length: int = 100_000
+    alpha: float | None = None
+    depth: int = 4
+    budget: int = 4096
+
+    def __post_init__(self) -> None:
+        for option, values in (
+            ("--context", self.contexts or (1,)),
+            ("--nodes", self.nodes),
+            ("--prefill", (self.prefill,)),
+            ("--len", (self.length,)),
+            ("--depth", (self.depth,)),
+            ("--budget", (self.budget,)),
+        ):
+            if min(values) < 1:
+                raise InputError(f"must be at least 1, got {min(values)}", option)
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            raise InputError(f"must be between 0 and 1, got {self.alpha}", "--alpha")
+
+
+@dataclass(frozen=True)
+class PassFloor:
+    """A pass: its context and nodes, the bytes that it reads, and what that and the computing take, in seconds."""
+
+    context: int
+    nodes: int
+    read_bytes: int
+    loading_seconds: float
+    computing_seconds: float
+    floor_seconds: float
+
+
+@dataclass(frozen=True)
+class DecodeFloor:
+    """A decode: its verification passes, its floor in seconds, and plain decoding's floor over it."""
+
+    method: str
+    alpha: float | None
+    tokens_per_step: float
+    passes: int
+    floor_seconds: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The answers.
+
+    Attributes:
+        shape: the model's.
+        machine: what it would run on.
+        question: what is told; its contexts are filled in.
+        passes: one for each context and number of nodes.
+        decodes: plain decoding, and the drafting method if an alpha is given.
+    """
+
+    shape: Shape
+    machine: Machine
+    question: Question
+    passes: tuple[PassFloor, ...]
+    decodes: tuple[DecodeFloor, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        shape = {**asdict(self.shape), "weight_bytes": self.shape.weight_bytes, "kv_bytes": self.shape.kv_bytes}
+        return {**asdict(self), "shape": shape}
+
+    def grids(self, label: str) -> list[Grid]:
+        """As tables: the figures of the paper's table 2, the floors of passes, and those of decodes.
+
+        Args:
+            label: model, dtype and machine.
+        """
+        return [self._table2(label), self._passes(label), self._decodes(label)]
+
+    def _table2(self, label: str) -> Grid:
+        shape, machine, longest = self.shape, self.machine, max(self.contexts)
+        rows = {
+            "memory bandwidth": quantity(machine.bandwidth, "B/s"),
+            "peak": quantity(machine.flops, "FLOP/s"),
+            "parameters": f"{shape.parameters:,}",
+            "model weights, read by every pass": quantity(shape.weight_bytes, "B"),
+            "KV cache of a token": f"{shape.kv_bytes:,} B",
+            f"operations of a node at {longest:,} tokens": quantity(shape.flops(longest), "FLOP"),
+            "loading time of the weights": _milliseconds(loading_seconds(shape, machine, 0)),
+            f"computing time of a node at {longest:,} tokens": _milliseconds(
+                computing_seconds(shape, machine, longest, 1)
+            ),
+        }
+        return Grid(f"Roofline: {label}", ["what", "value"], list(rows.items()), left=1)
+
+    def _passes(self, label: str) -> Grid:
+        rows = [
+            [
+                f"{each.context:,}",
+                f"{each.nodes:,}",
+                quantity(each.context * self.shape.kv_bytes, "B"),
+                quantity(each.read_bytes, "B"),
+                *(_milliseconds(x, 2) for x in (each.loading_seconds, each.computing_seconds, each.floor_seconds)),
+            ]
+            for each in self.passes
+        ]
+        columns = ["context", "nodes", "KV cache", "read", "loading", "computing", "floor"]
+        notes = ["floor: the longer of the two, since a machine can load and compute at the same time."]
+        return Grid(f"Least time of a pass: {label}", columns, rows, notes=notes)
+
+    def _decodes(self, label: str) -> Grid:
+        question = self.question
+        rows = [
+            [
+                method_name(each.method),
+                NOTHING if each.alpha is None else f"{each.alpha:g}",
+                f"{each.tokens_per_step:.2f}",
+                f"{each.passes:,}",
+                duration(each.floor_seconds),
+                f"{each.speedup:.2f}",
+            ]
+            for each in self.decodes
+        ]
+        notes = [
+            f"Predicted, not measured: {question.length:,} tokens after a prompt of {question.prefill:,}, prefill "
+            "apart, every pass at its floor. Real passes take longer: tswift bench says by how much."
+        ]
+        if question.alpha is None:
+            notes.append("--alpha predicts tokenswift too.")
+        else:
+            notes.append(
+                f"tokenswift: a drafting pass over {question.budget:,} tokens of KV cache with {question.depth - 1} "
+                f"chained heads, then a verification of {max(question.nodes)} nodes; {question.depth} tokens are "
+                "drafted along a path."
+            )
+        columns = ["method", "alpha", "tokens/step", "passes", "least time", "x"]
+        return Grid(f"Least time of a decode: {label}", columns, rows, left=1, notes=notes)
+
+    @property
+    def contexts(self) -> Sequence[int]:
+        """Those that were told of."""
+        return self.question.contexts or ()
+
+
+def forecast(shape: Shape, machine: Machine, question: Question, positions: int) -> Forecast:
+    """Answer a question.
+
+    Args:
+        shape: the model's.
+        machine: what it would run on.
+        question: what is to be told.
+        positions: most tokens that the model was made for.
+
+    Raises:
+        InputError: more tokens than that.
+    """
+    beyond = [context for context in question.contexts or () if context > positions]
+    if beyond:
+        raise InputError(f"{beyond[0]:,} is more than the model's {positions:,} positions", "--context")
+    if question.prefill + question.length > positions:
+        raise InputError(
+            f"{question.prefill:,} prompt tokens and {question.length:,} new ones need "
+            f"{question.prefill + question.length:,} positions, the model has {positions:,}",
+            "--len",
+        )
+    known = tuple(context for context in CONTEXTS if context <= positions) or (positions,)
+    told = replace(question, contexts=question.contexts or known)
+    passes = tuple(
+        PassFloor(
+            context,
+            nodes,
+            shape.weight_bytes + context * shape.kv_bytes,
+            loading_seconds(shape, machine, context),
+            computing_seconds(shape, machine, context, nodes),
+            float(pass_seconds(shape, machine, context, nodes)),
+        )
+        for context in told.contexts or ()
+        for nodes in told.nodes
+    )
+    return Forecast(shape, machine, told, passes, _decodes(shape, machine, told))
+
+
+def _decodes(shape: Shape, machine: Machine, question: Question) -> tuple[DecodeFloor, ...]:
+    prefill, length = question.prefill, question.length
+    plain = decode_seconds(shape, machine, prefill, length, length, length)
+    found = [DecodeFloor(BASELINE, None, 1.0, length, plain, 1.0)]
+    if question.alpha is not None:
+        per_step = question.depth * question.alpha + 1
+        passes = math.ceil(length / per_step)
+        heads = (question.depth - 1) * shape.hidden_size**2 * shape.itemsize
+        drafting = Drafting(question.budget, heads)
+        seconds = decode_seconds(shape, machine, prefill, length, passes, passes * max(question.nodes), drafting)
+        found.append(DecodeFloor("tokenswift", question.alpha, per_step, passes, seconds, plain / seconds))
+    return tuple(found)
+
+
+def _milliseconds(seconds: float, digits: int = 1) -> str:
+    """With so many decimals, of which the paper's table 2 has one; more where nothing would be left."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:,.{digits}f} ms" if milliseconds >= 0.1 else f"{milliseconds:.2g} ms"

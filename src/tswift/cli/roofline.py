@@ -1,0 +1,127 @@
+"""``tswift roofline``: what to expect of a model on a machine before anything is run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tswift.cli import options
+from tswift.errors import InputError
+
+if TYPE_CHECKING:
+    from tswift.benchmarking.roofline import Machine
+
+_MACHINE, _DECODE = "Machine", "Prediction"
+_HERE = "here"
+
+
+def roofline(
+    context: typer.Context,
+    model: options.ModelOrShape = "demo",
+    dtype: Annotated[
+        str,
+        typer.Option(help="auto (the model's own), float32, float64, bfloat16 or float16.", rich_help_panel="Model"),
+    ] = "auto",
+    device: Annotated[
+        str | None,
+        options.option(
+            _MACHINE, "a100-80g, h100-sxm, h200, or here: measured on this machine. (default: here)", "--device"
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        float | None, options.option(_MACHINE, "Instead of --device: memory bandwidth in GB/s.", "--bandwidth")
+    ] = None,
+    flops: Annotated[
+        float | None, options.option(_MACHINE, "Instead of --device: matrix products in TFLOP/s.", "--flops")
+    ] = None,
+    contexts: Annotated[
+        str | None,
+        typer.Option(
+            "--context",
+            help="Tokens in the KV cache. (default: 4096 to 131072, as far as the model goes)",
+            show_default=False,
+        ),
+    ] = None,
+    nodes: Annotated[str, typer.Option(help="Nodes of a pass; the most of them are the draft tree's.")] = "1,41",
+    prefill: Annotated[int, typer.Option(help="Prompt tokens.", rich_help_panel=_DECODE)] = 4096,
+    length: Annotated[int, typer.Option("--len", help="Generated tokens.", rich_help_panel=_DECODE)] = 100_000,
+    alpha: Annotated[
+        float | None, options.option(_DECODE, "Predict tokenswift at this acceptance rate.", "--alpha")
+    ] = None,
+    depth: Annotated[
+        int | None, options.option(_DECODE, "Tokens drafted along a path, with --alpha. (default: 4)", "--depth")
+    ] = None,
+    budget: Annotated[
+        int | None,
+        options.option(_DECODE, "Tokens of the partial KV cache, with --alpha. (default: 4096)", "--budget"),
+    ] = None,
+    json: options.Json = None,
+) -> None:
+    """Print the least time that a model can take: bytes, floors of passes, and of plain and TokenSwift decoding.
+
+    Nothing is downloaded or built but the model's configuration.
+    """
+    given = {name: value for name, value in (("depth", depth), ("budget", budget)) if value is not None}
+    if given and alpha is None:
+        raise InputError("goes with --alpha", f"--{next(iter(given))}")
+    _check_machine(device, bandwidth, flops)
+
+    from tswift.benchmarking.forecast import Question, forecast
+    from tswift.cli import records, tables
+    from tswift.models.dtypes import find_dtype, own_dtype
+    from tswift.models.shapes import refuse_routed, shape_of, skeleton
+    from tswift.models.source import in_one_line, read_config, silence
+
+    question = Question(
+        contexts=None if contexts is None else options.numbers(contexts, "--context"),
+        nodes=options.numbers(nodes, "--nodes"),
+        prefill=prefill,
+        length=length,
+        alpha=alpha,
+        **given,
+    )
+    record = records.writable(json)
+    config = read_config(model)
+    refuse_routed(config, model)
+    kind = own_dtype(config) if dtype == "auto" else find_dtype(dtype)
+    machine, where = _machine(device, bandwidth, flops, kind)
+    with silence(), in_one_line(model):
+        shape = shape_of(skeleton(config), kind.itemsize)
+    found = forecast(shape, machine, question, config.get_text_config().max_position_embeddings)
+    words = str(kind).removeprefix("torch.")
+    if record is None or record.path:
+        for grid in found.grids(f"{model}, {words}, {where}"):
+            tables.show(grid)
+    if record:
+        about = {"kind": "roofline", "command": context.obj, "model": model, "dtype": words, "device": where}
+        record.write({**about, **found.as_dict()})
+
+
+def _check_machine(device: str | None, bandwidth: float | None, flops: float | None) -> None:
+    for option, value in (("--bandwidth", bandwidth), ("--flops", flops)):
+        if value is not None and not 0 < value < float("inf"):
+            raise InputError(f"must be above 0, got {value}", option)
+        if value is not None and device is not None:
+            raise InputError("is given instead of --device, not with it", option)
+    if (bandwidth is None) != (flops is None):
+        raise InputError("wants both", "--bandwidth and --flops")
+
+
+def _machine(device: str | None, bandwidth: float | None, flops: float | None, dtype: Any) -> tuple[Machine, str]:
+    """The machine, and what to call it."""
+    from tswift.benchmarking.roofline import Machine, find_machine
+
+    if bandwidth is not None and flops is not None:
+        return Machine(bandwidth * 1e9, flops * 1e12), "as given"
+    if device is not None and device != _HERE:
+        return find_machine(device, str(dtype).removeprefix("torch.")), device
+
+    import torch
+
+    from tswift.benchmarking.machine import measured
+    from tswift.benchmarking.measurement import machine
+    from tswift.jobs.environment import environment
+
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return measured(place, dtype), f"{machine(environment(place))}, measured"

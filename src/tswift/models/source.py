@@ -1,0 +1,114 @@
+"""Where a model comes from: the bundled one, a folder, a hub id or a published shape; and its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.utils import logging as transformers_logging
+
+from tswift.errors import InputError
+from tswift.models.shapes import PREFIX, shape_config
+
+DEMO = "demo"
+
+
+def find_source(model: str) -> tuple[str, Path | None]:
+    """What transformers is given, and the folder if it is one.
+
+    Raises:
+        InputError: it is no folder, and cannot be a hub id.
+    """
+    if model == DEMO:
+        folder = Path(__file__).parent / "demo"
+        if not (folder / "model.safetensors").is_file():
+            raise InputError(f"the bundled model is not in this installation (looked in {folder})", "--model")
+        return str(folder), folder
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return str(path), path
+        if path.exists():
+            raise InputError(f"{model} is a file; give the folder it is in", "--model")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{model[:80]} cannot be looked at ({reason})", "--model") from None
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1 or not model.strip():
+        raise InputError(f"there is no folder {model!r}", "--model")
+    return model, None
+
+
+def read_config(model: str) -> Any:
+    """The transformers configuration of a model; its weights are not looked at.
+
+    Args:
+        model: ``demo``, ``shape:NAME``, a folder or a hub id.
+
+    Raises:
+        InputError: there is none, or none that could be served exactly.
+    """
+    if model.startswith(PREFIX):
+        return shape_config(model)
+    source, _ = find_source(model)
+    with silence(), in_one_line(model):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        _refuse_unsupported(config.get_text_config(), model)
+    return config
+
+
+def _refuse_unsupported(config: Any, model: str) -> None:
+    """Refuse what our attention and KV cache would compute wrongly."""
+    positions = getattr(config, "max_position_embeddings", None)
+    window = getattr(config, "sliding_window", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    layers = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
+    reason = ""
+    if positions is None or getattr(config, "num_attention_heads", None) is None:
+        reason = f"the architecture {config.model_type}"
+    elif layers:
+        reason = f"layers of type {', '.join(sorted(layers))}"
+    elif window is not None and getattr(config, "use_sliding_window", True) is not False and window < positions:
+        reason = f"a sliding window of {window:,} tokens"
+    elif getattr(config, "kv_lora_rank", None):
+        reason = "latent attention (kv_lora_rank)"
+    elif rope.get("rope_type") in ("dynamic", "longrope"):
+        reason = f"rotary embeddings of type {rope['rope_type']}"
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None):
+            reason = f"soft-capped logits ({name})"
+    if reason:
+        raise InputError(f"{model} has {reason}, which tswift cannot serve exactly yet", "--model")
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Keep transformers' warnings and bars off stderr; what matters of them is checked here."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def in_one_line(model: str) -> Iterator[None]:
+    """Turn every failure to load into one line.
+
+    Raises:
+        InputError: whatever went wrong.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # transformers, the hub client and safetensors have many ways to fail
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        where = "" if Path(model).expanduser().is_dir() or model == DEMO else " from the hub, and is no folder here"
+        raise InputError(f"{model} cannot be loaded{where} ({reason[:200]})", "--model") from None

@@ -1,0 +1,118 @@
+"""``tswift roofline`` from the outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tswift.benchmarking.machine as machine_module
+from tswift.benchmarking.roofline import Machine
+
+LLAMA = ("roofline", "--model", "shape:llama3.1-8b", "--device", "a100-80g")
+
+
+def lines_of(result) -> list[list[str]]:  # type: ignore[no-untyped-def]
+    return [line.split() for line in result.out.decode().splitlines()]
+
+
+def test_the_papers_table_2(tswift) -> None:  # type: ignore[no-untyped-def]
+    result = tswift(*LLAMA)
+    assert (result.code, result.err) == (0, "")
+    lines = lines_of(result)
+    assert ["loading", "time", "of", "the", "weights", "7.4", "ms"] in lines
+    assert ["computing", "time", "of", "a", "node", "at", "131,072", "tokens", "0.3", "ms"] in lines
+    assert ["Roofline:", "shape:llama3.1-8b,", "bfloat16,", "a100-80g"] in lines
+    assert [line[0] for line in lines if line and line[-1] == "1.00"] == ["AR"]
+
+
+def test_tokenswift_at_an_alpha(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "floor.json"
+    words = ("--alpha", 0.9, "--len", 50_000, "--prefill", 2048, "--context", "1000,2_000", "--nodes", "1,8,20")
+    result = tswift(*LLAMA, *words, "--depth", 5, "--budget", 2000, "--json", path)
+    assert result.code == 0
+    record = json.loads(path.read_text())
+    assert (record["kind"], record["device"], record["dtype"]) == ("roofline", "a100-80g", "bfloat16")
+    assert record["question"] == {
+        "contexts": [1000, 2000],
+        "nodes": [1, 8, 20],
+        "prefill": 2048,
+        "length": 50_000,
+        "alpha": 0.9,
+        "depth": 5,
+        "budget": 2000,
+    }
+    assert record["decodes"][1]["tokens_per_step"] == 5.5
+    assert "tokenswift" in result.out.decode()
+    on_stdout = tswift(*LLAMA, "--json", "-")
+    assert json.loads(on_stdout.out)["machine"] == {"bandwidth": 2.04e12, "flops": 312e12}
+
+
+def test_the_bundled_model_and_a_folder(tswift, checkpoint: Path) -> None:  # type: ignore[no-untyped-def]
+    demo = tswift("roofline", "--bandwidth", 40, "--flops", 0.1)
+    assert demo.code == 0
+    assert "Roofline: demo, bfloat16, as given" in demo.out.decode()
+    assert ["memory", "bandwidth", "40.0", "GB/s"] in lines_of(demo)
+    words = ("--model", checkpoint, "--bandwidth", 40, "--flops", 0.1, "--len", 500, "--prefill", 10)
+    folder = tswift("roofline", *words, "--dtype", "float64")
+    assert folder.code == 0
+    assert f"{checkpoint}, float64, as given" in folder.out.decode()
+    assert "4,096" in folder.out.decode()
+    assert "20,000" not in folder.out.decode()
+
+
+@pytest.mark.parametrize("words", [(), ("--device", "here")])
+def test_this_machine(tswift, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(machine_module, "measured", lambda device, dtype: Machine(1.5e10, 3e10))
+    result = tswift("roofline", *words)
+    assert result.code == 0
+    assert ["memory", "bandwidth", "15.0", "GB/s"] in lines_of(result)
+    assert ", measured" in result.out.decode().splitlines()[0]
+
+
+def test_nothing_is_built(tswift, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """Eight or fourteen billion weights fit no test machine: that this ends at all says that none were made."""
+    import torch
+
+    empty = torch.empty
+
+    def counted(*shape: object, **options: object) -> torch.Tensor:
+        made = empty(*shape, **options)  # type: ignore[call-overload]
+        assert made.is_meta or made.numel() < 1_000_000
+        return made
+
+    monkeypatch.setattr(torch, "empty", counted)
+    assert tswift("roofline", "--model", "shape:qwen2.5-14b", "--device", "h200").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model shape:gpt9", "--model: no shape 'gpt9'; there are llama3.1-8b"),
+        ("--model /nowhere", "--model: there is no folder '/nowhere'"),
+        ("--device abacus", "--device: no device 'abacus'; there are here, a100-80g"),
+        ("--device h200 --dtype float32", "--dtype: h200 is known by its rate in bfloat16 and float16"),
+        ("--dtype int8", "--dtype: no dtype 'int8'"),
+        ("--bandwidth 5", "--bandwidth and --flops: wants both"),
+        ("--flops 5", "--bandwidth and --flops: wants both"),
+        ("--bandwidth 0 --flops 5", "--bandwidth: must be above 0, got 0.0"),
+        ("--bandwidth 5 --flops nan", "--flops: must be above 0, got nan"),
+        ("--bandwidth 5 --flops 5 --device h200", "--bandwidth: is given instead of --device, not with it"),
+        ("--device h200 --context 1,x", "--context: wants numbers and commas, got '1,x'"),
+        ("--device h200 --context 999999", "--context: 999,999 is more than the model's 131,072 positions"),
+        ("--device h200 --nodes 0", "--nodes: must be at least 1, got 0"),
+        ("--device h200 --len 0", "--len: must be at least 1, got 0"),
+        ("--device h200 --len 200000", "--len: 4,096 prompt tokens and 200,000 new ones need 204,096 positions"),
+        ("--device h200 --alpha 2", "--alpha: must be between 0 and 1, got 2.0"),
+        ("--device h200 --depth 3", "--depth: goes with --alpha"),
+        ("--device h200 --budget 3", "--budget: goes with --alpha"),
+        ("--device h200 --json /nowhere/x.json", "--json: /nowhere/x.json cannot be written"),
+    ],
+)
+def test_bad_input(tswift, words: str, message: str) -> None:  # type: ignore[no-untyped-def]
+    result = tswift("roofline", *words.split())
+    assert result.code == 2, result
+    assert result.out == b""
+    assert result.err.startswith(f"tswift: error: {message}")
+    assert result.err.count("\n") == 1
