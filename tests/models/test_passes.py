@@ -159,3 +159,27 @@ def test_a_step_waits_for_nothing_but_its_tokens(method: str, kind: str) -> None
         for _ in range(15):
             next(steps)
     assert waits.seen == []
+
+
+def test_compiled_layers_write_the_same_text() -> None:
+    """Traced for real, but run by PyTorch's own operators: code for this machine would take a minute to make."""
+    prompt, target = random_prompt(30), static_target()
+    torch._dynamo.utils.counters.clear()
+    assert target.compile(backend="eager") is None
+    texts = [
+        tokens_of(decode_steps(model, drafter_of("tokenswift", model, OPTIONS), prompt, PARAMS, 3, 60))
+        for model in (tiny_target(), target)
+    ]
+    assert texts[0] == texts[1]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_a_compiler_that_fails_is_told_of_and_done_without() -> None:
+    target = static_target()
+    assert "no_such_compiler" in target.compile(backend="no_such_compiler")
+    prompt = random_prompt(30)
+    texts = [
+        tokens_of(decode_steps(model, drafter_of("tokenswift", model, OPTIONS), prompt, PARAMS, 3, 60))
+        for model in (tiny_target(), target)
+    ]
+    assert texts[0] == texts[1]

@@ -15,6 +15,7 @@ from tswift.kv.full import FullKV
 from tswift.models.dtypes import find_dtype
 from tswift.models.dummy import StandInTokenizer, random_heads, random_network
 from tswift.models.heads import KINDS, Heads, load_heads
+from tswift.models.linear import quicken
 from tswift.models.shapes import PREFIX
 from tswift.models.source import DEMO, find_source, in_one_line, read_config, silence
 from tswift.models.target import Target
@@ -110,6 +111,8 @@ def load(
             raise InputError(f"{model} ({config.model_type}) does not let its attention be replaced", "--model")
         target = _adapted(network.to(place), model)
     loaded = None if heads_path is None else load_heads(heads_path, target.hidden_size, target.dtype, target.device)
+    if loaded is not None:
+        quicken(loaded)
     return LoadedModel(model, tokenizer, target, loaded, _eos_ids(network, tokenizer, target.vocab_size))
 
 
@@ -173,6 +176,7 @@ def _adapted(network: Any, model: str) -> Target:
     ids = torch.arange(8, device=network.device) % network.config.get_text_config().vocab_size
     with torch.inference_mode():
         wanted = network(ids.unsqueeze(0)).logits[0].double()
+    quicken(network)
     target = Target(network)
     ours = torch.cat([part.hidden for part in target.chunks(ids.tolist(), FullKV(target.kv_shape, len(ids)))])
     apart = (target.logits(ours).double() - wanted).abs().max().item()

@@ -59,6 +59,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self._attention = attention
         self._pool: Any = None
+        self._compiled = self._fused = False  # layers have compiled code; prepared passes use it
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
         self._decoder, self._lm_head = model.get_decoder(), model.get_output_embeddings()
         self._embeddings = model.get_input_embeddings()
@@ -89,6 +90,33 @@ class Target:
         """Most nodes of a draft tree that the attention can do; None if there is no such limit."""
         return self._attention.MOST_NODES
 
+    def compile(self, backend: str = "inductor") -> str | None:
+        """Have ``torch.compile`` fuse what is between the matrix products of the layers, for passes prepared from now on.
+
+        The attention stays out of it, having kernels of its own, and so do passes that were not prepared: a prompt's
+        chunks are large, and of every size.
+
+        Args:
+            backend: of ``torch.compile``.
+
+        Returns:
+            None, or why it cannot be done here; nothing is changed then.
+        """
+        AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
+        self._compiled = self._fused = True
+        trial = FullKV(self.kv_shape, 8)
+        try:
+            for layer in self._decoder.layers:
+                layer.compile(backend=backend)
+            self.prepare(trial, 8)
+            for count in (1, 8):
+                places = torch.arange(count, device=self.device)
+                self.forward(places, places, trial, None)
+        except Exception as error:  # compilers fail in many ways, and none of them is needed
+            self._fused = False
+            return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        return None
+
     @torch.inference_mode()
     def prepare(self, kv: KVBuffer, limit: int) -> None:
         """Make passes of up to ``limit`` nodes over this cache replayable, where the attention allows it.
@@ -99,8 +127,9 @@ class Target:
             attention = cast("type[StaticAttention]", self._attention)
             if self.device.type == "cuda" and self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
+            compute = self._compute_eagerly if self._compiled and not self._fused else self._compute
             self._passes[kv] = [
-                StaticPass(self._compute, attention, self._layout, kv.keys, kv.values, size, self._pool)
+                StaticPass(compute, attention, self._layout, kv.keys, kv.values, size, self._pool)
                 for size in sizes(limit)
             ]
 
@@ -119,13 +148,18 @@ class Target:
             if static.nodes >= len(tokens):
                 return static(tokens, positions, ancestors, kv.length)
         attend = self._attention(self._layout, kv.length, len(tokens), ancestors)
-        return self._compute(tokens, positions, Pass(kv.write, attend))
+        compute = self._compute_eagerly if self._compiled else self._compute
+        return compute(tokens, positions, Pass(kv.write, attend))
 
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         out = self._decoder(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
         )
         return Forwarded(out.last_hidden_state[0], run.queries)
+
+    def _compute_eagerly(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
+        with torch.compiler.set_stance("force_eager"):
+            return self._compute(tokens, positions, run)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
