@@ -91,7 +91,7 @@ class Target:
         return self._attention.MOST_NODES
 
     def compile(self, backend: str = "inductor") -> str | None:
-        """Have ``torch.compile`` fuse what is between the matrix products of the layers, for passes prepared from now on.
+        """Have ``torch.compile`` fuse what is between the layers' matrix products, for passes prepared from now on.
 
         The attention stays out of it, having kernels of its own, and so do passes that were not prepared: a prompt's
         chunks are large, and of every size.
