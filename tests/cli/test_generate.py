@@ -62,6 +62,7 @@ def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Non
         "attention": "sdpa",
         "heads": "chained, 3",
         "eos_ids": [0],
+        "simulated": False,
     }
     assert run["prompt"]["tokens"] == 7
     assert run["prompt"]["sha256"] == sha256(np.array(ids, "<u4").tobytes()).hexdigest()

@@ -128,6 +128,7 @@ def _simulated(model: str, place: torch.device, dtype: str, heads: str | os.Path
         drafting = random_heads(wanted, config, target.dtype, target.device)
     else:
         drafting = load_heads(path, target.hidden_size, target.dtype, target.device)
+    quicken(drafting)
     tokenizer = StandInTokenizer()
     eos_ids = _eos_ids(network, tokenizer, target.vocab_size)
     return LoadedModel(model, tokenizer, target, drafting, eos_ids, simulated=True)
