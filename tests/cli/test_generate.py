@@ -54,7 +54,7 @@ def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Non
     assert run["options"]["length"] == 20
     assert run["sampling"]["banned"] == [0]
     assert run["drafting"]["tree"] == [1, 2]
-    assert run["drafting"]["nodes"] == 10
+    assert run["drafting"]["nodes"] == 8
     assert run["model"] == {
         "name": str(checkpoint),
         "device": "cpu",
