@@ -110,7 +110,7 @@ def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None
     run = triton_attention.TritonAttention(Layout(8, 4, dtype, query.device), length, nodes, ancestors)
 
     def step() -> torch.Tensor:
-        triton_attention.store(*wholes, new_keys, new_values, length)
+        triton_attention.TritonAttention.store(*wholes, new_keys, new_values, length)
         return run(query, *wholes, scale)
 
     wholes[:, :, :1000] = torch.stack([keys, values])[:, :, :1000]

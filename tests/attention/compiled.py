@@ -68,7 +68,7 @@ def main(capability: str, dtype: str, kv_heads: str, groups: str, size: str, nod
     layout = Layout(int(kv_heads), int(groups), query.dtype, query.device)
     ancestors = ancestors if kind == "tree" else None
     backend.TritonAttention(layout, 100, int(nodes), ancestors)(query, keys, values, scale)
-    backend.store(keys, values, keys[:, 100:], values[:, 100:], torch.tensor(100))
+    backend.TritonAttention.store(keys, values, keys[:, 100:], values[:, 100:], torch.tensor(100))
 
 
 if __name__ == "__main__":

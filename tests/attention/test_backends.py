@@ -9,13 +9,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from tswift.attention.backends import BACKENDS, why_not
-from tswift.attention.layout import Layout
+from tswift.attention.backends import BACKENDS, choose, why_not
 from tswift.attention.sdpa import TreeAttention
+from tswift.errors import InputError
 
 
-def layout(dtype=torch.bfloat16, device="cuda") -> Layout:
-    return Layout(2, 2, dtype, torch.device(device))
+def why(name: str, dtype=torch.bfloat16, device="cuda") -> str | None:
+    return why_not(name, dtype, torch.device(device))
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def installed(monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_sdpa_serves_everywhere(dtype, device) -> None:
     assert BACKENDS["sdpa"]() is TreeAttention
-    assert why_not("sdpa", layout(dtype, device)) is None
+    assert why("sdpa", dtype, device) is None
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_sdpa_serves_everywhere(dtype, device) -> None:
 )
 def test_what_a_backend_cannot_take(monkeypatch, name, dtype, device, reason) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    line = why_not(name, layout(dtype, device))
+    line = why(name, dtype, device)
     assert line.startswith(reason)
     assert "\n" not in line
 
@@ -54,15 +54,15 @@ def test_what_a_backend_cannot_take(monkeypatch, name, dtype, device, reason) ->
 )
 def test_what_is_not_installed(installed, monkeypatch, name, module, package) -> None:
     installed(module, True)
-    assert why_not(name, layout()) is None
+    assert why(name) is None
     installed(module, False)
-    assert why_not(name, layout()) == f"{package} is not installed: pip install {package}"
+    assert why(name) == f"{package} is not installed: pip install {package}"
 
 
 def test_the_interpreter_serves_on_the_cpu(installed, monkeypatch) -> None:
     installed("triton", True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert why_not("triton", layout(torch.float32, "cpu")) is None
+    assert why("triton", torch.float32, "cpu") is None
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_broken_installation(tmp_path, monkeypatch, source, reason) -> None:
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "flash_attn.py").write_text(source)
-    assert why_not("flash", layout()) == f"flash-attn cannot be imported: {reason}"
+    assert why("flash") == f"flash-attn cannot be imported: {reason}"
 
 
 def test_naming_the_backends_imports_none() -> None:
@@ -86,3 +86,31 @@ def test_naming_the_backends_imports_none() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device", "there", "chosen"),
+    [
+        ("auto", torch.bfloat16, "cuda", True, "triton"),
+        ("auto", torch.bfloat16, "cuda", False, "sdpa"),
+        ("auto", torch.float64, "cuda", True, "sdpa"),
+        ("auto", torch.float32, "cpu", True, "sdpa"),
+        ("triton", torch.float32, "cuda", True, "triton"),
+        ("sdpa", torch.float32, "cuda", True, "sdpa"),
+    ],
+)
+def test_the_backend_that_is_chosen(installed, name, dtype, device, there, chosen) -> None:
+    installed("triton", there)
+    assert choose(name, dtype, torch.device(device)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("eager", "no attention 'eager'; there are auto, sdpa, triton, flash"),
+        ("flash", "flash attention needs CUDA"),
+    ],
+)
+def test_what_cannot_be_chosen(name, message) -> None:
+    with pytest.raises(InputError, match=f"--attention: {message}"):
+        choose(name, torch.bfloat16, torch.device("cpu"))

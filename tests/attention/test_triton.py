@@ -22,7 +22,7 @@ from tswift.models.target import Target
 
 backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
 CPU = torch.device("cpu")
-REASON = why_not("triton", Layout(1, 1, torch.float32, CPU))
+REASON = why_not("triton", torch.float32, CPU)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 # worst error over the largest output
@@ -205,14 +205,14 @@ def test_store(nodes: int, dim: int, dtype: torch.dtype) -> None:
         expected = [x.clone() for x in (keys, values)]
         for buffer, part in zip(expected, new, strict=True):
             buffer[1, :, length : length + nodes] = part
-        backend.store(keys[1], values[1], *new, length)
+        backend.TritonAttention.store(keys[1], values[1], *new, length)
         assert torch.equal(keys, expected[0])
         assert torch.equal(values, expected[1])
 
 
 def test_store_keeps_within_the_capacity() -> None:
     keys, values = torch.zeros(2, 2, 10, 8)
-    backend.store(keys, values, *torch.ones(2, 2, 4, 8), torch.tensor(8))
+    backend.TritonAttention.store(keys, values, *torch.ones(2, 2, 4, 8), torch.tensor(8))
     assert keys.sum((1, 2)).tolist() == values.sum((1, 2)).tolist() == [16, 16]
     assert keys[:, 8:].eq(1).all()
 

@@ -60,6 +60,7 @@ def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Non
         "device": "cpu",
         "dtype": "float32",
         "attention": "sdpa",
+        "layers": "eager",
         "heads": "chained, 3",
         "eos_ids": [0],
         "simulated": False,

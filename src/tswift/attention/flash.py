@@ -15,7 +15,7 @@ class FlashAttention(TreeAttention):
         ImportError: flash-attn is not installed.
     """
 
-    def __init__(self, layout: Layout, prefix: int, nodes: int, ancestors: Tensor | None) -> None:
+    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         from flash_attn import flash_attn_with_kvcache
 
         super().__init__(layout, prefix, nodes, ancestors)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import ClassVar
 
 import torch
 import triton
@@ -41,6 +42,9 @@ class TritonAttention:
     Raises:
         ValueError: the dtype is none of float32, bfloat16 and float16, or the tree has more than 128 nodes.
     """
+
+    STATIC: ClassVar[bool] = True
+    MOST_NODES: ClassVar[int | None] = MOST_NODES
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         if layout.dtype not in _DTYPES:
@@ -105,35 +109,35 @@ class TritonAttention:
             )
         return out.to(query.dtype)
 
+    @staticmethod
+    def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
+        """Write a pass's new keys and values behind those held, in a launch that does not depend on their number.
 
-def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
-    """Write a pass's new keys and values behind those held, in one launch that does not depend on how many are held.
-
-    Args:
-        keys: one layer's ``[kv heads, capacity, d]``, written at ``length`` and after. Slots past the capacity are not.
-        values: like ``keys``.
-        new_keys: ``[kv heads, n, d]``, rotated. The last dimension of all four is contiguous.
-        new_values: like ``new_keys``.
-        length: 0-dim int32 or int64 on the device.
-    """
-    kv_heads, nodes, size = new_keys.shape
-    with torch.cuda.device_of(keys):
-        store_new[triton.cdiv(nodes, 16), kv_heads](
-            keys,
-            values,
-            new_keys,
-            new_values,
-            length,
-            *keys.stride()[:2],
-            *values.stride()[:2],
-            *new_keys.stride()[:2],
-            *new_values.stride()[:2],
-            nodes,
-            keys.shape[1],
-            HEAD=size,
-            WIDTH=head_width(size),
-            ROWS=16,
-        )
+        Args:
+            keys: one layer's ``[kv heads, capacity, d]``, written from ``length`` on, but not past the capacity.
+            values: like ``keys``.
+            new_keys: ``[kv heads, n, d]``, rotated. The last dimension of all four is contiguous.
+            new_values: like ``new_keys``.
+            length: 0-dim int32 or int64 on the device.
+        """
+        kv_heads, nodes, size = new_keys.shape
+        with torch.cuda.device_of(keys):
+            store_new[triton.cdiv(nodes, 16), kv_heads](
+                keys,
+                values,
+                new_keys,
+                new_values,
+                length,
+                *keys.stride()[:2],
+                *values.stride()[:2],
+                *new_keys.stride()[:2],
+                *new_values.stride()[:2],
+                nodes,
+                keys.shape[1],
+                HEAD=size,
+                WIDTH=head_width(size),
+                ROWS=16,
+            )
 
 
 def pack(ancestors: Tensor) -> Tensor:
