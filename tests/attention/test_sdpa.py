@@ -103,3 +103,11 @@ def test_nodes_do_not_see_what_is_beside_them() -> None:
     after = attend(query, keys, values, ancestors, scale)
     assert torch.equal(before[:, [0, 1, 3]], after[:, [0, 1, 3]])
     assert not torch.equal(before[:, 2], after[:, 2])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize("prefix", [255, 256, 288, 300, 1000])
+def test_one_row_in_bfloat16(kv_heads: int, prefix: int) -> None:
+    """Plain products in 32 parts from 256 keys on."""
+    check(kv_heads, 1, 64, prefix, 1, dtype=torch.bfloat16, seed=prefix)
+    check(kv_heads, 1, 64, prefix, 1, dtype=torch.bfloat16, seed=prefix, sharp=3)
