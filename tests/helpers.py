@@ -30,13 +30,13 @@ KV_HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
 PLAIN = SamplingParams(min_p=0.0, penalty=1.0)
 
 
-def tiny_llama(kind: str, dtype: torch.dtype, attention: str = "sdpa") -> LlamaForCausalLM:
+def tiny_llama(kind: str, dtype: torch.dtype, attention: str = "sdpa", layers: int = 2) -> LlamaForCausalLM:
     """A random Llama whose next-token distributions are peaked, not constant; the same weights at every call."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=KV_HEADS[kind],
         head_dim=8,

@@ -197,3 +197,17 @@ def test_a_compiler_that_fails_is_told_of_and_done_without() -> None:
         for model in (tiny_target(), target)
     ]
     assert texts[0] == texts[1]
+
+
+def test_layers_share_their_compiled_code() -> None:
+    """Whatever the number of layers and of passes: code is made for one layer, and for a few numbers of nodes."""
+    graphs = []
+    for layers in (2, 4):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        target = Target(tiny_llama("gqa", torch.float64, layers=layers), LengthOnDevice)
+        assert target.compile(backend="eager") is None
+        decode_steps(target, drafter_of("tokenswift", target, OPTIONS), random_prompt(30), PARAMS, 3, 60)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1]
+    assert graphs[0] <= 12

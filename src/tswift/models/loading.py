@@ -202,7 +202,8 @@ def _adapted(network: Any, model: str, backend: str) -> Target:
     target = Target(network, BACKENDS[backend]())
     ours = torch.cat([part.hidden for part in target.chunks(ids.tolist(), FullKV(target.kv_shape, len(ids)))])
     apart = (target.logits(ours).double() - wanted).abs().max().item()
-    allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.25
+    # random weights in 16 bits round worse than trained ones: 0.15 was seen, with the same architecture on both sides
+    allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(PREFIX) else 0.25
     if not apart <= allowed * max(wanted.std().item(), 1e-6):
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "--model")
     return target
