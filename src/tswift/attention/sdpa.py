@@ -24,8 +24,8 @@ class TreeAttention:
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         prefix = int(prefix)
-        # In bfloat16 the CPU operator takes 4.2 ms for one row over 65,536 keys of 64, plain products 1.2. For more rows
-        # they are equal, and the operator rounds less.
+        # In bfloat16 the CPU operator takes 4.2 ms for one row over 65,536 keys of 64, plain products 1.2. For more
+        # rows they are equal, and the operator rounds less.
         self._batched = layout.dtype == torch.bfloat16 and layout.groups * nodes == 1
         self._parts = self._split(layout, prefix, layout.groups * nodes)
         self._even = prefix - prefix % self._parts
