@@ -246,7 +246,13 @@ def _panel(axes: Any, cells: Sequence[Mapping[str, Any]], content: Mapping[str, 
     for nodes, (color, marker) in zip(content["scale"]["nodes"], styles, strict=False):
         mine = [cell for cell in cells if cell["pass"] == "verify" and cell["nodes"] == nodes]
         ratios = [cell["median"] / cell["floors"]["measured"] for cell in mine]
-        axes.plot([cell["context"] for cell in mine], ratios, color=color, marker=marker, label=f"{nodes} node{'s' * (nodes > 1)}")
+        axes.plot(
+            [cell["context"] for cell in mine],
+            ratios,
+            color=color,
+            marker=marker,
+            label=f"{nodes} node{'s' * (nodes > 1)}",
+        )
     axes.axhline(1, color="#999999", linewidth=1)
     axes.axhline(STEP, color="#999999", linewidth=1, linestyle="--")
     axes.set_ylim(bottom=0)
