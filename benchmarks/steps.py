@@ -24,6 +24,7 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource, PartialPass
+from tswift.drafting.methods import DraftOptions
 from tswift.drafting.reuse import ReuseSource
 from tswift.drafting.source import Drafter
 from tswift.kv.full import FullKV
@@ -93,11 +94,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--method", default="tokenswift")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--nodes", type=int)
     args = parser.parse_args()
     model = tswift.load(dtype=args.dtype)
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(model.target.vocab_size, (args.context,), generator=generator).tolist()
-    run = begin(model, prompt, 8 * args.steps, method=args.method)
+    run = begin(model, prompt, 8 * args.steps, method=args.method, options=DraftOptions(nodes=args.nodes))
     run.decoding.prefill()
     steps = run.steps()
     for _ in range(10):

@@ -18,6 +18,14 @@ SENTENCES = [
 ] * 20
 
 
+def pytest_configure() -> None:
+    """Without a GPU, Triton kernels are interpreted; that is decided when triton is first imported."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def make_checkpoint(folder: Path, **changes: object) -> Path:
     """Write a tiny random Llama, its tokenizer and its heads to ``folder``."""
     import torch

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from copy import deepcopy
 
 import pytest
 import torch
 
 import tswift
+from tests.attention.oracle import case, chain, dense
 from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
 from tswift.attention.layout import Layout
 from tswift.attention.sdpa import TreeAttention
@@ -40,6 +42,127 @@ def test_attention_against_float64(dtype: torch.dtype, tolerance: float) -> None
     wide = [x.double() for x in (query, keys, values)]
     exact = TreeAttention(Layout(2, 4, torch.float64, torch.device("cpu")), 20000, 5, ancestors)(*wide, 0.125)
     assert (ours.cpu().double() - exact).abs().max() < tolerance
+
+
+# kv heads, query heads per KV head, head size
+LAYOUTS = {
+    "llama3.1-8b": (8, 4, 128),
+    "qwen2.5-7b": (4, 7, 128),
+    "yarn-llama2-7b": (32, 1, 128),
+    "qwen2.5-1.5b": (2, 6, 128),
+}
+# worst error over the largest output
+TRITON_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture
+def triton_attention():
+    backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("TRITON_INTERPRET=1: the kernels would be interpreted")
+    return backend
+
+
+def on_device(*shape, dtype: torch.dtype, sharp: float = 4.0):
+    """A case on the GPU, its scores spread out so that some keys matter among 100,000."""
+    return case(*shape, dtype=dtype, sharp=sharp, device="cuda")
+
+
+def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((out.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+@pytest.mark.parametrize("dtype", TRITON_TOLERANCE)
+@pytest.mark.parametrize("prefix", [20_000, 100_000])
+@pytest.mark.parametrize("model", LAYOUTS)
+@pytest.mark.parametrize("nodes", [1, 41])
+def test_triton_against_float64(triton_attention, model, prefix, nodes, dtype) -> None:
+    kv_heads, group, size = LAYOUTS[model]
+    query, keys, values, ancestors, scale = on_device(kv_heads, group, size, prefix, nodes, dtype=dtype)
+    layout = Layout(kv_heads, group, dtype, query.device)
+    out = triton_attention.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale)
+    assert relative_error(out, dense(query, keys, values, ancestors, scale)) < TRITON_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TRITON_TOLERANCE)
+@pytest.mark.parametrize("size", [8, 64, 80, 96, 256])
+def test_triton_head_sizes(triton_attention, size, dtype) -> None:
+    query, keys, values, ancestors, scale = on_device(2, 3, size, 3000, 128, dtype=dtype, sharp=1.0)
+    layout = Layout(2, 3, dtype, query.device)
+    for given in (ancestors, None):
+        out = triton_attention.TritonAttention(layout, 3000, 128, given)(query, keys, values, scale)
+        seen = chain(128, "cuda") if given is None else given
+        assert relative_error(out, dense(query, keys, values, seen, scale)) < TRITON_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TRITON_TOLERANCE)
+def test_triton_reads_a_chunk_of_the_prompt(triton_attention, dtype) -> None:
+    query, keys, values, _, scale = on_device(8, 4, 128, 8192, 512, dtype=dtype, sharp=1.0)
+    out = triton_attention.TritonAttention(Layout(8, 4, dtype, query.device), 8192, 512, None)(
+        query, keys, values, scale
+    )
+    assert relative_error(out, dense(query, keys, values, chain(512, "cuda"), scale)) < TRITON_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TRITON_TOLERANCE)
+def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None:
+    """Captured at one length, replayed at others; storing the new keys and values is part of the graph."""
+    nodes, capacity = 41, 30_100
+    query, keys, values, ancestors, scale = on_device(8, 4, 128, 30_000, nodes, dtype=dtype)
+    wholes = torch.full((2, 8, capacity, 128), torch.nan, dtype=dtype, device="cuda")
+    new_keys, new_values = (x[:, -nodes:].transpose(0, 1).contiguous().transpose(0, 1) for x in (keys, values))
+    length = torch.tensor(1000, device="cuda", dtype=torch.int32)
+    run = triton_attention.TritonAttention(Layout(8, 4, dtype, query.device), length, nodes, ancestors)
+
+    def step() -> torch.Tensor:
+        triton_attention.TritonAttention.store(*wholes, new_keys, new_values, length)
+        return run(query, *wholes, scale)
+
+    wholes[:, :, :1000] = torch.stack([keys, values])[:, :, :1000]
+    step()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for prefix in (1000, 0, 1, 63, 29_999, 30_000):
+        wholes.fill_(torch.nan)
+        wholes[:, :, :prefix] = torch.stack([keys, values])[:, :, :prefix]
+        length.fill_(prefix)
+        graph.replay()
+        exact = dense(
+            query,
+            torch.cat([keys[:, :prefix], new_keys], dim=1),
+            torch.cat([values[:, :prefix], new_values], dim=1),
+            ancestors,
+            scale,
+        )
+        assert relative_error(out, exact) < TRITON_TOLERANCE[dtype]
+
+
+def test_triton_never_waits_for_the_device(triton_attention) -> None:
+    query, keys, values, ancestors, scale = on_device(2, 6, 128, 5000, 41, dtype=torch.bfloat16)
+    layout = Layout(2, 6, torch.bfloat16, query.device)
+    length = torch.tensor(5000, device="cuda")
+    triton_attention.TritonAttention(layout, length, 41, ancestors)(query, keys, values, scale)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        triton_attention.TritonAttention(layout, length, 41, ancestors)(query, keys, values, scale)
+        triton_attention.TritonAttention(layout, 5000, 41, ancestors)(query, keys, values, scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_flash_against_float64(model, dtype) -> None:
+    pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    from tswift.attention.flash import FlashAttention
+
+    kv_heads, group, size = LAYOUTS[model]
+    query, keys, values, ancestors, scale = on_device(kv_heads, group, size, 20_000, 41, dtype=dtype)
+    out = FlashAttention(Layout(kv_heads, group, dtype, query.device), 20_000, 41, ancestors)(
+        query, keys, values, scale
+    )
+    assert relative_error(out, dense(query, keys, values, ancestors, scale)) < TRITON_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -37,8 +37,8 @@ def sections(scale: Any) -> list[Section]:
         Section("loop", 30, 90, loop.measure),
         *(Section(f"passes {name}", 25, 90, partial(passes.measure, name=name)) for name in others),
         Section("demo", 60, 180, texts.bundled),
-        Section("peer", 75, 150, peer.measure),
-        Section("simulated", 45, 600, texts.simulated),
+        Section("peer", 60, 150, peer.measure),
+        Section("simulated", 35, 600, texts.simulated),
     ]
 
 

@@ -21,6 +21,7 @@ from tswift.decoding.sampling import SamplingParams
 from tswift.models.loading import LoadedModel, load
 from tswift.models.shapes import PREFIX
 
+GREEDY = "ar, greedy"  # what transformers' generate is held against
 _PROMPT = 64
 _SPARE = 16  # tokens for which there is room, per step
 
@@ -33,11 +34,15 @@ def published_alpha() -> float:
 
 
 def measure(session: Session) -> str | None:
-    """Time steps of plain decoding and of tokenswift; what was found goes to ``loop`` by method."""
+    """Time steps of plain decoding, sampled and greedy, and of tokenswift; what was found goes to ``loop`` by name."""
     model = load(PREFIX + session.scale.main, device=str(session.device))
     session.content["loop"] = {"shape": session.scale.main, "context": session.scale.place, "methods": {}}
-    for method, alpha in (("ar", None), ("tokenswift", published_alpha())):
-        session.content["loop"]["methods"][method] = _method(session, model, method, alpha)
+    for name, method, params, alpha in (
+        ("ar", "ar", SamplingParams(), None),
+        ("tokenswift", "tokenswift", SamplingParams(), published_alpha()),
+        (GREEDY, "ar", SamplingParams(temperature=0.0, min_p=0.0, penalty=1.0), None),
+    ):
+        session.content["loop"]["methods"][name] = _steps(session, model, method, params, alpha)
         session.keep()
     return None
 
@@ -75,10 +80,11 @@ def timed(steps: Iterator[Step], count: int) -> tuple[list[Step], list[float]]:
     return taken, seconds
 
 
-def _method(session: Session, model: LoadedModel, method: str, alpha: float | None) -> dict[str, Any]:
+def _steps(
+    session: Session, model: LoadedModel, method: str, params: SamplingParams, alpha: float | None
+) -> dict[str, Any]:
     scale, device, target = session.scale, session.device, model.target
     walk = None if alpha is None else partial(SimulatedWalk, alpha)
-    params = SamplingParams()
     run = at_context(model, method, scale.place, 3 * scale.steps, params=params, walk=walk)
     steps = run.steps()
     timed(steps, scale.steps // 2)  # not counted: graphs' first replays, the allocator's first blocks
@@ -88,6 +94,7 @@ def _method(session: Session, model: LoadedModel, method: str, alpha: float | No
         "simulated_alpha": alpha,
         "seconds": seconds,
         "median": median(seconds),
+        "mean": mean(seconds),
         "nodes": mean(step.nodes for step in taken),
         "tokens_per_step": mean(len(step.tokens) for step in taken),
     }

@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.gpu.loop import at_context, timed
-from benchmarks.gpu.session import Session, tidy
-from tswift.decoding.sampling import SamplingParams
+from benchmarks.gpu.loop import GREEDY
+from benchmarks.gpu.session import Session
 from tswift.models.dummy import random_network
-from tswift.models.loading import load
 from tswift.models.shapes import PREFIX, shape_config
-
-_GREEDY = SamplingParams(temperature=0.0, min_p=0.0, penalty=1.0)
 
 
 class _Watch(BaseStreamer):
@@ -38,27 +34,20 @@ class _Watch(BaseStreamer):
 
 
 def measure(session: Session) -> str | None:
-    """Greedy decoding by both, one after the other; what was found goes to ``peer``."""
+    """Time greedy ``generate``; what was found goes to ``peer``, with the loop's greedy steps beside it."""
     scale = session.scale
-    found: dict[str, Any] = {"shape": scale.main, "context": scale.place, "ours": None, "theirs": None}
+    ours = ((session.content["loop"] or {}).get("methods") or {}).get(GREEDY)
+    found: dict[str, Any] = {
+        "shape": scale.main,
+        "context": scale.place,
+        "ours": ours["mean"] if ours else None,
+        "theirs": None,
+        "x": None,
+    }
     session.content["peer"] = found
-    found["ours"] = _ours(session)
-    session.keep()
-    tidy(session.device)  # or the cache of ours would take the memory that theirs needs
     found["theirs"] = _theirs(session)
-    found["x"] = found["theirs"]["per_token"] / found["ours"]["per_token"]
-    session.keep()
+    found["x"] = found["theirs"]["per_token"] / found["ours"] if ours else None
     return None
-
-
-def _ours(session: Session) -> dict[str, Any]:
-    scale = session.scale
-    model = load(PREFIX + scale.main, device=str(session.device))
-    run = at_context(model, "ar", scale.place, 2 * scale.steps, params=_GREEDY)
-    steps = run.steps()
-    timed(steps, scale.steps // 2)
-    _, seconds = timed(steps, scale.steps)
-    return {"seconds": seconds, "median": median(seconds), "per_token": mean(seconds)}
 
 
 def _theirs(session: Session) -> dict[str, Any]:

@@ -77,8 +77,8 @@ def _passes(content: Mapping[str, Any], name: str, mode: str) -> Grid:
     published = f" Published: {content['published']['name']}." if content["published"] else ""
     columns = ["context", "nodes", "ms", *(text for by in known for text in (f"floor, {by}, ms", "x"))]
     note = (
-        f"{about['dtype']}, {about['attention']} attention, random weights; a pass and its logits, device time, median "
-        f"of {len(cells[0]['seconds'])}.{published}"
+        f"{about['dtype']}, {about['attention']} attention, layers {about['layers']}, random weights; a pass and its "
+        f"logits, device time, median of {len(cells[0]['seconds'])}.{published}"
     )
     return Grid(f"Passes: {name}, {mode}", columns, rows, left=1, notes=[note])
 
@@ -126,7 +126,7 @@ def _peer(content: Mapping[str, Any]) -> Grid | None:
     if not found:
         return None
     theirs = found["theirs"]
-    rows = [["tswift AR", _ms((found["ours"] or {}).get("per_token")), "1.00"]]
+    rows = [["tswift AR", _ms(found["ours"]), "1.00"]]
     notes = ["Greedy, batch 1; x: seconds per token over ours. generate reads its prompt, ours stands there by hand."]
     if theirs:
         compiled = "compiled" if theirs["compiled"] else "not compiled"
@@ -134,7 +134,7 @@ def _peer(content: Mapping[str, Any]) -> Grid | None:
             [
                 f"transformers generate, static cache, {theirs['attention']}, {compiled}",
                 _ms(theirs["per_token"]),
-                f"{found['x']:.2f}",
+                NOTHING if found["x"] is None else f"{found['x']:.2f}",
             ]
         )
         notes.append(

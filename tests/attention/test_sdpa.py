@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import random_tree
+from tests.attention.oracle import case, chain, dense
 from tswift.attention import sdpa
 from tswift.attention.layout import Layout
 from tswift.attention.sdpa import TreeAttention
@@ -19,27 +17,6 @@ def attend(query, keys, values, ancestors, scale):
     prefix = keys.shape[1] - len(ancestors)
     layout = Layout(len(keys), len(query) // len(keys), query.dtype, query.device)
     return TreeAttention(layout, prefix, len(ancestors), ancestors)(query, keys, values, scale)
-
-
-def dense(query, keys, values, ancestors, scale):
-    """Expanded, masked, in float64: all that tree attention avoids."""
-    group = query.shape[0] // keys.shape[0]
-    query, keys, values = query.double(), keys.double(), values.double()
-    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    nodes = query.shape[1]
-    mask = torch.cat([torch.ones(nodes, keys.shape[1] - nodes, dtype=torch.bool), ancestors], dim=1)
-    scores = query @ keys.transpose(1, 2) * scale
-    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
-
-
-def case(kv_heads, group, dim, prefix, nodes, dtype, seed=0, sharp=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    capacity = prefix + nodes + 7  # what the caches give is a view into a larger buffer
-    buffers = [torch.randn(2, kv_heads, capacity, dim, generator=generator).to(dtype) for _ in range(2)]
-    keys, values = (buffer[1, :, : prefix + nodes] for buffer in buffers)
-    assert kv_heads == 1 or not keys.is_contiguous()
-    query = (torch.randn(kv_heads * group, nodes, dim, generator=generator) * sharp).to(dtype)
-    return query, keys, values, random_tree(nodes, Random(seed)).ancestors(), dim**-0.5
 
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 1.5e-2}
@@ -102,10 +79,9 @@ def test_the_path_of_other_devices(monkeypatch, prefix: int, block: int) -> None
 @pytest.mark.parametrize("prefix", [0, 5, 300])
 def test_no_ancestors_mean_a_chain(prefix: int) -> None:
     query, keys, values, _, scale = case(2, 2, 8, prefix, 6, torch.float64)
-    chain = torch.ones(6, 6, dtype=torch.bool).tril()
     layout = Layout(2, 2, torch.float64, query.device)
     out = TreeAttention(layout, prefix, 6, None)(query, keys, values, scale)
-    assert torch.equal(out, attend(query, keys, values, chain, scale))
+    assert torch.equal(out, attend(query, keys, values, chain(6), scale))
 
 
 def test_the_check_sees_a_wrong_mask() -> None:
@@ -127,3 +103,11 @@ def test_nodes_do_not_see_what_is_beside_them() -> None:
     after = attend(query, keys, values, ancestors, scale)
     assert torch.equal(before[:, [0, 1, 3]], after[:, [0, 1, 3]])
     assert not torch.equal(before[:, 2], after[:, 2])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize("prefix", [255, 256, 288, 300, 1000])
+def test_one_row_in_bfloat16(kv_heads: int, prefix: int) -> None:
+    """Plain products in 32 parts from 256 keys on."""
+    check(kv_heads, 1, 64, prefix, 1, dtype=torch.bfloat16, seed=prefix)
+    check(kv_heads, 1, 64, prefix, 1, dtype=torch.bfloat16, seed=prefix, sharp=3)

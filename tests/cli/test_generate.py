@@ -54,14 +54,16 @@ def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Non
     assert run["options"]["length"] == 20
     assert run["sampling"]["banned"] == [0]
     assert run["drafting"]["tree"] == [1, 2]
-    assert run["drafting"]["nodes"] == 10
+    assert run["drafting"]["nodes"] == 8
     assert run["model"] == {
         "name": str(checkpoint),
         "device": "cpu",
         "dtype": "float32",
         "attention": "sdpa",
+        "layers": "eager",
         "heads": "chained, 3",
         "eos_ids": [0],
+        "simulated": False,
     }
     assert run["prompt"]["tokens"] == 7
     assert run["prompt"]["sha256"] == sha256(np.array(ids, "<u4").tobytes()).hexdigest()

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_heads, tiny_llama, tiny_target, tokens_of
+from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import TreeAttention
 from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import SamplingParams
@@ -117,6 +118,19 @@ def test_too_many_nodes_are_refused() -> None:
     with pytest.raises(InputError, match="--nodes: must be at most 128 with this attention, got 129"):
         make_drafter("reuse", static_target(), None, DraftOptions(nodes=129))
     make_drafter("reuse", tiny_target(), None, DraftOptions(nodes=129))
+
+
+@pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_by_triton_writes_the_text_of_plain_decoding(method: str) -> None:
+    """Interpreted, in float32, which is the same up to near-ties: there are none in so few tokens."""
+    prompt, texts = random_prompt(30), []
+    for name, attention in (("ar", "sdpa"), (method, "triton")):
+        target = Target(tiny_llama("gqa", torch.float32), BACKENDS[attention]())
+        assert target.replays == (attention == "triton")
+        steps = decode_steps(target, drafter_of(name, target, OPTIONS), prompt, PARAMS, 3, 24)
+        texts.append(tokens_of(steps))
+    assert texts[0] == texts[1]
 
 
 class Waits(TorchDispatchMode):

@@ -13,6 +13,7 @@ from torch import Tensor
 from tswift.attention.layout import Layout, bias
 
 _BLOCK = 8192  # keys scored at a time where no operator returns log-sum-exps
+_BATCH = 32  # parts of the prefix that are products of one batch
 
 
 class TreeAttention:
@@ -23,6 +24,9 @@ class TreeAttention:
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         prefix = int(prefix)
+        # The CPU operator takes 4.2 ms for one row over 65,536 keys of 64 in bfloat16, plain products take 1.2; for more
+        # rows they are equal, and the operator rounds less.
+        self._batched = layout.dtype == torch.bfloat16 and layout.groups * nodes == 1
         self._parts = self._split(layout, prefix, layout.groups * nodes)
         self._even = prefix - prefix % self._parts
         # What the parts do not divide goes with the tree, whose slots follow it in the cache.
@@ -49,9 +53,11 @@ class TreeAttention:
 
     def _split(self, layout: Layout, prefix: int, rows: int) -> int:
         """In how many parts the prefix is cut."""
-        # the CPU operator works in parallel over heads and blocks of rows only; few of both leave cores idle
         if layout.device.type != "cpu" or rows > 64 or prefix < 256:
             return 1
+        if self._batched:
+            return _BATCH
+        # the CPU operator works in parallel over heads and blocks of rows only; few of both leave cores idle
         return -(-torch.get_num_threads() // layout.kv_heads)
 
     def _prefix(self, rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -63,9 +69,26 @@ class TreeAttention:
         if rows.device.type != "cpu":
             return _blockwise(rows, keys, values, scale)
         parts = self._parts
+        if self._batched and parts > 1:
+            heads = [_batched(row, key, value, scale) for row, key, value in zip(rows, keys, values, strict=True)]
+            outs, lses = zip(*heads, strict=True)
+            return torch.stack(outs, dim=1), torch.stack(lses, dim=1)
         split = [x.unflatten(1, (parts, x.shape[1] // parts)).transpose(0, 1) for x in (keys, values)]
         query = rows.expand(parts, *rows.shape)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, *split, 0.0, False, scale=scale)
+
+
+def _batched(row: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One row ``[1, d]`` over the prefix of one head ``[prefix, d]``, all parts in one batch.
+
+    Returns:
+        Outputs ``[parts, 1, d]`` and log-sum-exps ``[parts, 1]``, float32.
+    """
+    keys, values = (x.unflatten(0, (_BATCH, -1)) for x in (keys, values))
+    scores = torch.bmm(row.expand(_BATCH, 1, -1), keys.transpose(1, 2)).float() * scale
+    lses = scores.logsumexp(-1)
+    weights = torch.exp(scores - lses.unsqueeze(-1)).to(values.dtype)
+    return torch.bmm(weights, values).float(), lses
 
 
 def _blockwise(rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:

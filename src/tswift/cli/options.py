@@ -79,7 +79,9 @@ ModelOrShape = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...", rich_help_panel=_MODEL)]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_MODEL)]
-Attention = Annotated[str, typer.Option(help="auto or sdpa.", rich_help_panel=_MODEL)]
+Attention = Annotated[
+    str, typer.Option(help="auto (triton on CUDA, sdpa elsewhere), triton, flash or sdpa.", rich_help_panel=_MODEL)
+]
 
 Json = Annotated[Path | None, option(_OUTPUT, "Write everything to a JSON file; - is stdout.", "--json")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.", rich_help_panel=_OUTPUT)]

@@ -86,6 +86,11 @@ class Target:
         return twin
 
     @property
+    def replays(self) -> bool:
+        """Whether prepared passes can be replayed while the text grows."""
+        return self._attention.STATIC
+
+    @property
     def most_nodes(self) -> int | None:
         """Most nodes of a draft tree that the attention can do; None if there is no such limit."""
         return self._attention.MOST_NODES
@@ -123,7 +128,7 @@ class Target:
 
         On CUDA this captures a graph for each of a few sizes; elsewhere a replayed pass is run like any other.
         """
-        if self._attention.STATIC and kv not in self._passes:
+        if self.replays and kv not in self._passes:
             attention = cast("type[StaticAttention]", self._attention)
             if self.device.type == "cuda" and self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()

@@ -1,0 +1,90 @@
+"""The attention backends by name, and why one cannot serve; what they need is imported when one is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+
+import torch
+
+from tswift.attention.layout import Attention
+from tswift.errors import InputError
+
+
+def _sdpa() -> type[Attention]:
+    from tswift.attention.sdpa import TreeAttention
+
+    return TreeAttention
+
+
+def _triton() -> type[Attention]:
+    from tswift.attention.triton import TritonAttention
+
+    return TritonAttention
+
+
+def _flash() -> type[Attention]:
+    from tswift.attention.flash import FlashAttention
+
+    return FlashAttention
+
+
+BACKENDS: dict[str, Callable[[], type[Attention]]] = {"sdpa": _sdpa, "triton": _triton, "flash": _flash}
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def why_not(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a backend cannot serve a model here, in one line; None if it can.
+
+    Args:
+        name: a key of :data:`BACKENDS`.
+        dtype: of the model.
+        device: where it is.
+    """
+    if name == "triton":
+        if dtype not in (torch.float32, *_HALVES):
+            return f"triton attention takes float32, bfloat16 and float16, not {_plain(dtype)}"
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "triton attention needs CUDA (on the CPU, TRITON_INTERPRET=1 runs it slowly, for tests)"
+        return _missing("triton", "triton")
+    if name == "flash":
+        if dtype not in _HALVES:
+            return f"flash attention takes bfloat16 and float16, not {_plain(dtype)}"
+        if device.type != "cuda":
+            return "flash attention needs CUDA"
+        return _missing("flash_attn", "flash-attn")
+    return None
+
+
+def choose(name: str, dtype: torch.dtype, device: torch.device) -> str:
+    """The backend that a name stands for: ``auto`` is triton on CUDA, where it can serve, and sdpa elsewhere.
+
+    Raises:
+        InputError: there is no such backend, or it cannot serve the model here.
+    """
+    if name == "auto":
+        return "triton" if device.type == "cuda" and why_not("triton", dtype, device) is None else "sdpa"
+    if name not in BACKENDS:
+        raise InputError(f"no attention {name!r}; there are auto, {', '.join(BACKENDS)}", "--attention")
+    reason = why_not(name, dtype, device)
+    if reason:
+        raise InputError(reason, "--attention")
+    return name
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _missing(module: str, package: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == module:
+            return f"{package} is not installed: pip install {package}"
+        return f"{package} cannot be imported: {error}"
+    except ImportError as error:  # built for another PyTorch, most often
+        return f"{package} cannot be imported: {str(error).splitlines()[0]}"
+    return None

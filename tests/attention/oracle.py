@@ -1,0 +1,36 @@
+"""What attention has to compute, densely and in float64, and inputs laid out as models and caches give them."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+
+from tests.helpers import random_tree
+
+
+def dense(query, keys, values, ancestors, scale):
+    """Expanded, masked, in float64: all that tree attention avoids."""
+    group = query.shape[0] // keys.shape[0]
+    query, keys, values = query.double(), keys.double(), values.double()
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    nodes = query.shape[1]
+    prefix = torch.ones(nodes, keys.shape[1] - nodes, dtype=torch.bool, device=query.device)
+    scores = query @ keys.transpose(1, 2) * scale
+    return scores.masked_fill(~torch.cat([prefix, ancestors], dim=1), -torch.inf).softmax(-1) @ values
+
+
+def case(kv_heads, group, dim, prefix, nodes, dtype, seed=0, sharp=1.0, device="cpu"):
+    """Query, keys, values, ancestors and scale; the query is a transposed view, as models give it."""
+    made = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+    capacity = prefix + nodes + 7  # what the caches give is a view into a larger buffer
+    buffers = [torch.randn(2, kv_heads, capacity, dim, **made).to(dtype) for _ in range(2)]
+    keys, values = (buffer[1, :, : prefix + nodes] for buffer in buffers)
+    assert kv_heads == 1 or not keys.is_contiguous()
+    query = (torch.randn(nodes, kv_heads * group, dim, **made) * sharp).to(dtype).transpose(0, 1)
+    return query, keys, values, random_tree(nodes, Random(seed)).ancestors().to(device), dim**-0.5
+
+
+def chain(nodes, device="cpu"):
+    """Ancestors where every node descends from all before it."""
+    return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()

@@ -1,0 +1,116 @@
+"""Which attention can serve, and the line that says why not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from tswift.attention.backends import BACKENDS, choose, why_not
+from tswift.attention.sdpa import TreeAttention
+from tswift.errors import InputError
+
+
+def why(name: str, dtype=torch.bfloat16, device="cuda") -> str | None:
+    return why_not(name, dtype, torch.device(device))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    def install(name: str, there: bool) -> None:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name) if there else None)
+
+    return install
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sdpa_serves_everywhere(dtype, device) -> None:
+    assert BACKENDS["sdpa"]() is TreeAttention
+    assert why("sdpa", dtype, device) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device", "reason"),
+    [
+        ("triton", torch.float64, "cuda", "triton attention takes float32, bfloat16 and float16, not float64"),
+        ("triton", torch.float32, "cpu", "triton attention needs CUDA"),
+        ("flash", torch.float32, "cuda", "flash attention takes bfloat16 and float16, not float32"),
+        ("flash", torch.bfloat16, "cpu", "flash attention needs CUDA"),
+    ],
+)
+def test_what_a_backend_cannot_take(monkeypatch, name, dtype, device, reason) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    line = why(name, dtype, device)
+    assert line.startswith(reason)
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "package"), [("triton", "triton", "triton"), ("flash", "flash_attn", "flash-attn")]
+)
+def test_what_is_not_installed(installed, monkeypatch, name, module, package) -> None:
+    installed(module, True)
+    assert why(name) is None
+    installed(module, False)
+    assert why(name) == f"{package} is not installed: pip install {package}"
+
+
+def test_the_interpreter_serves_on_the_cpu(installed, monkeypatch) -> None:
+    installed("triton", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert why("triton", torch.float32, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise ImportError('undefined symbol: _ZN3c10\\nand more')", "undefined symbol: _ZN3c10"),
+        ("import a_module_that_is_not_there", "No module named 'a_module_that_is_not_there'"),
+    ],
+)
+def test_a_broken_installation(tmp_path, monkeypatch, source, reason) -> None:
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "flash_attn.py").write_text(source)
+    assert why("flash") == f"flash-attn cannot be imported: {reason}"
+
+
+def test_naming_the_backends_imports_none() -> None:
+    code = (
+        "import sys; import tswift.attention.backends; "
+        "print([m for m in ('triton', 'flash_attn', 'tswift.attention.triton') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device", "there", "chosen"),
+    [
+        ("auto", torch.bfloat16, "cuda", True, "triton"),
+        ("auto", torch.bfloat16, "cuda", False, "sdpa"),
+        ("auto", torch.float64, "cuda", True, "sdpa"),
+        ("auto", torch.float32, "cpu", True, "sdpa"),
+        ("triton", torch.float32, "cuda", True, "triton"),
+        ("sdpa", torch.float32, "cuda", True, "sdpa"),
+    ],
+)
+def test_the_backend_that_is_chosen(installed, name, dtype, device, there, chosen) -> None:
+    installed("triton", there)
+    assert choose(name, dtype, torch.device(device)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("eager", "no attention 'eager'; there are auto, sdpa, triton, flash"),
+        ("flash", "flash attention needs CUDA"),
+    ],
+)
+def test_what_cannot_be_chosen(name, message) -> None:
+    with pytest.raises(InputError, match=f"--attention: {message}"):
+        choose(name, torch.bfloat16, torch.device("cpu"))
