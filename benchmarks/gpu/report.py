@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.gpu.passes import COMPILED
 from benchmarks.gpu.targets import STEP, verdicts
 from tswift.benchmarking.grid import NOTHING, Grid, duration, quantity
 from tswift.benchmarking.measurement import machine
@@ -74,10 +75,11 @@ def _passes(content: Mapping[str, Any], name: str, mode: str) -> Grid:
         for cell in cells
     ]
     about = content["passes"][name]
+    layers = COMPILED if mode == COMPILED else about["layers"]
     published = f" Published: {content['published']['name']}." if content["published"] else ""
     columns = ["context", "nodes", "ms", *(text for by in known for text in (f"floor, {by}, ms", "x"))]
     note = (
-        f"{about['dtype']}, {about['attention']} attention, layers {about['layers']}, random weights; a pass and its "
+        f"{about['dtype']}, {about['attention']} attention, layers {layers}, random weights; a pass and its "
         f"logits, device time, median of {len(cells[0]['seconds'])}.{published}"
     )
     return Grid(f"Passes: {name}, {mode}", columns, rows, left=1, notes=[note])
