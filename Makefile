@@ -45,7 +45,18 @@ CORPUS ?= emozilla/pg19
 demo-model: setup
 	$(BIN)/python -m tswift.training.demo --corpus $(CORPUS) --out src/tswift/models/demo
 
-# the tests that need a CUDA device, with the interpreter at hand: PyTorch for CUDA is the machine's own
+# What needs a CUDA device, with the interpreter at hand: PyTorch for CUDA is the machine's own. The GPU tests, then the
+# figures in what is left of GPU_SECONDS; every file lands in OUT. Fails if a test or a section of the figures failed.
+GPU_SECONDS ?= 530
+GPU_TESTS_SECONDS ?= 150
+GPU_FLAGS ?=
 gpu:
 	mkdir -p $(OUT)
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu --junitxml=$(OUT)/gpu-tests.xml
+	rm -f $(OUT)/gpu-tests.xml
+	@began=$$(date +%s); export PYTHONPATH=src PYTHONUNBUFFERED=1; \
+	timeout --signal=INT --kill-after=10 $(GPU_TESTS_SECONDS) \
+	  $(PYTHON) -m pytest -m gpu tests/test_gpu.py --durations=10 --junitxml=$(OUT)/gpu-tests.xml; tests=$$?; \
+	measure="$(PYTHON) -m benchmarks.gpu --out $(OUT) $(GPU_FLAGS)"; \
+	$$measure --seconds $$(($(GPU_SECONDS) - $$(date +%s) + began)); figures=$$?; \
+	if [ $$figures -gt 2 ]; then $$measure --resume; figures=1; fi; \
+	exit $$((tests ? tests : figures))

@@ -8,12 +8,17 @@ from copy import deepcopy
 import pytest
 import torch
 
+import tswift
 from tests.attention.oracle import case, chain, dense
 from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
 from tswift.attention.layout import Layout
 from tswift.attention.sdpa import TreeAttention
+from tswift.decoding.audit import audit
+from tswift.decoding.generation import begin
 from tswift.decoding.sampling import SamplingParams, noise_bits
 from tswift.drafting.methods import METHODS, DraftOptions, make_drafter
+from tswift.jobs.prompt import read_prompt
+from tswift.models.loading import LoadedModel
 from tswift.models.target import Target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -170,3 +175,52 @@ def test_every_method_writes_the_text_of_plain_decoding(dtype: torch.dtype) -> N
         for name in METHODS
     ]
     assert texts == [texts[0]] * len(METHODS)
+
+
+def bundled(dtype: str) -> LoadedModel:
+    return tswift.load("demo", device="cuda", dtype=dtype)
+
+
+def demo_prompt(model: LoadedModel) -> list[int]:
+    return model.encode(read_prompt(None))[:1024]
+
+
+def demo_text(model: LoadedModel, method: str, length: int, seed: int = 1) -> list[int]:
+    return tokens_of(list(begin(model, demo_prompt(model), length, method=method, seed=seed).steps()))[:length]
+
+
+def sampling_of(model: LoadedModel) -> SamplingParams:
+    """Parameters as ``begin`` has them: the end of the text is never drawn."""
+    return SamplingParams(banned=model.eos_ids)
+
+
+def test_the_bundled_model_writes_the_text_of_plain_decoding_in_float32() -> None:
+    model = bundled("float32")
+    texts = {method: demo_text(model, method, 2000) for method in METHODS}
+    plain = texts.pop("ar")
+    assert len(plain) == 2000
+    for method, text in texts.items():
+        assert text == plain, method
+
+
+def test_what_differs_in_bfloat16_is_rounding() -> None:
+    """The audit, which must see through another seed's text, explains every text, the same or not."""
+    model = bundled("bfloat16")
+    prompt, params = demo_prompt(model), sampling_of(model)
+    for method in METHODS:
+        assert audit(model.target, prompt, demo_text(model, method, 1000), params, 1).ok, method
+    assert not audit(model.target, prompt, demo_text(model, "ar", 1000, seed=2), params, 1).ok
+
+
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+def test_replayed_passes_write_the_text_of_others(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bundled("float32")
+    if not model.target._attention.STATIC:
+        pytest.skip(f"{model.attention} attention has no passes to replay")
+    run = begin(model, demo_prompt(model), 500, method=method, seed=1)
+    replayed = tokens_of(list(run.steps()))
+    assert model.target._passes[run.decoding._context.kv]
+    monkeypatch.setattr(Target, "prepare", lambda self, kv, limit: None)
+    other = begin(model, demo_prompt(model), 500, method=method, seed=1)
+    assert tokens_of(list(other.steps())) == replayed
+    assert other.decoding._context.kv not in model.target._passes
