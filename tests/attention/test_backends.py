@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tswift.attention.backends import BACKENDS, choose, why_not
+from tswift.attention.backends import BACKENDS, choose, fails, why_not
 from tswift.attention.sdpa import TreeAttention
 from tswift.errors import InputError
 
@@ -114,3 +114,16 @@ def test_the_backend_that_is_chosen(installed, name, dtype, device, there, chose
 def test_what_cannot_be_chosen(name, message) -> None:
     with pytest.raises(InputError, match=f"--attention: {message}"):
         choose(name, torch.bfloat16, torch.device("cpu"))
+
+
+def test_a_kernel_that_cannot_be_launched_is_told_in_a_line(monkeypatch) -> None:
+    cpu = torch.device("cpu")
+    assert fails("sdpa", torch.float32, cpu) is None
+
+    def broken(self, query, keys, values, scale):
+        raise RuntimeError("Failed to find C compiler.\nand more")
+
+    monkeypatch.setattr(TreeAttention, "__call__", broken)
+    assert fails("sdpa", torch.float32, cpu) == "sdpa attention fails here (Failed to find C compiler.)"
+    monkeypatch.setattr(TreeAttention, "__call__", lambda self, query, keys, values, scale: query + 1)
+    assert fails("sdpa", torch.float32, cpu) == "sdpa attention computes nonsense here"

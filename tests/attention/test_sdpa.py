@@ -108,6 +108,6 @@ def test_nodes_do_not_see_what_is_beside_them() -> None:
 @pytest.mark.parametrize("kv_heads", [1, 3])
 @pytest.mark.parametrize("prefix", [255, 256, 288, 300, 1000])
 def test_one_row_in_bfloat16(kv_heads: int, prefix: int) -> None:
-    """Plain products in 32 parts from 256 keys on."""
+    """The operator is given the row twice."""
     check(kv_heads, 1, 64, prefix, 1, dtype=torch.bfloat16, seed=prefix)
     check(kv_heads, 1, 64, prefix, 1, dtype=torch.bfloat16, seed=prefix, sharp=3)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from tswift.attention.layout import Attention
+from tswift.attention.layout import Attention, Layout
 from tswift.errors import InputError
 
 
@@ -72,6 +72,18 @@ def choose(name: str, dtype: torch.dtype, device: torch.device) -> str:
     if reason:
         raise InputError(reason, "--attention")
     return name
+
+
+def fails(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a backend that should serve does not, in one line: a kernel is launched. None if it does."""
+    layout = Layout(1, 1, dtype, device)
+    try:
+        query, keys, values = torch.ones(3, 1, 1, 64, dtype=dtype, device=device)
+        out = BACKENDS[name]()(layout, 0, 1, None)(query, keys, values, 1.0)
+        return None if bool((out == 1).all()) else f"{name} attention computes nonsense here"
+    except Exception as error:  # compilers, drivers and libraries have many ways to fail
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"{name} attention fails here ({lines[0][:200]})"
 
 
 def _plain(dtype: torch.dtype) -> str:

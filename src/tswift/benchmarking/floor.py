@@ -55,9 +55,13 @@ def floor_of(lineup: Lineup, machine: Machine) -> Floor | None:
     network, heads = lineup.model.target.model, lineup.model.heads
     if routed(network.config):
         return None
-    head_bytes = sum(weight.nbytes for weight in heads.parameters()) if heads else 0
     drafting = {}
     for method, options in lineup.options.items():
-        uses = find_method(method).uses
-        drafting[method] = Drafting(options.budget if "budget" in uses else None, head_bytes if "tree" in uses else 0)
+        kind = find_method(method)
+        head_bytes = 0
+        if heads and options.tree:
+            # conditioned heads run one by one, as many as there are levels; chained ones all at once
+            count = len(options.tree) - kind.by_lm_head if heads.conditioned else heads.count
+            head_bytes = sum(weight.nbytes for head in heads.heads[:count] for weight in head.parameters())
+        drafting[method] = Drafting(options.budget if "budget" in kind.uses else None, head_bytes)
     return Floor(shape_of(network, lineup.model.target.dtype.itemsize), machine, drafting)

@@ -61,6 +61,8 @@ class Lane:
             step = next(self._steps)
             self.tokens += step.tokens
             self.stats.add(step)
+        # what the last step left its device to do belongs to this lane, not to the next one's first step
+        self.stats.seconds += self._open.decoding.settle()
         self.slices.append((self.stats.tokens, self.stats.seconds))
 
 

@@ -103,6 +103,7 @@ def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Seque
         "command": list(command),
         "environment": environment(target.device),
         "machine": asdict(measured(target.device, target.dtype)),
+        "layers": lineup.model.layers,
         "workload": {"hash": workload_hash(workload), **workload},
         "samples": [],
     }
@@ -127,6 +128,9 @@ def measure(
     floor = floor_of(lineup, Machine(**measurement["machine"]))
 
     def note(samples: list[Sample]) -> None:
+        if measurement["simulated"]:
+            for sample in samples:
+                sample["simulated"] = True
         measurement.update(samples=[*done, *samples], ended=now())
         keep()
 

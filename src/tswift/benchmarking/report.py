@@ -97,6 +97,7 @@ def markdown_report(measurement: Mapping[str, Any], paper: bool = False) -> str:
         "prompts": ", ".join(prompt["name"] for prompt in workload["prompts"]),
         "dtype": workload["dtype"],
         "attention": workload["attention"],
+        **({"layers": measurement["layers"]} if "layers" in measurement else {}),
         "heads": workload["heads"] or "none",
         "sampling": _settings(workload["sampling"]),
         **{f"drafting, {method}": _settings(options) for method, options in workload["drafting"].items()},

@@ -146,7 +146,8 @@ def audit(
     while cuts[-1] < nodes:
         cuts.append(min([cuts[-1] + _CHUNK, nodes, *(start for start in starts if start > cuts[-1])]))
     show = show or (lambda done, total: None)
-    kv = FullKV(target.kv_shape, nodes)
+    kv = FullKV(target.kv_shape, nodes + max(_WIDTHS))
+    target.prepare(kv, max(_WIDTHS))  # the narrow passes below are to be those that decode
     judge = _Judge(Sampler(params, seed, target.vocab_size, target.device), text, first, target.dtype)
     for _ in target.chunks(text[: cuts[0]], kv):
         show(kv.length, nodes)

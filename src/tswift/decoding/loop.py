@@ -86,10 +86,14 @@ class Decoding:
         if self._prefilled:
             raise RuntimeError("this decode has been prefilled already")
         context = self._context
-        self._target.prepare(context.kv, self._drafter.limit)
         started = time.perf_counter()
         context.sampler.extend(context.text)
         context.last = self._target.prefill(context.text[:-1], context.kv)
+        self._target.synchronize()
+        prefilled = time.perf_counter() - started
+        # not before: the prompt's keys and values must not depend on the sizes that a method prepares
+        self._target.prepare(context.kv, self._drafter.limit)
+        started = time.perf_counter() - prefilled
         if context.last is not None:
             context.node = len(context.last.hidden) - 1
         self._drafter.committed(context)
@@ -108,6 +112,12 @@ class Decoding:
             step = self._step(self._context, self._drafter, left, stop)
             left = 0 if step.tokens[-1] in stop else left - len(step.tokens)
             yield step
+
+    def settle(self) -> float:
+        """Wait until the device has done all that the steps so far gave it to do; returns the seconds that took."""
+        started = time.perf_counter()
+        self._target.synchronize()
+        return time.perf_counter() - started
 
     def plain(self, count: int) -> list[Step]:
         """What plain decoding does and costs from here on: up to ``count`` one-token steps, all taken back.

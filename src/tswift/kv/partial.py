@@ -71,7 +71,8 @@ class PartialKV(KVBuffer):
         importance = torch.matmul(middle, grouped.unsqueeze(-1)).squeeze(-1)
         best = importance.topk(held - sinks - recent).indices + sinks
         always = [*range(sinks), *range(text - recent, text)]
-        fixed = torch.tensor(always, dtype=torch.int64, device=best.device).expand(shape.layers, shape.heads, -1)
+        fixed = torch.tensor(always, dtype=torch.int64).to(best.device, non_blocking=True)
+        fixed = fixed.expand(shape.layers, shape.heads, -1)
         order = torch.cat([fixed, best], dim=-1).unsqueeze(-1).expand(-1, -1, -1, shape.head_dim)
         self.keys[:, :, :held] = full.keys.gather(2, order)
         self.values[:, :, :held] = full.values.gather(2, order)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tswift.attention.backends import BACKENDS, choose
+from tswift.attention.backends import BACKENDS, choose, fails
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.models.dtypes import find_dtype, own_dtype
@@ -36,7 +36,7 @@ class LoadedModel:
         heads: heads that draft for it, if it has any.
         eos_ids: token ids that end a text.
         attention: the backend in use.
-        layers: ``eager``, ``compiled``, or why they could not be.
+        layers: ``eager`` or ``compiled``, and why what should be in use is not.
         simulated: its weights are random, so that times mean something and texts do not.
     """
 
@@ -100,7 +100,7 @@ def load(
     source, folder = find_source(model)
     heads_path = _heads_path(heads, folder)
     config = read_config(model)
-    backend = choose(attention, own_dtype(config) if kind == "auto" else kind, place)
+    backend, note = _backend(attention, own_dtype(config) if kind == "auto" else kind, place)
     with silence(), in_one_line(model):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -119,7 +119,7 @@ def load(
     if loaded is not None:
         quicken(loaded)
     eos_ids = _eos_ids(network, tokenizer, target.vocab_size)
-    return LoadedModel(model, tokenizer, target, loaded, eos_ids, backend, _compiled(target))
+    return LoadedModel(model, tokenizer, target, loaded, eos_ids, backend, _compiled(target, note))
 
 
 def _simulated(
@@ -127,10 +127,10 @@ def _simulated(
 ) -> LoadedModel:
     """A published shape with random weights and random heads; or with the heads of a file, if one is named."""
     config, kind = read_config(model), _dtype(dtype, place)
-    backend = choose(attention, kind, place)
+    backend, note = _backend(attention, kind, place)
     wanted = "chained" if heads is None else str(heads)
     path = None if wanted in KINDS else _heads_path(wanted, None)
-    with silence():
+    with silence(), in_one_line(model):
         network = random_network(config, kind, place, model)
         target = _adapted(network, model, backend)
     if path is None:
@@ -140,7 +140,7 @@ def _simulated(
     quicken(drafting)
     tokenizer = StandInTokenizer()
     eos_ids = _eos_ids(network, tokenizer, target.vocab_size)
-    return LoadedModel(model, tokenizer, target, drafting, eos_ids, backend, _compiled(target), simulated=True)
+    return LoadedModel(model, tokenizer, target, drafting, eos_ids, backend, _compiled(target, note), simulated=True)
 
 
 def _device(device: str) -> torch.device:
@@ -178,16 +178,29 @@ def _heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Pa
     return path
 
 
-def _compiled(target: Target) -> str:
+def _backend(attention: str, dtype: torch.dtype, place: torch.device) -> tuple[str, str]:
+    """The attention backend, and what is to be said if it is not the one that should serve here."""
+    backend = choose(attention, dtype, place)
+    reason = fails(backend, dtype, place) if place.type == "cuda" and backend != "sdpa" else None
+    if reason is None:
+        return backend, ""
+    if attention != "auto":
+        raise InputError(reason, "--attention")
+    return "sdpa", reason
+
+
+def _compiled(target: Target, note: str) -> str:
     """Compile the layers where that helps, and say what came of it.
 
     Fusing pays where passes are replayed, on CUDA. On the CPU compiled layers were slower than eager ones: 5.0 ms
     instead of 4.4 for a pass of the bundled model over 8 nodes.
     """
     if not (target.replays and target.device.type == "cuda"):
-        return EAGER
+        return f"{EAGER}, as {note}" if note else EAGER
     reason = target.compile()
-    return "compiled" if reason is None else f"{EAGER}, as they could not be compiled: {reason}"
+    target.prepare(FullKV(target.kv_shape, 1), 1)  # shows whether graphs can be captured
+    words = "compiled" if reason is None else f"{EAGER}, as they could not be compiled: {reason}"
+    return words if target.graphs is None else f"{words}; no CUDA graphs: {target.graphs}"
 
 
 def _adapted(network: Any, model: str, backend: str) -> Target:

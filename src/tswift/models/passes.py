@@ -41,7 +41,7 @@ class Forwarded:
 
     Attributes:
         hidden: ``[n, H]`` last hidden states, after the final norm.
-        queries: per layer ``[query heads, n, head_dim]``, rotated; good until the next pass over the same cache.
+        queries: per layer ``[query heads, n, head_dim]``, rotated; good until the next prepared pass over any cache.
     """
 
     hidden: Tensor
@@ -60,6 +60,54 @@ def sizes(limit: int) -> list[int]:
     return [size for size in _SIZES if size < limit] + [limit]
 
 
+@dataclass
+class Graphs:
+    """What the CUDA graphs of a model share.
+
+    Attributes:
+        device: where they run.
+        pool: of their memory.
+        stream: on which they are made; a library keeps memory for every stream that it has seen.
+        failure: why they cannot be made here; empty as long as they can.
+    """
+
+    device: torch.device
+    pool: Any
+    stream: torch.cuda.Stream
+    failure: str = ""
+
+    @classmethod
+    def on(cls, device: torch.device) -> Graphs:
+        """For a CUDA device."""
+        with torch.cuda.device(device):
+            return cls(device, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+
+    def capture(self, run: Callable[[], Forwarded]) -> Callable[[], Forwarded]:
+        """A function as a graph that can be replayed; the function itself where that fails, with the reason kept."""
+        if self.failure:
+            return run
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):
+                run()  # compiles kernels and sets up libraries, which a capture cannot
+            current.wait_stream(self.stream)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                    out = run()
+            except Exception as error:  # decoding without graphs is slower, not wrong
+                torch.cuda.set_stream(current)
+                self.failure = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+                return run
+
+        def replay() -> Forwarded:
+            graph.replay()
+            return out
+
+        return replay
+
+
 class StaticPass:
     """A pass over one cache for trees of up to ``nodes`` nodes; smaller ones are filled up with nodes by themselves.
 
@@ -69,7 +117,7 @@ class StaticPass:
         layout: the model's.
         keys, values: the cache's, ``[layers, kv heads, capacity, d]``; there is room for ``nodes`` after its length.
         nodes: how many.
-        pool: of the memory that all graphs share; None where there are no graphs.
+        graphs: what the model's graphs share; None where there are none, and the pass is run anew each time.
     """
 
     def __init__(
@@ -80,7 +128,7 @@ class StaticPass:
         keys: Tensor,
         values: Tensor,
         nodes: int,
-        pool: Any,
+        graphs: Graphs | None,
     ) -> None:
         self.nodes = nodes
         self._compute, self._attention, self._layout = compute, attention, layout
@@ -90,10 +138,17 @@ class StaticPass:
         self._alone = torch.eye(nodes, dtype=torch.bool, device=layout.device)
         self._ancestors = self._alone.clone()
         self._length = torch.zeros((), dtype=torch.int32, device=layout.device)
-        self._run = self._forward if pool is None else self._captured(pool)
+        self._run = graphs.capture(self._forward) if graphs else self._forward
 
     def __call__(self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None, length: int) -> Forwarded:
-        """Forward a tree; arguments as for :meth:`tswift.models.target.Target.forward`, and the cache's length."""
+        """Forward a tree; arguments as for :meth:`tswift.models.target.Target.forward`, and the cache's length.
+
+        Raises:
+            ValueError: there is no room for all ``nodes`` behind the cache's length.
+        """
+        slots = self._keys.shape[2]
+        if length + self.nodes > slots:
+            raise ValueError(f"a pass of {self.nodes} nodes does not fit behind {length} of {slots} slots")
         count = len(tokens)
         self._tokens[:count].copy_(tokens)
         self._positions[:count].copy_(positions)
@@ -113,20 +168,3 @@ class StaticPass:
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self._attention.store(self._keys[layer], self._values[layer], keys, values, self._length)
         return self._keys[layer], self._values[layer]
-
-    def _captured(self, pool: Any) -> Callable[[], Forwarded]:
-        """The pass as a CUDA graph."""
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            self._forward()  # compiles kernels and sets up libraries, which a capture cannot
-        current.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            out = self._forward()
-
-        def replay() -> Forwarded:
-            graph.replay()
-            return out
-
-        return replay

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from copy import copy
-from typing import Any, cast
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,10 +21,11 @@ from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
-from tswift.models.passes import Forwarded, Pass, StaticPass, sizes
+from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, sizes
 
 ATTENTION = "tswift"
 _CHUNK = 512  # prompt tokens forwarded at a time
+_APART = {2: 0.1, 4: 1e-3, 8: 1e-9}  # compiled layers may round so differently, by bytes of an element
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, tswift=None, **kwargs):  # type: ignore[no-untyped-def]
@@ -37,8 +38,9 @@ def _attention(module, query, key, value, attention_mask, scaling=None, tswift=N
     return out.transpose(0, 1).unsqueeze(0), None
 
 
-# No mask function goes by this name, so transformers builds no mask: the ancestors say all there is to say.
-AttentionInterface.register(ATTENTION, _attention)
+# No mask function goes by this name, so transformers builds no mask: the ancestors say all there is to say. Compilers
+# leave it alone: it calls kernels of its own.
+AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
 
 
 class Target:
@@ -58,7 +60,8 @@ class Target:
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
         self._attention = attention
-        self._pool: Any = None
+        self._graphs: Graphs | None = None
+        self._anchor: KVBuffer | None = None
         self._compiled = self._fused = False  # layers have compiled code; prepared passes use it
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
         self._decoder, self._lm_head = model.get_decoder(), model.get_output_embeddings()
@@ -91,6 +94,11 @@ class Target:
         return self._attention.STATIC
 
     @property
+    def graphs(self) -> str | None:
+        """Why passes are not replayed as CUDA graphs although they could be; None if nothing went wrong."""
+        return self._graphs.failure or None if self._graphs else None
+
+    @property
     def most_nodes(self) -> int | None:
         """Most nodes of a draft tree that the attention can do; None if there is no such limit."""
         return self._attention.MOST_NODES
@@ -105,38 +113,60 @@ class Target:
             backend: of ``torch.compile``.
 
         Returns:
-            None, or why it cannot be done here; nothing is changed then.
+            None, or why it cannot be done here; the layers run as they are then.
         """
-        AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
-        self._compiled = self._fused = True
-        trial = FullKV(self.kv_shape, 8)
+        if torch._dynamo.config.disable:
+            return "torch.compile is switched off"
+        self._compiled = True
         try:
             for layer in self._decoder.layers:
                 layer.compile(backend=backend)
-            self.prepare(trial, 8)
-            for count in (1, 8):
-                places = torch.arange(count, device=self.device)
-                self.forward(places, places, trial, None)
+            apart = self._apart()
         except Exception as error:  # compilers fail in many ways, and none of them is needed
-            self._fused = False
             return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        if not apart <= _APART[self.dtype.itemsize]:
+            return f"compiled layers gave other hidden states ({apart:.2g} of their norm)"
+        self._fused = True
         return None
+
+    @torch.inference_mode()
+    def _apart(self) -> float:
+        """How far compiled passes over few nodes are from eager ones, as a share of the hidden states' norm."""
+        worst = 0.0
+        for held, count in ((0, 1), (0, 8), (8, 3)):
+            places = torch.arange(held, held + count, device=self.device)
+            found = []
+            for compute in (self._compute_eagerly, self._compute):
+                kv = FullKV(self.kv_shape, held + count)
+                self.prefill(list(range(held)), kv)
+                attend = self._attention(self._layout, held, count, None)
+                found.append(compute(places, places, Pass(kv.write, attend)).hidden.double())
+            worst = max(worst, float((found[1] - found[0]).norm() / found[0].norm()))
+        return worst
 
     @torch.inference_mode()
     def prepare(self, kv: KVBuffer, limit: int) -> None:
         """Make passes of up to ``limit`` nodes over this cache replayable, where the attention allows it.
 
-        On CUDA this captures a graph for each of a few sizes; elsewhere a replayed pass is run like any other.
+        On CUDA this captures a graph for each of a few sizes; elsewhere a replayed pass is run like any other. There
+        must always be room for ``limit`` nodes behind the cache's length.
         """
-        if self.replays and kv not in self._passes:
-            attention = cast("type[StaticAttention]", self._attention)
-            if self.device.type == "cuda" and self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            compute = self._compute_eagerly if self._compiled and not self._fused else self._compute
-            self._passes[kv] = [
-                StaticPass(compute, attention, self._layout, kv.keys, kv.values, size, self._pool)
-                for size in sizes(limit)
-            ]
+        if not self.replays or kv in self._passes:
+            return
+        if self.device.type == "cuda" and self._graphs is None:
+            self._graphs = Graphs.on(self.device)
+            # a graph that stays: PyTorch cannot go on with a pool whose graphs have all gone
+            self._anchor = FullKV(self.kv_shape, 1)
+            self._prepare(self._anchor, 1)
+        self._prepare(kv, limit)
+
+    def _prepare(self, kv: KVBuffer, limit: int) -> None:
+        attention = cast("type[StaticAttention]", self._attention)
+        compute = self._compute if self._fused or not self._compiled else self._compute_eagerly
+        self._passes[kv] = [
+            StaticPass(compute, attention, self._layout, kv.keys, kv.values, size, self._graphs)
+            for size in sizes(limit)
+        ]
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
