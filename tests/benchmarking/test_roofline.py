@@ -75,7 +75,7 @@ def test_no_pass_takes_no_time() -> None:
 
 def test_machines_by_name() -> None:
     assert find_machine("h200", "bfloat16") == find_machine("h200", "float16") == MACHINES["h200"]
-    with pytest.raises(InputError, match=r"^--device: no device 'abacus'; there are here, a100-80g, "):
+    with pytest.raises(InputError, match=r"^--device: no device 'abacus'; there are here, cpu, cuda, a100-80g, "):
         find_machine("abacus", "bfloat16")
     with pytest.raises(InputError, match=r"^--dtype: h200 is known by its rate in bfloat16 and float16, not "):
         find_machine("h200", "float32")

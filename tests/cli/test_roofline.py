@@ -62,7 +62,7 @@ def test_the_bundled_model_and_a_folder(tswift, checkpoint: Path) -> None:  # ty
     assert "20,000" not in folder.out.decode()
 
 
-@pytest.mark.parametrize("words", [(), ("--device", "here")])
+@pytest.mark.parametrize("words", [(), ("--device", "here"), ("--device", "cpu")])
 def test_this_machine(tswift, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(machine_module, "measured", lambda device, dtype: Machine(1.5e10, 3e10))
     result = tswift("roofline", *words)
@@ -91,7 +91,8 @@ def test_nothing_is_built(tswift, monkeypatch: pytest.MonkeyPatch) -> None:  # t
     [
         ("--model shape:gpt9", "--model: no shape 'gpt9'; there are llama3.1-8b"),
         ("--model /nowhere", "--model: there is no folder '/nowhere'"),
-        ("--device abacus", "--device: no device 'abacus'; there are here, a100-80g"),
+        ("--device abacus", "--device: no device 'abacus'; there are here, cpu, cuda, a100-80g"),
+        ("--device cuda:77", "--device: PyTorch finds"),
         ("--device h200 --dtype float32", "--dtype: h200 is known by its rate in bfloat16 and float16"),
         ("--dtype int8", "--dtype: no dtype 'int8'"),
         ("--bandwidth 5", "--bandwidth and --flops: wants both"),

@@ -58,7 +58,7 @@ def find_machine(name: str, dtype: str) -> Machine:
         InputError: there is none, or its rate in this dtype is not known.
     """
     if name not in MACHINES:
-        raise InputError(f"no device {name!r}; there are here, {', '.join(MACHINES)}", "--device")
+        raise InputError(f"no device {name!r}; there are here, cpu, cuda, {', '.join(MACHINES)}", "--device")
     if dtype not in _DTYPES:
         raise InputError(
             f"{name} is known by its rate in {' and '.join(_DTYPES)}, not in {dtype}; give --bandwidth and --flops",

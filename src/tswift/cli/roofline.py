@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _MACHINE, _DECODE = "Machine", "Prediction"
 _HERE = "here"
+_MEASURED = ("cpu", "cuda")
 
 
 def roofline(
@@ -26,7 +27,7 @@ def roofline(
     device: Annotated[
         str | None,
         options.option(
-            _MACHINE, "a100-80g, h100-sxm, h200, or here: measured on this machine. (default: here)", "--device"
+            _MACHINE, "a100-80g, h100-sxm, h200; or here, cpu, cuda, cuda:1 ...: measured. (default: here)", "--device"
         ),
     ] = None,
     bandwidth: Annotated[
@@ -114,14 +115,13 @@ def _machine(device: str | None, bandwidth: float | None, flops: float | None, d
 
     if bandwidth is not None and flops is not None:
         return Machine(bandwidth * 1e9, flops * 1e12), "as given"
-    if device is not None and device != _HERE:
+    if device is not None and device != _HERE and device.split(":")[0] not in _MEASURED:
         return find_machine(device, str(dtype).removeprefix("torch.")), device
-
-    import torch
 
     from tswift.benchmarking.machine import measured
     from tswift.benchmarking.measurement import machine
     from tswift.jobs.environment import environment
+    from tswift.models.loading import find_device
 
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    place = find_device("auto" if device in (None, _HERE) else str(device))
     return measured(place, dtype), f"{machine(environment(place))}, measured"

@@ -93,7 +93,7 @@ def load(
     Raises:
         InputError: something named here does not exist, is broken, or cannot be served exactly.
     """
-    place = _device(device)
+    place = find_device(device)
     if model.startswith(PREFIX):
         return _simulated(model, place, "bfloat16" if dtype == "auto" else dtype, attention, heads)
     kind = _dtype(dtype, place)
@@ -143,7 +143,12 @@ def _simulated(
     return LoadedModel(model, tokenizer, target, drafting, eos_ids, backend, _compiled(target, note), simulated=True)
 
 
-def _device(device: str) -> torch.device:
+def find_device(device: str) -> torch.device:
+    """The device of a name; ``auto`` is CUDA where there is one.
+
+    Raises:
+        InputError: there is none.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
