@@ -72,9 +72,12 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return ((out.double() - exact).abs().max() / exact.abs().max()).item()
 
 
-@pytest.mark.parametrize("dtype", TRITON_TOLERANCE)
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    # every further combination is another kernel to compile, of which a call has time for some dozens
+    [*((model, torch.bfloat16) for model in LAYOUTS), ("qwen2.5-7b", torch.float32), ("qwen2.5-7b", torch.float16)],
+)
 @pytest.mark.parametrize("prefix", [20_000, 100_000])
-@pytest.mark.parametrize("model", LAYOUTS)
 @pytest.mark.parametrize("nodes", [1, 41])
 def test_triton_against_float64(triton_attention, model, prefix, nodes, dtype) -> None:
     kv_heads, group, size = LAYOUTS[model]
@@ -84,8 +87,10 @@ def test_triton_against_float64(triton_attention, model, prefix, nodes, dtype) -
     assert relative_error(out, dense(query, keys, values, ancestors, scale)) < TRITON_TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", TRITON_TOLERANCE)
-@pytest.mark.parametrize("size", [8, 64, 80, 96, 256])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [*((size, torch.bfloat16) for size in (8, 64, 80, 96, 256)), (64, torch.float32), (96, torch.float32)],
+)
 def test_triton_head_sizes(triton_attention, size, dtype) -> None:
     query, keys, values, ancestors, scale = on_device(2, 3, size, 3000, 128, dtype=dtype, sharp=1.0)
     layout = Layout(2, 3, dtype, query.device)
@@ -192,6 +197,15 @@ def demo_text(model: LoadedModel, method: str, length: int, seed: int = 1) -> li
 def sampling_of(model: LoadedModel) -> SamplingParams:
     """Parameters as ``begin`` has them: the end of the text is never drawn."""
     return SamplingParams(banned=model.eos_ids)
+
+
+def test_nothing_of_the_core_is_done_without() -> None:
+    """Decoding is right without graphs and compiled layers, too; this says so if that is what it does here."""
+    model = bundled("bfloat16")
+    assert (model.attention, model.layers) == ("triton", "compiled")
+    twice = [demo_text(model, "tokenswift", 60) for _ in range(2)]  # the first one's graphs are gone by the second
+    assert twice[0] == twice[1]
+    assert model.target.graphs is None
 
 
 def test_the_bundled_model_writes_the_text_of_plain_decoding_in_float32() -> None:
