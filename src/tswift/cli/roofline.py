@@ -22,7 +22,11 @@ def roofline(
     model: options.ModelOrShape = "demo",
     dtype: Annotated[
         str,
-        typer.Option(help="auto (the model's own), float32, float64, bfloat16 or float16.", rich_help_panel="Model"),
+        typer.Option(
+            help="auto (as bench takes it: float32 on this CPU, else the model's own), float32, float64, bfloat16 or "
+            "float16.",
+            rich_help_panel="Model",
+        ),
     ] = "auto",
     device: Annotated[
         str | None,
@@ -68,10 +72,13 @@ def roofline(
         raise InputError("goes with --alpha", f"--{next(iter(given))}")
     _check_machine(device, bandwidth, flops)
 
+    import torch
+
     from tswift.benchmarking.forecast import Question, forecast
     from tswift.cli import records, tables
     from tswift.models.dtypes import find_dtype, own_dtype
-    from tswift.models.shapes import refuse_routed, shape_of, skeleton
+    from tswift.models.loading import find_device
+    from tswift.models.shapes import PREFIX, refuse_routed, shape_of, skeleton
     from tswift.models.source import in_one_line, read_config, silence
 
     question = Question(
@@ -85,8 +92,12 @@ def roofline(
     record = records.writable(json)
     config = read_config(model)
     refuse_routed(config, model)
-    kind = own_dtype(config) if dtype == "auto" else find_dtype(dtype)
-    machine, where = _machine(device, bandwidth, flops, kind)
+    place = find_device("auto" if device in (None, _HERE) else str(device)) if _is_here(device, bandwidth) else None
+    if dtype != "auto":
+        kind = find_dtype(dtype)
+    else:  # as `generate` and `bench` take it
+        kind = torch.float32 if place and place.type == "cpu" and not model.startswith(PREFIX) else own_dtype(config)
+    machine, where = _machine(place, device, bandwidth, flops, kind)
     with silence(), in_one_line(model):
         shape = shape_of(skeleton(config), kind.itemsize)
     found = forecast(shape, machine, question, config.get_text_config().max_position_embeddings)
@@ -109,19 +120,22 @@ def _check_machine(device: str | None, bandwidth: float | None, flops: float | N
         raise InputError("wants both", "--bandwidth and --flops")
 
 
-def _machine(device: str | None, bandwidth: float | None, flops: float | None, dtype: Any) -> tuple[Machine, str]:
+def _is_here(device: str | None, bandwidth: float | None) -> bool:
+    """Whether the machine is to be measured."""
+    return bandwidth is None and (device in (None, _HERE) or str(device).split(":")[0] in _MEASURED)
+
+
+def _machine(
+    place: Any, device: str | None, bandwidth: float | None, flops: float | None, dtype: Any
+) -> tuple[Machine, str]:
     """The machine, and what to call it."""
+    from tswift.benchmarking.machine import measured
+    from tswift.benchmarking.measurement import machine
     from tswift.benchmarking.roofline import Machine, find_machine
+    from tswift.jobs.environment import environment
 
     if bandwidth is not None and flops is not None:
         return Machine(bandwidth * 1e9, flops * 1e12), "as given"
-    if device is not None and device != _HERE and device.split(":")[0] not in _MEASURED:
-        return find_machine(device, str(dtype).removeprefix("torch.")), device
-
-    from tswift.benchmarking.machine import measured
-    from tswift.benchmarking.measurement import machine
-    from tswift.jobs.environment import environment
-    from tswift.models.loading import find_device
-
-    place = find_device("auto" if device in (None, _HERE) else str(device))
+    if place is None:
+        return find_machine(str(device), str(dtype).removeprefix("torch.")), str(device)
     return measured(place, dtype), f"{machine(environment(place))}, measured"
