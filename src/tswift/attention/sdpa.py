@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tswift.attention.layout import Layout, bias
 
+_OPERATOR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BLOCK = 8192  # keys scored at a time where no operator returns log-sum-exps
 
 
@@ -33,19 +34,23 @@ class TreeAttention:
         """Attend; shapes as for every attention."""
         rows = query.reshape(keys.shape[0], -1, query.shape[-1])
         even, wide = self._even, self._wide
-        tail_keys, tail_values = keys[:, even:].to(wide), values[:, even:].to(wide)
-        scores = torch.baddbmm(self._bias, rows.to(wide), tail_keys.transpose(1, 2), alpha=scale)
+        out, lse = self._tail(rows.to(wide), keys[:, even:].to(wide), values[:, even:].to(wide), scale)
         if even == 0:
-            return torch.bmm(scores.softmax(-1), tail_values).view_as(query).to(query.dtype)
-        # torch's own logsumexp costs more than all the rest for so few keys
-        top = scores.amax(-1, keepdim=True)
-        weights = (scores - top).exp_()
-        total = weights.sum(-1, keepdim=True)
-        tail_out = torch.bmm(weights, tail_values) / total
-        tail_lse = (top + total.log()).squeeze(-1)
+            return out.view_as(query).to(query.dtype)
         outs, lses = self._prefix(rows, keys[:, :even], values[:, :even], scale)
-        shares = torch.cat([lses.to(wide), tail_lse.unsqueeze(0)]).softmax(0).unsqueeze(-1)
-        return (torch.cat([outs.to(wide), tail_out.unsqueeze(0)]) * shares).sum(0).view_as(query).to(query.dtype)
+        shares = torch.cat([lses.to(wide), lse.unsqueeze(0)]).softmax(0).unsqueeze(-1)
+        return (torch.cat([outs.to(wide), out.unsqueeze(0)]) * shares).sum(0).view_as(query).to(query.dtype)
+
+    def _tail(self, rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention over the nodes' own keys, and the few before them that the parts of the prefix leave.
+
+        Returns:
+            Output ``[kv heads, rows, d]`` and log-sum-exps ``[kv heads, rows]``.
+        """
+        if rows.device.type != "cpu":
+            return _masked(rows, keys, values, scale, self._bias)
+        outs, lses = _OPERATOR(rows[None], keys[None], values[None], attn_mask=self._bias[None, None], scale=scale)
+        return outs[0], lses[0]
 
     def _split(self, layout: Layout, prefix: int, rows: int) -> int:
         """In how many parts the prefix is cut."""
@@ -68,8 +73,15 @@ class TreeAttention:
         count = rows.shape[1]
         wanted = 2 if count == 1 and rows.dtype == torch.bfloat16 else count
         query = rows.expand(parts, len(rows), wanted, -1)
-        outs, lses = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, *split, 0.0, False, scale=scale)
+        outs, lses = _OPERATOR(query, *split, scale=scale)
         return outs[:, :, :count], lses[:, :, :count]
+
+
+def _masked(rows: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``_tail``, from plain products."""
+    scores = torch.baddbmm(bias, rows, keys.transpose(1, 2), alpha=scale)
+    lse = scores.logsumexp(-1)
+    return torch.bmm(torch.exp(scores - lse.unsqueeze(-1)), values), lse
 
 
 def _blockwise(rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
