@@ -109,7 +109,7 @@ class Decoding:
         if not left:
             raise RuntimeError("the steps of a decode can be taken once")
         while left > 0:
-            step = self._step(self._context, self._drafter, left, stop)
+            step = self._step(self._context, self._drafter, left, stop, self._walk)
             left = 0 if step.tokens[-1] in stop else left - len(step.tokens)
             yield step
 
@@ -131,11 +131,11 @@ class Decoding:
         held = kv.length
         plain = Drafter()
         try:
-            return [self._step(aside, plain, 1, ()) for _ in range(min(count, self._last - held))]
+            return [self._step(aside, plain, 1, (), None) for _ in range(min(count, self._last - held))]
         finally:
             kv.length = held
 
-    def _step(self, context: Context, drafter: Drafter, wanted: int, stop: Collection[int]) -> Step:
+    def _step(self, context: Context, drafter: Drafter, wanted: int, stop: Collection[int], walk: Walk | None) -> Step:
         started = time.perf_counter()
         target = self._target
         with torch.inference_mode():
@@ -147,7 +147,6 @@ class Decoding:
             seen = context.sampler.seen(tokens, positions, ancestors)
             places = [context.position + depth + 1 for depth in tree.depths]
             drawn = context.sampler.draw(target.logits(forwarded.hidden), seen, places)
-            walk = self._walk if context is self._context else None  # steps aside are plain decoding's
             path = walk(tree, drawn) if walk else tree.walk(drawn)
             new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
             context.kv.commit(path)
