@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend: one line, the option named, exit code 2."""
+"""Errors that are told in one line: what the user can mend (exit code 2), and what broke on the way (exit code 1)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ class InputError(ValueError):
     def __init__(self, message: str, option: str | None = None) -> None:
         super().__init__(f"{option}: {message}" if option else message)
         self.option = option
+
+
+class Fault(RuntimeError):
+    """Something broke while a command worked: numbers that are none, memory or disk that ran out, a folder that went.
+
+    Args:
+        message: what broke and where, in one line, and what can be done about it.
+    """
 
 
 def renamed(error: InputError, options: Mapping[str, str]) -> InputError:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import tswift as package
+from tswift.errors import Fault
 
 
 def test_help_does_not_import_torch() -> None:
@@ -50,3 +51,23 @@ def test_usage_errors_are_one_line(tswift, words: list[str]) -> None:  # type: i
     assert result.out == b""
     assert result.err.startswith("tswift: error: ")
     assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [Fault("the disk\nis full"), ZeroDivisionError("oops"), OSError(28, "No space left")])
+def test_what_breaks_on_the_way_is_one_line(tswift, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:  # type: ignore[no-untyped-def]
+    def broken(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("tswift.jobs.settings.start", broken)
+    result = tswift("generate")
+    assert result.code == 1
+    assert result.err.startswith("tswift: error: ")
+    assert result.err.count("\n") == 1
+    assert ("unexpected" in result.err) == isinstance(error, ZeroDivisionError)
+
+
+def test_a_traceback_can_be_asked_for(tswift, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("tswift.jobs.settings.start", lambda *arguments: 1 / 0)
+    monkeypatch.setenv("TSWIFT_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        tswift("generate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -15,7 +16,9 @@ from tswift.cli.compare import compare
 from tswift.cli.generate import generate
 from tswift.cli.roofline import roofline
 from tswift.cli.verify import verify
-from tswift.errors import InputError
+from tswift.errors import Fault, InputError
+
+_TRACEBACK = "TSWIFT_TRACEBACK"
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 app.command()(generate)
@@ -53,19 +56,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except InputError as error:
         return _bad_input(str(error))
+    except Fault as error:
+        return _failed(str(error))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except OSError as error:  # a full disk, as a rule
-        print(f"tswift: error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
-        return FAILED
+        return _failed(f"{error.filename or 'writing'}: {error.strerror or error}")
     except Exception as error:
         # Typer's own usage errors, known by their method: their class has moved between click and typer
         if hasattr(error, "format_message"):
             return _bad_input(error.format_message())
-        raise
+        if os.environ.get(_TRACEBACK):
+            raise
+        kind = type(error).__name__
+        return _failed(f"unexpected {kind}: {error}; a mistake in tswift; {_TRACEBACK}=1 shows where")
     return code if isinstance(code, int) else OK
 
 
 def _bad_input(message: str) -> int:
-    print(f"tswift: error: {' '.join(message.split())}", file=sys.stderr)
+    _say(message)
     return BAD_INPUT
+
+
+def _failed(message: str) -> int:
+    _say(message)
+    return FAILED
+
+
+def _say(message: str) -> None:
+    print(f"tswift: error: {' '.join(message.split())}", file=sys.stderr)
