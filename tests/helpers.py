@@ -140,7 +140,7 @@ class ToyTarget:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[:, 0], hidden[:, 1]]
 
-    def prefill(self, tokens: Sequence[int], kv: FullKV) -> Forwarded | None:
+    def prefill(self, tokens: Sequence[int], kv: FullKV, show=None) -> Forwarded | None:
         values = torch.tensor(tokens, dtype=self.dtype).view(1, -1, 1)
         kv.write(0, values, values)
         kv.commit(range(len(tokens)))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tswift.decoding.generation import begin, ending
+from tests.helpers import tokens_of
+from tswift.decoding.generation import begin, ending, generate
 from tswift.decoding.loop import Walk
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import METHODS, DraftOptions
@@ -31,6 +32,28 @@ def test_need_is_what_is_allocated(checkpoint: Path, method: str) -> None:
     assert run.need.full_bytes == run.decoding._context.kv.nbytes
     assert (run.need.partial_bytes > 0) == ("budget" in METHODS[method].uses)
     assert run.need.positions == 53
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_text_goes_on_from_its_tokens(checkpoint: Path, method: str) -> None:
+    model, options = load(str(checkpoint), dtype="float64"), DraftOptions(budget=64)
+    asked = {"method": method, "options": options, "seed": 3}
+    whole = tokens_of(list(generate(model, "The ship", 120, **asked)))
+    need = begin(model, model.encode("The ship"), 120, **asked).need
+    for cut in (0, 1, 57, 119):
+        assert tokens_of(list(generate(model, "The ship", 120, written=whole[:cut], **asked))) == whole[cut:]
+        run = begin(model, model.encode("The ship"), 120, written=whole[:cut], **asked)
+        assert run.need == need  # those written are part of the length, and counted once
+    longer = tokens_of(list(generate(model, "The ship", 150, written=whole, **asked)))
+    assert longer == tokens_of(list(generate(model, "The ship", 150, **asked)))[120:]
+
+
+def test_a_length_that_leaves_nothing_to_generate(checkpoint: Path) -> None:
+    model = load(str(checkpoint))
+    with pytest.raises(InputError, match=r"^--len: must be at least 3, got 2, as 2 tokens are there already$"):
+        begin(model, [1], 2, written=[4, 5])
+    with pytest.raises(InputError, match=r"^--len: must be at least 1, got 0$"):
+        begin(model, [1], 0)
 
 
 def test_every_method_says_what_it_uses() -> None:

@@ -199,13 +199,68 @@ def test_the_same_decode_twice_and_no_global_random_state() -> None:
     assert decode_method("tokenswift", target, prompt, params, 9, 40) != first
 
 
-def test_a_text_goes_on_where_it_was_cut() -> None:
-    """A job's whole state is the tokens so far and the seed."""
-    target, prompt, params = tiny_target(), random_prompt(9), parameters(min_p=0.05, penalty=1.2, window=8)
-    whole = decode_method("ar", target, prompt, params, 8, 60)
-    for cut in (1, 17, 59):
-        more = decode_method("tokenswift", target, prompt + whole[:cut], params, 8, 60 - cut)
-        assert whole[:cut] + more == whole
+# a job's whole state is the tokens so far and the seed
+
+CUTS = {  # sampling parameters, draft options, seed, prompt length, tokens
+    "penalty, small budget": (parameters(0.7, min_p=0.05, penalty=1.3, window=20), PAPER, 8, 9, 170),
+    "greedy, no penalty": (parameters(temperature=0), BLIND, 9, 70, 150),
+    "window above the text": (parameters(min_p=0.1, penalty=1.2, window=10**6), WIDE, 10, 1, 150),
+}
+
+
+@pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift", "reuse"])
+@pytest.mark.parametrize("name", CUTS)
+def test_a_text_goes_on_where_it_was_cut(name: str, method: str) -> None:
+    params, options, seed, prompt_length, length = CUTS[name]
+    target, prompt = tiny_target(), random_prompt(prompt_length, seed)
+    whole = decode_method("ar", target, prompt, params, seed, length)
+    random = Random(f"{name} {method}")
+    for cut in (1, 66, random.randrange(67, length - 1), length - 1):
+        drafter = drafter_of(method, target, options)
+        run = Decoding(target, prompt, params, seed, drafter, length, written=whole[:cut])
+        assert whole[:cut] + tokens_of(list(run.steps())) == whole, cut
+        assert run._context.kv.capacity == len(prompt) + length + drafter.limit  # the written tokens count once
+        if method == "tokenswift" and cut < 20:
+            assert drafter.sources[0]._reader.kv.selections >= 3
+
+
+def test_a_text_goes_on_from_every_place_and_more_than_once() -> None:
+    target, prompt, params = tiny_target(), random_prompt(30, 2), parameters(min_p=0.05, penalty=1.2, window=8)
+    whole = decode_method("ar", target, prompt, params, 4, 44)
+    options = DraftOptions(tree=(1, 2, 2), nodes=6, budget=64, reuse_recent=True)
+    for cut in range(44):
+        run = Decoding(target, prompt, params, 4, drafter_of("tokenswift", target, options), 44, written=whole[:cut])
+        text = [*whole[:cut], *next(run.steps()).tokens]  # stopped again after its first step
+        if len(text) < 44:
+            text += decode_method("reuse", target, [*prompt, *text], params, 4, 44 - len(text), options)
+        assert text == whole, cut
+
+
+def test_what_was_written_in_the_shadow_of_a_stop_token_still_ends_the_text() -> None:
+    target, prompt, params = tiny_target(), [1, 2], parameters()
+    plain = decode_method("ar", target, prompt, params, 4, 40)
+    stop = plain[13]
+    until = plain.index(stop)
+    assert until > 2
+    run = Decoding(target, prompt, params, 4, drafter_of("tokenswift", target, PAPER), 40, written=plain[:2])
+    assert tokens_of(list(run.steps({stop}))) == plain[2 : until + 1]
+
+
+def test_a_decode_that_has_nothing_left_to_generate_is_refused() -> None:
+    for written in ([1, 2, 3, 4], [1, 2, 3, 4, 5]):
+        with pytest.raises(ValueError, match="length"):
+            Decoding(tiny_target(), [1], PLAIN, 1, Drafter(), 4, written=written)
+    with pytest.raises(ValueError, match="written"):
+        Decoding(tiny_target(), [1], PLAIN, 1, Drafter(), 4, written=[VOCAB])
+
+
+def test_a_long_prefill_shows_how_far_it_is() -> None:
+    seen = []
+    run = Decoding(tiny_target(), random_prompt(700), PLAIN, 1, Drafter(), 900, written=random_prompt(400, 1))
+    run.prefill(lambda done, total: seen.append((done, total)))
+    assert seen == [(512, 1099), (1024, 1099), (1099, 1099)]
+    Decoding(tiny_target(), [1], PLAIN, 1, Drafter(), 9).prefill(lambda done, total: seen.append((done, total)))
+    assert len(seen) == 3  # there was nothing to forward
 
 
 def test_a_prompt_that_cannot_be_decoded_is_refused() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from tswift.decoding.margin import Doubt
 from tswift.decoding.sampling import Sampler, SamplingParams
 from tswift.kv.full import FullKV
-from tswift.models.target import Target
+from tswift.models.target import Show, Target
 
 WITHIN, VIOLATION = "within rounding", "violation"
 SEARCHED = 1000  # tokens beyond the bound whose margin is looked for
@@ -28,7 +28,6 @@ _ELEMENTS = 1 << 21  # scores held at a time, in float64
 _STRETCHES, _STRETCH, _WIDTHS = 8, 32, (1, 8)
 _SAFETY = 2.0
 _WIDE, _NARROW = 256.0, 16.0  # most rounding there can be, in units of the largest logit's last place
-Show = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

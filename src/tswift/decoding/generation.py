@@ -62,6 +62,7 @@ def begin(
     seed: int = 0,
     options: DraftOptions = _OPTIONS,
     stop_at_eos: bool = False,
+    written: Sequence[int] = (),
     walk: Callable[[int], Walk] | None = None,
 ) -> Generation:
     """Check what is asked, and allocate what it takes. See :func:`generate` for the arguments.
@@ -70,11 +71,12 @@ def begin(
         walk: makes a walk for :class:`Decoding` from the most tokens that are drafted along a path.
 
     Raises:
-        InputError: an empty prompt, a length below 1, an unknown method, options that do not fit the model, or more
-            positions or memory than there are.
+        InputError: an empty prompt, a length that leaves nothing to generate, an unknown method, options that do not
+            fit the model, or more positions or memory than there are.
     """
-    if length < 1:
-        raise InputError(f"must be at least 1, got {length}", "--len")
+    if length <= len(written):
+        so_far = f", as {len(written):,} tokens are there already" if written else ""
+        raise InputError(f"must be at least {len(written) + 1:,}, got {length:,}{so_far}", "--len")
     if not prompt:
         raise InputError("has no tokens", "--prompt")
     target = model.target
@@ -82,7 +84,7 @@ def begin(
     need = check(target, len(prompt), length, method, resolved)
     params, stop = ending(params, model.eos_ids, stop_at_eos)
     drafter = make_drafter(method, target, model.heads, resolved)
-    decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth))
+    decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written)
     return Generation(decoding, drafter.depth, stop, params, resolved, need)
 
 
@@ -96,25 +98,39 @@ def generate(
     seed: int = 0,
     options: DraftOptions = _OPTIONS,
     stop_at_eos: bool = False,
+    written: Sequence[int] = (),
 ) -> Iterator[Step]:
     """Continue a text. The tokens depend on model, prompt, params and seed; never on the method or its options.
 
     Args:
         model: from :func:`tswift.load`.
         prompt: a text, or its token ids.
-        length: tokens to generate, exactly unless ``stop_at_eos``.
+        length: tokens to generate, exactly unless ``stop_at_eos``; those in ``written`` count.
         method: ``ar``, ``medusa``, ``tokenswift`` or ``reuse``.
         params: how each token is drawn.
         seed: any integer.
         options: how the method drafts; what it does not use is not looked at.
         stop_at_eos: end at an end-of-text token, which is the last one then. Otherwise those are never drawn.
+        written: the tokens that an earlier call with the same arguments has generated so far: the text goes on as that
+            call's would have. One that has come to its end is not to be gone on with: that is not looked at.
 
     Returns:
-        An iterator of steps, each with one or more tokens. The prompt is prefilled when the first is asked for.
+        An iterator of steps, each with one or more new tokens. The text so far is prefilled when the first is asked
+        for.
 
     Raises:
         InputError: as :func:`begin`.
     """
     ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    run = begin(model, ids, length, method=method, params=params, seed=seed, options=options, stop_at_eos=stop_at_eos)
+    run = begin(
+        model,
+        ids,
+        length,
+        method=method,
+        params=params,
+        seed=seed,
+        options=options,
+        stop_at_eos=stop_at_eos,
+        written=written,
+    )
     return run.steps()

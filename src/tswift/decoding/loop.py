@@ -17,7 +17,7 @@ from tswift.decoding.sampling import Sampler, SamplingParams
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.source import Context, Drafter
 from tswift.kv.full import FullKV
-from tswift.models.target import Target
+from tswift.models.target import Show, Target
 
 Walk = Callable[[DraftTree, Sequence[int]], list[int]]  # as DraftTree.walk: the nodes accepted, root first
 
@@ -50,12 +50,13 @@ class Decoding:
         params: the sampling parameters.
         seed: any integer.
         drafter: how to draft; it decides the speed and nothing else. It holds state: a new one for every decode.
-        length: most tokens that will be generated, for which the KV cache is allocated.
+        length: most tokens that will be generated, for which the KV cache is allocated; those written count.
         walk: which drafted tokens to accept, to time a given acceptance; the text is not the model's then. None accepts
             what the sampling rule draws.
+        written: the tokens that the decode has generated already. It goes on after them as if it had never stopped.
 
     Raises:
-        ValueError: an empty prompt, a token outside the vocabulary, or a length below 1.
+        ValueError: an empty prompt, a token outside the vocabulary, or a length that leaves nothing to generate.
     """
 
     def __init__(
@@ -67,31 +68,40 @@ class Decoding:
         drafter: Drafter,
         length: int,
         walk: Walk | None = None,
+        written: Sequence[int] = (),
     ) -> None:
         if not prompt:
             raise ValueError("prompt must have at least one token")
-        if not all(0 <= token < target.vocab_size for token in prompt):
-            raise ValueError(f"prompt has token ids outside the vocabulary of {target.vocab_size}")
-        if length < 1:
-            raise ValueError(f"length must be at least 1, got {length}")
-        self._target, self._drafter, self._left, self._walk = target, drafter, length, walk
+        for name, ids in (("prompt", prompt), ("written", written)):
+            if not all(0 <= token < target.vocab_size for token in ids):
+                raise ValueError(f"{name} has token ids outside the vocabulary of {target.vocab_size}")
+        if length <= len(written):
+            raise ValueError(f"length must be at least {len(written) + 1}, got {length}")
+        self._target, self._drafter, self._left, self._walk = target, drafter, length - len(written), walk
         sampler = Sampler(params, seed, target.vocab_size, target.device)
         kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
-        self._context = Context(list(prompt), sampler, kv, None, 0)
+        self._context = Context([*prompt, *written], sampler, kv, None, 0)
         self._last = len(prompt) + length  # positions that may be committed
         self._prefilled = False
 
-    def prefill(self) -> float:
-        """Forward the prompt, all but its last token, which is the first draft's root; returns the seconds it took."""
+    def prefill(self, show: Show | None = None) -> float:
+        """Forward the text so far, all but its last token, which is the first draft's root.
+
+        Args:
+            show: called after every chunk with the tokens forwarded so far and those to forward in all.
+
+        Returns:
+            The seconds it took.
+        """
         if self._prefilled:
             raise RuntimeError("this decode has been prefilled already")
         context = self._context
         started = time.perf_counter()
         context.sampler.extend(context.text)
-        context.last = self._target.prefill(context.text[:-1], context.kv)
+        context.last = self._target.prefill(context.text[:-1], context.kv, show)
         self._target.synchronize()
         prefilled = time.perf_counter() - started
-        # not before: the prompt's keys and values must not depend on the sizes that a method prepares
+        # not before: the text's keys and values must not depend on the sizes that a method prepares
         self._target.prepare(context.kv, self._drafter.limit)
         started = time.perf_counter() - prefilled
         if context.last is not None:
@@ -102,7 +112,7 @@ class Decoding:
         return time.perf_counter() - started
 
     def steps(self, stop: Collection[int] = ()) -> Iterator[Step]:
-        """Generate the ``length`` asked for exactly, or fewer if one of ``stop`` is drawn (it is the last one then)."""
+        """Generate exactly what is left of ``length``, less if one of ``stop`` is drawn (it is the last one then)."""
         if not self._prefilled:
             self.prefill()
         left, self._left = self._left, 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tswift.decoding.audit import Audit, Show, audit
+from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import ending
 from tswift.decoding.limits import check
 from tswift.decoding.sampling import SamplingParams
@@ -18,6 +18,7 @@ from tswift.jobs.recorded import Recorded, check_ids, read_tokens
 from tswift.jobs.settings import sampling_params
 from tswift.models.loading import LoadedModel, load
 from tswift.models.shapes import refuse_shape
+from tswift.models.target import Show
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ the name ``tswift``, and extra keyword arguments, which reach that function from
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import cast
 from weakref import WeakKeyDictionary
@@ -24,6 +23,7 @@ from tswift.kv.full import FullKV
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, sizes
 
 ATTENTION = "tswift"
+Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
 _CHUNK = 512  # prompt tokens forwarded at a time
 _APART = {2: 0.1, 4: 1e-3, 8: 1e-9}  # compiled layers may round so differently, by bytes of an element
 
@@ -220,10 +220,21 @@ class Target:
             kv.commit(range(len(chunk)))
             yield forwarded
 
-    def prefill(self, tokens: Sequence[int], kv: FullKV) -> Forwarded | None:
+    def prefill(self, tokens: Sequence[int], kv: FullKV, show: Show | None = None) -> Forwarded | None:
         """Forward a text and commit it.
+
+        Args:
+            tokens: the text.
+            kv: the cache that it goes to.
+            show: called after every chunk; the device may still be at work on it.
 
         Returns:
             The last chunk's pass; None if there was nothing to forward.
         """
-        return deque(self.chunks(tokens, kv), maxlen=1).pop() if tokens else None
+        last: Forwarded | None = None
+        held = kv.length
+        for forwarded in self.chunks(tokens, kv):
+            last = forwarded
+            if show is not None:
+                show(kv.length - held, len(tokens))
+        return last
