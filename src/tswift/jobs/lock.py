@@ -35,6 +35,12 @@ class Lock:
         except NotImplementedError as error:
             raise OSError(0, f"its file system has no locks: {error}", str(folder)) from None
 
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Take its file away, and let it go."""
         with suppress(OSError):  # one that waits for it sees that the file is gone, and makes another

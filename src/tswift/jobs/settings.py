@@ -131,11 +131,13 @@ def refuse_full_disk(path: Path, tokens: int) -> None:
     """
     need = tokens * _BYTES_PER_TOKEN + _BYTES_BESIDE
     try:
-        free = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
+        disk = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists()))
     except OSError:
         return  # what is wrong with it will be said when the folder is made
-    if free < need:
-        raise InputError(f"{tokens:,} tokens take about {gigabytes(need)}, {path} has {gigabytes(free)} free", "--out")
+    if disk.total and disk.free < need:  # some file systems do not say
+        raise InputError(
+            f"{tokens:,} tokens take about {gigabytes(need)}, {path} has {gigabytes(disk.free)} free", "--out"
+        )
 
 
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
