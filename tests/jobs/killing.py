@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,9 @@ class Process:
                 sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
                 code = tswift([str(word) for word in words])
                 sys.stdout.flush()
+                sys.stderr.flush()
+            except BaseException:
+                traceback.print_exc()
                 sys.stderr.flush()
             finally:
                 os._exit(code)
