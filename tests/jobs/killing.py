@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from random import Random
 
@@ -155,7 +156,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     # everything that takes long to import; nothing of it may have made threads before a fork
-    import tswift.jobs.resume
-    import tswift.jobs.settings
+    import_module("tswift.jobs.resume")
 
     sys.exit(main())
