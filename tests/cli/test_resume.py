@@ -107,4 +107,4 @@ def test_runs(tswift: Tswift, words: list[object], interrupted: Path, tmp_path: 
     record = json.loads(tswift("runs", tmp_path, "--json", "-").out)
     assert [entry["state"] for entry in record["runs"]] == ["interrupted", "finished"]
     assert tswift("runs").code == 2  # there is no folder of runs here
-    assert tswift("runs", interrupted).out.decode().startswith("1 runs in")
+    assert tswift("runs", interrupted).out.decode().startswith("1 run in")

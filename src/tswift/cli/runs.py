@@ -49,4 +49,5 @@ def _grid(folder: Path, entries: list[Entry]) -> Grid:
         for entry in entries
     ]
     reasons = [f"{entry.path.name}: {entry.reason}" for entry in entries if entry.reason]
-    return Grid(f"{len(entries):,} runs in {folder}", columns, rows, left=5, notes=reasons)
+    many = "" if len(entries) == 1 else "s"
+    return Grid(f"{len(entries):,} run{many} in {folder}", columns, rows, left=5, notes=reasons)
