@@ -53,7 +53,9 @@ def test_usage_errors_are_one_line(tswift, words: list[str]) -> None:  # type: i
     assert result.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [Fault("the disk\nis full"), ZeroDivisionError("oops"), OSError(28, "No space left")])
+@pytest.mark.parametrize(
+    "error", [Fault("the disk\nis full"), ZeroDivisionError("oops"), OSError(28, "No space left"), MemoryError()]
+)
 def test_what_breaks_on_the_way_is_one_line(tswift, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:  # type: ignore[no-untyped-def]
     def broken(*arguments: object) -> None:
         raise error
@@ -64,6 +66,7 @@ def test_what_breaks_on_the_way_is_one_line(tswift, monkeypatch: pytest.MonkeyPa
     assert result.err.startswith("tswift: error: ")
     assert result.err.count("\n") == 1
     assert ("unexpected" in result.err) == isinstance(error, ZeroDivisionError)
+    assert ("no memory is left" in result.err) == isinstance(error, MemoryError)
 
 
 def test_a_traceback_can_be_asked_for(tswift, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]

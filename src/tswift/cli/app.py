@@ -70,9 +70,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _bad_input(error.format_message())
         if os.environ.get(_TRACEBACK):
             raise
+        if _ran_out(error):
+            return _failed("no memory is left; a smaller --len, --nodes or --budget needs less")
         kind = type(error).__name__
         return _failed(f"unexpected {kind}: {error}; a mistake in tswift; {_TRACEBACK}=1 shows where")
     return code if isinstance(code, int) else OK
+
+
+def _ran_out(error: Exception) -> bool:
+    if "torch" not in sys.modules:  # it is not imported to say so
+        return isinstance(error, MemoryError)
+    from tswift.models.memory import ran_out
+
+    return ran_out(error)
 
 
 def _bad_input(message: str) -> int:
