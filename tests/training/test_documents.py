@@ -56,7 +56,9 @@ def test_crops_are_from_everywhere_and_a_function_of_their_key(tiny: Tiny) -> No
         assert batch.dtype == np.int64
         assert (batch == documents.batch(3, LENGTH, (1, step, 0))).all()
         for row in batch.tolist():
-            found = [(i, at) for i in documents.train for at in range(len(tokens[i])) if tokens[i][at : at + LENGTH] == row]
+            found = [
+                (i, at) for i in documents.train for at in range(len(tokens[i])) if tokens[i][at : at + LENGTH] == row
+            ]
             assert found
             places.add(found[0])
     assert {i for i, _ in places} == {*documents.train}
@@ -103,5 +105,11 @@ def test_another_tokenizer_is_not_given_the_tokens_kept_for_the_first(tiny: Tiny
     first = prepared(tiny)
     other = prepare(str(tiny.corpus), AutoTokenizer.from_pretrained(checkpoint), 320, LENGTH)
     assert (first.lengths != other.lengths).any()
-    again = prepare(str(tiny.corpus), AutoTokenizer.from_pretrained(tiny.model), 300, LENGTH, tick=lambda *_: pytest.fail())
+    again = prepare(
+        str(tiny.corpus),
+        AutoTokenizer.from_pretrained(tiny.model),
+        300,
+        LENGTH,
+        tick=lambda *_: pytest.fail("tokenised twice"),
+    )
     assert again.about() == first.about()

@@ -203,7 +203,7 @@ def test_another_model_or_corpus_or_damage_is_noticed(tiny: Tiny, tmp_path: Path
         with pytest.raises(InputError, match=f"^{option}: the .* changed since the training in "):
             resume(out, {})
     (out / RECORD).write_text(json.dumps(record | {"plan": record["plan"] | {"kind": "odd"}}))
-    with pytest.raises(InputError, match="^--resume: .* holds a plan that is damaged"):
+    with pytest.raises(InputError, match=r"^--resume: .* holds a plan that is damaged"):
         resume(out, {})
     (out / RECORD).write_text("{")
     with pytest.raises(InputError, match=r"^--resume: .*train\.json is damaged$"):
@@ -216,9 +216,9 @@ def test_another_model_or_corpus_or_damage_is_noticed(tiny: Tiny, tmp_path: Path
             resume(out, {})
     (out / CHECKPOINT).unlink()
     (out / CHECKPOINT).write_bytes((tiny.model / "model.safetensors").read_bytes())
-    with pytest.raises(InputError, match="^--resume: .* is damaged"):
+    with pytest.raises(InputError, match=r"^--resume: .* is damaged"):
         resume(out, {})
-    with pytest.raises(InputError, match="^--resume: .* holds no training"):
+    with pytest.raises(InputError, match=r"^--resume: .* holds no training"):
         resume(tmp_path, {})
 
 
@@ -230,7 +230,7 @@ def test_a_loss_that_is_no_number_ends_it(tiny: Tiny, tmp_path: Path) -> None:
 def test_a_second_process_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "out"
     train(plan_of(tiny), out, StopAt(2, signal.SIGINT))
-    with TrainFolder(out).held(), pytest.raises(InputError, match="^--resume: another process is training in "):
+    with TrainFolder(out).held(), pytest.raises(InputError, match=r"^--resume: another process is training in "):
         resume(out, {})
 
 
@@ -238,7 +238,20 @@ def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_p
     plan = plan_of(tiny, dtype="float64", steps=3, accumulate=4)
     train(plan, tmp_path / "one")
     words = [
-        *("--corpus", tiny.corpus, "--model", tiny.model, "--seq-len", 64, "--steps", 3, "--batch", 2, "--accumulate", 2),
+        *(
+            "--corpus",
+            tiny.corpus,
+            "--model",
+            tiny.model,
+            "--seq-len",
+            64,
+            "--steps",
+            3,
+            "--batch",
+            2,
+            "--accumulate",
+            2,
+        ),
         *("--warmup", 2, "--lr", 0.01, "--alpha-tokens", 0, "--device", "cpu", "--dtype", "float64"),
     ]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

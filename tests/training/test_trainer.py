@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def test_the_rate_rises_and_falls_along_a_cosine() -> None:
     assert max(range(200), key=rates.__getitem__) == 49
     assert rates[100] == pytest.approx(0.5)
     assert rates[199] < 1e-4
-    assert all(later < earlier for earlier, later in zip(rates[49:], rates[50:], strict=False))
+    assert all(later < earlier for earlier, later in pairwise(rates[49:]))
 
 
 def test_the_rise_ends_after_a_quarter_of_the_training() -> None:

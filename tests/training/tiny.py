@@ -14,7 +14,8 @@ from tswift.training.corpus import token_stream
 from tswift.training.pretrain import Plan, pretrain
 from tswift.training.tokenizer import train_tokenizer
 
-WORDS = "the ship sailed over a grey sea and nobody on deck spoke of weather before that night came down again".split()
+SENTENCE = "the ship sailed over a grey sea and nobody on deck spoke of weather before that night came down again"
+WORDS = SENTENCE.split()
 SHORT, LONG = 6, 18  # documents of 20 words, and of 300
 
 
@@ -51,7 +52,9 @@ def make_tiny(folder: Path) -> Tiny:
             tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
         model = LlamaForCausalLM(config)
-        plan = Plan(steps=60, tokens_per_step=512, short_row=64, long_from=2, heads_from=2, warmup=3, position_limit=128)
+        plan = Plan(
+            steps=60, tokens_per_step=512, short_row=64, long_from=2, heads_from=2, warmup=3, position_limit=128
+        )
         pretrain(model, ChainedHeads(32), token_stream(texts, tokenizer), plan, lambda line: None)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")

@@ -33,7 +33,7 @@ def open_corpus(corpus: str) -> Dataset:
     """
     import datasets
 
-    files = _files(corpus)
+    files = corpus_files(corpus)
     with silence():
         try:
             if files and files[0].endswith(".txt"):
@@ -65,7 +65,7 @@ def tidy(text: str | None) -> str:
     return (text or "").replace("\ufeff", "").strip()
 
 
-def _files(corpus: str) -> list[str]:
+def corpus_files(corpus: str) -> list[str]:
     """The files that a path names; none if it is no path that exists.
 
     Raises:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -105,6 +106,7 @@ class TrainFolder:
         new = path.with_name(f"{name}.new")
         try:
             save(new)
+            shutil.copymode(self.path / RECORD, new)  # safetensors would let nobody else read it
             with new.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(new, path)

@@ -82,6 +82,9 @@ class TrainPlan:
             value = getattr(self, name)
             if value not in among:
                 raise InputError(f"is one of {', '.join(among)}, got {value!r}", option(name))
+        for name, highest in (("heads_count", _MOST_HEADS), ("seed", 2**63 - 1)):
+            if getattr(self, name) > highest:
+                raise InputError(f"must be at most {highest}, got {getattr(self, name)}", option(name))
         least = {
             "heads_count": 1,
             "seq_len": self.heads_count + 2,
@@ -100,9 +103,6 @@ class TrainPlan:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise InputError(f"must be at least {lowest}, got {value}", option(name))
-        for name, highest in (("heads_count", _MOST_HEADS), ("seed", 2**63 - 1)):
-            if getattr(self, name) > highest:
-                raise InputError(f"must be at most {highest}, got {getattr(self, name)}", option(name))
         for name, zero in (("lr", False), ("minutes", False), ("save_minutes", False), ("weight_decay", True)):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and (value > 0 or (zero and value == 0))):

@@ -18,6 +18,7 @@ from tswift.jobs.folder import default_path
 from tswift.models.fingerprint import fingerprint_of
 from tswift.models.heads import KINDS, Heads, load_heads
 from tswift.models.loading import find_device, load
+from tswift.training.corpus import corpus_files
 from tswift.training.documents import Documents, prepare
 from tswift.training.folder import HEADS, TrainFolder
 from tswift.training.held_out import HeldOut, Judged
@@ -136,6 +137,7 @@ class _Training:
     ) -> None:
         self._plan, self._folder, self._ranks = plan, folder, ranks
         show = show if ranks.first else Silence()
+        corpus_files(plan.corpus)  # what is wrong with these can be said at once
         place = find_device(ranks.device)
         dtype = plan.dtype if plan.dtype != "auto" else "bfloat16" if place.type == "cuda" else "float32"
         model = load(plan.model, device=str(place), dtype=dtype, attention=plan.attention)
