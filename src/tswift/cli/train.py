@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,9 +15,11 @@ from tswift.errors import InputError
 
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
+    from tswift.cli.bars import Bars
     from tswift.training.train import Outcome
 
 _HEADS, _ROWS, _SCHEDULE, _RECORDS = "Heads", "Text", "Schedule", "Output"
+_BAR = 42  # columns of a progress bar without its figures
 _PLAN = (
     *("corpus", "model", "kind", "heads_count", "seq_len", "steps", "minutes", "batch", "accumulate", "lr", "warmup"),
     *("weight_decay", "objective", "documents", "held_out", "eval_every", "save_every", "save_minutes"),
@@ -111,8 +115,7 @@ def train(
 ) -> None:
     """Train heads that draft for a model, whose own weights stay as they are; what is not said is the paper's.
 
-    The folder holds heads.safetensors in the end, and train.json, metrics.jsonl and a checkpoint all along. Under
-    torchrun the gradients of all processes are averaged.
+    A folder takes heads.safetensors, figures and checkpoints. Under torchrun, gradients of all processes are averaged.
     """
     given = options.given(context, _PLAN)
     if resume is not None and out is not None:
@@ -128,12 +131,13 @@ def train(
 
     first = find_ranks()[0] == 0
     bars = Bars(quiet or not first, not no_progress)
+    progress = _Progress(bars)
     try:
         with bars:
             if resume is None:
-                outcome = training.train(TrainPlan(**given), out, bars, context.obj)
+                outcome = training.train(TrainPlan(**given), out, progress, context.obj)
             else:
-                outcome = training.resume(resume, given, bars, context.obj)
+                outcome = training.resume(resume, given, progress, context.obj)
     except InputError:
         if first:
             raise
@@ -144,6 +148,26 @@ def train(
         bars.say(f"interrupted after step {outcome.steps:,}; tswift train --resume {outcome.folder} goes on")
         raise typer.Exit(128 + outcome.signum)
     bars.say(f"written: {outcome.folder / 'heads.safetensors'}")
+
+
+class _Progress:
+    """One bar at a time, with as many of its figures as there is room for."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars, self._task = bars, ""
+
+    def say(self, message: str) -> None:
+        self._bars.say(message)
+
+    def update(self, name: str, done: int, total: int, figures: str = "") -> None:
+        if name != self._task:
+            self._task = name
+            self._bars.clear()
+        if sys.stderr.isatty():
+            room = shutil.get_terminal_size().columns - _BAR
+            while len(figures) > room and ", " in figures:
+                figures = figures.rpartition(", ")[0]
+        self._bars.update(name, done, total, figures)
 
 
 def _grid(outcome: Outcome) -> Grid:

@@ -65,16 +65,17 @@ class HeldOut:
             raise InputError(f"must be below the model's {most:,} positions", "--alpha-tokens")
         self._prompt = min(plan.seq_len, _PROMPT, most - plan.alpha_tokens)
 
-    def score(self, heads: Heads, when: str) -> Judged:
+    def score(self, heads: Heads, when: str | None = None) -> Judged:
         """How well heads foresee the texts.
 
         Args:
             heads: what is judged.
-            when: a word for the progress.
+            when: a word for the progress; None to show none.
         """
         tallies: list[Tally] = []
         for row in self._rows:
-            self._update(f"held out, {when}", len(tallies), len(self._rows))
+            if when:
+                self._update(f"held out, {when}", len(tallies), len(self._rows))
             ids = torch.from_numpy(row).unsqueeze(0)
             tallies.append(foresee(self._model.target, heads, ids, self._plan.objective))
         whole = sum(tallies[1:], start=tallies[0])

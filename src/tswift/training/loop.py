@@ -13,7 +13,7 @@ from tswift.errors import Fault
 from tswift.training.documents import Documents
 from tswift.training.folder import TrainFolder
 from tswift.training.held_out import HeldOut
-from tswift.training.loss import Tally
+from tswift.training.loss import RANKS, Tally
 from tswift.training.plan import TrainPlan
 from tswift.training.ranks import Ranks
 from tswift.training.signals import Signals
@@ -124,12 +124,12 @@ class Loop:
         if plan.minutes is None:
             self._show.update("train", self.step, plan.last, figures)
         else:
-            self._show.update("train, s", int(self.seconds), int(60 * plan.minutes), f"step {self.step:,} {figures}")
+            self._show.update("train, s", int(self.seconds), int(60 * plan.minutes), f"{figures}, step {self.step:,}")
 
     def _now_and_then(self) -> None:
         plan, ranks = self._plan, self._ranks
         if plan.eval_every and self.step % plan.eval_every == 0 and self._share() < 1 and ranks.first:
-            found = asdict(self._held_out.score(self._trainer.heads, "meanwhile"))
+            found = asdict(self._held_out.score(self._trainer.heads))
             self._folder.log({"step": self.step, "held_out": {name: found[name] for name in ("loss", "top")}})
         by_steps = plan.save_every is not None and self.step % plan.save_every == 0
         if by_steps or time.monotonic() - self._saved >= 60 * plan.save_minutes:
@@ -142,5 +142,6 @@ class Loop:
 
 
 def _figures(losses: Sequence[float], accuracy: Sequence[Sequence[float]]) -> str:
-    tops = " ".join("/".join(f"{100 * share:.0f}" for share in head) for head in accuracy)
-    return f"loss {' '.join(f'{loss:.2f}' for loss in losses)} top-1..3 % {tops}"
+    """What matters most comes first: a terminal may have no room for the rest."""
+    tops = [f"top-{k} {' '.join(f'{100 * head[k - 1]:.0f}' for head in accuracy)}%" for k in range(1, RANKS + 1)]
+    return ", ".join([f"loss {' '.join(f'{loss:.2f}' for loss in losses)}", *tops])

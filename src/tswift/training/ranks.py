@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from tswift.errors import InputError
+from tswift.errors import Fault, InputError
 from tswift.models.heads import Heads
 
 _PATIENCE = timedelta(hours=12)  # one process tokenises and evaluates, the others wait; torchrun ends them if it dies
@@ -51,13 +51,15 @@ class Ranks:
         if self.count == 1:
             return values
         shared = torch.tensor(values, dtype=torch.float64, device=self.device)
-        distributed.all_reduce(shared, distributed.ReduceOp.MAX)
+        with _together():
+            distributed.all_reduce(shared, distributed.ReduceOp.MAX)
         return tuple(shared.tolist())
 
     def total(self, *values: torch.Tensor) -> None:
         """Sum tensors over all processes, in place."""
         for value in values if self.count > 1 else ():
-            distributed.all_reduce(value)
+            with _together():
+                distributed.all_reduce(value)
 
     def wait(self) -> None:
         """Wait for all processes."""
@@ -87,8 +89,23 @@ def open_ranks(device: str) -> Iterator[Ranks]:
         raise InputError(f"wants one for each process; PyTorch finds {torch.cuda.device_count()} here", "--device")
     if cuda:
         torch.cuda.set_device(place)
-    distributed.init_process_group("nccl" if cuda else "gloo", timeout=_PATIENCE)
+    with _together():
+        distributed.init_process_group("nccl" if cuda else "gloo", timeout=_PATIENCE)
     try:
         yield Ranks(index, count, place)
     finally:
         distributed.destroy_process_group()
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Say in one line that another process is not there.
+
+    Raises:
+        Fault: it is not.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise Fault(f"the processes that train together have lost each other ({reason})") from None
