@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -148,6 +149,15 @@ def test_bad_input_is_one_line(tswift, tiny: Tiny, words: str) -> None:  # type:
     assert result.err.count("\n") == 1
     assert not [path for path in Path.cwd().rglob("*") if path.is_file()]
     assert not list(Path.cwd().glob("runs/*"))
+
+
+def test_broken_heads_beside_the_model(tswift, tiny: Tiny, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    model = tmp_path / "model"
+    shutil.copytree(tiny.model, model)
+    (model / "heads.safetensors").write_bytes(b"none")
+    result = tswift("train", "--corpus", tiny.corpus, "--model", model, "--seq-len", 64, "--quiet")
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert result.err.startswith(f"tswift: error: --model: {model}/heads.safetensors is not a tswift heads file")
 
 
 def test_no_corpus(tswift) -> None:  # type: ignore[no-untyped-def]

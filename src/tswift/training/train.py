@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tswift.errors import Fault, InputError
+from tswift.errors import Fault, InputError, renamed
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import default_path
 from tswift.models.fingerprint import fingerprint_of
@@ -140,7 +140,10 @@ class _Training:
         corpus_files(plan.corpus)  # what is wrong with these can be said at once
         place = find_device(ranks.device)
         dtype = plan.dtype if plan.dtype != "auto" else "bfloat16" if place.type == "cuda" else "float32"
-        model = load(plan.model, device=str(place), dtype=dtype, attention=plan.attention)
+        try:
+            model = load(plan.model, device=str(place), dtype=dtype, attention=plan.attention)
+        except InputError as error:  # heads that lie beside it are read, too
+            raise renamed(error, {"--heads": "--model"}) from None
         target = self._target = model.target
         if plan.seq_len > target.max_positions:
             raise InputError(f"is {plan.seq_len:,}, the model has {target.max_positions:,} positions", "--seq-len")
