@@ -89,10 +89,14 @@ def test_fewer_documents_are_spread_over_the_corpus(tiny: Tiny) -> None:
 
 
 def test_too_few_long_documents(tiny: Tiny) -> None:
-    with pytest.raises(InputError, match=r"^--corpus: .* has 18 documents of more than 96 tokens among 25, and 18 of"):
+    with pytest.raises(
+        InputError, match=r"^--held-out: .* has 18 documents of more than 96 tokens among 25, and 18 of"
+    ):
         prepared(tiny, held_out=18)
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    with pytest.raises(InputError, match=r"has 0 documents of more than 9,000 tokens among 25, .* the longest has \d"):
+    with pytest.raises(
+        InputError, match=r"^--corpus: .* has 0 documents of more than 9,000 tokens among 25, .* the longest has \d"
+    ):
         prepare(str(tiny.corpus), tokenizer, 300, 9000)
 
 

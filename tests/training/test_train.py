@@ -115,7 +115,7 @@ def test_figures_are_kept(whole: Path) -> None:
     assert not list(whole.glob("*.new"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_by_a_signal_and_gone_on_with(tiny: Tiny, whole: Path, tmp_path: Path, number: int) -> None:
     out = tmp_path / "out"
     outcome = train(plan_of(tiny, eval_every=2), out, StopAt(3, number))

@@ -120,7 +120,7 @@ def prepare(
         raise InputError(
             f"{corpus} has {len(kept):,} documents of more than {longer_than:,} tokens among {len(rows):,}, "
             f"and {wanted:,} of them would be held out; the longest has {int(lengths.max()):,}",
-            OPTION,
+            OPTION if held_out is None else "--held-out",
         )
     held = kept[((np.arange(wanted) + 0.5) * len(kept) / wanted).astype(int)]
     return Documents(rows, lengths, np.setdiff1d(kept, held), held, len(long) - len(kept), prefix)

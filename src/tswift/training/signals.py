@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: noted while a step is under way, raised elsewhere."""
+"""Ctrl-C, SIGTERM and a terminal that goes away: noted while a step is under way, raised elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+_CAUGHT = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class Stopped(BaseException):
@@ -41,8 +43,9 @@ class Signals:
             return
         before: dict[signal.Signals, Any] = {}
         try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before[number] = signal.signal(number, self._take)
+            for number in _CAUGHT:
+                if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                    before[number] = signal.signal(number, self._take)
             yield self
         finally:
             for caught, handler in before.items():

@@ -113,13 +113,14 @@ def resume(path: Path, given: Mapping[str, Any], show: Show = _SILENCE, command:
     record = folder.record()
     try:
         began = TrainPlan(**record["plan"])
-    except (TypeError, InputError):
+        steps, before, after = int(record["steps"]), _judged(record, "before"), _judged(record, "after")
+    except (TypeError, ValueError, KeyError):
         raise InputError(f"{path} holds a plan that is damaged, or of another version of tswift", "--resume") from None
     plan = began.resumed(given, path)
     with open_ranks(plan.device) as ranks:
         if record["state"] == FINISHED:
             show.say(f"the training in {path} is finished")
-            return Outcome(path, plan, record["steps"], _judged(record, "before"), _judged(record, "after"))
+            return Outcome(path, plan, steps, before, after)
         return _Training(plan, folder, ranks, show, record, command).run()
 
 
