@@ -1,16 +1,20 @@
-"""Fixtures of the tests that train."""
+"""Fixtures of the tests that train. Nothing heavy is imported here: triton must not be, before pytest is configured."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.training.tiny import Tiny, make_tiny
+if TYPE_CHECKING:
+    from tests.training.tiny import Tiny
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    from tests.training.tiny import make_tiny
+
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
