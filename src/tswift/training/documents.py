@@ -42,7 +42,7 @@ class Documents:
 
     def about(self) -> dict[str, Any]:
         """What is trained on, for records."""
-        digests = self.rows["digest"]
+        digests = list(self.rows["digest"])
         chosen = sorted(digests[int(i)] for i in (*self.train, *self.held_out))
         return {
             "documents": len(self.lengths),
@@ -111,7 +111,7 @@ def prepare(
     if max(rows["largest"]) >= vocabulary:
         raise InputError(f"the tokenizer has tokens that the model of {vocabulary:,} does not know", "--model")
     prefix = tuple(tokenizer("")["input_ids"])
-    lengths, digests = np.asarray(rows["length"]), rows["digest"]
+    lengths, digests = np.asarray(rows["length"]), list(rows["digest"])
     long = np.flatnonzero(lengths > longer_than)
     first = {digests[int(i)]: int(i) for i in reversed(long)}
     kept = np.array(sorted(first.values()), dtype=int)
@@ -127,7 +127,8 @@ def prepare(
 
 
 def _tokenised(rows: Dataset, tokenizer: Any, tick: Tick) -> Dataset:
-    from datasets import Features, List, Value
+    from datasets import Features, Value
+    from datasets import Sequence as List  # before datasets 4, List has this name alone
     from datasets.fingerprint import Hasher
 
     digest = sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
