@@ -14,6 +14,7 @@ from tswift.errors import Fault
 def test_help_does_not_import_torch() -> None:
     code = "import sys; from tswift.cli import main; main(['--help']); main(['generate', '--help']); "
     code += "main(['verify', '--help']); main(['bench', '--help']); main(['roofline', '--help']); "
+    code += "main(['train', '--help']); "
     code += "sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

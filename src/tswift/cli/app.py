@@ -16,6 +16,7 @@ from tswift.cli.compare import compare
 from tswift.cli.generate import generate
 from tswift.cli.roofline import roofline
 from tswift.cli.runs import runs
+from tswift.cli.train import train
 from tswift.cli.verify import verify
 from tswift.errors import Fault, InputError
 
@@ -28,6 +29,7 @@ app.command()(runs)
 app.command()(verify)
 app.command()(bench)
 app.command()(roofline)
+app.command()(train)
 
 
 @app.callback(invoke_without_command=True)

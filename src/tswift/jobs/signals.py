@@ -55,9 +55,14 @@ class Signals:
             signal.signal(number, handler)
 
     @property
+    def number(self) -> int:
+        """Of the first signal that was noted; 0 if there was none."""
+        return self._caught[0] if self._caught else 0
+
+    @property
     def stopped(self) -> Stopped | None:
         """The first signal that was noted; None if there was none."""
-        return Stopped(self._caught[0]) if self._caught else None
+        return Stopped(self.number) if self._caught else None
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self._caught.append(number)

@@ -199,11 +199,15 @@ class Target:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """``[..., V]`` logits of hidden states ``[..., H]``, in the model's dtype."""
+        return self.open_logits(hidden)
+
+    def open_logits(self, hidden: Tensor) -> Tensor:
+        """As :meth:`logits`, but gradients flow back to the hidden states, to train what these come from."""
         return self._lm_head(hidden)
 
     @torch.inference_mode()
     def embed(self, token: int | Tensor) -> Tensor:
-        """``[H]`` input embedding of a token, given as an integer or as ``[]`` int64 on the model's device."""
+        """``[..., H]`` input embeddings of tokens, given as an integer or as ``[...]`` int64."""
         return self._embeddings(torch.as_tensor(token).to(self.device, non_blocking=True))
 
     def synchronize(self) -> None:
