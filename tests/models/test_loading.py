@@ -97,6 +97,25 @@ def test_broken_files(checkpoint: Path, tmp_path: Path) -> None:
     _refused(model, "cannot be loaded")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "dtype", "place"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", float("nan"), "float32", "model.layers.1"),
+        ("model.layers.0.self_attn.q_proj.weight", float("inf"), "float64", "model.layers.0"),
+        ("lm_head.weight", 60_000.0, "float16", "lm_head"),
+    ],
+)
+def test_a_model_that_gives_no_numbers(
+    checkpoint: Path, tmp_path: Path, name: str, value: float, dtype: str, place: str
+) -> None:
+    model = _copy(checkpoint, tmp_path / "m")
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    weights[name][3] = value
+    save_file(weights, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    reason = f"the first output that is not finite is that of {place}: its weights are broken, or {dtype} is too narrow"
+    _refused(model, f"gives logits that are NaN or infinite; {reason} for it$", dtype=dtype)
+
+
 def test_pickles_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     model = _copy(checkpoint, tmp_path / "m")
     weights = tmp_path / "m" / "model.safetensors"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tswift.decoding.finite import broken, not_finite
 from tswift.decoding.margin import Doubt
 from tswift.decoding.sampling import Sampler, SamplingParams
 from tswift.kv.full import FullKV
@@ -132,6 +133,7 @@ def audit(
 
     Raises:
         ValueError: no prompt, no tokens, or ids outside the vocabulary.
+        NotFinite: the model gives NaN or infinity somewhere in the text.
     """
     if not prompt or not tokens:
         raise ValueError("prompt and tokens must have at least one token each")
@@ -157,6 +159,11 @@ def audit(
             others.append(_logits(target, stretch, kv, width))
             kv.length = start  # what comes next takes the place of what the narrow passes wrote
         logits = _logits(target, text[start:stop], kv, _CHUNK)
+        for rows in (logits, *others):
+            wrong = broken(rows).nonzero().flatten().tolist()
+            if wrong:
+                kv.length = start + wrong[-1]  # behind the cause: NaN spreads to tokens before it in the same pass
+                raise not_finite(target, kv, text, rows[wrong[-1]], params)
         for other in others:
             difference = (logits[: len(other)].double() - other.double()).abs().max()
             judge.measured = max(judge.measured, float(difference))

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.finite import not_finite
+from tswift.decoding.sampling import NOTHING, Sampler, SamplingParams
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.source import Context, Drafter
 from tswift.kv.full import FullKV
+from tswift.models.passes import Forwarded
 from tswift.models.target import Show, Target
 
 Walk = Callable[[DraftTree, Sequence[int]], list[int]]  # as DraftTree.walk: the nodes accepted, root first
@@ -112,7 +114,11 @@ class Decoding:
         return time.perf_counter() - started
 
     def steps(self, stop: Collection[int] = ()) -> Iterator[Step]:
-        """Generate exactly what is left of ``length``, less if one of ``stop`` is drawn (it is the last one then)."""
+        """Generate exactly what is left of ``length``, less if one of ``stop`` is drawn (it is the last one then).
+
+        Raises:
+            NotFinite: the model gave NaN or infinity where a token was to be drawn. That step adds nothing.
+        """
         if not self._prefilled:
             self.prefill()
         left, self._left = self._left, 0
@@ -147,17 +153,16 @@ class Decoding:
 
     def _step(self, context: Context, drafter: Drafter, wanted: int, stop: Collection[int], walk: Walk | None) -> Step:
         started = time.perf_counter()
-        target = self._target
         with torch.inference_mode():
             tree = drafter.propose(context, wanted)
-            tokens = torch.tensor(tree.tokens).to(target.device, non_blocking=True)
-            positions = torch.tensor(tree.depths).to(target.device, non_blocking=True) + context.position
-            ancestors = tree.ancestors().to(target.device, non_blocking=True)
-            forwarded = target.forward(tokens, positions, context.kv, ancestors)
-            seen = context.sampler.seen(tokens, positions, ancestors)
-            places = [context.position + depth + 1 for depth in tree.depths]
-            drawn = context.sampler.draw(target.logits(forwarded.hidden), seen, places)
-            path = walk(tree, drawn) if walk else tree.walk(drawn)
+            forwarded, drawn, path = self._verify(context, tree, walk)
+            if len(tree) > 1 and any(drawn[node] == NOTHING for node in path):
+                # not yet a fault: a drafted token can be too much for the model, and its NaN spreads in the pass
+                tree = DraftTree(context.text[-1], limit=1)
+                forwarded, drawn, path = self._verify(context, tree, walk)
+            if drawn[path[-1]] == NOTHING:
+                logits = self._target.logits(forwarded.hidden)[0]
+                raise not_finite(self._target, context.kv, context.text, logits, context.sampler.params)
             new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
             context.kv.commit(path)
             context.text += new
@@ -169,3 +174,15 @@ class Decoding:
         accepted = min(len(path) - 1, len(kept))
         source = tree.sources[path[accepted]]
         return Step(tuple(kept), accepted, source, len(tree), time.perf_counter() - started)
+
+    def _verify(self, context: Context, tree: DraftTree, walk: Walk | None) -> tuple[Forwarded, list[int], list[int]]:
+        """One pass over a tree, the token drawn after each of its nodes, and the nodes accepted."""
+        target = self._target
+        tokens = torch.tensor(tree.tokens).to(target.device, non_blocking=True)
+        positions = torch.tensor(tree.depths).to(target.device, non_blocking=True) + context.position
+        ancestors = tree.ancestors().to(target.device, non_blocking=True)
+        forwarded = target.forward(tokens, positions, context.kv, ancestors)
+        seen = context.sampler.seen(tokens, positions, ancestors)
+        places = [context.position + depth + 1 for depth in tree.depths]
+        drawn = context.sampler.draw(target.logits(forwarded.hidden), seen, places)
+        return forwarded, drawn, walk(tree, drawn) if walk else tree.walk(drawn)

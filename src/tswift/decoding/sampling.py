@@ -20,6 +20,8 @@ _MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 _INF = math.inf
 
+NOTHING = -1  # drawn where there is nothing to draw
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -162,7 +164,7 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
         if count == vocab or bool((best.sum(-1) >= top_p).all()):
             break
         count = min(8 * count, vocab)
-    kept = (best.cumsum(-1) - best < top_p).sum(-1, keepdim=True)
+    kept = (best.cumsum(-1) - best < top_p).sum(-1, keepdim=True).clamp_(min=1)  # of a row with NaN none reaches it
     return logits.masked_fill(probs < best.gather(-1, kept - 1), -_INF)
 
 
@@ -246,5 +248,10 @@ class Sampler:
         return warp(logits.to(torch.float64, copy=True), seen, self.params) + self.noise(positions)
 
     def draw(self, logits: Tensor, seen: Tensor | None, positions: Sequence[int]) -> list[int]:
-        """The tokens at ``positions``, one for each row of ``logits`` ``[n, V]``."""
-        return self.scores(logits, seen, positions).argmax(-1).tolist()
+        """The tokens at ``positions``, one for each row of ``logits`` ``[n, V]``.
+
+        A row with NaN or infinity, or with no token left, draws ``NOTHING``; a banned token's logit is not looked at.
+        It shows in the best score, whatever the filters, and comes along with the tokens.
+        """
+        best, drawn = self.scores(logits, seen, positions).max(-1)
+        return torch.where(best.abs() < _INF, drawn, NOTHING).tolist()

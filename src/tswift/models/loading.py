@@ -218,6 +218,12 @@ def _adapted(network: Any, model: str, backend: str) -> Target:
         wanted = network(ids.unsqueeze(0)).logits[0].double()
     quicken(network)
     target = Target(network, BACKENDS[backend]())
+    if not (wanted.amax(-1) < torch.inf).all():
+        found = target.first_broken(ids.tolist(), FullKV(target.kv_shape, len(ids)))
+        where = f"; the first output that is not finite is that of {found[0]}" if found else ""
+        kind = str(target.dtype).removeprefix("torch.")
+        reason = f"its weights are broken, or {kind} is too narrow for it"
+        raise InputError(f"{model} gives logits that are NaN or infinite{where}: {reason}", "--model")
     ours = torch.cat([part.hidden for part in target.chunks(ids.tolist(), FullKV(target.kv_shape, len(ids)))])
     apart = (target.logits(ours).double() - wanted).abs().max().item()
     # random weights in 16 bits round worse than trained ones: 0.15 was seen, with the same architecture on both sides

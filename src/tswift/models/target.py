@@ -20,6 +20,7 @@ from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
+from tswift.models.inspection import first_broken
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, sizes
 
 ATTENTION = "tswift"
@@ -195,6 +196,21 @@ class Target:
     def _compute_eagerly(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         with torch.compiler.set_stance("force_eager"):
             return self._compute(tokens, positions, run)
+
+    @torch.inference_mode()
+    def first_broken(self, tokens: Sequence[int], kv: KVBuffer) -> tuple[str, int] | None:
+        """Where NaN or infinity first shows in a pass over the text that follows the cache's; nothing is committed.
+
+        Returns:
+            The name of the module whose output it is, and the first token where; None if all are finite. The pass is
+            neither replayed nor compiled.
+        """
+        places = torch.arange(kv.length, kv.length + len(tokens), device=self.device)
+        ids = torch.tensor(tokens, device=self.device)
+        run = Pass(kv.write, self._attention(self._layout, kv.length, len(tokens), None))
+        return first_broken(
+            self.model, len(tokens), lambda: self.logits(self._compute_eagerly(ids, places, run).hidden)
+        )
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

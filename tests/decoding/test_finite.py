@@ -1,0 +1,342 @@
+"""NaN and infinity: they end a decode with their place named, and those of a draft change nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from tests.decoding.test_loop import BLIND, CUTS, PAPER, WIDE, parameters
+from tests.helpers import (
+    VOCAB,
+    Proposals,
+    decode,
+    decode_method,
+    drafter_of,
+    random_prompt,
+    tiny_heads,
+    tiny_llama,
+    tiny_target,
+    tokens_of,
+)
+from tswift.decoding import finite
+from tswift.decoding.audit import audit
+from tswift.decoding.finite import NotFinite
+from tswift.decoding.loop import Decoding
+from tswift.decoding.sampling import NOTHING, Sampler, SamplingParams, warp
+from tswift.decoding.tree import DraftTree
+from tswift.drafting.heads import HeadSource, LastPass, PartialPass
+from tswift.drafting.source import Drafter
+from tswift.kv.full import FullKV
+from tswift.kv.partial import PartialKV
+from tswift.models.heads import Heads
+from tswift.models.target import Target
+
+CPU = torch.device("cpu")
+NAN, INF = torch.nan, torch.inf
+METHODS = ("ar", "medusa", "tokenswift", "reuse")
+FILTERS = {
+    "greedy": parameters(temperature=0),
+    "greedy, penalty": parameters(temperature=0, penalty=1.3),
+    "T 1": parameters(),
+    "temperature": parameters(temperature=0.3),
+    "penalty": parameters(penalty=1.3),
+    "min-p": parameters(min_p=0.1),
+    "min-p 1": parameters(min_p=1.0),
+    "eta": parameters(eta=0.01),
+    "top-k": parameters(top_k=5),
+    "top-k 1": parameters(top_k=1),
+    "top-p": parameters(top_p=0.9),
+    "top-p, next to nothing": parameters(top_p=1e-9),
+    "all": SamplingParams(0.7, 20, 0.9, 0.02, 0.001, 1.3, 5, banned=(0, 3)),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a row that is not finite shows, whatever the filters
+
+
+@pytest.mark.parametrize("vocab", [40, 700])
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_row_with_nan_or_infinity_draws_nothing(name: str, vocab: int) -> None:
+    params = FILTERS[name]
+    fine = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1))
+    seen = torch.rand(6, vocab, generator=torch.Generator().manual_seed(2)) < 0.3 if params.penalises else None
+    plain = Sampler(params, 3, vocab, CPU).draw(fine, seen, range(6))
+    assert NOTHING not in plain
+    best, worst = int(fine[2].argmax()), int(fine[2, 4:].argmin()) + 4  # below are banned ids
+    for values in ({best: NAN}, {worst: NAN}, {worst: INF}, {best: INF, worst: INF}, {best: NAN, worst: INF}):
+        logits = fine.clone()
+        for token, value in values.items():
+            logits[2, token] = value
+        wanted = [*plain[:2], NOTHING, *plain[3:]]  # the other rows are as they were
+        assert Sampler(params, 3, vocab, CPU).draw(logits, seen, range(6)) == wanted, values
+    for value in (NAN, INF, -INF):
+        logits = fine.clone()
+        logits[2] = value
+        assert Sampler(params, 3, vocab, CPU).draw(logits, seen, range(6)) == wanted
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_impossible_tokens_are_no_fault(name: str) -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    logits[:, 7:] = -INF
+    drawn = Sampler(FILTERS[name], 3, 50, CPU).draw(logits, None, range(4))
+    assert all(0 <= token < 7 for token in drawn)
+
+
+def test_of_equal_logits_the_first_is_drawn() -> None:
+    logits = torch.zeros(3, 3000).bfloat16()
+    logits[1, [20, 40, 2999]] = 1
+    assert Sampler(parameters(temperature=0), 1, 3000, CPU).draw(logits, None, range(3)) == [0, 20, 0]
+
+
+def test_a_row_of_nan_goes_through_every_filter() -> None:
+    for params in FILTERS.values():
+        assert warp(torch.full((2, 300), NAN, dtype=torch.float64), None, params).shape == (2, 300)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# where it comes from
+
+
+def broken_target(change: Callable[[nn.Module], None], dtype: torch.dtype = torch.float64) -> Target:
+    model = tiny_llama("gqa", dtype, layers=3)
+    target = Target(model)
+    with torch.no_grad():
+        change(model)
+    return target
+
+
+def weight(name: str, value: float, row: int = 0) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        model.get_parameter(name).view(-1, model.get_parameter(name).shape[-1])[row, 3] = value
+
+    return change
+
+
+PLACES = {
+    "model.layers.1.mlp.down_proj.weight": "model.layers.1",
+    "model.layers.0.self_attn.k_proj.weight": "model.layers.0",
+    "model.layers.2.input_layernorm.weight": "model.layers.2",
+    "model.norm.weight": "model.norm",
+    "lm_head.weight": "lm_head",
+}
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("name", PLACES)
+def test_a_broken_weight_is_found(name: str, value: float) -> None:
+    target, prompt, params = broken_target(weight(name, value)), random_prompt(20), parameters(min_p=0.1, penalty=1.2)
+    for method in METHODS:
+        run = Decoding(target, prompt, params, 1, drafter_of(method, target, PAPER), 30)
+        with pytest.raises(NotFinite) as caught:
+            next(run.steps())
+        message = str(caught.value)
+        assert re.search(r"^the logits for position 20 are (NaN|infinite); ", message)
+        assert f"the first output that is not finite is that of {PLACES[name]} at position " in message
+        assert "float64" in message
+        assert run._context.text == prompt
+        assert run._context.kv.length == 19
+    with pytest.raises(NotFinite, match=f"that of {PLACES[name]} at position "):
+        audit(target, prompt, random_prompt(40, 1), params, 1)
+
+
+def test_a_broken_embedding_in_the_prompt_is_found_where_it_stands() -> None:
+    prompt = [token for token in random_prompt(1200) if token != 11]
+    prompt[777] = 11
+    target = broken_target(weight("model.embed_tokens.weight", NAN, row=11))
+    for method in METHODS:
+        with pytest.raises(NotFinite) as caught:
+            decode_method(method, target, prompt, parameters(), 1, 5)
+        assert str(caught.value).startswith(
+            f"the logits for position {len(prompt):,} are NaN; the first output that is not finite is that of "
+            "model.embed_tokens at position 777: "
+        )
+    with pytest.raises(NotFinite, match=r"are NaN; .* model\.embed_tokens at position 777: "):
+        audit(target, prompt, random_prompt(40, 1), parameters(), 1)
+
+
+def test_the_cache_is_searched_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finite, "_TOKENS", 7)
+    kv = FullKV(tiny_target().kv_shape, 40)
+    kv.keys.zero_()
+    kv.values.zero_()
+    kv.length = 30
+    assert finite._first_broken(kv) is None
+    kv.keys[1, 0, 30] = NAN  # nothing that counts
+    assert finite._first_broken(kv) is None
+    for place, buffer in ((29, kv.values), (25, kv.keys), (7, kv.values), (6, kv.keys), (0, kv.keys)):
+        buffer[1, 1, place, 5] = -INF
+        assert finite._first_broken(kv) == place
+
+
+class Bad:
+    """A hook after which a layer gives NaN: from its n-th pass over few nodes on, or once."""
+
+    def __init__(self, after: int, once: bool = False) -> None:
+        self.calls, self._after, self._once = 0, after, once
+
+    def __call__(self, module: nn.Module, given: object, out: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        bad = self.calls == self._after if self._once else self.calls >= self._after
+        return out * NAN if bad else out
+
+
+def run_until_broken(run: Decoding) -> tuple[list[int], str]:
+    written: list[int] = []
+    steps = run.steps()
+    while True:
+        try:
+            written += next(steps).tokens
+        except NotFinite as error:
+            return written, str(error)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_was_written_before_stays(method: str) -> None:
+    prompt, params = random_prompt(20), parameters(temperature=0.5, penalty=1.2, window=9)
+    plain = decode_method("ar", broken_target(lambda model: None), prompt, params, 5, 60)
+    target = broken_target(lambda model: model.model.layers[1].register_forward_hook(Bad(21)))
+    run = Decoding(target, prompt, params, 5, drafter_of(method, target, PAPER), 60)
+    written, message = run_until_broken(run)
+    assert len(written) >= 8
+    assert written == plain[: len(written)]
+    assert run._context.text == prompt + written
+    assert run._context.kv.length == len(run._context.text) - 1
+    place = 20 + len(written)
+    assert message.startswith(
+        f"the logits for position {place} are NaN; the first output that is not finite is that of model.layers.1 "
+        f"at position {place - 1}: "
+    )
+    well = broken_target(lambda model: None)
+    rest = Decoding(well, prompt, params, 5, drafter_of(method, well, PAPER), 60, written=written).steps()
+    assert tokens_of(list(rest)) == plain[len(written) :]  # what is left of the text can still be had
+
+
+def test_a_fault_that_does_not_come_again() -> None:
+    prompt, params = random_prompt(20), parameters(temperature=0.5, penalty=1.2, window=9)
+    plain = decode_method("ar", broken_target(lambda model: None), prompt, params, 5, 60)
+
+    def once(method: str) -> Decoding:
+        target = broken_target(lambda model: model.model.layers[1].register_forward_hook(Bad(21, once=True)))
+        return Decoding(target, prompt, params, 5, drafter_of(method, target, PAPER), 60)
+
+    written, message = run_until_broken(once("ar"))
+    assert written == plain[:19]
+    assert message == (
+        "the logits for position 39 are NaN; a second pass gave finite ones: the memory or the device may be faulty"
+    )
+    run = once("ar")
+    run.prefill()
+    run._context.kv.values[2, :, 7] = NAN
+    assert run_until_broken(run) == ([], (
+        "the logits for position 20 are NaN, and keys or values of position 7 are not finite; "
+        "a second pass gave finite ones: the memory or the device may be faulty"
+    ))  # fmt: skip
+    for method in ("medusa", "tokenswift"):  # the step is taken again without a draft, which may have been the cause
+        assert tokens_of(list(once(method).steps())) == plain
+
+
+def test_a_node_that_is_not_on_the_path_is_no_fault() -> None:
+    """Plain decoding would never have come there."""
+    prompt, params = random_prompt(20), parameters()
+    plain = decode_method("ar", tiny_target(), prompt, params, 5, 40)
+    right, calls = Target.logits, []
+
+    class Poisoned(Target):
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            calls.append(len(hidden))
+            logits = right(self, hidden).clone()
+            logits[1:] = NAN
+            return logits
+
+    target = Poisoned(tiny_llama("gqa", torch.float64))
+    wrong = Drafter([Proposals(lambda context: [[(plain[len(context.text) - 20] + 1) % VOCAB]])], 1, 2)
+    assert decode(target, wrong, prompt, params, 5, 40) == plain
+    assert calls == [2] * 39 + [1]
+
+
+def test_a_drafted_token_that_spoils_the_whole_pass_is_no_fault() -> None:
+    """What is masked still counts where it is NaN: nothing times NaN is NaN."""
+    prompt, params = [token for token in random_prompt(20) if token != 11], parameters(banned=(11,))
+    target = broken_target(weight("model.embed_tokens.weight", NAN, row=11))
+    plain = decode_method("ar", target, prompt, params, 5, 40)
+    done = len(prompt)
+    for draft in ([[11]], [[11, 5], [3]]):
+        truth = Proposals(lambda context: [plain[len(context.text) - done :][:2], *draft])  # noqa: B023
+        assert decode(target, Drafter([truth], 2, 9), prompt, params, 5, 40) == plain
+    alone = Drafter([Proposals(lambda context: [plain[len(context.text) - done :][:2]])], 2, 9)
+    assert len(list(Decoding(target, prompt, params, 5, alone, 40).steps())) < 15
+
+
+def test_parameters_that_leave_nothing_to_draw() -> None:
+    target, says = tiny_target(), r"^there is nothing to draw at position 9: the logits are finite; temperature "
+    for params in (parameters(banned=tuple(range(VOCAB))), parameters(temperature=1e-310)):
+        with pytest.raises(NotFinite, match=says):
+            decode_method("ar", target, random_prompt(9), params, 1, 5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what drafts may be as broken as it likes
+
+
+def broken_heads(value: float, kind: str) -> Heads:
+    heads = tiny_heads.__wrapped__(torch.float64, 3, kind)
+    with torch.no_grad():
+        heads.heads[1].linear.weight[2, 2] = value
+    return heads
+
+
+@pytest.mark.parametrize("kind", ["chained", "conditioned"])
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_broken_heads_change_nothing(value: float, kind: str) -> None:
+    target = tiny_target()
+    for name, options in (("penalty, small budget", PAPER), ("greedy, no penalty", BLIND)):
+        params, _, seed, prompt_length, length = CUTS[name]
+        params = parameters(params.temperature, top_p=0.9, top_k=30, min_p=params.min_p, penalty=params.penalty)
+        prompt = random_prompt(prompt_length, seed)
+        plain = decode_method("ar", target, prompt, params, seed, length)
+        for reader in (LastPass(), PartialPass(target, PartialKV(target.kv_shape, 64))):
+            source = HeadSource(target, broken_heads(value, kind), reader, options.tree[:3], options.shared_noise)
+            drafter = Drafter([source], 3, options.nodes)
+            assert decode(target, drafter, prompt, params, seed, length) == plain
+
+
+def test_a_broken_drafting_pass_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, params = random_prompt(70), parameters(top_p=0.9, penalty=1.2, window=30)
+    plain = decode_method("ar", tiny_target(), prompt, params, 3, 90)
+    right, broken = Target.forward, []
+
+    def forward(self, tokens, positions, kv, ancestors):
+        if not isinstance(kv, PartialKV):
+            return right(self, tokens, positions, kv, ancestors)
+        kv.keys.fill_(NAN)
+        broken.append(right(self, tokens, positions, kv, ancestors))
+        return broken[-1]
+
+    monkeypatch.setattr(Target, "forward", forward)
+    for options in (PAPER, WIDE):
+        assert decode_method("tokenswift", tiny_target(), prompt, params, 3, 90, options) == plain
+    assert len(broken) > 60
+    assert all(one.hidden.isnan().all() for one in broken)
+
+
+def test_a_walk_that_does_not_look_at_what_was_drawn() -> None:
+    """A simulated acceptance steps over nodes that drew nothing; it ends all the same."""
+    target = broken_target(lambda model: model.model.layers[1].register_forward_hook(Bad(8)))
+    drafter = Drafter([Proposals(lambda context: [[1, 2, 3]])], 3, 4)
+    drawn: list[list[int]] = []
+
+    def walk(tree: DraftTree, tokens: Sequence[int]) -> list[int]:
+        drawn.append(list(tokens))
+        return list(range(len(tree)))
+
+    run = Decoding(target, random_prompt(9), parameters(), 1, drafter, 90, walk)
+    with pytest.raises(NotFinite, match="position 33 are NaN"):
+        list(run.steps())
+    assert drawn[-2:] == [[NOTHING] * 4, [NOTHING]]
+    assert len(drawn) == 8
