@@ -16,13 +16,15 @@ from tswift.kv.full import FullKV
 from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import StandInTokenizer, random_heads, random_network
 from tswift.models.heads import KINDS, Heads, load_heads
+from tswift.models.layers import Unserved
 from tswift.models.linear import quicken
-from tswift.models.shapes import PREFIX
+from tswift.models.shapes import PREFIX, routed
 from tswift.models.source import DEMO, find_source, in_one_line, read_config, silence
 from tswift.models.target import Target
 
 EAGER = "eager"
 HEADS_FILE = "heads.safetensors"
+_TRIED = 24  # tokens that a model is tried with
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ def load(
         lacking = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
         if lacking:
             raise InputError(f"{model} lacks weights for {len(lacking)} tensors, such as {lacking[0]}", "--model")
-        if not getattr(network, "_supports_attention_backend", False):
-            raise InputError(f"{model} ({config.model_type}) does not let its attention be replaced", "--model")
+        if network.dtype == torch.float64 and routed(config):
+            network.set_experts_implementation("eager")  # the others multiply no float64
         target = _adapted(network.to(place), model, backend)
     loaded = None if heads_path is None else load_heads(heads_path, target.hidden_size, target.dtype, target.device)
     if loaded is not None:
@@ -201,6 +203,7 @@ def _compiled(target: Target, note: str) -> str:
     instead of 4.4 for a pass of the bundled model over 8 nodes.
     """
     if not (target.replays and target.device.type == "cuda"):
+        note = note or (f"they have {target.special}" if target.special and target.device.type == "cuda" else "")
         return f"{EAGER}, as {note}" if note else EAGER
     reason = target.compile()
     target.prepare(FullKV(target.kv_shape, 1), 1)  # shows whether graphs can be captured
@@ -211,20 +214,39 @@ def _compiled(target: Target, note: str) -> str:
 def _adapted(network: Any, model: str, backend: str) -> Target:
     """The model with our attention, once both have been seen to give the same logits.
 
-    Whatever an architecture does that ours does not know of (scaled logits, soft caps, sinks) shows here.
+    Whatever an architecture does that ours does not know of shows here.
     """
-    ids = torch.arange(8, device=network.device) % network.config.get_text_config().vocab_size
+    config = network.config.get_text_config()
+    count = min(_TRIED, config.max_position_embeddings)
+    ids = (torch.arange(count, device=network.device) * 7919 + 13) % config.vocab_size
+    network.set_attn_implementation("eager")  # the one that does all a model asks for; sdpa passes over soft caps
     with torch.inference_mode():
-        wanted = network(ids.unsqueeze(0)).logits[0].double()
+        wanted = network(ids.unsqueeze(0), use_cache=False).logits[0].double()
     quicken(network)
-    target = Target(network, BACKENDS[backend]())
-    ours = torch.cat([part.hidden for part in target.chunks(ids.tolist(), FullKV(target.kv_shape, len(ids)))])
+    try:
+        target = Target(network, BACKENDS[backend]())
+        ours = _tried(target, ids)
+    except Unserved as error:
+        reason = f"{model} ({network.config.model_type}) has {error}, which tswift cannot serve exactly yet"
+        raise InputError(reason, "--model") from None
     apart = (target.logits(ours).double() - wanted).abs().max().item()
     # random weights in 16 bits round worse than trained ones: 0.15 was seen, with the same architecture on both sides
     allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(PREFIX) else 0.25
     if not apart <= allowed * max(wanted.std().item(), 1e-6):
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "--model")
     return target
+
+
+def _tried(target: Target, ids: torch.Tensor) -> torch.Tensor:
+    """``[n, H]`` hidden states of a text: of a chunk first, then of a tree in which wrong tokens stand beside it."""
+    kv, half = FullKV(target.kv_shape, 2 * len(ids)), len(ids) // 2
+    before = [chunk.hidden for chunk in target.chunks(ids[:half].tolist(), kv)]
+    nodes = torch.arange(2 * (len(ids) - half), device=ids.device)
+    right = nodes % 2 == 0  # the text; an odd node stands beside the next one
+    tokens = torch.where(right, ids[half + nodes // 2], ids[nodes // 4])
+    ancestors = (nodes <= nodes[:, None]) & right | (nodes == nodes[:, None])
+    hidden = target.forward(tokens, half + (nodes + 1) // 2, kv, ancestors).hidden
+    return torch.cat([*before, hidden[right]])
 
 
 def _eos_ids(network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tswift.attention.layout import Attention, Layout, StaticAttention
+from tswift.attention.special import SpecialAttention
 
 Write = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -27,12 +28,32 @@ class Pass:
     Attributes:
         write: puts a layer's new keys and values ``[kv heads, n, d]`` into the cache; returns what to attend to.
         attend: the attention.
+        special: the attention of layers that want something; None for a model that has no such layers.
         queries: of the layers so far, ``[query heads, n, d]``, rotated.
     """
 
     write: Write
     attend: Attention
+    special: SpecialAttention | None = None
     queries: list[Tensor] = field(default_factory=list)
+
+    def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """One layer's attention.
+
+        Args:
+            index: of the layer; they come in order.
+            query: ``[query heads, n, d]``, rotated.
+            key, value: ``[kv heads, n, d]``, the nodes' own.
+            scale: factor of the scores.
+
+        Returns:
+            ``[query heads, n, d]``.
+        """
+        keys, values = self.write(index, key, value)
+        self.queries.append(query)
+        if self.special is not None and self.special.wants[index]:
+            return self.special(index, query, keys, values, scale)
+        return self.attend(query, keys, values, scale)
 
 
 @dataclass(frozen=True)
