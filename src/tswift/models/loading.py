@@ -9,21 +9,23 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import CONFIG_NAME, cached_file
 
 from tswift.attention.backends import BACKENDS, choose, fails
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
+from tswift.models.attached import attach, heads_path
 from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import StandInTokenizer, random_heads, random_network
-from tswift.models.heads import KINDS, Heads, load_heads
+from tswift.models.heads import KINDS, Heads
 from tswift.models.layers import Unserved
 from tswift.models.linear import quicken
+from tswift.models.published import carries_heads
 from tswift.models.shapes import PREFIX, routed
 from tswift.models.source import DEMO, find_source, in_one_line, read_config, silence
 from tswift.models.target import Target
 
 EAGER = "eager"
-HEADS_FILE = "heads.safetensors"
 _TRIED = 24  # tokens that a model is tried with
 
 
@@ -88,9 +90,10 @@ def load(
         attention: ``triton`` (CUDA; float32, bfloat16, float16), ``flash`` (CUDA with flash-attn installed; bfloat16,
             float16), ``sdpa`` (everything), or ``auto``: triton on CUDA where it can serve, sdpa elsewhere. With triton
             the layers are compiled, and passes are replayed as CUDA graphs.
-        heads: a heads file, or a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's
-            folder. None takes ``heads.safetensors`` there, if it exists. A shape has random heads of either kind,
-            chained if nothing is said.
+        heads: a heads file, of ours or one of Medusa's; a folder with one, or with a whole model that carries heads; or
+            a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's folder. None takes
+            ``heads.safetensors`` there, if it exists, or the heads that the model carries. A shape has random heads of
+            either kind, chained if nothing is said.
 
     Raises:
         InputError: something named here does not exist, is broken, or cannot be served exactly.
@@ -100,8 +103,8 @@ def load(
         return _simulated(model, place, "bfloat16" if dtype == "auto" else dtype, attention, heads)
     kind = _dtype(dtype, place)
     source, folder = find_source(model)
-    heads_path = _heads_path(heads, folder)
     config = read_config(model)
+    place_of_heads = heads_path(heads, folder)
     backend, note = _backend(attention, own_dtype(config) if kind == "auto" else kind, place)
     with silence(), in_one_line(model):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -117,9 +120,9 @@ def load(
         if network.dtype == torch.float64 and routed(config):
             network.set_experts_implementation("eager")  # the others multiply no float64
         target = _adapted(network.to(place), model, backend)
-    loaded = None if heads_path is None else load_heads(heads_path, target.hidden_size, target.dtype, target.device)
-    if loaded is not None:
-        quicken(loaded)
+        if heads is None and place_of_heads is None and carries_heads(config):
+            place_of_heads = folder or Path(cached_file(source, CONFIG_NAME)).parent  # where the hub's files were put
+    loaded = None if place_of_heads is None else attach(place_of_heads, target)
     eos_ids = _eos_ids(network, tokenizer, target.vocab_size)
     return LoadedModel(model, tokenizer, target, loaded, eos_ids, backend, _compiled(target, note))
 
@@ -131,15 +134,15 @@ def _simulated(
     config, kind = read_config(model), _dtype(dtype, place)
     backend, note = _backend(attention, kind, place)
     wanted = "chained" if heads is None else str(heads)
-    path = None if wanted in KINDS else _heads_path(wanted, None)
+    path = None if wanted in KINDS else heads_path(wanted, None)
     with silence(), in_one_line(model):
         network = random_network(config, kind, place, model)
         target = _adapted(network, model, backend)
     if path is None:
         drafting = random_heads(wanted, config, target.dtype, target.device)
+        quicken(drafting)
     else:
-        drafting = load_heads(path, target.hidden_size, target.dtype, target.device)
-    quicken(drafting)
+        drafting = attach(path, target)
     tokenizer = StandInTokenizer()
     eos_ids = _eos_ids(network, tokenizer, target.vocab_size)
     return LoadedModel(model, tokenizer, target, drafting, eos_ids, backend, _compiled(target, note), simulated=True)
@@ -169,20 +172,6 @@ def _dtype(dtype: str, place: torch.device) -> Any:
     if dtype == "auto":
         return "auto" if place.type == "cuda" else torch.float32
     return find_dtype(dtype)
-
-
-def _heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Path | None:
-    if heads is None:
-        beside = folder / HEADS_FILE if folder else None
-        return beside if beside and beside.is_file() else None
-    path = folder / f"heads-{heads}.safetensors" if folder and str(heads) in KINDS else Path(heads)
-    try:
-        found = path.is_file()
-    except OSError as error:
-        raise InputError(f"{str(path)[:80]} cannot be looked at ({error.strerror})", "--heads") from None
-    if not found:
-        raise InputError(f"there is no file {path}", "--heads")
-    return path
 
 
 def _backend(attention: str, dtype: torch.dtype, place: torch.device) -> tuple[str, str]:

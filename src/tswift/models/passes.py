@@ -63,14 +63,21 @@ class Forwarded:
     Attributes:
         hidden: ``[n, H]`` last hidden states, after the final norm.
         queries: per layer ``[query heads, n, head_dim]``, rotated; good until the next prepared pass over any cache.
+        raw: ``[n, H]``, before the final norm; None where nobody asked for it.
     """
 
     hidden: Tensor
     queries: list[Tensor]
+    raw: Tensor | None = None
 
     def queries_at(self, node: int) -> Tensor:
         """``[layers, query heads, head_dim]`` of one node."""
         return torch.stack([query[:, node] for query in self.queries])
+
+    def before_norm(self, node: int) -> Tensor:
+        """``[H]`` of one node, before the final norm."""
+        assert self.raw is not None
+        return self.raw[node]
 
 
 Compute = Callable[[Tensor, Tensor, Pass], Forwarded]
@@ -180,7 +187,8 @@ class StaticPass:
             self._ancestors[:count, :count].copy_(ancestors)
         self._length.fill_(length)
         out = self._run()
-        return Forwarded(out.hidden[:count].clone(), [query[:, :count] for query in out.queries])
+        raw = None if out.raw is None else out.raw[:count].clone()
+        return Forwarded(out.hidden[:count].clone(), [query[:, :count] for query in out.queries], raw)
 
     def _forward(self) -> Forwarded:
         attend = self._attention(self._layout, self._length, self.nodes, self._ancestors)

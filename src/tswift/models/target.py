@@ -22,9 +22,10 @@ from tswift.attention.sdpa import TreeAttention
 from tswift.attention.special import SpecialAttention
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
-from tswift.models.layers import survey
+from tswift.models.layers import Unserved, survey
 from tswift.models.outputs import output_of
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, sizes
+from tswift.models.tap import Tap
 
 _CHUNK = 512  # prompt tokens forwarded at a time
 _APART = {2: 0.1, 4: 1e-3, 8: 1e-9}  # compiled layers may round so differently, by bytes of an element
@@ -53,6 +54,7 @@ class Target:
         self._attention = attention
         self._graphs: Graphs | None = None
         self._anchor: KVBuffer | None = None
+        self._tap: Tap | None = None
         self._compiled = self._fused = False  # layers have compiled code; prepared passes use it
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
         self._decoder, self._output = model.get_decoder(), output_of(model)
@@ -126,10 +128,24 @@ class Target:
             for compute in (self._compute_eagerly, self._compute):
                 kv = FullKV(self.kv_shape, held + count)
                 self.prefill(list(range(held)), kv)
-                attend = self._attention(self._layout, held, count, None)
-                found.append(compute(places, places, Pass(kv.write, attend)).hidden.double())
+                found.append(compute(places, places, self._pass(places, kv, None)).hidden.double())
             worst = max(worst, float((found[1] - found[0]).norm() / found[0].norm()))
         return worst
+
+    @torch.inference_mode()
+    def tap(self) -> None:
+        """Let passes from now on also give the states before the final norm; call it before any are prepared.
+
+        Raises:
+            Unserved: the model has no final norm that is known of.
+        """
+        if self._tap is not None:
+            return
+        self._tap = tap = Tap(self._decoder)
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        forwarded = self.forward(zero, zero, FullKV(self.kv_shape, 1), None)
+        if forwarded.raw is None or not torch.equal(tap.norm(forwarded.raw), forwarded.hidden):
+            raise Unserved("something after its final norm")
 
     @torch.inference_mode()
     def prepare(self, kv: KVBuffer, limit: int) -> None:
@@ -169,16 +185,19 @@ class Target:
         for static in self._passes.get(kv, ()):
             if static.nodes >= len(tokens):
                 return static(tokens, positions, ancestors, kv.length)
-        attend = self._attention(self._layout, kv.length, len(tokens), ancestors)
-        special = SpecialAttention(self._layout, self._wants, kv, positions, ancestors) if self.special else None
         compute = self._compute_eagerly if self._compiled else self._compute
-        return compute(tokens, positions, Pass(kv.write, attend, special))
+        return compute(tokens, positions, self._pass(positions, kv, ancestors))
+
+    def _pass(self, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Pass:
+        attend = self._attention(self._layout, kv.length, len(positions), ancestors)
+        special = SpecialAttention(self._layout, self._wants, kv, positions, ancestors) if self.special else None
+        return Pass(kv.write, attend, special)
 
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         out = self._decoder(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
         )
-        return Forwarded(out.last_hidden_state[0], run.queries)
+        return Forwarded(out.last_hidden_state[0], run.queries, self._tap.take() if self._tap else None)
 
     def _compute_eagerly(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         with torch.compiler.set_stance("force_eager"):
