@@ -14,6 +14,7 @@ from tswift.cli.bench import bench
 from tswift.cli.codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 from tswift.cli.compare import compare
 from tswift.cli.generate import generate
+from tswift.cli.heads import heads
 from tswift.cli.roofline import roofline
 from tswift.cli.runs import runs
 from tswift.cli.train import train
@@ -30,6 +31,7 @@ app.command()(verify)
 app.command()(bench)
 app.command()(roofline)
 app.command()(train)
+app.add_typer(heads, name="heads")
 
 
 @app.callback(invoke_without_command=True)
