@@ -49,13 +49,58 @@ def test_the_check_sees_stale_entries(monkeypatch) -> None:
 
     def count(self, ngram) -> None:
         best = self._best.setdefault(ngram[0], [])
-        if tuple(ngram[1:]) not in best and len(best) < self.k:
-            best.append(tuple(ngram[1:]))
+        if tuple(ngram) not in best and len(best) < self.k:
+            best.append(tuple(ngram))
 
     monkeypatch.setattr(NgramTable, "count", count)
     grams = grams_of([0, 1, 0, 2, 0, 2, 0, 3, 0, 3, 0, 3], 2)
     with pytest.raises(AssertionError):
         check_table(fill(NgramTable(2, 2), grams), grams)
+
+
+class Forgetful:
+    """What a table that forgets is to be, by sorting everything all the time."""
+
+    def __init__(self, k: int, most: int) -> None:
+        self.k, self.most, self.now = k, most, 0
+        self.counted: dict[tuple[int, ...], tuple[int, int]] = {}  # how often, and when last
+
+    def count(self, gram: tuple[int, ...]) -> None:
+        self.now += 1
+        self.counted[gram] = (self.counted.get(gram, (0, 0))[0] + 1, self.now)
+        if len(self.counted) > self.most:
+            kept = sorted(self.counted.items(), key=lambda item: item[1])[-(self.most // 2) :]
+            self.counted = dict(kept)
+
+    def continuations(self, first: int) -> list[tuple[int, ...]]:
+        ranked = sorted((item for item in self.counted.items() if item[0][0] == first), key=lambda item: item[1])
+        return [gram[1:] for gram, _ in ranked[::-1][: self.k]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=200), st.integers(2, 4), st.integers(1, 5), st.integers(2, 40))
+def test_a_full_table_forgets_the_rarest_and_then_the_oldest(text: list[int], n: int, k: int, most: int) -> None:
+    table, wanted, forgot = NgramTable(n, k, most), Forgetful(k, most), False
+    for gram in grams_of(text, n):
+        before = len(table)
+        table.count(gram)
+        wanted.count(gram)
+        forgot |= len(table) < before
+        assert len(table) == len(wanted.counted) <= most
+        for first in range(4):
+            assert table.continuations(first) == wanted.continuations(first)
+    if not forgot:
+        check_table(table, grams_of(text, n))
+
+
+def test_what_is_frequent_is_not_forgotten() -> None:
+    table = NgramTable(2, 3, 100)
+    for number in range(10, 5000):
+        table.count((number % 7, number % 3))
+        table.count((number, number + 1))
+    assert 50 <= len(table) <= 100
+    assert [len(table.continuations(first)) for first in range(7)] == [3] * 7
+    assert set(table._best) == {gram[0] for gram in table._counts}  # no empty lists are left
 
 
 def context_of(text: list[int], params: SamplingParams) -> Context:
