@@ -29,21 +29,22 @@ from tswift.drafting.reuse import ReuseSource
 from tswift.drafting.source import Drafter
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
-from tswift.models.heads import Heads
+from tswift.models.heads import ChainedHeads, ConditionedHeads
 from tswift.models.target import Target
 
 # a phase within another takes its name as a prefix: attention while drafting is not attention while verifying
 PHASES: list[tuple[type, str, str]] = [
     (Decoding, "_step", "step"),
     (Drafter, "propose", "draft"),
-    (PartialPass, "hidden", "draft"),
+    (PartialPass, "read", "draft"),
     (PartialPass, "committed", "partial cache"),
     (PartialKV, "select", "selection"),
     (HeadSource, "start", "draft"),
     (HeadSource, "propose", "tree"),
     (ReuseSource, "start", "n-grams"),
     (ReuseSource, "propose", "n-grams"),
-    (Heads, "step", "heads"),
+    (ChainedHeads, "step", "heads"),
+    (ConditionedHeads, "step", "heads"),
     (Target, "forward", "pass"),
     (Target, "logits", "LM head"),
     (Target, "embed", "heads"),

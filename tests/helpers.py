@@ -19,7 +19,7 @@ from tswift.drafting.methods import DraftOptions, make_drafter
 from tswift.drafting.source import Context, Drafter
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
-from tswift.models.heads import KINDS, Heads
+from tswift.models.kinds import KINDS, Heads, MedusaHeads
 from tswift.models.target import Forwarded, Target
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only costs
@@ -63,6 +63,17 @@ def tiny_heads(dtype: torch.dtype = torch.float64, count: int = 3, kind: str = "
         heads = KINDS[kind](HIDDEN, count)
         for head in heads.heads:
             torch.nn.init.normal_(head.linear.weight, std=0.2)
+    return heads.to(dtype).eval().requires_grad_(False)
+
+
+@functools.cache
+def medusa_heads(dtype: torch.dtype = torch.float64, count: int = 3, layers: int = 1) -> Heads:
+    """Random Medusa heads, whose logits are peaked."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        heads = MedusaHeads(HIDDEN, count, VOCAB, layers)
+        for weight in heads.parameters():
+            torch.nn.init.normal_(weight, std=0.3)
     return heads.to(dtype).eval().requires_grad_(False)
 
 

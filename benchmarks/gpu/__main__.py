@@ -22,7 +22,7 @@ from tswift.benchmarking import plots
 from tswift.benchmarking.machine import measured
 from tswift.benchmarking.roofline import MACHINES
 from tswift.jobs.environment import environment, now
-from tswift.jobs.folder import write_whole
+from tswift.jobs.files import write_whole
 from tswift.models.shapes import SHAPES
 
 _SCHEMA = 1

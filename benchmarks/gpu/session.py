@@ -27,7 +27,7 @@ import torch
 from benchmarks.gpu.scale import Scale
 from tswift.benchmarking.roofline import Machine
 from tswift.jobs.environment import now
-from tswift.jobs.folder import write_whole
+from tswift.jobs.files import write_whole
 
 JSON, MARKDOWN, LOG = "gpu.json", "gpu.md", "gpu.log"
 DONE, FAILED, LEFT_OUT, CUT = "done", "failed", "left out", "cut short"

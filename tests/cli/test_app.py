@@ -14,6 +14,7 @@ from tswift.errors import Fault
 def test_help_does_not_import_torch() -> None:
     code = "import sys; from tswift.cli import main; main(['--help']); main(['generate', '--help']); "
     code += "main(['verify', '--help']); main(['bench', '--help']); main(['roofline', '--help']); "
+    code += "main(['train', '--help']); "
     code += "sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -53,7 +54,9 @@ def test_usage_errors_are_one_line(tswift, words: list[str]) -> None:  # type: i
     assert result.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [Fault("the disk\nis full"), ZeroDivisionError("oops"), OSError(28, "No space left")])
+@pytest.mark.parametrize(
+    "error", [Fault("the disk\nis full"), ZeroDivisionError("oops"), OSError(28, "No space left"), MemoryError()]
+)
 def test_what_breaks_on_the_way_is_one_line(tswift, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:  # type: ignore[no-untyped-def]
     def broken(*arguments: object) -> None:
         raise error
@@ -64,6 +67,7 @@ def test_what_breaks_on_the_way_is_one_line(tswift, monkeypatch: pytest.MonkeyPa
     assert result.err.startswith("tswift: error: ")
     assert result.err.count("\n") == 1
     assert ("unexpected" in result.err) == isinstance(error, ZeroDivisionError)
+    assert ("no memory is left" in result.err) == isinstance(error, MemoryError)
 
 
 def test_a_traceback_can_be_asked_for(tswift, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]

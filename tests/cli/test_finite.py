@@ -41,7 +41,9 @@ def test_generate(tswift, run: Path, broken: tuple[Path, int], prompt: Path, tmp
     at = len(prompted) + place
     assert result.err.splitlines()[-1] == (
         f"tswift: error: the logits for position {at + 1} are NaN; the first output that is not finite is that of "
-        f"model.embed_tokens at position {at}: its weights are broken, or float32 is too narrow for the model"
+        f"model.embed_tokens at position {at}: its weights are broken, or float32 is too narrow for the model; "
+        f"{place + 1} tokens are saved in {tmp_path / 'again'}, "
+        f"and tswift generate --resume {tmp_path / 'again'} goes on from there"
     )
     assert "Traceback" not in result.err
     assert np.fromfile(tmp_path / "again" / "tokens.u32", "<u4").tolist() == tokens[: place + 1]

@@ -47,7 +47,7 @@ def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Non
     assert result.code == 0, result.err
     run = json.loads((out / "run.json").read_text())
     ids = AutoTokenizer.from_pretrained(checkpoint)(prompt.read_text())["input_ids"][:7]
-    assert run["schema"] == 1
+    assert run["schema"] == 2
     assert run["state"] == "finished"
     assert run["command"] == ["tswift", *words]
     assert run["options"]["seed"] == 3
@@ -55,7 +55,8 @@ def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Non
     assert run["sampling"]["banned"] == [0]
     assert run["drafting"]["tree"] == [1, 2]
     assert run["drafting"]["nodes"] == 8
-    assert run["model"] == {
+    assert {"weights", "config"} <= run["model"].keys()
+    assert {name: value for name, value in run["model"].items() if name not in ("weights", "config")} == {
         "name": str(checkpoint),
         "device": "cpu",
         "dtype": "float32",
@@ -72,7 +73,9 @@ def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Non
     assert figures["tokens"] == 20
     assert figures["tokens_per_step"] == 20 / figures["target_passes"]
     assert sum(run["accepted"].values()) == figures["target_passes"]
-    assert sorted(path.name for path in out.iterdir()) == ["prompt.u32", "run.json", "text.txt", "tokens.u32"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("journal", "prompt.u32", "run.json", "text.txt", "tokens.u32")
+    ]
     assert np.fromfile(out / "prompt.u32", "<u4").tolist() == ids
     for said in ("tree 1,2", "float32", "KV memory", "prompt 7 tokens", "Distinct-1..4", "peak memory", "alpha"):
         assert said in result.err
@@ -137,7 +140,8 @@ def test_ctrl_c_keeps_what_was_made(checkpoint: Path, prompt: Path, tmp_path: Pa
     rest, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert b"Traceback" not in err
-    assert b"tokens are kept in" in err
+    assert b"stopped by SIGINT; " in err
+    assert b"tokens are saved in" in err
     tokens = np.fromfile(out / "tokens.u32", "<u4").tolist()
     run = json.loads((out / "run.json").read_text())
     assert run["state"] == "interrupted"

@@ -12,6 +12,7 @@ from tswift.drafting.heads import HeadSource, LastPass
 from tswift.drafting.methods import DraftOptions, make_drafter
 from tswift.drafting.source import Context
 from tswift.kv.full import FullKV
+from tswift.models.passes import Forwarded
 
 
 def states_source(states, tree, shared_noise: bool) -> HeadSource:
@@ -20,17 +21,19 @@ def states_source(states, tree, shared_noise: bool) -> HeadSource:
     class GivenReader:
         direct = False
 
-        def hidden(self, context):
-            return states[0]
+        def read(self, context):
+            return Forwarded(states, []), 0
 
         def committed(self, context, most):
             pass
 
     class GivenHeads:
-        conditioned = False
+        conditioned = raw = False
 
-        def __call__(self, hidden):
-            return states
+        def levels(self, hidden, lm_head, first, most):
+            assert first is None
+            assert torch.equal(hidden, states[0])
+            return lm_head(states[:most])
 
     return HeadSource(tiny_target(), GivenHeads(), GivenReader(), tree, shared_noise)
 
@@ -103,10 +106,10 @@ def test_the_last_pass_gives_the_state_of_the_node_that_drew_the_root() -> None:
     target = tiny_target()
     context = context_of([1, 2, 3], PLAIN)
     reader = LastPass()
-    assert reader.hidden(context) is None
+    assert reader.read(context) is None
     kv = FullKV(target.kv_shape, 8)
     context.last, context.node = target.prefill([1, 2], kv), 1
-    assert torch.equal(reader.hidden(context), context.last.hidden[1])
+    assert reader.read(context) == (context.last, 1)
 
 
 @pytest.mark.parametrize("limit", [3, 5, 128])

@@ -1,52 +1,77 @@
-"""A run's folder: appended to, never overwritten, its record whole."""
+"""A run's folder: appended to with checkpoints, locked, never overwritten, its record whole."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
 
 from tswift.errors import InputError
 from tswift.jobs import folder as module
-from tswift.jobs.folder import RunFolder, default_path
+from tswift.jobs.folder import FolderGone, RunFolder, SaveFailed, bytes_of, checksum, default_path
+from tswift.jobs.journal import parse_journal
+from tswift.jobs.lock import Lock, in_use
+from tswift.jobs.recorded import read_saved
 
 
-def test_appends(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "a" / "b")
-    folder.append([1, 2**31], "é")
-    folder.append([3], "")
-    folder.flush()
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    folder = RunFolder.create(tmp_path / "a" / "b")
+    folder.keep_prompt([9, 9])
+    yield folder
+    folder.close()
+
+
+def nothing() -> dict[str, int]:
+    return {}
+
+
+def test_a_checkpoint_puts_everything_on_the_disk(folder: RunFolder) -> None:
+    folder.append([1, 2**31], "é", nothing)
+    folder.append([3], "", nothing)
+    assert (folder.path / "tokens.u32").stat().st_size == 0
+    folder.checkpoint({"passes": 2})
+    assert folder.saved == 3
     assert np.fromfile(folder.path / "tokens.u32", "<u4").tolist() == [1, 2**31, 3]
     assert (folder.path / "text.txt").read_bytes() == "é".encode()
-    folder.close()
+    (line,) = parse_journal((folder.path / "journal").read_bytes()).checkpoints
+    assert (line.tokens, line.counters) == (3, {"passes": 2})
+    assert line.crc32 == crc32(bytes_of([9, 9, 1, 2**31, 3]))
 
 
-def test_flushes_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FLUSH_SECONDS", 0.0)
-    folder = RunFolder(tmp_path)
-    folder.append([7], "x")
-    assert (tmp_path / "tokens.u32").stat().st_size == 4
-    folder.close()
+@pytest.mark.parametrize("limit", ["_SECONDS", "_TOKENS"])
+def test_checkpoints_come_by_themselves(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(module, limit, 0)
+    folder.append([7], "x", nothing)
+    assert (folder.path / "tokens.u32").stat().st_size == 4
 
 
-def test_record_replaces(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+def test_512_tokens_are_never_at_stake(folder: RunFolder) -> None:
+    for _ in range(1023):
+        folder.append([7], "", nothing)
+    assert folder.saved == 512
+
+
+def test_record_replaces(folder: RunFolder) -> None:
     folder.record({"state": "running"})
-    folder.record({"state": "finished", "path": tmp_path})
-    assert json.loads((tmp_path / "run.json").read_text()) == {"schema": 1, "state": "finished", "path": str(tmp_path)}
-    assert not list(tmp_path.glob("*.new"))
-    folder.close()
+    folder.record({"state": "finished", "path": folder.path})
+    record = json.loads((folder.path / "run.json").read_text())
+    assert record == {"schema": 2, "state": "finished", "path": str(folder.path), "checksum": checksum(record)}
+    assert not list(folder.path.glob("*.new"))
 
 
 def test_discard_leaves_nothing_of_its_own(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "new")
+    folder = RunFolder.create(tmp_path / "new" / "er")
     folder.keep_prompt([1, 2])
     folder.discard()
     assert not (tmp_path / "new").exists()
     (tmp_path / "old").mkdir()
-    RunFolder(tmp_path / "old").discard()
+    RunFolder.create(tmp_path / "old").discard()
     assert list((tmp_path / "old").iterdir()) == []
 
 
@@ -54,18 +79,83 @@ def test_discard_leaves_nothing_of_its_own(tmp_path: Path) -> None:
 def test_refuses_what_is_no_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match="--out"):
-        RunFolder(tmp_path / name)
+        RunFolder.create(tmp_path / name)
 
 
-def test_keeps_the_prompt(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.keep_prompt([2**31, 3])
-    assert np.fromfile(folder.path / "prompt.u32", "<u4").tolist() == [2**31, 3]
+def test_a_folder_is_for_one(folder: RunFolder) -> None:
+    assert in_use(folder.path)
+    with pytest.raises(InputError, match=r"--out: .* is not empty"):
+        RunFolder.create(folder.path)
+    folder.close()
+    assert not in_use(folder.path)
+    assert not (folder.path / "lock").exists()
+
+
+def test_the_prompt_cannot_be_kept(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
     folder.discard()
     with pytest.raises(InputError, match=r"--out: .* cannot be written to"):
         folder.keep_prompt([1])
 
 
-def test_default_names_differ() -> None:
+def test_reopened_where_it_was_left(folder: RunFolder) -> None:
+    folder.append([1, 2], "one two", nothing)
+    folder.checkpoint({})
+    folder.append([3], " three", nothing)
+    folder.checkpoint({})
+    folder.close()
+    place, size = read_saved(folder.path, [9, 9]).places[1]
+    again = RunFolder.reopen(folder.path, Lock(folder.path), [9, 9], place, size, "one two")
+    again.append([4], " four", nothing)
+    again.checkpoint({})
+    again.close()
+    assert np.fromfile(folder.path / "tokens.u32", "<u4").tolist() == [1, 2, 4]
+    assert (folder.path / "text.txt").read_text() == "one two four"
+    assert read_saved(folder.path, [9, 9]).tokens == [1, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["tokens.u32", "journal"])
+def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path, name: str) -> None:
+    folder.append([1, 2], "one two", nothing)
+    folder.checkpoint({})
+    folder.close()
+    place, size = read_saved(folder.path, [9, 9]).places[-1]
+    (folder.path / name).rename(tmp_path / "precious")
+    (folder.path / name).symlink_to(tmp_path / "precious")
+    before = (tmp_path / "precious").read_bytes()
+    with Lock(folder.path) as lock, pytest.raises(SaveFailed):
+        RunFolder.reopen(folder.path, lock, [9, 9], place, size, "")
+    assert (tmp_path / "precious").read_bytes() == before
+
+
+def test_a_folder_that_went_is_noticed(folder: RunFolder) -> None:
+    folder.append([1, 2], "one two", nothing)
+    shutil.rmtree(folder.path)
+    with pytest.raises(FolderGone, match="was removed or moved"):
+        folder.checkpoint({})
+
+
+def test_a_folder_that_was_moved_is_noticed(folder: RunFolder, tmp_path: Path) -> None:
+    folder.append([1, 2], "one two", nothing)
+    folder.path.rename(tmp_path / "moved")
+    with pytest.raises(FolderGone):
+        folder.checkpoint({})
+
+
+def test_default_names_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     assert default_path("ar") != default_path("ar")
     assert default_path("ar").parent == Path("runs")
+
+
+def test_a_clock_that_was_set_back_takes_no_name_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped(module.datetime):
+        @classmethod
+        def now(cls, tz=None) -> Stopped:  # type: ignore[no-untyped-def]
+            return cls(2020, 1, 1, tzinfo=tz)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "datetime", Stopped)
+    first = default_path("ar")
+    first.mkdir(parents=True)
+    assert default_path("ar") == first.with_name(f"{first.name}-2")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 from tswift.decoding.sampling import SamplingParams
 from tswift.errors import InputError
+from tswift.jobs.folder import bytes_of, checksum
+from tswift.jobs.journal import Checkpoint
 from tswift.jobs.prompt import fingerprint
-from tswift.jobs.recorded import check_ids, read_run, read_tokens
+from tswift.jobs.recorded import check_ids, read_run, read_saved, read_tokens
 
 
 @pytest.fixture
@@ -24,9 +27,9 @@ def run(tmp_path: Path) -> Path:
     np.array([5, 6, 7], "<u4").tofile(tmp_path / "prompt.u32")
     np.array([1, 2**31], "<u4").tofile(tmp_path / "tokens.u32")
     record = {
-        "schema": 1,
+        "schema": 2,
         "state": "interrupted",
-        "options": {"seed": 2**70, "length": 9},
+        "options": {"seed": 2**70, "length": 9, "method": "ar"},
         "sampling": {
             "temperature": 0.5,
             "top_k": 3,
@@ -40,7 +43,7 @@ def run(tmp_path: Path) -> Path:
         "model": {"name": "x/y", "device": "cpu", "dtype": "float64", "attention": "sdpa", "heads": None},
         "prompt": {"tokens": 3, "sha256": fingerprint([5, 6, 7])},
     }
-    (tmp_path / "run.json").write_text(json.dumps(record))
+    (tmp_path / "run.json").write_text(json.dumps({**record, "checksum": checksum(record)}))
     return tmp_path
 
 
@@ -48,7 +51,8 @@ def test_reads_everything(run: Path) -> None:
     found = read_run(run)
     assert found.params == SamplingParams(0.5, 3, 0.9, 0.0, 0.1, 1.1, 8, (0, 4))
     assert (found.seed, found.state, found.path) == (2**70, "interrupted", run)
-    assert (found.prompt, found.tokens) == ([5, 6, 7], [1, 2**31])
+    assert found.prompt == [5, 6, 7]
+    assert (found.length, found.method) == (9, "ar")
     assert (found.model, found.device, found.dtype, found.attention) == ("x/y", "cpu", "float64", "sdpa")
     assert found.heads is None
 
@@ -65,6 +69,7 @@ def _field(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
     def edit(run: Path) -> None:
         record = json.loads((run / "run.json").read_text())
         change(record)
+        record["checksum"] = checksum(record)
         (run / "run.json").write_text(json.dumps(record))
 
     return edit
@@ -75,14 +80,13 @@ def _field(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
     [
         (_without("run.json"), "holds no run: there is no run.json in it"),
         (_without("prompt.u32"), "there is no file .*prompt.u32"),
-        (_without("tokens.u32"), "there is no file .*tokens.u32"),
         (_file("run.json", b"{"), "run.json is broken: it is not JSON"),
         (_file("run.json", b"\xff\xfe"), "run.json is broken: it is not JSON"),
-        (_file("run.json", b"[]"), "is not of schema 1"),
-        (_file("run.json", b'{"schema": 2}'), "is not of schema 1"),
-        (_file("run.json", b'{"schema": 1}'), "run.json is broken: there is no 'model'"),
-        (_file("tokens.u32", b""), "tokens.u32 holds no tokens"),
-        (_file("tokens.u32", b"12345"), "tokens.u32 is not a file of uint32: it has 5 bytes"),
+        (_file("run.json", b"[]"), "is not of schema 2"),
+        (_file("run.json", b"[" * 100_000), "run.json is broken: it is not JSON"),
+        (_file("run.json", b'{"schema": 1}'), "is not of schema 2"),
+        (_file("run.json", b'{"schema": 2}'), "run.json is not as it was written: its checksum differs"),
+        (_field(lambda record: record.pop("model")), "run.json is broken: there is no 'model'"),
         (_file("prompt.u32", b"123"), "prompt.u32 is not a file of uint32"),
         (_file("prompt.u32", b"1234"), "prompt.u32 is not the prompt of run.json"),
         (_field(lambda record: record["options"].pop("seed")), "there is no 'seed'"),
@@ -90,6 +94,8 @@ def _field(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
         (_field(lambda record: record["sampling"].update(min_p=3)), "run.json is broken: min_p must be between"),
         (_field(lambda record: record["sampling"].update(hot=1)), "run.json is broken: .*hot"),
         (_field(lambda record: record.update(model=None)), "run.json is broken"),
+        (_field(lambda record: record["options"].update(length="9")), "run.json is broken: its length is '9'"),
+        (_field(lambda record: record["model"].update(name=["x"])), "run.json is broken: its model is"),
     ],
 )
 def test_what_is_broken_is_told_in_a_line(run: Path, spoil: Callable[[Path], None], message: str) -> None:
@@ -121,3 +127,73 @@ def test_ids_outside_the_vocabulary() -> None:
     check_ids([0, 4], 5, "x")
     with pytest.raises(InputError, match="--tokens: x has token id 5 at 2, outside the model's vocabulary of 5"):
         check_ids([0, 4, 5, 6], 5, "x", "--tokens")
+
+
+def test_a_link_in_the_folder_is_not_followed(run: Path, tmp_path: Path) -> None:
+    (run / "run.json").rename(run / "elsewhere")
+    (run / "run.json").symlink_to(run / "elsewhere")
+    with pytest.raises(InputError, match=r"run.json cannot be read \(it is a link\)"):
+        read_run(run)
+
+
+PROMPT = [5, 6, 7]
+TEXT = [11, 12, 13, 14, 15, 16]
+
+
+def journaled(folder: Path, counts: list[int], tokens: list[int] = TEXT) -> Path:
+    """A journal with checkpoints at these counts, and the tokens."""
+    lines = [Checkpoint(n, crc32(bytes_of(PROMPT + TEXT[:n])), {"passes": n}).line() for n in counts]
+    (folder / "journal").write_bytes(b"".join(lines))
+    (folder / "tokens.u32").write_bytes(bytes_of(tokens))
+    return folder
+
+
+def test_what_was_saved(tmp_path: Path) -> None:
+    saved = read_saved(journaled(tmp_path, [2, 5]), PROMPT)
+    assert (saved.tokens, saved.unsure, saved.torn, saved.damage) == (TEXT[:5], 1, False, "")
+    assert [place.tokens for place, _ in saved.places] == [0, 2, 5]
+    assert saved.places[-1][1] == (tmp_path / "journal").stat().st_size
+    assert saved.places[-1][0].counters == {"passes": 5}
+    assert saved.last(below=5)[0].tokens == 2
+    assert saved.last(below=1) == saved.places[0]
+
+
+def test_nothing_was_saved(tmp_path: Path) -> None:
+    saved = read_saved(journaled(tmp_path, []), PROMPT)
+    assert (saved.tokens, saved.unsure, saved.damage, saved.last(9)[1]) == ([], 6, "", 0)
+
+
+@given(cut=st.integers(1, 40))
+def test_a_torn_last_line_is_no_damage(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    folder = journaled(tmp_path_factory.mktemp("torn"), [2, 5])
+    lines = (folder / "journal").read_bytes()
+    (folder / "journal").write_bytes(lines[:-cut])
+    saved = read_saved(folder, PROMPT)
+    assert (saved.tokens, saved.torn, saved.damage) == (TEXT[:2], True, "")
+
+
+@given(data=st.data())
+def test_every_changed_bit_is_seen(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = journaled(tmp_path_factory.mktemp("flipped"), [2, 4, 5])
+    name = data.draw(st.sampled_from(["journal", "tokens.u32"]))
+    content = bytearray((folder / name).read_bytes())
+    vouched = 20 if name == "tokens.u32" else len(content)
+    place = data.draw(st.integers(0, 8 * vouched - 1))
+    content[place // 8] ^= 1 << place % 8
+    (folder / name).write_bytes(content)
+    saved = read_saved(folder, PROMPT)
+    assert saved.tokens == TEXT[: len(saved.tokens)]  # only sound tokens are ever given
+    assert saved.damage or saved.torn
+    assert len(saved.tokens) < 5
+
+
+def test_too_few_tokens_are_damage(tmp_path: Path) -> None:
+    saved = read_saved(journaled(tmp_path, [2, 5], TEXT[:4]), PROMPT)
+    assert saved.tokens == TEXT[:2]
+    assert "tokens.u32 has 16 bytes, its journal speaks of 20" in saved.damage
+
+
+def test_tokens_of_another_prompt_are_damage(tmp_path: Path) -> None:
+    saved = read_saved(journaled(tmp_path, [2, 5]), [5, 6, 8])
+    assert saved.tokens == []
+    assert "does not match its checksum between tokens 0 and 2" in saved.damage

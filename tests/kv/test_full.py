@@ -66,3 +66,11 @@ def test_tree_passes_and_commits_leave_what_a_straight_prefill_leaves(kind: str)
     torch.testing.assert_close(kv.keys[:, :, : kv.length], straight.keys, rtol=0, atol=1e-11)
     torch.testing.assert_close(kv.values[:, :, : kv.length], straight.values, rtol=0, atol=1e-11)
     torch.testing.assert_close(hidden[path[-1]], last.hidden[-1], rtol=0, atol=1e-11)
+
+
+def test_slots_are_positions() -> None:
+    kv = FullKV(SHAPE, 10)
+    kv.commit(range(7))
+    assert kv.places(0).tolist() == [list(range(7))]
+    # the next token, at 7, sees itself and two before it in a window of three
+    assert [kv.before(window) for window in (1, 3, 7, 8, 9)] == [7, 5, 1, 0, 0]

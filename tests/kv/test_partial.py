@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 3, 4
-SHAPE = KVShape(LAYERS, HEADS, DIM, torch.float64, torch.device("cpu"))
+SHAPE = KVShape(LAYERS, HEADS, DIM, torch.float64, torch.device("cpu"), placed=True)
 
 
 class Growing:
@@ -40,6 +42,7 @@ def held(partial: PartialKV, full: FullKV, layer: int, head: int) -> set[int]:
     assert torch.equal(partial.keys[layer, head, : partial.length], full.keys[layer, head, positions])
     assert torch.equal(partial.values[layer, head, : partial.length], full.values[layer, head, positions])
     assert len(set(positions.tolist())) == partial.length
+    assert torch.equal(partial.places(layer)[head], positions)
     return set(positions.tolist())
 
 
@@ -142,3 +145,15 @@ def test_the_check_sees_a_wrong_entry(monkeypatch) -> None:
     monkeypatch.setattr(PartialKV, "append", shifted)
     with pytest.raises(AssertionError):
         run(64, 16, 20, [5], 5)
+
+
+def test_places_cost_nothing_where_they_are_not_asked_for() -> None:
+    growing = Growing(100, 1)
+    growing.grow(90)
+    plain, placed = (PartialKV(dataclasses.replace(SHAPE, placed=each), 64, 16) for each in (False, True))
+    query = growing.query()
+    for partial in (plain, placed):
+        partial.select(growing.full, query)
+    assert plain.places(0).numel() == 0
+    assert placed.before(5) == 0
+    assert torch.equal(plain.keys[:, :, :64], placed.keys[:, :, :64])

@@ -44,3 +44,13 @@ def test_the_bundled_model_has_them() -> None:
     assert OneDNNLinear in kinds
     kinds = {type(module) for module in tswift.load(device="cpu", dtype="float64").target.model.modules()}
     assert OneDNNLinear not in kinds
+
+
+@able
+def test_gradients_flow_through_frozen_layers() -> None:
+    layers, given = network().requires_grad_(False), torch.randn(3, 256, generator=torch.Generator().manual_seed(2))
+    quicken(layers)
+    found, wanted = given.clone().requires_grad_(), given.double().requires_grad_()
+    layers(found).square().sum().backward()
+    network().double()(wanted).square().sum().backward()
+    torch.testing.assert_close(found.grad.double(), wanted.grad, rtol=1e-4, atol=1e-5)

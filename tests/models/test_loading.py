@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GraniteConfig, GraniteForCausalLM
+from transformers import Gemma3TextConfig
 
+from benchmarks import architectures
 from tswift.errors import InputError
 from tswift.models.heads import ConditionedHeads
 from tswift.models.loading import load
+from tswift.models.source import read_config
+from tswift.models.target import Target
 
 
 def _copy(checkpoint: Path, folder: Path, **changes: object) -> str:
@@ -70,10 +73,13 @@ def test_heads_that_are_none(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"sliding_window": 64}, "sliding window of 64"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        (
+            {"final_logit_softcapping": 30.0},
+            r"\(llama\) is not served exactly: logits differ",
+        ),  # Llama does no such thing
         ({"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of type chunked_attention"),
+        ({"kv_lora_rank": 8}, "latent attention"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary .* type dynamic"),
     ],
 )
@@ -83,8 +89,21 @@ def test_refuses_what_it_would_compute_wrongly(
     _refused(_copy(checkpoint, tmp_path / "m", **changes), match)
 
 
-def test_a_window_that_is_not_used_is_fine(checkpoint: Path, tmp_path: Path) -> None:
-    load(_copy(checkpoint, tmp_path / "m", sliding_window=64, use_sliding_window=False))
+def test_rotary_embeddings_of_some_layers_only(tmp_path: Path) -> None:
+    """Gemma 3 has them by the type of the layer."""
+    ropes = {
+        "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    Gemma3TextConfig(num_hidden_layers=2, rope_parameters=ropes).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="rotary embeddings of type dynamic"):
+        read_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("changes", [{"use_sliding_window": False}, {}])
+def test_a_window_that_is_not_used_is_fine(checkpoint: Path, tmp_path: Path, changes: dict[str, object]) -> None:
+    """Llama knows of no windows, whatever its configuration says."""
+    assert load(_copy(checkpoint, tmp_path / "m", sliding_window=64, **changes)).target.special == ""
 
 
 def test_broken_files(checkpoint: Path, tmp_path: Path) -> None:
@@ -149,21 +168,37 @@ def test_the_bundled_model_is_there() -> None:
     assert loaded.target.max_positions == 131_072
 
 
-def test_an_architecture_that_scales_its_logits_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    model = tmp_path / "m"
-    shutil.copytree(checkpoint, model)
-    config = GraniteConfig(
-        vocab_size=len(AutoTokenizer.from_pretrained(checkpoint)),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        logits_scaling=8.0,
-    )
-    GraniteForCausalLM(config).save_pretrained(model)
-    _refused(str(model), r"\(granite\) is not served exactly: logits differ", "--model")
+def test_an_architecture_that_does_something_unheard_of_is_refused(checkpoint: Path, monkeypatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    right = LlamaForCausalLM.forward
+
+    def scaled(self, *args, **kwargs):
+        out = right(self, *args, **kwargs)
+        out.logits *= 1.01
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    _refused(str(checkpoint), r"\(llama\) is not served exactly: logits differ", "--model")
+
+
+@pytest.mark.parametrize("mistake", ["positions", "ancestors", "cache"])
+def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monkeypatch, mistake: str) -> None:
+    architectures.checkpoint(architectures.ARCHITECTURES["Llama, GQA"], tmp_path)
+    load(str(tmp_path))
+    right = Target.forward
+
+    def wrong(self, tokens, positions, kv, ancestors):
+        if ancestors is not None and mistake == "positions":
+            positions = torch.arange(len(positions)) + kv.length
+        if ancestors is not None and mistake == "ancestors":
+            ancestors = torch.ones_like(ancestors).tril()
+        if ancestors is not None and mistake == "cache":
+            kv.keys[:, :, kv.length - 1] = 0
+        return right(self, tokens, positions, kv, ancestors)
+
+    monkeypatch.setattr(Target, "forward", wrong)
+    _refused(str(tmp_path), "is not served exactly: logits differ", "--model")
 
 
 @pytest.mark.parametrize("model", ["~nosuchuser/m", "a" * 300])

@@ -60,8 +60,7 @@ def floor_of(lineup: Lineup, machine: Machine) -> Floor | None:
         kind = find_method(method)
         head_bytes = 0
         if heads and options.tree:
-            # conditioned heads run one by one, as many as there are levels; chained ones all at once
-            count = len(options.tree) - kind.by_lm_head if heads.conditioned else heads.count
+            count = len(options.tree) - kind.by_lm_head
             head_bytes = sum(weight.nbytes for head in heads.heads[:count] for weight in head.parameters())
         drafting[method] = Drafting(options.budget if "budget" in kind.uses else None, head_bytes)
     return Floor(shape_of(network, lineup.model.target.dtype.itemsize), machine, drafting)

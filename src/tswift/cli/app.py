@@ -14,7 +14,10 @@ from tswift.cli.bench import bench
 from tswift.cli.codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 from tswift.cli.compare import compare
 from tswift.cli.generate import generate
+from tswift.cli.heads import heads
 from tswift.cli.roofline import roofline
+from tswift.cli.runs import runs
+from tswift.cli.train import train
 from tswift.cli.verify import verify
 from tswift.errors import Fault, InputError
 
@@ -23,9 +26,12 @@ _TRACEBACK = "TSWIFT_TRACEBACK"
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 app.command()(generate)
 app.command()(compare)
+app.command()(runs)
 app.command()(verify)
 app.command()(bench)
 app.command()(roofline)
+app.command()(train)
+app.add_typer(heads, name="heads")
 
 
 @app.callback(invoke_without_command=True)
@@ -47,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``tswift`` and return its exit code.
 
     0 fine; 1 a regression, another text than plain decoding's, or writing failed; 2 bad input, said in one line on
-    stderr; 130 interrupted; 141 nobody reads stdout any more.
+    stderr; 130 interrupted, 143 and 129 stopped by SIGTERM and SIGHUP; 141 nobody reads stdout any more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -58,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _bad_input(str(error))
     except Fault as error:
         return _failed(str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
+    except (KeyboardInterrupt, typer.Abort) as stop:
+        return int(getattr(stop, "code", INTERRUPTED))
     except OSError as error:  # a full disk, as a rule
         return _failed(f"{error.filename or 'writing'}: {error.strerror or error}")
     except Exception as error:
@@ -68,9 +74,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _bad_input(error.format_message())
         if os.environ.get(_TRACEBACK):
             raise
+        if _ran_out(error):
+            return _failed("no memory is left; a smaller --len, --nodes or --budget needs less")
         kind = type(error).__name__
         return _failed(f"unexpected {kind}: {error}; a mistake in tswift; {_TRACEBACK}=1 shows where")
     return code if isinstance(code, int) else OK
+
+
+def _ran_out(error: Exception) -> bool:
+    if "torch" not in sys.modules:  # it is not imported to say so
+        return isinstance(error, MemoryError)
+    from tswift.models.memory import ran_out
+
+    return ran_out(error)
 
 
 def _bad_input(message: str) -> int:

@@ -24,7 +24,7 @@ class Display:
     """Streams text to stdout, and shows a progress bar on stderr, or a log line now and then if that is no terminal.
 
     Args:
-        length: tokens to come.
+        length: tokens of the whole text.
         quiet: nothing on stderr.
         progress: whether to show a bar or log lines at all.
     """
@@ -71,16 +71,30 @@ class Display:
                 self._bar.task_ids[0],
                 description="",
                 total=self._length,
+                length=self._length,
                 completed=stats.tokens,
                 figures=_figures(stats),
                 left=f"left {_clock(self._left(stats))}",
             )
-        elif self._log and time.monotonic() - self._logged >= _LOG_SECONDS:
-            self._logged = time.monotonic()
+        elif self._due():
             self.say(
                 f"{stats.tokens:,} / {self._length:,} tokens, {_figures(stats)}, "
-                f"{_clock(self._logged - self._started)} elapsed, {_clock(self._left(stats))} left"
+                f"{_clock(self._logged - self._started)} elapsed, {_clock(self._left(stats))} left{_memory()}"
             )
+
+    def show_prefill(self, done: int, total: int) -> None:
+        """Show how far the prefill has come, in tokens."""
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], total=total, completed=done, length=total)
+        elif self._due():
+            self.say(f"prefill {done:,} / {total:,} tokens, {_clock(self._logged - self._started)} elapsed{_memory()}")
+
+    def _due(self) -> bool:
+        """Whether it is time for a log line."""
+        if not self._log or time.monotonic() - self._logged < _LOG_SECONDS:
+            return False
+        self._logged = time.monotonic()
+        return True
 
     def say(self, message: str) -> None:
         """One line on stderr, unless quiet."""
@@ -145,6 +159,13 @@ class Display:
 
 def _figures(stats: DecodeStats) -> str:
     return f"{stats.tokens_per_second:,.1f} tokens/s alpha {stats.alpha:.2f} {stats.tokens_per_step:.2f}/step"
+
+
+def _memory() -> str:
+    from tswift.jobs.environment import resident_bytes
+
+    held = resident_bytes()
+    return "" if held is None else f", memory {held / 1e9:.2f} GB"
 
 
 def _clock(seconds: float) -> str:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tswift.cli import options
 from tswift.cli.codes import CLOSED_PIPE, FAILED, INTERRUPTED
 from tswift.cli.streams import abandon_stdout
+from tswift.errors import InputError
+
+if TYPE_CHECKING:
+    from tswift.cli.display import Display
+    from tswift.jobs.job import Job
+    from tswift.jobs.signals import Signals
+
+_ASKED = (
+    *("length", "method", "prompt", "prefill", "seed", "stop_at_eos", "gamma"),
+    *("heads", "model", "device", "dtype", "attention", "out"),
+)
+_NOT_OF_A_RUN = ("out", "resume", "discard_damaged", "verify", "quiet", "no_progress")
 
 
 def generate(
@@ -51,54 +64,88 @@ def generate(
     out: Annotated[
         Path | None, options.option("Output", "Folder for the run. (default: ./runs/<UTC time>-<method>)", "--out")
     ] = None,
+    resume: Annotated[
+        Path | None,
+        options.option("Output", "Go on with the run in this folder; --len may be raised.", "--resume"),
+    ] = None,
+    discard_damaged: Annotated[
+        bool,
+        typer.Option(
+            "--discard-damaged",
+            help="With --resume: where a file is damaged, go on from the last sound token.",
+            rich_help_panel="Output",
+        ),
+    ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Audit the text at the end, as tswift verify does.")] = False,
     quiet: options.Quiet = False,
     no_progress: options.NoProgress = False,
 ) -> None:
     """Continue a text. The text goes to stdout as it is made; text, tokens and figures to a folder."""
     from tswift.cli.display import Display
-    from tswift.jobs.job import INTERRUPTED as STOPPED
+    from tswift.jobs.signals import Signals
+
+    if discard_damaged and resume is None:
+        raise InputError("goes with --resume", "--discard-damaged")
+    with Signals() as signals:
+        if resume is None:
+            job: Job | None = _start(context)
+        else:
+            job = _resume(context, resume, discard_damaged)
+        if job is not None:
+            _run(job, Display(job.length, quiet, not no_progress), signals)
+        elif not quiet:
+            print(f"tswift: the run in {resume} is finished; a larger --len goes on with it", file=sys.stderr)
+    if verify:
+        from tswift.cli.verify import verify_folder
+
+        path = resume if job is None else job.folder.path
+        assert path is not None
+        loaded = None if job is None else job.model
+        del job  # and with it the KV cache; the audit needs one of its own
+        verify_folder(loaded, path, context.obj, quiet, not no_progress)
+
+
+def _start(context: typer.Context) -> Job:
     from tswift.jobs.settings import Settings, start
 
-    settings = Settings(
-        length=length,
-        method=method,
-        prompt=prompt,
-        prefill=prefill,
-        seed=seed,
-        stop_at_eos=stop_at_eos,
-        sampling=options.sampling(context),
-        drafting=options.drafting(context) | ({} if tree is None else {"tree": options.widths(tree)}),
-        gamma=gamma,
-        heads=heads,
-        model=model,
-        device=device,
-        dtype=dtype,
-        attention=attention,
-        out=out,
-    )
-    job = start(settings, context.obj)
-    display = Display(length, quiet, not no_progress)
+    asked = {name: context.params[name] for name in _ASKED}
+    tree = context.params["tree"]
+    drafting = options.drafting(context) | ({} if tree is None else {"tree": options.widths(tree)})
+    return start(Settings(**asked, sampling=options.sampling(context), drafting=drafting), context.obj)
+
+
+def _resume(context: typer.Context, path: Path, discard_damaged: bool) -> Job | None:
+    from tswift.jobs.resume import resume
+
+    asked = {name: value for name, value in options.typed(context).items() if name not in _NOT_OF_A_RUN}
+    if context.params["out"] is not None:
+        raise InputError("cannot be given together with --resume", "--out")
+    if "tree" in asked:
+        asked["tree"] = options.widths(asked["tree"])
+    return resume(path, asked, discard_damaged, context.obj)
+
+
+def _run(job: Job, display: Display, signals: Signals) -> None:
+    """Run a job, and say how it ended.
+
+    Raises:
+        Exit: something stopped it; what was made is saved.
+    """
     for line in job.statement():
         display.say(line)
     try:
         with display:
-            job.run(display.show)
+            job.run(display.show, display.show_prefill, signals)
     except BrokenPipeError:
         abandon_stdout()
         raise typer.Exit(CLOSED_PIPE) from None
-    except OSError as error:  # a full disk, as a rule
+    except OSError as error:  # the folder's own errors are told by the job
         abandon_stdout()
-        message = f"writing failed ({error.strerror}); what was made is in {job.folder.path}"
-        print(f"tswift: error: {message}", file=sys.stderr)
+        print(f"tswift: error: stdout cannot be written to ({error.strerror}); {job.saved()}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt as stop:
+        with suppress(OSError):  # a terminal that was closed
+            display.summary(job)
+            display.say(f"{stop or 'interrupted'}; {job.saved()}")
+        raise typer.Exit(getattr(stop, "code", INTERRUPTED)) from None
     display.summary(job)
-    if job.state == STOPPED:
-        display.say(f"interrupted; {job.stats.tokens:,} tokens are kept in {job.folder.path}")
-        raise typer.Exit(INTERRUPTED)
-    if verify:
-        from tswift.cli.verify import verify_folder
-
-        loaded, path = job.model, job.folder.path
-        del job  # and with it the KV cache; the audit needs one of its own
-        verify_folder(loaded, path, context.obj, quiet, not no_progress)

@@ -100,6 +100,12 @@ def given(context: typer.Context, names: Sequence[str]) -> dict[str, Any]:
     return {name: context.params[name] for name in names if context.params[name] is not None}
 
 
+def typed(context: typer.Context) -> dict[str, Any]:
+    """The options that stood on the command line, by parameter name."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name: context.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
 def sampling(context: typer.Context) -> dict[str, Any]:
     """The sampling options that were typed."""
     return given(context, _OF_SAMPLING)

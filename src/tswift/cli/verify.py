@@ -88,17 +88,18 @@ def verify(
         raise typer.Exit(FAILED)
 
 
-def verify_folder(model: LoadedModel, path: Path, command: list[str], quiet: bool, progress: bool) -> None:
-    """Verify a run that this process has made, its model still there; ``verify.json`` goes to its folder.
+def verify_folder(model: LoadedModel | None, path: Path, command: list[str], quiet: bool, progress: bool) -> None:
+    """Verify a run that is done, with its model if that is still loaded; ``verify.json`` goes to its folder.
 
     Raises:
         Exit: there is a violation.
     """
     from tswift.jobs.folder import AUDIT
     from tswift.jobs.recorded import read_run
-    from tswift.jobs.verification import report, with_model
+    from tswift.jobs.verification import report, subject_of_run, with_model
 
-    subject = with_model(read_run(path), model)
+    run = read_run(path)
+    subject = subject_of_run(run) if model is None else with_model(run, model)
     found = _audited(subject, quiet, progress)
     Record(path / AUDIT).write({"kind": "verify", "command": command, **report(subject, found)})
     if not quiet:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class DecodeStats:
         nodes: tree nodes verified, roots included.
         seconds: wall time of the steps; prefill apart.
         accepted: how many steps accepted 0, 1, ... drafted tokens.
+        reused: drafted tokens accepted whose longest path came from a retrieved n-gram.
     """
 
     depth: int
@@ -47,6 +49,33 @@ class DecodeStats:
     def copy(self) -> DecodeStats:
         """The figures as they are now."""
         return replace(self, accepted=Counter(self.accepted))
+
+    def counters(self) -> dict[str, Any]:
+        """The counters, tokens apart, ready for JSON."""
+        accepted = {str(count): self.accepted[count] for count in sorted(self.accepted)}
+        return {
+            "passes": self.passes,
+            "nodes": self.nodes,
+            "seconds": self.seconds,
+            "accepted": accepted,
+            "reused": self.reused,
+        }
+
+    @classmethod
+    def counted(cls, depth: int, tokens: int, counters: Mapping[str, Any]) -> DecodeStats:
+        """The figures that :meth:`counters` gave; none at all if it gave nothing.
+
+        Raises:
+            ValueError: counters that are none.
+        """
+        if not counters:
+            return cls(depth, tokens=tokens)
+        try:
+            accepted = Counter({int(count): int(steps) for count, steps in counters["accepted"].items()})
+            whole = {name: int(counters[name]) for name in ("passes", "nodes", "reused")}
+            return cls(depth, tokens=tokens, seconds=float(counters["seconds"]), accepted=accepted, **whole)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"its counters are broken ({error!r})") from None
 
     @property
     def alpha(self) -> float:

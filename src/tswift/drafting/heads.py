@@ -12,7 +12,8 @@ from tswift.decoding.sampling import warp
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.source import Context
 from tswift.kv.partial import PartialKV
-from tswift.models.heads import Heads
+from tswift.models.kinds import Heads
+from tswift.models.passes import Forwarded
 from tswift.models.target import Target
 
 _Guess = tuple[Tensor, Tensor]  # [levels, k] tokens and their scores (float64), best first
@@ -23,9 +24,9 @@ class LastPass:
 
     direct = False
 
-    def hidden(self, context: Context) -> Tensor | None:
-        """``[H]`` of the token before the root; None before the first pass."""
-        return None if context.last is None else context.last.hidden[context.node]
+    def read(self, context: Context) -> tuple[Forwarded, int] | None:
+        """The pass and its node, of the token before the root; None before the first pass."""
+        return None if context.last is None else (context.last, context.node)
 
     def committed(self, context: Context, most: int) -> None:
         """Nothing to keep up."""
@@ -44,12 +45,12 @@ class PartialPass:
         self._target, self.kv = target, kv
         target.prepare(kv, kv.SCRATCH)
 
-    def hidden(self, context: Context) -> Tensor:
-        """``[H]`` of the root."""
+    def read(self, context: Context) -> tuple[Forwarded, int]:
+        """The pass and its node, of the root."""
         device = self._target.device
         root = torch.tensor([context.text[-1]]).to(device, non_blocking=True)
         position = torch.tensor([context.position]).to(device, non_blocking=True)
-        return self._target.forward(root, position, self.kv, None).hidden[0]
+        return self._target.forward(root, position, self.kv, None), 0
 
     def committed(self, context: Context, most: int) -> None:
         """Copy the new tokens; select anew when they, or the next step's, do not fit."""
@@ -63,8 +64,8 @@ class PartialPass:
 class HeadSource:
     """Every level's best candidates, combined into a tree (paper, section 3.2).
 
-    Chained heads know no drafted token, so every candidate of a level may follow every one of the level before.
-    Conditioned heads are told the best candidate of the level before, and theirs may follow that one only.
+    Chained and Medusa heads know no drafted token, so every candidate of a level may follow every one of the level
+    before. Conditioned heads are told the best candidate of the level before, and theirs may follow that one only.
 
     Args:
         target: for its LM head and embeddings.
@@ -95,13 +96,16 @@ class HeadSource:
 
     def start(self, context: Context) -> None:
         """Have the device guess every level; nothing is waited for."""
-        hidden = self._reader.hidden(context)
-        if hidden is None:
+        read = self._reader.read(context)
+        if read is None:
             return
+        forwarded, node = read
+        hidden = forwarded.hidden[node]
+        begin = forwarded.before_norm(node) if self._heads.raw else hidden
         place = torch.tensor([context.position]).to(hidden.device, non_blocking=True)
         seen = context.sampler.seen(place, place, torch.ones(1, 1, dtype=torch.bool, device=hidden.device))
         guess = self._told if self._heads.conditioned else self._untold
-        self._guessed = guess(hidden, seen, context)
+        self._guessed = guess(begin, hidden if self._reader.direct else None, seen, context)
 
     def propose(self, tree: DraftTree, context: Context) -> None:
         """Add the combinations of the levels' best candidates."""
@@ -120,28 +124,25 @@ class HeadSource:
             if all(rank < len(level) for rank, level in zip(path, levels, strict=False)):
                 tree.add([level[rank] for rank, level in zip(path, levels, strict=False)], self.name)
 
-    def _untold(self, hidden: Tensor, seen: Tensor | None, context: Context) -> _Guess:
-        states = self._heads(hidden)
-        if self._reader.direct:
-            states = torch.cat([hidden.unsqueeze(0), states])
-        return self._best(states[: len(self._widths)], 0, seen, context)
+    def _untold(self, hidden: Tensor, first: Tensor | None, seen: Tensor | None, context: Context) -> _Guess:
+        logits = self._heads.levels(hidden, self._target.logits, first, len(self._widths))
+        return self._best(logits, 0, seen, context)
 
-    def _told(self, hidden: Tensor, seen: Tensor | None, context: Context) -> _Guess:
+    def _told(self, hidden: Tensor, first: Tensor | None, seen: Tensor | None, context: Context) -> _Guess:
         token: int | Tensor = context.text[-1]
         levels: list[_Guess] = []
-        if self._reader.direct:
-            levels.append(self._best(hidden.unsqueeze(0), 0, seen, context))
+        if first is not None:
+            levels.append(self._best(self._target.logits(first.unsqueeze(0)), 0, seen, context))
             token = levels[0][0][0, 0]
         for index in range(len(self._widths) - len(levels)):
             hidden, out = self._heads.step(index, hidden, self._target.embed(token))
-            levels.append(self._best(out.unsqueeze(0), len(levels), seen, context))
+            levels.append(self._best(self._target.logits(out.unsqueeze(0)), len(levels), seen, context))
             token = levels[-1][0][0, 0]
         tokens, scores = zip(*levels, strict=True)
         return torch.cat(tokens), torch.cat(scores)
 
-    def _best(self, states: Tensor, first: int, seen: Tensor | None, context: Context) -> _Guess:
-        """The best tokens of consecutive levels from ``first`` on, given ``states`` [levels, H]; best first."""
-        logits = self._target.logits(states)
+    def _best(self, logits: Tensor, first: int, seen: Tensor | None, context: Context) -> _Guess:
+        """The best tokens of consecutive levels from ``first`` on, given their logits ``[levels, V]``; best first."""
         sampler, root = context.sampler, context.position
         scores = warp(logits.to(torch.float64, copy=True), seen, sampler.params)
         if self._shared_noise:

@@ -1,25 +1,28 @@
-"""A job: a decode whose tokens and text go to a run's folder as they are made."""
+"""A job: a decode whose tokens and text go to a run's folder as they are made, and that can be gone on with."""
 
 from __future__ import annotations
 
-import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from tswift.decoding.generation import Generation
 from tswift.decoding.stats import DecodeStats, distinct
-from tswift.jobs.environment import environment, now, peak_bytes
-from tswift.jobs.folder import RunFolder
+from tswift.errors import Fault, InputError
+from tswift.jobs.environment import now, peak_bytes
+from tswift.jobs.folder import FolderGone, RunFolder, SaveFailed
+from tswift.jobs.signals import Signals
 from tswift.jobs.text import TextStream
 from tswift.models.loading import LoadedModel
-from tswift.models.memory import gigabytes
+from tswift.models.memory import gigabytes, ran_out
 
-RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
+RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
+_NOTHING_STOPS = 1 << 20
 Show = Callable[[str, DecodeStats], None]
+ShowPrefill = Callable[[int, int], None]
 
 
 @dataclass
@@ -30,60 +33,132 @@ class Job:
         model: the model.
         generation: the decode.
         folder: where its tokens, text and figures go.
-        about: what ``run.json`` says of the command, its options and the prompt.
+        about: what ``run.json`` says of the command, its options, the prompt and the machine.
+        prompt: the prompt's token ids.
+        text: the text so far; whole characters.
         stats: figures so far.
-        state: ``running``, ``finished`` or ``interrupted``.
-        prefill_seconds: wall time of the prefill; 0 before it is done.
+        tokens: token ids so far.
+        resumed: what ``run.json`` says of each time that the run was gone on with, this one last.
+        notes: lines for people, about what was found.
+        state: ``running``, ``finished``, ``interrupted`` or ``failed``.
+        reason: why it failed.
     """
 
     model: LoadedModel
     generation: Generation
     folder: RunFolder
     about: dict[str, Any]
-    stats: DecodeStats = field(init=False)
+    prompt: Sequence[int]
+    text: TextStream
+    stats: DecodeStats
+    tokens: list[int] = field(default_factory=list)
+    resumed: list[dict[str, Any]] = field(default_factory=list)
+    notes: Sequence[str] = ()
     state: str = RUNNING
-    prefill_seconds: float = 0.0
+    reason: str = ""
 
-    def __post_init__(self) -> None:
-        self.stats = DecodeStats(self.generation.depth)
-        self._tokens: list[int] = []
-        self._environment = environment(self.model.target.device)
-        self._started = now()
+    @property
+    def length(self) -> int:
+        """Tokens asked for, those made before included."""
+        return int(self.about["options"]["length"])
 
-    def run(self, show: Show) -> None:
-        """Run to the end, or to the first Ctrl-C, which lets the step under way be finished.
+    def run(self, show: Show, show_prefill: ShowPrefill | None = None, signals: Signals | None = None) -> None:
+        """Run to the end, or until something stops it. Whatever does, what was made until then is saved.
 
         Args:
             show: called after the prefill (with no text) and after every step, with the new text and the figures so
-                far. Whatever it raises ends the job as interrupted, everything made until then kept.
+                far. Whatever it raises ends the job as interrupted.
+            show_prefill: called with the tokens prefilled so far and their number.
+            signals: entered by the caller. The first to stop lets the step under way be finished.
+
+        Raises:
+            Stopped: a signal stopped it.
+            Fault: something broke: the disk is full, the folder was removed, memory ran out, logits are no numbers.
         """
-        text = TextStream(self.model.tokenizer)
+        signals = signals or Signals()
         self.folder.record(self._record())
-        self.state = INTERRUPTED
         try:
-            self.prefill_seconds = self.generation.decoding.prefill()
-            show("", self.stats)
-            with _ctrl_c() as pressed:
-                for step in self.generation.steps():
-                    piece = text.add(step.tokens)
-                    self._tokens += step.tokens
-                    self.folder.append(step.tokens, piece)
-                    self.stats.add(step)
-                    show(piece, self.stats)
-                    if pressed:
-                        break
-                else:
-                    self.state = FINISHED
-        except KeyboardInterrupt:
-            pass
+            self._decode(show, show_prefill, signals)
+        except BaseException as error:
+            signals.patience = _NOTHING_STOPS
+            self.state = INTERRUPTED if isinstance(error, (KeyboardInterrupt, OSError)) else FAILED
+            fault = self._fault(error)
+            if fault is None:
+                self.reason = repr(error) if self.state == FAILED else ""
+                self._end()
+                raise
+            self.reason = str(fault)
+            self._save_after(fault)
+            raise Fault(f"{fault}; {self.saved()}") from error
+        signals.patience = _NOTHING_STOPS
+        self.state = FINISHED
+        show(self._end(), self.stats)
+
+    def _decode(self, show: Show, show_prefill: ShowPrefill | None, signals: Signals) -> None:
+        session = self.resumed[-1] if self.resumed else self.about
+        session["prefill_seconds"] = self.generation.decoding.prefill(show_prefill)
+        self.folder.record(self._record())
+        show("", self.stats)
+        signals.patience = 1
+        for step in self.generation.steps():
+            piece = self.text.add(step.tokens)
+            self.tokens += step.tokens
+            self.stats.add(step)
+            self.folder.append(step.tokens, piece, self.stats.counters)
+            show(piece, self.stats)
+            if signals.stopped:
+                raise signals.stopped
+
+    def _fault(self, error: BaseException) -> Fault | None:
+        """What is to be said of an error; None if it is none of a kind that was to be expected."""
+        if ran_out(error):
+            device, made = self.model.target.device.type, self.stats.tokens
+            return Fault(f"{device} has no memory left after {made:,} tokens; a lower --nodes or --budget needs less")
+        return error if isinstance(error, Fault) else None
+
+    def _end(self) -> str:
+        """Save everything and close the folder; returns the text that was held back."""
+        rest = self.text.finish()
+        try:
+            self.folder.append((), rest, self.stats.counters)
+            self.folder.checkpoint(self.stats.counters())
+            self.folder.record(self._record())
+        except SaveFailed as error:
+            self.state, self.reason = FAILED, str(error)
+            raise Fault(f"{error}; {self.saved()}") from error
         finally:
-            rest = text.finish()
-            try:
-                self.folder.append((), rest)
-                self.folder.close()
-            finally:
-                self.folder.record(self._record())
-        show(rest, self.stats)
+            self.folder.close()
+        return rest
+
+    def _save_after(self, fault: Fault) -> None:
+        if not isinstance(fault, SaveFailed):
+            with suppress(Fault):  # the first fault is the one to tell of
+                self._end()
+            return
+        # What was not synced is not tried again: a second sync can succeed although the first lost something.
+        self.folder.close()
+        if isinstance(fault, FolderGone):
+            with suppress(InputError, SaveFailed):
+                self._write_anew()
+        with suppress(SaveFailed):
+            self.folder.record(self._record())
+
+    def _write_anew(self) -> None:
+        """Write the folder once more, from memory."""
+        whole = TextStream(self.model.tokenizer)
+        self.folder = RunFolder.create(self.folder.path)
+        self.folder.keep_prompt(self.prompt)
+        self.folder.append(self.tokens, whole.add(self.tokens) + whole.finish(), self.stats.counters)
+        self.folder.checkpoint(self.stats.counters())
+        self.folder.close()
+
+    def saved(self) -> str:
+        """How much is on the disk, and how to go on; for people."""
+        path, made = self.folder.path, len(self.tokens)
+        if not path.is_dir():
+            return f"{made:,} tokens could not be saved"
+        saved = f"{self.folder.saved:,} of {made:,} tokens are" if self.folder.saved < made else f"{made:,} tokens are"
+        return f"{saved} saved in {path}, and tswift generate --resume {path} goes on from there"
 
     def statement(self) -> list[str]:
         """What is about to be done, in lines for people."""
@@ -96,21 +171,23 @@ class Job:
                 value = "yes" if value else "no"
             how.append(f"{name.replace('_', ' ')} {value}")
         partial = f" + {gigabytes(need.partial_bytes)} partial" if need.partial_bytes else ""
+        made = f" and {len(self.tokens):,} made before" if self.tokens else ""
         return [
             "model {name}, {device}, {dtype}, attention {attention}".format(**about["model"]),
             ", ".join(how),
-            f"prompt {about['prompt']['tokens']:,} tokens, {about['options']['length']:,} to generate, "
+            f"prompt {len(self.prompt):,} tokens{made}, {self.length - len(self.tokens):,} to generate, "
             f"KV memory {gigabytes(need.full_bytes)}{partial}",
+            *self.notes,
             f"run folder {self.folder.path}",
         ]
 
     def figures(self) -> dict[str, Any]:
-        """What was measured: times in seconds, memory in bytes."""
+        """What was measured, over all of the run: times in seconds, memory in bytes."""
         stats = self.stats
         return {
             "tokens": stats.tokens,
-            "prefill_tokens": self.about["prompt"]["tokens"],
-            "prefill_seconds": self.prefill_seconds,
+            "prefill_tokens": len(self.prompt),
+            "prefill_seconds": sum(part.get("prefill_seconds", 0.0) for part in (self.about, *self.resumed)),
             "decode_seconds": stats.seconds,
             "tokens_per_second": stats.tokens_per_second,
             "target_passes": stats.passes,
@@ -119,35 +196,19 @@ class Job:
             "tokens_per_step": stats.tokens_per_step,
             "alpha": stats.alpha,
             "beta": stats.beta,
-            "distinct": {str(n): distinct(self._tokens, n) for n in (1, 2, 3, 4)},
+            "distinct": {str(n): distinct(self.tokens, n) for n in (1, 2, 3, 4)},
             "kv_bytes": self.generation.need.kv_bytes,
             "peak_bytes": peak_bytes(self.model.target.device),
         }
 
     def _record(self) -> dict[str, Any]:
-        ended = {} if self.state == RUNNING else {"ended": now(), "figures": self.figures()}
-        histogram = {str(accepted): self.stats.accepted[accepted] for accepted in sorted(self.stats.accepted)}
+        running = self.state == RUNNING
         return {
             "state": self.state,
-            "started": self._started,
+            **({"reason": self.reason} if self.reason else {}),
             **self.about,
-            "environment": self._environment,
-            **ended,
-            "accepted": histogram,
+            "resumed": self.resumed,
+            "process": {"pid": os.getpid(), "host": socket.gethostname()},
+            **({} if running else {"ended": now(), "figures": self.figures()}),
+            "accepted": self.stats.counters()["accepted"],
         }
-
-
-@contextmanager
-def _ctrl_c() -> Iterator[list[float]]:
-    """A list that is empty until Ctrl-C is pressed; pressed once more, it raises as usual."""
-    pressed: list[float] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        pressed.append(time.monotonic())
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

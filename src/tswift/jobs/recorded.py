@@ -1,19 +1,24 @@
-"""What a run left in its folder, read back: enough to draw its text again."""
+"""What a run left in its folder, read back: enough to draw its text again, or to go on with it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from tswift.decoding.sampling import SamplingParams
 from tswift.errors import InputError
-from tswift.jobs.folder import PROMPT, RECORD, SCHEMA, TOKENS
+from tswift.jobs.files import refuse_other
+from tswift.jobs.folder import CHECKSUM, JOURNAL, PROMPT, RECORD, SCHEMA, TOKENS, bytes_of, checksum
+from tswift.jobs.journal import Checkpoint, parse_journal
 from tswift.jobs.prompt import fingerprint
+
+_MOST_BYTES = 64_000_000  # of a record: one that is read is small
 
 
 @dataclass(frozen=True)
@@ -22,22 +27,26 @@ class Recorded:
 
     Attributes:
         path: the folder.
-        state: ``running``, ``finished`` or ``interrupted``.
+        record: all of ``run.json``.
+        state: ``running``, ``finished``, ``interrupted`` or ``failed``, as it was last written.
         params: the sampling parameters, banned end-of-text tokens included.
         seed: the seed.
+        length: tokens asked for.
+        method: the decoding method.
         prompt: the prompt's token ids.
-        tokens: the generated token ids, as far as the run got; at least one.
         model: name of the model, as :func:`tswift.load` takes it.
         device, dtype, attention: how it was loaded.
         heads: kind and number of the heads that drafted; None if the model had none.
     """
 
     path: Path
+    record: Mapping[str, Any]
     state: str
     params: SamplingParams
     seed: int
+    length: int
+    method: str
     prompt: list[int]
-    tokens: list[int]
     model: str
     device: str
     dtype: str
@@ -45,27 +54,39 @@ class Recorded:
     heads: str | None
 
 
+@dataclass(frozen=True)
+class Saved:
+    """How far a run came, as its journal vouches for it.
+
+    Attributes:
+        tokens: the generated token ids that are vouched for.
+        places: the checkpoints that hold, and the bytes of the journal up to each; the first is the beginning.
+        torn: the journal's last line was cut short, so that a checkpoint before it is the last.
+        unsure: tokens in the file behind the last checkpoint. They may be right; they are drawn again.
+        damage: what is broken; empty if nothing is. A torn end is no damage.
+    """
+
+    tokens: list[int]
+    places: list[tuple[Checkpoint, int]]
+    torn: bool
+    unsure: int
+    damage: str
+
+    def last(self, below: int) -> tuple[Checkpoint, int]:
+        """The last place with fewer tokens than ``below``, which is at least 1."""
+        return next(place for place in reversed(self.places) if place[0].tokens < below)
+
+
 def read_run(path: Path) -> Recorded:
-    """Read a run's folder.
+    """Read a run's folder, its tokens apart.
 
     Raises:
         InputError: it is no such folder, or what it holds is broken or does not fit together.
     """
-    if not path.is_dir():
-        raise InputError(f"there is no folder {path}")
+    record = read_record(path)
+    prompt = read_tokens(path / PROMPT)
     try:
-        record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} holds no run: there is no {RECORD} in it") from None
-    except OSError as error:
-        raise InputError(f"{path / RECORD} cannot be read ({error.strerror})") from None
-    except ValueError:  # no JSON, or no UTF-8
-        raise InputError(f"{path / RECORD} is broken: it is not JSON") from None
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise InputError(f"{path / RECORD} is not of schema {SCHEMA}, which is all this version reads")
-    prompt, tokens = read_tokens(path / PROMPT), read_tokens(path / TOKENS)
-    try:
-        run = Recorded(path, prompt=prompt, tokens=tokens, **_fields(record))
+        run = Recorded(path, record, prompt=prompt, **_fields(record))
         known = record["prompt"]["sha256"]
     except (KeyError, TypeError, ValueError) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
@@ -75,27 +96,74 @@ def read_run(path: Path) -> Recorded:
     return run
 
 
-def read_tokens(path: Path, option: str | None = None) -> list[int]:
+def read_record(path: Path) -> dict[str, Any]:
+    """``run.json`` of a run's folder, seen to be as it was written.
+
+    Raises:
+        InputError: there is no such folder, no record in it, or a broken one.
+    """
+    if not path.is_dir():
+        raise InputError(f"there is no folder {path}")
+    content = _content(path / RECORD, f"{path} holds no run: there is no {RECORD} in it", _MOST_BYTES)
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError):  # no JSON, or no UTF-8
+        raise InputError(f"{path / RECORD} is broken: it is not JSON") from None
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise InputError(f"{path / RECORD} is not of schema {SCHEMA}, which is all this version reads")
+    if record.get(CHECKSUM) != checksum(record):
+        raise InputError(f"{path / RECORD} is not as it was written: its checksum differs")
+    return record
+
+
+def read_saved(path: Path, prompt: Sequence[int]) -> Saved:
+    """How far a run came, by its journal.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    lines = _content(path / JOURNAL, f"there is no file {path / JOURNAL}")
+    data = _content(path / TOKENS, f"there is no file {path / TOKENS}")
+    journal = parse_journal(lines)
+    damage = ""
+    if journal.broken:
+        damage = f"line {journal.broken:,} of {path / JOURNAL} does not match its checksum"
+    good = Checkpoint(0, crc32(bytes_of(prompt)))
+    places, end, size = [(good, 0)], 0, 0
+    # checksums run on, so each one that holds vouches for everything before it
+    for checkpoint, line in zip(journal.checkpoints, lines.splitlines(keepends=True), strict=False):
+        size += len(line)
+        reach = 4 * checkpoint.tokens
+        if reach > len(data):
+            damage = damage or f"{path / TOKENS} has {len(data):,} bytes, its journal speaks of {reach:,}"
+            break
+        if crc32(data[end:reach], good.crc32) != checkpoint.crc32:
+            where = f"between tokens {good.tokens:,} and {checkpoint.tokens:,}"
+            damage = damage or f"{path / TOKENS} does not match its checksum {where}"
+            break
+        good, end = checkpoint, reach
+        places.append((good, size))
+    tokens: list[int] = np.frombuffer(data[:end], "<u4").tolist()
+    return Saved(tokens, places, journal.torn, (len(data) - end) // 4, damage)
+
+
+def read_tokens(path: Path, option: str | None = None, whole: bool = True) -> list[int]:
     """The token ids in a file of little-endian uint32, at least one.
 
     Args:
         path: the file.
         option: what the user gave it with, for the error.
+        whole: whether the file must end with a whole token; a run that was killed may have left a part of one.
 
     Raises:
         InputError: there is no such file, or it is none of token ids.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise InputError(f"there is no file {path}", option) from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror})", option) from None
-    if len(data) % 4:
+    data = _content(path, f"there is no file {path}", option=option)
+    if whole and len(data) % 4:
         raise InputError(f"{path} is not a file of uint32: it has {len(data):,} bytes", option)
-    if not data:
+    if len(data) < 4:
         raise InputError(f"{path} holds no tokens", option)
-    ids: list[int] = np.frombuffer(data, "<u4").tolist()
+    ids: list[int] = np.frombuffer(data[: len(data) // 4 * 4], "<u4").tolist()
     return ids
 
 
@@ -111,9 +179,33 @@ def check_ids(ids: Sequence[int], vocab_size: int, name: str, option: str | None
             raise InputError(message, option)
 
 
+def _content(path: Path, missing: str, most: int | None = None, option: str | None = None) -> bytes:
+    try:
+        refuse_other(path, links=option is not None)  # a file that the user names may be reached by a link
+        if most is not None and path.stat().st_size > most:
+            raise InputError(f"{path} has more than {most:,} bytes", option)
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise InputError(missing, option) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path} cannot be read ({reason})", option) from None
+
+
 def _fields(record: dict[str, Any]) -> dict[str, Any]:
-    model, sampling = record["model"], dict(record["sampling"])
+    model, asked, sampling = record["model"], record["options"], dict(record["sampling"])
     params = SamplingParams(**{**sampling, "banned": tuple(sampling["banned"])})
-    loaded = {name: model[name] for name in ("device", "dtype", "attention", "heads")}
-    about = {"state": record["state"], "params": params, "seed": int(record["options"]["seed"])}
-    return {**about, "model": model["name"], **loaded}
+    fields = {
+        "state": record["state"],
+        "params": params,
+        "seed": asked["seed"],
+        "length": asked["length"],
+        "method": asked["method"],
+        "model": model["name"],
+        **{name: model[name] for name in ("device", "dtype", "attention", "heads")},
+    }
+    for name, value in fields.items():
+        kind = int if name in ("seed", "length") else SamplingParams if name == "params" else str
+        if not (isinstance(value, kind) or (name == "heads" and value is None)):
+            raise ValueError(f"its {name} is {value!r:.40}")
+    return fields

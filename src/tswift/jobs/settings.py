@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -9,13 +10,21 @@ from typing import Any
 
 from tswift.decoding.generation import begin
 from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import DraftOptions, find_method, gamma_tree
 from tswift.errors import InputError
+from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RunFolder, default_path
 from tswift.jobs.job import Job
 from tswift.jobs.prompt import fingerprint, read_prompt, take
-from tswift.models.loading import load
+from tswift.jobs.text import TextStream
+from tswift.models.fingerprint import config_hash, weights_hash
+from tswift.models.loading import LoadedModel, load
+from tswift.models.memory import gigabytes
 from tswift.models.shapes import refuse_shape
+
+_BYTES_PER_TOKEN = 4 + 6  # its id, and its text
+_BYTES_BESIDE = 100_000  # journal and record
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,9 @@ def start(settings: Settings, command: Sequence[str]) -> Job:
     """
     params, options = _checked(settings)
     text = read_prompt(settings.prompt)
-    folder = RunFolder(settings.out or default_path(settings.method))
+    path = settings.out or default_path(settings.method)
+    refuse_full_disk(path, settings.length)
+    folder = RunFolder.create(path)
     try:
         model = load(
             settings.model,
@@ -83,20 +94,50 @@ def start(settings: Settings, command: Sequence[str]) -> Job:
     except BaseException:
         folder.discard()
         raise
-    used = find_method(settings.method).uses
     about = {
         "command": list(command),
         "options": asdict(settings),
         "sampling": asdict(generation.params),
-        "drafting": {name: value for name, value in asdict(generation.options).items() if name in used},
-        "model": model.about(),
+        "drafting": used_options(settings.method, generation.options),
+        "model": identity(model),
         "prompt": {
             "source": settings.prompt or "bundled",
             "tokens": len(prompt),
             "sha256": fingerprint(prompt),
         },
+        "started": now(),
+        "environment": environment(model.target.device),
     }
-    return Job(model, generation, folder, about)
+    stats = DecodeStats(generation.depth)
+    return Job(model, generation, folder, about, prompt, TextStream(model.tokenizer), stats)
+
+
+def used_options(method: str, options: DraftOptions) -> dict[str, Any]:
+    """The drafting options that a method uses, by name."""
+    used = find_method(method).uses
+    return {name: value for name, value in asdict(options).items() if name in used}
+
+
+def identity(model: LoadedModel) -> dict[str, Any]:
+    """What was loaded and how, down to every bit of its weights."""
+    return {**model.about(), "weights": weights_hash(model.target.model), "config": config_hash(model.target.model)}
+
+
+def refuse_full_disk(path: Path, tokens: int) -> None:
+    """Refuse a run whose files would not fit on the disk.
+
+    Raises:
+        InputError: there is too little room.
+    """
+    need = tokens * _BYTES_PER_TOKEN + _BYTES_BESIDE
+    try:
+        disk = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists()))
+    except OSError:
+        return  # what is wrong with it will be said when the folder is made
+    if disk.total and disk.free < need:  # some file systems do not say
+        raise InputError(
+            f"{tokens:,} tokens take about {gigabytes(need)}, {path} has {gigabytes(disk.free)} free", "--out"
+        )
 
 
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:

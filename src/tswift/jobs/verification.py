@@ -13,6 +13,7 @@ from tswift.decoding.limits import check
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import DraftOptions
 from tswift.errors import InputError
+from tswift.jobs.folder import TOKENS
 from tswift.jobs.prompt import read_prompt, take
 from tswift.jobs.recorded import Recorded, check_ids, read_tokens
 from tswift.jobs.settings import sampling_params
@@ -72,6 +73,7 @@ def subject_of_run(
     """
     name = run.model if model is None else model
     refuse_shape(name)
+    _tokens(run)  # better now than after a model was loaded
     loaded = load(
         name,
         device=run.device if device is None else device,
@@ -87,7 +89,7 @@ def with_model(run: Recorded, model: LoadedModel) -> Subject:
     Raises:
         InputError: the run does not fit it.
     """
-    return _checked(Subject(model, run.prompt, run.tokens, run.params, run.seed, run.path), None)
+    return _checked(Subject(model, run.prompt, _tokens(run), run.params, run.seed, run.path), None)
 
 
 def subject_of_text(text: Text, model: str | None, device: str | None, dtype: str | None) -> Subject:
@@ -112,6 +114,10 @@ def report(subject: Subject, found: Audit) -> dict[str, Any]:
     """Everything about an audit, ready for JSON."""
     about = {"source": str(subject.source), "seed": subject.seed, "prompt_tokens": len(subject.prompt)}
     return {**about, "model": subject.model.about(), **found.as_dict()}
+
+
+def _tokens(run: Recorded) -> list[int]:
+    return read_tokens(run.path / TOKENS, whole=False)  # a run that was killed may have left a part of one
 
 
 def _checked(subject: Subject, option: str | None) -> Subject:

@@ -10,13 +10,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token's keys and values take: layers, KV heads, head size, and how they are stored."""
+    """What one token's keys and values take: layers, KV heads, head size, and how they are stored.
+
+    Attributes:
+        placed: whether a cache that mixes tokens has to know where in the text they are.
+    """
 
     layers: int
     heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    placed: bool = False
 
     @property
     def bytes_per_token(self) -> int:
@@ -48,6 +53,14 @@ class KVBuffer:
     def nbytes(self) -> int:
         """Bytes allocated."""
         return self.keys.nbytes + self.values.nbytes
+
+    def places(self, layer: int) -> Tensor:
+        """``[heads or 1, length]`` positions in the text of the tokens held."""
+        raise NotImplementedError
+
+    def before(self, window: int) -> int:
+        """How many slots at the beginning hold tokens that no coming one has in its window of so many tokens."""
+        raise NotImplementedError
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put a pass's keys and values ``[heads, n, head_dim]`` into the scratch slots.

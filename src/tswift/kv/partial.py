@@ -37,11 +37,21 @@ class PartialKV(KVBuffer):
         self.selections = 0
         self.copied = 0
         self._free = list(range(budget))[::-1]  # slots for new tokens, the next one last
+        slots = budget if shape.placed else 0
+        self._places = torch.zeros(shape.layers, shape.heads, slots, dtype=torch.int64, device=shape.device)
 
     @property
     def room(self) -> int:
         """New tokens that fit before a selection is due."""
         return len(self._free)
+
+    def places(self, layer: int) -> Tensor:
+        """``[heads, length]``: every KV head has selected for itself."""
+        return self._places[layer, :, : self.length]
+
+    def before(self, window: int) -> int:
+        """None: the slots are in no order."""
+        return 0
 
     def append(self, full: FullKV) -> None:
         """Copy the tokens that the full cache has committed since the last call; at most ``room`` of them."""
@@ -50,6 +60,8 @@ class PartialKV(KVBuffer):
         where = torch.tensor(slots, dtype=torch.int64).to(self.keys.device, non_blocking=True)
         self.keys.index_copy_(2, where, full.keys[:, :, self.copied : full.length])
         self.values.index_copy_(2, where, full.values[:, :, self.copied : full.length])
+        if self.shape.placed:
+            self._places[:, :, where] = torch.arange(self.copied, full.length, device=where.device)
         self.length = max(self.length, max(slots, default=-1) + 1)
         self.copied = full.length
 
@@ -73,7 +85,10 @@ class PartialKV(KVBuffer):
         always = [*range(sinks), *range(text - recent, text)]
         fixed = torch.tensor(always, dtype=torch.int64).to(best.device, non_blocking=True)
         fixed = fixed.expand(shape.layers, shape.heads, -1)
-        order = torch.cat([fixed, best], dim=-1).unsqueeze(-1).expand(-1, -1, -1, shape.head_dim)
+        places = torch.cat([fixed, best], dim=-1)
+        if shape.placed:
+            self._places[:, :, :held] = places
+        order = places.unsqueeze(-1).expand(-1, -1, -1, shape.head_dim)
         self.keys[:, :, :held] = full.keys.gather(2, order)
         self.values[:, :, :held] = full.values.gather(2, order)
         self.length, self.copied = held, text

@@ -1,10 +1,16 @@
-"""What tells one training of a network from another."""
+"""What tells one network from another."""
 
 from __future__ import annotations
 
+import json
 from hashlib import sha256
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+# how a model was loaded, by what, and from where
+_VOLATILE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation"}
 
 
 def fingerprint_of(network: nn.Module) -> str:
@@ -14,3 +20,26 @@ def fingerprint_of(network: nn.Module) -> str:
         digest.update(f"{name}{tuple(weight.shape)}".encode())
         digest.update(weight.detach().flatten()[:64].double().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def weights_hash(network: nn.Module) -> str:
+    """SHA-256 over names, shapes, types, and all bits of all weights: as sums, which a device takes where they are.
+
+    Every single changed bit shows. It depends on the type that the weights were loaded in.
+    """
+    digest = sha256(fingerprint_of(network).encode())
+    for name, weight in network.named_parameters():
+        digest.update(f"{name}{weight.dtype}{_sum_of_bits(weight.detach())}".encode())
+    return digest.hexdigest()
+
+
+def config_hash(model: PreTrainedModel) -> str:
+    """SHA-256 over what a model's configuration says of its architecture, as it was read and completed."""
+    config = model.config.to_diff_dict()
+    said = {name: value for name, value in config.items() if name not in _VOLATILE}
+    return sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _sum_of_bits(weight: Tensor) -> int:
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    return int(weight.contiguous().view(whole).sum(dtype=torch.int64))

@@ -1,8 +1,4 @@
-"""Heads that guess the tokens after the next one from one hidden state, and their file format.
-
-A chained head (TokenSwift, section 3.2) refines the hidden state of the head before it and shares the model's own LM
-head: ``h <- h + W norm1(h)``, ``logits = lm_head(norm2(h))``. A conditioned head is also told the last drafted token.
-"""
+"""The file format of heads."""
 
 from __future__ import annotations
 
@@ -11,135 +7,22 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
 
 from tswift.errors import InputError
+from tswift.models.kinds import FORMAT, KINDS, ChainedHeads, ConditionedHeads, Heads, MedusaHeads, build
 
-FORMAT = "tswift-heads-1"
+PICKLES = (".pt", ".pth", ".bin")
 
-
-class ChainedHead(nn.Module):
-    """One residual step from the hidden state for token t+i to the one for token t+i+1."""
-
-    def __init__(self, hidden_size: int, eps: float) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(hidden_size, eps=eps)
-        self.linear = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.post_layernorm = nn.RMSNorm(hidden_size, eps=eps)
-        nn.init.zeros_(self.linear.weight)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The refined state, same shape as ``hidden``."""
-        return hidden + self.linear(self.input_layernorm(hidden))
+__all__ = ["FORMAT", "KINDS", "ChainedHeads", "ConditionedHeads", "Heads", "load_heads"]
 
 
-class ConditionedHead(nn.Module):
-    """One residual step that also reads the token drafted before: ``h <- h + B silu(A [norm(h); norm(e)])``."""
-
-    def __init__(self, hidden_size: int, eps: float) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(hidden_size, eps=eps)
-        self.embedding_layernorm = nn.RMSNorm(hidden_size, eps=eps)
-        self.mix = nn.Linear(2 * hidden_size, 2 * hidden_size, bias=False)
-        self.linear = nn.Linear(2 * hidden_size, hidden_size, bias=False)
-        self.post_layernorm = nn.RMSNorm(hidden_size, eps=eps)
-        nn.init.zeros_(self.linear.weight)
-
-    def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
-        """The refined state, same shape as ``hidden``."""
-        both = torch.cat([self.input_layernorm(hidden), self.embedding_layernorm(embedding)], dim=-1)
-        return hidden + self.linear(nn.functional.silu(self.mix(both)))
-
-
-class Heads(nn.Module):
-    """A chain of heads over a shared LM head; what the kinds have in common.
-
-    Args:
-        hidden_size: width of the model's hidden states.
-        count: number of heads; head i (from 0) guesses the token i+2 places after the state's own.
-        eps: epsilon of the norms.
-
-    Attributes:
-        kind: name in the heads file.
-        conditioned: whether a head is told the token drafted just before the one it guesses.
-    """
-
-    kind: str
-    conditioned: bool
-
-    def __init__(
-        self, head: type[ChainedHead] | type[ConditionedHead], hidden_size: int, count: int, eps: float
-    ) -> None:
-        super().__init__()
-        self.hidden_size, self.count, self.eps = hidden_size, count, eps
-        self.heads = nn.ModuleList(head(hidden_size, eps) for _ in range(count))
-
-    def step(self, index: int, hidden: Tensor, embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """One head.
-
-        Args:
-            index: which one.
-            hidden: ``[..., H]`` state of the head before, or of the model for the first.
-            embedding: ``[..., H]`` input embedding of the token drafted before; for conditioned heads only.
-
-        Returns:
-            The refined state, for the next head, and the state to feed to the LM head; both ``[..., H]``.
-        """
-        head = self.heads[index]
-        hidden = head(hidden, embedding) if self.conditioned else head(hidden)
-        return hidden, head.post_layernorm(hidden)  # type: ignore[operator, union-attr]
-
-    def forward(self, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
-        """States to feed to the LM head: ``[count, ..., H]``.
-
-        Args:
-            hidden: ``[..., H]``.
-            embeddings: ``[count, ..., H]`` input embeddings of the tokens before those guessed; for conditioned heads.
-        """
-        states = []
-        for index in range(self.count):
-            hidden, out = self.step(index, hidden, embeddings[index] if embeddings is not None else None)
-            states.append(out)
-        return torch.stack(states)
-
-    def save(self, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write the weights and what is needed to rebuild them into one safetensors file."""
-        about = {
-            "format": FORMAT,
-            "kind": self.kind,
-            "count": self.count,
-            "hidden_size": self.hidden_size,
-            "eps": self.eps,
-        }
-        tensors = {name: value.detach().to(dtype).contiguous() for name, value in self.state_dict().items()}
-        save_file(tensors, path, metadata={"tswift": json.dumps(about)})
-
-
-class ChainedHeads(Heads):
-    """TokenSwift's heads: each refines the state of the one before, and knows nothing of what was drafted."""
-
-    kind, conditioned = "chained", False
-
-    def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5) -> None:
-        super().__init__(ChainedHead, hidden_size, count, eps)
-
-
-class ConditionedHeads(Heads):
-    """Heads that are told the token drafted before the one they guess.
-
-    With shared noise a drafter almost always knows that token, and need not average over what it might have been.
-    """
-
-    kind, conditioned = "conditioned", True
-
-    def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5) -> None:
-        super().__init__(ConditionedHead, hidden_size, count, eps)
-
-
-KINDS: dict[str, type[ChainedHeads] | type[ConditionedHeads]] = {
-    kind.kind: kind for kind in (ChainedHeads, ConditionedHeads)
-}
+def is_ours(path: Path) -> bool:
+    """Whether a file has our metadata, or cannot be opened, so that :func:`load_heads` is to say why."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "tswift" in (file.metadata() or {})
+    except (SafetensorError, OSError, ValueError, RuntimeError):
+        return path.is_file() and path.suffix not in PICKLES
 
 
 def load_heads(path: Path, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Heads:
@@ -152,10 +35,11 @@ def load_heads(path: Path, hidden_size: int, dtype: torch.dtype, device: torch.d
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["tswift"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if about["format"] != FORMAT or about["kind"] not in KINDS:
+        if about["format"] != FORMAT or about["kind"] not in (*KINDS, MedusaHeads.kind):
             raise InputError(f"{path} holds heads of format {about['format']}, kind {about['kind']}", "--heads")
-        heads = KINDS[about["kind"]](about["hidden_size"], about["count"], about["eps"])
+        heads = build(about)
         heads.load_state_dict(tensors)
+        heads.base = about.get("base")
     except InputError:
         raise
     except FileNotFoundError:

@@ -13,10 +13,12 @@ _LEAST = 1 << 17  # weights of a layer; below, the call costs more than it saves
 
 
 class OneDNNLinear(nn.Linear):
-    """A linear layer for inference in float32."""
+    """A linear layer in float32 whose weights are frozen."""
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
+        if torch.is_grad_enabled() and input.requires_grad:  # the operator below has no gradient
+            return super().forward(input)
         return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
 
 

@@ -9,20 +9,24 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import CONFIG_NAME, cached_file
 
 from tswift.attention.backends import BACKENDS, choose, fails
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
+from tswift.models.attached import attach, heads_path
 from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import StandInTokenizer, random_heads, random_network
-from tswift.models.heads import KINDS, Heads, load_heads
+from tswift.models.heads import KINDS, Heads
+from tswift.models.layers import Unserved
 from tswift.models.linear import quicken
-from tswift.models.shapes import PREFIX
+from tswift.models.published import carries_heads
+from tswift.models.shapes import PREFIX, routed
 from tswift.models.source import DEMO, find_source, in_one_line, read_config, silence
 from tswift.models.target import Target
 
 EAGER = "eager"
-HEADS_FILE = "heads.safetensors"
+_TRIED = 24  # tokens that a model is tried with
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,10 @@ def load(
         attention: ``triton`` (CUDA; float32, bfloat16, float16), ``flash`` (CUDA with flash-attn installed; bfloat16,
             float16), ``sdpa`` (everything), or ``auto``: triton on CUDA where it can serve, sdpa elsewhere. With triton
             the layers are compiled, and passes are replayed as CUDA graphs.
-        heads: a heads file, or a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's
-            folder. None takes ``heads.safetensors`` there, if it exists. A shape has random heads of either kind,
-            chained if nothing is said.
+        heads: a heads file, of ours or one of Medusa's; a folder with one, or with a whole model that carries heads; or
+            a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's folder. None takes
+            ``heads.safetensors`` there, if it exists, or the heads that the model carries. A shape has random heads of
+            either kind, chained if nothing is said.
 
     Raises:
         InputError: something named here does not exist, is broken, or cannot be served exactly.
@@ -98,8 +103,8 @@ def load(
         return _simulated(model, place, "bfloat16" if dtype == "auto" else dtype, attention, heads)
     kind = _dtype(dtype, place)
     source, folder = find_source(model)
-    heads_path = _heads_path(heads, folder)
     config = read_config(model)
+    place_of_heads = heads_path(heads, folder)
     backend, note = _backend(attention, own_dtype(config) if kind == "auto" else kind, place)
     with silence(), in_one_line(model):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -112,12 +117,12 @@ def load(
         lacking = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
         if lacking:
             raise InputError(f"{model} lacks weights for {len(lacking)} tensors, such as {lacking[0]}", "--model")
-        if not getattr(network, "_supports_attention_backend", False):
-            raise InputError(f"{model} ({config.model_type}) does not let its attention be replaced", "--model")
+        if network.dtype == torch.float64 and routed(config):
+            network.set_experts_implementation("eager")  # the others multiply no float64
         target = _adapted(network.to(place), model, backend)
-    loaded = None if heads_path is None else load_heads(heads_path, target.hidden_size, target.dtype, target.device)
-    if loaded is not None:
-        quicken(loaded)
+        if heads is None and place_of_heads is None and carries_heads(config):
+            place_of_heads = folder or Path(cached_file(source, CONFIG_NAME)).parent  # where the hub's files were put
+    loaded = None if place_of_heads is None else attach(place_of_heads, target)
     eos_ids = _eos_ids(network, tokenizer, target.vocab_size)
     return LoadedModel(model, tokenizer, target, loaded, eos_ids, backend, _compiled(target, note))
 
@@ -129,15 +134,15 @@ def _simulated(
     config, kind = read_config(model), _dtype(dtype, place)
     backend, note = _backend(attention, kind, place)
     wanted = "chained" if heads is None else str(heads)
-    path = None if wanted in KINDS else _heads_path(wanted, None)
+    path = None if wanted in KINDS else heads_path(wanted, None)
     with silence(), in_one_line(model):
         network = random_network(config, kind, place, model)
         target = _adapted(network, model, backend)
     if path is None:
         drafting = random_heads(wanted, config, target.dtype, target.device)
+        quicken(drafting)
     else:
-        drafting = load_heads(path, target.hidden_size, target.dtype, target.device)
-    quicken(drafting)
+        drafting = attach(path, target)
     tokenizer = StandInTokenizer()
     eos_ids = _eos_ids(network, tokenizer, target.vocab_size)
     return LoadedModel(model, tokenizer, target, drafting, eos_ids, backend, _compiled(target, note), simulated=True)
@@ -169,20 +174,6 @@ def _dtype(dtype: str, place: torch.device) -> Any:
     return find_dtype(dtype)
 
 
-def _heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Path | None:
-    if heads is None:
-        beside = folder / HEADS_FILE if folder else None
-        return beside if beside and beside.is_file() else None
-    path = folder / f"heads-{heads}.safetensors" if folder and str(heads) in KINDS else Path(heads)
-    try:
-        found = path.is_file()
-    except OSError as error:
-        raise InputError(f"{str(path)[:80]} cannot be looked at ({error.strerror})", "--heads") from None
-    if not found:
-        raise InputError(f"there is no file {path}", "--heads")
-    return path
-
-
 def _backend(attention: str, dtype: torch.dtype, place: torch.device) -> tuple[str, str]:
     """The attention backend, and what is to be said if it is not the one that should serve here."""
     backend = choose(attention, dtype, place)
@@ -201,6 +192,7 @@ def _compiled(target: Target, note: str) -> str:
     instead of 4.4 for a pass of the bundled model over 8 nodes.
     """
     if not (target.replays and target.device.type == "cuda"):
+        note = note or (f"they have {target.special}" if target.special and target.device.type == "cuda" else "")
         return f"{EAGER}, as {note}" if note else EAGER
     reason = target.compile()
     target.prepare(FullKV(target.kv_shape, 1), 1)  # shows whether graphs can be captured
@@ -211,26 +203,48 @@ def _compiled(target: Target, note: str) -> str:
 def _adapted(network: Any, model: str, backend: str) -> Target:
     """The model with our attention, once both have been seen to give the same logits.
 
-    Whatever an architecture does that ours does not know of (scaled logits, soft caps, sinks) shows here.
+    Whatever an architecture does that ours does not know of shows here.
     """
-    ids = torch.arange(8, device=network.device) % network.config.get_text_config().vocab_size
+    config = network.config.get_text_config()
+    count = min(_TRIED, config.max_position_embeddings)
+    ids = (torch.arange(count, device=network.device) * 7919 + 13) % config.vocab_size
+    network.set_attn_implementation("eager")  # the one that does all a model asks for; sdpa passes over soft caps
     with torch.inference_mode():
-        wanted = network(ids.unsqueeze(0)).logits[0].double()
+        wanted = network(ids.unsqueeze(0), use_cache=False).logits[0].double()
     quicken(network)
-    target = Target(network, BACKENDS[backend]())
-    if not (wanted.amax(-1) < torch.inf).all():
-        found = target.first_broken(ids.tolist(), FullKV(target.kv_shape, len(ids)))
-        where = f"; the first output that is not finite is that of {found[0]}" if found else ""
-        kind = str(target.dtype).removeprefix("torch.")
-        reason = f"its weights are broken, or {kind} is too narrow for it"
-        raise InputError(f"{model} gives logits that are NaN or infinite{where}: {reason}", "--model")
-    ours = torch.cat([part.hidden for part in target.chunks(ids.tolist(), FullKV(target.kv_shape, len(ids)))])
+    try:
+        target = Target(network, BACKENDS[backend]())
+        if not (wanted.amax(-1) < torch.inf).all():
+            raise _not_finite(target, model, ids.tolist())
+        ours = _tried(target, ids)
+    except Unserved as error:
+        reason = f"{model} ({network.config.model_type}) has {error}, which tswift cannot serve exactly yet"
+        raise InputError(reason, "--model") from None
     apart = (target.logits(ours).double() - wanted).abs().max().item()
     # random weights in 16 bits round worse than trained ones: 0.15 was seen, with the same architecture on both sides
     allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(PREFIX) else 0.25
     if not apart <= allowed * max(wanted.std().item(), 1e-6):
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "--model")
     return target
+
+
+def _not_finite(target: Target, model: str, ids: list[int]) -> InputError:
+    found = target.first_broken(ids, FullKV(target.kv_shape, len(ids)))
+    where = f"; the first output that is not finite is that of {found[0]}" if found else ""
+    reason = f"its weights are broken, or {str(target.dtype).removeprefix('torch.')} is too narrow for it"
+    return InputError(f"{model} gives logits that are NaN or infinite{where}: {reason}", "--model")
+
+
+def _tried(target: Target, ids: torch.Tensor) -> torch.Tensor:
+    """``[n, H]`` hidden states of a text: of a chunk first, then of a tree in which wrong tokens stand beside it."""
+    kv, half = FullKV(target.kv_shape, 2 * len(ids)), len(ids) // 2
+    before = [chunk.hidden for chunk in target.chunks(ids[:half].tolist(), kv)]
+    nodes = torch.arange(2 * (len(ids) - half), device=ids.device)
+    right = nodes % 2 == 0  # the text; an odd node stands beside the next one
+    tokens = torch.where(right, ids[half + nodes // 2], ids[nodes // 4])
+    ancestors = (nodes <= nodes[:, None]) & right | (nodes == nodes[:, None])
+    hidden = target.forward(tokens, half + (nodes + 1) // 2, kv, ancestors).hidden
+    return torch.cat([*before, hidden[right]])
 
 
 def _eos_ids(network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:

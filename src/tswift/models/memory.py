@@ -23,3 +23,11 @@ def available_bytes(device: torch.device) -> int | None:
 def gigabytes(count: int) -> str:
     """Bytes for people, in units of 10^6 or 10^9 bytes."""
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that a device has no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # PyTorch's allocator for the CPU has no type of its own for that
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)

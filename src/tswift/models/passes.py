@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tswift.attention.layout import Attention, Layout, StaticAttention
+from tswift.attention.special import SpecialAttention
 
 Write = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -27,12 +28,32 @@ class Pass:
     Attributes:
         write: puts a layer's new keys and values ``[kv heads, n, d]`` into the cache; returns what to attend to.
         attend: the attention.
+        special: the attention of layers that want something; None for a model that has no such layers.
         queries: of the layers so far, ``[query heads, n, d]``, rotated.
     """
 
     write: Write
     attend: Attention
+    special: SpecialAttention | None = None
     queries: list[Tensor] = field(default_factory=list)
+
+    def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """One layer's attention.
+
+        Args:
+            index: of the layer; they come in order.
+            query: ``[query heads, n, d]``, rotated.
+            key, value: ``[kv heads, n, d]``, the nodes' own.
+            scale: factor of the scores.
+
+        Returns:
+            ``[query heads, n, d]``.
+        """
+        keys, values = self.write(index, key, value)
+        self.queries.append(query)
+        if self.special is not None and self.special.wants[index]:
+            return self.special(index, query, keys, values, scale)
+        return self.attend(query, keys, values, scale)
 
 
 @dataclass(frozen=True)
@@ -42,14 +63,21 @@ class Forwarded:
     Attributes:
         hidden: ``[n, H]`` last hidden states, after the final norm.
         queries: per layer ``[query heads, n, head_dim]``, rotated; good until the next prepared pass over any cache.
+        raw: ``[n, H]``, before the final norm; None where nobody asked for it.
     """
 
     hidden: Tensor
     queries: list[Tensor]
+    raw: Tensor | None = None
 
     def queries_at(self, node: int) -> Tensor:
         """``[layers, query heads, head_dim]`` of one node."""
         return torch.stack([query[:, node] for query in self.queries])
+
+    def before_norm(self, node: int) -> Tensor:
+        """``[H]`` of one node, before the final norm."""
+        assert self.raw is not None
+        return self.raw[node]
 
 
 Compute = Callable[[Tensor, Tensor, Pass], Forwarded]
@@ -159,7 +187,8 @@ class StaticPass:
             self._ancestors[:count, :count].copy_(ancestors)
         self._length.fill_(length)
         out = self._run()
-        return Forwarded(out.hidden[:count].clone(), [query[:, :count] for query in out.queries])
+        raw = None if out.raw is None else out.raw[:count].clone()
+        return Forwarded(out.hidden[:count].clone(), [query[:, :count] for query in out.queries], raw)
 
     def _forward(self) -> Forwarded:
         attend = self._attention(self._layout, self._length, self.nodes, self._ancestors)

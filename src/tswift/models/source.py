@@ -60,25 +60,20 @@ def read_config(model: str) -> Any:
 
 
 def _refuse_unsupported(config: Any, model: str) -> None:
-    """Refuse what our attention and KV cache would compute wrongly."""
-    positions = getattr(config, "max_position_embeddings", None)
-    window = getattr(config, "sliding_window", None)
+    """Refuse what our attention and KV cache would compute wrongly, as far as a configuration says it."""
     rope = getattr(config, "rope_parameters", None) or {}
-    layers = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
+    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # some have one per type of layer
+    moving = {str(each.get("rope_type")) for each in ropes} & {"dynamic", "longrope"}
+    layers = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     reason = ""
-    if positions is None or getattr(config, "num_attention_heads", None) is None:
+    if getattr(config, "max_position_embeddings", None) is None or getattr(config, "num_attention_heads", None) is None:
         reason = f"the architecture {config.model_type}"
     elif layers:
         reason = f"layers of type {', '.join(sorted(layers))}"
-    elif window is not None and getattr(config, "use_sliding_window", True) is not False and window < positions:
-        reason = f"a sliding window of {window:,} tokens"
     elif getattr(config, "kv_lora_rank", None):
         reason = "latent attention (kv_lora_rank)"
-    elif rope.get("rope_type") in ("dynamic", "longrope"):
-        reason = f"rotary embeddings of type {rope['rope_type']}"
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, name, None):
-            reason = f"soft-capped logits ({name})"
+    elif moving:
+        reason = f"rotary embeddings of type {', '.join(moving)}"
     if reason:
         raise InputError(f"{model} has {reason}, which tswift cannot serve exactly yet", "--model")
 

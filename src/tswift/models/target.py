@@ -1,7 +1,7 @@
 """A transformers causal language model, adapted: passes over draft trees that read and write our KV caches.
 
-All modeling code stays in transformers. Two of its extension points are used: an attention function of our own under
-the name ``tswift``, and extra keyword arguments, which reach that function from the model's call.
+All modeling code stays in transformers. Two of its extension points are used: an attention function of our own, and
+extra keyword arguments, which reach that function from the model's call.
 """
 
 from __future__ import annotations
@@ -13,35 +13,23 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
+from tswift.attention.special import SpecialAttention
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
 from tswift.models.inspection import first_broken
+from tswift.models.layers import Unserved, survey
+from tswift.models.outputs import output_of
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, sizes
+from tswift.models.tap import Tap
 
-ATTENTION = "tswift"
 Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
 _CHUNK = 512  # prompt tokens forwarded at a time
 _APART = {2: 0.1, 4: 1e-3, 8: 1e-9}  # compiled layers may round so differently, by bytes of an element
-
-
-def _attention(module, query, key, value, attention_mask, scaling=None, tswift=None, **kwargs):  # type: ignore[no-untyped-def]
-    layer = module.layer_idx
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    keys, values = tswift.write(layer, key[0], value[0])
-    tswift.queries.append(query[0])
-    out = tswift.attend(query[0], keys, values, scaling)
-    return out.transpose(0, 1).unsqueeze(0), None
-
-
-# No mask function goes by this name, so transformers builds no mask: the ancestors say all there is to say. Compilers
-# leave it alone: it calls kernels of its own.
-AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
 
 
 class Target:
@@ -54,33 +42,34 @@ class Target:
     Attributes:
         vocab_size: number of logits.
         max_positions: most tokens, prompt included, that the model's position encoding was made for.
+        special: what its layers want of their attention that the backend has not, in words; empty for nothing.
         kv_shape: what one token's keys and values take.
+
+    Raises:
+        Unserved: the layers want something that cannot be done.
     """
 
     def __init__(self, model: PreTrainedModel, attention: type[Attention] = TreeAttention) -> None:
-        model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
+        seen = survey(model)
         self._attention = attention
         self._graphs: Graphs | None = None
         self._anchor: KVBuffer | None = None
+        self._tap: Tap | None = None
         self._compiled = self._fused = False  # layers have compiled code; prepared passes use it
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
-        self._decoder, self._lm_head = model.get_decoder(), model.get_output_embeddings()
+        self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
-        config = model.config.get_text_config()
-        self.vocab_size: int = self._lm_head.weight.shape[0]
+        config, lm_head = model.config.get_text_config(), model.get_output_embeddings().weight
+        self.vocab_size: int = lm_head.shape[0]
         self.hidden_size: int = config.hidden_size
         self.max_positions: int = config.max_position_embeddings
-        self.device, self.dtype = self._lm_head.weight.device, self._lm_head.weight.dtype
-        heads = config.num_attention_heads
-        self.kv_shape = KVShape(
-            layers=config.num_hidden_layers,
-            heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            dtype=self.dtype,
-            device=self.device,
-        )
-        self._layout = Layout(self.kv_shape.heads, heads // self.kv_shape.heads, self.dtype, self.device)
+        self.special, self._wants = seen.special, seen.wants
+        self.device, self.dtype = lm_head.device, lm_head.dtype
+        heads, kv_heads, head_dim = seen.heads
+        windowed = any(wants.window for wants in seen.wants)
+        self.kv_shape = KVShape(len(seen.wants), kv_heads, head_dim, self.dtype, self.device, windowed)
+        self._layout = Layout(kv_heads, heads // kv_heads, self.dtype, self.device)
 
     def reference(self) -> Target:
         """The same model with the slow attention of reference implementations, to be measured beside ours."""
@@ -92,7 +81,7 @@ class Target:
     @property
     def replays(self) -> bool:
         """Whether prepared passes can be replayed while the text grows."""
-        return self._attention.STATIC
+        return self._attention.STATIC and not self.special
 
     @property
     def graphs(self) -> str | None:
@@ -140,10 +129,24 @@ class Target:
             for compute in (self._compute_eagerly, self._compute):
                 kv = FullKV(self.kv_shape, held + count)
                 self.prefill(list(range(held)), kv)
-                attend = self._attention(self._layout, held, count, None)
-                found.append(compute(places, places, Pass(kv.write, attend)).hidden.double())
+                found.append(compute(places, places, self._pass(places, kv, None)).hidden.double())
             worst = max(worst, float((found[1] - found[0]).norm() / found[0].norm()))
         return worst
+
+    @torch.inference_mode()
+    def tap(self) -> None:
+        """Let passes from now on also give the states before the final norm; call it before any are prepared.
+
+        Raises:
+            Unserved: the model has no final norm that is known of.
+        """
+        if self._tap is not None:
+            return
+        self._tap = tap = Tap(self._decoder)
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        forwarded = self.forward(zero, zero, FullKV(self.kv_shape, 1), None)
+        if forwarded.raw is None or not torch.equal(tap.norm(forwarded.raw), forwarded.hidden):
+            raise Unserved("something after its final norm")
 
     @torch.inference_mode()
     def prepare(self, kv: KVBuffer, limit: int) -> None:
@@ -183,15 +186,19 @@ class Target:
         for static in self._passes.get(kv, ()):
             if static.nodes >= len(tokens):
                 return static(tokens, positions, ancestors, kv.length)
-        attend = self._attention(self._layout, kv.length, len(tokens), ancestors)
         compute = self._compute_eagerly if self._compiled else self._compute
-        return compute(tokens, positions, Pass(kv.write, attend))
+        return compute(tokens, positions, self._pass(positions, kv, ancestors))
+
+    def _pass(self, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Pass:
+        attend = self._attention(self._layout, kv.length, len(positions), ancestors)
+        special = SpecialAttention(self._layout, self._wants, kv, positions, ancestors) if self.special else None
+        return Pass(kv.write, attend, special)
 
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         out = self._decoder(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
         )
-        return Forwarded(out.last_hidden_state[0], run.queries)
+        return Forwarded(out.last_hidden_state[0], run.queries, self._tap.take() if self._tap else None)
 
     def _compute_eagerly(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         with torch.compiler.set_stance("force_eager"):
@@ -215,11 +222,15 @@ class Target:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """``[..., V]`` logits of hidden states ``[..., H]``, in the model's dtype."""
-        return self._lm_head(hidden)
+        return self.open_logits(hidden)
+
+    def open_logits(self, hidden: Tensor) -> Tensor:
+        """As :meth:`logits`, but gradients flow back to the hidden states, to train what these come from."""
+        return self._output(hidden)
 
     @torch.inference_mode()
     def embed(self, token: int | Tensor) -> Tensor:
-        """``[H]`` input embedding of a token, given as an integer or as ``[]`` int64 on the model's device."""
+        """``[..., H]`` input embeddings of tokens, given as an integer or as ``[...]`` int64."""
         return self._embeddings(torch.as_tensor(token).to(self.device, non_blocking=True))
 
     def synchronize(self) -> None:

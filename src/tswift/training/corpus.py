@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,37 +13,101 @@ import numpy as np
 from tswift.errors import InputError
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 PG19 = "emozilla/pg19"
+OPTION = "--corpus"
+ENDINGS = (".parquet", ".txt")
 
 
-def load_documents(corpus: str) -> list[str]:
-    """All documents of a corpus, in a fixed order.
+def open_corpus(corpus: str) -> Dataset:
+    """The documents of a corpus in a fixed order, in the column ``text``; on disk, not in memory.
 
     Args:
-        corpus: a folder of ``.parquet`` (column ``text``) or ``.txt`` files, or a hub id such as ``emozilla/pg19``.
+        corpus: a folder of ``.parquet`` (column ``text``) or ``.txt`` files, one such file, or a hub id such as
+            ``emozilla/pg19``, of which the split ``train`` is taken.
 
     Raises:
         InputError: nothing to read there.
     """
-    from datasets import load_dataset
+    import datasets
 
-    folder = Path(corpus)
-    if folder.is_dir():
-        for ending, builder in (("parquet", "parquet"), ("txt", "text")):
-            files = sorted(str(path) for path in folder.glob(f"*.{ending}"))
-            if files:
-                options = {"sample_by": "document"} if builder == "text" else {}
-                rows = load_dataset(builder, data_files=files, split="train", **options)
-                return [text.replace("\ufeff", "").strip() for text in rows["text"]]
-        raise InputError(f"{folder} holds no .parquet or .txt files", "--corpus")
+    files = corpus_files(corpus)
+    with silence():
+        try:
+            if files and files[0].endswith(".txt"):
+                rows = datasets.load_dataset("text", data_files=files, split="train", sample_by="document")
+            elif files:
+                rows = datasets.load_dataset("parquet", data_files=files, split="train")
+            else:
+                rows = datasets.load_dataset(corpus, split="train")
+        except Exception as error:  # the hub client and the readers have many ways to fail; each is "cannot be had"
+            reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0][:200]
+            where = "cannot be read" if files else "is no folder and cannot be loaded from the hub"
+            raise InputError(f"{corpus} {where} ({reason})", OPTION) from None
+    if "text" not in rows.column_names:
+        raise InputError(f"{corpus} has no column text, but {', '.join(rows.column_names)}", OPTION)
+    if getattr(rows.features["text"], "dtype", None) not in ("string", "large_string"):
+        raise InputError(f"{corpus} has a column text that holds no texts", OPTION)
+    if not rows.num_rows:
+        raise InputError(f"{corpus} holds no documents", OPTION)
+    return rows
+
+
+def load_documents(corpus: str) -> list[str]:
+    """All documents of a corpus, in memory; see :func:`open_corpus`."""
+    return [tidy(text) for text in open_corpus(corpus)["text"]]
+
+
+def tidy(text: str | None) -> str:
+    """A document without byte-order marks and without white space around it."""
+    return (text or "").replace("\ufeff", "").strip()
+
+
+def corpus_files(corpus: str) -> list[str]:
+    """The files that a path names; none if it is no path that exists.
+
+    Raises:
+        InputError: none of them can be read.
+    """
+    if not corpus.strip():
+        raise InputError("is empty", OPTION)
     try:
-        rows = load_dataset(corpus, split="train")
-    except Exception as error:  # the hub client has many ways to fail; each is "cannot be had"
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{corpus} is no folder and cannot be loaded from the hub ({reason})", "--corpus") from None
-    return list(rows["text"])
+        path = Path(corpus).expanduser()
+        if path.is_dir():
+            for ending in ENDINGS:
+                files = sorted(str(file) for file in path.glob(f"*{ending}") if file.is_file())
+                if files:
+                    return files
+            raise InputError(f"{corpus} holds no .parquet or .txt files", OPTION)
+        if path.exists():
+            if path.suffix not in ENDINGS:
+                raise InputError(f"{corpus} is no folder, and no .parquet or .txt file", OPTION)
+            return [str(path)]
+    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
+        raise InputError(f"{corpus[:80]} cannot be read ({getattr(error, 'strerror', error)})", OPTION) from None
+    return []
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Keep bars and warnings of datasets and the hub client off stderr."""
+    import datasets
+    from huggingface_hub.utils import logging as hub_logging
+
+    shown = datasets.is_progress_bar_enabled()
+    ours, hubs = datasets.logging.get_verbosity(), hub_logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    hub_logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+        datasets.logging.set_verbosity(ours)
+        hub_logging.set_verbosity(hubs)
 
 
 def token_stream(documents: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -98,7 +98,7 @@ def build(out: Path, work: Path, recipe: Recipe) -> None:
         (conditioned, recipe.conditioned, recipe.rows, "heads.safetensors"),
     ):
         if not (work / name).exists():
-            train_heads(base, heads.train().requires_grad_(True), own[:rows].ravel(), plan, log)
+            train_heads(base, heads, own[:rows].ravel(), plan, log)
             heads.save(work / name, torch.float32)
         load_heads(work / name, base.config.hidden_size, torch.float32, base.device).save(out / name)
     tokenizer.save_pretrained(out)

@@ -1,22 +1,21 @@
-"""Train heads on a frozen model: from given text, or from what the model itself writes."""
+"""The heads of the bundled model: trained on what the model itself writes, to foresee its own distributions."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.decoding.sampling import SamplingParams
 from tswift.models.heads import Heads
+from tswift.models.target import Target
 from tswift.training.corpus import jumping_positions, random_rows
-from tswift.training.pretrain import CAUSAL
+from tswift.training.loss import DISTILL
+from tswift.training.trainer import HeadTrainer, muon, rate
 
 
 @dataclass(frozen=True)
@@ -84,51 +83,24 @@ def train_heads(
 ) -> None:
     """Train ``heads`` in place to foresee the model's own distributions.
 
-    Head i, looking from token t, is fitted to what the model says after token t + i + 1, by cross-entropy against the
-    model's whole distribution there: less noisy than the one token that happened to follow.
-
     Args:
-        model: the frozen base.
+        model: the frozen base; its attention is replaced by ours.
         heads: what is trained.
         stream: ``[n]`` token ids.
         plan: the schedule.
         log: takes a line of progress.
     """
     rng = np.random.default_rng(plan.seed)
-    model.set_attn_implementation(CAUSAL)
-    decoder, lm_head = model.get_decoder(), model.get_output_embeddings()
-    matrices = [p for p in heads.parameters() if p.ndim == 2]
-    others = [p for p in heads.parameters() if p.ndim != 2]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=plan.matrix_lr, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"),
-        torch.optim.AdamW(others, lr=plan.other_lr, weight_decay=0.0),
-    ]
-    rates = (plan.matrix_lr, plan.other_lr)
+    trainer = HeadTrainer(Target(model), heads, muon(heads, plan.matrix_lr, plan.other_lr), DISTILL)
     started, smooth = time.monotonic(), np.zeros(heads.count)
     for step in range(plan.steps):
         length = plan.rows[step % len(plan.rows)]
         rows = max(1, plan.tokens_per_step // length)
-        ids = torch.from_numpy(random_rows(stream, rows, length, rng)).to(model.device)
+        ids = torch.from_numpy(random_rows(stream, rows, length, rng))
         positions = torch.from_numpy(jumping_positions(rows, length, plan.position_limit, rng)).to(model.device)
-        with torch.no_grad():
-            hidden = decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-            goal = lm_head(hidden).softmax(-1)
-            embedded = model.get_input_embeddings()(ids)
-            before = torch.stack([embedded.roll(-1 - i, dims=1) for i in range(heads.count)])
-        states = heads(hidden, before) if heads.conditioned else heads(hidden)
-        losses = torch.stack([_against(lm_head(s[:, : -1 - i]), goal[:, 1 + i :]) for i, s in enumerate(states)])
-        losses.sum().backward()
-        factor = min(1.0, (step + 1) / plan.warmup) * 0.5 * (1 + math.cos(math.pi * step / plan.steps))
-        for optimizer, rate in zip(optimizers, rates, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        smooth = losses.detach().cpu().numpy() if step == 0 else 0.95 * smooth + 0.05 * losses.detach().cpu().numpy()
+        losses = np.array(trainer.learn(ids, positions).losses)
+        trainer.update(rate(step, step / plan.steps, plan.warmup))
+        smooth = losses if step == 0 else 0.95 * smooth + 0.05 * losses
         if step % 20 == 0 or step == plan.steps - 1:
             shown = " ".join(f"{loss:.3f}" for loss in smooth)
             log(f"heads step {step}/{plan.steps} losses {shown} {time.monotonic() - started:.0f} s")
-
-
-def _against(logits: Tensor, goal: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), goal.flatten(0, 1))

@@ -1,0 +1,185 @@
+"""A run that goes on where it stopped: the tokens so far and the seed are its whole state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tswift.decoding.generation import begin
+from tswift.decoding.stats import DecodeStats
+from tswift.drafting.methods import DraftOptions
+from tswift.errors import InputError
+from tswift.jobs.environment import environment, now
+from tswift.jobs.folder import RunFolder
+from tswift.jobs.job import FINISHED, Job
+from tswift.jobs.lock import InUse, Lock
+from tswift.jobs.recorded import Recorded, Saved, check_ids, read_record, read_run, read_saved
+from tswift.jobs.settings import identity, refuse_full_disk, refuse_unused, used_options
+from tswift.jobs.text import TextStream
+from tswift.models.loading import LoadedModel, load
+from tswift.models.shapes import refuse_shape
+
+OPTION = "--resume"
+_MAY_CHANGE = ("length", "nodes", "budget")  # none of them changes a token; memory may want the last two lower
+_CALLED = {"length": "len"}
+
+
+def resume(path: Path, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str]) -> Job | None:
+    """A job that goes on with a run; None if that is finished.
+
+    Args:
+        path: the run's folder.
+        asked: options that were typed, by the names of ``Settings`` and of its ``sampling`` and ``drafting``. Those
+            that could change the text must be the run's own.
+        discard_damaged: go on from the last sound token where something after it is broken.
+        command: the words of the command line, for ``run.json``.
+
+    Raises:
+        InputError: no run, one that is in use, broken or made by another model, or an option in conflict with it.
+            The folder is as it was then.
+    """
+    read_record(path)  # a folder without one is none to put a lock into
+    try:
+        lock = Lock(path)
+    except InUse:
+        process = read_record(path).get("process")
+        who = "process {pid} on {host}".format(**process) if isinstance(process, dict) else "another process"
+        raise InputError(f"{path} is in use: {who} is writing it", OPTION) from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be written to ({error.strerror})", OPTION) from None
+    try:
+        job = _resumed(path, lock, asked, discard_damaged, command)
+    except BaseException:
+        lock.release()
+        raise
+    if job is None:
+        lock.release()
+    return job
+
+
+def _resumed(
+    path: Path, lock: Lock, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str]
+) -> Job | None:
+    run = read_run(path)
+    saved = read_saved(path, run.prompt)
+    _refuse_conflicts(run, asked)
+    if saved.damage and not discard_damaged:
+        sound = len(saved.tokens)
+        raise InputError(f"{saved.damage}; --discard-damaged goes on from the {sound:,} sound tokens before", OPTION)
+    length = asked.get("length", run.length)
+    if length < len(saved.tokens):
+        raise InputError(f"{path} has {len(saved.tokens):,} tokens already, got {length:,}", "--len")
+    if run.state == FINISHED and (length == len(saved.tokens) or _ended(run, saved)):
+        return None
+    # a run that was stopped after its last token and before its last record has to draw that token again
+    checkpoint, journal = saved.last(below=len(saved.tokens) if _ended(run, saved) else length)
+    tokens = saved.tokens[: checkpoint.tokens]
+    refuse_full_disk(path, length - len(tokens))
+    model = _load(run)
+    for name, ids in (("prompt", run.prompt), ("tokens", tokens)):
+        check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
+    options = _options(run, asked)
+    generation = begin(
+        model,
+        run.prompt,
+        length,
+        method=run.method,
+        params=run.params,
+        seed=run.seed,
+        options=options,
+        stop_at_eos=_stops(run),
+        written=tokens,
+    )
+    try:
+        stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
+    except ValueError as error:
+        raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
+    text = TextStream(model.tokenizer)
+    folder = RunFolder.reopen(path, lock, run.prompt, checkpoint, journal, text.add(tokens))
+    about = _about(run, length)
+    session = {
+        "at": len(tokens),
+        "started": now(),
+        "command": list(command),
+        "drafting": used_options(run.method, generation.options),
+        "environment": environment(model.target.device),
+    }
+    resumed = [*run.record.get("resumed", ()), session]
+    notes = _notes(saved, len(tokens))
+    return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes)
+
+
+def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any]) -> None:
+    """No option is silently ignored: what was typed is either the run's own or refused."""
+    record = run.record
+    known = {**record["options"], **record["sampling"], **record["drafting"]}
+    drafting = [name for name in asked if name in DraftOptions.__dataclass_fields__]
+    refuse_unused([run.method], drafting)
+    for name, value in asked.items():
+        own = known.get(name)
+        if name in ("device", "dtype", "attention") and value == record["model"][name]:
+            continue
+        if name not in _MAY_CHANGE and _plain(value) != _plain(own):
+            said = "none" if own is None else own
+            message = f"the run was made with {said}, got {value}; a resumed run keeps its options"
+            raise InputError(message, f"--{_CALLED.get(name, name).replace('_', '-')}")
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _ended(run: Recorded, saved: Saved) -> bool:
+    """Whether the text was ended by an end-of-text token."""
+    return _stops(run) and bool(saved.tokens) and saved.tokens[-1] in run.record["model"]["eos_ids"]
+
+
+def _stops(run: Recorded) -> bool:
+    return bool(run.record["options"]["stop_at_eos"])
+
+
+def _load(run: Recorded) -> LoadedModel:
+    """The run's model, loaded as it was then, and seen to be the same."""
+    refuse_shape(run.model)
+    model = load(
+        run.model,
+        device=run.device,
+        dtype=run.dtype,
+        attention=run.attention,
+        heads=run.record["options"]["heads"],
+    )
+    found, known = identity(model), run.record["model"]
+    for name in ("weights", "config", "eos_ids", "heads"):
+        if found[name] != known.get(name):
+            message = f"{run.model} is not the model that {run.path} was made with: {name.replace('_', ' ')} differ"
+            raise InputError(message, "--model")
+    return model
+
+
+def _options(run: Recorded, asked: Mapping[str, Any]) -> DraftOptions:
+    own = dict(run.record["drafting"])
+    if own.get("tree") is not None:
+        own["tree"] = tuple(own["tree"])
+    changed = {name: asked[name] for name in ("nodes", "budget") if name in asked}
+    return replace(DraftOptions(**own), **changed)
+
+
+def _about(run: Recorded, length: int) -> dict[str, Any]:
+    kept = ["command", "options", "sampling", "drafting", "model", "prompt"]
+    kept += ["started", "environment", "prefill_seconds"]
+    about = {name: run.record[name] for name in kept if name in run.record}
+    return {**about, "options": {**about["options"], "length": length}}
+
+
+def _notes(saved: Saved, kept: int) -> list[str]:
+    notes = [f"going on after {kept:,} tokens"]
+    if saved.damage:
+        notes.append(f"{saved.damage}: what comes after token {kept:,} is drawn again")
+    elif saved.torn:
+        notes.append("the last line of the journal was cut short: the checkpoint before it is used")
+    again = len(saved.tokens) - kept + saved.unsure
+    if again:
+        notes.append(f"{again:,} tokens behind the last checkpoint are drawn again")
+    return notes

@@ -1,0 +1,68 @@
+"""Which heads go with a model, and reading them for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tswift.errors import InputError
+from tswift.models.heads import KINDS, Heads, is_ours, load_heads
+from tswift.models.layers import Unserved
+from tswift.models.linear import quicken
+from tswift.models.published import find_published
+from tswift.models.target import Target
+
+HEADS_FILE = "heads.safetensors"
+
+
+def heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Path | None:
+    """The file of a model's heads, or a folder that others publish them in.
+
+    Args:
+        heads: a file, a folder, or a kind; None for a file of ours beside the model, if there is one.
+        folder: the model's.
+
+    Raises:
+        InputError: what is named is not there.
+    """
+    if heads is None:
+        own = folder / HEADS_FILE if folder else None
+        return own if own and own.is_file() else None
+    path = folder / f"heads-{heads}.safetensors" if folder and str(heads) in KINDS else Path(heads)
+    try:
+        found, inside = path.exists(), (path / HEADS_FILE).is_file()
+    except OSError as error:
+        raise InputError(f"{str(path)[:80]} cannot be looked at ({error.strerror})", "--heads") from None
+    if not found:
+        raise InputError(f"there is no file {path}", "--heads")
+    return path / HEADS_FILE if inside else path
+
+
+def attach(path: Path, target: Target) -> Heads:
+    """Read heads for a model, from a file of ours or as others publish them.
+
+    Args:
+        path: as :func:`heads_path` finds it.
+        target: the model, which learns to give the states that the heads start from.
+
+    Raises:
+        InputError: there are no heads, or they were made for another model.
+    """
+    published = None if is_ours(path) else find_published(path)
+    if published is None and path.is_dir():
+        raise InputError(f"there are no heads in {path}", "--heads")
+    if published is None:
+        heads = load_heads(path, target.hidden_size, target.dtype, target.device)
+    else:
+        heads = published.load(target.hidden_size, target.dtype, target.device)
+    vocabulary = heads.about().get("vocab_size", target.vocab_size)
+    if vocabulary != target.vocab_size:
+        message = f"{path} was made for a vocabulary of {vocabulary:,}, the model has {target.vocab_size:,}"
+        raise InputError(message, "--heads")
+    if heads.raw:
+        try:
+            target.tap()
+        except Unserved as error:
+            raise InputError(f"{path} does not go with this model, which has {error}", "--heads") from None
+    quicken(heads)
+    return heads

@@ -1,0 +1,166 @@
+"""A training's folder: ``train.json``, ``metrics.jsonl``, ``checkpoint.safetensors``, in the end ``heads.safetensors``.
+
+A checkpoint is one safetensors file, replaced whole: weights, what the optimizers remember, and how far the training
+was. Rows are a function of seed and step, so there is no generator whose state would have to be kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tswift.errors import Fault, InputError
+from tswift.jobs.files import write_whole
+from tswift.jobs.folder import new_folder
+from tswift.jobs.lock import InUse, Lock
+
+SCHEMA, KIND = 1, "train"
+RECORD, METRICS, CHECKPOINT, HEADS = "train.json", "metrics.jsonl", "checkpoint.safetensors", "heads.safetensors"
+_OPTION = "--resume"
+
+
+class TrainFolder:
+    """The files of a training.
+
+    Args:
+        path: where they are.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._made: list[Path] = []
+
+    def begin(self) -> None:
+        """Make the folder, or take an empty one.
+
+        Raises:
+            InputError: it holds something, or cannot be made.
+        """
+        self._made = new_folder(self.path)
+        if not os.access(self.path, os.W_OK):
+            raise InputError(f"{self.path} cannot be written to", "--out")
+
+    def discard(self) -> None:
+        """Take back what :meth:`begin` made, if nothing has been put there since."""
+        with suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from training here.
+
+        Raises:
+            InputError: one does already.
+        """
+        try:
+            lock = Lock(self.path)
+        except InUse:
+            raise InputError(f"another process is training in {self.path}", _OPTION) from None
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be written to ({error.strerror})", _OPTION) from None
+        with lock:
+            yield
+
+    def record(self) -> dict[str, Any]:
+        """What ``train.json`` says.
+
+        Raises:
+            InputError: there is none, or another one.
+        """
+        path = self.path / RECORD
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["kind"] != KIND or found["schema"] != SCHEMA:
+                raise InputError(f"{path} is of kind {found['kind']}, schema {found['schema']}", _OPTION)
+            for name in ("plan", "base", "corpus", "state"):
+                found[name]
+        except OSError as error:
+            raise InputError(f"{self.path} holds no training ({RECORD}: {error.strerror})", _OPTION) from None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise InputError(f"{path} is damaged", _OPTION) from None
+        return dict(found)
+
+    def write_record(self, record: Mapping[str, Any]) -> None:
+        """Write ``train.json``, whole or not at all."""
+        text = json.dumps({"schema": SCHEMA, "kind": KIND, **record}, indent=2, ensure_ascii=False)
+        write_whole(self.path / RECORD, f"{text}\n".encode())
+
+    def write(self, name: str, save: Callable[[Path], None]) -> None:
+        """Have a file written, whole or not at all.
+
+        Raises:
+            Fault: it cannot be written.
+        """
+        path = self.path / name
+        new = path.with_name(f"{name}.new")
+        try:
+            save(new)
+            shutil.copymode(self.path / RECORD, new)  # safetensors would let nobody else read it
+            with new.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(new, path)
+        except (OSError, SafetensorError) as error:
+            new.unlink(missing_ok=True)
+            raise Fault(f"{path} cannot be written ({str(error).splitlines()[0]})") from None
+
+    def keep(self, tensors: Mapping[str, Tensor], step: int, seconds: float) -> None:
+        """Write a checkpoint.
+
+        Args:
+            tensors: all that training goes on from.
+            step: how many steps are done.
+            seconds: of training so far.
+
+        Raises:
+            Fault: it cannot be written.
+        """
+        ours = {name: value.detach().contiguous() for name, value in tensors.items()}
+        about = {"tswift": json.dumps({"kind": KIND, "schema": SCHEMA, "step": step, "seconds": seconds})}
+        self.write(CHECKPOINT, lambda path: save_file(ours, path, metadata=about))
+
+    def kept(self) -> tuple[dict[str, Tensor], int, float] | None:
+        """The last checkpoint: tensors, steps done, seconds; None if there is none yet.
+
+        Raises:
+            InputError: it is damaged.
+        """
+        path = self.path / CHECKPOINT
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = json.loads((file.metadata() or {})["tswift"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, int(about["step"]), float(about["seconds"])
+        except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+            raise InputError(f"{path} is damaged ({str(error).splitlines()[0]})", _OPTION) from None
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Add a line to ``metrics.jsonl``."""
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drop the lines of ``metrics.jsonl`` that a checkpoint of this step knows nothing of."""
+        path = self.path / METRICS
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        kept = [line for line in lines if _step(line) <= step]
+        write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+
+
+def _step(line: str) -> float:
+    """The step of a line; beyond all steps if it is torn."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

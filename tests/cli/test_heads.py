@@ -1,0 +1,112 @@
+"""``tswift heads`` from the outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.helpers import HIDDEN, VOCAB, medusa_heads, tiny_heads
+from tests.published import make_base, medusa_file, tokenswift_model
+
+
+def said(result) -> dict[str, str]:  # type: ignore[no-untyped-def]
+    assert (result.code, result.err) == (0, "")
+    return dict(line.split(None, 1) for line in result.out.decode().replace(" size", "-size").splitlines())
+
+
+def test_heads_of_ours(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "heads.safetensors"
+    tiny_heads(kind="conditioned").save(path, base="0123abcd")
+    found = said(tswift("heads", "inspect", path))
+    parameters = sum(weight.numel() for weight in tiny_heads(kind="conditioned").parameters())
+    assert (found["kind"], found["heads"], found["hidden-size"]) == ("conditioned", "3", str(HIDDEN))
+    assert (found["parameters"], found["dtype"], found["layout"]) == (f"{parameters:,}", "BF16", "tswift")
+    assert found["base"] == "model   0123abcd"
+    assert said(tswift("heads", "inspect", tmp_path)) == found  # the folder they are in
+
+
+def test_heads_of_ours_as_json(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "medusa.safetensors"
+    medusa_heads(layers=2).save(path, torch.float32)
+    record = json.loads(tswift("heads", "inspect", path, "--json", "-").out)
+    assert record["kind"] == "heads"
+    assert record["heads"] == {
+        "path": str(path),
+        "layout": "tswift",
+        "kind": "medusa",
+        "count": 3,
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "raw": False,
+        "parameters": 3 * (2 * HIDDEN * (HIDDEN + 1) + VOCAB * HIDDEN),
+        "dtypes": ["F32"],
+        "base": None,
+    }
+    result = tswift("heads", "inspect", path, "--json", tmp_path / "about.json")
+    assert said(result)["kind"] == "medusa"
+    assert json.loads((tmp_path / "about.json").read_text())["heads"] == record["heads"]
+
+
+def test_heads_of_others(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    base = make_base(tmp_path / "base")
+    model = said(tswift("heads", "inspect", tokenswift_model(base, tmp_path / "m")))
+    assert (model["layout"], model["kind"], model["heads"], model["dtype"]) == ("TokenSwift", "chained", "3", "F32")
+    assert model["parameters"] == f"{3 * (32 * 32 + 2 * 32):,}"
+    assert "before the model's final norm" in model["start"]
+    folder = medusa_file(base, tmp_path)
+    for path in (folder, folder / "medusa_lm_head.safetensors"):
+        medusa = said(tswift("heads", "inspect", path))
+        assert (medusa["layout"], medusa["kind"], medusa["heads"]) == ("Medusa", "medusa", "3")
+        assert "their own" in medusa["LM"]
+
+
+def about(**changes: object) -> dict[str, str]:
+    told = {"format": "tswift-heads-1", "kind": "chained", "count": 1, "hidden_size": 4, "eps": 1e-5}
+    return {"tswift": json.dumps(told | changes)}
+
+
+PARTS = {f"heads.0.{name}.weight": torch.zeros(4) for name in ("input_layernorm", "post_layernorm")}
+WHOLE = PARTS | {"heads.0.linear.weight": torch.zeros(4, 4)}
+BAD = {
+    "missing": (lambda path: None, "there is no file"),
+    "no heads": (lambda path: save_file({"x": torch.zeros(2)}, path), "there are no heads in"),
+    "text": (lambda path: path.write_text("no heads, but long enough to hold a length"), "is broken or no safetensors"),
+    "another format": (lambda path: save_file(WHOLE, path, about(format="x")), "holds heads of format x"),
+    "another kind": (lambda path: save_file(WHOLE, path, about(kind="x")), "is not a tswift heads file ('x')"),
+    "a tensor lost": (lambda path: save_file(PARTS, path, about()), "has not the tensors of 1 chained heads"),
+    "more heads": (lambda path: save_file(WHOLE, path, about(count=2)), "has not the tensors of 2 chained heads"),
+    "far more heads": (lambda path: save_file(WHOLE, path, about(count=10**15)), "it has 3 tensors"),
+    "no count": (lambda path: save_file(WHOLE, path, about(count=None)), "is not a tswift heads file"),
+    "a list": (lambda path: save_file(WHOLE, path, {"tswift": "[]"}), "is not a tswift heads file"),
+    "raw that is no bool": (lambda path: save_file(WHOLE, path, about(raw=3)), "raw is 3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_heads_is_refused_in_one_line(tswift, tmp_path: Path, name: str) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "heads.safetensors"
+    spoil, match = BAD[name]
+    spoil(path)
+    result = tswift("heads", "inspect", path)
+    assert (result.code, result.out) == (2, b"")
+    assert result.err.startswith("tswift: error: FILE: ")
+    assert match in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_pickles_and_a_file_that_cannot_be_written(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "heads.pt").write_bytes(b"x")
+    assert "is a pickle, which could run code" in tswift("heads", "inspect", tmp_path / "heads.pt").err
+    result = tswift("heads", "inspect", tmp_path, "--json", "/nowhere/x.json")
+    assert result.code == 2
+    assert "--json" in result.err
+
+
+def test_the_group_alone_tells_what_it_has(tswift) -> None:  # type: ignore[no-untyped-def]
+    result = tswift("heads")
+    assert result.code == 0
+    assert b"inspect" in result.out

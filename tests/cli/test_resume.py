@@ -1,0 +1,110 @@
+"""``tswift generate --resume`` and ``tswift runs``, as they are typed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Tswift
+from tests.jobs.killing import result
+from tswift.decoding.loop import Decoding
+
+
+@pytest.fixture
+def words(checkpoint: Path, prompt: Path) -> list[object]:
+    sampling = ["--temperature", 1.3, "--min-p", 0, "--seed", 5]
+    return ["generate", "--model", checkpoint, "--prompt", prompt, "--dtype", "float64", *sampling]
+
+
+@pytest.fixture
+def interrupted(tswift: Tswift, words: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of 60 tokens that was interrupted about half way."""
+    real = Decoding.steps
+
+    def some(self: Decoding, stop: object = ()):  # type: ignore[no-untyped-def]
+        for made, step in enumerate(real(self, stop)):  # type: ignore[arg-type]
+            yield step
+            if made == 20:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoding, "steps", some)
+        found = tswift(*words, "--len", 60, "--out", tmp_path / "run")
+    assert found.code == 130
+    assert "goes on from there" in found.err
+    return tmp_path / "run"
+
+
+def test_goes_on(tswift: Tswift, words: list[object], interrupted: Path, tmp_path: Path) -> None:
+    assert tswift(*words, "--len", 60, "--out", tmp_path / "whole").code == 0
+    before = (interrupted / "text.txt").read_bytes()
+    found = tswift("generate", "--resume", interrupted)
+    assert found.code == 0, found.err
+    assert re.search(r"going on after \d+ tokens", found.err)
+    assert result(interrupted) == result(tmp_path / "whole")
+    # stdout goes on where it stopped; a character that was cut in two is whole now
+    assert (before.decode().rstrip("\ufffd").encode() + found.out).endswith(found.out)
+    assert result(interrupted)[1].endswith(found.out)
+    assert json.loads((interrupted / "run.json").read_text())["state"] == "finished"
+
+
+def test_a_finished_run_says_so(tswift: Tswift, words: list[object], tmp_path: Path) -> None:
+    tswift(*words, "--len", 9, "--out", tmp_path / "run")
+    found = tswift("generate", "--resume", tmp_path / "run")
+    assert (found.code, found.out) == (0, b"")
+    assert "is finished; a larger --len goes on with it" in found.err
+    assert tswift("generate", "--resume", tmp_path / "run", "--quiet").err == ""
+    found = tswift("generate", "--resume", tmp_path / "run", "--verify")
+    assert found.code == 0
+    assert (tmp_path / "run" / "verify.json").exists()
+    assert tswift("generate", "--resume", tmp_path / "run", "--len", 30).code == 0
+    assert len(result(tmp_path / "run")[0]) == 4 * 30
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--seed", 7], "--seed: the run was made with 5, got 7"),
+        (["--len", 1], "--len: "),
+        (["--out", "x"], "--out: cannot be given together with --resume"),
+        (["--tree", "1,2"], "--tree: the run was made with"),
+        (["--method", "nope"], "--method: the run was made with tokenswift, got nope"),
+        (["--no-shared-noise"], "--shared-noise: the run was made with True, got False"),
+        (["--device", "cuda"], "--device: the run was made with auto, got cuda"),
+    ],
+)
+def test_conflicts(tswift: Tswift, interrupted: Path, given: list[object], message: str) -> None:
+    found = tswift("generate", "--resume", interrupted, *given)
+    assert (found.code, found.out) == (2, b"")
+    assert message in found.err
+    assert found.err.count("\n") == 1
+
+
+def test_discard_damaged_goes_with_resume(tswift: Tswift) -> None:
+    found = tswift("generate", "--discard-damaged")
+    assert (found.code, found.err) == (2, "tswift: error: --discard-damaged: goes with --resume\n")
+
+
+@pytest.mark.parametrize("what", ["none", "empty"])
+def test_no_run_to_go_on_with(tswift: Tswift, tmp_path: Path, what: str) -> None:
+    (tmp_path / "empty").mkdir()
+    found = tswift("generate", "--resume", tmp_path / what)
+    assert found.code == 2
+    assert not list((tmp_path / "empty").iterdir())
+
+
+def test_runs(tswift: Tswift, words: list[object], interrupted: Path, tmp_path: Path) -> None:
+    tswift(*words, "--len", 9, "--method", "ar", "--out", tmp_path / "second")
+    found = tswift("runs", tmp_path)
+    assert found.code == 0
+    lines = found.out.decode().splitlines()
+    assert lines[0] == f"2 runs in {tmp_path}"
+    assert re.search(r"^run +interrupted +tokenswift .* [0-9]+ +60 ", lines[2])
+    assert re.search(r"^second +finished +ar .* 9 +9 ", lines[3])
+    record = json.loads(tswift("runs", tmp_path, "--json", "-").out)
+    assert [entry["state"] for entry in record["runs"]] == ["interrupted", "finished"]
+    assert tswift("runs").code == 2  # there is no folder of runs here
+    assert tswift("runs", interrupted).out.decode().startswith("1 run in")

@@ -1,0 +1,161 @@
+"""Runs that are really killed, at random moments, and gone on with until they are done.
+
+``python -m tests.jobs.killing --kills 50 --len 3000 --method tokenswift`` says how many of them ended with the tokens
+of a run that was left alone. Processes are forked, so that none has to import everything anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from random import Random
+
+from tswift.cli import main as tswift
+
+
+@dataclass(frozen=True)
+class Killing:
+    """What was done to one run.
+
+    Attributes:
+        seconds: when it was killed after its first text; and when it was killed once more, if it was.
+        kept: tokens that were on the disk after each kill.
+        equal: whether its tokens and text are those of the run that was left alone.
+    """
+
+    seconds: list[float]
+    kept: list[int]
+    equal: bool
+
+
+class Process:
+    """``tswift`` with these words, in a process of its own.
+
+    Args:
+        words: of the command line.
+        output: file for its stdout; stderr goes beside it.
+    """
+
+    def __init__(self, words: Sequence[object], output: Path) -> None:
+        self.output, self.errors = output, output.with_suffix(".err")
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            code = 99
+            try:
+                for number, path in ((1, self.output), (2, self.errors)):
+                    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+                code = tswift([str(word) for word in words])
+                sys.stdout.flush()
+                sys.stderr.flush()
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+
+    def begin(self) -> None:
+        """Wait for its first text."""
+        while not (self.output.exists() and self.output.stat().st_size) and self.poll() is None:
+            time.sleep(0.005)
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for the signal that killed it; None while it runs."""
+        if not hasattr(self, "_code"):
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if not pid:
+                return None
+            self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def wait(self, seconds: float = 3600.0) -> int | None:
+        """Its exit code, or None after so many seconds."""
+        until = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < until:
+            time.sleep(0.005)
+        return self.poll()
+
+    def send(self, number: int) -> None:
+        """Send it a signal."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def result(folder: Path) -> tuple[bytes, bytes]:
+    """The tokens and the text of a run."""
+    return (folder / "tokens.u32").read_bytes(), (folder / "text.txt").read_bytes()
+
+
+def left_alone(words: Sequence[object], folder: Path) -> float:
+    """Run to the end; returns the seconds from its first text on."""
+    process = Process(["generate", *words, "--out", folder], folder.with_suffix(".out"))
+    process.begin()
+    began = time.monotonic()
+    if process.wait():
+        raise RuntimeError(process.errors.read_text())
+    return time.monotonic() - began
+
+
+def kill_and_resume(
+    words: Sequence[object], folder: Path, whole: tuple[bytes, bytes], took: float, random: Random
+) -> Killing:
+    """Kill a run at a random moment, every third time once more while it goes on, and then let it end."""
+    seconds: list[float] = []
+    kept: list[int] = []
+    command: list[object] = ["generate", *words, "--out", folder]
+    while True:
+        process = Process(command, folder.with_suffix(".out"))
+        if not kept or (len(kept) == 1 and random.random() < 1 / 3):
+            process.begin()
+            seconds.append(random.uniform(0, took / (1 + len(kept))))
+            process.wait(seconds[-1])
+            process.send(signal.SIGKILL)
+        code = process.wait()
+        if code != -signal.SIGKILL:
+            break
+        kept.append((folder / "tokens.u32").stat().st_size // 4)
+        command = ["generate", "--resume", folder]
+    equal = code == 0 and result(folder) == whole
+    if equal:
+        shutil.rmtree(folder)
+    return Killing(seconds, kept, equal)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments, words = parser.parse_known_args()
+    random = Random(arguments.seed)
+    folder = Path(tempfile.mkdtemp(prefix="killing-"))
+    took = left_alone(words, folder / "whole")
+    whole = result(folder / "whole")
+    print(f"{len(whole[0]) // 4} tokens, {took:.1f} s from the first text; {' '.join(words)}", flush=True)
+    equal = 0
+    for number in range(arguments.kills):
+        found = kill_and_resume(words, folder / str(number), whole, took, random)
+        equal += found.equal
+        after = ", ".join(f"{seconds:.2f} s" for seconds in found.seconds)
+        kept = ", ".join(map(str, found.kept)) or "all"
+        said = "equal" if found.equal else f"DIFFERENT, see {folder / str(number)}"
+        print(f"{number + 1:3}  killed after {after:17} kept {kept:12} {said}", flush=True)
+    print(f"{equal} of {arguments.kills} equal", flush=True)
+    return 0 if equal == arguments.kills else 1
+
+
+if __name__ == "__main__":
+    # everything that takes long to import; nothing of it may have made threads before a fork
+    import_module("tswift.jobs.resume")
+
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Chat templates: what they make of a prompt, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tswift.errors import InputError
+from tswift.jobs.chat import refuse_with_chat, render
+
+# the special token of the tests' tokenizer, as templates begin with their model's first token
+TEMPLATE = (
+    "<|endoftext|>{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ messages[-1].content }}"
+)
+
+
+@pytest.fixture
+def tokenizer(checkpoint: Path):  # type: ignore[no-untyped-def]
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def test_the_prompt_is_one_message_of_the_user(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    tokenizer.chat_template = TEMPLATE
+    assert render(tokenizer, "m", "Hello!") == "<|endoftext|>[user]Hello!\n[assistant]"
+    with_system = render(tokenizer, "m", "Hello!", "Be brief.\n")
+    assert with_system == "<|endoftext|>[system]Be brief.\n\n[user]Hello!\n[assistant]"
+
+
+def test_no_template(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(InputError, match="--chat: the tokenizer of some/model has no chat template"):
+        render(tokenizer, "some/model", "Hello!")
+    with pytest.raises(InputError, match="--chat"):
+        render(object(), "shape:x", "Hello!")
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "match"),
+    [
+        (NO_SYSTEM, "Be brief.", r"--system: .* does not take it \(System role not supported\)"),
+        ("{{ nothing.at.all }}", None, r"--chat: .* does not take it \('nothing' is undefined\)"),
+        ("{% if %}", None, r"--chat: .* does not take it"),
+        ("{{ messages[-1].content }}", "Be brief.", "--system: .* drops system prompts"),
+        ("{{ messages[0].role }}", None, "--chat: .* does not hold the prompt"),
+    ],
+)
+def test_what_templates_do_not_take(tokenizer, template: str, system: str | None, match: str) -> None:  # type: ignore[no-untyped-def]
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match=match) as error:
+        render(tokenizer, "some/model", "Hello!", system)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"system": "s.txt"}, "--system: goes with --chat"),
+        ({"chat": True}, "--chat: wants a --prompt"),
+        ({"chat": True, "prompt": "p", "prefill": 3}, "--prefill: cannot be given together with --chat"),
+    ],
+)
+def test_options_that_do_not_go_together(given: dict[str, object], match: str) -> None:
+    none = {"chat": False, "prompt": None, "prefill": None, "system": None}
+    refuse_with_chat(**none)
+    refuse_with_chat(**(none | {"chat": True, "prompt": "p", "system": "s"}))
+    with pytest.raises(InputError, match=match):
+        refuse_with_chat(**(none | given))

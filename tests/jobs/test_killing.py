@@ -1,0 +1,54 @@
+"""Real processes that are really killed, or asked to stop."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.jobs.killing import Process, kill_and_resume, left_alone, result
+from tswift.jobs import folder
+from tswift.jobs.listing import list_runs
+
+
+@pytest.fixture
+def words(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    monkeypatch.setattr(folder, "_TOKENS", 64)  # the processes are forked from this one
+    (tmp_path / "prompt.txt").write_text("The ship had lain three days becalmed.")
+    where = ["--model", checkpoint, "--prompt", tmp_path / "prompt.txt", "--len", 800, "--quiet"]
+    return [*where, "--dtype", "float64", "--temperature", 1.3, "--min-p", 0, "--method"]
+
+
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+def test_killed_processes_go_on_to_the_same_text(words: list[object], tmp_path: Path, method: str) -> None:
+    took = left_alone([*words, method], tmp_path / "whole")
+    whole = result(tmp_path / "whole")
+    found = kill_and_resume([*words, method], tmp_path / "run", whole, 0.3 * took, Random(2))
+    assert found.equal, found
+    assert found.kept
+    assert found.kept[0] < 800
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_asked_to_stop(words: list[object], tmp_path: Path, number: int) -> None:
+    process = Process(["generate", *words, "ar", "--out", tmp_path / "run"], tmp_path / "out")
+    process.begin()
+    process.send(number)
+    assert process.wait() == 128 + number
+    (entry,) = list_runs(tmp_path / "run")
+    assert entry.state == "interrupted"
+    assert 0 < entry.tokens < 800
+
+
+def test_two_processes_on_one_folder(words: list[object], tmp_path: Path) -> None:
+    first = Process(["generate", *words, "ar", "--out", tmp_path / "run"], tmp_path / "first.out")
+    first.begin()
+    second = Process(["generate", "--resume", tmp_path / "run"], tmp_path / "second.out")
+    assert second.wait() == 2
+    first.send(signal.SIGKILL)
+    first.wait()
+    assert f"is in use: process {first.pid} on " in second.errors.read_text()
+    assert second.errors.read_text().count("\n") == 1
+    assert [entry.state for entry in list_runs(tmp_path / "run")] == ["killed"]

@@ -1,0 +1,370 @@
+"""A run that is ended at any moment, in any way, goes on to the tokens of one that was never disturbed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.jobs.faults import FaultyOs, Killed, power_cut
+from tswift.decoding.stats import DecodeStats
+from tswift.errors import Fault, InputError
+from tswift.jobs import files, settings
+from tswift.jobs import folder as folder_module
+from tswift.jobs import resume as resume_module
+from tswift.jobs.job import Job
+from tswift.jobs.recorded import read_saved
+from tswift.jobs.resume import resume
+from tswift.jobs.settings import Settings, start
+from tswift.models.loading import LoadedModel
+from tswift.models.loading import load as real_load
+
+LENGTH = 90
+METHODS = ["ar", "medusa", "tokenswift", "reuse"]
+MOMENTS = 50
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> LoadedModel:
+    return real_load(str(checkpoint), dtype="float64", device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def quick(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is loaded once, and checkpoints are frequent."""
+    for module in (settings, resume_module):
+        monkeypatch.setattr(module, "load", lambda *names, **how: model)
+    monkeypatch.setattr(folder_module, "_TOKENS", 16)
+
+
+@pytest.fixture
+def asked(checkpoint: Path, tmp_path: Path) -> Settings:
+    (tmp_path / "prompt.txt").write_text("Once, and then again: naïve café.")
+    sampling = {"temperature": 1.3, "min_p": 0.0, "window": 20}
+    prompt, out = str(tmp_path / "prompt.txt"), tmp_path / "run"
+    drafting = {"budget": 64}
+    return Settings(
+        LENGTH,
+        prompt=prompt,
+        seed=5,
+        sampling=sampling,
+        drafting=drafting,
+        model=str(checkpoint),
+        dtype="float64",
+        out=out,
+    )
+
+
+def with_method(asked: Settings, method: str) -> Settings:
+    return replace(asked, method=method, drafting=asked.drafting if method == "tokenswift" else {})
+
+
+def silent(text: str, stats: DecodeStats) -> None:
+    pass
+
+
+def run(job: Job) -> Job:
+    job.run(silent)
+    return job
+
+
+def tokens_in(folder: Path) -> list[int]:
+    return np.fromfile(folder / "tokens.u32", "<u4").tolist()
+
+
+@pytest.fixture
+def whole(asked: Settings, tmp_path: Path) -> tuple[list[int], bytes]:
+    """Tokens and text of an undisturbed run."""
+    out = tmp_path / "whole"
+    run(start(replace(asked, method="ar", drafting={}, out=out), []))
+    return tokens_in(out), (out / "text.txt").read_bytes()
+
+
+def release(job: Job) -> None:
+    """What the system does when a process ends."""
+    job.folder._lock.release()
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    def make(at: int, fault: str = "kill") -> FaultyOs:
+        system = FaultyOs(at, fault)
+        monkeypatch.setattr(files, "os", system)
+        return system
+
+    yield make
+    monkeypatch.undo()
+
+
+def calls_of(asked: Settings, faulty: Any) -> int:
+    """How many calls that change files a whole run makes after it was set up."""
+    job = start(replace(asked, out=asked.out.with_name("counted")), [])  # type: ignore[union-attr]
+    system = faulty(0)
+    run(job)
+    return int(system.calls)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_killed_at_any_call(asked: Settings, whole: tuple[list[int], bytes], faulty: Any, method: str) -> None:
+    """At random calls, in turn by a kill and by a power cut; killed once more while going on."""
+    asked = with_method(asked, method)
+    count, random = calls_of(asked, faulty), Random(method)
+    folder = asked.out
+    assert folder is not None
+    moments = random.sample(range(1, count + 1), min(count, MOMENTS // len(METHODS) + 1))
+    for number, moment in enumerate(moments):
+        faulty(0)
+        job = start(asked, [])
+        system = faulty(moment)
+        with pytest.raises(Killed):
+            run(job)
+        release(job)
+        if number % 2:
+            power_cut(folder, system.written, random)
+        faulty(0)
+        if not (folder / "run.json").exists():
+            shutil.rmtree(folder)
+            continue
+        again = resume(folder, {}, False, [])
+        faulty(random.randint(1, count))
+        try:
+            if again:  # else it was killed when all had been done
+                run(again)
+        except Killed:
+            release(again)
+            faulty(0)
+            last = resume(folder, {}, False, [])
+            if last:
+                run(last)
+        assert (tokens_in(folder), (folder / "text.txt").read_bytes()) == whole, f"{method}, killed at call {moment}"
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("fault", ["full", "broken"])
+@pytest.mark.parametrize("part", [0.2, 0.5, 0.9])
+def test_a_disk_that_fails(
+    asked: Settings, whole: tuple[list[int], bytes], faulty: Any, fault: str, part: float
+) -> None:
+    count = calls_of(asked, faulty)
+    faulty(0)
+    job = start(asked, [])
+    faulty(max(1, round(part * count)), fault)
+    with pytest.raises(Fault, match=r"cannot be written to \((No space|Input/output).* saved in .*--resume"):
+        run(job)
+    assert job.state == "failed"
+    faulty(0)
+    assert asked.out is not None
+    saved = read_saved(asked.out, job.prompt)
+    assert not saved.damage
+    assert len(saved.tokens) == job.folder.saved
+    again = resume(asked.out, {}, False, [])
+    assert again is not None
+    run(again)
+    assert (tokens_in(asked.out), (asked.out / "text.txt").read_bytes()) == whole
+
+
+def stopping_at(count: int, error: BaseException) -> Any:
+    def show(text: str, stats: DecodeStats) -> None:
+        if stats.tokens >= count:
+            raise error
+
+    return show
+
+
+def interrupted(asked: Settings, count: int = 40) -> Path:
+    job = start(asked, ["tswift", "generate"])
+    with pytest.raises(KeyboardInterrupt):
+        job.run(stopping_at(count, KeyboardInterrupt()))
+    assert asked.out is not None
+    return asked.out
+
+
+def test_what_a_resumed_run_records(asked: Settings, whole: tuple[list[int], bytes]) -> None:
+    folder = interrupted(asked)
+    before = json.loads((folder / "run.json").read_text())
+    assert before["state"] == "interrupted"
+    made = before["figures"]["tokens"]
+    job = resume(folder, {"length": LENGTH, "seed": 5, "dtype": "float64", "nodes": 5}, False, ["tswift", "again"])
+    assert job is not None
+    run(job)
+    record = json.loads((folder / "run.json").read_text())
+    assert tokens_in(folder) == whole[0]
+    assert record["state"] == "finished"
+    assert (record["command"], record["started"]) == (["tswift", "generate"], before["started"])
+    (session,) = record["resumed"]
+    assert (session["at"], session["command"], session["drafting"]["nodes"]) == (made, ["tswift", "again"], 5)
+    assert session["prefill_seconds"] > 0
+    figures = record["figures"]
+    assert figures["tokens"] == LENGTH
+    assert figures["target_passes"] > before["figures"]["target_passes"]
+    assert sum(record["accepted"].values()) == figures["target_passes"]
+    assert figures["decode_seconds"] > before["figures"]["decode_seconds"]
+    assert figures["distinct"]["1"] == len(set(whole[0])) / LENGTH
+
+
+def test_a_finished_run_has_nothing_left_to_do(asked: Settings) -> None:
+    run(start(asked, []))
+    assert asked.out is not None
+    before = {path.name: path.read_bytes() for path in asked.out.iterdir()}
+    assert resume(asked.out, {"length": LENGTH}, False, []) is None
+    assert {path.name: path.read_bytes() for path in asked.out.iterdir()} == before
+
+
+def test_a_longer_text_begins_like_the_shorter(asked: Settings, whole: tuple[list[int], bytes]) -> None:
+    run(start(replace(asked, length=50), []))
+    assert asked.out is not None
+    job = resume(asked.out, {"length": LENGTH}, False, [])
+    assert job is not None
+    run(job)
+    assert tokens_in(asked.out) == whole[0]
+    assert json.loads((asked.out / "run.json").read_text())["options"]["length"] == LENGTH
+
+
+def test_ended_by_an_end_of_text(asked: Settings, checkpoint: Path) -> None:
+    asked = replace(
+        asked, length=3000, stop_at_eos=True, method="ar", drafting={}, sampling={"temperature": 100.0, "min_p": 0.0}
+    )
+    asked = replace(asked, seed=4)
+    run(start(asked, []))
+    assert asked.out is not None
+    text = tokens_in(asked.out)
+    assert text[-1] == 0
+    assert resume(asked.out, {"length": 4000}, False, []) is None
+    # stopped between its last token and its last record
+    record = json.loads((asked.out / "run.json").read_text())
+    record["state"] = "running"
+    record["checksum"] = folder_module.checksum(record)
+    (asked.out / "run.json").write_text(json.dumps(record))
+    job = resume(asked.out, {}, False, [])
+    assert job is not None
+    run(job)
+    assert tokens_in(asked.out) == text
+    assert job.state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seed": 6}, "--seed: the run was made with 5, got 6"),
+        ({"method": "ar"}, "--method: the run was made with tokenswift, got ar"),
+        ({"temperature": 1.0}, "--temperature: the run was made with 1.3, got 1.0"),
+        ({"top_k": 3}, "--top-k: the run was made with 0, got 3"),
+        ({"tree": (1, 2)}, "--tree: the run was made with"),
+        ({"shared_noise": False}, "--shared-noise: the run was made with True, got False"),
+        ({"stop_at_eos": True}, "--stop-at-eos: the run was made with False, got True"),
+        ({"model": "demo"}, "--model: the run was made with .*, got demo"),
+        ({"dtype": "float32"}, "--dtype: the run was made with float64, got float32"),
+        ({"prompt": "other.txt"}, "--prompt: the run was made with"),
+        ({"prefill": 3}, "--prefill: the run was made with none, got 3"),
+        ({"length": 30}, "--len: .* has [0-9]+ tokens already, got 30"),
+        ({"length": 5000}, "--len: .* positions"),
+        ({"nodes": 1}, "--nodes: must be at least 2"),
+    ],
+)
+def test_conflicting_options_are_refused_by_name(asked: Settings, given: dict[str, Any], message: str) -> None:
+    folder = interrupted(asked)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(InputError, match=message):
+        resume(folder, given, False, [])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_what_the_method_does_not_use_is_refused(asked: Settings) -> None:
+    folder = interrupted(with_method(asked, "ar"))
+    with pytest.raises(InputError, match="--nodes: ar does not use it"):
+        resume(folder, {"nodes": 5}, False, [])
+
+
+def test_another_model_is_refused(asked: Settings, model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = interrupted(asked)
+    weight = model.target.model.get_input_embeddings().weight
+    with monkeypatch.context():
+        kept = weight[7, 3].item()
+        weight.data[7, 3] = kept * (1 + 2**-50)
+        try:
+            with pytest.raises(InputError, match=r"is not the model that .* was made with: weights differ"):
+                resume(folder, {}, False, [])
+        finally:
+            weight.data[7, 3] = kept
+
+
+def test_a_run_in_use_is_refused(asked: Settings) -> None:
+    job = start(asked, [])
+    job.folder.record({"process": {"pid": 12, "host": "here"}})
+    assert asked.out is not None
+    with pytest.raises(InputError, match=r"--resume: .* is in use: process 12 on here is writing it"):
+        resume(asked.out, {}, False, [])
+    job.folder.discard()
+
+
+def test_damage_is_told_and_can_be_discarded(asked: Settings, whole: tuple[list[int], bytes]) -> None:
+    folder = interrupted(asked)
+    data = bytearray((folder / "tokens.u32").read_bytes())
+    data[4 * 25] ^= 1
+    (folder / "tokens.u32").write_bytes(data)
+    with pytest.raises(
+        InputError, match=r"tokens.u32 does not match its checksum between tokens \d+ and \d+; --discard-"
+    ):
+        resume(folder, {}, False, [])
+    assert (folder / "tokens.u32").read_bytes() == data
+    job = resume(folder, {}, True, [])
+    assert job is not None
+    assert any("is drawn again" in line for line in job.statement())
+    run(job)
+    assert tokens_in(folder) == whole[0]
+
+
+def test_a_folder_that_was_removed_is_written_anew(asked: Settings, whole: tuple[list[int], bytes]) -> None:
+    job = start(asked, [])
+    folder = asked.out
+    assert folder is not None
+
+    def show(text: str, stats: DecodeStats) -> None:
+        if stats.tokens >= 40 and folder.exists():
+            shutil.rmtree(folder)
+
+    with pytest.raises(Fault, match=r"was removed or moved; [0-9]+ tokens are saved in"):
+        job.run(show)
+    assert json.loads((folder / "run.json").read_text())["reason"].endswith("was removed or moved")
+    assert tokens_in(folder) == job.tokens
+    again = resume(folder, {}, False, [])
+    assert again is not None
+    run(again)
+    assert tokens_in(folder) == whole[0]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
+)
+def test_memory_that_runs_out(asked: Settings, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    job = start(asked, [])
+    target, real, calls = job.model.target, type(job.model.target).forward, []
+
+    def forward(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 30:
+            raise error
+        return real(target, *arguments)
+
+    monkeypatch.setattr(target, "forward", forward)
+    with pytest.raises(Fault, match=r"cpu has no memory left after .* lower --nodes or --budget .* saved in"):
+        run(job)
+    assert asked.out is not None
+    assert job.state == "failed"
+    assert read_saved(asked.out, job.prompt).tokens == job.tokens != []
+
+
+def test_a_mistake_of_ours_is_not_hidden(asked: Settings) -> None:
+    job = start(asked, [])
+    with pytest.raises(ZeroDivisionError):
+        job.run(stopping_at(40, ZeroDivisionError()))
+    assert (job.state, job.reason) == ("failed", "ZeroDivisionError()")
+    assert asked.out is not None
+    assert tokens_in(asked.out) == job.tokens
