@@ -78,6 +78,7 @@ def roofline(
     from tswift.cli import records, tables
     from tswift.models.dtypes import find_dtype, own_dtype
     from tswift.models.loading import find_device
+    from tswift.models.positions import max_positions
     from tswift.models.shapes import PREFIX, refuse_routed, shape_of, skeleton
     from tswift.models.source import in_one_line, read_config, silence
 
@@ -100,7 +101,7 @@ def roofline(
     machine, where = _machine(place, device, bandwidth, flops, kind)
     with silence(), in_one_line(model):
         shape = shape_of(skeleton(config), kind.itemsize)
-    found = forecast(shape, machine, question, config.get_text_config().max_position_embeddings)
+    found = forecast(shape, machine, question, max_positions(config))
     words = str(kind).removeprefix("torch.")
     if record is None or record.path:
         for grid in found.grids(f"{model}, {words}, {where}"):
