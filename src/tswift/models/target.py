@@ -214,7 +214,7 @@ class Target:
         """
         places = torch.arange(kv.length, kv.length + len(tokens), device=self.device)
         ids = torch.tensor(tokens, device=self.device)
-        run = Pass(kv.write, self._attention(self._layout, kv.length, len(tokens), None))
+        run = self._pass(places, kv, None)
         return first_broken(
             self.model, len(tokens), lambda: self.logits(self._compute_eagerly(ids, places, run).hidden)
         )
