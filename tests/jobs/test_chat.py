@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tswift.errors import InputError
-from tswift.jobs.chat import refuse_with_chat, render
+from tswift.jobs.chat import read_system, refuse_with_chat, render
 
 # the special token of the tests' tokenizer, as templates begin with their model's first token
 TEMPLATE = (
@@ -62,6 +62,7 @@ def test_what_templates_do_not_take(tokenizer, template: str, system: str | None
     [
         ({"system": "s.txt"}, "--system: goes with --chat"),
         ({"chat": True}, "--chat: wants a --prompt"),
+        ({"chat": True, "prompt": "-", "system": "-"}, "--system: cannot be standard input"),
         ({"chat": True, "prompt": "p", "prefill": 3}, "--prefill: cannot be given together with --chat"),
     ],
 )
@@ -71,3 +72,13 @@ def test_options_that_do_not_go_together(given: dict[str, object], match: str) -
     refuse_with_chat(**(none | {"chat": True, "prompt": "p", "system": "s"}))
     with pytest.raises(InputError, match=match):
         refuse_with_chat(**(none | given))
+
+
+def test_a_system_prompt_is_read_as_prompts_are(tmp_path: Path) -> None:
+    path = tmp_path / "system.txt"
+    path.write_text("Be brief.\n")
+    assert read_system(str(path)) == "Be brief.\n"
+    path.write_bytes(b"\xff")
+    for source in (path, tmp_path / "nowhere"):
+        with pytest.raises(InputError, match=r"^--system: "):
+            read_system(str(source))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tswift.jobs.signals import Signals
 
 _ASKED = (
-    *("length", "method", "prompt", "prefill", "seed", "stop_at_eos", "gamma"),
-    *("heads", "model", "device", "dtype", "attention", "out"),
+    *("length", "method", "prompt", "prefill", "seed", "stop_at_eos", "chat", "system", "preset", "gamma"),
+    *("heads", "device", "dtype", "attention", "out"),
 )
 _NOT_OF_A_RUN = ("out", "resume", "discard_damaged", "verify", "quiet", "no_progress")
 
@@ -36,6 +36,21 @@ def generate(
     stop_at_eos: Annotated[
         bool, typer.Option("--stop-at-eos", help="Stop at an end-of-text token instead of never drawing one.")
     ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is what a user says: put it into the model's chat template.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="With --chat: file with a system prompt.", metavar="FILE", show_default=False)
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="The paper's settings, where nothing else is typed: llama3.1-8b, yarn-llama2-7b-128k, qwen2.5-1.5b, "
+            "qwen2.5-7b or qwen2.5-14b.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -109,6 +124,7 @@ def _start(context: typer.Context) -> Job:
     from tswift.jobs.settings import Settings, start
 
     asked = {name: context.params[name] for name in _ASKED}
+    asked["model"] = options.typed(context).get("model")  # or a preset's counts
     tree = context.params["tree"]
     drafting = options.drafting(context) | ({} if tree is None else {"tree": options.widths(tree)})
     return start(Settings(**asked, sampling=options.sampling(context), drafting=drafting), context.obj)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tswift.errors import InputError
+from tswift.errors import InputError, renamed
+from tswift.jobs.prompt import read_prompt
 
 CHAT, SYSTEM = "--chat", "--system"
 
@@ -43,6 +44,18 @@ def render(tokenizer: Any, model: str, text: str, system: str | None = None) -> 
     return str(rendered)
 
 
+def read_system(source: str) -> str:
+    """The system prompt in a file; ``-`` is standard input.
+
+    Raises:
+        InputError: nothing there, or no text in it.
+    """
+    try:
+        return read_prompt(source)
+    except InputError as error:
+        raise renamed(error, {"--prompt": SYSTEM}) from None
+
+
 def refuse_with_chat(chat: bool, prompt: str | None, prefill: int | None, system: str | None) -> None:
     """Refuse options that do not go together.
 
@@ -53,5 +66,7 @@ def refuse_with_chat(chat: bool, prompt: str | None, prefill: int | None, system
         raise InputError("goes with --chat", SYSTEM)
     if chat and prompt is None:
         raise InputError("wants a --prompt: it is what the user says", CHAT)
+    if chat and prompt == system == "-":
+        raise InputError("cannot be standard input, which is the prompt", SYSTEM)
     if chat and prefill is not None:
         raise InputError("cannot be given together with --chat, whose template has an end", "--prefill")

@@ -6,7 +6,7 @@ that ``main.py`` of bigai-nlco/TokenSwift hands to its sampler as ``assistant_to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,7 @@ class Chosen:
     model: str
     sampling: Mapping[str, Any]
     drafting: Mapping[str, Any]
-    instead: Collection[str]
+    instead: Sequence[str]
 
 
 def find_preset(name: str) -> Preset:
@@ -101,7 +101,7 @@ def find_preset(name: str) -> Preset:
 
 
 def choose(
-    preset: Preset,
+    name: str,
     method: str,
     sampling: Mapping[str, Any],
     drafting: Mapping[str, Any],
@@ -112,15 +112,16 @@ def choose(
     """A preset's settings; what was typed wins over them.
 
     Args:
-        preset: it.
+        name: the preset's.
         method: of decoding.
         sampling, drafting: fields that were typed.
         model: the one that was typed; None for the preset's.
         gamma: whether ``--gamma`` was typed, which stands in for a tree.
 
     Raises:
-        InputError: there is no such method.
+        InputError: there is no such preset, or no such method.
     """
+    preset = find_preset(name)
     drafted = preset.drafting(method)
     if gamma:
         drafted.pop("tree", None)
@@ -130,20 +131,27 @@ def choose(
     return Chosen(model or preset.model, {**preset.sampling, **sampling}, {**drafted, **drafting}, instead)
 
 
-def banned_ids(preset: Preset, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    """The ids that are never drawn; none where the tokenizer means something else by one of them."""
+def banned_ids(name: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """The ids that are never drawn by a preset; none where the tokenizer means something else by one of them."""
+    preset = find_preset(name)
     for token, text in preset.banned.items():
         if token >= vocab_size or tokenizer.decode([token]) != text:
             return ()
     return tuple(preset.banned)
 
 
-def remark(name: str, chosen: Chosen, banned: Collection[int]) -> str:
-    """What is to be said of a preset that is in use, in a line."""
+def remark(name: str, instead: Collection[str], banned: Collection[int]) -> str:
+    """What is to be said of a preset that is in use, in a line.
+
+    Args:
+        name: of it.
+        instead: fields that were typed otherwise.
+        banned: ids that are never drawn.
+    """
     preset = find_preset(name)
     words = [f"preset {name}"]
-    if chosen.instead:
-        words.append(f"but for {', '.join('--' + each.replace('_', '-') for each in chosen.instead)}")
+    if instead:
+        words.append(f"but for {', '.join('--' + each.replace('_', '-') for each in instead)}")
     if banned:
         words.append(f"never drawn: {', '.join(map(str, sorted(banned)))}")
     elif preset.banned:

@@ -14,15 +14,18 @@ from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import DraftOptions, find_method, gamma_tree
 from tswift.errors import InputError
+from tswift.jobs.chat import read_system, refuse_with_chat, render
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RunFolder, default_path
 from tswift.jobs.job import Job
+from tswift.jobs.presets import banned_ids, choose, remark
 from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, take
 from tswift.jobs.text import TextStream
 from tswift.models.fingerprint import config_hash, weights_hash
 from tswift.models.loading import LoadedModel, load
 from tswift.models.memory import gigabytes
 from tswift.models.shapes import refuse_shape
+from tswift.models.source import DEMO
 
 _BYTES_PER_TOKEN = 4 + 6  # its id, and its text
 _BYTES_BESIDE = 100_000  # journal and record
@@ -33,8 +36,10 @@ class Settings:
     """A job as asked for; see ``tswift generate --help`` for what each field means.
 
     Attributes:
+        preset: name of the settings that count where nothing else was given.
         sampling: fields of ``SamplingParams`` that were given.
         drafting: fields of ``DraftOptions`` that were given. One that the method does not use is refused.
+        model: None for the preset's, or the bundled one.
         out: folder for the run; None for one named after the time and the method.
     """
 
@@ -44,11 +49,14 @@ class Settings:
     prefill: int | None = None
     seed: int = 0
     stop_at_eos: bool = False
+    chat: bool = False
+    system: str | None = None
+    preset: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     drafting: Mapping[str, Any] = field(default_factory=dict)
     gamma: int | None = None
     heads: str | None = None
-    model: str = "demo"
+    model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
@@ -65,8 +73,10 @@ def start(settings: Settings, command: Sequence[str]) -> Job:
     Raises:
         InputError: something asked cannot be done. No folder is left behind then.
     """
+    settings, chosen = _filled(settings)
     params, options = _checked(settings)
     text = read_prompt(settings.prompt)
+    system = None if settings.system is None else read_system(settings.system)
     path = settings.out or default_path(settings.method)
     refuse_full_disk(path, settings.length)
     folder = RunFolder.create(path)
@@ -78,12 +88,18 @@ def start(settings: Settings, command: Sequence[str]) -> Job:
     }
     try:
         least = settings.prefill or (BUNDLED_PREFILL if settings.prompt is None else 1)
-        check_ahead(settings.model, least, settings.length, settings.method, options, gamma=settings.gamma, **how)
-        model = load(settings.model, **how)
+        name = settings.model or DEMO
+        check_ahead(name, least, settings.length, settings.method, options, gamma=settings.gamma, **how)
+        model = load(name, **how)
         if settings.gamma is not None:
             heads = model.heads.count if model.heads else 0
             options = replace(options, tree=gamma_tree(settings.method, model.target.device, heads, settings.gamma))
-        prompt = take(model.encode(text), settings.prefill, bundled=settings.prompt is None)
+        if settings.preset is not None:
+            params = replace(params, banned=banned_ids(settings.preset, model.tokenizer, model.target.vocab_size))
+        if settings.chat:
+            prompt = model.encode(render(model.tokenizer, model.name, text, system), bare=True)
+        else:
+            prompt = take(model.encode(text), settings.prefill, bundled=settings.prompt is None)
         generation = begin(
             model,
             prompt,
@@ -113,7 +129,8 @@ def start(settings: Settings, command: Sequence[str]) -> Job:
         "environment": environment(model.target.device),
     }
     stats = DecodeStats(generation.depth)
-    return Job(model, generation, folder, about, prompt, TextStream(model.tokenizer), stats)
+    notes = [] if settings.preset is None else [remark(settings.preset, chosen, params.banned)]
+    return Job(model, generation, folder, about, prompt, TextStream(model.tokenizer), stats, notes=notes)
 
 
 def used_options(method: str, options: DraftOptions) -> dict[str, Any]:
@@ -188,9 +205,26 @@ def refuse_unused(methods: Sequence[str], given: Iterable[str]) -> None:
             raise InputError(message, f"--{name.replace('_', '-')}")
 
 
+def _filled(settings: Settings) -> tuple[Settings, Sequence[str]]:
+    """The settings with those of the preset where nothing was given, and which of the preset's do not count."""
+    if settings.preset is None:
+        return replace(settings, model=settings.model or DEMO), ()
+    chosen = choose(
+        settings.preset,
+        settings.method,
+        settings.sampling,
+        settings.drafting,
+        model=settings.model,
+        gamma=settings.gamma is not None,
+    )
+    filled = replace(settings, model=chosen.model, sampling=chosen.sampling, drafting=chosen.drafting)
+    return filled, chosen.instead
+
+
 def _checked(settings: Settings) -> tuple[SamplingParams, DraftOptions]:
     refuse_below_one({"--len": settings.length, "--prefill": settings.prefill})
-    refuse_shape(settings.model)
+    refuse_with_chat(settings.chat, settings.prompt, settings.prefill, settings.system)
+    refuse_shape(settings.model or DEMO)
     typed = [name for name in ("gamma", "heads") if getattr(settings, name) is not None]
     refuse_unused([settings.method], [*settings.drafting, *typed])
     if "tree" in settings.drafting and settings.gamma is not None:

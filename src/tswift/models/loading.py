@@ -53,9 +53,14 @@ class LoadedModel:
     layers: str = EAGER
     simulated: bool = False
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a prompt, with the first token the model wants before any text, if it wants one."""
-        return list(self.tokenizer(text)["input_ids"])
+    def encode(self, text: str, bare: bool = False) -> list[int]:
+        """The token ids of a prompt, with the first token the model wants before any text, if it wants one.
+
+        Args:
+            text: the prompt.
+            bare: add no token; the text has all that the model wants.
+        """
+        return list(self.tokenizer(text, **({"add_special_tokens": False} if bare else {}))["input_ids"])
 
     def about(self) -> dict[str, Any]:
         """What was loaded and how, for records."""
