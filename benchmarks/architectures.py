@@ -126,6 +126,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Mistral": Architecture("MistralConfig", {"sliding_window": None}),
     "Mistral 7B v0.1 (sliding window)": Architecture("MistralConfig", {"sliding_window": WINDOW}),
+    "Ministral 3 (queries scaled by position)": Architecture(
+        "Ministral3Config",
+        {"sliding_window": None, "head_dim": 8, **_rope("yarn", **_YARN, llama_4_scaling_beta=0.5)},
+    ),
     "Mixtral": Architecture("MixtralConfig", _EXPERTS),
     "Phi-2": Architecture("PhiConfig", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     "Phi-3": Architecture("Phi3Config", {"sliding_window": None}),

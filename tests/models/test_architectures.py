@@ -10,7 +10,8 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from benchmarks.architectures import ARCHITECTURES, WINDOW, Architecture, apart, checkpoint, stock, texts
+from benchmarks.architectures import ARCHITECTURES, WINDOW, Architecture, apart, checkpoint, row, stock, texts
+from tswift.decoding.tree import DraftTree
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
@@ -119,5 +120,13 @@ def test_the_check_of_logits_sees_a_window_that_is_off_by_one(tmp_path: Path) ->
     assert apart(model, own, text) > 100 * NEAR
 
 
-def test_an_architecture_that_is_not_there() -> None:
-    assert not Architecture("NoSuchConfig").there
+def test_the_table(monkeypatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "none", Architecture("NoSuchConfig"))
+    words = [[cell.strip() for cell in row(name, 12).split("|")][1:-1] for name in ("Llama, GQA", "BLOOM", "none")]
+    assert words[0] == ["Llama, GQA", *["equal"] * 4, words[0][5], ""]
+    assert float(words[0][5]) < NEAR
+    assert words[1][:6] == ["BLOOM", *["refused"] * 4, ""]
+    assert words[1][6].startswith("(bloom) has attention that cannot be replaced")
+    assert words[2][1:5] == ["-"] * 4
+    monkeypatch.setattr(DraftTree, "walk", lambda self, drawn: [0, 1] if len(self) > 1 else [0])  # takes any draft
+    assert [cell.strip() for cell in row("Llama, GQA", 12).split("|")][2:4] == ["equal", "DIFFERS"]
