@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from functools import cache
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +16,7 @@ from tswift.cli.codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 from tswift.cli.compare import compare
 from tswift.cli.generate import generate
 from tswift.cli.roofline import roofline
+from tswift.cli.streams import complain
 from tswift.cli.verify import verify
 from tswift.errors import Fault, InputError
 
@@ -51,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = typer.main.get_command(app).main(
-            args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words]
-        )
+        code = _command().main(args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words])
     except InputError as error:
         return _bad_input(str(error))
     except Fault as error:
@@ -73,15 +73,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else OK
 
 
+@cache
+def _command() -> Any:
+    """The command as typer builds it, which takes a while."""
+    return typer.main.get_command(app)
+
+
 def _bad_input(message: str) -> int:
-    _say(message)
+    complain(message)
     return BAD_INPUT
 
 
 def _failed(message: str) -> int:
-    _say(message)
+    complain(message)
     return FAILED
-
-
-def _say(message: str) -> None:
-    print(f"tswift: error: {' '.join(message.split())}", file=sys.stderr)

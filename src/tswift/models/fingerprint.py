@@ -14,3 +14,15 @@ def fingerprint_of(network: nn.Module) -> str:
         digest.update(f"{name}{tuple(weight.shape)}".encode())
         digest.update(weight.detach().flatten()[:64].double().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def fingerprint_in_any_dtype(network: nn.Module) -> str:
+    """SHA-256 over the shapes of all weights and the signs of the first 1,024 values of each.
+
+    Rounding changes no sign, so it is the same in whatever dtype a model is loaded; training does change some.
+    """
+    digest = sha256()
+    for weight in network.parameters():
+        digest.update(str(tuple(weight.shape)).encode())
+        digest.update(weight.detach().flatten()[:1024].signbit().cpu().numpy().tobytes())
+    return digest.hexdigest()

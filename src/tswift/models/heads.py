@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -73,6 +74,7 @@ class Heads(nn.Module):
     ) -> None:
         super().__init__()
         self.hidden_size, self.count, self.eps = hidden_size, count, eps
+        self.base: str | None = None
         self.heads = nn.ModuleList(head(hidden_size, eps) for _ in range(count))
 
     def step(self, index: int, hidden: Tensor, embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -103,8 +105,15 @@ class Heads(nn.Module):
             states.append(out)
         return torch.stack(states)
 
-    def save(self, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write the weights and what is needed to rebuild them into one safetensors file."""
+    def save(self, path: Path, dtype: torch.dtype = torch.bfloat16, base: str | None = None) -> None:
+        """Write the weights and what is needed to rebuild them into one safetensors file.
+
+        Args:
+            path: the file; replaced if it is there.
+            dtype: to write the weights in.
+            base: what tells the model that they were made for:
+                :func:`~tswift.models.fingerprint.fingerprint_in_any_dtype`. None keeps what is known.
+        """
         about = {
             "format": FORMAT,
             "kind": self.kind,
@@ -112,6 +121,9 @@ class Heads(nn.Module):
             "hidden_size": self.hidden_size,
             "eps": self.eps,
         }
+        base = self.base if base is None else base
+        if base is not None:
+            about["base"] = base
         tensors = {name: value.detach().to(dtype).contiguous() for name, value in self.state_dict().items()}
         save_file(tensors, path, metadata={"tswift": json.dumps(about)})
 
@@ -146,22 +158,49 @@ def load_heads(path: Path, hidden_size: int, dtype: torch.dtype, device: torch.d
     """Read a heads file written by :meth:`Heads.save`.
 
     Raises:
-        InputError: the file is no such file, or its heads were made for another hidden size.
+        InputError: the file is no such file, holds numbers that are none, or its heads were made for another hidden
+            size.
     """
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["tswift"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if about["format"] != FORMAT or about["kind"] not in KINDS:
-            raise InputError(f"{path} holds heads of format {about['format']}, kind {about['kind']}", "--heads")
-        heads = KINDS[about["kind"]](about["hidden_size"], about["count"], about["eps"])
-        heads.load_state_dict(tensors)
+            names = file.keys()
+            _check(about, path, hidden_size, len(names))
+            tensors = {name: file.get_tensor(name) for name in names}
+        with torch.device("meta"):
+            heads = KINDS[about["kind"]](hidden_size, about["count"], about["eps"])
+        heads.load_state_dict(tensors, assign=True)
+        heads.base = about.get("base")
     except InputError:
         raise
     except FileNotFoundError:
         raise InputError(f"{path} does not exist", "--heads") from None
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, OSError) as error:
-        raise InputError(f"{path} is not a tswift heads file ({str(error).splitlines()[0]})", "--heads") from None
-    if heads.hidden_size != hidden_size:
-        raise InputError(f"{path} was made for hidden size {heads.hidden_size}, the model has {hidden_size}", "--heads")
+    except KeyError as error:
+        raise _no_heads(path, f"there is no {error} in its metadata") from None
+    except (SafetensorError, TypeError, ValueError, RuntimeError, OSError, MemoryError) as error:
+        raise _no_heads(path, " ".join(str(error).split())[:200]) from None
+    for name, tensor in tensors.items():
+        if not (tensor.is_floating_point() and tensor.isfinite().all()):
+            raise InputError(f"{path} is broken: {name} holds something else than finite numbers", "--heads")
     return heads.to(dtype=dtype, device=device).eval().requires_grad_(False)
+
+
+def _check(about: Any, path: Path, hidden_size: int, tensors: int) -> None:
+    """Refuse metadata that describe no heads, or no heads for this model, before anything of that size is made."""
+    if not isinstance(about, dict):
+        raise _no_heads(path, "its metadata are no JSON object")
+    if about["format"] != FORMAT or not isinstance(about["kind"], str) or about["kind"] not in KINDS:
+        raise InputError(f"{path} holds heads of format {about['format']!s:.40}, kind {about['kind']!s:.40}", "--heads")
+    size, count, eps, base = about["hidden_size"], about["count"], about["eps"], about.get("base")
+    if type(size) is not int or type(count) is not int or not 0 < count <= tensors:
+        raise _no_heads(path, f"it says it has {count!r:.40} heads for hidden size {size!r:.40}")
+    if type(eps) not in (int, float) or not 0 <= eps < 1:
+        raise _no_heads(path, f"its eps is {eps!r:.40}")
+    if not (base is None or isinstance(base, str)):
+        raise _no_heads(path, f"its base model is {base!r:.40}")
+    if size != hidden_size:
+        raise InputError(f"{path} was made for hidden size {size}, the model has {hidden_size}", "--heads")
+
+
+def _no_heads(path: Path, reason: str) -> InputError:
+    return InputError(f"{path} is not a tswift heads file ({reason})", "--heads")

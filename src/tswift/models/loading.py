@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tswift.attention.backends import BACKENDS, choose, fails
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
+from tswift.models.checkpoint import refuse_misfit, stored_tensors
 from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import StandInTokenizer, random_heads, random_network
+from tswift.models.fingerprint import fingerprint_in_any_dtype
 from tswift.models.heads import KINDS, Heads, load_heads
 from tswift.models.linear import quicken
 from tswift.models.shapes import PREFIX
@@ -50,15 +52,25 @@ class LoadedModel:
     simulated: bool = False
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a prompt, with the first token the model wants before any text, if it wants one."""
-        return list(self.tokenizer(text)["input_ids"])
+        """The token ids of a prompt, with the first token the model wants before any text, if it wants one.
+
+        Raises:
+            InputError: the tokenizer is not the model's: it knows tokens that the model does not.
+        """
+        ids = list(self.tokenizer(text)["input_ids"])
+        if ids and max(ids) >= self.target.vocab_size:
+            message = (
+                f"has token id {max(ids):,} by the tokenizer of {self.name}, the model has {self.target.vocab_size:,}"
+            )
+            raise InputError(message, "--prompt")
+        return ids
 
     def about(self) -> dict[str, Any]:
         """What was loaded and how, for records."""
         return {
             "name": self.name,
             "device": str(self.target.device),
-            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "dtype": _plain(self.target.dtype),
             "attention": self.attention,
             "layers": self.layers,
             "heads": None if self.heads is None else f"{self.heads.kind}, {self.heads.count}",
@@ -93,6 +105,9 @@ def load(
     Raises:
         InputError: something named here does not exist, is broken, or cannot be served exactly.
     """
+    for option, name in (("--model", model), ("--device", device), ("--dtype", dtype), ("--attention", attention)):
+        if not isinstance(name, str):
+            raise InputError(f"wants a name, got {name!r:.40}", option)
     place = find_device(device)
     if model.startswith(PREFIX):
         return _simulated(model, place, "bfloat16" if dtype == "auto" else dtype, attention, heads)
@@ -102,12 +117,17 @@ def load(
     config = read_config(model)
     backend, note = _backend(attention, own_dtype(config) if kind == "auto" else kind, place)
     with silence(), in_one_line(model):
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if folder is not None:
+            refuse_misfit(config, stored_tensors(folder), model)
+        with in_one_line(model, "its tokenizer: "):
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise InputError(f"{model} has no tokenizer.json that the tokenizers library reads", "--model")
         network, info = AutoModelForCausalLM.from_pretrained(
-            source, dtype=kind, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            source, config=config, dtype=kind, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
+        if getattr(config, "quantization_config", None) and not getattr(network, "hf_quantizer", None):
+            raise InputError(f"{model} is quantised in a way that transformers does not know here", "--model")
         # transformers would fill what the file lacks with random numbers and only warn
         lacking = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
         if lacking:
@@ -115,10 +135,12 @@ def load(
         if not getattr(network, "_supports_attention_backend", False):
             raise InputError(f"{model} ({config.model_type}) does not let its attention be replaced", "--model")
         target = _adapted(network.to(place), model, backend)
-    loaded = None if heads_path is None else load_heads(heads_path, target.hidden_size, target.dtype, target.device)
-    if loaded is not None:
+    loaded = None
+    if heads_path is not None:
+        loaded = load_heads(heads_path, target.hidden_size, target.dtype, target.device)
+        _refuse_foreign(loaded, network, heads_path, model)
         quicken(loaded)
-    eos_ids = _eos_ids(network, tokenizer, target.vocab_size)
+    eos_ids = _eos_ids(model, network, tokenizer, target.vocab_size)
     return LoadedModel(model, tokenizer, target, loaded, eos_ids, backend, _compiled(target, note))
 
 
@@ -139,7 +161,7 @@ def _simulated(
         drafting = load_heads(path, target.hidden_size, target.dtype, target.device)
     quicken(drafting)
     tokenizer = StandInTokenizer()
-    eos_ids = _eos_ids(network, tokenizer, target.vocab_size)
+    eos_ids = _eos_ids(model, network, tokenizer, target.vocab_size)
     return LoadedModel(model, tokenizer, target, drafting, eos_ids, backend, _compiled(target, note), simulated=True)
 
 
@@ -155,7 +177,7 @@ def find_device(device: str) -> torch.device:
         place = torch.device(device)
     except (RuntimeError, ValueError):
         place = None
-    if place is None or place.type not in ("cpu", "cuda"):
+    if place is None or place.type not in ("cpu", "cuda") or (place.type == "cpu" and place.index):
         raise InputError(f"no device {device!r}; there are auto, cpu, cuda, cuda:0, ...", "--device")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise InputError(f"PyTorch finds {torch.cuda.device_count()} CUDA devices here, wanted {device}", "--device")
@@ -181,6 +203,14 @@ def _heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Pa
     if not found:
         raise InputError(f"there is no file {path}", "--heads")
     return path
+
+
+def _refuse_foreign(heads: Heads, network: Any, path: Path, model: str) -> None:
+    """Refuse heads that remember another base model. A quantised one cannot be told from others."""
+    if heads.base is None or getattr(network.config, "quantization_config", None) is not None:
+        return
+    if heads.base != fingerprint_in_any_dtype(network):
+        raise InputError(f"{path} was made for another model than {model}: the fingerprints differ", "--heads")
 
 
 def _backend(attention: str, dtype: torch.dtype, place: torch.device) -> tuple[str, str]:
@@ -216,6 +246,8 @@ def _adapted(network: Any, model: str, backend: str) -> Target:
     ids = torch.arange(8, device=network.device) % network.config.get_text_config().vocab_size
     with torch.inference_mode():
         wanted = network(ids.unsqueeze(0)).logits[0].double()
+    if not wanted.isfinite().all():
+        raise InputError(f"{model} computes logits that are no finite numbers in {_plain(network.dtype)}", "--model")
     quicken(network)
     target = Target(network, BACKENDS[backend]())
     ours = torch.cat([part.hidden for part in target.chunks(ids.tolist(), FullKV(target.kv_shape, len(ids)))])
@@ -227,9 +259,17 @@ def _adapted(network: Any, model: str, backend: str) -> Target:
     return target
 
 
-def _eos_ids(network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    found: set[int] = set()
+def _eos_ids(model: str, network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    found: list[Any] = []
     for holder in (network.generation_config, network.config, tokenizer):
         ids = getattr(holder, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
-    return tuple(sorted(token for token in found if 0 <= token < vocab_size))
+        found += ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)
+    for token in found:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            message = f"{model} has eos_token_id {token!r:.40}, which is no id of its vocabulary of {vocab_size:,}"
+            raise InputError(message, "--model")
+    return tuple(sorted(set(found)))
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
