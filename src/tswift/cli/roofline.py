@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _MACHINE, _DECODE = "Machine", "Prediction"
 _HERE = "here"
 _MEASURED = ("cpu", "cuda")
+_SLOWEST, _FASTEST = 1e-9, 1e9  # of any machine, in GB/s or TFLOP/s
 
 
 def roofline(
@@ -113,8 +114,10 @@ def roofline(
 
 def _check_machine(device: str | None, bandwidth: float | None, flops: float | None) -> None:
     for option, value in (("--bandwidth", bandwidth), ("--flops", flops)):
-        if value is not None and not 0 < value < float("inf"):
+        if value is not None and not value > 0:
             raise InputError(f"must be above 0, got {value}", option)
+        if value is not None and not _SLOWEST <= value <= _FASTEST:
+            raise InputError(f"must be between {_SLOWEST:g} and {_FASTEST:g}, got {value}", option)
         if value is not None and device is not None:
             raise InputError("is given instead of --device, not with it", option)
     if (bandwidth is None) != (flops is None):

@@ -17,6 +17,7 @@ from tswift.models.heads import Heads
 from tswift.models.target import Target
 
 _MOST_PATHS = 10_000
+_LARGEST = 1 << 31  # of any number here; what a machine has room for is a matter of its memory
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class DraftOptions:
         ):
             if value is not None and value < least:
                 raise InputError(f"must be at least {least}, got {value}", option)
+            if value is not None and value > _LARGEST:
+                raise InputError(f"must be at most {_LARGEST:,}, got {value:,}", option)
         if self.sinks > self.budget // 4:
             raise InputError(f"must be at most a quarter of --budget {self.budget}, got {self.sinks}", "--sinks")
 
