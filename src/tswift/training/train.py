@@ -16,7 +16,7 @@ from tswift.errors import Fault, InputError, renamed
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import default_path
 from tswift.jobs.signals import Signals, Stopped
-from tswift.models.fingerprint import fingerprint_of
+from tswift.models.fingerprint import fingerprint_in_any_dtype, fingerprint_of
 from tswift.models.heads import KINDS, Heads, load_heads
 from tswift.models.loading import find_device, load
 from tswift.models.memory import ran_out
@@ -202,7 +202,8 @@ class _Training:
                 signum = self._loop.run(signals)
                 signals.patience = 0
                 if first and signum is None:
-                    self._folder.write(HEADS, self._trainer.heads.save)
+                    base = fingerprint_in_any_dtype(self._target.model)
+                    self._folder.write(HEADS, partial(self._trainer.heads.save, base=base))
                     # what was written is what is judged: weights rounded to bf16
                     path, hidden, dtype = self._folder.path / HEADS, self._target.hidden_size, self._target.dtype
                     self._judge("after", load_heads(path, hidden, dtype, self._target.device))
