@@ -124,7 +124,7 @@ def test_the_hash_is_of_the_content() -> None:
         (b"[1]", "is not a bench.json"),
         (b'{"schema": 1}', "is not a bench.json"),
         (b'{"kind": "bench", "schema": 2}', "schema version 2, this tswift reads 1"),
-        (b'{"kind": "bench", "schema": 1}', "lacks 'samples'"),
+        (b'{"kind": "bench", "schema": 1}', "lacks 'simulated'"),
         (encode(changed(GOOD, lambda m: m["samples"][1]["points"][0].pop("passes"))).encode(), "lacks 'passes'"),
         (encode(changed(GOOD, lambda m: m["environment"].pop("cpu"))).encode(), "lacks 'cpu'"),
         (encode(changed(GOOD, lambda m: m["samples"].append(3))).encode(), "is damaged"),
@@ -143,7 +143,7 @@ def test_what_is_no_measurement(tmp_path: Path, content: bytes, message: str) ->
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^--from: .* cannot be read \(No such file"):
+    with pytest.raises(InputError, match=r"^--from: there is no file .*absent.json"):
         load_measurement(tmp_path / "absent.json", "--from")
     with pytest.raises(InputError, match="cannot be read"):
         load_measurement(tmp_path)

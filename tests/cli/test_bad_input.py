@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def test_empty_standard_input(tswift, checkpoint: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--prefill 9000", "--prefill: asks for 9,000 tokens, the prompt has "),
+        ("--prefill 3000 --len 9", "--prefill: asks for 3,000 tokens, the prompt has "),
         ("--len 10000000", "--len: "),
         ("--tree 1,2,2,2,2", "--tree: tokenswift can draft 4 levels with these heads, got 5"),
         ("--gamma 9", "--gamma: must be between 0 and 3 for tokenswift, got 9"),
@@ -113,13 +114,22 @@ def test_what_only_the_model_can_tell(tswift, prompt: Path, checkpoint: Path, wo
 
 def test_positions_are_told(tswift, prompt: Path, checkpoint: Path) -> None:  # type: ignore[no-untyped-def]
     result = tswift("generate", "--model", checkpoint, "--prompt", prompt, "--prefill", 3, "--len", 4094)
-    _one_line(result, "--len: 3 prompt tokens and 4,094 new ones need 4,097 positions, the model has 4,096")
+    _one_line(result, "--len: at least 3 prompt tokens and 4,094 new ones need 4,097 positions, the model has 4,096")
+    tokens = "--len: ([0-9]+) prompt tokens and 4,090 new ones need 4,1[0-9]+ positions, the model has 4,096"
+    result = tswift("generate", "--model", checkpoint, "--prompt", prompt, "--len", 4090)
+    assert re.fullmatch(f"tswift: error: {tokens}\n", result.err)
 
 
 def test_memory(tswift, prompt: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(limits, "available_bytes", lambda device: 1_000_000)
     result = tswift("generate", "--model", checkpoint, "--prompt", prompt, "--prefill", 2, "--len", 2000)
-    _one_line(result, "--len: the KV cache of 2,002 tokens needs 1.6 MB, cpu has 1.0 MB free")
+    _one_line(result, (
+        "--len: weights 0.2 MB + heads 0.0 MB + KV 0.5 MB + drafting KV 1.0 MB + logits 0.1 MB = 1.8 MB, "
+        "cpu has 1.0 MB free"
+    ))  # fmt: skip
+    monkeypatch.setattr(limits, "available_bytes", lambda device: 100_000)
+    result = tswift("generate", "--model", checkpoint, "--prompt", prompt, "--len", 1, "--method", "ar")
+    _one_line(result, "--model: weights 0.2 MB + heads 0.0 MB + KV 0.0 MB + logits 0.0 MB = ")
 
 
 def test_cuda_where_there_is_none(tswift, prompt: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]

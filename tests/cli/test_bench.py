@@ -149,7 +149,7 @@ def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
         (["--prefill", "1"], "--prefill: must be at least 2"),
         (["--fail-on", "alpha:0"], "wants both"),
         (["--against", "x.json"], "wants both"),
-        (["--against", "x.json", "--fail-on", "alpha:0"], "--against: x.json cannot be read"),
+        (["--against", "x.json", "--fail-on", "alpha:0"], "--against: there is no file x.json"),
         (["--against", "x.json", "--fail-on", "beauty:0"], "--fail-on: knows alpha"),
         (["--prompts", "/nowhere"], "--prompts: there is no file /nowhere"),
         (["--out", "/dev/null/x"], "--out: /dev/null/x cannot be written to"),

@@ -6,6 +6,9 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from tswift.jobs.text import TextStream
 from tswift.training.tokenizer import train_tokenizer
@@ -39,9 +42,72 @@ def test_broken_bytes_become_replacement_characters(tokenizer: Any) -> None:
     assert pieces[-1] == "\ufffd"
 
 
-def test_random_tokens_decode_as_a_whole(tokenizer: Any) -> None:
+class Plain:
+    """A tokenizer as transformers wraps it."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend_tokenizer = backend
+
+
+@pytest.fixture(scope="module")
+def merging() -> Any:
+    """Bytes, and many tokens that are pieces of characters, or end in the middle of one."""
+    return train_tokenizer(["日本語の文字、絵文字😀😁😂🤣と größer ÄÖÜ — ψυχή"] * 5, 420)
+
+
+def _whole(tokenizer: Any, tokens: list[int]) -> str:
+    text: str = tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
+    return text
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_random_tokens_decode_as_a_whole(tokenizer: Any, merging: Any, data: st.DataObject) -> None:
+    used = data.draw(st.sampled_from([tokenizer, merging]))
+    least = data.draw(st.sampled_from([0, 100, 262]))  # the first are bytes: all of them, ASCII apart, or none
+    tokens = data.draw(st.lists(st.integers(min(least, len(used) - 9), len(used) - 1), max_size=150))
+    pieces = _pieces(used, tokens, data.draw(st.integers(1, 4)))
+    assert "".join(pieces) == _whole(used, tokens)
+    assert "".join(pieces) == "".join(_pieces(used, tokens, 1))
+
+
+def test_a_mistake_would_be_seen(merging: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken bytes let go at any place: characters that tokens to come complete are broken, too."""
+    monkeypatch.setattr(TextStream, "_let_go", lambda self, text: self._give(len(self._held), text))
     rng = random.Random(1)
-    for _ in range(50):
-        tokens = [rng.randrange(len(tokenizer)) for _ in range(100)]
-        whole = tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
-        assert "".join(_pieces(tokenizer, tokens, rng.randint(1, 4))) == whole
+    texts = [[rng.randrange(130, 262) for _ in range(200)] for _ in range(50)]
+    assert any("".join(_pieces(merging, text, 1)) != _whole(merging, text) for text in texts)
+
+
+def test_what_is_kept_does_not_grow(tokenizer: Any, merging: Any) -> None:
+    rng = random.Random(2)
+    byte = tokenizer("é")["input_ids"]
+    assert len(byte) == 2
+    for used, draw in (
+        (tokenizer, lambda: rng.randrange(len(tokenizer))),
+        (tokenizer, lambda: rng.choice(byte)),
+        (tokenizer, lambda: byte[1]),
+        (tokenizer, lambda: byte[0]),
+        (merging, lambda: rng.randrange(len(merging))),
+    ):
+        stream, longest = TextStream(used), 0
+        for _ in range(3000):
+            stream.add([draw()])
+            longest = max(longest, len(stream._before) + len(stream._held))
+        assert longest <= 40
+
+
+def test_a_tokenizer_that_falls_back_to_bytes() -> None:
+    """As Llama 2's: a space is put before the text and stripped, characters it does not know are bytes."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz.,"]
+    vocab = {word: at for at, word in enumerate(words)}
+    backend = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    rng = random.Random(3)
+    for _ in range(100):
+        text = "".join(rng.choice(["the", "▁the", "▁", "a", ".", "é", "😀", "語", "▁x"]) for _ in range(60))
+        tokens = backend.encode(f"▁{text}").ids
+        pieces = _pieces(Plain(backend), tokens, rng.randint(1, 4))
+        assert "".join(pieces) == backend.decode(tokens) == text.replace("▁", " ")
+        assert "\ufffd" not in "".join(pieces)

@@ -109,11 +109,11 @@ def test_a_window_that_is_not_used_is_fine(checkpoint: Path, tmp_path: Path, cha
 def test_broken_files(checkpoint: Path, tmp_path: Path) -> None:
     model = _copy(checkpoint, tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").write_bytes(b"nothing of the kind")
-    _refused(model, "cannot be loaded")
+    _refused(model, r"model\.safetensors is broken or no safetensors file")
     (tmp_path / "m" / "model.safetensors").unlink()
-    _refused(model, "cannot be loaded")
+    _refused(model, r"has no weights that tswift reads \(no model\.safetensors\)")
     (tmp_path / "m" / "config.json").write_text("{")
-    _refused(model, "cannot be loaded")
+    _refused(model, r"config\.json is not JSON")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_pickles_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     weights = tmp_path / "m" / "model.safetensors"
     torch.save(load_file(weights), tmp_path / "m" / "pytorch_model.bin")
     weights.unlink()
-    _refused(model, "cannot be loaded")
+    _refused(model, r"only pytorch_model\.bin, a pickle, which could run code")
 
 
 def test_missing_weights_are_not_made_up(checkpoint: Path, tmp_path: Path) -> None:

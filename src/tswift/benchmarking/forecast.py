@@ -21,6 +21,7 @@ from tswift.errors import InputError
 from tswift.models.shapes import Shape
 
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
+_MOST = 1_000_000_000
 NODES = (1, 41)  # a plain pass, and the paper's draft tree with its root
 
 
@@ -60,6 +61,8 @@ class Question:
         ):
             if min(values) < 1:
                 raise InputError(f"must be at least 1, got {min(values)}", option)
+            if max(values) > _MOST and option in ("--nodes", "--depth", "--budget"):  # the model bounds the others
+                raise InputError(f"must be at most {_MOST:,}, got {max(values):,}", option)
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise InputError(f"must be between 0 and 1, got {self.alpha}", "--alpha")
 

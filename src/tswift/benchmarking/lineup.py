@@ -12,6 +12,7 @@ from tswift.benchmarking.measurement import BASELINE, REFERENCE
 from tswift.benchmarking.simulated import SimulatedWalk, refuse_share
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import begin, ending
+from tswift.decoding.limits import check_ahead
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import DraftOptions, find_method, resolve
 from tswift.errors import InputError, renamed
@@ -160,8 +161,11 @@ def line_up(entry: Entry) -> Lineup:
         method: DraftOptions(**entry.drafting, tree=entry.trees.get(method, entry.trees.get("")))
         for method in entry.methods
     }
-    model = load(entry.model, device=entry.device, dtype=entry.dtype, attention=entry.attention, heads=entry.heads)
+    how: dict[str, Any] = {name: getattr(entry, name) for name in ("device", "dtype", "attention", "heads")}
     try:
+        for method, each in asked.items():  # how long the texts are to be is not known here
+            check_ahead(entry.model, 1, 1, method, each, **how, option="--model")
+        model = load(entry.model, **how)
         options = {method: resolve(method, model.target, model.heads, each) for method, each in asked.items()}
     except InputError as error:
         raise renamed(error, {"--method": "--methods"}) from None

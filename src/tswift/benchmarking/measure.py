@@ -5,10 +5,10 @@ The result is one dict, written to ``bench.json`` as it is; ``bench.schema.json`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 from tswift.benchmarking.floor import floor_of
@@ -26,6 +26,7 @@ from tswift.models.fingerprint import fingerprint_of
 
 FULL, SAMPLED = "full", "sampled"
 RUNNING, INTERRUPTED = "running", "interrupted"
+_WARM_PROMPT = 64  # tokens of the prompt that methods are warmed up on
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,10 @@ def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Seque
         lineup.lanes(prompts[0].tokens[: max(plan.prefills)], max(plan.lens), 0, _methods(lineup, plan))
     except InputError as error:
         raise renamed(error, {"--len": "--lens"}) from None
+    try:
+        _warm_lanes(lineup, prompts[0], plan.warmup)
+    except InputError as error:
+        raise renamed(error, {"--len": "--warmup"}) from None
     workload, target = _workload(lineup, prompts, plan), lineup.model.target
     return {
         "schema": SCHEMA,
@@ -123,7 +128,7 @@ def measure(
         keep: called whenever all methods have reached another length, so that an error later on loses little.
     """
     lens = sorted(plan.lens)
-    places = [Place(*each) for each in product(range(plan.repeats), prompts, sorted(plan.prefills), plan.seeds)]
+    rounds = plan.repeats * len(prompts) * len(plan.prefills) * len(plan.seeds)
     done: list[Sample] = []
     floor = floor_of(lineup, Machine(**measurement["machine"]))
 
@@ -136,12 +141,12 @@ def measure(
 
     try:
         _warm_up(lineup, prompts[0], plan.warmup)
-        for number, place in enumerate(places):
+        for number, place in enumerate(_places(plan, prompts)):
             prompt = place.prompt.tokens[: place.prefill]
             lanes = lineup.lanes(prompt, lens[-1], place.seed, _methods(lineup, plan))
             each = Round(place, lanes, lens, floor)
             del lanes  # or their caches would stay while the next ones are allocated
-            interrupted = each.run(partial(tick, number, len(places), place), note)
+            interrupted = each.run(partial(tick, number, rounds, place), note)
             samples = each.samples()
             note(samples)
             each.explain(samples, partial(_audited, lineup, prompt, place.seed))
@@ -154,6 +159,14 @@ def measure(
     else:
         measurement["state"] = FINISHED
     keep()
+
+
+def _places(plan: Plan, prompts: Sequence[Prompt]) -> Iterator[Place]:
+    """The rounds one by one: a million repeats are nothing that has to be there at once."""
+    for repeat in count():
+        if repeat == plan.repeats:
+            return
+        yield from (Place(repeat, *each) for each in product(prompts, sorted(plan.prefills), plan.seeds))
 
 
 def _audited(lineup: Lineup, prompt: Sequence[int], seed: int, lane: Lane) -> bool:
@@ -193,8 +206,11 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
     }
 
 
+def _warm_lanes(lineup: Lineup, prompt: Prompt, tokens: int) -> list[Lane]:
+    return lineup.lanes(prompt.tokens[:_WARM_PROMPT], tokens, 0) if tokens else []
+
+
 def _warm_up(lineup: Lineup, prompt: Prompt, tokens: int) -> None:
-    if tokens:
-        for lane in lineup.lanes(prompt.tokens[:64], tokens, 0):
-            lane.prefill()
-            lane.advance(tokens)
+    for lane in _warm_lanes(lineup, prompt, tokens):
+        lane.prefill()
+        lane.advance(tokens)

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tswift.benchmarking.schema import bench_schema, complaints
 from tswift.benchmarking.statistics import summarise
 from tswift.errors import InputError
+from tswift.reading import MOST_RECORD, parse_json, read_file
 
 SCHEMA = 1
 KIND = "bench"
@@ -49,27 +51,22 @@ def load_measurement(path: Path, option: str = "--against") -> dict[str, Any]:
         InputError: it cannot be read, is no ``bench.json``, is of another schema version, lacks figures, or did not run
             to its end.
     """
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror})", option) from None
-    except (ValueError, RecursionError):  # no JSON, or no UTF-8
-        raise InputError(f"{path} is not JSON", option) from None
+    content = parse_json(read_file(path, MOST_RECORD, option), path, option)
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise InputError(f"{path} is not a {FILE} of tswift bench", option)
     if content.get("schema") != SCHEMA:
-        raise InputError(f"{path} has schema version {content.get('schema')}, this tswift reads {SCHEMA}", option)
-    try:
-        cells = summarise(content)
-        _ = content["simulated"], content["environment"]["cpu"], content["workload"]["hash"]
-        _ = [sample["same_as_ar"] for sample in content["samples"]]
-        state = content["state"]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged ({error})"
-        raise InputError(f"{path} {what}", option) from None
-    if state != FINISHED:  # what it has not reached would never be missed
-        raise InputError(f"{path} did not run to its end, it is {state}", option)
-    if not cells:
+        found = f"{content.get('schema')}"[:40]
+        raise InputError(f"{path} has schema version {found}, this tswift reads {SCHEMA}", option)
+    wrong = next(complaints(content, bench_schema()), None)
+    if wrong:
+        raise InputError(f"{path} {wrong}", option)
+    if content["simulated"] != ("simulated" in content["workload"]):
+        raise InputError(
+            f"{path} is damaged (simulated is {content['simulated']}, its workload says otherwise)", option
+        )
+    if content["state"] != FINISHED:  # what it has not reached would never be missed
+        raise InputError(f"{path} did not run to its end, it is {content['state']}", option)
+    if not summarise(content):
         raise InputError(f"{path} holds no samples", option)
     return content
 

@@ -36,14 +36,14 @@ def write_reports(measurement: Mapping[str, Any], folder: Path, paper: bool, plo
     Raises:
         InputError: the folder cannot be written to.
     """
-    makers = {FILE: lambda: encode(measurement).encode(), "bench.csv": lambda: csv_report(measurement).encode()}
-    makers["bench.md"] = lambda: markdown_report(measurement, paper).encode()
+    makers = {FILE: lambda: encode(measurement), "bench.csv": lambda: csv_report(measurement)}
+    makers["bench.md"] = lambda: markdown_report(measurement, paper)
     paths = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, make in makers.items():
             path = folder / file_name(name, measurement["simulated"])
-            write_whole(path, make())
+            write_whole(path, make().encode(errors="backslashreplace"))  # a file's name may hold half a character
             paths.append(path)
         for name, content in drawing.render(measurement).items() if plots and drawing.available() else ():
             write_whole(folder / name, content)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from functools import cache
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +18,7 @@ from tswift.cli.generate import generate
 from tswift.cli.heads import heads
 from tswift.cli.roofline import roofline
 from tswift.cli.runs import runs
+from tswift.cli.streams import complain
 from tswift.cli.train import train
 from tswift.cli.verify import verify
 from tswift.errors import Fault, InputError
@@ -57,9 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = typer.main.get_command(app).main(
-            args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words]
-        )
+        code = _command().main(args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words])
     except InputError as error:
         return _bad_input(str(error))
     except Fault as error:
@@ -89,15 +89,17 @@ def _ran_out(error: Exception) -> bool:
     return ran_out(error)
 
 
+@cache
+def _command() -> Any:
+    """The command as typer builds it, which takes a while."""
+    return typer.main.get_command(app)
+
+
 def _bad_input(message: str) -> int:
-    _say(message)
+    complain(message)
     return BAD_INPUT
 
 
 def _failed(message: str) -> int:
-    _say(message)
+    complain(message)
     return FAILED
-
-
-def _say(message: str) -> None:
-    print(f"tswift: error: {' '.join(message.split())}", file=sys.stderr)

@@ -9,6 +9,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from tswift.cli.streams import visible
+
 _LOG_SECONDS = 30.0
 
 
@@ -53,7 +55,7 @@ class Bars:
 
     def say(self, message: str) -> None:
         """One line on stderr, unless quiet."""
-        self._console.print(f"tswift: {message}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(f"tswift: {visible(message)}", markup=False, highlight=False, soft_wrap=True)
 
     def update(self, name: str, done: int, total: int, figures: str = "") -> None:
         """How far a task has come; a name not seen before is a new task."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -108,6 +109,7 @@ def bench(
     from tswift.cli import tables
     from tswift.cli.bars import Bars
     from tswift.jobs.folder import default_path, new_folder
+    from tswift.models.shapes import PREFIX
 
     plan = Plan(
         prefills=tuple(prefill or (4096,)),
@@ -125,15 +127,21 @@ def bench(
         raise InputError("goes with --against", "--force")
     baseline = load_measurement(against) if against else None
     texts = read_texts(prompts or ())
-    lineup = line_up(entry)
-    chosen = encode(texts, lineup.model, max(plan.prefills))
-    measurement = header(lineup, chosen, plan, context.obj)
-    if baseline:
-        gate.refuse_foreign(measurement, baseline, rules, force)
-        gate.refuse_single(rules, repeats, baseline)
-    simulated = measurement["simulated"]
+    simulated = simulate_alpha is not None or model.startswith(PREFIX)
     folder = out or default_path("bench-simulated" if simulated else "bench")
-    new_folder(folder)
+    made = new_folder(folder)
+    try:
+        lineup = line_up(entry)
+        chosen = encode(texts, lineup.model, max(plan.prefills))
+        measurement = header(lineup, chosen, plan, context.obj)
+        if baseline:
+            gate.refuse_foreign(measurement, baseline, rules, force)
+            gate.refuse_single(rules, repeats, baseline)
+    except BaseException:
+        with suppress(OSError):  # somebody else has put something there meanwhile
+            for each in made:
+                each.rmdir()
+        raise
     bars = Bars(quiet, not no_progress)
     if simulated:
         bars.say(f"simulated: {simulation(measurement)}")

@@ -66,6 +66,7 @@ def compare(
     text = read_prompt(prompt)
     lineup = line_up(entry)
     ids = take(lineup.model.encode(text), prefill, bundled=prompt is None)
+    lineup.lanes(ids, length, seed)  # allocated and let go: what does not fit is refused before anything is said
     bars = Bars(quiet, not no_progress)
     target = lineup.model.target
     bars.say(f"model {model}, {target.device}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")

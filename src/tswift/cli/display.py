@@ -13,6 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from tswift.cli.streams import visible
+
 if TYPE_CHECKING:
     from tswift.decoding.stats import DecodeStats
     from tswift.jobs.job import Job
@@ -98,7 +100,7 @@ class Display:
 
     def say(self, message: str) -> None:
         """One line on stderr, unless quiet."""
-        self._console.print(f"tswift: {message}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(f"tswift: {visible(message)}", markup=False, highlight=False, soft_wrap=True)
 
     def summary(self, job: Job) -> None:
         """The table at the end."""
@@ -119,7 +121,7 @@ class Display:
             "beta": f"{figures['beta']:.3f}",
             "Distinct-1..4": " ".join(f"{value:.3f}" for value in figures["distinct"].values()),
             "peak memory": "unknown" if peak is None else f"{peak / 1e9:.2f} GB",
-            "run folder": str(job.folder.path),
+            "run folder": visible(str(job.folder.path)),
         }
         for name, value in rows.items():
             table.add_row(name, Text(value))  # a folder's name is no markup

@@ -167,7 +167,9 @@ def trees(words: list[str] | None) -> Mapping[str, tuple[int, ...]]:
     """
     found: dict[str, tuple[int, ...]] = {}
     for word in words or ():
-        method, _, tree = word.rpartition("=")
+        method, equals, tree = word.rpartition("=")
+        if equals and not method:
+            raise InputError(f"names no method before the =, got {word!r}", "--tree")
         if method in found:
             raise InputError(f"is given twice for {method or 'all methods'}", "--tree")
         found[method] = widths(tree)

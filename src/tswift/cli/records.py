@@ -6,8 +6,11 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from errno import EACCES, ELOOP
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from tswift.cli.streams import write_stdout
@@ -29,7 +32,7 @@ class Record:
         if self.path is None:
             write_stdout(text)
             return
-        write_whole(self.path, text.encode())
+        write_whole(self.path, text.encode(errors="backslashreplace"))  # half a character, as JSON writes it
 
 
 def writable(path: Path | None) -> Record | None:
@@ -42,9 +45,36 @@ def writable(path: Path | None) -> Record | None:
         return None
     if str(path) == "-":
         return Record(None)
-    if path.is_dir() or not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        raise InputError(f"{path} cannot be written", "--json")
-    return Record(path)
+    try:
+        real = path.resolve()  # what a link points at is written, and the link stays
+        if real.is_symlink():  # a loop
+            raise OSError(ELOOP, os.strerror(ELOOP))
+        if real.exists() and not real.is_file():
+            raise InputError(f"{path} is no file; - is stdout", "--json")
+        _try(real)
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror or error})", "--json") from None
+    except RuntimeError:  # a loop, up to Python 3.12
+        raise InputError(f"{path} cannot be written ({os.strerror(ELOOP)})", "--json") from None
+    except ValueError:  # a NUL in the name, or half a character
+        raise InputError(f"no file can be called {path}", "--json") from None
+    return Record(real)
+
+
+def _try(path: Path) -> None:
+    """See that a file of this name, and one beside it, can be made; what is there is left as it is.
+
+    Raises:
+        OSError: one cannot.
+    """
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(EACCES, os.strerror(EACCES))
+    with TemporaryFile(dir=path.parent):
+        pass
+    with suppress(FileNotFoundError):
+        path.with_name(f"{path.name}.new").stat()  # a name that is too long
 
 
 def _plain(value: Any) -> Any:

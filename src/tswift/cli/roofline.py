@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _MACHINE, _DECODE = "Machine", "Prediction"
 _HERE = "here"
 _MEASURED = ("cpu", "cuda")
+_SLOWEST, _FASTEST = 1e-9, 1e9  # of any machine, in GB/s or TFLOP/s
 
 
 def roofline(
@@ -78,6 +79,7 @@ def roofline(
     from tswift.cli import records, tables
     from tswift.models.dtypes import find_dtype, own_dtype
     from tswift.models.loading import find_device
+    from tswift.models.positions import max_positions
     from tswift.models.shapes import PREFIX, refuse_routed, shape_of, skeleton
     from tswift.models.source import in_one_line, read_config, silence
 
@@ -100,7 +102,7 @@ def roofline(
     machine, where = _machine(place, device, bandwidth, flops, kind)
     with silence(), in_one_line(model):
         shape = shape_of(skeleton(config), kind.itemsize)
-    found = forecast(shape, machine, question, config.get_text_config().max_position_embeddings)
+    found = forecast(shape, machine, question, max_positions(config))
     words = str(kind).removeprefix("torch.")
     if record is None or record.path:
         for grid in found.grids(f"{model}, {words}, {where}"):
@@ -112,8 +114,10 @@ def roofline(
 
 def _check_machine(device: str | None, bandwidth: float | None, flops: float | None) -> None:
     for option, value in (("--bandwidth", bandwidth), ("--flops", flops)):
-        if value is not None and not 0 < value < float("inf"):
+        if value is not None and not value > 0:
             raise InputError(f"must be above 0, got {value}", option)
+        if value is not None and not _SLOWEST <= value <= _FASTEST:
+            raise InputError(f"must be between {_SLOWEST:g} and {_FASTEST:g}, got {value}", option)
         if value is not None and device is not None:
             raise InputError("is given instead of --device, not with it", option)
     if (bandwidth is None) != (flops is None):

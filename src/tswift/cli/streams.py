@@ -1,4 +1,4 @@
-"""What happens to stdout when nobody reads it any more."""
+"""What goes to a terminal: nothing that it would obey; and what happens to stdout when nobody reads it any more."""
 
 from __future__ import annotations
 
@@ -9,6 +9,34 @@ import typer
 
 from tswift.cli.codes import CLOSED_PIPE
 
+_LONGEST_WORD = 240  # characters; a name that is longer loses its middle
+
+
+def visible(text: str) -> str:
+    """A text with escapes such as ``\\x1b`` for every character that is not printed but obeyed, or misleads.
+
+    Names of files and models come from outside: a terminal must not be told by them to move its cursor, change its
+    colours or turn its text round.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def one_line(message: str) -> str:
+    """A message as one visible line of words, none of them endless."""
+    return " ".join(_shortened(visible(word)) for word in message.split())
+
+
+def complain(message: str) -> None:
+    """Say on stderr what went wrong, in one line."""
+    print(f"tswift: error: {one_line(message)}", file=sys.stderr)
+
+
+def _shortened(word: str) -> str:
+    half = _LONGEST_WORD // 2
+    return word if len(word) <= _LONGEST_WORD else f"{word[:half]}...{word[-half:]}"
+
 
 def write_stdout(text: str) -> None:
     """Write to stdout at once.
@@ -16,8 +44,9 @@ def write_stdout(text: str) -> None:
     Raises:
         Exit: nobody reads it any more. Typer would say 1, which here means a regression or a violation.
     """
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # what it has no character for
         sys.stdout.flush()
     except BrokenPipeError:
         abandon_stdout()

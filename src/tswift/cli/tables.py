@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from tswift.cli.streams import write_stdout
+from tswift.cli.streams import visible, write_stdout
 
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 def show(grid: Grid, stderr: bool = False) -> None:
     """Print a table."""
+    grid = _visible(grid)
     stream = sys.stderr if stderr else sys.stdout
     if stream.isatty():
         Console(highlight=False, stderr=stderr).print(grid)
@@ -22,3 +24,14 @@ def show(grid: Grid, stderr: bool = False) -> None:
         print(grid.plain(), end="", file=stream)
     else:
         write_stdout(grid.plain())
+
+
+def _visible(grid: Grid) -> Grid:
+    """The table, with nothing in it that a terminal would obey."""
+    return replace(
+        grid,
+        title=visible(grid.title),
+        columns=[visible(column) for column in grid.columns],
+        rows=[[visible(cell) for cell in row] for row in grid.rows],
+        notes=[visible(note) for note in grid.notes],
+    )

@@ -7,9 +7,11 @@ Gumbel-max trick makes this an exact draw from the warped distribution. Everythi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,16 @@ _MASK = (1 << 64) - 1
 _INF = math.inf
 
 NOTHING = -1  # drawn where there is nothing to draw
+# of each number: its type, whether a value is fine, and what a fine one is
+_RANGES: tuple[tuple[str, type, Callable[[Any], bool], str], ...] = (
+    ("temperature", Real, lambda value: 0 <= value < _INF, "a number >= 0"),
+    ("top_k", Integral, lambda value: 0 <= value <= 1 << 40, "an integer >= 0"),
+    ("top_p", Real, lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    ("min_p", Real, lambda value: 0 <= value <= 1, "between 0 and 1"),
+    ("eta", Real, lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    ("penalty", Real, lambda value: 1 <= value < _INF, "a number >= 1"),
+    ("window", Integral, lambda value: 0 <= value <= 1 << 40, "between 0 and 2^40"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,7 @@ class SamplingParams:
         banned: token ids that are never drawn.
 
     Raises:
-        ValueError: a value outside its range; the message begins with the attribute's name.
+        ValueError: a value outside its range, or of another type; the message begins with the attribute's name.
     """
 
     temperature: float = 1.0
@@ -51,17 +63,13 @@ class SamplingParams:
     banned: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, fine, wanted in (
-            ("temperature", 0 <= self.temperature < _INF, "a number >= 0"),
-            ("top_k", self.top_k >= 0, "an integer >= 0"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("eta", 0 <= self.eta < 1, "at least 0 and below 1"),
-            ("penalty", 1 <= self.penalty < _INF, "a number >= 1"),
-            ("window", 0 <= self.window <= 1 << 40, "between 0 and 2^40"),
-        ):
-            if not fine:
-                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")
+        for name, kind, fine, wanted in _RANGES:
+            value = getattr(self, name)
+            if not isinstance(value, kind) or not fine(value):
+                raise ValueError(f"{name} must be {wanted}, got {value!r:.60}")
+        ids = self.banned
+        if not isinstance(ids, tuple) or not all(isinstance(token, Integral) and token >= 0 for token in ids):
+            raise ValueError(f"banned must be a tuple of token ids, got {ids!r:.60}")
 
     @property
     def penalises(self) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch
+
 from tswift.drafting.heads import HeadSource, LastPass, PartialPass
 from tswift.drafting.reuse import NgramTable, ReuseSource
 from tswift.drafting.source import Drafter, Source
@@ -15,6 +17,7 @@ from tswift.models.heads import Heads
 from tswift.models.target import Target
 
 _MOST_PATHS = 10_000
+_LARGEST = 1 << 31  # of any number here; what a machine has room for is a matter of its memory
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class DraftOptions:
         ):
             if value is not None and value < least:
                 raise InputError(f"must be at least {least}, got {value}", option)
+            if value is not None and value > _LARGEST:
+                raise InputError(f"must be at most {_LARGEST:,}, got {value:,}", option)
         if self.sinks > self.budget // 4:
             raise InputError(f"must be at most a quarter of --budget {self.budget}, got {self.sinks}", "--sinks")
 
@@ -141,14 +146,14 @@ def find_method(name: str) -> Method:
     return METHODS[name]
 
 
-def gamma_tree(name: str, target: Target, heads: Heads | None, gamma: int) -> tuple[int, ...]:
-    """The levels of a method's default tree that use ``gamma`` heads.
+def gamma_tree(name: str, device: torch.device, heads: int, gamma: int) -> tuple[int, ...]:
+    """The levels of a method's default tree that use ``gamma`` heads, of which the model has so many.
 
     Raises:
         InputError: fewer levels than one, or more than there are heads or the default tree has.
     """
-    tree, first = _TREES[_by_device(target)][name], find_method(name).by_lm_head
-    least, most = 1 - first, min(len(tree) - first, heads.count if heads else len(tree))
+    tree, first = _TREES[_kind(device)][name], find_method(name).by_lm_head
+    least, most = 1 - first, min(len(tree) - first, heads or len(tree))
     if not least <= gamma <= most:
         raise InputError(f"must be between {least} and {most} for {name}, got {gamma}", "--gamma")
     return tree[: gamma + first]
@@ -160,20 +165,35 @@ def resolve(name: str, target: Target, heads: Heads | None, options: DraftOption
     Raises:
         InputError: no such method, heads that it needs are missing, or a tree that does not fit the heads.
     """
-    method, device = find_method(name), _by_device(target)
+    return resolve_for(name, target.device, target.most_nodes, heads.count if heads else 0, options)
+
+
+def resolve_for(
+    name: str, device: torch.device, most_nodes: int | None, heads: int, options: DraftOptions
+) -> DraftOptions:
+    """As :func:`resolve`, for a model that need not be there.
+
+    Args:
+        name: of the method.
+        device: where the model will be.
+        most_nodes: most nodes of a draft tree that its attention can do; None if there is no such limit.
+        heads: how many it has.
+        options: as asked for.
+    """
+    method, kind = find_method(name), _kind(device)
     tree = None
     if "tree" in method.uses:
-        if heads is None:
+        if not heads:
             raise InputError(f"{name} drafts with heads and the model has none; use ar or reuse", "--method")
-        levels = heads.count + method.by_lm_head
-        tree = options.tree or _TREES[device][name][:levels]
+        levels = heads + method.by_lm_head
+        tree = options.tree or _TREES[kind][name][:levels]
         if len(tree) > levels:
             raise InputError(f"{name} can draft {levels} levels with these heads, got {len(tree)}", "--tree")
     if name == "reuse" and not options.ngrams:
         raise InputError("must be at least 1 for reuse, which drafts from nothing else", "--ngrams")
-    nodes = (options.nodes or _NODES[device]) if "nodes" in method.uses else None
-    if nodes and target.most_nodes and nodes > target.most_nodes:
-        raise InputError(f"must be at most {target.most_nodes} with this attention, got {nodes}", "--nodes")
+    nodes = (options.nodes or _NODES[kind]) if "nodes" in method.uses else None
+    if nodes and most_nodes and nodes > most_nodes:
+        raise InputError(f"must be at most {most_nodes} with this attention, got {nodes}", "--nodes")
     return replace(options, tree=tree, nodes=nodes)
 
 
@@ -186,5 +206,5 @@ def make_drafter(name: str, target: Target, heads: Heads | None, options: DraftO
     return find_method(name).make(target, heads, resolve(name, target, heads, options))
 
 
-def _by_device(target: Target) -> str:
-    return "cpu" if target.device.type == "cpu" else "cuda"
+def _kind(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else "cuda"

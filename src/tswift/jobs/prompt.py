@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from tswift.errors import InputError
+from tswift.reading import read_file, read_stream
 
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said
+MOST_BYTES = 32_000_000  # of a prompt: some ten million tokens, which take a minute and gigabytes to be found
 _OPTION = "--prompt"
 
 
@@ -22,22 +24,10 @@ def read_prompt(source: str | None) -> str:
         source: a file, ``-`` for standard input, or None for the bundled novel.
 
     Raises:
-        InputError: nothing there, no text in it, or no UTF-8 text.
+        InputError: nothing there, more than ``MOST_BYTES``, no text in it, or no UTF-8 text.
     """
     name = "standard input" if source == "-" else str(source)
-    try:
-        if source is None:
-            data = _bundled().read_bytes()
-        elif source == "-":
-            if sys.stdin is None:
-                raise InputError("there is no standard input", _OPTION)
-            data = sys.stdin.buffer.read()
-        else:
-            data = Path(source).expanduser().read_bytes()
-    except FileNotFoundError:
-        raise InputError(f"there is no file {name}", _OPTION) from None
-    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
-        raise InputError(f"{name} cannot be read ({getattr(error, 'strerror', None) or error})", _OPTION) from None
+    data = _standard_input() if source == "-" else read_file(_path(source), MOST_BYTES, _OPTION)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -67,6 +57,26 @@ def take(tokens: list[int], prefill: int | None, bundled: bool) -> list[int]:
 def fingerprint(tokens: list[int]) -> str:
     """SHA-256 of token ids, taken as little-endian uint32."""
     return sha256(np.asarray(tokens, dtype="<u4").tobytes()).hexdigest()
+
+
+def _standard_input() -> bytes:
+    if sys.stdin is None:
+        raise InputError("there is no standard input", _OPTION)
+    try:
+        return read_stream(sys.stdin.buffer, MOST_BYTES, "standard input", _OPTION)
+    except OSError as error:  # a closed descriptor, or a folder for standard input
+        raise InputError(f"standard input cannot be read ({error.strerror})", _OPTION) from None
+
+
+def _path(source: str | None) -> Path:
+    if source is None:
+        return _bundled()
+    if not source:
+        raise InputError("names no file", _OPTION)
+    try:
+        return Path(source).expanduser()
+    except RuntimeError as error:  # a home folder that does not exist
+        raise InputError(f"{source} cannot be read ({error})", _OPTION) from None
 
 
 def _bundled() -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tswift.decoding.generation import begin
+from tswift.decoding.limits import check_ahead
 from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import DraftOptions, find_method, gamma_tree
@@ -18,7 +19,7 @@ from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RunFolder, default_path
 from tswift.jobs.job import Job
 from tswift.jobs.presets import banned_ids, choose, remark
-from tswift.jobs.prompt import fingerprint, read_prompt, take
+from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, take
 from tswift.jobs.text import TextStream
 from tswift.models.fingerprint import config_hash, weights_hash
 from tswift.models.loading import LoadedModel, load
@@ -79,16 +80,20 @@ def start(settings: Settings, command: Sequence[str]) -> Job:
     path = settings.out or default_path(settings.method)
     refuse_full_disk(path, settings.length)
     folder = RunFolder.create(path)
+    how: dict[str, Any] = {
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "attention": settings.attention,
+        "heads": settings.heads,
+    }
     try:
-        model = load(
-            settings.model or DEMO,
-            device=settings.device,
-            dtype=settings.dtype,
-            attention=settings.attention,
-            heads=settings.heads,
-        )
+        least = settings.prefill or (BUNDLED_PREFILL if settings.prompt is None else 1)
+        name = settings.model or DEMO
+        check_ahead(name, least, settings.length, settings.method, options, gamma=settings.gamma, **how)
+        model = load(name, **how)
         if settings.gamma is not None:
-            options = replace(options, tree=gamma_tree(settings.method, model.target, model.heads, settings.gamma))
+            heads = model.heads.count if model.heads else 0
+            options = replace(options, tree=gamma_tree(settings.method, model.target.device, heads, settings.gamma))
         if settings.preset is not None:
             params = replace(params, banned=banned_ids(settings.preset, model.tokenizer, model.target.vocab_size))
         if settings.chat:

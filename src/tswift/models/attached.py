@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from tswift.errors import InputError
+from tswift.models.fingerprint import fingerprint_in_any_dtype
 from tswift.models.heads import KINDS, Heads, is_ours, load_heads
 from tswift.models.layers import Unserved
 from tswift.models.linear import quicken
@@ -55,6 +56,7 @@ def attach(path: Path, target: Target) -> Heads:
         heads = load_heads(path, target.hidden_size, target.dtype, target.device)
     else:
         heads = published.load(target.hidden_size, target.dtype, target.device)
+    _refuse_foreign(heads, target, path)
     vocabulary = heads.about().get("vocab_size", target.vocab_size)
     if vocabulary != target.vocab_size:
         message = f"{path} was made for a vocabulary of {vocabulary:,}, the model has {target.vocab_size:,}"
@@ -66,3 +68,11 @@ def attach(path: Path, target: Target) -> Heads:
             raise InputError(f"{path} does not go with this model, which has {error}", "--heads") from None
     quicken(heads)
     return heads
+
+
+def _refuse_foreign(heads: Heads, target: Target, path: Path) -> None:
+    """Refuse heads that remember another base model. A quantised one cannot be told from others."""
+    if heads.base is None or getattr(target.model.config, "quantization_config", None) is not None:
+        return
+    if heads.base != fingerprint_in_any_dtype(target.model):
+        raise InputError(f"{path} was made for another model: the fingerprints differ", "--heads")

@@ -33,6 +33,18 @@ def weights_hash(network: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def fingerprint_in_any_dtype(network: nn.Module) -> str:
+    """SHA-256 over the shapes of all weights and the signs of the first 1,024 values of each.
+
+    Rounding changes no sign, so it is the same in whatever dtype a model is loaded; training does change some.
+    """
+    digest = sha256()
+    for weight in network.parameters():
+        digest.update(str(tuple(weight.shape)).encode())
+        digest.update(weight.detach().flatten()[:1024].signbit().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def config_hash(model: PreTrainedModel) -> str:
     """SHA-256 over what a model's configuration says of its architecture, as it was read and completed."""
     config = model.config.to_diff_dict()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from tswift.errors import InputError
 from tswift.models.kinds import FORMAT, KINDS, ChainedHeads, ConditionedHeads, Heads, MedusaHeads, build
 
+_KINDS = (*KINDS, MedusaHeads.kind)
 PICKLES = (".pt", ".pth", ".bin")
 
 __all__ = ["FORMAT", "KINDS", "ChainedHeads", "ConditionedHeads", "Heads", "load_heads"]
@@ -29,23 +31,52 @@ def load_heads(path: Path, hidden_size: int, dtype: torch.dtype, device: torch.d
     """Read a heads file written by :meth:`Heads.save`.
 
     Raises:
-        InputError: the file is no such file, or its heads were made for another hidden size.
+        InputError: the file is no such file, holds numbers that are none, or its heads were made for another hidden
+            size.
     """
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["tswift"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if about["format"] != FORMAT or about["kind"] not in (*KINDS, MedusaHeads.kind):
-            raise InputError(f"{path} holds heads of format {about['format']}, kind {about['kind']}", "--heads")
-        heads = build(about)
-        heads.load_state_dict(tensors)
+            names = file.keys()
+            _check(about, path, hidden_size, len(names))
+            tensors = {name: file.get_tensor(name) for name in names}
+        with torch.device("meta"):
+            heads = build(about)
+        heads.load_state_dict(tensors, assign=True)
         heads.base = about.get("base")
     except InputError:
         raise
     except FileNotFoundError:
         raise InputError(f"{path} does not exist", "--heads") from None
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, OSError) as error:
-        raise InputError(f"{path} is not a tswift heads file ({str(error).splitlines()[0]})", "--heads") from None
-    if heads.hidden_size != hidden_size:
-        raise InputError(f"{path} was made for hidden size {heads.hidden_size}, the model has {hidden_size}", "--heads")
+    except KeyError as error:
+        raise _no_heads(path, f"there is no {error} in its metadata") from None
+    except (SafetensorError, TypeError, ValueError, RuntimeError, OSError, MemoryError) as error:
+        raise _no_heads(path, " ".join(str(error).split())[:200]) from None
+    for name, tensor in tensors.items():
+        if not (tensor.is_floating_point() and tensor.isfinite().all()):
+            raise InputError(f"{path} is broken: {name} holds something else than finite numbers", "--heads")
     return heads.to(dtype=dtype, device=device).eval().requires_grad_(False)
+
+
+def _check(about: Any, path: Path, hidden_size: int, tensors: int) -> None:
+    """Refuse metadata that describe no heads, or no heads for this model, before anything of that size is made."""
+    if not isinstance(about, dict):
+        raise _no_heads(path, "its metadata are no JSON object")
+    if about["format"] != FORMAT or not isinstance(about["kind"], str) or about["kind"] not in _KINDS:
+        raise InputError(f"{path} holds heads of format {about['format']!s:.40}, kind {about['kind']!s:.40}", "--heads")
+    size, count, base = about["hidden_size"], about["count"], about.get("base")
+    eps, layers, vocab = about.get("eps"), about.get("layers", 0), about.get("vocab_size", 1)  # each kind has its own
+    if type(size) is not int or type(count) is not int or not 0 < count <= tensors:
+        raise _no_heads(path, f"it says it has {count!r:.40} heads for hidden size {size!r:.40}")
+    if about["kind"] in KINDS and not (isinstance(eps, (int, float)) and 0 <= eps < 1):
+        raise _no_heads(path, f"its eps is {eps!r:.40}")
+    if type(layers) is not int or not 0 <= layers <= tensors or type(vocab) is not int or not 0 < vocab < 1 << 31:
+        raise _no_heads(path, f"it says it has {layers!r:.40} layers and a vocabulary of {vocab!r:.40}")
+    if not (base is None or isinstance(base, str)):
+        raise _no_heads(path, f"its base model is {base!r:.40}")
+    if size != hidden_size:
+        raise InputError(f"{path} was made for hidden size {size}, the model has {hidden_size}", "--heads")
+
+
+def _no_heads(path: Path, reason: str) -> InputError:
+    return InputError(f"{path} is not a tswift heads file ({reason})", "--heads")

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tswift.attention.special import Wants
+from tswift.models.positions import max_positions
 
 ATTENTION, _SURVEY = "tswift", "tswift-survey"
 
@@ -143,7 +144,7 @@ def survey(model: PreTrainedModel) -> Survey:
     """
     config = model.config.get_text_config()
     device = model.get_input_embeddings().weight.device
-    seen = Survey(config.max_position_embeddings, device)
+    seen = Survey(max_positions(config), device)
     model.set_attn_implementation(_SURVEY)
     if config._attn_implementation != _SURVEY:
         raise Unserved("attention that cannot be replaced")

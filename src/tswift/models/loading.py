@@ -15,6 +15,7 @@ from tswift.attention.backends import BACKENDS, choose, fails
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.models.attached import attach, heads_path
+from tswift.models.checkpoint import refuse_misfit, stored_tensors
 from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import StandInTokenizer, random_heads, random_network
 from tswift.models.heads import KINDS, Heads
@@ -59,15 +60,24 @@ class LoadedModel:
         Args:
             text: the prompt.
             bare: add no token; the text has all that the model wants.
+
+        Raises:
+            InputError: the tokenizer is not the model's: it knows tokens that the model does not.
         """
-        return list(self.tokenizer(text, **({"add_special_tokens": False} if bare else {}))["input_ids"])
+        ids = list(self.tokenizer(text, **({"add_special_tokens": False} if bare else {}))["input_ids"])
+        if ids and max(ids) >= self.target.vocab_size:
+            message = (
+                f"has token id {max(ids):,} by the tokenizer of {self.name}, the model has {self.target.vocab_size:,}"
+            )
+            raise InputError(message, "--prompt")
+        return ids
 
     def about(self) -> dict[str, Any]:
         """What was loaded and how, for records."""
         return {
             "name": self.name,
             "device": str(self.target.device),
-            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "dtype": _plain(self.target.dtype),
             "attention": self.attention,
             "layers": self.layers,
             "heads": None if self.heads is None else f"{self.heads.kind}, {self.heads.count}",
@@ -103,6 +113,9 @@ def load(
     Raises:
         InputError: something named here does not exist, is broken, or cannot be served exactly.
     """
+    for option, name in (("--model", model), ("--device", device), ("--dtype", dtype), ("--attention", attention)):
+        if not isinstance(name, str):
+            raise InputError(f"wants a name, got {name!r:.40}", option)
     place = find_device(device)
     if model.startswith(PREFIX):
         return _simulated(model, place, "bfloat16" if dtype == "auto" else dtype, attention, heads)
@@ -112,12 +125,17 @@ def load(
     place_of_heads = heads_path(heads, folder)
     backend, note = _backend(attention, own_dtype(config) if kind == "auto" else kind, place)
     with silence(), in_one_line(model):
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if folder is not None:
+            refuse_misfit(config, stored_tensors(folder), model)
+        with in_one_line(model, "its tokenizer: "):
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise InputError(f"{model} has no tokenizer.json that the tokenizers library reads", "--model")
         network, info = AutoModelForCausalLM.from_pretrained(
-            source, dtype=kind, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            source, config=config, dtype=kind, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
+        if getattr(config, "quantization_config", None) and not getattr(network, "hf_quantizer", None):
+            raise InputError(f"{model} is quantised in a way that transformers does not know here", "--model")
         # transformers would fill what the file lacks with random numbers and only warn
         lacking = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
         if lacking:
@@ -128,7 +146,7 @@ def load(
         if heads is None and place_of_heads is None and carries_heads(config):
             place_of_heads = folder or Path(cached_file(source, CONFIG_NAME)).parent  # where the hub's files were put
     loaded = None if place_of_heads is None else attach(place_of_heads, target)
-    eos_ids = _eos_ids(network, tokenizer, target.vocab_size)
+    eos_ids = _eos_ids(model, network, tokenizer, target.vocab_size)
     return LoadedModel(model, tokenizer, target, loaded, eos_ids, backend, _compiled(target, note))
 
 
@@ -149,7 +167,7 @@ def _simulated(
     else:
         drafting = attach(path, target)
     tokenizer = StandInTokenizer()
-    eos_ids = _eos_ids(network, tokenizer, target.vocab_size)
+    eos_ids = _eos_ids(model, network, tokenizer, target.vocab_size)
     return LoadedModel(model, tokenizer, target, drafting, eos_ids, backend, _compiled(target, note), simulated=True)
 
 
@@ -165,7 +183,7 @@ def find_device(device: str) -> torch.device:
         place = torch.device(device)
     except (RuntimeError, ValueError):
         place = None
-    if place is None or place.type not in ("cpu", "cuda"):
+    if place is None or place.type not in ("cpu", "cuda") or (place.type == "cpu" and place.index):
         raise InputError(f"no device {device!r}; there are auto, cpu, cuda, cuda:0, ...", "--device")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise InputError(f"PyTorch finds {torch.cuda.device_count()} CUDA devices here, wanted {device}", "--device")
@@ -252,9 +270,17 @@ def _tried(target: Target, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat([*before, hidden[right]])
 
 
-def _eos_ids(network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    found: set[int] = set()
+def _eos_ids(model: str, network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    found: list[Any] = []
     for holder in (network.generation_config, network.config, tokenizer):
         ids = getattr(holder, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
-    return tuple(sorted(token for token in found if 0 <= token < vocab_size))
+        found += ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)
+    for token in found:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            message = f"{model} has eos_token_id {token!r:.40}, which is no id of its vocabulary of {vocab_size:,}"
+            raise InputError(message, "--model")
+    return tuple(sorted(set(found)))
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

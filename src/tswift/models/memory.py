@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
+
+_ROOT = Path("/")
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -12,12 +14,51 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's own, to be reused
         return torch.cuda.mem_get_info(device)[0] + held
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
+    known = [count for count in (_of_system(_ROOT), *_of_groups(_ROOT)) if count is not None]
+    return min(known, default=None)
+
+
+def _of_system(root: Path) -> int | None:
+    """What the machine has left, as its kernel estimates it."""
+    sizes = [line.split()[1] for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    return int(sizes[0]) * 1024 if sizes else None
+
+
+def _of_groups(root: Path) -> list[int | None]:
+    """What the control groups that this process is in, and those around them, have left of their limits.
+
+    A container or a batch system gives a process less than the machine has, and kills it when it takes more.
+    """
+    found = []
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, place = line.split(":", 2)
+        if not controllers:  # version 2
+            mount, names, prefix = root / "sys/fs/cgroup", ("memory.max", "memory.current"), ""
+        elif "memory" in controllers.split(","):
+            mount, prefix = root / "sys/fs/cgroup/memory", "total_"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        path = PurePosixPath(place.lstrip("/"))
+        found += [_left(mount / group, names, prefix) for group in (path, *path.parents)]
+    return found
+
+
+def _left(group: Path, names: tuple[str, str], prefix: str) -> int | None:
+    """What a group has left; None if it has no limit. Files in memory make room when they must."""
+    limit, used = ("".join(_lines(group / name)) for name in names)
+    if not (limit.isdecimal() and used.isdecimal()):
         return None
-    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return sizes[0] if sizes else None
+    files = (f"{prefix}inactive_file ", f"{prefix}active_file ")
+    room = sum(int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith(files))
+    return max(0, int(limit) - int(used) + room)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def gigabytes(count: int) -> str:

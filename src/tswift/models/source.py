@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from tswift.errors import InputError
+from tswift.models.checkpoint import refuse_broken, refuse_numbers
 from tswift.models.shapes import PREFIX, shape_config
 
 DEMO = "demo"
@@ -27,6 +29,8 @@ def find_source(model: str) -> tuple[str, Path | None]:
         if not (folder / "model.safetensors").is_file():
             raise InputError(f"the bundled model is not in this installation (looked in {folder})", "--model")
         return str(folder), folder
+    if not model.strip():
+        raise InputError(f"there is no folder {model!r}", "--model")
     try:
         path = Path(model).expanduser()
         if path.is_dir():
@@ -36,7 +40,11 @@ def find_source(model: str) -> tuple[str, Path | None]:
     except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{model[:80]} cannot be looked at ({reason})", "--model") from None
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1 or not model.strip():
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"no folder can be called {model[:80]}", "--model") from None  # a NUL, or half a character
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise InputError(f"there is no folder {model!r}", "--model")
     return model, None
 
@@ -52,9 +60,14 @@ def read_config(model: str) -> Any:
     """
     if model.startswith(PREFIX):
         return shape_config(model)
-    source, _ = find_source(model)
+    source, folder = find_source(model)
+    if folder is not None:
+        refuse_broken(folder)
     with silence(), in_one_line(model):
+        values, _ = PreTrainedConfig.get_config_dict(source)
+        refuse_numbers(values, model)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config._attn_implementation = None  # a file's own choice could be a kernel of the hub, which is code
         _refuse_unsupported(config.get_text_config(), model)
     return config
 
@@ -80,12 +93,14 @@ def _refuse_unsupported(config: Any, model: str) -> None:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Keep transformers' warnings and bars off stderr; what matters of them is checked here."""
+    """Keep warnings and transformers' bars off stderr; what matters of them is checked here."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         transformers_logging.set_verbosity(verbosity)
         if bars:
@@ -93,8 +108,12 @@ def silence() -> Iterator[None]:
 
 
 @contextmanager
-def in_one_line(model: str) -> Iterator[None]:
+def in_one_line(model: str, what: str = "") -> Iterator[None]:
     """Turn every failure to load into one line.
+
+    Args:
+        model: as the user named it.
+        what: words before the reason: what of the model it was.
 
     Raises:
         InputError: whatever went wrong.
@@ -104,6 +123,14 @@ def in_one_line(model: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # transformers, the hub client and safetensors have many ways to fail
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = _reason(error)
         where = "" if Path(model).expanduser().is_dir() or model == DEMO else " from the hub, and is no folder here"
-        raise InputError(f"{model} cannot be loaded{where} ({reason[:200]})", "--model") from None
+        raise InputError(f"{model} cannot be loaded{where} ({what}{reason[:200]})", "--model") from None
+
+
+def _reason(error: Exception) -> str:
+    """Why something failed, in a line; with the name of an error that does not explain itself."""
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return "it needs code of its own, which tswift never runs"
+    return text if isinstance(error, OSError) or text.count(" ") > 2 else f"{type(error).__name__} {text}".strip()

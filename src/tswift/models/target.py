@@ -25,6 +25,7 @@ from tswift.models.inspection import first_broken
 from tswift.models.layers import Unserved, survey
 from tswift.models.outputs import output_of
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, sizes
+from tswift.models.positions import max_positions
 from tswift.models.tap import Tap
 
 Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
@@ -63,7 +64,7 @@ class Target:
         config, lm_head = model.config.get_text_config(), model.get_output_embeddings().weight
         self.vocab_size: int = lm_head.shape[0]
         self.hidden_size: int = config.hidden_size
-        self.max_positions: int = config.max_position_embeddings
+        self.max_positions = max_positions(config)
         self.special, self._wants = seen.special, seen.wants
         self.device, self.dtype = lm_head.device, lm_head.dtype
         heads, kv_heads, head_dim = seen.heads

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tswift.decoding.sampling import SamplingParams
 from tswift.errors import InputError
+from tswift.models.fingerprint import fingerprint_in_any_dtype
 from tswift.models.heads import ChainedHeads, ConditionedHeads, load_heads
 from tswift.training.corpus import PG19, load_documents, random_rows, token_stream
 from tswift.training.evaluate import held_out_losses
@@ -100,7 +101,8 @@ def build(out: Path, work: Path, recipe: Recipe) -> None:
         if not (work / name).exists():
             train_heads(base, heads, own[:rows].ravel(), plan, log)
             heads.save(work / name, torch.float32)
-        load_heads(work / name, base.config.hidden_size, torch.float32, base.device).save(out / name)
+        finished = load_heads(work / name, base.config.hidden_size, torch.float32, base.device)
+        finished.save(out / name, base=fingerprint_in_any_dtype(base))
     tokenizer.save_pretrained(out)
     base.to(torch.bfloat16).save_pretrained(out)
     (out / "generation_config.json").unlink(missing_ok=True)

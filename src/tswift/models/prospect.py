@@ -1,0 +1,130 @@
+"""What a model will take and can do, from its configuration and the header of its heads: nothing is loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tswift.attention.backends import BACKENDS, choose
+from tswift.errors import InputError, renamed
+from tswift.models.attached import heads_path
+from tswift.models.description import Description, describe
+from tswift.models.dtypes import find_dtype, own_dtype
+from tswift.models.dummy import HEADS
+from tswift.models.kinds import KINDS
+from tswift.models.loading import find_device
+from tswift.models.positions import max_positions
+from tswift.models.published import carries_heads
+from tswift.models.shapes import PREFIX, skeleton
+from tswift.models.source import find_source, in_one_line, read_config, silence
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """A model that is not loaded yet.
+
+    Attributes:
+        device: where it will be.
+        positions: most tokens, prompt included.
+        vocab_size: number of logits.
+        weight_bytes: of its weights, heads apart; 0 where nobody can say.
+        token_bytes: of one token's keys and values, at least.
+        most_nodes: most nodes of a draft tree; None where there is no limit, or it is not known yet.
+        heads: how many it will have; None where nobody can say.
+        heads_bytes: of their weights.
+    """
+
+    device: torch.device
+    positions: int
+    vocab_size: int
+    weight_bytes: int
+    token_bytes: int
+    most_nodes: int | None
+    heads: int | None
+    heads_bytes: int
+
+
+def foresee(
+    model: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    attention: str = "auto",
+    heads: str | os.PathLike[str] | None = None,
+) -> Prospect:
+    """What :func:`tswift.load` would load; see there for the arguments.
+
+    Raises:
+        InputError: something named does not exist or cannot serve here, or the heads are broken or another model's.
+    """
+    place, config = find_device(device), read_config(model)
+    if dtype != "auto":
+        kind = find_dtype(dtype)
+    else:
+        kind = own_dtype(config) if place.type == "cuda" or model.startswith(PREFIX) else torch.float32
+    text = config.get_text_config()
+    count, parameters = _random(text, heads) if model.startswith(PREFIX) else _heads(model, config, heads)
+    return Prospect(
+        device=place,
+        positions=max_positions(config),
+        vocab_size=text.vocab_size,
+        weight_bytes=_parameters(config, model) * kind.itemsize,
+        token_bytes=_kv_width(text) * kind.itemsize,
+        # what auto chooses may give way to another
+        most_nodes=None if attention == "auto" else BACKENDS[choose(attention, kind, place)]().MOST_NODES,
+        heads=count,
+        heads_bytes=parameters * kind.itemsize,
+    )
+
+
+def _parameters(config: Any, model: str) -> int:
+    if getattr(config, "quantization_config", None) is not None:
+        return 0
+    with silence(), in_one_line(model):
+        return sum(weight.numel() for weight in skeleton(config).parameters())
+
+
+def _kv_width(text: Any) -> int:
+    """Elements of one token's keys and values; of one KV head where the configuration does not say how many."""
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or 1) * head_dim)
+
+
+def _heads(model: str, config: Any, heads: str | os.PathLike[str] | None) -> tuple[int | None, int]:
+    """How many heads there will be, and their parameters."""
+    _, folder = find_source(model)
+    path = heads_path(heads, folder)
+    if path is None and carries_heads(config):
+        if folder is None:
+            return None, 0  # they are with the weights, on the hub
+        path = folder
+    return (0, 0) if path is None else _described(path, config.get_text_config())
+
+
+def _random(text: Any, heads: str | os.PathLike[str] | None) -> tuple[int | None, int]:
+    """As :func:`_heads`, for a shape."""
+    kind = "chained" if heads is None else str(heads)
+    if kind not in KINDS:
+        path = heads_path(kind, None)
+        assert path is not None
+        return _described(path, text)
+    with torch.device("meta"):
+        return HEADS, sum(weight.numel() for weight in KINDS[kind](text.hidden_size, HEADS).parameters())
+
+
+def _described(path: Path, text: Any) -> tuple[int, int]:
+    try:
+        found: Description = describe(path)
+    except InputError as error:
+        raise renamed(error, {"FILE": "--heads"}) from None
+    if found.hidden_size != text.hidden_size:
+        message = f"{path} was made for hidden size {found.hidden_size}, the model has {text.hidden_size}"
+        raise InputError(message, "--heads")
+    if found.vocab_size not in (None, text.vocab_size):
+        message = f"{path} was made for a vocabulary of {found.vocab_size:,}, the model has {text.vocab_size:,}"
+        raise InputError(message, "--heads")
+    return found.count, found.parameters

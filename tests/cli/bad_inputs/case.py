@@ -1,0 +1,219 @@
+"""A bad input, the files that all of them start from, and what a refusal has to be."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from tests.conftest import make_checkpoint
+
+SECONDS = 30  # a case that takes longer hangs
+MEMORY = 1 << 31  # bytes that a case may map in addition
+_MISTAKE = "a mistake in tswift"
+_LONGEST = 700  # characters of a line that people are to read
+
+
+@dataclass(frozen=True)
+class World:
+    """What is there before a case begins.
+
+    Attributes:
+        model: a tiny checkpoint with heads.
+        prompt: a short text.
+        run: the folder of a finished run of that model on that prompt.
+        bench: a ``bench.json`` of two repeats.
+        here: an empty folder, the case's own and its working directory.
+    """
+
+    model: Path
+    prompt: Path
+    run: Path
+    bench: Path
+    here: Path
+
+
+@dataclass(frozen=True)
+class Case:
+    """A bad input.
+
+    Attributes:
+        name: what is bad.
+        words: makes the files, and says the command line.
+        says: what the line has to hold: the option or the file.
+    """
+
+    name: str
+    words: Callable[[World], Sequence[object]]
+    says: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a command did.
+
+    Attributes:
+        code: its exit code; None if it raised, or was stopped because it hung.
+        out, err: what it wrote.
+        seconds: what it took.
+        faults: what is wrong with it; nothing if it is as it should be.
+    """
+
+    code: int | None
+    out: bytes
+    err: str
+    seconds: float
+    faults: tuple[str, ...] = ()
+
+    @property
+    def traceback(self) -> bool:
+        """Whether it raised, or told of a mistake in the program."""
+        return self.code is None or "Traceback" in self.err or _MISTAKE in self.err
+
+
+class Hangs(BaseException):
+    """A case took too long; no ``except Exception`` holds it up."""
+
+
+def make_world(folder: Path, here: Path) -> World:
+    """Make the files that cases start from, by the commands that make them for users."""
+    prompt = folder / "prompt.txt"
+    prompt.write_text("The ship had lain three days becalmed, and nobody spoke.")
+    model = make_checkpoint(folder / "model")
+    world = World(model, prompt, folder / "run", folder / "bench" / "bench.json", here)
+    made = run([*generate(world, "--len", 12)[:-1], world.run], here)
+    assert made.code == 0, made.err
+    words = ["bench", "--model", model, "--prompts", prompt, "--prefill", 8, "--lens", "4,8", "--repeats", 2]
+    made = run([*words, "--warmup", 0, "--no-plots", "--out", world.bench.parent], here)
+    assert made.code == 0, made.err
+    return world
+
+
+def generate(world: World, *words: object) -> list[object]:
+    """``tswift generate`` on the tiny model, to a new folder."""
+    return ["generate", "--model", world.model, "--prompt", world.prompt, "--len", 4, *words, "--out", "new/run"]
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """What a folder holds, by name: a digest of every file, and what every link points at."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            found[str(path)] = f"link to {os.readlink(path)}"
+        elif path.is_file():
+            size = path.stat().st_size
+            found[str(path)] = f"{size} {sha256(path.read_bytes()).hexdigest() if size < 1 << 24 else ''}"
+        else:
+            found[str(path)] = "no file"
+    return found
+
+
+def attempt(case: Case, world: World) -> Refusal:
+    """Try a bad input, and say what is wrong with how it was refused."""
+    words = case.words(world)
+    before = tree(world.here)
+    found = run(words, world.here)
+    wrong = _faults(case, found)
+    if tree(world.here) != before:
+        wrong.append("what was there was touched, or something is left behind")
+    return replace(found, faults=tuple(wrong))
+
+
+def run(words: Sequence[object], here: Path) -> Refusal:
+    """Run ``tswift`` with these words in this process, and catch all that it writes, whoever writes it."""
+    from tswift.cli import main
+
+    before = os.getcwd()
+    os.chdir(here)
+    started = time.perf_counter()
+    code, raised = None, ""
+    try:
+        with _caught() as (out, err):
+            try:
+                with _limited():
+                    code = main([str(word) for word in words])
+            except BaseException as error:
+                raised = f"{type(error).__name__} {error}"
+            seconds = time.perf_counter() - started
+            sys.stdout.flush()
+            sys.stderr.flush()
+            return Refusal(code, _content(out), _content(err).decode(errors="replace") + raised, seconds)
+    finally:
+        os.chdir(before)
+
+
+def _faults(case: Case, found: Refusal) -> list[str]:
+    line = found.err
+    checks = {
+        f"exit code {found.code}": found.code == 2,
+        "something on stdout": found.out == b"",
+        "not one line": line.count("\n") == 1 and line.endswith("\n"),
+        "not said by tswift": line.startswith("tswift: error: "),
+        "a traceback": not found.traceback,
+        f"does not say {case.says!r}": case.says in line,
+        "something that a terminal obeys": line[:-1].isprintable(),
+        "far too long": len(line) <= _LONGEST,
+        "too few words": len(line.split()) >= 5,
+    }
+    return [name for name, fine in checks.items() if not fine]
+
+
+@contextlib.contextmanager
+def _caught() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Stdout and stderr into files, by descriptor: libraries in C and Rust write there, too."""
+    streams = sys.stdout, sys.stderr
+    for stream in streams:
+        stream.flush()
+    kept = [os.dup(number) for number in (1, 2)]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        for number, file in ((1, out), (2, err)):
+            os.dup2(file.fileno(), number)
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(os.fdopen(number, "wb", closefd=False), "utf-8", errors, write_through=True)
+            for number, errors in ((1, "strict"), (2, "backslashreplace"))
+        )
+        try:
+            yield out, err
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            sys.stdout, sys.stderr = streams
+            for number, descriptor in enumerate(kept, 1):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+
+
+def _content(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Little time, and little more memory than there is in use: what hangs or takes too much is stopped, and shows."""
+
+    def hangs(number: int, frame: FrameType | None) -> None:
+        raise Hangs
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.signal(signal.SIGALRM, hangs)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGALRM, before)

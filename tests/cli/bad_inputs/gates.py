@@ -1,0 +1,144 @@
+"""Baselines for the gate of ``tswift bench``: no JSON, of another schema, or wrong deep inside."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.cli.bad_inputs.case import Case, World
+from tests.cli.bad_inputs.prompts import sparse
+
+Change = Callable[[Path], object]
+
+
+def _bytes(data: bytes) -> Change:
+    return lambda path: path.write_bytes(data)
+
+
+def _edit(change: Callable[[dict[str, Any]], object]) -> Change:
+    def edit(path: Path) -> None:
+        told = json.loads(path.read_text())
+        change(told)
+        path.write_text(json.dumps(told))
+
+    return edit
+
+
+def _sample(**values: object) -> Change:
+    return _edit(lambda told: told["samples"][1].update(values))
+
+
+def _point(**values: object) -> Change:
+    return _edit(lambda told: told["samples"][1]["points"][0].update(values))
+
+
+def _without(name: str) -> Change:
+    return _edit(lambda told: told.pop(name))
+
+
+def _raw(old: str, new: str) -> Change:
+    return lambda path: path.write_text(path.read_text().replace(old, new, 1))
+
+
+CHANGES: dict[str, Change] = {
+    "missing": lambda path: path.unlink(),
+    "a folder": lambda path: [path.unlink(), path.mkdir()],
+    "a pipe": lambda path: [path.unlink(), os.mkfifo(path)],
+    "64 GB": sparse,
+    "/dev/zero": lambda path: [path.unlink(), path.symlink_to("/dev/zero")],
+    "a link to itself": lambda path: [path.unlink(), path.symlink_to(path)],
+    "empty": _bytes(b""),
+    "no JSON": _bytes(b"{"),
+    "no UTF-8": _bytes(b'{"kind": "\xff"}'),
+    "a list": _bytes(b"[]"),
+    "null": _bytes(b"null"),
+    "a number": _bytes(b"7"),
+    "nested deeply": _bytes(b"[" * 100_000 + b"]" * 100_000),
+    "nested deeply in objects": _bytes(b'{"kind":' * 50_000 + b"1" + b"}" * 50_000),
+    "a number of 9,999 digits": _bytes(b'{"kind": "bench", "schema": ' + b"1" * 9999 + b"}"),
+    "cut short": lambda path: path.write_bytes(path.read_bytes()[:-200]),
+    "of another kind": _edit(lambda told: told.update(kind="compare")),
+    "of kind null": _edit(lambda told: told.update(kind=None)),
+    "of schema 99": _edit(lambda told: told.update(schema=99)),
+    "of a schema that is text with escapes": _edit(lambda told: told.update(schema="\x1b[31m1")),
+    "of a schema that is a long text": _edit(lambda told: told.update(schema="x" * 5000)),
+    "interrupted": _edit(lambda told: told.update(state="interrupted")),
+    "of state null": _edit(lambda told: told.update(state=None)),
+    **{f"without {name}": _without(name) for name in ("schema", "state", "workload", "environment", "samples")},
+    "without simulated": _without("simulated"),
+    "without samples in the list": _edit(lambda told: told.update(samples=[])),
+    "with samples null": _edit(lambda told: told.update(samples=None)),
+    "with samples that are an object": _edit(lambda told: told.update(samples={"a": 1})),
+    "with samples that are numbers": _edit(lambda told: told.update(samples=[1, 2])),
+    "with simulated 'no'": _edit(lambda told: told.update(simulated="no")),
+    "with an environment that is a list": _edit(lambda told: told.update(environment=[1])),
+    "with an environment that is text": _edit(lambda told: told.update(environment="cpu")),
+    "with a workload that is a list": _edit(lambda told: told.update(workload=["methods"])),
+    "with methods 7": _edit(lambda told: told["workload"].update(methods=7)),
+    "with methods null": _edit(lambda told: told["workload"].update(methods=None)),
+    "with a method that is a list": _edit(lambda told: told["workload"].update(methods=[["ar"]])),
+    "with a simulation that is text": _edit(lambda told: told["workload"].update(simulated="x")),
+    "of another workload": _edit(lambda told: told["workload"].update(seeds=[5])),
+    "of a workload with a name of escapes": _edit(lambda told: told["workload"].update({"\x1b[31m\n": 1})),
+    "of a workload without a hash": _edit(lambda told: told["workload"].pop("hash")),
+    "a sample without a method": _edit(lambda told: told["samples"][1].pop("method")),
+    "a sample without points": _edit(lambda told: told["samples"][1].pop("points")),
+    "a sample without a repeat": _edit(lambda told: told["samples"][1].pop("repeat")),
+    "a sample of method null": _sample(method=None),
+    "a sample of method ['ar']": _sample(method=["ar"]),
+    "a sample of prefill 'x'": _sample(prefill="x"),
+    "a sample of prefill null": _sample(prefill=None),
+    "a sample of seed [1]": _sample(seed=[1]),
+    "a sample of seed 'x'": _sample(seed="x"),
+    "a sample of prompt {}": _sample(prompt={}),
+    "a sample of repeat [0]": _sample(repeat=[0]),
+    "a sample with points null": _sample(points=None),
+    "a sample with points 'abc'": _sample(points="abc"),
+    "a sample with points [[]]": _sample(points=[[]]),
+    "a sample with points {}": _sample(points={"len": 4}),
+    "a point of alpha 'x'": _point(alpha="x"),
+    "a point of alpha [0.5]": _point(alpha=[0.5]),
+    "a point of alpha NaN": _point(alpha=float("nan")),
+    "a point of alpha Infinity": _point(alpha=float("inf")),
+    "a point of alpha true": _point(alpha=True),
+    "a point of alpha 10^400": _point(alpha=10**400),
+    "a point of passes -Infinity": _point(passes=float("-inf")),
+    "a point of seconds NaN": _point(seconds=float("nan")),
+    "a point of speedup 1e999": _raw('"speedup": ', '"speedup": 1e999, "was": '),
+    "a point of seconds {}": _point(seconds={}),
+    "a point of length 'x'": _point(len="x"),
+    "a point of length null": _point(len=None),
+    "a point of length [4]": _point(len=[4]),
+    "a point without alpha": _edit(lambda told: told["samples"][1]["points"][0].pop("alpha")),
+    "points without alpha": _edit(
+        lambda told: [point.update(alpha=None) for sample in told["samples"] for point in sample["points"]]
+    ),
+    "a sample estimated 'x'": _sample(estimated=[1, "x"]),
+    "with NaN in the workload": _edit(lambda told: told["workload"].update(seeds=[float("nan")])),
+}
+
+
+def _case(name: str) -> Case:
+    def words(world: World) -> list[object]:
+        path = world.here / "bench.json"
+        path.write_bytes(world.bench.read_bytes())
+        CHANGES[name](path)
+        base = ["bench", "--model", world.model, "--prompts", world.prompt, "--prefill", 8, "--lens", "4,8"]
+        gate = ["--against", path, "--fail-on", "alpha:0", "--fail-on", "speedup:90%", "--repeats", 2]
+        return [*base, "--warmup", 0, "--no-plots", "--out", "new/run", *gate]
+
+    return Case(f"bench --against, a file that is {name}", words, "--against")
+
+
+def _named(name: str) -> Case:
+    gate = ["--against", name, "--fail-on", "alpha:0"]
+    return Case(f"bench --against {name[:20]!r}", lambda world: ["bench", "--model", world.model, *gate], "--against")
+
+
+GATES: tuple[Case, ...] = (
+    *map(_case, CHANGES),
+    *map(_named, ("", "nowhere\0", "x" * 5000, "\x1b[2Jgone", "/dev/zero")),
+)

@@ -1,0 +1,157 @@
+"""Heads files: damaged, made for something else, or no heads at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.cli.bad_inputs.case import Case, World, generate
+from tests.cli.bad_inputs.models import MARKER, Bomb, Change, content, cut, flip, header, tensors
+from tests.cli.bad_inputs.prompts import sparse
+
+FILE = "heads.safetensors"
+
+
+def about(**values: object) -> Change:
+    """Other values in the heads' metadata."""
+
+    def change(metadata: dict[str, Any]) -> None:
+        told = json.loads(metadata["__metadata__"]["tswift"])
+        metadata["__metadata__"]["tswift"] = json.dumps({**told, **values})
+
+    return header(FILE, change)
+
+
+def metadata(text: str | None) -> Change:
+    """Another text for metadata; None for no metadata."""
+
+    def change(content: dict[str, Any]) -> None:
+        content.pop("__metadata__")
+        if text is not None:
+            content["__metadata__"] = {"tswift": text}
+
+    return header(FILE, change)
+
+
+def _tensors(change: Callable[[dict[str, Any]], object]) -> Change:
+    """Other tensors, the metadata as it was."""
+
+    def edit(folder: Path) -> None:
+        from safetensors import safe_open
+        from safetensors.torch import load_file, save_file
+
+        with safe_open(folder / FILE, framework="pt") as file:
+            told = file.metadata()
+        weights = load_file(folder / FILE)
+        change(weights)
+        save_file(weights, folder / FILE, metadata=told)
+
+    return edit
+
+
+def _integers(weights: dict[str, Any]) -> None:
+    for name in weights:
+        weights[name] = weights[name].int()
+
+
+def _nan(weights: dict[str, Any]) -> None:
+    weights["heads.0.linear.weight"].fill_(float("nan"))
+
+
+def _none(folder: Path) -> None:
+    (folder / FILE).unlink()
+
+
+def _another_size(folder: Path) -> None:
+    from tswift.models.heads import ChainedHeads
+
+    ChainedHeads(48, 3).save(folder / FILE)
+
+
+_FIRST = "heads.0.linear.weight"
+
+CHANGES: dict[str, Change] = {
+    "missing": _none,
+    "empty": content(FILE, b""),
+    "zeros": content(FILE, bytes(200)),
+    "text": content(FILE, b"no safetensors, only a text that is long enough to hold a length"),
+    "cut in the header": cut(FILE, 40),
+    "cut in the data": cut(FILE, -4),
+    "64 GB": lambda folder: sparse(folder / FILE),
+    "a pipe": lambda folder: [_none(folder), os.mkfifo(folder / FILE)],
+    "a folder": lambda folder: [_none(folder), (folder / FILE).mkdir()],
+    "/dev/zero": lambda folder: [_none(folder), (folder / FILE).symlink_to("/dev/zero")],
+    "a pickle": lambda folder: (folder / FILE).write_bytes(pickle.dumps(Bomb(folder.parent / MARKER))),
+    "a flipped bit in the header": flip(FILE, 12),
+    "the model's own weights": lambda folder: shutil.copy(folder / "model.safetensors", folder / FILE),
+    "another hidden size": _another_size,
+    "no metadata": metadata(None),
+    "metadata that is no JSON": metadata("{"),
+    "metadata that is a list": metadata("[1]"),
+    "metadata that is null": metadata("null"),
+    "metadata nested deeply": metadata("[" * 100_000 + "]" * 100_000),
+    "another kind": about(kind="conditioned"),
+    "a kind that is none": about(kind="medusa"),
+    "a kind with escapes": about(kind="\x1b[31mred"),
+    "a kind that is a list": about(kind=["chained"]),
+    "a later format": about(format="tswift-heads-9"),
+    "format 7": about(format=7),
+    "count 0": about(count=0),
+    "count -1": about(count=-1),
+    "count 4": about(count=4),
+    "count 2": about(count=2),
+    "count 10^9": about(count=10**9),
+    "count 'two'": about(count="two"),
+    "count 3.0": about(count=3.0),
+    "count NaN": about(count=float("nan")),
+    "count null": about(count=None),
+    "hidden_size 0": about(hidden_size=0),
+    "hidden_size 33": about(hidden_size=33),
+    "hidden_size 10^9": about(hidden_size=10**9),
+    "hidden_size '32'": about(hidden_size="32"),
+    "hidden_size NaN": about(hidden_size=float("nan")),
+    "eps NaN": about(eps=float("nan")),
+    "eps Infinity": about(eps=float("inf")),
+    "eps -1": about(eps=-1.0),
+    "eps 'x'": about(eps="x"),
+    "eps null": about(eps=None),
+    "a tensor missing": _tensors(lambda weights: weights.pop(_FIRST)),
+    "a tensor too many": _tensors(lambda weights: weights.update(more=weights[_FIRST].clone())),
+    "a tensor of another shape": _tensors(lambda weights: weights.update({_FIRST: weights[_FIRST][:5].clone()})),
+    "all tensors missing": _tensors(lambda weights: weights.clear()),
+    "weights of integers": _tensors(_integers),
+    "weights of NaN": _tensors(_nan),
+    "weights and no metadata": tensors(lambda weights: None, FILE),
+}
+
+
+def _case(command: str, name: str, beside: bool) -> Case:
+    def words(world: World) -> list[object]:
+        folder = world.here / "model"
+        shutil.copytree(world.model, folder)
+        CHANGES[name](folder)
+        given = [] if beside else ["--heads", folder / FILE]
+        model = folder if beside else world.model
+        if command == "generate":
+            return generate(world, "--model", model, *given)
+        return ["compare", "--prompt", world.prompt, "--len", 4, "--model", model, *given]
+
+    where = "beside the model" if beside else "named"
+    return Case(f"{command}, heads {where}: {name}", words, "--heads")
+
+
+def _a_folder(world: World) -> list[object]:
+    return generate(world, "--heads", world.model)
+
+
+HEADS: tuple[Case, ...] = (
+    *(_case("generate", name, beside=False) for name in CHANGES),
+    *(_case("generate", name, beside=True) for name in ("empty", "another hidden size", "count 10^9", "a pickle")),
+    *(_case("compare", name, beside=False) for name in ("text", "no metadata")),
+    Case("generate --heads, the model's folder", _a_folder, "--heads"),
+)

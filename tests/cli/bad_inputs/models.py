@@ -1,0 +1,470 @@
+"""Model folders: files missing, damaged, of other shapes, of other kinds, or out to run code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.cli.bad_inputs.case import Case, World, generate
+from tests.cli.bad_inputs.prompts import sparse
+
+Change = Callable[[Path], object]
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MARKER = "code-was-run"  # in the case's folder; a case that makes it has run the checkpoint's code
+
+
+class Bomb:
+    """Unpickled, it leaves a marker."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def gone(*names: str) -> Change:
+    """Take files away."""
+    return lambda folder: [(folder / name).unlink(missing_ok=True) for name in names]
+
+
+def edit_json(name: str, change: Callable[[dict[str, Any]], object]) -> Change:
+    """Change what a JSON file holds."""
+
+    def edit(folder: Path) -> None:
+        path = folder / name
+        content = json.loads(path.read_text()) if path.exists() else {}
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return edit
+
+
+def config(**values: object) -> Change:
+    """Other values in ``config.json``."""
+    return edit_json("config.json", lambda content: content.update(values))
+
+
+def without(*names: str) -> Change:
+    """Fewer values in ``config.json``."""
+    return edit_json("config.json", lambda content: [content.pop(name) for name in names])
+
+
+def content(name: str, data: bytes) -> Change:
+    """Another content of a file."""
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def cut(name: str, size: int) -> Change:
+    """A file's first bytes, or all but its last if the size is negative."""
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+def flip(name: str, place: int, mask: int = 0xFF) -> Change:
+    """Other bits in a byte of a file."""
+
+    def flipped(folder: Path) -> None:
+        data = bytearray((folder / name).read_bytes())
+        data[place] ^= mask
+        (folder / name).write_bytes(data)
+
+    return flipped
+
+
+def tensors(change: Callable[[dict[str, Any]], object], name: str = WEIGHTS) -> Change:
+    """Other tensors in a safetensors file."""
+
+    def edit(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / name)
+        change(weights)
+        save_file(weights, folder / name, metadata={"format": "pt"})
+
+    return edit
+
+
+def header(name: str, change: Callable[[dict[str, Any]], object]) -> Change:
+    """Another header of a safetensors file, its data as it was."""
+
+    def edit(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        about = json.loads(data[8 : 8 + size])
+        change(about)
+        text = json.dumps(about).encode()
+        (folder / name).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+    return edit
+
+
+def sharded(*changes: Change) -> Change:
+    """The weights in two shards and an index, and then changes."""
+
+    def edit(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / WEIGHTS)
+        names = sorted(weights)
+        shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+        for shard, mine in shards.items():
+            save_file({name: weights[name] for name in mine}, folder / shard, metadata={"format": "pt"})
+        (folder / WEIGHTS).unlink()
+        places = {name: shard for shard, mine in shards.items() for name in mine}
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+        for change in changes:
+            change(folder)
+
+    return edit
+
+
+def place(name: str, shard: object) -> Change:
+    """Have the index say that a tensor is in another shard."""
+    return edit_json(INDEX, lambda index: index["weight_map"].update({name: shard}))
+
+
+def _pickled(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder.parent / MARKER)))
+
+
+def _pickled_shards(folder: Path) -> None:
+    _pickled(folder)
+    (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00001.bin")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "pytorch_model-00001-of-00001.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def _pickle_named_safetensors(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(pickle.dumps(Bomb(folder.parent / MARKER)))
+
+
+def _code(**values: object) -> Change:
+    """Code in the folder that the configuration wants run, and other values."""
+
+    def edit(folder: Path) -> None:
+        code = f"import os\nos.mkdir({str(folder.parent / MARKER)!r})\n"
+        for name in ("configuration_x.py", "modeling_x.py", "tokenization_x.py"):
+            (folder / name).write_text(code)
+        config(**values)(folder)
+
+    return edit
+
+
+_AUTO = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}
+_DEEP = b"[" * 100_000 + b"]" * 100_000
+_NORM = "model.norm.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def _of_nan(weights: dict[str, Any]) -> None:
+    weights[_NORM].fill_(float("nan"))
+
+
+def _of_inf(weights: dict[str, Any]) -> None:
+    weights["lm_head.weight"].fill_(float("inf"))
+
+
+def _integers(weights: dict[str, Any]) -> None:
+    for name in weights:
+        weights[name] = weights[name].int()
+
+
+def _scalar(weights: dict[str, Any]) -> None:
+    weights[_NORM] = weights[_NORM][0]
+
+
+def _renamed(weights: dict[str, Any]) -> None:
+    for name in list(weights):
+        weights[f"other.{name}"] = weights.pop(name)
+
+
+def _more_ids(tokenizer: dict[str, Any]) -> None:
+    """The ids of two words that the prompt has, beyond the model's vocabulary."""
+    vocab = tokenizer["model"]["vocab"]
+    vocab.update({word: vocab[word] + 5000 for word in ("h", "e", "s")})
+
+
+_Z = (WEIGHTS, "config.json", "tokenizer.json")
+
+# what is done to the folder, and what the line has to say beside the folder's name
+CHANGES: dict[str, Change] = {
+    "no config.json": gone("config.json"),
+    "no weights": gone(WEIGHTS),
+    "no tokenizer.json": gone("tokenizer.json"),
+    "no tokenizer at all": gone("tokenizer.json", "tokenizer_config.json"),
+    "nothing in it": gone(*_Z, "tokenizer_config.json", "generation_config.json", "heads.safetensors"),
+    "weights alone": gone("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+    **{f"an empty {name}": content(name, b"") for name in (*_Z, "tokenizer_config.json", "generation_config.json")},
+    **{f"a {name} of zeros": content(name, bytes(100)) for name in _Z},
+    **{f"half a {name}": cut(name, 500) for name in _Z},
+    **{f"64 GB of {name}": lambda folder, name=name: sparse(folder / name) for name in (*_Z, "generation_config.json")},
+    **{
+        f"a pipe for {name}": lambda folder, name=name: [(folder / name).unlink(), os.mkfifo(folder / name)]
+        for name in (*_Z, "tokenizer_config.json", "generation_config.json")
+    },
+    **{
+        f"/dev/zero for {name}": lambda folder, name=name: [
+            (folder / name).unlink(),
+            (folder / name).symlink_to("/dev/zero"),
+        ]
+        for name in _Z
+    },
+    **{
+        f"a folder for {name}": lambda folder, name=name: [(folder / name).unlink(), (folder / name).mkdir()]
+        for name in _Z
+    },
+    **{
+        f"a loop for {name}": lambda folder, name=name: [(folder / name).unlink(), (folder / name).symlink_to(name)]
+        for name in _Z
+    },
+    # config.json
+    "config.json that is no JSON": content("config.json", b"{"),
+    "config.json that is no UTF-8": content("config.json", b'{"model_type": "\xff"}'),
+    "config.json that is a list": content("config.json", b"[]"),
+    "config.json that is null": content("config.json", b"null"),
+    "config.json that is a number": content("config.json", b"7"),
+    "config.json that is a string": content("config.json", b'"llama"'),
+    "config.json that is nested deeply": content("config.json", _DEEP),
+    "config.json that is {}": content("config.json", b"{}"),
+    "config.json with a number of 9,999 digits": content("config.json", b'{"hidden_size": ' + b"9" * 9999 + b"}"),
+    "no model_type": without("model_type"),
+    "model_type null": config(model_type=None),
+    "model_type 7": config(model_type=7),
+    "model_type of nothing known": config(model_type="nope"),
+    "model_type of no decoder": config(model_type="vit"),
+    "model_type with escapes": config(model_type="\x1b[31mred\x07"),
+    "model_type as a list": config(model_type=["llama"]),
+    "hidden_size 'abc'": config(hidden_size="abc"),
+    "hidden_size -1": config(hidden_size=-1),
+    "hidden_size 0": config(hidden_size=0),
+    "hidden_size null": config(hidden_size=None),
+    "hidden_size 32.5": config(hidden_size=32.5),
+    "hidden_size true": config(hidden_size=True),
+    "hidden_size [32]": config(hidden_size=[32]),
+    "hidden_size 33": config(hidden_size=33),
+    "hidden_size 64": config(hidden_size=64),
+    "hidden_size 10^12": config(hidden_size=10**12),
+    "hidden_size 10^30": config(hidden_size=10**30),
+    "vocab_size 'abc'": config(vocab_size="abc"),
+    "vocab_size 0": config(vocab_size=0),
+    "vocab_size -1": config(vocab_size=-1),
+    "vocab_size null": config(vocab_size=None),
+    "vocab_size 999": config(vocab_size=999),
+    "vocab_size 10^11": config(vocab_size=10**11),
+    "num_hidden_layers 'abc'": config(num_hidden_layers="abc"),
+    "num_hidden_layers 0": config(num_hidden_layers=0),
+    "num_hidden_layers -1": config(num_hidden_layers=-1),
+    "num_hidden_layers 3": config(num_hidden_layers=3),
+    "num_hidden_layers 10^9": config(num_hidden_layers=10**9),
+    "num_attention_heads 0": config(num_attention_heads=0),
+    "num_attention_heads -4": config(num_attention_heads=-4),
+    "num_attention_heads null": config(num_attention_heads=None),
+    "num_attention_heads 5": config(num_attention_heads=5),
+    "num_attention_heads 8": config(num_attention_heads=8),
+    "num_key_value_heads 0": config(num_key_value_heads=0),
+    "num_key_value_heads 3": config(num_key_value_heads=3),
+    "num_key_value_heads 'x'": config(num_key_value_heads="x"),
+    "head_dim 0": config(head_dim=0),
+    "head_dim 7": config(head_dim=7),
+    "head_dim 'x'": config(head_dim="x"),
+    "intermediate_size 0": config(intermediate_size=0),
+    "intermediate_size 10^12": config(intermediate_size=10**12),
+    "intermediate_size 'x'": config(intermediate_size="x"),
+    "max_position_embeddings 'x'": config(max_position_embeddings="x"),
+    "max_position_embeddings 0": config(max_position_embeddings=0),
+    "max_position_embeddings -1": config(max_position_embeddings=-1),
+    "max_position_embeddings null": config(max_position_embeddings=None),
+    "rms_norm_eps 'x'": config(rms_norm_eps="x"),
+    "rms_norm_eps NaN": config(rms_norm_eps=float("nan")),
+    "rms_norm_eps -1": config(rms_norm_eps=-1.0),
+    "hidden_act 'nope'": config(hidden_act="nope"),
+    "rope of no kind": config(rope_parameters={"rope_type": "nope", "rope_theta": 1e4}),
+    "rope as a list": config(rope_parameters=[1]),
+    "rope_theta 'x'": config(rope_parameters={"rope_type": "default", "rope_theta": "x"}),
+    "rope_theta 0": config(rope_parameters={"rope_type": "default", "rope_theta": 0}),
+    "a sliding window 'x'": config(sliding_window="x"),
+    "layers of another type": config(layer_types=["full_attention", "linear_attention"]),
+    "layer_types as a number": config(layer_types=7),
+    "dtype 'float99'": config(dtype="float99"),
+    "dtype 7": config(dtype=7),
+    "eos_token_id 'x'": config(eos_token_id="x"),
+    "eos_token_id 999,999": config(eos_token_id=999_999),
+    "eos_token_id [[0]]": config(eos_token_id=[[0]]),
+    "eos_token_id -5": config(eos_token_id=-5),
+    "quantised by nobody": config(quantization_config={"quant_method": "nope"}),
+    "quantised 'x'": config(quantization_config="x"),
+    "weights by another name": config(transformers_weights="../elsewhere.safetensors"),
+    # generation_config.json
+    "generation_config.json that is no JSON": content("generation_config.json", b"{"),
+    "generation_config.json that is a list": content("generation_config.json", b"[]"),
+    "generation_config.json with eos 999,999": edit_json(
+        "generation_config.json", lambda content: content.update(eos_token_id=[0, 999_999])
+    ),
+    "generation_config.json with eos 'x'": edit_json(
+        "generation_config.json", lambda content: content.update(eos_token_id="x")
+    ),
+    # weights
+    "weights of text": content(WEIGHTS, b"no safetensors at all, but long enough to hold a length"),
+    "weights cut in the header": cut(WEIGHTS, 60),
+    "weights cut in the data": cut(WEIGHTS, -8),
+    "weights with bytes behind them": lambda folder: (folder / WEIGHTS).open("ab").write(b"more"),
+    "weights with a header of 2^60 bytes": flip(WEIGHTS, 7, 0x10),
+    "weights with a bit flipped in the header's size": flip(WEIGHTS, 0, 0x04),
+    "weights with a bit flipped in the header": flip(WEIGHTS, 12),
+    "weights of dtype 'F99'": header(WEIGHTS, lambda about: about[_NORM].update(dtype="F99")),
+    "weights with offsets beyond the file": header(
+        WEIGHTS, lambda about: about[_NORM].update(data_offsets=[1 << 50, (1 << 50) + 128])
+    ),
+    "weights with offsets the wrong way round": header(
+        WEIGHTS, lambda about: about[_NORM].update(data_offsets=about[_NORM]["data_offsets"][::-1])
+    ),
+    "weights of shape [2^40]": header(WEIGHTS, lambda about: about[_NORM].update(shape=[1 << 40])),
+    "weights of shape [-32]": header(WEIGHTS, lambda about: about[_NORM].update(shape=[-32])),
+    "a tensor missing": tensors(lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight")),
+    "the embedding missing": tensors(lambda weights: weights.pop(_EMBEDDING)),
+    "all tensors missing": tensors(lambda weights: weights.clear()),
+    "all tensors by other names": tensors(_renamed),
+    "a tensor of another shape": tensors(lambda weights: weights.update({_NORM: weights[_NORM].repeat(2)})),
+    "a tensor turned round": tensors(
+        lambda weights: weights.update({_EMBEDDING: weights[_EMBEDDING].T.contiguous()}),
+    ),
+    "a tensor without a shape": tensors(_scalar),
+    "weights of integers": tensors(_integers),
+    "weights of NaN": tensors(_of_nan),
+    "weights of infinity": tensors(_of_inf),
+    "a heads file for weights": lambda folder: shutil.copy(folder / "heads.safetensors", folder / WEIGHTS),
+    # shards
+    "a shard missing": sharded(gone("model-00002-of-00002.safetensors")),
+    "an empty shard": sharded(content("model-00002-of-00002.safetensors", b"")),
+    "a shard cut short": sharded(cut("model-00002-of-00002.safetensors", -8)),
+    "an index that is no JSON": sharded(content(INDEX, b"{")),
+    "an index that is a list": sharded(content(INDEX, b"[]")),
+    "an index without a map": sharded(content(INDEX, b'{"metadata": {}}')),
+    "an index without metadata": sharded(edit_json(INDEX, lambda index: index.pop("metadata"))),
+    "an index whose map is a list": sharded(content(INDEX, b'{"metadata": {}, "weight_map": [1]}')),
+    "an index with an empty map": sharded(content(INDEX, b'{"metadata": {}, "weight_map": {}}')),
+    "an index nested deeply": sharded(content(INDEX, _DEEP)),
+    "an index that names no shard": sharded(place(_NORM, "model-00003-of-00002.safetensors")),
+    "an index that names ../../x": sharded(place(_NORM, "../../x.safetensors")),
+    "an index that names /etc/passwd": sharded(place(_NORM, "/etc/passwd")),
+    "an index that names a number": sharded(place(_NORM, 7)),
+    "an index that names a pickle": sharded(place(_NORM, "pytorch_model.bin"), content("pytorch_model.bin", b"x")),
+    "an index that names a folder above that is there": sharded(
+        lambda folder: (folder / "model-00001-of-00002.safetensors").rename(folder.parent / "x.safetensors"),
+        edit_json(
+            INDEX,
+            lambda index: index.update(
+                weight_map={
+                    name: "../x.safetensors" if shard.startswith("model-00001") else shard
+                    for name, shard in index["weight_map"].items()
+                }
+            ),
+        ),
+    ),
+    "an index that is a pipe": sharded(gone(INDEX), lambda folder: os.mkfifo(folder / INDEX)),
+    "a shard that is a pipe": sharded(
+        gone("model-00002-of-00002.safetensors"), lambda folder: os.mkfifo(folder / "model-00002-of-00002.safetensors")
+    ),
+    # code
+    "pickled weights only": _pickled,
+    "pickled shards only": _pickled_shards,
+    "a pickle that is called safetensors": _pickle_named_safetensors,
+    "code for an unknown model": _code(auto_map=_AUTO, model_type="x"),
+    "code and no model_type": lambda folder: [_code(auto_map=_AUTO)(folder), without("model_type")(folder)],
+    "code from elsewhere": _code(auto_map={"AutoConfig": "nobody/code--configuration_x.X"}, model_type="x"),
+    "auto_map as a string": _code(auto_map="configuration_x.X", model_type="x"),
+    "code for the tokenizer": lambda folder: [
+        _code()(folder),
+        gone("tokenizer.json")(folder),
+        edit_json(
+            "tokenizer_config.json",
+            lambda content: content.update(
+                auto_map={"AutoTokenizer": ["tokenization_x.X", "tokenization_x.X"]}, tokenizer_class="X"
+            ),
+        )(folder),
+    ],
+    # tokenizer
+    "tokenizer.json that is no JSON": content("tokenizer.json", b"{"),
+    "tokenizer.json that is a list": content("tokenizer.json", b"[]"),
+    "tokenizer.json that is {}": content("tokenizer.json", b"{}"),
+    "tokenizer.json nested deeply": content("tokenizer.json", _DEEP),
+    "tokenizer.json without a model": edit_json("tokenizer.json", lambda content: content.pop("model")),
+    "tokenizer.json of no kind": edit_json("tokenizer.json", lambda content: content["model"].update(type="Nope")),
+    "tokenizer.json with a vocabulary of numbers": edit_json(
+        "tokenizer.json", lambda content: content["model"].update(vocab=[1, 2])
+    ),
+    "tokenizer.json with ids that are words": edit_json(
+        "tokenizer.json", lambda content: content["model"]["vocab"].update(a="x")
+    ),
+    "tokenizer.json with ids below 0": edit_json(
+        "tokenizer.json", lambda content: content["model"]["vocab"].update(a=-1)
+    ),
+    "tokenizer.json with merges of nothing": edit_json(
+        "tokenizer.json", lambda content: content["model"].update(merges=[["zzz", "qqq"]])
+    ),
+    "tokenizer.json with ids beyond the vocabulary": edit_json("tokenizer.json", _more_ids),
+    "tokenizer_config.json that is no JSON": content("tokenizer_config.json", b"{"),
+    "tokenizer_config.json that is a list": content("tokenizer_config.json", b"[]"),
+    "an adapter": content("adapter_config.json", b'{"base_model_name_or_path": "nobody/nothing"}'),
+    "an adapter alone": lambda folder: [
+        gone("config.json")(folder),
+        content("adapter_config.json", b'{"base_model_name_or_path": "nobody/nothing"}')(folder),
+    ],
+}
+
+# those that have to do with other commands, too
+_EVERYWHERE = ("no config.json", "no weights", "config.json that is no JSON", "a shard missing", "pickled weights only")
+_FORECAST = (
+    "no config.json",
+    "config.json that is a list",
+    "hidden_size 0",
+    "num_hidden_layers 10^9",
+    "dtype 'float99'",
+)
+
+
+def _case(command: str, name: str) -> Case:
+    def words(world: World) -> list[object]:
+        folder = world.here / "model"
+        shutil.copytree(world.model, folder)
+        CHANGES[name](folder)
+        if command == "generate":
+            return generate(world, "--model", folder)
+        if command == "verify":
+            return ["verify", world.run, "--model", folder]
+        if command == "roofline":
+            return ["roofline", "--bandwidth", 100, "--flops", 10, "--len", 100, "--prefill", 8, "--model", folder]
+        if command == "compare":
+            return ["compare", "--prompt", world.prompt, "--len", 4, "--model", folder]
+        base = ["bench", "--prompts", world.prompt, "--prefill", 8, "--lens", 4, "--out", "new/run"]
+        return [*base, "--model", folder]
+
+    option = "--prompt" if "ids beyond" in name else "--model"
+    return Case(f"{command}, a model with {name}", words, option)
+
+
+def _escapes(world: World) -> list[object]:
+    folder = world.here / "red\x1b[31m\u202e\nnew line\x9b"
+    shutil.copytree(world.model, folder)
+    (folder / "config.json").unlink()
+    return generate(world, "--model", folder)
+
+
+def _file(world: World) -> list[object]:
+    return generate(world, "--model", world.model / "config.json")
+
+
+MODELS: tuple[Case, ...] = (
+    *(_case("generate", name) for name in CHANGES),
+    *(_case(command, name) for command in ("compare", "bench", "verify") for name in _EVERYWHERE),
+    *(_case("roofline", name) for name in _FORECAST),
+    Case("generate, a model in a folder with escapes in its name", _escapes, "--model"),
+    Case("generate, a model that is a file", _file, "--model"),
+)

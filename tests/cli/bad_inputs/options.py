@@ -1,0 +1,284 @@
+"""Options: wrong types, out of range, empty, huge, negative, no numbers; and those that do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tests.cli.bad_inputs.case import Case, World, generate
+
+Words = Callable[[World], Sequence[object]]
+
+
+def _compare(world: World, *words: object) -> list[object]:
+    return ["compare", "--model", world.model, "--prompt", world.prompt, "--len", 4, *words]
+
+
+def _bench(world: World, *words: object) -> list[object]:
+    base = ["bench", "--model", world.model, "--prompts", world.prompt, "--prefill", 8, "--lens", "4,8", "--no-plots"]
+    return [*base, "--warmup", 0, "--out", "new/run", *words]
+
+
+def _roofline(world: World, *words: object) -> list[object]:
+    return ["roofline", "--model", world.model, "--bandwidth", 100, "--flops", 10, "--len", 100, "--prefill", 8, *words]
+
+
+def _tokens(world: World, *words: object) -> list[object]:
+    return ["verify", "--tokens", world.run / "tokens.u32", "--prompt", world.prompt, "--model", world.model, *words]
+
+
+def _run(world: World, *words: object) -> list[object]:
+    return ["verify", world.run, *words]
+
+
+def _bare(world: World, *words: object) -> list[object]:
+    return list(words)
+
+
+COMMANDS: dict[str, Callable[..., list[object]]] = {
+    "generate": generate,
+    "compare": _compare,
+    "bench": _bench,
+    "roofline": _roofline,
+    "verify --tokens": _tokens,
+    "verify RUN": _run,
+    "tswift": _bare,
+}
+
+_NO_INTEGER = ("", "abc", "1.5", "1e3", "nan", "0x10")
+_NO_NUMBER = ("", "abc", "nan")
+_HUGE = "1" + "0" * 40
+
+# by command and option: values, each of them bad alone
+VALUES: dict[str, dict[str, Sequence[str]]] = {
+    "generate": {
+        "--len": (*_NO_INTEGER, "0", "-1", _HUGE, "9" * 5000),
+        "--prefill": ("", "abc", "0", "-1", _HUGE),
+        "--seed": ("", "abc", "1.5", "inf"),
+        "--temperature": (*_NO_NUMBER, "-1", "-1e-9", "inf", "1e400"),
+        "--top-k": ("", "abc", "2.5", "-1"),
+        "--top-p": (*_NO_NUMBER, "0", "-0.1", "1.0001", "inf"),
+        "--min-p": (*_NO_NUMBER, "-0.1", "1.0001", "-inf"),
+        "--eta": (*_NO_NUMBER, "-0.1", "1", "inf"),
+        "--penalty": (*_NO_NUMBER, "0", "0.999", "-1", "inf"),
+        "--window": ("", "abc", "1.5", "-1", "1099511627777", _HUGE),
+        "--tree": ("", ",", "1,,2", "1,", "abc", "1.5", "0", "1,0", "-1", "1 2", "200,200", _HUGE, "1,2,2,2,2"),
+        "--gamma": ("", "abc", "-1", "4", _HUGE),
+        "--nodes": ("", "abc", "1", "0", "-5", _HUGE),
+        "--ngrams": ("", "abc", "-1"),
+        "--budget": ("", "abc", "63", "0", "-1", _HUGE),
+        "--sinks": ("", "abc", "-1", "1025", _HUGE),
+        "--method": ("", "nope", "AR", "ar,reuse", "../ar"),
+        "--model": (
+            "",
+            " ",
+            ".",
+            "..",
+            "nope/",
+            "a/b/c",
+            "/nowhere",
+            "~nobody/x",
+            "x" * 5000,
+            "C:\\x",
+            "https://x.y/z",
+        ),
+        "--device": ("", "tpu", "cuda:x", "cuda:-1", "cuda:99", "meta", "cpu:x", "cpu:7", "gpu"),
+        "--dtype": ("", "int8", "FLOAT32", "float8_e4m3fn", "torch.float32", "16"),
+        "--attention": ("", "eager", "SDPA", "flash_attention_2", "kernels-community/flash"),
+        "--heads": ("", "nope", "/nowhere", "x" * 5000),
+    },
+    "compare": {
+        "--len": ("abc", "0", "-1", _HUGE),
+        "--prefill": ("abc", "0", _HUGE),
+        "--methods": ("", ",", "nope", "ar,ar", "medusa,,ar", "medusa medusa"),
+        "--tree": ("", "abc", "ar=1,2", "nope=1,2", "reuse=1", "medusa=", "=1,2", "=", "medusa=1=2", "0"),
+        "--min-p": ("2",),
+        "--nodes": ("1", _HUGE),
+        "--budget": ("1", _HUGE),
+        "--heads": ("nope",),
+        "--model": ("shape:nope", "shape:", "shape:llama3.1-8b", "/nowhere"),
+        "--dtype": ("nope",),
+        "--device": ("nope",),
+        "--attention": ("nope",),
+    },
+    "bench": {
+        "--prefill": ("abc", "0", "1", "-1", _HUGE),
+        "--lens": ("", ",", "abc", "0", "-1", "4,4", "1.5", "4,", _HUGE),
+        "--seeds": ("", "abc", "1,1", "1.5"),
+        "--methods": ("", "nope", "ar,ar"),
+        "--repeats": ("abc", "0", "-1"),
+        "--warmup": ("abc", "-1", _HUGE, "5000"),
+        "--ar": ("", "nope", "FULL"),
+        "--simulate-alpha": (*_NO_NUMBER, "0", "-1", "1.1", "inf"),
+        "--prompts": ("", "/nowhere", "pg19:", "pg19:0", "pg19:x", "pg19:-1", "pg19:²"),
+        "--model": ("shape:nope", "shape:../x", "/nowhere"),
+        "--tree": ("nope=1", "abc"),
+        "--nodes": ("1", _HUGE),
+        "--top-p": ("0",),
+    },
+    "roofline": {
+        "--model": ("shape:nope", "/nowhere", "nope/", ""),
+        "--dtype": ("nope", "int8"),
+        "--context": ("", "abc", "0", "-1", "99999999", _HUGE),
+        "--nodes": ("", "abc", "0", "-1", _HUGE),
+        "--prefill": ("abc", "0", "-1"),
+        "--len": ("abc", "0", "-1", _HUGE),
+        "--alpha": (*_NO_NUMBER, "-0.1", "1.1", "inf"),
+        "--bandwidth": (*_NO_NUMBER, "0", "-1", "inf", "1e308"),
+        "--flops": (*_NO_NUMBER, "0", "-1", "inf", "1e308"),
+    },
+    "verify --tokens": {
+        "--seed": ("", "abc", "1.5"),
+        "--prefill": ("abc", "0", "-1", _HUGE),
+        "--min-p": ("2", "nan"),
+        "--temperature": ("-1", "inf"),
+        "--model": ("/nowhere", "shape:llama3.1-8b", ""),
+        "--device": ("nope",),
+        "--dtype": ("nope",),
+    },
+    "verify RUN": {
+        "--model": ("/nowhere", "shape:nope", ""),
+        "--device": ("nope", "cuda:x"),
+        "--dtype": ("nope", ""),
+    },
+}
+
+# the option or word that the line has to say, by command line
+TOGETHER: dict[str, dict[str, str]] = {
+    "generate": {
+        "--tree 1,2 --gamma 2": "--gamma",
+        "--method ar --tree 1,2": "--tree",
+        "--method ar --gamma 2": "--gamma",
+        "--method ar --heads chained": "--heads",
+        "--method ar --nodes 8": "--nodes",
+        "--method ar --ngrams 8": "--ngrams",
+        "--method ar --budget 64": "--budget",
+        "--method ar --sinks 4": "--sinks",
+        "--method ar --reuse-recent": "--reuse-recent",
+        "--method ar --no-shared-noise": "--shared-noise",
+        "--method medusa --budget 512": "--budget",
+        "--method medusa --sinks 4": "--sinks",
+        "--method medusa --ngrams 3": "--ngrams",
+        "--method medusa --no-reuse-recent": "--reuse-recent",
+        "--method medusa --gamma 0": "--gamma",
+        "--method medusa --tree 1,1,1,1": "--tree",
+        "--method reuse --tree 3,3": "--tree",
+        "--method reuse --gamma 1": "--gamma",
+        "--method reuse --shared-noise": "--shared-noise",
+        "--method reuse --heads chained": "--heads",
+        "--method reuse --budget 64": "--budget",
+        "--method reuse --ngrams 0": "--ngrams",
+        "--budget 64 --sinks 17": "--sinks",
+        "--attention flash --dtype bfloat16": "--attention",
+        "--attention flash": "--attention",
+        "--attention triton --dtype float64": "--attention",
+        "--heads conditioned": "--heads",
+        "--len 4090": "--len",
+        "--nope": "--nope",
+        "--len": "--len",
+        "stray": "stray",
+        "--quiet=1": "--quiet",
+        "--verify=no": "--verify",
+        "--stop-at-eos 1": "1",
+        "--shared-noise --nope": "--nope",
+        "-x": "-x",
+    },
+    "compare": {
+        "--tree 1,2 --tree 1,3": "--tree",
+        "--tree medusa=1 --tree medusa=2": "--tree",
+        "--methods ar --tree 1,2": "--tree",
+        "--methods ar --nodes 8": "--nodes",
+        "--methods ar,reuse --shared-noise": "--shared-noise",
+        "--methods ar,medusa --budget 64": "--budget",
+        "--methods reuse --ngrams 0": "--ngrams",
+        "--prefill 4 --len 4093": "--len",
+        "--gamma 2": "--gamma",
+        "--json": "--json",
+        "--out x": "--out",
+    },
+    "bench": {
+        "--prefill 8 --prefill 8": "--prefill",
+        "--ar sampled --methods ar": "--ar",
+        "--against BENCH": "--against",
+        "--fail-on alpha": "--against",
+        "--force": "--force",
+        "--against BENCH --fail-on nope:1%": "--fail-on",
+        "--against BENCH --fail-on speedup": "--fail-on",
+        "--against BENCH --fail-on alpha:": "--fail-on",
+        "--against BENCH --fail-on alpha:x": "--fail-on",
+        "--against BENCH --fail-on alpha:-1": "--fail-on",
+        "--against BENCH --fail-on alpha:nan": "--fail-on",
+        "--against BENCH --fail-on alpha:1e999": "--fail-on",
+        "--against BENCH --fail-on alpha:200%": "--fail-on",
+        "--against BENCH --fail-on alpha:9": "--fail-on",
+        "--against BENCH --fail-on ": "--fail-on",
+        "--against BENCH --fail-on speedup:10%": "--repeats",
+        "--against BENCH --fail-on alpha --seeds 3": "--against",
+        "--simulate-alpha 0.5 --methods ar": "--simulate-alpha",
+        "--prompts PROMPT --prompts PROMPT": "--prompts",
+        "--lens 4090 --warmup 0": "--lens",
+        "--len 4": "--len",
+    },
+    "roofline": {
+        "--device h200": "--bandwidth",
+        "--depth 3": "--depth",
+        "--budget 64": "--budget",
+        "--alpha 0.5 --depth 0": "--depth",
+        "--alpha 0.5 --budget 0": "--budget",
+        "--alpha 0.5 --depth x": "--depth",
+        "--context 1,,2": "--context",
+        "--len 4090": "--len",
+    },
+    "verify --tokens": {
+        "RUN": "--tokens",
+        "--len 3": "--len",
+        "--prompt /nowhere": "--prompt",
+    },
+    "verify RUN": {
+        "--seed 3": "--seed",
+        "--prompt x": "--prompt",
+        "--prefill 3": "--prefill",
+        "--top-p 0.5": "--top-p",
+        "--stop-at-eos": "--stop-at-eos",
+        "RUN": "",
+        "--attention sdpa": "--attention",
+    },
+    "tswift": {
+        "nope": "nope",
+        "--nope": "--nope",
+        "Generate": "Generate",
+        "--version=3": "--version",
+        "verify": "--tokens",
+        "verify /nowhere": "/nowhere",
+        "verify PROMPT": "PROMPT",
+        "verify --seed 3": "--tokens",
+        "roofline --device nope --dtype bfloat16": "--device",
+        "roofline --device h200 --dtype float32": "--dtype",
+        "roofline --device cuda:x": "--device",
+        "roofline --bandwidth 100": "--bandwidth",
+        "roofline --flops 100": "--bandwidth",
+    },
+}
+
+
+def _given(command: str, option: str, value: str) -> Case:
+    shown = value if len(value) < 50 else f"{value[:12]}... ({len(value):,} characters)"
+    return Case(f"{command} {option} {shown!r}", lambda world: COMMANDS[command](world, option, value), option)
+
+
+def _together(command: str, words: str, says: str) -> Case:
+    def make(world: World) -> list[object]:
+        names = {"BENCH": world.bench, "RUN": world.run, "PROMPT": world.prompt}
+        return COMMANDS[command](world, *(names.get(word, word) for word in words.split(" ")))
+
+    return Case(f"{command} {words}", make, "prompt.txt" if says == "PROMPT" else says)
+
+
+OPTIONS: tuple[Case, ...] = (
+    *(
+        _given(command, option, value)
+        for command, by_option in VALUES.items()
+        for option, values in by_option.items()
+        for value in values
+    ),
+    *(_together(command, words, says) for command, lines in TOGETHER.items() for words, says in lines.items()),
+)

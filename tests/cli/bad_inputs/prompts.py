@@ -1,0 +1,115 @@
+"""Prompts that are none: missing, no text, no file, too long, endless."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cli.bad_inputs.case import Case, World, generate
+
+MANY_GIGABYTES = 1 << 36  # sparse: no block of it is on the disk
+
+
+def sparse(path: Path, size: int = MANY_GIGABYTES) -> Path:
+    """A file that seems large."""
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path
+
+
+def _bytes(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "missing": lambda path: None,
+    "a folder": lambda path: path.mkdir(),
+    "empty": _bytes(b""),
+    "white space": _bytes(b" \n\t\r\n \x0b\x0c"),
+    "white space of Unicode": _bytes("\u2003\u00a0\u3000\u2028".encode()),
+    "a byte order mark alone": _bytes(b"\xef\xbb\xbf"),
+    "NUL bytes": _bytes(b"text\0text"),
+    "NUL bytes alone": _bytes(bytes(64)),
+    "no UTF-8": _bytes(b"The ship \xff\xfe"),
+    "Latin-1": _bytes("façade".encode("latin-1")),
+    "UTF-16": _bytes("The ship".encode("utf-16")),
+    "UTF-8 cut short": _bytes("façade".encode()[:3]),
+    "surrogates in UTF-8": _bytes(b"\xed\xa0\x80"),
+    "overlong UTF-8": _bytes(b"\xc0\xaf"),
+    "a PNG": _bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"),
+    "64 GB of nothing": sparse,
+    "a named pipe": os.mkfifo,
+    "a link to itself": _loop,
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
+    "too long for the model": _bytes(b"The ship had lain three days becalmed. " * 3000),
+}
+DEVICES = ("/dev/zero", "/dev/null", "/dev/urandom", "/dev/full", "/proc/self/mem", "/dev/tty0")
+
+
+def _file(name: str, command: str) -> Case:
+    def words(world: World) -> list[object]:
+        path = world.here / "bad.txt"
+        MAKERS[name](path)
+        if command == "bench":
+            return ["bench", "--model", world.model, "--prompts", path, "--prefill", 8, "--lens", 4, "--out", "new/run"]
+        if command == "verify":
+            return ["verify", "--tokens", world.run / "tokens.u32", "--model", world.model, "--prompt", path]
+        if command == "compare":
+            return ["compare", "--model", world.model, "--prompt", path, "--len", 4]
+        return generate(world, "--prompt", path)
+
+    option = {"bench": "--prompts", "generate": "--len" if name.startswith("too long") else "--prompt"}
+    return Case(f"{command}, a prompt that is {name}", words, option.get(command, "--prompt"))
+
+
+def _device(path: str) -> Case:
+    return Case(f"generate --prompt {path}", lambda world: generate(world, "--prompt", path), "--prompt")
+
+
+def _folder(world: World) -> list[object]:
+    (world.here / "texts").mkdir()
+    (world.here / "texts" / "a.md").write_text("no .txt")
+    return ["bench", "--model", world.model, "--prompts", world.here / "texts", "--lens", 4, "--out", "new/run"]
+
+
+def _folder_with_a_bad_one(world: World) -> list[object]:
+    (world.here / "texts").mkdir()
+    (world.here / "texts" / "a.txt").write_text("fine and long enough for eight tokens, as it seems")
+    (world.here / "texts" / "b.txt").write_bytes(b"\xff")
+    return ["bench", "--model", world.model, "--prompts", world.here / "texts", "--lens", 4, "--out", "new/run"]
+
+
+def _short(world: World) -> list[object]:
+    path = world.here / "short.txt"
+    path.write_text("Hi")
+    return ["bench", "--model", world.model, "--prompts", path, "--lens", 4, "--prefill", 999, "--out", "new/run"]
+
+
+def _named(name: str) -> Case:
+    return Case(f"generate --prompt {name!r}", lambda world: generate(world, "--prompt", name), "--prompt")
+
+
+def _named_badly(world: World) -> list[object]:
+    path = world.here / "red\x1b[31m\u202etxt\r\nnew line\x9b"
+    path.write_bytes(b"\xff")
+    return generate(world, "--prompt", path)
+
+
+PROMPTS: tuple[Case, ...] = (
+    *(_file(name, "generate") for name in MAKERS),
+    *(_file(name, "bench") for name in ("missing", "empty", "no UTF-8", "64 GB of nothing", "a named pipe")),
+    *(_file(name, "verify") for name in ("missing", "a folder", "NUL bytes", "a link to /dev/zero")),
+    *(_file(name, "compare") for name in ("missing", "white space", "64 GB of nothing")),
+    *map(_device, DEVICES),
+    *map(_named, ("", "nowhere\0", "~nobody/x", "x" * 5000, "\x1b[2Jgone", "a/" * 3000, "\udcff", "\u202etxt.exe")),
+    Case("bench --prompts, a folder without texts", _folder, "--prompts"),
+    Case("bench --prompts, a folder with a bad text", _folder_with_a_bad_one, "--prompts"),
+    Case("bench --prompts, fewer tokens than --prefill", _short, "--prefill"),
+    Case("generate --prompt, a name with escapes in it", _named_badly, "--prompt"),
+)

@@ -1,0 +1,192 @@
+"""Run folders and files of tokens, damaged in every way; whatever files a run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.cli.bad_inputs.case import Case, World
+from tests.cli.bad_inputs.models import Change, content, cut
+from tests.cli.bad_inputs.prompts import sparse
+from tswift.jobs.folder import SCHEMA
+
+RECORD = "run.json"
+
+
+def record(change: Callable[[dict[str, Any]], object]) -> Change:
+    """Another record, with the checksum that goes with it, if it has one."""
+
+    def edit(folder: Path) -> None:
+        import tswift.jobs.folder as module
+
+        path = folder / RECORD
+        told = json.loads(path.read_text())
+        change(told)
+        if "checksum" in told and hasattr(module, "checksum"):
+            told["checksum"] = module.checksum(told)
+        path.write_text(json.dumps(told))
+
+    return edit
+
+
+def _in(part: str, **values: object) -> Change:
+    return record(lambda told: told[part].update(values))
+
+
+def _gone(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def _pipe(name: str) -> Change:
+    return lambda folder: [(folder / name).unlink(), os.mkfifo(folder / name)]
+
+
+def _link(name: str, to: str) -> Change:
+    return lambda folder: [(folder / name).unlink(), (folder / name).symlink_to(to)]
+
+
+def _folder(name: str) -> Change:
+    return lambda folder: [(folder / name).unlink(), (folder / name).mkdir()]
+
+
+def _nothing(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+_DEEP = b"[" * 100_000 + b"]" * 100_000
+_READ = (RECORD, "prompt.u32", "tokens.u32")
+
+CHANGES: dict[str, Change] = {
+    "nothing in it": _nothing,
+    **{f"no {name}": _gone(name) for name in _READ},
+    **{f"an empty {name}": content(name, b"") for name in _READ},
+    **{f"a folder for {name}": _folder(name) for name in _READ},
+    **{f"a loop for {name}": _link(name, name) for name in _READ},
+    "a prompt cut within a token": cut("prompt.u32", -1),
+    "a prompt cut by a token": cut("prompt.u32", -4),
+    "another prompt": content("prompt.u32", b"\1\0\0\0" * 9),
+    "tokens that are text": content("tokens.u32", b"\xff" * 40),
+    "a record cut short": cut(RECORD, 200),
+    "a record that is no JSON": content(RECORD, b"{"),
+    "a record that is no UTF-8": content(RECORD, b'{"schema": "\xff"}'),
+    "a record that is a list": content(RECORD, b"[]"),
+    "a record that is null": content(RECORD, b"null"),
+    "a record that is {}": content(RECORD, b"{}"),
+    "a record of schema 0": record(lambda told: told.update(schema=0)),
+    "a record of schema 99": record(lambda told: told.update(schema=99)),
+    "a record of schema null": record(lambda told: told.update(schema=None)),
+    "a record of schema [1]": record(lambda told: told.update(schema=[1])),
+    "a record of a schema with escapes": record(lambda told: told.update(schema="\x1b[31m")),
+    **{
+        f"a record without {part}": record(lambda told, part=part: told.pop(part))
+        for part in ("schema", "sampling", "model", "options", "prompt")
+    },
+    **{
+        f"a record whose {part} is a list": record(lambda told, part=part: told.update({part: [1]}))
+        for part in ("sampling", "model", "options", "prompt")
+    },
+    "temperature 'hot'": _in("sampling", temperature="hot"),
+    "temperature NaN": _in("sampling", temperature=float("nan")),
+    "temperature null": _in("sampling", temperature=None),
+    "top_k 2.5": _in("sampling", top_k=2.5),
+    "top_k '2'": _in("sampling", top_k="2"),
+    "top_p 0": _in("sampling", top_p=0),
+    "min_p 2": _in("sampling", min_p=2),
+    "penalty [1]": _in("sampling", penalty=[1]),
+    "window 1.5": _in("sampling", window=1.5),
+    "window 2^50": _in("sampling", window=1 << 50),
+    "banned 'abc'": _in("sampling", banned="abc"),
+    "banned [1.5]": _in("sampling", banned=[1.5]),
+    "banned ['x']": _in("sampling", banned=["x"]),
+    "banned [-1]": _in("sampling", banned=[-1]),
+    "banned [999999]": _in("sampling", banned=[999_999]),
+    "banned 7": _in("sampling", banned=7),
+    "banned null": _in("sampling", banned=None),
+    "sampling by a word that is none": _in("sampling", hot=1),
+    "seed 'x'": _in("options", seed="x"),
+    "seed null": _in("options", seed=None),
+    "seed [1]": _in("options", seed=[1]),
+    "a model that is not there": _in("model", name="/nowhere"),
+    "a model with a NUL": _in("model", name="a\0b"),
+    "a model of a shape": _in("model", name="shape:llama3.1-8b"),
+    "a model with escapes": _in("model", name="./\x1b[31mred\x07\n"),
+    "device 'nope'": _in("model", device="nope"),
+    "device 5": _in("model", device=5),
+    "device [1]": _in("model", device=[1]),
+    "dtype 'nope'": _in("model", dtype="nope"),
+    "dtype ['x']": _in("model", dtype=["x"]),
+    "dtype 7": _in("model", dtype=7),
+    "attention 'nope'": _in("model", attention="nope"),
+    "attention ['x']": _in("model", attention=["x"]),
+    "a prompt of another hash": _in("prompt", sha256="0" * 64),
+    "a hash that is null": _in("prompt", sha256=None),
+}
+
+# what the reader of schema 1 does not catch
+if SCHEMA > 1:
+    CHANGES |= {
+        "a model that is a number": _in("model", name=7),
+        "a model that is null": _in("model", name=None),
+        "a record nested deeply": content(RECORD, _DEEP),
+        **{f"a pipe for {name}": _pipe(name) for name in _READ},
+        **{f"/dev/zero for {name}": _link(name, "/dev/zero") for name in _READ},
+        f"64 GB of {RECORD}": lambda folder: sparse(folder / RECORD),
+        "64 GB of prompt.u32": lambda folder: sparse(folder / "prompt.u32"),
+        "64 GB of tokens.u32": lambda folder: sparse(folder / "tokens.u32"),
+    }
+
+_TOKENS: dict[str, Callable[[Path], object]] = {
+    "missing": lambda path: None,
+    "a folder": lambda path: path.mkdir(),
+    "empty": lambda path: path.write_bytes(b""),
+    "7 bytes": lambda path: path.write_bytes(b"1234567"),
+    "text": lambda path: path.write_bytes(b"The ship had lain three days"),
+    "ids beyond the vocabulary": lambda path: path.write_bytes(b"\1\0\0\0\xff\xff\xff\xff"),
+    "more than the positions": lambda path: path.write_bytes(b"\1\0\0\0" * 5000),
+    "a link to itself": lambda path: path.symlink_to(path),
+}
+
+if SCHEMA > 1:
+    _TOKENS |= {
+        "64 GB": sparse,
+        "a pipe": os.mkfifo,
+        "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
+    }
+
+
+def _case(name: str) -> Case:
+    def words(world: World) -> list[object]:
+        folder = world.here / "run"
+        shutil.copytree(world.run, folder)
+        CHANGES[name](folder)
+        return ["verify", folder]
+
+    return Case(f"verify, a run with {name}", words, "")
+
+
+def _tokens(name: str) -> Case:
+    def words(world: World) -> list[object]:
+        path = world.here / "some.u32"
+        _TOKENS[name](path)
+        return ["verify", "--tokens", path, "--prompt", world.prompt, "--model", world.model]
+
+    return Case(f"verify --tokens, a file that is {name}", words, "--tokens")
+
+
+def _named(name: str) -> Iterator[Case]:
+    yield Case(f"verify {name[:20]!r}", lambda world: ["verify", name], "")
+    yield Case(f"verify --tokens {name[:20]!r}", lambda world: ["verify", "--tokens", name], "--tokens")
+
+
+_NAMES = ("\x1b[2Jgone", "/dev/null", *(("nowhere\0", "x" * 5000, "/dev/zero") if SCHEMA > 1 else ()))
+
+RUNS: tuple[Case, ...] = (
+    *map(_case, CHANGES),
+    *map(_tokens, _TOKENS),
+    *(case for name in _NAMES for case in _named(name)),
+)

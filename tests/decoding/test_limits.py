@@ -1,0 +1,104 @@
+"""What a decode needs, told before anything is loaded and again when it is; what is refused, and as whose fault."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tswift.decoding import limits
+from tswift.decoding.generation import begin
+from tswift.decoding.limits import check_ahead
+from tswift.drafting.methods import METHODS, DraftOptions
+from tswift.errors import InputError
+from tswift.models.loading import load
+
+
+def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+    monkeypatch.setattr(limits, "available_bytes", lambda device: free)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str, dtype: str) -> None:
+    options = DraftOptions(budget=128, **({"nodes": 5} if method != "ar" else {}))
+    ahead = check_ahead(str(checkpoint), 3, 50, method, options, dtype=dtype)
+    model = load(str(checkpoint), dtype=dtype)
+    need = begin(model, [1, 2, 3], 50, method=method, options=options).need
+    assert (ahead.positions, ahead.full_bytes, ahead.partial_bytes) == (53, need.full_bytes, need.partial_bytes)
+    assert ahead.logits_bytes == need.logits_bytes == 3 * (options.nodes or 1) * 320 * 8
+    assert (need.weight_bytes, need.heads_bytes) == (0, 0)  # they are there
+    assert ahead.weight_bytes == sum(weight.nbytes for weight in model.target.model.parameters())
+    assert ahead.total_bytes == need.total_bytes + ahead.weight_bytes + ahead.heads_bytes
+
+
+def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options = str(checkpoint), DraftOptions(budget=1000)
+    need = check_ahead(model, 3, 2000, "tokenswift", options)
+    memory(monkeypatch, need.total_bytes)
+    assert check_ahead(model, 3, 2000, "tokenswift", options) == need
+    memory(monkeypatch, None)
+    assert check_ahead(model, 3, 2000, "tokenswift", options) == need
+    memory(monkeypatch, need.total_bytes - 1)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(InputError) as caught:
+        check_ahead(model, 3, 2000, "tokenswift", options)
+    assert str(caught.value) == (
+        "--len: weights 0.2 MB + heads 0.0 MB + KV 0.5 MB + drafting KV 0.3 MB + logits 0.1 MB = 1.0 MB, "
+        "cpu has 1.0 MB free"
+    )
+    memory(monkeypatch, need.weight_bytes)
+    with pytest.raises(InputError, match=r"^--model: weights 0.2 MB \+ heads "):  # no text is short enough
+        check_ahead(model, 3, 2000, "tokenswift", options)
+
+
+def test_weights_count_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(str(checkpoint))
+    need = begin(model, [1, 2, 3], 50, method="ar").need
+    memory(monkeypatch, need.total_bytes)
+    begin(model, [1, 2, 3], 50, method="ar")
+    memory(monkeypatch, need.total_bytes - 1)
+    with pytest.raises(InputError, match=r"^--len: KV 0.0 MB \+ logits 0.0 MB = 0.0 MB, cpu has 0.0 MB free$"):
+        begin(model, [1, 2, 3], 50, method="ar")
+
+
+def test_too_few_positions(checkpoint: Path) -> None:
+    check_ahead(str(checkpoint), 96, 4000, "ar", DraftOptions())
+    with pytest.raises(InputError) as caught:
+        check_ahead(str(checkpoint), 97, 4000, "ar", DraftOptions())
+    assert str(caught.value) == (
+        "--len: at least 97 prompt tokens and 4,000 new ones need 4,097 positions, the model has 4,096"
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "more", "message"),
+    [
+        ("medusa", DraftOptions(tree=(2, 2, 2, 2)), {}, "--tree: medusa can draft 3 levels with these heads, got 4"),
+        ("medusa", DraftOptions(), {"gamma": 4}, "--gamma: must be between 1 and 3 for medusa, got 4"),
+        ("tokenswift", DraftOptions(), {"gamma": 4}, "--gamma: must be between 0 and 3 for tokenswift, got 4"),
+        ("reuse", DraftOptions(ngrams=0), {}, "--ngrams: must be at least 1 for reuse"),
+        ("ar", DraftOptions(), {"device": "tpu"}, "--device: no device 'tpu'"),
+        ("ar", DraftOptions(), {"dtype": "int8"}, "--dtype: no dtype 'int8'"),
+        ("ar", DraftOptions(), {"attention": "eager"}, "--attention: no attention 'eager'"),
+        ("medusa", DraftOptions(), {"heads": "/nowhere"}, "--heads: there is no file /nowhere"),
+        ("none", DraftOptions(), {}, "--method: no method 'none'"),
+    ],
+)
+def test_options_that_do_not_fit(
+    checkpoint: Path, method: str, options: DraftOptions, more: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        check_ahead(str(checkpoint), 1, 1, method, options, **more)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(message)
+
+
+def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "m")
+    (model / "heads.safetensors").unlink()
+    check_ahead(str(model), 1, 1, "reuse", DraftOptions())
+    for more in ({}, {"gamma": 2}):
+        with pytest.raises(InputError, match=r"^--method: medusa drafts with heads and the model has none"):
+            check_ahead(str(model), 1, 1, "medusa", DraftOptions(), **more)
