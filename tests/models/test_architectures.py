@@ -32,7 +32,7 @@ TEXTS = [
     "gpt-oss (windows, sinks)",
     "Granite",
 ]
-LENGTHS = {"ar": 100, "tokenswift": 100, "medusa": 30, "reuse": 30}
+LENGTHS = {"ar": 100, "tokenswift": 100, "medusa": 20, "reuse": 20}
 SERVED = [name for name, each in ARCHITECTURES.items() if not each.refused]
 # eager attention, which alone knows soft caps and sinks, takes its softmax in float32, and Gemma its norms
 NEAR = 1e-4
