@@ -1,4 +1,4 @@
-"""A reader of stdout that goes away is no violation."""
+"""What goes to a terminal is not obeyed by it; a reader of stdout that goes away is no violation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,49 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tswift.cli.codes import CLOSED_PIPE
+from tswift.cli.streams import one_line, visible
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("a name, größer: 名前 ± 1", "a name, größer: 名前 ± 1"),
+        ("\x1b[31mred\x07", r"\x1b[31mred\x07"),
+        ("\x9b2J", r"\x9b2J"),
+        ("a\r\nb\tc", r"a\r\nb\tc"),
+        ("\u202egnp.exe", r"\u202egnp.exe"),
+        ("half \udcff", r"half \udcff"),
+        ("a\0b", r"a\x00b"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_shown(text, seen):
+    assert visible(text) == seen
+    assert visible(seen) == seen
+
+
+def test_a_message_is_one_line_of_words_none_of_them_endless():
+    assert one_line(" a\n\tb\x1b  c\u2028d ") == r"a b\x1b c d"
+    line = one_line(f"there is no file {'x' * 5000}")
+    assert line == f"there is no file {'x' * 120}...{'x' * 120}"
+
+
+def test_names_in_tables_and_lines_are_not_obeyed(tswift, checkpoint, prompt, tmp_path):
+    """The escapes of a model's name reach neither the lines on stderr nor the table on stdout."""
+    model = tmp_path / "red\x1b[31m"
+    model.symlink_to(checkpoint)
+    words = ["--model", model, "--prompt", prompt, "--len", 3]
+    result = tswift("compare", *words, "--methods", "ar")
+    assert result.code == 0
+    assert r"red\x1b[31m" in result.err
+    made = tswift("generate", *words, "--method", "ar", "--out", tmp_path / "run\x1b[0m")
+    assert made.code == 0
+    table = tswift("roofline", "--model", model, "--bandwidth", 1, "--flops", 1, "--len", 9, "--prefill", 9)
+    assert r"red\x1b[31m" in table.out.decode()
+    for said in (result.err, made.err, table.out.decode(), result.out.decode()):
+        assert "\x1b" not in said
 
 
 def test_a_closed_pipe_has_its_own_exit_code(checkpoint, prompt):

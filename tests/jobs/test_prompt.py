@@ -1,11 +1,22 @@
-"""Which tokens of a prompt are used."""
+"""What a prompt is read from, which of its tokens are used, and which of them it only spells out."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from tswift.errors import InputError
-from tswift.jobs.prompt import read_prompt, take
+from tswift.jobs import prompt as module
+from tswift.jobs.prompt import read_prompt, special_tokens_in, take
+from tswift.models.dummy import StandInTokenizer
 
 
 def test_take() -> None:
@@ -19,3 +30,71 @@ def test_take() -> None:
 
 def test_the_bundled_prompt_is_long() -> None:
     assert len(read_prompt(None).split()) >= 6500
+
+
+def test_a_prompt_as_large_as_it_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 10)
+    path = tmp_path / "prompt.txt"
+    path.write_text("0123456789")
+    assert read_prompt(str(path)) == "0123456789"
+    path.write_text("0123456789a")
+    with pytest.raises(InputError, match=r"--prompt: .*prompt.txt is too large, more than 10 bytes are not read"):
+        read_prompt(str(path))
+
+
+def test_standard_input_is_read_no_further_than_a_prompt_may_be_long() -> None:
+    code = "from tswift.jobs.prompt import read_prompt; import tswift.jobs.prompt as p; p.MOST_BYTES = 1000\n"
+    code += "try: read_prompt('-')\nexcept ValueError as error: print(error)"
+    with open("/dev/zero", "rb") as endless:
+        done = subprocess.run([sys.executable, "-c", code], stdin=endless, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "--prompt: standard input is too large, more than 1,000 bytes are not read\n", done.stderr
+
+
+def test_what_a_shell_pipes_in_by_name() -> None:
+    reading, writing = os.pipe()  # as for <(command)
+    os.write(writing, b"The ship")
+    os.close(writing)
+    assert read_prompt(f"/dev/fd/{reading}") == "The ship"
+    os.close(reading)
+
+
+@pytest.fixture
+def tokenizer(checkpoint: Path) -> Any:
+    """One that puts <s> before a text, and knows a tool's token that is not special."""
+    loaded = AutoTokenizer.from_pretrained(checkpoint)
+    loaded.add_special_tokens({"additional_special_tokens": ["<s>", "</s>"]})
+    loaded.add_tokens([AddedToken("<tool>", special=False)])
+    first = loaded.convert_tokens_to_ids("<s>")
+    loaded.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
+    assert loaded("The ship")["input_ids"][0] == first
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled"),
+    [
+        ("The ship", ()),
+        ("The <ship> </S> s> < /s>", ()),
+        ("a <tool> b", ()),
+        ("a </s> b", ("</s>",)),
+        ("<s>a", ("<s>",)),
+        ("x<|endoftext|>y</s></s>z<|endoftext|>", ("<|endoftext|>", "</s>")),
+    ],
+)
+def test_special_tokens_that_a_text_spells_out(tokenizer: Any, text: str, spelled: tuple[str, ...]) -> None:
+    assert special_tokens_in(tokenizer, text) == spelled
+
+
+def test_special_tokens_behind_what_is_used(tokenizer: Any) -> None:
+    ids = tokenizer("The ship</s>")["input_ids"]
+    assert special_tokens_in(tokenizer, "The ship</s>", len(ids)) == ("</s>",)
+    assert special_tokens_in(tokenizer, "The ship</s>", len(ids) - 1) == ()
+
+
+def test_special_tokens_that_are_taken_literally(tokenizer: Any) -> None:
+    tokenizer.split_special_tokens = True
+    assert special_tokens_in(tokenizer, "a </s> b") == ()
+
+
+def test_a_stand_in_has_no_special_tokens() -> None:
+    assert special_tokens_in(StandInTokenizer(), "a </s> b") == ()

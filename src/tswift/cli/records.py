@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +30,9 @@ class Record:
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Write it, whole or not at all."""
-        text = json.dumps({"schema": SCHEMA, **content}, indent=2, ensure_ascii=False, default=_plain) + "\n"
+        ascii_only = self.path is None and codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
+        told = {"schema": SCHEMA, **content}
+        text = json.dumps(told, indent=2, ensure_ascii=ascii_only, default=_plain) + "\n"
         if self.path is None:
             write_stdout(text)
             return

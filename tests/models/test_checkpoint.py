@@ -1,0 +1,127 @@
+"""A model's folder is looked at before it is read: what is let through. ``tests/cli/bad_inputs`` has what is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from tests.cli.bad_inputs.models import config, edit_json, sharded
+from tests.cli.bad_inputs.prompts import sparse
+from tswift.errors import InputError
+from tswift.models import checkpoint as module
+from tswift.models.checkpoint import refuse_broken, refuse_misfit, refuse_numbers, stored_tensors
+from tswift.models.loading import load
+
+
+@pytest.fixture
+def folder(checkpoint: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(checkpoint, tmp_path / "m")
+
+
+def _logits(model: Path) -> torch.Tensor:
+    target = load(str(model), dtype="float64").target
+    with torch.inference_mode():
+        return target.embed(3) @ target.model.get_output_embeddings().weight.T
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        sharded(),
+        config(dtype="bfloat16"),
+        config(torch_dtype="torch.float16"),
+        config(head_dim=None, unknown=[1, {"a": 2}]),
+        config(eos_token_id=[0, 3]),
+        # whatever attention a file asks for, ours is used: nothing is fetched, and no code of anybody's run
+        config(attn_implementation="nobody/kernels", _attn_implementation="nobody/kernels"),
+        config(attn_implementation="flash_attention_2"),
+        lambda folder: (folder / "generation_config.json").unlink(),
+        lambda folder: (folder / "pytorch_model.bin").write_bytes(b"not looked at"),
+        lambda folder: (folder / "README.md").symlink_to("nowhere"),
+        lambda folder: (folder / "original").mkdir(),
+        lambda folder: sparse(folder / "consolidated.00.pth"),
+        lambda folder: [
+            (folder / "model.safetensors").rename(folder / "blob"),
+            (folder / "model.safetensors").symlink_to("blob"),  # as in the hub's cache
+        ],
+    ],
+)
+def test_what_is_fine(folder: Path, checkpoint: Path, change: Callable[[Path], object]) -> None:
+    change(folder)
+    assert torch.equal(_logits(folder), _logits(checkpoint))
+
+
+def test_what_is_stored(folder: Path) -> None:
+    whole = stored_tensors(folder)
+    weights = load_file(folder / "model.safetensors")
+    assert {name: each.shape for name, each in whole.items()} == {name: tuple(w.shape) for name, w in weights.items()}
+    assert {each.dtype for each in whole.values()} == {"F32"}
+    sharded()(folder)
+    assert stored_tensors(folder) == whole
+
+
+def test_a_tied_head_need_not_be_stored(tmp_path: Path) -> None:
+    tied = LlamaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8)
+    tied.tie_word_embeddings = True
+    LlamaForCausalLM(tied).save_pretrained(tmp_path)
+    tensors = stored_tensors(tmp_path)
+    assert "lm_head.weight" not in tensors
+    refuse_misfit(AutoConfig.from_pretrained(tmp_path), tensors, "m")
+
+
+def test_buffers_of_integers_and_other_tensors_are_let_through(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.masked_bias"] = torch.zeros(3, dtype=torch.int64)
+    weights["model.medusa_layers.0.linear.weight"] = torch.zeros(32, 32)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    load(str(folder))
+
+
+def test_far_fewer_weights_than_asked_for_take_no_memory(folder: Path) -> None:
+    config(num_hidden_layers=9, intermediate_size=1 << 20, hidden_size=1 << 20, head_dim=1 << 18)(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({f"other.{name}": weight for name, weight in weights.items()}, folder / "model.safetensors")
+    with pytest.raises(InputError, match=r"--model: .* has 39,072 weights, config.json asks for [0-9,]{17}"):
+        load(str(folder))
+
+
+def test_a_quantised_checkpoint_is_smaller_than_its_model(folder: Path) -> None:
+    config(quantization_config={"quant_method": "nope"})(folder)
+    wanted = AutoConfig.from_pretrained(folder)
+    packed = {"model.embed_tokens.weight": module.Stored("I32", (320, 16))}  # an eighth, and of integers
+    refuse_misfit(wanted, packed, "m")
+    with pytest.raises(InputError, match=r"has 320 weights, config\.json asks for 39,072"):
+        refuse_misfit(wanted, {"x": module.Stored("I32", (320,))}, "m")
+
+
+def test_the_text_model_of_a_composite_is_checked_too() -> None:
+    fine = {"model_type": "gemma3", "text_config": {"hidden_size": 8, "num_attention_heads": 4}}
+    refuse_numbers(fine, "m")
+    fine["text_config"] = {"hidden_size": 0}
+    with pytest.raises(InputError, match="--model: m has hidden_size 0, which is no integer from 1 to "):
+        refuse_numbers(fine, "m")
+
+
+def test_a_number_for_every_layer_is_left_to_the_model() -> None:
+    refuse_numbers({"model_type": "llama", "num_key_value_heads": [1, 2], "intermediate_size": [8, 9]}, "m")
+
+
+def test_only_what_is_opened_is_looked_at(folder: Path) -> None:
+    sparse(folder / "notes.md", 1 << 40)
+    refuse_broken(folder)
+    sparse(folder / "vocab.txt", 1 << 40)
+    with pytest.raises(InputError, match=r"--model: .*vocab.txt is too large, more than 256,000,000 bytes"):
+        refuse_broken(folder)
+
+
+def test_an_index_is_not_read_beside_a_whole_file(folder: Path) -> None:
+    edit_json("model.safetensors.index.json", lambda index: index.update(weight_map={"a": "../x"}))(folder)
+    load(str(folder))
+    assert json.loads((folder / "model.safetensors.index.json").read_text())

@@ -1,0 +1,134 @@
+"""What tells one network from another, and what heads remember of the one they were made for."""
+
+from __future__ import annotations
+
+import shutil
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import make_checkpoint
+from tests.helpers import tiny_llama
+from tswift.errors import InputError
+from tswift.models.fingerprint import fingerprint_in_any_dtype, fingerprint_of
+from tswift.models.heads import ChainedHeads, ConditionedHeads, load_heads
+from tswift.models.loading import load
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+CPU = torch.device("cpu")
+
+
+def test_the_dtype_is_of_no_matter() -> None:
+    network = tiny_llama("gqa", torch.float64)
+    with torch.no_grad():  # what float16 rounds to zero
+        network.lm_head.weight[0] *= 1e-12
+    found = {fingerprint_in_any_dtype(deepcopy(network).to(getattr(torch, dtype))) for dtype in DTYPES}
+    assert len(found) == 1
+    assert len({fingerprint_of(deepcopy(network).to(getattr(torch, dtype))) for dtype in DTYPES}) > 1
+
+
+def test_from_the_file_too(checkpoint: Path) -> None:
+    networks = (AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)) for dtype in DTYPES)
+    assert len({fingerprint_in_any_dtype(network) for network in networks}) == 1
+
+
+@pytest.mark.parametrize("weight", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_another_sign_in_any_weight_is_another_network(weight: str) -> None:
+    network = tiny_llama("gqa", torch.float32)
+    before = fingerprint_in_any_dtype(network)
+    with torch.no_grad():
+        network.get_parameter(weight)[0, 3] *= -1
+    assert fingerprint_in_any_dtype(network) != before
+
+
+def test_another_shape_is_another_network() -> None:
+    kinds = ("mha", "gqa", "mqa")
+    assert len({fingerprint_in_any_dtype(tiny_llama(kind, torch.float32)) for kind in kinds}) == len(kinds)
+
+
+def test_a_step_of_training_is_another_network() -> None:
+    network = tiny_llama("gqa", torch.float32)
+    before = fingerprint_in_any_dtype(network)
+    ids = torch.arange(40).unsqueeze(0)
+    network(ids, labels=ids).loss.backward()
+    torch.optim.AdamW(network.parameters(), lr=1e-2).step()
+    assert fingerprint_in_any_dtype(network) != before
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A model of the same shape as the tiny checkpoint, trained otherwise."""
+    folder = make_checkpoint(tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= -1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("kind", [ChainedHeads, ConditionedHeads])
+def test_heads_remember_their_base_model(checkpoint: Path, other: Path, tmp_path: Path, kind: type) -> None:
+    path = tmp_path / "mine.safetensors"
+    network = load(str(checkpoint), dtype="float32").target.model
+    kind(32, 2).save(path, base=fingerprint_in_any_dtype(network))
+    for dtype in DTYPES[:3]:
+        loaded = load(str(checkpoint), dtype=dtype, heads=path).heads
+        assert loaded is not None
+        assert loaded.base == fingerprint_in_any_dtype(network)
+    with pytest.raises(InputError, match=r"^--heads: .*mine.safetensors was made for another model than ") as caught:
+        load(str(other), heads=path)
+    assert caught.value.option == "--heads"
+
+
+def test_heads_beside_a_model_are_checked_too(checkpoint: Path, other: Path) -> None:
+    network = load(str(checkpoint)).target.model
+    ChainedHeads(32, 2).save(other / "heads.safetensors", base=fingerprint_in_any_dtype(network))
+    with pytest.raises(InputError, match=r"^--heads: .*heads.safetensors was made for another model than "):
+        load(str(other))
+
+
+def test_heads_without_memory_go_with_every_model(checkpoint: Path, other: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.safetensors"
+    ChainedHeads(32, 2).save(path)
+    for model in (checkpoint, other):
+        loaded = load(str(model), heads=path).heads
+        assert loaded is not None
+        assert loaded.base is None
+
+
+def test_what_is_remembered_is_kept_when_saved_again(tmp_path: Path) -> None:
+    path = tmp_path / "mine.safetensors"
+    ChainedHeads(32, 2).save(path, base="abc")
+    load_heads(path, 32, torch.float32, CPU).save(path)
+    assert load_heads(path, 32, torch.float32, CPU).base == "abc"
+    load_heads(path, 32, torch.float32, CPU).save(path, base="def")
+    assert load_heads(path, 32, torch.float32, CPU).base == "def"
+
+
+@pytest.mark.parametrize("base", [7, [], {"a": 1}, True])
+def test_a_base_that_is_none(tmp_path: Path, base: object) -> None:
+    path = tmp_path / "mine.safetensors"
+    ChainedHeads(32, 2).save(path, base=base)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"--heads: .* is not a tswift heads file \(its base model is "):
+        load_heads(path, 32, torch.float32, CPU)
+
+
+def test_random_weights_take_heads_of_any_model(tiny_shapes: None, tmp_path: Path) -> None:
+    path = tmp_path / "mine.safetensors"
+    ChainedHeads(32, 2).save(path, base="abc")
+    assert load("shape:tiny", heads=path).heads is not None
+
+
+def test_the_bundled_heads_go_with_the_bundled_model(tmp_path: Path) -> None:
+    """They were saved before heads remembered anything; saved again with the base, they still go."""
+    loaded = load("demo", device="cpu")
+    assert loaded.heads is not None
+    path = tmp_path / "heads.safetensors"
+    shutil.copy(Path(load.__code__.co_filename).parent / "demo" / "heads.safetensors", path)
+    load_heads(path, loaded.target.hidden_size, torch.float32, CPU).save(
+        path, base=fingerprint_in_any_dtype(loaded.target.model)
+    )
+    assert load("demo", device="cpu", dtype="bfloat16", heads=path).heads is not None
