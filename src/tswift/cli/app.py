@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import tswift
+from tswift.cli import ranks
 from tswift.cli.bench import bench
 from tswift.cli.codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 from tswift.cli.compare import compare
@@ -45,6 +46,7 @@ def _tswift(
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
     else:
+        ranks.refuse_copies(context.invoked_subcommand)
         return
     raise typer.Exit()
 
@@ -90,7 +92,8 @@ def _ran_out(error: Exception) -> bool:
 
 
 def _bad_input(message: str) -> int:
-    _say(message)
+    if not ranks.following():  # all of them find the same, and the first one says it
+        _say(message)
     return BAD_INPUT
 
 
