@@ -22,8 +22,8 @@ def plan(config: Any, model: str, ranks: Ranks) -> dict[str, Any]:
     Raises:
         InputError: transformers does not know how to split it, or its heads cannot be dealt out.
     """
-    rules = skeleton(config).tp_plan
-    if not rules:
+    rules = skeleton(config).tp_plan or {}
+    if not any("*" in name for name in rules):  # it may have one for the LM head alone
         raise InputError(f"transformers has no plan to split {model} ({config.model_type}) over ranks", "--model")
     text = config.get_text_config()
     # some plans leave attention whole: every rank has all heads then
