@@ -126,7 +126,7 @@ def test_torchrun(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
         while not (tokens.exists() and tokens.stat().st_size >= 80) and time.monotonic() < until:
             assert process.poll() is None, (tmp_path / "err").read_text()
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         process.wait(40)
     finally:
         process.kill()
@@ -134,9 +134,12 @@ def test_torchrun(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
     assert json.loads((tokens.parent / "run.json").read_text())["state"] == "interrupted", said
     made = tokens.stat().st_size // 4
     assert 20 <= made < 3900
-    assert f"{made:,} tokens are" in said
-    assert tswift(*words, "--len", made, "--out", tmp_path / "alone").code == 0
-    assert (tmp_path / "alone" / "tokens.u32").read_bytes() == tokens.read_bytes()
-    text = (tokens.parent / "text.txt").read_bytes()
-    assert text == (tmp_path / "alone" / "text.txt").read_bytes()
-    assert text.startswith((tmp_path / "out").read_bytes())
+    assert f"{made:,} tokens are saved" in said
+    assert (tokens.parent / "text.txt").read_bytes().startswith((tmp_path / "out").read_bytes())
+    more = tswift(
+        "generate", "--resume", tokens.parent, "--len", made + 10
+    )  # one process can go on: it is the same model
+    assert more.code == 0, more.err
+    assert tswift(*words, "--len", made + 10, "--out", tmp_path / "alone").code == 0
+    for name in ("tokens.u32", "text.txt"):
+        assert (tmp_path / "alone" / name).read_bytes() == (tokens.parent / name).read_bytes()

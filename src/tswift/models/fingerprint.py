@@ -12,7 +12,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 # how a model was loaded, by what, and from where
-_VOLATILE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation", "distributed_config"}
+_VOLATILE = {
+    "transformers_version",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "_attn_implementation",
+    "distributed_config",
+}
 
 
 def fingerprint_of(network: nn.Module) -> str:

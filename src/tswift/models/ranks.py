@@ -109,7 +109,7 @@ class Ranks:
         """Let the others know that this rank says what is wrong."""
         self.store.set(_SPOKE, "yes")
 
-    def spoken(self, seconds: float = 5.0) -> bool:
+    def spoken(self, seconds: float = 2.0) -> bool:
         """Whether the first rank says what is wrong, within some seconds or at all."""
         until = time.monotonic() + seconds
         try:
