@@ -49,6 +49,9 @@ def test_one_text_one_folder_one_voice(tswift: Tswift, words: list[str], tmp_pat
     record = json.loads((run / "run.json").read_text())
     assert record["model"]["ranks"] == 2
     assert tswift("verify", run).code == 0
+    first, second = ranked(tmp_path, "generate", "--resume", str(run))
+    assert (first.found, second.found) == (0, 0)
+    assert first.err == f"tswift: the run in {run} is finished; a larger --len goes on with it\n"
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def follow(device: str) -> int:
         following.follow(ranks, lambda: bool(noted))
         ranks.leave()
     except Gone:
-        return FAILED
+        return OK if ranks and ranks.left() else FAILED
     except Exception as error:
         # before they have joined, all ranks of a machine find the same
         spoken = ranks.spoken() if ranks else os.environ["LOCAL_RANK"] != "0"

@@ -23,7 +23,7 @@ from tswift.errors import Fault, InputError
 
 OPTION = "--nproc-per-node"  # of torchrun
 _PATIENCE = timedelta(hours=2)  # large weights take long to read, and a prompt may come from a pipe
-_SPOKE = "tswift/spoke"
+_SPOKE, _LEFT = "tswift/spoke", "tswift/left"
 _CPU = torch.device("cpu")
 _T = TypeVar("_T")
 
@@ -122,9 +122,17 @@ class Ranks:
         return True
 
     def leave(self) -> None:
-        """The end of it, when all has gone well."""
-        if self.count > 1:
-            dist.destroy_process_group()
+        """The end of it, when all has gone well; the first may have found that there is nothing to do."""
+        if self.rank == 0:
+            self.store.set(_LEFT, "yes")
+        dist.destroy_process_group()
+
+    def left(self) -> bool:
+        """Whether the first rank has left because all has gone well."""
+        try:
+            return bool(self.store.check([_LEFT]))
+        except RuntimeError:
+            return False
 
 
 ALONE = Ranks()
