@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import tswift
+from tswift.cli import ranks
 from tswift.cli.bench import bench
 from tswift.cli.codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 from tswift.cli.compare import compare
@@ -47,6 +48,7 @@ def _tswift(
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
     else:
+        ranks.refuse_copies(context.invoked_subcommand)
         return
     raise typer.Exit()
 
@@ -96,7 +98,8 @@ def _command() -> Any:
 
 
 def _bad_input(message: str) -> int:
-    complain(message)
+    if not ranks.following():  # all of them find the same, and the first one says it
+        complain(message)
     return BAD_INPUT
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tswift.cli import options
+from tswift.cli import options, ranks
 from tswift.cli.codes import CLOSED_PIPE, FAILED, INTERRUPTED
 from tswift.cli.streams import abandon_stdout
 from tswift.errors import InputError
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from tswift.cli.display import Display
     from tswift.jobs.job import Job
     from tswift.jobs.signals import Signals
+    from tswift.models.ranks import Ranks
 
 _ASKED = (
     *("length", "method", "prompt", "prefill", "seed", "stop_at_eos", "chat", "system", "preset", "gamma"),
-    *("heads", "device", "dtype", "attention", "out"),
+    *("heads", "device", "dtype", "attention", "quantize", "out"),
 )
 _NOT_OF_A_RUN = ("out", "resume", "discard_damaged", "verify", "quiet", "no_progress")
 
@@ -76,6 +77,7 @@ def generate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     attention: options.Attention = "auto",
+    quantize: options.Quantize = None,
     out: Annotated[
         Path | None, options.option("Output", "Folder for the run. (default: ./runs/<UTC time>-<method>)", "--out")
     ] = None,
@@ -101,11 +103,15 @@ def generate(
 
     if discard_damaged and resume is None:
         raise InputError("goes with --resume", "--discard-damaged")
-    with Signals() as signals:
+    if verify and ranks.several():
+        raise InputError("works in one process; tswift verify does it afterwards", "--verify")
+    if ranks.following():
+        raise typer.Exit(ranks.follow(device))
+    with Signals() as signals, ranks.leading(device) as all_of_them:
         if resume is None:
-            job: Job | None = _start(context)
+            job: Job | None = _start(context, all_of_them)
         else:
-            job = _resume(context, resume, discard_damaged)
+            job = _resume(context, resume, discard_damaged, all_of_them)
         if job is not None:
             _run(job, Display(job.length, quiet, not no_progress), signals)
         elif not quiet:
@@ -120,17 +126,18 @@ def generate(
         verify_folder(loaded, path, context.obj, quiet, not no_progress)
 
 
-def _start(context: typer.Context) -> Job:
+def _start(context: typer.Context, all_of_them: Ranks) -> Job:
     from tswift.jobs.settings import Settings, start
 
     asked = {name: context.params[name] for name in _ASKED}
     asked["model"] = options.typed(context).get("model")  # or a preset's counts
     tree = context.params["tree"]
     drafting = options.drafting(context) | ({} if tree is None else {"tree": options.widths(tree)})
-    return start(Settings(**asked, sampling=options.sampling(context), drafting=drafting), context.obj)
+    settings = Settings(**asked, sampling=options.sampling(context), drafting=drafting)
+    return start(settings, context.obj, all_of_them)
 
 
-def _resume(context: typer.Context, path: Path, discard_damaged: bool) -> Job | None:
+def _resume(context: typer.Context, path: Path, discard_damaged: bool, all_of_them: Ranks) -> Job | None:
     from tswift.jobs.resume import resume
 
     asked = {name: value for name, value in options.typed(context).items() if name not in _NOT_OF_A_RUN}
@@ -138,7 +145,7 @@ def _resume(context: typer.Context, path: Path, discard_damaged: bool) -> Job | 
         raise InputError("cannot be given together with --resume", "--out")
     if "tree" in asked:
         asked["tree"] = options.widths(asked["tree"])
-    return resume(path, asked, discard_damaged, context.obj)
+    return resume(path, asked, discard_damaged, context.obj, all_of_them)
 
 
 def _run(job: Job, display: Display, signals: Signals) -> None:

@@ -79,6 +79,10 @@ ModelOrShape = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...", rich_help_panel=_MODEL)]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_MODEL)]
+Quantize = Annotated[
+    str | None,
+    option(_MODEL, "int8, fp8 or int4: torchao quantises the weights. (default: as they are)", "--quantize"),
+]
 Attention = Annotated[
     str, typer.Option(help="auto (triton on CUDA, sdpa elsewhere), triton, flash or sdpa.", rich_help_panel=_MODEL)
 ]

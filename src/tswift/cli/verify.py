@@ -53,6 +53,10 @@ def verify(
             "Model", "auto, float32, float64, bfloat16 or float16. (default: the run's, or auto)", "--dtype"
         ),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        options.option("Model", "int8, fp8 or int4, by torchao. (default: as the run's model was)", "--quantize"),
+    ] = None,
     json_file: options.Json = None,
     quiet: options.Quiet = False,
     no_progress: options.NoProgress = False,
@@ -73,10 +77,10 @@ def verify(
     from tswift.jobs.verification import Text, report, subject_of_run, subject_of_text
 
     if run is not None:
-        subject = subject_of_run(read_run(run), model, device, dtype)
+        subject = subject_of_run(read_run(run), model, device, dtype, quantize)
     elif tokens is not None:
         text = Text(tokens, prompt, prefill, seed or 0, stop_at_eos, sampling)
-        subject = subject_of_text(text, model, device, dtype)
+        subject = subject_of_text(text, model, device, dtype, quantize)
     else:
         raise InputError("give the folder of a run, or --tokens and the options that made them")
     found = _audited(subject, quiet, not no_progress)

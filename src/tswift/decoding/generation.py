@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 from tswift.decoding.limits import Need, check
 from tswift.decoding.loop import Decoding, Step, Walk
+from tswift.decoding.ranked import AgreedDrafter, in_step
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import DraftOptions, make_drafter, resolve
 from tswift.errors import InputError
 from tswift.models.loading import LoadedModel
+from tswift.models.ranks import ALONE, Ranks
 
 _PARAMS = SamplingParams()
 _OPTIONS = DraftOptions()
@@ -26,7 +28,8 @@ class Generation:
         stop: token ids that end the text early.
         params: the sampling parameters, banned end-of-text tokens included.
         options: the drafting options with tree and nodes filled in.
-        need: what it needs of positions and memory.
+        need: what it needs of positions and memory; of a rank, for its own part.
+        ranks: those that make it together.
     """
 
     decoding: Decoding
@@ -35,10 +38,12 @@ class Generation:
     params: SamplingParams
     options: DraftOptions
     need: Need
+    ranks: Ranks = ALONE
 
     def steps(self) -> Iterator[Step]:
-        """The steps of the decode; prefills first unless that was done."""
-        return self.decoding.steps(self.stop)
+        """The steps of the decode; prefills first unless that was done, as all ranks have to have done alike."""
+        steps = self.decoding.steps(self.stop)
+        return steps if self.ranks.count == 1 else in_step(steps, self.ranks)
 
 
 def ending(params: SamplingParams, eos_ids: Sequence[int], stop_at_eos: bool) -> tuple[SamplingParams, tuple[int, ...]]:
@@ -67,25 +72,34 @@ def begin(
 ) -> Generation:
     """Check what is asked, and allocate what it takes. See :func:`generate` for the arguments.
 
+    Where ranks hold the model together, all of them have to call this, and what the first asks for counts.
+
     Args:
         walk: makes a walk for :class:`Decoding` from the most tokens that are drafted along a path.
 
     Raises:
         InputError: an empty prompt, a length that leaves nothing to generate, an unknown method, options that do not
-            fit the model, or more positions or memory than there are.
+            fit the model, or more positions or memory than there are; on any rank.
     """
-    if length <= len(written):
-        so_far = f", as {len(written):,} tokens are there already" if written else ""
-        raise InputError(f"must be at least {len(written) + 1:,}, got {length:,}{so_far}", "--len")
-    if not prompt:
-        raise InputError("has no tokens", "--prompt")
-    target = model.target
-    resolved = resolve(method, target, model.heads, options)
-    need = check(target, len(prompt), length, method, resolved)
-    params, stop = ending(params, model.eos_ids, stop_at_eos)
-    drafter = make_drafter(method, target, model.heads, resolved)
-    decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written)
-    return Generation(decoding, drafter.depth, stop, params, resolved, need)
+    ranks = model.ranks
+    prompt, length, method, params, seed, options, stop_at_eos, written = ranks.share(
+        (prompt, length, method, params, seed, options, stop_at_eos, written)
+    )
+    with ranks.alike():
+        if length <= len(written):
+            so_far = f", as {len(written):,} tokens are there already" if written else ""
+            raise InputError(f"must be at least {len(written) + 1:,}, got {length:,}{so_far}", "--len")
+        if not prompt:
+            raise InputError("has no tokens", "--prompt")
+        target = model.target
+        resolved = resolve(method, target, model.heads, options)
+        need = check(target, len(prompt), length, method, resolved)
+        params, stop = ending(params, model.eos_ids, stop_at_eos)
+        drafter = make_drafter(method, target, model.heads, resolved)
+        if ranks.count > 1:
+            drafter = AgreedDrafter(drafter.sources, drafter.depth, drafter.limit, ranks)
+        decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written)
+    return Generation(decoding, drafter.depth, stop, params, resolved, need, ranks)
 
 
 def generate(

@@ -173,7 +173,7 @@ class Job:
         partial = f" + {gigabytes(need.partial_bytes)} partial" if need.partial_bytes else ""
         made = f" and {len(self.tokens):,} made before" if self.tokens else ""
         return [
-            "model {name}, {device}, {dtype}, attention {attention}".format(**about["model"]),
+            "model {name}, {device}, {dtype}, attention {attention}".format(**about["model"]) + self.model.besides(),
             ", ".join(how),
             f"prompt {len(self.prompt):,} tokens{made}, {self.length - len(self.tokens):,} to generate, "
             f"KV memory {gigabytes(need.full_bytes)}{partial}",

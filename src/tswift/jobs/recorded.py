@@ -37,6 +37,7 @@ class Recorded:
         model: name of the model, as :func:`tswift.load` takes it.
         device, dtype, attention: how it was loaded.
         heads: kind and number of the heads that drafted; None if the model had none.
+        quantize: how its weights were quantised while it was loaded; None if they were not.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class Recorded:
     dtype: str
     attention: str
     heads: str | None
+    quantize: str | None
 
 
 @dataclass(frozen=True)
@@ -203,9 +205,10 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
         "method": asked["method"],
         "model": model["name"],
         **{name: model[name] for name in ("device", "dtype", "attention", "heads")},
+        "quantize": asked.get("quantize"),
     }
     for name, value in fields.items():
         kind = int if name in ("seed", "length") else SamplingParams if name == "params" else str
-        if not (isinstance(value, kind) or (name == "heads" and value is None)):
+        if not (isinstance(value, kind) or (name in ("heads", "quantize") and value is None)):
             raise ValueError(f"its {name} is {value!r:.40}")
     return fields

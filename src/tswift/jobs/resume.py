@@ -19,6 +19,7 @@ from tswift.jobs.recorded import Recorded, Saved, check_ids, read_record, read_r
 from tswift.jobs.settings import identity, refuse_full_disk, refuse_unused, used_options
 from tswift.jobs.text import TextStream
 from tswift.models.loading import LoadedModel, load
+from tswift.models.ranks import ALONE, Ranks
 from tswift.models.shapes import refuse_shape
 
 OPTION = "--resume"
@@ -26,7 +27,9 @@ _MAY_CHANGE = ("length", "nodes", "budget")  # none of them changes a token; mem
 _CALLED = {"length": "len"}
 
 
-def resume(path: Path, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str]) -> Job | None:
+def resume(
+    path: Path, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str], ranks: Ranks = ALONE
+) -> Job | None:
     """A job that goes on with a run; None if that is finished.
 
     Args:
@@ -35,6 +38,7 @@ def resume(path: Path, asked: Mapping[str, Any], discard_damaged: bool, command:
             that could change the text must be the run's own.
         discard_damaged: go on from the last sound token where something after it is broken.
         command: the words of the command line, for ``run.json``.
+        ranks: as :func:`tswift.jobs.settings.start` takes them. Nothing says that they are as many as before.
 
     Raises:
         InputError: no run, one that is in use, broken or made by another model, or an option in conflict with it.
@@ -50,7 +54,7 @@ def resume(path: Path, asked: Mapping[str, Any], discard_damaged: bool, command:
     except OSError as error:
         raise InputError(f"{path} cannot be written to ({error.strerror})", OPTION) from None
     try:
-        job = _resumed(path, lock, asked, discard_damaged, command)
+        job = _resumed(path, lock, asked, discard_damaged, command, ranks)
     except BaseException:
         lock.release()
         raise
@@ -60,7 +64,7 @@ def resume(path: Path, asked: Mapping[str, Any], discard_damaged: bool, command:
 
 
 def _resumed(
-    path: Path, lock: Lock, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str]
+    path: Path, lock: Lock, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str], ranks: Ranks
 ) -> Job | None:
     run = read_run(path)
     saved = read_saved(path, run.prompt)
@@ -77,7 +81,7 @@ def _resumed(
     checkpoint, journal = saved.last(below=len(saved.tokens) if _ended(run, saved) else length)
     tokens = saved.tokens[: checkpoint.tokens]
     refuse_full_disk(path, length - len(tokens))
-    model = _load(run)
+    model = _load(run, ranks)
     for name, ids in (("prompt", run.prompt), ("tokens", tokens)):
         check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
     options = _options(run, asked)
@@ -140,7 +144,7 @@ def _stops(run: Recorded) -> bool:
     return bool(run.record["options"]["stop_at_eos"])
 
 
-def _load(run: Recorded) -> LoadedModel:
+def _load(run: Recorded, ranks: Ranks) -> LoadedModel:
     """The run's model, loaded as it was then, and seen to be the same."""
     refuse_shape(run.model)
     model = load(
@@ -149,6 +153,8 @@ def _load(run: Recorded) -> LoadedModel:
         dtype=run.dtype,
         attention=run.attention,
         heads=run.record["options"]["heads"],
+        quantize=run.quantize,
+        ranks=ranks,
     )
     found, known = identity(model), run.record["model"]
     for name in ("weights", "config", "eos_ids", "heads"):

@@ -24,6 +24,7 @@ from tswift.jobs.text import TextStream
 from tswift.models.fingerprint import config_hash, weights_hash
 from tswift.models.loading import LoadedModel, load
 from tswift.models.memory import gigabytes
+from tswift.models.ranks import ALONE, Ranks
 from tswift.models.shapes import refuse_shape
 from tswift.models.source import DEMO
 
@@ -60,15 +61,17 @@ class Settings:
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
+    quantize: str | None = None
     out: Path | None = None
 
 
-def start(settings: Settings, command: Sequence[str]) -> Job:
+def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> Job:
     """Check the settings, make the run's folder, load the model: a job ready to run.
 
     Args:
         settings: what is asked.
         command: the words of the command line, for ``run.json``.
+        ranks: those that do it together, of which this is the first; the others follow (``tswift.jobs.following``).
 
     Raises:
         InputError: something asked cannot be done. No folder is left behind then.
@@ -89,8 +92,9 @@ def start(settings: Settings, command: Sequence[str]) -> Job:
     try:
         least = settings.prefill or (BUNDLED_PREFILL if settings.prompt is None else 1)
         name = settings.model or DEMO
-        check_ahead(name, least, settings.length, settings.method, options, gamma=settings.gamma, **how)
-        model = load(name, **how)
+        if ranks.count == 1 and settings.quantize is None:  # else how much memory it takes is seen when it is loaded
+            check_ahead(name, least, settings.length, settings.method, options, gamma=settings.gamma, **how)
+        model = load(name, quantize=settings.quantize, ranks=ranks, **how)
         if settings.gamma is not None:
             heads = model.heads.count if model.heads else 0
             options = replace(options, tree=gamma_tree(settings.method, model.target.device, heads, settings.gamma))
@@ -141,7 +145,8 @@ def used_options(method: str, options: DraftOptions) -> dict[str, Any]:
 
 def identity(model: LoadedModel) -> dict[str, Any]:
     """What was loaded and how, down to every bit of its weights."""
-    return {**model.about(), "weights": weights_hash(model.target.model), "config": config_hash(model.target.model)}
+    weights = model.weights or weights_hash(model.target.model)
+    return {**model.about(), "weights": weights, "config": config_hash(model.target.model)}
 
 
 def refuse_full_disk(path: Path, tokens: int) -> None:

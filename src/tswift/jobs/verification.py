@@ -64,7 +64,11 @@ class Text:
 
 
 def subject_of_run(
-    run: Recorded, model: str | None = None, device: str | None = None, dtype: str | None = None
+    run: Recorded,
+    model: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
 ) -> Subject:
     """A run, with its own model as it was loaded then, unless another is asked for.
 
@@ -79,6 +83,7 @@ def subject_of_run(
         device=run.device if device is None else device,
         dtype=run.dtype if dtype is None else dtype,
         attention=run.attention,
+        quantize=run.quantize if model is None and quantize is None else quantize,
     )
     return with_model(run, loaded)
 
@@ -92,7 +97,9 @@ def with_model(run: Recorded, model: LoadedModel) -> Subject:
     return _checked(Subject(model, run.prompt, _tokens(run), run.params, run.seed, run.path), None)
 
 
-def subject_of_text(text: Text, model: str | None, device: str | None, dtype: str | None) -> Subject:
+def subject_of_text(
+    text: Text, model: str | None, device: str | None, dtype: str | None, quantize: str | None = None
+) -> Subject:
     """A text, its options and the model named, or else the bundled one.
 
     Raises:
@@ -103,7 +110,7 @@ def subject_of_text(text: Text, model: str | None, device: str | None, dtype: st
     refuse_shape(model or "")
     params, tokens = sampling_params(text.sampling), read_tokens(text.tokens, "--tokens")
     words = read_prompt(text.prompt)
-    asked = {"model": model, "device": device, "dtype": dtype}
+    asked: dict[str, Any] = {"model": model, "device": device, "dtype": dtype, "quantize": quantize}
     loaded = load(**{name: value for name, value in asked.items() if value is not None})
     prompt = take(loaded.encode(words), text.prefill, bundled=text.prompt is None)
     params, _ = ending(params, loaded.eos_ids, text.stop_at_eos)

@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from hashlib import sha256
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 # how a model was loaded, by what, and from where
-_VOLATILE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation"}
+_VOLATILE = {
+    "transformers_version",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "_attn_implementation",
+    "distributed_config",
+}
 
 
 def fingerprint_of(network: nn.Module) -> str:
-    """SHA-256 over the names, shapes and first 64 values of all weights."""
+    """SHA-256 over the names, shapes and first 64 values of all weights.
+
+    The same however the network is split over ranks, all of which have to ask together then.
+    """
     digest = sha256()
-    for name, weight in network.named_parameters():
+    for name, weight in weights_of(network):
         digest.update(f"{name}{tuple(weight.shape)}".encode())
-        digest.update(weight.detach().flatten()[:64].double().cpu().numpy().tobytes())
+        digest.update(weight.flatten()[:64].double().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
 def weights_hash(network: nn.Module) -> str:
     """SHA-256 over names, shapes, types, and all bits of all weights: as sums, which a device takes where they are.
 
-    Every single changed bit shows. It depends on the type that the weights were loaded in.
+    Every single changed bit shows. It depends on the type that the weights were loaded in; and not on how the network
+    is split over ranks, all of which have to ask together then.
     """
     digest = sha256(fingerprint_of(network).encode())
-    for name, weight in network.named_parameters():
-        digest.update(f"{name}{weight.dtype}{_sum_of_bits(weight.detach())}".encode())
+    for name, weight in weights_of(network):
+        digest.update(f"{name}{weight.dtype}{_sum_of_bits(weight)}".encode())
     return digest.hexdigest()
 
 
@@ -55,3 +68,27 @@ def config_hash(model: PreTrainedModel) -> str:
 def _sum_of_bits(weight: Tensor) -> int:
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     return int(weight.contiguous().view(whole).sum(dtype=torch.int64))
+
+
+def weights_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All weights by name, whole and plain: split ones put together, quantised ones as what they are stored in.
+
+    A checkpoint's buffers count: some quantised layers keep their weights there.
+    """
+    weights = dict(network.named_parameters())
+    every = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    weights.update((name, kept) for name, kept in network.state_dict().items() if name not in every)
+    for name, weight in weights.items():
+        if isinstance(weight, Tensor):  # not what a module says besides
+            yield from _plain(name, weight.detach())
+
+
+def _plain(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(weight, DTensor):
+        yield from _plain(name, weight.full_tensor())
+    elif hasattr(weight, "__tensor_flatten__"):
+        inner, _ = weight.__tensor_flatten__()
+        for part in inner:
+            yield from _plain(f"{name}.{part}", getattr(weight, part))
+    else:
+        yield name, weight

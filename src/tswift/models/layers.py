@@ -53,12 +53,14 @@ class Survey:
     """What the layers of a model ask of their attention.
 
     Attributes:
-        heads: ``(query heads, KV heads, head size)``, which all layers share.
+        heads: ``(query heads, KV heads, head size)``, which all layers share; this rank's own of a model that is split.
+        dtype, device: of what the attention is given, whatever the weights are stored in.
         wants: by layer, what it wants besides softmax over scaled products with all that came before.
     """
 
     def __init__(self, positions: int, device: torch.device) -> None:
         self.heads = (0, 0, 0)
+        self.dtype, self.device = torch.get_default_dtype(), device
         self.wants: list[Wants] = []
         self._keys = torch.arange(positions, device=device)
         self._windows: dict[int, tuple[_Rule, int | None]] = {}  # by the rule's identity
@@ -93,7 +95,7 @@ class Survey:
         heads = (len(query), len(key), key.shape[-1])
         if value.shape != key.shape or heads != (self.heads if index else heads):
             raise Unserved("heads of several sizes")
-        self.heads = heads
+        self.heads, self.dtype, self.device = heads, key.dtype, key.device
         self.wants.append(Wants(self._window(mask), asked.get("softcap"), asked.get("s_aux")))
         return value.repeat_interleave(len(query) // len(value), dim=0)
 

@@ -23,11 +23,14 @@ class OneDNNLinear(nn.Linear):
 
 
 def quicken(network: nn.Module) -> None:
-    """Let oneDNN compute the large linear layers of a network, where it can; nothing is copied."""
+    """Let oneDNN compute the large linear layers of a network, where it can; nothing is copied.
+
+    Weights that are quantised, or split over ranks, are no plain tensors and are left alone.
+    """
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return
     for module in network.modules():
         if type(module) is nn.Linear and module.weight.numel() >= _LEAST:
             weight = module.weight
-            if weight.dtype == torch.float32 and weight.device.type == "cpu":
+            if type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.device.type == "cpu":
                 module.__class__ = OneDNNLinear

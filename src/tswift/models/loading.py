@@ -18,12 +18,16 @@ from tswift.models.attached import attach, heads_path
 from tswift.models.checkpoint import refuse_misfit, stored_tensors
 from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import StandInTokenizer, random_heads, random_network
+from tswift.models.fingerprint import weights_hash
 from tswift.models.heads import KINDS, Heads
 from tswift.models.layers import Unserved
 from tswift.models.linear import quicken
 from tswift.models.published import carries_heads
+from tswift.models.quantizing import own_quantization, quantizer
+from tswift.models.ranks import ALONE, OPTION, Ranks
 from tswift.models.shapes import PREFIX, routed
 from tswift.models.source import DEMO, find_source, in_one_line, read_config, silence
+from tswift.models.splitting import plan
 from tswift.models.target import Target
 
 EAGER = "eager"
@@ -43,6 +47,9 @@ class LoadedModel:
         attention: the backend in use.
         layers: ``eager`` or ``compiled``, and why what should be in use is not.
         simulated: its weights are random, so that times mean something and texts do not.
+        quantization: what its weights were quantised by; None if they were not. Plain decoding is this model's own.
+        ranks: those that hold it together.
+        weights: hash of all weights, where that took all of the ranks; None where it can be had at any time.
     """
 
     name: str
@@ -53,6 +60,9 @@ class LoadedModel:
     attention: str = "sdpa"
     layers: str = EAGER
     simulated: bool = False
+    quantization: str | None = None
+    ranks: Ranks = ALONE
+    weights: str | None = None
 
     def encode(self, text: str, bare: bool = False) -> list[int]:
         """The token ids of a prompt, with the first token the model wants before any text, if it wants one.
@@ -76,14 +86,21 @@ class LoadedModel:
         """What was loaded and how, for records."""
         return {
             "name": self.name,
-            "device": str(self.target.device),
+            "device": str(self.target.device) if self.ranks.count == 1 else self.target.device.type,
             "dtype": _plain(self.target.dtype),
             "attention": self.attention,
             "layers": self.layers,
             "heads": None if self.heads is None else f"{self.heads.kind}, {self.heads.count}",
             "eos_ids": list(self.eos_ids),
             "simulated": self.simulated,
+            "quantization": self.quantization,
+            "ranks": self.ranks.count,
         }
+
+    def besides(self) -> str:
+        """What is out of the ordinary, to be said after the rest."""
+        quantized = f", weights quantised ({self.quantization})" if self.quantization else ""
+        return quantized + (f", split over {self.ranks.count} ranks" if self.ranks.count > 1 else "")
 
 
 def load(
@@ -93,6 +110,8 @@ def load(
     dtype: str = "auto",
     attention: str = "auto",
     heads: str | os.PathLike[str] | None = None,
+    quantize: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Load a model for decoding.
 
@@ -109,30 +128,68 @@ def load(
             a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's folder. None takes
             ``heads.safetensors`` there, if it exists, or the heads that the model carries. A shape has random heads of
             either kind, chained if nothing is said.
+        quantize: ``int8``, ``fp8`` or ``int4``: have torchao quantise the weights of linear layers. What is decoded is
+            the quantised model. None leaves them as they are in the checkpoint.
+        ranks: from :func:`tswift.models.ranks.join`, to hold the model together with other processes. All of them have
+            to call this; what the first asks for counts.
 
     Raises:
         InputError: something named here does not exist, is broken, or cannot be served exactly.
+        Gone: another rank is not there any more.
     """
     for option, name in (("--model", model), ("--device", device), ("--dtype", dtype), ("--attention", attention)):
         if not isinstance(name, str):
             raise InputError(f"wants a name, got {name!r:.40}", option)
-    place = find_device(device)
+    with ranks.together():
+        asked = ranks.share((model, device, dtype, attention, heads, quantize))
+        return _load(*asked, ranks=ranks)
+
+
+def _load(
+    model: str,
+    device: str,
+    dtype: str,
+    attention: str,
+    heads: str | os.PathLike[str] | None,
+    quantize: str | None,
+    ranks: Ranks,
+) -> LoadedModel:
+    place = _place(device, ranks)
     if model.startswith(PREFIX):
+        if quantize is not None or ranks.count > 1:
+            raise InputError(f"{model} has random weights, which are neither quantised nor split", "--model")
         return _simulated(model, place, "bfloat16" if dtype == "auto" else dtype, attention, heads)
     kind = _dtype(dtype, place)
     source, folder = find_source(model)
     config = read_config(model)
     place_of_heads = heads_path(heads, folder)
     backend, note = _backend(attention, own_dtype(config) if kind == "auto" else kind, place)
+    quantization, how = own_quantization(config), dict[str, Any]()
     with silence(), in_one_line(model):
         if folder is not None:
             refuse_misfit(config, stored_tensors(folder), model)
+        if ranks.count > 1:
+            if quantize or quantization:
+                raise InputError("quantised weights cannot be split over ranks yet", OPTION)
+            how.update(plan(config, model, ranks))
+        if quantize is not None:
+            wanted = own_dtype(config) if kind == "auto" else kind
+            how["quantization_config"] = quantizer(quantize, config, place, wanted)
+            quantization = f"{quantize}, torchao"
+        if quantization and place.type == "cuda":
+            how["device_map"] = place  # quantised on the way: the whole weights need not fit
         with in_one_line(model, "its tokenizer: "):
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise InputError(f"{model} has no tokenizer.json that the tokenizers library reads", "--model")
         network, info = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=kind, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            source,
+            config=config,
+            dtype=kind,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **how,
         )
         if getattr(config, "quantization_config", None) and not getattr(network, "hf_quantizer", None):
             raise InputError(f"{model} is quantised in a way that transformers does not know here", "--model")
@@ -142,12 +199,24 @@ def load(
             raise InputError(f"{model} lacks weights for {len(lacking)} tensors, such as {lacking[0]}", "--model")
         if network.dtype == torch.float64 and routed(config):
             network.set_experts_implementation("eager")  # the others multiply no float64
-        target = _adapted(network.to(place), model, backend)
+        target = _adapted(network if how else network.to(place), model, backend)
         if heads is None and place_of_heads is None and carries_heads(config):
             place_of_heads = folder or Path(cached_file(source, CONFIG_NAME)).parent  # where the hub's files were put
     loaded = None if place_of_heads is None else attach(place_of_heads, target)
     eos_ids = _eos_ids(model, network, tokenizer, target.vocab_size)
-    return LoadedModel(model, tokenizer, target, loaded, eos_ids, backend, _compiled(target, note))
+    layers = _compiled(target, note)
+    return LoadedModel(
+        model,
+        tokenizer,
+        target,
+        loaded,
+        eos_ids,
+        backend,
+        layers,
+        quantization=quantization,
+        ranks=ranks,
+        weights=weights_hash(network) if ranks.count > 1 else None,
+    )
 
 
 def _simulated(
@@ -169,6 +238,15 @@ def _simulated(
     tokenizer = StandInTokenizer()
     eos_ids = _eos_ids(model, network, tokenizer, target.vocab_size)
     return LoadedModel(model, tokenizer, target, drafting, eos_ids, backend, _compiled(target, note), simulated=True)
+
+
+def _place(device: str, ranks: Ranks) -> torch.device:
+    """Where the weights go; a rank has its place already."""
+    if ranks.device is None:
+        return find_device(device)
+    if device.partition(":")[0] not in ("auto", ranks.device.type):
+        raise InputError(f"the ranks are on {ranks.device.type}, got {device}", "--device")
+    return ranks.device
 
 
 def find_device(device: str) -> torch.device:
@@ -214,6 +292,8 @@ def _compiled(target: Target, note: str) -> str:
     Fusing pays where passes are replayed, on CUDA. On the CPU compiled layers were slower than eager ones: 5.0 ms
     instead of 4.4 for a pass of the bundled model over 8 nodes.
     """
+    if target.split:
+        return f"{EAGER}, as ranks hold them together"
     if not (target.replays and target.device.type == "cuda"):
         note = note or (f"they have {target.special}" if target.special and target.device.type == "cuda" else "")
         return f"{EAGER}, as {note}" if note else EAGER

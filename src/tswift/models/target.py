@@ -44,7 +44,8 @@ class Target:
         vocab_size: number of logits.
         max_positions: most tokens, prompt included, that the model's position encoding was made for.
         special: what its layers want of their attention that the backend has not, in words; empty for nothing.
-        kv_shape: what one token's keys and values take.
+        split: whether ranks hold the model together; passes are collective then, and are not replayed.
+        kv_shape: what one token's keys and values take; of a model that is split over ranks, this one's part.
 
     Raises:
         Unserved: the layers want something that cannot be done.
@@ -61,12 +62,14 @@ class Target:
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
-        config, lm_head = model.config.get_text_config(), model.get_output_embeddings().weight
-        self.vocab_size: int = lm_head.shape[0]
+        config, lm_head = model.config.get_text_config(), model.get_output_embeddings()
+        # a quantised weight need not have the layer's shape, nor the type that it computes in
+        self.vocab_size: int = getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]
         self.hidden_size: int = config.hidden_size
         self.max_positions = max_positions(config)
         self.special, self._wants = seen.special, seen.wants
-        self.device, self.dtype = lm_head.device, lm_head.dtype
+        self.device, self.dtype = seen.device, seen.dtype
+        self.split = (getattr(model, "tp_size", None) or 1) > 1
         heads, kv_heads, head_dim = seen.heads
         windowed = any(wants.window for wants in seen.wants)
         self.kv_shape = KVShape(len(seen.wants), kv_heads, head_dim, self.dtype, self.device, windowed)
@@ -82,7 +85,7 @@ class Target:
     @property
     def replays(self) -> bool:
         """Whether prepared passes can be replayed while the text grows."""
-        return self._attention.STATIC and not self.special
+        return self._attention.STATIC and not self.special and not self.split
 
     @property
     def graphs(self) -> str | None:

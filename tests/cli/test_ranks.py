@@ -1,0 +1,148 @@
+"""The command line on several ranks: one voice, one folder, one text."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Tswift
+from tests.ranks import Ended, on_ranks
+from tswift.cli import main
+from tswift.jobs import following
+
+TEXT = "The ship had lain three days becalmed, and the captain would not leave the deck. The ship had lain three days"
+
+
+@pytest.fixture
+def words(checkpoint: Path, tmp_path: Path) -> list[str]:
+    (tmp_path / "prompt.txt").write_text(TEXT)
+    common = ["--model", checkpoint, "--dtype", "float64", "--device", "cpu", "--prompt", tmp_path / "prompt.txt"]
+    return ["generate", "--no-progress", *map(str, common)]
+
+
+def _main(words: list[str], folder: Path) -> int:
+    os.chdir(folder)
+    return main(words)
+
+
+def ranked(tmp_path: Path, *words: str) -> list[Ended]:
+    (tmp_path / "there").mkdir(exist_ok=True)
+    return on_ranks(tmp_path, 2, _main, list(words), tmp_path / "there")
+
+
+def test_one_text_one_folder_one_voice(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
+    alone = tswift(*words, "--len", 40, "--out", tmp_path / "alone")
+    first, second = ranked(tmp_path, *words, "--len", "40")
+    assert (first.code, first.found, second.code, second.found) == (0, 0, 0, 0), first.err + second.err
+    assert first.out == alone.out
+    assert (second.out, second.err) == (b"", "")
+    assert "cpu, float64, attention sdpa, split over 2 ranks" in first.err
+    (run,) = (tmp_path / "there" / "runs").iterdir()
+    assert (run / "tokens.u32").read_bytes() == (tmp_path / "alone" / "tokens.u32").read_bytes()
+    record = json.loads((run / "run.json").read_text())
+    assert record["model"]["ranks"] == 2
+    assert tswift("verify", run).code == 0
+    first, second = ranked(tmp_path, "generate", "--resume", str(run))
+    assert (first.found, second.found) == (0, 0)
+    assert first.err == f"tswift: the run in {run} is finished; a larger --len goes on with it\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--len", "many"], "Invalid value for '--len'"),  # before the ranks meet
+        (["--len", "5000"], "--len: 52 prompt tokens and 5,000 new ones need 5,052 positions, the model has 4,096"),
+    ],
+)
+def test_bad_input_is_said_once(words: list[str], tmp_path: Path, more: list[str], message: str) -> None:
+    first, second = ranked(tmp_path, *words, *more)
+    assert first.found == 2
+    assert second.found != 0
+    assert first.err.startswith("tswift: error: ")
+    assert message in first.err
+    assert first.err.count("\n") == 1
+    assert second.err == ""
+    assert not (tmp_path / "there" / "runs").exists()
+
+
+def _broken(words: list[str], folder: Path) -> int:
+    if os.environ["RANK"] == "1":
+
+        def load(**asked: object) -> None:
+            raise MemoryError("there is none left")
+
+        following.load = load  # type: ignore[assignment]
+    return _main(words, folder)
+
+
+def test_what_one_rank_alone_finds_it_says_itself(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    first, second = on_ranks(tmp_path, 2, _broken, words, tmp_path / "there")
+    assert (first.found, second.found) == (1, 1)
+    assert first.err == "tswift: error: another rank is gone; it, or torchrun's report, says why\n"
+    assert second.err == "tswift: error: rank 1: MemoryError: there is none left\n"
+
+
+@pytest.mark.parametrize("command", ["bench", "compare", "verify", "roofline"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_other_commands_are_not_run_in_copies(
+    tswift: Tswift, monkeypatch: pytest.MonkeyPatch, command: str, rank: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    said = f"tswift: error: tswift {command} works in one process; start it without torchrun\n"
+    result = tswift(command)
+    assert (result.code, result.out, result.err) == (2, b"", said if rank == "0" else "")
+    result = tswift("generate", "--verify")
+    said = "tswift: error: --verify: works in one process; tswift verify does it afterwards\n"
+    assert (result.code, result.err) == (2, said if rank == "0" else "")
+
+
+def test_one_rank_is_no_rank(tswift: Tswift, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    assert tswift(*words, "--len", 5, "--out", tmp_path / "one").code == 0
+    assert json.loads((tmp_path / "one" / "run.json").read_text())["model"]["ranks"] == 1
+
+
+def test_torchrun(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
+    """Started by torchrun itself and interrupted: all of it ends, and what was made is one rank's text."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tswift"]
+    tokens = tmp_path / "run" / "tokens.u32"
+    with (tmp_path / "err").open("w") as err, (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(
+            [*torchrun, *words, "--len", "3900", "--out", str(tokens.parent)],
+            stdout=out,
+            stderr=err,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    try:
+        until = time.monotonic() + 90
+        while not (tokens.exists() and tokens.stat().st_size >= 80) and time.monotonic() < until:
+            assert process.poll() is None, (tmp_path / "err").read_text()
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        process.wait(40)
+    finally:
+        process.kill()
+    said = (tmp_path / "err").read_text()
+    assert json.loads((tokens.parent / "run.json").read_text())["state"] == "interrupted", said
+    made = tokens.stat().st_size // 4
+    assert 20 <= made < 3900
+    assert f"{made:,} tokens are saved" in said
+    assert (tokens.parent / "text.txt").read_bytes().startswith((tmp_path / "out").read_bytes())
+    more = tswift(
+        "generate", "--resume", tokens.parent, "--len", made + 10
+    )  # one process can go on: it is the same model
+    assert more.code == 0, more.err
+    assert tswift(*words, "--len", made + 10, "--out", tmp_path / "alone").code == 0
+    for name in ("tokens.u32", "text.txt"):
+        assert (tmp_path / "alone" / name).read_bytes() == (tokens.parent / name).read_bytes()
