@@ -55,9 +55,10 @@ class LoadedModel:
         """The token ids of a prompt, with the first token the model wants before any text, if it wants one.
 
         Raises:
-            InputError: the tokenizer is not the model's: it knows tokens that the model does not.
+            InputError: the tokenizer cannot do it, or is not the model's: it knows tokens that the model does not.
         """
-        ids = list(self.tokenizer(text)["input_ids"])
+        with silence(), in_one_line(self.name, "its tokenizer: "):
+            ids = list(self.tokenizer(text)["input_ids"])
         if ids and max(ids) >= self.target.vocab_size:
             message = (
                 f"has token id {max(ids):,} by the tokenizer of {self.name}, the model has {self.target.vocab_size:,}"
