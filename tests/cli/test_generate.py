@@ -65,6 +65,8 @@ def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Non
         "heads": "chained, 3",
         "eos_ids": [0],
         "simulated": False,
+        "quantization": None,
+        "ranks": 1,
     }
     assert run["prompt"]["tokens"] == 7
     assert run["prompt"]["sha256"] == sha256(np.array(ids, "<u4").tobytes()).hexdigest()

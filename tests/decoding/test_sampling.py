@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -343,15 +344,27 @@ def test_the_draws_check_sees_a_tenth_too_little_noise(monkeypatch) -> None:
 # parameters
 
 
+@pytest.mark.parametrize("temperature", [1e-100, 1e-12, 1e100])
+@pytest.mark.parametrize("penalty", [1.0, 1e100])
+def test_nothing_overflows_within_the_ranges(temperature: float, penalty: float) -> None:
+    logits = torch.tensor([[3e38, -3e38, 7.0, -7.0, 0.0, 1e-30]], dtype=torch.float64)
+    params = SamplingParams(temperature=temperature, penalty=penalty, min_p=0.0, window=9, banned=(4,))
+    warped = warp(logits.clone(), torch.ones(1, 6, dtype=torch.bool), params)
+    assert warped[0, [0, 1, 2, 3, 5]].isfinite().all()
+    assert warped[0, 4] == -math.inf
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("temperature", -0.1), ("temperature", math.inf), ("temperature", math.nan), ("top_k", -1), ("top_p", 0.0),
         ("top_p", 1.1), ("min_p", -0.1), ("min_p", 2.0), ("min_p", math.nan), ("eta", 1.0), ("eta", -0.5),
-        ("penalty", 0.9), ("penalty", math.inf), ("window", -1),
+        ("penalty", 0.9), ("penalty", math.inf), ("window", -1), ("temperature", 1e-101), ("temperature", 1e101),
+        ("penalty", 1e101), ("temperature", "1"), ("temperature", None), ("top_k", 2.0), ("top_k", "2"), ("top_p", [1]),
+        ("window", 1.5), ("banned", [1]), ("banned", (1.0,)), ("banned", ("1",)), ("banned", (-1,)), ("banned", None),
     ],
 )  # fmt: skip
-def test_a_value_out_of_range_is_refused_by_name(name: str, value: float) -> None:
+def test_a_value_out_of_range_or_of_another_type_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be"):
         SamplingParams(**{name: value})
 

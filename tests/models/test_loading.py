@@ -204,3 +204,24 @@ def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monk
 @pytest.mark.parametrize("model", ["~nosuchuser/m", "a" * 300])
 def test_paths_that_cannot_be_looked_at(model: str) -> None:
     _refused(model, "cannot be looked at", "--model")
+
+
+def test_a_prompt_longer_than_the_tokenizer_thinks_is_no_news(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = _copy(checkpoint, tmp_path / "m")
+    path = tmp_path / "m" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": 4}))
+    loaded = load(model)
+    capfd.readouterr()
+    assert len(loaded.encode("The ship had lain three days becalmed.")) > 4
+    assert capfd.readouterr().err == ""
+
+
+def test_a_tokenizer_that_fails_on_the_prompt(checkpoint: Path, tmp_path: Path) -> None:
+    model = _copy(checkpoint, tmp_path / "m")
+    path = tmp_path / "m" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": "many"}))
+    loaded = load(model)
+    with pytest.raises(InputError, match=r"^--model: .* cannot be loaded \(its tokenizer: "):
+        loaded.encode("The ship")

@@ -51,9 +51,9 @@ class Floor:
 
 
 def floor_of(lineup: Lineup, machine: Machine) -> Floor | None:
-    """The floor of a lineup's methods; None for a model whose passes choose which weights they read."""
+    """The floor of a lineup's methods; None for a model that is quantised, or whose passes choose what they read."""
     network, heads = lineup.model.target.model, lineup.model.heads
-    if routed(network.config):
+    if routed(network.config) or lineup.model.quantization:
         return None
     drafting = {}
     for method, options in lineup.options.items():

@@ -32,6 +32,9 @@ _RANGES: tuple[tuple[str, type, Callable[[Any], bool], str], ...] = (
     ("eta", Real, lambda value: 0 <= value < 1, "at least 0 and below 1"),
     ("penalty", Real, lambda value: 1 <= value < _INF, "a number >= 1"),
     ("window", Integral, lambda value: 0 <= value <= 1 << 40, "between 0 and 2^40"),
+    # beyond these, warped logits overflow, and what is drawn means nothing
+    ("temperature", Real, lambda value: value == 0 or 1e-100 <= value <= 1e100, "0, or between 1e-100 and 1e100"),
+    ("penalty", Real, lambda value: value <= 1e100, "at most 1e100"),
 )
 
 

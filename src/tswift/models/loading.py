@@ -72,9 +72,10 @@ class LoadedModel:
             bare: add no token; the text has all that the model wants.
 
         Raises:
-            InputError: the tokenizer is not the model's: it knows tokens that the model does not.
+            InputError: the tokenizer cannot do it, or is not the model's: it knows tokens that the model does not.
         """
-        ids = list(self.tokenizer(text, **({"add_special_tokens": False} if bare else {}))["input_ids"])
+        with silence(), in_one_line(self.name, "its tokenizer: "):
+            ids = list(self.tokenizer(text, **({"add_special_tokens": False} if bare else {}))["input_ids"])
         if ids and max(ids) >= self.target.vocab_size:
             message = (
                 f"has token id {max(ids):,} by the tokenizer of {self.name}, the model has {self.target.vocab_size:,}"

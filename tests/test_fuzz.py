@@ -1,0 +1,141 @@
+"""Readers of files from outside, fuzzed: whatever is in the file, it is read or refused in a line, and soon."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.benchmarking.helpers import make_measurement
+from tests.fuzzing import damage, fuzzed, json_damage, other_values
+from tswift.benchmarking.measurement import encode, load_measurement
+from tswift.errors import InputError
+from tswift.jobs.prompt import read_prompt
+from tswift.jobs.recorded import read_tokens
+from tswift.models.checkpoint import stored_tensors
+from tswift.models.heads import load_heads
+from tswift.models.loading import load
+from tswift.models.source import read_config
+
+CPU = torch.device("cpu")
+
+
+def refused(read: Callable[[], object], path: Path) -> None:
+    """Read; what is not read must be refused with an option or the file's name, in words."""
+    error = None
+    try:
+        read()
+    except InputError as caught:
+        error = caught
+    if error:
+        assert error.option or path.name in str(error)
+        assert len(str(error).split()) >= 3
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzzed")
+
+
+@fuzzed
+@given(data=st.binary() | st.text().map(lambda text: text.encode("utf-8", "surrogatepass")))
+def test_prompts(here: Path, data: bytes) -> None:
+    path = here / "prompt.txt"
+    path.write_bytes(data)
+    refused(lambda: read_prompt(str(path)), path)
+
+
+@fuzzed
+@given(data=st.binary(max_size=64))
+def test_tokens(here: Path, data: bytes) -> None:
+    path = here / "tokens.u32"
+    path.write_bytes(data)
+    refused(lambda: read_tokens(path, "--tokens"), path)
+    if len(data) % 4 == 0 and data:
+        assert len(read_tokens(path)) == len(data) // 4
+
+
+@fuzzed
+@given(done=json_damage())
+def test_baselines(here: Path, done: Callable[[bytes], bytes]) -> None:
+    path = here / "bench.json"
+    path.write_bytes(done(encode(make_measurement(repeats=2)).encode()))
+    refused(lambda: load_measurement(path), path)
+
+
+@fuzzed
+@given(done=damage())
+def test_heads(here: Path, checkpoint: Path, done: Callable[[bytes], bytes]) -> None:
+    path = here / "heads.safetensors"
+    path.write_bytes(done((checkpoint / "heads.safetensors").read_bytes()))
+    refused(lambda: load_heads(path, 32, torch.float32, CPU), path)
+
+
+@fuzzed
+@given(change=other_values(), told=st.booleans())
+def test_what_the_header_of_heads_says(here: Path, checkpoint: Path, change: Callable[[Any], Any], told: bool) -> None:
+    data = (checkpoint / "heads.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    if told:  # of what tswift says there
+        header["__metadata__"]["tswift"] = json.dumps(change(json.loads(header["__metadata__"]["tswift"])))
+    else:
+        header = change(header)
+    text = json.dumps(header).encode()
+    path = here / "heads.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    refused(lambda: load_heads(path, 32, torch.float32, CPU), path)
+
+
+@pytest.fixture(scope="module")
+def model(here: Path, checkpoint: Path) -> Path:
+    """A model's folder, to be damaged."""
+    return shutil.copytree(checkpoint, here / "model")
+
+
+@fuzzed
+@given(done=json_damage())
+def test_configurations(model: Path, checkpoint: Path, done: Callable[[bytes], bytes]) -> None:
+    path = model / "config.json"
+    path.write_bytes(done((checkpoint / "config.json").read_bytes()))
+    try:
+        refused(lambda: read_config(str(model)), path)
+    finally:
+        shutil.copy(checkpoint / "config.json", path)
+
+
+@fuzzed
+@given(done=damage())
+def test_weights(model: Path, checkpoint: Path, done: Callable[[bytes], bytes]) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(done((checkpoint / "model.safetensors").read_bytes()))
+    try:
+        refused(lambda: stored_tensors(model), path)
+    finally:
+        shutil.copy(checkpoint / "model.safetensors", path)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
+)
+def test_whole_models(model: Path, checkpoint: Path, name: str) -> None:
+    path = model / name
+    whole = (checkpoint / name).read_bytes()
+
+    @fuzzed
+    @given(done=damage() if name == "model.safetensors" else json_damage())
+    def check(done: Callable[[bytes], bytes]) -> None:
+        path.write_bytes(done(whole))
+        refused(lambda: load(str(model)).encode("The ship had lain three days."), path)
+
+    try:
+        check()
+    finally:
+        path.write_bytes(whole)
