@@ -264,5 +264,8 @@ class Sampler:
         A row with NaN or infinity, or with no token left, draws ``NOTHING``; a banned token's logit is not looked at.
         It shows in the best score, whatever the filters, and comes along with the tokens.
         """
-        best, drawn = self.scores(logits, seen, positions).max(-1)
-        return torch.where(best.abs() < _INF, drawn, NOTHING).tolist()
+        scores = self.scores(logits, seen, positions)
+        # not scores.max(-1): on a few thousand tokens PyTorch calls all threads together for that, and not for argmax
+        drawn = scores.argmax(-1, keepdim=True)
+        found = torch.cat([drawn, scores.gather(-1, drawn)], dim=-1).tolist()
+        return [int(token) if math.isfinite(best) else NOTHING for token, best in found]
