@@ -34,8 +34,12 @@ def heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Pat
         found, inside = path.exists(), (path / HEADS_FILE).is_file()
     except OSError as error:
         raise InputError(f"{str(path)[:80]} cannot be looked at ({error.strerror})", "--heads") from None
+    except ValueError:  # a NUL in the name, or half a character
+        raise InputError(f"no file can be called {path}", "--heads") from None
     if not found:
         raise InputError(f"there is no file {path}", "--heads")
+    if not (path.is_file() or path.is_dir()):  # to open a pipe or a device could take forever
+        raise InputError(f"{path} is neither a file nor a folder", "--heads")
     return path / HEADS_FILE if inside else path
 
 

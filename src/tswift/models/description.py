@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from tswift.errors import InputError
-from tswift.models.attached import HEADS_FILE
+from tswift.models.attached import heads_path
 from tswift.models.heads import FORMAT, is_ours
 from tswift.models.kinds import build
 from tswift.models.published import Stored, find_published, headers
@@ -54,10 +54,8 @@ def describe(path: Path) -> Description:
     Raises:
         InputError: there are none, they are pickled, or something is wrong with them.
     """
-    if not path.exists():
-        raise InputError(f"there is no file {path}", "FILE")
-    own = path / HEADS_FILE if (path / HEADS_FILE).is_file() else path
     try:
+        own = heads_path(path, None) or path
         if is_ours(own):
             return _ours(own)
         published = find_published(path)

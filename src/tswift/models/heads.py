@@ -23,7 +23,7 @@ def is_ours(path: Path) -> bool:
     try:
         with safe_open(path, framework="pt") as file:
             return "tswift" in (file.metadata() or {})
-    except (SafetensorError, OSError, ValueError, RuntimeError):
+    except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError):
         return path.is_file() and path.suffix not in PICKLES
 
 

@@ -7,7 +7,6 @@ residual blocks ``{i}.{j}.linear``, and after them the LM head ``{i}.{last}``.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 from tswift.errors import InputError
 from tswift.models.heads import PICKLES
 from tswift.models.kinds import Heads, build
+from tswift.reading import MOST_RECORD, parse_json, read_file
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 _TOKENSWIFT = re.compile(r"(?:model\.)?medusa_layers\.(\d+)\.((?:input_layernorm|linear|post_layernorm)\.weight)")
@@ -115,7 +115,7 @@ def headers(path: Path) -> dict[str, Stored]:
             return {n: Stored(path, n, tuple(v.get_shape()), v.get_dtype()) for n, v in views.items()}
     except FileNotFoundError:
         raise _refused(path, "does not exist") from None
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+    except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
         raise _refused(path, f"is broken or no safetensors file ({' '.join(str(error).split())[:200]})") from None
 
 
@@ -125,12 +125,9 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read, or holds something else.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise _refused(path, f"cannot be read ({' '.join(str(error).split())[:200]})") from None
+    found = parse_json(read_file(path, MOST_RECORD, "--heads"), path, "--heads")
     if not isinstance(found, dict):
         raise _refused(path, "holds no JSON object")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import os
 import resource
@@ -211,9 +212,11 @@ def _limited() -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, hangs)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))
     signal.alarm(SECONDS)
+    faulthandler.dump_traceback_later(2 * SECONDS, exit=True)  # what hangs in a library hears no signal
     try:
         yield
     finally:
+        faulthandler.cancel_dump_traceback_later()
         signal.alarm(0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGALRM, before)
