@@ -10,7 +10,8 @@ from tswift.errors import InputError
 from tswift.jobs.folder import JOURNAL, RECORD
 from tswift.jobs.journal import parse_journal
 from tswift.jobs.lock import in_use
-from tswift.jobs.recorded import read_record
+from tswift.jobs.recorded import read_record, refuse_no_folder
+from tswift.reading import MOST_RECORD, read_file
 
 RUNNING, KILLED, BROKEN = "running", "killed", "broken"
 
@@ -49,8 +50,7 @@ def list_runs(folder: Path) -> list[Entry]:
     Raises:
         InputError: there is no such folder.
     """
-    if not folder.is_dir():
-        raise InputError(f"there is no folder {folder}")
+    refuse_no_folder(folder)
     try:
         paths = [folder] if (folder / RECORD).exists() else [path for path in folder.iterdir() if _is_run(path)]
     except OSError as error:
@@ -87,8 +87,8 @@ def _state(path: Path, recorded: str) -> str:
 def _saved(path: Path) -> tuple[int, float]:
     """Tokens and seconds at the last checkpoint."""
     try:
-        checkpoints = parse_journal((path / JOURNAL).read_bytes()).checkpoints
-    except OSError:
+        checkpoints = parse_journal(read_file(path / JOURNAL, MOST_RECORD)).checkpoints
+    except InputError:
         return 0, 0.0
     if not checkpoints:
         return 0, 0.0

@@ -19,6 +19,7 @@ from tswift.jobs.journal import Checkpoint, parse_journal
 from tswift.jobs.prompt import fingerprint
 
 _MOST_BYTES = 64_000_000  # of a record: one that is read is small
+_MOST = 1_000_000_000  # of any other file: some hundred million tokens, more than any model has positions
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,7 @@ def read_record(path: Path) -> dict[str, Any]:
     Raises:
         InputError: there is no such folder, no record in it, or a broken one.
     """
-    if not path.is_dir():
-        raise InputError(f"there is no folder {path}")
+    refuse_no_folder(path)
     content = _content(path / RECORD, f"{path} holds no run: there is no {RECORD} in it", _MOST_BYTES)
     try:
         record = json.loads(content)
@@ -116,6 +116,20 @@ def read_record(path: Path) -> dict[str, Any]:
     if record.get(CHECKSUM) != checksum(record):
         raise InputError(f"{path / RECORD} is not as it was written: its checksum differs")
     return record
+
+
+def refuse_no_folder(path: Path) -> None:
+    """Refuse a path that is no folder's.
+
+    Raises:
+        InputError: it is not.
+    """
+    try:
+        found = path.is_dir()
+    except (OSError, ValueError):  # a name that is too long, or no name at all
+        found = False
+    if not found:
+        raise InputError(f"there is no folder {path}")
 
 
 def read_saved(path: Path, prompt: Sequence[int]) -> Saved:
@@ -181,12 +195,14 @@ def check_ids(ids: Sequence[int], vocab_size: int, name: str, option: str | None
             raise InputError(message, option)
 
 
-def _content(path: Path, missing: str, most: int | None = None, option: str | None = None) -> bytes:
+def _content(path: Path, missing: str, most: int = _MOST, option: str | None = None) -> bytes:
     try:
         refuse_other(path, links=option is not None)  # a file that the user names may be reached by a link
-        if most is not None and path.stat().st_size > most:
+        if path.stat().st_size > most:
             raise InputError(f"{path} has more than {most:,} bytes", option)
         return path.read_bytes()
+    except InputError:
+        raise
     except FileNotFoundError:
         raise InputError(missing, option) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name

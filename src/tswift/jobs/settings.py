@@ -91,7 +91,7 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     }
     try:
         least = settings.prefill or (BUNDLED_PREFILL if settings.prompt is None else 1)
-        name = settings.model or DEMO
+        name = DEMO if settings.model is None else settings.model
         if ranks.count == 1 and settings.quantize is None:  # else how much memory it takes is seen when it is loaded
             check_ahead(name, least, settings.length, settings.method, options, gamma=settings.gamma, **how)
         model = load(name, quantize=settings.quantize, ranks=ranks, **how)
@@ -213,7 +213,7 @@ def refuse_unused(methods: Sequence[str], given: Iterable[str]) -> None:
 def _filled(settings: Settings) -> tuple[Settings, Sequence[str]]:
     """The settings with those of the preset where nothing was given, and which of the preset's do not count."""
     if settings.preset is None:
-        return replace(settings, model=settings.model or DEMO), ()
+        return replace(settings, model=DEMO if settings.model is None else settings.model), ()
     chosen = choose(
         settings.preset,
         settings.method,
@@ -229,7 +229,7 @@ def _filled(settings: Settings) -> tuple[Settings, Sequence[str]]:
 def _checked(settings: Settings) -> tuple[SamplingParams, DraftOptions]:
     refuse_below_one({"--len": settings.length, "--prefill": settings.prefill})
     refuse_with_chat(settings.chat, settings.prompt, settings.prefill, settings.system)
-    refuse_shape(settings.model or DEMO)
+    refuse_shape(DEMO if settings.model is None else settings.model)
     typed = [name for name in ("gamma", "heads") if getattr(settings, name) is not None]
     refuse_unused([settings.method], [*settings.drafting, *typed])
     if "tree" in settings.drafting and settings.gamma is not None:

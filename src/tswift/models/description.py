@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from tswift.errors import InputError
 from tswift.models.attached import heads_path
-from tswift.models.heads import FORMAT, is_ours
+from tswift.models.heads import check_about, is_ours
 from tswift.models.kinds import build
 from tswift.models.published import Stored, find_published, headers
 
@@ -71,20 +71,19 @@ def _ours(path: Path) -> Description:
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["tswift"])
-        if about["format"] != FORMAT:
-            raise InputError(f"{path} holds heads of format {about['format']!s:.40}", "FILE")
-        if not 0 < about["count"] <= len(tensors) or about.get("layers", 0) > len(tensors):
-            raise ValueError(f"it has {len(tensors)} tensors")
+        check_about(about, path, len(tensors))
         with torch.device("meta"):
             wanted = {name: tuple(weight.shape) for name, weight in build(about).named_parameters()}
         description = _of(path, "tswift", about, tensors)
     except InputError:
         raise
-    except (KeyError, TypeError, ValueError, RuntimeError, OSError, AttributeError) as error:
+    except KeyError as error:
+        raise InputError(f"{path} is not a tswift heads file (there is no {error} in its metadata)", "--heads") from None
+    except (TypeError, ValueError, RuntimeError, OSError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{path} is not a tswift heads file ({reason})", "FILE") from None
+        raise InputError(f"{path} is not a tswift heads file ({reason})", "--heads") from None
     if wanted != {name: stored.shape for name, stored in tensors.items()}:
-        raise InputError(f"{path} has not the tensors of {about['count']} {about['kind']} heads", "FILE")
+        raise InputError(f"{path} has not the tensors of {about['count']} {about['kind']} heads", "--heads")
     return description
 
 

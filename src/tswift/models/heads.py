@@ -38,7 +38,10 @@ def load_heads(path: Path, hidden_size: int, dtype: torch.dtype, device: torch.d
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["tswift"])
             names = file.keys()
-            _check(about, path, hidden_size, len(names))
+            check_about(about, path, len(names))
+            if about["hidden_size"] != hidden_size:
+                reason = f"was made for hidden size {about['hidden_size']}, the model has {hidden_size}"
+                raise InputError(f"{path} {reason}", "--heads")
             tensors = {name: file.get_tensor(name) for name in names}
         with torch.device("meta"):
             heads = build(about)
@@ -58,15 +61,25 @@ def load_heads(path: Path, hidden_size: int, dtype: torch.dtype, device: torch.d
     return heads.to(dtype=dtype, device=device).eval().requires_grad_(False)
 
 
-def _check(about: Any, path: Path, hidden_size: int, tensors: int) -> None:
-    """Refuse metadata that describe no heads, or no heads for this model, before anything of that size is made."""
+def check_about(about: Any, path: Path, tensors: int) -> None:
+    """Refuse metadata that describe no heads, before anything of the size that they tell is made.
+
+    Args:
+        about: as parsed from the file.
+        path: the file.
+        tensors: how many it holds.
+
+    Raises:
+        InputError: they do not.
+        KeyError: something is not said.
+    """
     if not isinstance(about, dict):
         raise _no_heads(path, "its metadata are no JSON object")
     if about["format"] != FORMAT or not isinstance(about["kind"], str) or about["kind"] not in _KINDS:
         raise InputError(f"{path} holds heads of format {about['format']!s:.40}, kind {about['kind']!s:.40}", "--heads")
     size, count, base = about["hidden_size"], about["count"], about.get("base")
     eps, layers, vocab = about.get("eps"), about.get("layers", 0), about.get("vocab_size", 1)  # each kind has its own
-    if type(size) is not int or type(count) is not int or not 0 < count <= tensors:
+    if type(size) is not int or not 0 < size < 1 << 31 or type(count) is not int or not 0 < count <= tensors:
         raise _no_heads(path, f"it says it has {count!r:.40} heads for hidden size {size!r:.40}")
     if about["kind"] in KINDS and not (isinstance(eps, (int, float)) and 0 <= eps < 1):
         raise _no_heads(path, f"its eps is {eps!r:.40}")
@@ -74,8 +87,6 @@ def _check(about: Any, path: Path, hidden_size: int, tensors: int) -> None:
         raise _no_heads(path, f"it says it has {layers!r:.40} layers and a vocabulary of {vocab!r:.40}")
     if not (base is None or isinstance(base, str)):
         raise _no_heads(path, f"its base model is {base!r:.40}")
-    if size != hidden_size:
-        raise InputError(f"{path} was made for hidden size {size}, the model has {hidden_size}", "--heads")
 
 
 def _no_heads(path: Path, reason: str) -> InputError:
