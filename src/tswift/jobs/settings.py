@@ -19,7 +19,7 @@ from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RunFolder, default_path
 from tswift.jobs.job import Job
 from tswift.jobs.presets import banned_ids, choose, remark
-from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, take
+from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, special_tokens_in, take
 from tswift.jobs.text import TextStream
 from tswift.models.fingerprint import config_hash, weights_hash
 from tswift.models.loading import LoadedModel, load
@@ -134,6 +134,9 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     }
     stats = DecodeStats(generation.depth)
     notes = [] if settings.preset is None else [remark(settings.preset, chosen, params.banned)]
+    spelled = () if settings.chat else special_tokens_in(model.tokenizer, text, len(prompt))
+    if spelled:
+        notes.append(f"the prompt spells out special tokens, which are taken as such: {', '.join(spelled)}")
     return Job(model, generation, folder, about, prompt, TextStream(model.tokenizer), stats, notes=notes)
 
 
