@@ -10,7 +10,7 @@ from tswift.errors import InputError
 from tswift.jobs.folder import JOURNAL, RECORD
 from tswift.jobs.journal import parse_journal
 from tswift.jobs.lock import in_use
-from tswift.jobs.recorded import read_record
+from tswift.jobs.recorded import read_record, refuse_no_folder
 
 RUNNING, KILLED, BROKEN = "running", "killed", "broken"
 
@@ -49,8 +49,7 @@ def list_runs(folder: Path) -> list[Entry]:
     Raises:
         InputError: there is no such folder.
     """
-    if not folder.is_dir():
-        raise InputError(f"there is no folder {folder}")
+    refuse_no_folder(folder)
     try:
         paths = [folder] if (folder / RECORD).exists() else [path for path in folder.iterdir() if _is_run(path)]
     except OSError as error:

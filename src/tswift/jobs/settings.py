@@ -80,20 +80,22 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     params, options = _checked(settings)
     text = read_prompt(settings.prompt)
     system = None if settings.system is None else read_system(settings.system)
-    path = settings.out or default_path(settings.method)
-    refuse_full_disk(path, settings.length)
-    folder = RunFolder.create(path)
     how: dict[str, Any] = {
         "device": settings.device,
         "dtype": settings.dtype,
         "attention": settings.attention,
         "heads": settings.heads,
     }
-    try:
+    name = DEMO if settings.model is None else settings.model
+    if ranks.count == 1 and settings.quantize is None:  # else how much memory it takes is seen when it is loaded
         least = settings.prefill or (BUNDLED_PREFILL if settings.prompt is None else 1)
-        name = settings.model or DEMO
-        if ranks.count == 1 and settings.quantize is None:  # else how much memory it takes is seen when it is loaded
-            check_ahead(name, least, settings.length, settings.method, options, gamma=settings.gamma, **how)
+        larger = "--prefill" if settings.prefill and settings.prefill > settings.length else "--len"
+        given = {"gamma": settings.gamma, "option": larger, **how}
+        check_ahead(name, least, settings.length, settings.method, options, **given)
+    path = settings.out or default_path(settings.method)
+    refuse_full_disk(path, settings.length)
+    folder = RunFolder.create(path)
+    try:
         model = load(name, quantize=settings.quantize, ranks=ranks, **how)
         if settings.gamma is not None:
             heads = model.heads.count if model.heads else 0
@@ -216,7 +218,7 @@ def refuse_unused(methods: Sequence[str], given: Iterable[str]) -> None:
 def _filled(settings: Settings) -> tuple[Settings, Sequence[str]]:
     """The settings with those of the preset where nothing was given, and which of the preset's do not count."""
     if settings.preset is None:
-        return replace(settings, model=settings.model or DEMO), ()
+        return replace(settings, model=DEMO if settings.model is None else settings.model), ()
     chosen = choose(
         settings.preset,
         settings.method,
@@ -232,7 +234,7 @@ def _filled(settings: Settings) -> tuple[Settings, Sequence[str]]:
 def _checked(settings: Settings) -> tuple[SamplingParams, DraftOptions]:
     refuse_below_one({"--len": settings.length, "--prefill": settings.prefill})
     refuse_with_chat(settings.chat, settings.prompt, settings.prefill, settings.system)
-    refuse_shape(settings.model or DEMO)
+    refuse_shape(settings.model or "")
     typed = [name for name in ("gamma", "heads") if getattr(settings, name) is not None]
     refuse_unused([settings.method], [*settings.drafting, *typed])
     if "tree" in settings.drafting and settings.gamma is not None:
