@@ -115,7 +115,7 @@ def headers(path: Path) -> dict[str, Stored]:
             return {n: Stored(path, n, tuple(v.get_shape()), v.get_dtype()) for n, v in views.items()}
     except FileNotFoundError:
         raise _refused(path, "does not exist") from None
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+    except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
         raise _refused(path, f"is broken or no safetensors file ({' '.join(str(error).split())[:200]})") from None
 
 
