@@ -11,6 +11,12 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import torch
+
+# Without a GPU, Triton kernels are interpreted; that is decided when triton is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 SENTENCES = [
     "The ship had lain three days becalmed, and the captain would not leave the deck.",
     "It was a truth that nobody in the drawing-room cared to hear, and so nobody spoke it.",
@@ -18,17 +24,8 @@ SENTENCES = [
 ] * 20
 
 
-def pytest_configure() -> None:
-    """Without a GPU, Triton kernels are interpreted; that is decided when triton is first imported."""
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
 def make_checkpoint(folder: Path, **changes: object) -> Path:
     """Write a tiny random Llama, its tokenizer and its heads to ``folder``."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tswift.models.heads import ChainedHeads

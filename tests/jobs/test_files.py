@@ -74,11 +74,10 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     os.mkfifo(tmp_path / "pipe")
-    refuse_other(tmp_path / "none", links=False)
-    refuse_other(tmp_path / "file", links=False)
-    refuse_other(tmp_path / "link", links=True)
+    refuse_other(tmp_path / "none")
+    refuse_other(tmp_path / "file")
     with pytest.raises(OSError, match="it is a link"):
-        refuse_other(tmp_path / "link", links=False)
+        refuse_other(tmp_path / "link")
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(OSError, match="it is no regular file"):
-            refuse_other(path, links=True)
+            refuse_other(path)

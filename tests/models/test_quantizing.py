@@ -68,6 +68,7 @@ def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             if isinstance(module, nn.Linear):
                 holder, _, last = name.rpartition(".")
                 setattr(network.get_submodule(holder), last, Int8Linear(module))
+        network.hf_quantizer = "homemade"
         return network, info
 
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
@@ -139,7 +140,7 @@ def test_what_transformers_is_told(
 
 @pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_torchao(checkpoint: Path, run_tswift, kind: str) -> None:  # noqa: F811
+def test_torchao(checkpoint: Path, run_tswift, tmp_path: Path, kind: str) -> None:  # noqa: F811
     words = ["--model", checkpoint, "--device", "cpu", "--len", 60, "--method", "reuse", "--quiet", "--out", "run"]
     done = run_tswift("generate", *words, "--quantize", kind, "--verify")
     assert done.code == 0, done.err
@@ -156,6 +157,11 @@ def test_torchao(checkpoint: Path, run_tswift, kind: str) -> None:  # noqa: F811
     plain = load(str(checkpoint), device="cpu")
     quantised_logits, own = (_logits(each) for each in (model, plain))
     assert 0 < (quantised_logits - own).abs().max() < 0.1 * own.std()
+    shutil.copytree(checkpoint, tmp_path / "saved", ignore=shutil.ignore_patterns("model.safetensors", "config.json"))
+    model.target.model.save_pretrained(tmp_path / "saved")
+    saved = load(str(tmp_path / "saved"), device="cpu")  # quantised by its own configuration
+    assert saved.about()["quantization"] == "torchao"
+    assert texts(saved) == found
 
 
 def _logits(model: LoadedModel) -> Tensor:

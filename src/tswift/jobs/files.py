@@ -100,18 +100,17 @@ class AppendedFile:
             os.close(self._handle)
 
 
-def refuse_other(path: Path, links: bool) -> None:
-    """Refuse to read what is no regular file; that it may be missing is no matter.
+def refuse_other(path: Path) -> None:
+    """Refuse to read what is no regular file, but a link to one, say; that it may be missing is no matter.
 
     Args:
         path: the file.
-        links: whether it may be a link to one.
 
     Raises:
         OSError: it is something else.
     """
     try:
-        mode = (os.stat if links else os.lstat)(path).st_mode
+        mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISREG(mode):

@@ -85,7 +85,10 @@ class Job:
             fault = self._fault(error)
             if fault is None:
                 self.reason = repr(error) if self.state == FAILED else ""
-                self._end()
+                rest = self._end()
+                if isinstance(error, KeyboardInterrupt):
+                    with suppress(OSError):  # a terminal that was closed
+                        show(rest, self.stats)
                 raise
             self.reason = str(fault)
             self._save_after(fault)

@@ -128,7 +128,9 @@ def choose(
     own = {"model": preset.model, **preset.sampling, **drafted}
     typed = {**({} if model is None else {"model": model}), **sampling, **drafting}
     instead = tuple(name for name, value in own.items() if name in typed and typed[name] != value)
-    return Chosen(preset.model if model is None else model, {**preset.sampling, **sampling}, {**drafted, **drafting}, instead)
+    return Chosen(
+        preset.model if model is None else model, {**preset.sampling, **sampling}, {**drafted, **drafting}, instead
+    )
 
 
 def banned_ids(name: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:

@@ -17,9 +17,9 @@ from tswift.jobs.files import refuse_other
 from tswift.jobs.folder import CHECKSUM, JOURNAL, PROMPT, RECORD, SCHEMA, TOKENS, bytes_of, checksum
 from tswift.jobs.journal import Checkpoint, parse_journal
 from tswift.jobs.prompt import fingerprint
+from tswift.reading import read_file
 
-_MOST_BYTES = 64_000_000  # of a record: one that is read is small
-_MOST = 1_000_000_000  # of any other file: some hundred million tokens, more than any model has positions
+_MOST_BYTES = 1 << 30  # of a file: tokens take four
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def read_record(path: Path) -> dict[str, Any]:
         InputError: there is no such folder, no record in it, or a broken one.
     """
     refuse_no_folder(path)
-    content = _content(path / RECORD, f"{path} holds no run: there is no {RECORD} in it", _MOST_BYTES)
+    content = _content(path / RECORD, f"{path} holds no run: there is no {RECORD} in it")
     try:
         record = json.loads(content)
     except (ValueError, RecursionError):  # no JSON, or no UTF-8
@@ -116,20 +116,6 @@ def read_record(path: Path) -> dict[str, Any]:
     if record.get(CHECKSUM) != checksum(record):
         raise InputError(f"{path / RECORD} is not as it was written: its checksum differs")
     return record
-
-
-def refuse_no_folder(path: Path) -> None:
-    """Refuse a path that is no folder's.
-
-    Raises:
-        InputError: it is not.
-    """
-    try:
-        found = path.is_dir()
-    except (OSError, ValueError):  # a name that is too long, or no name at all
-        found = False
-    if not found:
-        raise InputError(f"there is no folder {path}")
 
 
 def read_saved(path: Path, prompt: Sequence[int]) -> Saved:
@@ -195,19 +181,28 @@ def check_ids(ids: Sequence[int], vocab_size: int, name: str, option: str | None
             raise InputError(message, option)
 
 
-def _content(path: Path, missing: str, most: int = _MOST, option: str | None = None) -> bytes:
+def refuse_no_folder(path: Path) -> None:
+    """Refuse what is no folder.
+
+    Raises:
+        InputError: it is none.
+    """
     try:
-        refuse_other(path, links=option is not None)  # a file that the user names may be reached by a link
-        if path.stat().st_size > most:
-            raise InputError(f"{path} has more than {most:,} bytes", option)
-        return path.read_bytes()
-    except InputError:
-        raise
-    except FileNotFoundError:
-        raise InputError(missing, option) from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        found = path.is_dir()
+    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{path} cannot be read ({reason})", option) from None
+        raise InputError(f"{str(path)[:80]} cannot be looked at ({reason})") from None
+    if not found:
+        raise InputError(f"there is no folder {path}")
+
+
+def _content(path: Path, missing: str, option: str | None = None) -> bytes:
+    if option is None:  # a file that the user names may be reached by a link; one in a run's folder must not
+        try:
+            refuse_other(path)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({error.strerror})") from None
+    return read_file(path, _MOST_BYTES, option, missing)
 
 
 def _fields(record: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RunFolder, default_path
 from tswift.jobs.job import Job
 from tswift.jobs.presets import banned_ids, choose, remark
-from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, take
+from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, special_tokens_in, take
 from tswift.jobs.text import TextStream
 from tswift.models.fingerprint import config_hash, weights_hash
 from tswift.models.loading import LoadedModel, load
@@ -80,20 +80,22 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     params, options = _checked(settings)
     text = read_prompt(settings.prompt)
     system = None if settings.system is None else read_system(settings.system)
-    path = settings.out or default_path(settings.method)
-    refuse_full_disk(path, settings.length)
-    folder = RunFolder.create(path)
     how: dict[str, Any] = {
         "device": settings.device,
         "dtype": settings.dtype,
         "attention": settings.attention,
         "heads": settings.heads,
     }
-    try:
+    name = DEMO if settings.model is None else settings.model
+    if ranks.count == 1 and settings.quantize is None:  # else how much memory it takes is seen when it is loaded
         least = settings.prefill or (BUNDLED_PREFILL if settings.prompt is None else 1)
-        name = DEMO if settings.model is None else settings.model
-        if ranks.count == 1 and settings.quantize is None:  # else how much memory it takes is seen when it is loaded
-            check_ahead(name, least, settings.length, settings.method, options, gamma=settings.gamma, **how)
+        larger = "--prefill" if settings.prefill and settings.prefill > settings.length else "--len"
+        given = {"gamma": settings.gamma, "option": larger, **how}
+        check_ahead(name, least, settings.length, settings.method, options, **given)
+    path = settings.out or default_path(settings.method)
+    refuse_full_disk(path, settings.length)
+    folder = RunFolder.create(path)
+    try:
         model = load(name, quantize=settings.quantize, ranks=ranks, **how)
         if settings.gamma is not None:
             heads = model.heads.count if model.heads else 0
@@ -134,6 +136,9 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     }
     stats = DecodeStats(generation.depth)
     notes = [] if settings.preset is None else [remark(settings.preset, chosen, params.banned)]
+    spelled = () if settings.chat else special_tokens_in(model.tokenizer, text, len(prompt))
+    if spelled:
+        notes.append(f"the prompt spells out special tokens, which are taken as such: {', '.join(spelled)}")
     return Job(model, generation, folder, about, prompt, TextStream(model.tokenizer), stats, notes=notes)
 
 

@@ -78,7 +78,9 @@ def _ours(path: Path) -> Description:
     except InputError:
         raise
     except KeyError as error:
-        raise InputError(f"{path} is not a tswift heads file (there is no {error} in its metadata)", "--heads") from None
+        raise InputError(
+            f"{path} is not a tswift heads file (there is no {error} in its metadata)", "--heads"
+        ) from None
     except (TypeError, ValueError, RuntimeError, OSError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{path} is not a tswift heads file ({reason})", "--heads") from None

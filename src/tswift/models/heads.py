@@ -19,7 +19,13 @@ __all__ = ["FORMAT", "KINDS", "ChainedHeads", "ConditionedHeads", "Heads", "load
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file has our metadata, or cannot be opened, so that :func:`load_heads` is to say why."""
+    """Whether a file has our metadata, or cannot be opened, so that :func:`load_heads` is to say why.
+
+    Raises:
+        InputError: it is something that could be waited for, such as a pipe.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise InputError(f"{path} cannot be read (it is no regular file)", "--heads")
     try:
         with safe_open(path, framework="pt") as file:
             return "tswift" in (file.metadata() or {})

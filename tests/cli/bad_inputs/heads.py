@@ -145,13 +145,8 @@ def _case(command: str, name: str, beside: bool) -> Case:
     return Case(f"{command}, heads {where}: {name}", words, "--heads")
 
 
-def _a_folder(world: World) -> list[object]:
-    return generate(world, "--heads", world.model)
-
-
 HEADS: tuple[Case, ...] = (
     *(_case("generate", name, beside=False) for name in CHANGES),
     *(_case("generate", name, beside=True) for name in ("empty", "another hidden size", "count 10^9", "a pickle")),
     *(_case("compare", name, beside=False) for name in ("text", "no metadata")),
-    Case("generate --heads, the model's folder", _a_folder, "--heads"),
 )
