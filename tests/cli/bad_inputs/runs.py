@@ -12,7 +12,6 @@ from typing import Any
 from tests.cli.bad_inputs.case import Case, World
 from tests.cli.bad_inputs.models import Change, content, cut
 from tests.cli.bad_inputs.prompts import sparse
-from tswift.jobs.folder import SCHEMA
 
 RECORD = "run.json"
 
@@ -123,22 +122,17 @@ CHANGES: dict[str, Change] = {
     "dtype 7": _in("model", dtype=7),
     "attention 'nope'": _in("model", attention="nope"),
     "attention ['x']": _in("model", attention=["x"]),
+    "a model that is a number": _in("model", name=7),
+    "a model that is null": _in("model", name=None),
+    "a record nested deeply": content(RECORD, _DEEP),
+    **{f"a pipe for {name}": _pipe(name) for name in _READ},
+    **{f"/dev/zero for {name}": _link(name, "/dev/zero") for name in _READ},
+    f"64 GB of {RECORD}": lambda folder: sparse(folder / RECORD),
+    "64 GB of prompt.u32": lambda folder: sparse(folder / "prompt.u32"),
+    "64 GB of tokens.u32": lambda folder: sparse(folder / "tokens.u32"),
     "a prompt of another hash": _in("prompt", sha256="0" * 64),
     "a hash that is null": _in("prompt", sha256=None),
 }
-
-# what the reader of schema 1 does not catch
-if SCHEMA > 1:
-    CHANGES |= {
-        "a model that is a number": _in("model", name=7),
-        "a model that is null": _in("model", name=None),
-        "a record nested deeply": content(RECORD, _DEEP),
-        **{f"a pipe for {name}": _pipe(name) for name in _READ},
-        **{f"/dev/zero for {name}": _link(name, "/dev/zero") for name in _READ},
-        f"64 GB of {RECORD}": lambda folder: sparse(folder / RECORD),
-        "64 GB of prompt.u32": lambda folder: sparse(folder / "prompt.u32"),
-        "64 GB of tokens.u32": lambda folder: sparse(folder / "tokens.u32"),
-    }
 
 _TOKENS: dict[str, Callable[[Path], object]] = {
     "missing": lambda path: None,
@@ -148,15 +142,11 @@ _TOKENS: dict[str, Callable[[Path], object]] = {
     "text": lambda path: path.write_bytes(b"The ship had lain three days"),
     "ids beyond the vocabulary": lambda path: path.write_bytes(b"\1\0\0\0\xff\xff\xff\xff"),
     "more than the positions": lambda path: path.write_bytes(b"\1\0\0\0" * 5000),
+    "64 GB": sparse,
+    "a pipe": os.mkfifo,
+    "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
     "a link to itself": lambda path: path.symlink_to(path),
 }
-
-if SCHEMA > 1:
-    _TOKENS |= {
-        "64 GB": sparse,
-        "a pipe": os.mkfifo,
-        "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
-    }
 
 
 def _case(name: str) -> Case:
@@ -183,7 +173,7 @@ def _named(name: str) -> Iterator[Case]:
     yield Case(f"verify --tokens {name[:20]!r}", lambda world: ["verify", "--tokens", name], "--tokens")
 
 
-_NAMES = ("\x1b[2Jgone", "/dev/null", *(("nowhere\0", "x" * 5000, "/dev/zero") if SCHEMA > 1 else ()))
+_NAMES = ("\x1b[2Jgone", "/dev/null", "nowhere\0", "x" * 5000, "/dev/zero")
 
 RUNS: tuple[Case, ...] = (
     *map(_case, CHANGES),
