@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tswift.cli import main
+
+if TYPE_CHECKING:
+    from tswift.models.loading import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,31 @@ def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     from tswift.benchmarking.roofline import Machine
 
     monkeypatch.setattr(module, "measured", lambda device, dtype: Machine(2e10, 1e11))
+
+
+@pytest.fixture(scope="module")
+def load_once() -> Iterator[Callable[..., LoadedModel]]:
+    """For as long as this lasts, no model is loaded twice in the same way, by whoever loads it: what loads them."""
+    import tswift.jobs.environment
+    import tswift.jobs.resume
+    import tswift.jobs.settings
+    import tswift.jobs.verification
+    from tswift.models import loading
+
+    real, remembered = loading.load, functools.cache(loading.load)
+
+    def cached(*arguments: Any, **named: Any) -> LoadedModel:
+        try:
+            return remembered(*arguments, **named)
+        except TypeError:  # what cannot be remembered
+            return real(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in [module for name, module in sys.modules.items() if name.startswith("tswift.")]:
+            if getattr(module, "load", None) is real:
+                patch.setattr(module, "load", cached)
+        patch.setattr(tswift.jobs.environment, "_output", lambda command: None)  # asks git, which takes longer
+        yield cached
 
 
 @pytest.fixture

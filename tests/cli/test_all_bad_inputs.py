@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +10,11 @@ import pytest
 
 from tests.cli.bad_inputs import CASES, Case, World, attempt, make_world, tree
 from tests.cli.bad_inputs.models import MARKER
+from tswift.models.loading import LoadedModel
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory, load_once: Callable[..., LoadedModel]) -> Iterator[World]:
     """What cases start from; no case may change it."""
     import tswift.benchmarking.measure as module
     from tswift.benchmarking.roofline import Machine
