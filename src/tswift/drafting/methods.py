@@ -35,7 +35,7 @@ class DraftOptions:
         shared_noise: rank candidates with the noise the target will draw with.
 
     Raises:
-        InputError: a value outside its range.
+        InputError: a value outside its range, or of another type.
     """
 
     tree: tuple[int, ...] | None = None
@@ -47,8 +47,9 @@ class DraftOptions:
     shared_noise: bool = True
 
     def __post_init__(self) -> None:
-        if self.tree is not None and (not self.tree or any(width < 1 for width in self.tree)):
-            raise InputError(f"wants numbers above 0, such as 1,3,3,3, got {self.tree}", "--tree")
+        widths = (1,) if self.tree is None else self.tree
+        if not (isinstance(widths, tuple) and widths and all(type(width) is int and width > 0 for width in widths)):
+            raise InputError(f"wants numbers above 0, such as 1,3,3,3, got {self.tree!r:.80}", "--tree")
         if self.tree is not None and prod(self.tree) > _MOST_PATHS:
             raise InputError(f"has {prod(self.tree):,} paths, at most {_MOST_PATHS:,} are possible", "--tree")
         for option, value, least in (
@@ -57,12 +58,17 @@ class DraftOptions:
             ("--budget", self.budget, 64),
             ("--sinks", self.sinks, 0),
         ):
+            if type(value) is not int and not (value is None and option == "--nodes"):
+                raise InputError(f"wants an integer, got {value!r:.40}", option)
             if value is not None and value < least:
                 raise InputError(f"must be at least {least}, got {value}", option)
             if value is not None and value > _LARGEST:
                 raise InputError(f"must be at most {_LARGEST:,}, got {value:,}", option)
         if self.sinks > self.budget // 4:
             raise InputError(f"must be at most a quarter of --budget {self.budget}, got {self.sinks}", "--sinks")
+        for option, flag in (("--reuse-recent", self.reuse_recent), ("--shared-noise", self.shared_noise)):
+            if type(flag) is not bool:
+                raise InputError(f"is yes or no, got {flag!r:.40}", option)
 
 
 NGRAM = 4

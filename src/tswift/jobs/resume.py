@@ -12,7 +12,7 @@ from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.environment import environment, now
-from tswift.jobs.folder import RunFolder
+from tswift.jobs.folder import RECORD, RunFolder
 from tswift.jobs.job import FINISHED, Job
 from tswift.jobs.lock import InUse, Lock
 from tswift.jobs.recorded import Recorded, Saved, check_ids, read_record, read_run, read_saved
@@ -67,6 +67,7 @@ def _resumed(
     path: Path, lock: Lock, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str], ranks: Ranks
 ) -> Job | None:
     run = read_run(path)
+    _refuse_broken(run)
     saved = read_saved(path, run.prompt)
     _refuse_conflicts(run, asked)
     if saved.damage and not discard_damaged:
@@ -82,7 +83,7 @@ def _resumed(
     tokens = saved.tokens[: checkpoint.tokens]
     refuse_full_disk(path, length - len(tokens))
     model = _load(run, ranks)
-    for name, ids in (("prompt", run.prompt), ("tokens", tokens)):
+    for name, ids in (("prompt", run.prompt), ("tokens", tokens), ("banned ids", run.params.banned)):
         check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
     options = _options(run, asked)
     generation = begin(
@@ -113,6 +114,20 @@ def _resumed(
     resumed = [*run.record.get("resumed", ()), session]
     notes = _notes(saved, len(tokens))
     return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes)
+
+
+def _refuse_broken(run: Recorded) -> None:
+    """Refuse a record without what only a run that goes on needs."""
+    asked, model = run.record["options"], run.record["model"]
+    try:
+        _options(run, {})
+        heads, stops, ids = asked["heads"], asked["stop_at_eos"], model["eos_ids"]
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{run.path / RECORD} is broken: {reason}", OPTION) from None
+    listed = isinstance(ids, list) and isinstance(run.record.get("resumed", []), list)
+    if not (listed and isinstance(stops, bool) and (heads is None or isinstance(heads, str))):
+        raise InputError(f"{run.path / RECORD} is broken: it has options of other types", OPTION)
 
 
 def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any]) -> None:

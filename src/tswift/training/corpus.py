@@ -82,11 +82,17 @@ def corpus_files(corpus: str) -> list[str]:
                     return files
             raise InputError(f"{corpus} holds no .parquet or .txt files", OPTION)
         if path.exists():
-            if path.suffix not in ENDINGS:
+            if path.suffix not in ENDINGS or not path.is_file():
                 raise InputError(f"{corpus} is no folder, and no .parquet or .txt file", OPTION)
             return [str(path)]
+    except InputError:
+        raise
+    except ValueError:  # a NUL in the name, or half a character
+        raise InputError(f"no file can be called {corpus[:80]}", OPTION) from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
         raise InputError(f"{corpus[:80]} cannot be read ({getattr(error, 'strerror', error)})", OPTION) from None
+    if path.is_absolute() or corpus.startswith((".", "~")) or not corpus.isprintable():  # no hub id
+        raise InputError(f"there is no file or folder {corpus}", OPTION)
     return []
 
 

@@ -30,6 +30,19 @@ def _run(world: World, *words: object) -> list[object]:
     return ["verify", world.run, *words]
 
 
+def _resume(world: World, *words: object) -> list[object]:
+    return ["generate", "--resume", world.run, *words]
+
+
+def _train(world: World, *words: object) -> list[object]:
+    base = ["train", "--corpus", world.prompt, "--model", world.model, "--seq-len", 8, "--steps", 1, "--out", "new/run"]
+    return [*base, *words]
+
+
+def _inspect(world: World, *words: object) -> list[object]:
+    return ["heads", "inspect", world.model / "heads.safetensors", *words]
+
+
 def _bare(world: World, *words: object) -> list[object]:
     return list(words)
 
@@ -41,6 +54,9 @@ COMMANDS: dict[str, Callable[..., list[object]]] = {
     "roofline": _roofline,
     "verify --tokens": _tokens,
     "verify RUN": _run,
+    "generate --resume RUN": _resume,
+    "train": _train,
+    "heads inspect FILE": _inspect,
     "tswift": _bare,
 }
 
@@ -84,7 +100,58 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
         "--device": ("", "tpu", "cuda:x", "cuda:-1", "cuda:99", "meta", "cpu:x", "cpu:7", "gpu"),
         "--dtype": ("", "int8", "FLOAT32", "float8_e4m3fn", "torch.float32", "16"),
         "--attention": ("", "eager", "SDPA", "flash_attention_2", "kernels-community/flash"),
-        "--heads": ("", "nope", "/nowhere", "x" * 5000),
+        "--heads": ("", "nope", "/nowhere", "x" * 5000, "nowhere\0", "/dev/zero", "\x1b[2Jgone"),
+        "--quantize": ("", "int2", "INT8"),
+        "--preset": ("", "nope", "demo"),
+        "--resume": ("", "nowhere", "nowhere\0", "x" * 5000, "/dev/zero", "\x1b[2Jgone"),
+    },
+    "generate --resume RUN": {
+        "--len": ("", "abc", "0", "-1", "3", "4096"),
+        "--seed": ("7", "x"),
+        "--temperature": ("0.5", "nan"),
+        "--top-k": ("3",),
+        "--min-p": ("0.5",),
+        "--penalty": ("3",),
+        "--window": ("3",),
+        "--method": ("ar", "medusa", "nope"),
+        "--tree": ("1,1", "x"),
+        "--gamma": ("1",),
+        "--ngrams": ("3",),
+        "--sinks": ("3",),
+        "--heads": ("chained", "nope"),
+        "--model": ("demo", "/nowhere"),
+        "--device": ("cuda:9", "tpu"),
+        "--dtype": ("float64", "nope"),
+        "--attention": ("flash", "nope"),
+        "--prompt": ("other.txt",),
+        "--prefill": ("3",),
+        "--out": ("elsewhere",),
+        "--preset": ("llama3.1-8b",),
+        "--quantize": ("int8",),
+    },
+    "train": {
+        "--corpus": ("", "/nowhere", "/dev/zero", "nowhere\0", "x" * 5000),
+        "--model": ("", "/nowhere", "shape:llama3.1-8b"),
+        "--kind": ("", "nope", "medusa"),
+        "--objective": ("", "nope"),
+        "--heads-count": ("abc", "0", "-1", _HUGE),
+        "--seq-len": ("abc", "0", "-1", _HUGE),
+        "--steps": ("abc", "0", "-1"),
+        "--minutes": ("nan", "0", "-1", "inf"),
+        "--batch": ("0", "-1"),
+        "--accumulate": ("0", "x"),
+        "--lr": ("nan", "-1", "inf"),
+        "--warmup": ("-1", "x"),
+        "--weight-decay": ("nan", "-1", "inf"),
+        "--documents": ("0", "-1"),
+        "--held-out": ("0", "-1"),
+        "--eval-every": ("-1", "x"),
+        "--save-every": ("0", "-1"),
+        "--save-minutes": ("nan", "0", "-1"),
+        "--alpha-tokens": ("-1", "x"),
+        "--device": ("nope",),
+        "--dtype": ("nope", "float16"),
+        "--attention": ("nope",),
     },
     "compare": {
         "--len": ("abc", "0", "-1", _HUGE),
@@ -173,6 +240,12 @@ TOGETHER: dict[str, dict[str, str]] = {
         "--attention triton --dtype float64": "--attention",
         "--heads conditioned": "--heads",
         "--len 4090": "--len",
+        "--chat": "--chat",
+        "--chat --prefill 3": "--prefill",
+        "--chat --system /nowhere": "--system",
+        "--system PROMPT": "--chat",
+        "--discard-damaged": "--discard-damaged",
+        "--preset llama3.1-8b --tree 1,2 --gamma 1": "--gamma",
         "--nope": "--nope",
         "--len": "--len",
         "stray": "stray",
@@ -242,7 +315,35 @@ TOGETHER: dict[str, dict[str, str]] = {
         "RUN": "",
         "--attention sdpa": "--attention",
     },
+    "generate --resume RUN": {
+        "--chat": "--chat",
+        "--stop-at-eos": "--stop-at-eos",
+        "--reuse-recent": "--reuse-recent",
+        "--no-shared-noise": "--shared-noise",
+        "stray": "stray",
+    },
+    "train": {
+        "--resume RUN": "--out",
+        "--steps 3 --minutes 1": "--minutes",
+        "stray": "stray",
+    },
+    "heads inspect FILE": {
+        "FILE": "",
+        "--json": "--json",
+        "--nope": "--nope",
+    },
     "tswift": {
+        "train": "--corpus",
+        "heads nope": "nope",
+        "heads inspect": "file",
+        "heads inspect /nowhere": "/nowhere",
+        "heads inspect /dev/zero": "/dev/zero",
+        "heads inspect PROMPT": "PROMPT",
+        "runs /nowhere": "/nowhere",
+        "runs PROMPT": "PROMPT",
+        "runs --nope": "--nope",
+        "runs /dev/zero": "/dev/zero",
+        "runs a b": "b",
         "nope": "nope",
         "--nope": "--nope",
         "Generate": "Generate",

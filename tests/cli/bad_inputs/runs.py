@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.bad_inputs.case import Case, World
-from tests.cli.bad_inputs.models import Change, content, cut
+from tests.cli.bad_inputs.models import Change, content, cut, flip
 from tests.cli.bad_inputs.prompts import sparse
 
 RECORD = "run.json"
@@ -149,14 +149,48 @@ _TOKENS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def _case(name: str) -> Case:
+# what only matters to a run that goes on
+_TO_GO_ON: dict[str, Change] = {
+    "no journal": _gone("journal"),
+    "a journal that is a pipe": _pipe("journal"),
+    "a journal that is a folder": _folder("journal"),
+    "a journal that is /dev/zero": _link("journal", "/dev/zero"),
+    "a journal that is a link": lambda folder: [
+        (folder / "journal").rename(folder.parent / "elsewhere"),
+        (folder / "journal").symlink_to(folder.parent / "elsewhere"),
+    ],
+    "64 GB of journal": lambda folder: sparse(folder / "journal"),
+    "tokens that are a link": lambda folder: [
+        (folder / "tokens.u32").rename(folder.parent / "elsewhere"),
+        (folder / "tokens.u32").symlink_to(folder.parent / "elsewhere"),
+    ],
+    "a token changed": lambda folder: [flip("tokens.u32", 5)(folder)],
+    "a token gone": cut("tokens.u32", -4),
+    "a record without drafting": record(lambda told: told.pop("drafting")),
+    "drafting that is a list": record(lambda told: told.update(drafting=[1])),
+    "a tree of words": _in("drafting", tree=["x"]),
+    "a tree that is a number": _in("drafting", tree=7),
+    "nodes that are a word": _in("drafting", nodes="x"),
+    "nodes of 2.5": _in("drafting", nodes=2.5),
+    "a budget that is a word": _in("drafting", budget="x"),
+    "drafting by a word that is none": _in("drafting", hot=1),
+    "a length that is a word": _in("options", length="x"),
+    "a method that is a word": _in("options", method="x"),
+    "heads that are a number": record(lambda told: told["options"].update(heads=7)),
+    "weights of another model": _in("model", weights="0" * 64),
+    "a configuration of another model": _in("model", config="0" * 64),
+    "eos_ids that are a word": _in("model", eos_ids="x"),
+}
+
+
+def _case(command: str, name: str, change: Change) -> Case:
     def words(world: World) -> list[object]:
         folder = world.here / "run"
         shutil.copytree(world.run, folder)
-        CHANGES[name](folder)
-        return ["verify", folder]
+        change(folder)
+        return ["verify", folder] if command == "verify" else ["generate", "--resume", folder, "--len", 20]
 
-    return Case(f"verify, a run with {name}", words, "")
+    return Case(f"{command}, a run with {name}", words, "")
 
 
 def _tokens(name: str) -> Case:
@@ -176,7 +210,8 @@ def _named(name: str) -> Iterator[Case]:
 _NAMES = ("\x1b[2Jgone", "/dev/null", "nowhere\0", "x" * 5000, "/dev/zero")
 
 RUNS: tuple[Case, ...] = (
-    *map(_case, CHANGES),
+    *(_case("verify", *each) for each in CHANGES.items()),
+    *(_case("generate --resume", *each) for each in (CHANGES | _TO_GO_ON).items()),
     *map(_tokens, _TOKENS),
     *(case for name in _NAMES for case in _named(name)),
 )
