@@ -68,7 +68,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, kind, fine, wanted in _RANGES:
             value = getattr(self, name)
-            if not isinstance(value, kind) or not fine(value):
+            if not isinstance(value, kind) or not fine(value) or (isinstance(value, int) and value >> 62):
                 raise ValueError(f"{name} must be {wanted}, got {value!r:.60}")
         ids = self.banned
         if not isinstance(ids, tuple) or not all(isinstance(token, Integral) and token >= 0 for token in ids):

@@ -12,6 +12,14 @@ import numpy as np
 from tswift.decoding.loop import Step
 from tswift.drafting.reuse import ReuseSource
 
+_MOST, _LONGEST = 1 << 53, 1e12  # of what is counted, and seconds of a decode
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
 
 @dataclass
 class DecodeStats:
@@ -71,9 +79,12 @@ class DecodeStats:
         if not counters:
             return cls(depth, tokens=tokens)
         try:
-            accepted = Counter({int(count): int(steps) for count, steps in counters["accepted"].items()})
-            whole = {name: int(counters[name]) for name in ("passes", "nodes", "reused")}
-            return cls(depth, tokens=tokens, seconds=float(counters["seconds"]), accepted=accepted, **whole)
+            accepted = Counter({_count(int(count)): _count(steps) for count, steps in counters["accepted"].items()})
+            whole = {name: _count(counters[name]) for name in ("passes", "nodes", "reused")}
+            seconds = counters["seconds"]
+            if not 0 <= seconds < _LONGEST:
+                raise ValueError(f"{seconds!r:.40} seconds")
+            return cls(depth, tokens=tokens, seconds=float(seconds), accepted=accepted, **whole)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"its counters are broken ({error!r})") from None
 

@@ -122,11 +122,12 @@ def _refuse_broken(run: Recorded) -> None:
     try:
         _options(run, {})
         heads, stops, ids = asked["heads"], asked["stop_at_eos"], model["eos_ids"]
+        drafting, resumed = run.record["drafting"], run.record.get("resumed", [])
     except (KeyError, TypeError, ValueError) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{run.path / RECORD} is broken: {reason}", OPTION) from None
-    listed = isinstance(ids, list) and isinstance(run.record.get("resumed", []), list)
-    if not (listed and isinstance(stops, bool) and (heads is None or isinstance(heads, str))):
+    plain = isinstance(stops, bool) and (heads is None or isinstance(heads, str))
+    if not (plain and isinstance(drafting, dict) and isinstance(ids, list) and isinstance(resumed, list)):
         raise InputError(f"{run.path / RECORD} is broken: it has options of other types", OPTION)
 
 
