@@ -17,7 +17,7 @@ from tests.benchmarking.helpers import make_measurement
 from tswift.benchmarking import plots
 from tswift.benchmarking.report import csv_report, markdown_report, write_measurement, write_reports
 from tswift.errors import InputError
-from tswift.jobs import folder
+from tswift.jobs import files
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = make_measurement()
@@ -100,7 +100,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
     def fail(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folder.os, "replace", fail)
+    monkeypatch.setattr(files.os, "replace", fail)
     with pytest.raises(InputError, match=r"^--out: .* cannot be written to \(No space left on device\)"):
         write_reports(SMALL, tmp_path, paper=False, plots=False)
     assert (tmp_path / "bench.json").read_text() == "before"

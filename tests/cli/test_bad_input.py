@@ -56,8 +56,8 @@ CHEAP = {
     "--attention flash": "--attention: flash attention takes bfloat16 and float16, not float32",
     "--attention triton --dtype float64": "--attention: triton attention takes float32, bfloat16 and float16",
     "--heads /nowhere": "--heads: there is no file /nowhere",
-    "--out /dev/null/run": "--out: /dev/null/run cannot be written to",
-    "--out /proc/run": "--out: /proc/run cannot be written to",
+    "--len 5 --out /dev/null/run": "--out: /dev/null/run cannot be written to",
+    "--len 5 --out /proc/run": "--out: /proc/run cannot be written to",
 }
 
 

@@ -275,9 +275,8 @@ def test_a_drafted_token_that_spoils_the_whole_pass_is_no_fault() -> None:
 
 def test_parameters_that_leave_nothing_to_draw() -> None:
     target, says = tiny_target(), r"^there is nothing to draw at position 9: the logits are finite; temperature "
-    for params in (parameters(banned=tuple(range(VOCAB))), parameters(temperature=1e-310)):
-        with pytest.raises(NotFinite, match=says):
-            decode_method("ar", target, random_prompt(9), params, 1, 5)
+    with pytest.raises(NotFinite, match=says):
+        decode_method("ar", target, random_prompt(9), parameters(banned=tuple(range(VOCAB))), 1, 5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

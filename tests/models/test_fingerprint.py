@@ -78,7 +78,7 @@ def test_heads_remember_their_base_model(checkpoint: Path, other: Path, tmp_path
         loaded = load(str(checkpoint), dtype=dtype, heads=path).heads
         assert loaded is not None
         assert loaded.base == fingerprint_in_any_dtype(network)
-    with pytest.raises(InputError, match=r"^--heads: .*mine.safetensors was made for another model than ") as caught:
+    with pytest.raises(InputError, match=r"^--heads: .*mine.safetensors was made for another model: ") as caught:
         load(str(other), heads=path)
     assert caught.value.option == "--heads"
 
@@ -86,7 +86,7 @@ def test_heads_remember_their_base_model(checkpoint: Path, other: Path, tmp_path
 def test_heads_beside_a_model_are_checked_too(checkpoint: Path, other: Path) -> None:
     network = load(str(checkpoint)).target.model
     ChainedHeads(32, 2).save(other / "heads.safetensors", base=fingerprint_in_any_dtype(network))
-    with pytest.raises(InputError, match=r"^--heads: .*heads.safetensors was made for another model than "):
+    with pytest.raises(InputError, match=r"^--heads: .*heads.safetensors was made for another model: "):
         load(str(other))
 
 

@@ -260,7 +260,7 @@ BAD_MEDUSA = {
     "a head lost": (changed(lambda x: [x.pop(name) for name in list(x) if name[0] == "0"]), "has heads 1, 2, not one"),
     "pickled": (pickled, "a pickle, which could run code"),
     "cut short": (lambda folder: cut(folder / "medusa_lm_head.safetensors"), "is broken or no safetensors file"),
-    "a configuration that is none": (lambda folder: (folder / "config.json").write_text("["), "cannot be read"),
+    "a configuration that is none": (lambda folder: (folder / "config.json").write_text("["), "is not JSON"),
     "a configuration that is a list": (lambda folder: (folder / "config.json").write_text("[1]"), "no JSON object"),
 }
 

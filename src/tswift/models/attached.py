@@ -43,12 +43,13 @@ def heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Pat
     return path / HEADS_FILE if inside else path
 
 
-def attach(path: Path, target: Target) -> Heads:
+def attach(path: Path, target: Target, foreign: bool = False) -> Heads:
     """Read heads for a model, from a file of ours or as others publish them.
 
     Args:
         path: as :func:`heads_path` finds it.
         target: the model, which learns to give the states that the heads start from.
+        foreign: whether heads of any model will do, as for random weights.
 
     Raises:
         InputError: there are no heads, or they were made for another model.
@@ -60,7 +61,8 @@ def attach(path: Path, target: Target) -> Heads:
         heads = load_heads(path, target.hidden_size, target.dtype, target.device)
     else:
         heads = published.load(target.hidden_size, target.dtype, target.device)
-    _refuse_foreign(heads, target, path)
+    if not foreign:
+        _refuse_foreign(heads, target, path)
     vocabulary = heads.about().get("vocab_size", target.vocab_size)
     if vocabulary != target.vocab_size:
         message = f"{path} was made for a vocabulary of {vocabulary:,}, the model has {target.vocab_size:,}"

@@ -235,7 +235,7 @@ def _simulated(
         drafting = random_heads(wanted, config, target.dtype, target.device)
         quicken(drafting)
     else:
-        drafting = attach(path, target)
+        drafting = attach(path, target, foreign=True)
     tokenizer = StandInTokenizer()
     eos_ids = _eos_ids(model, network, tokenizer, target.vocab_size)
     return LoadedModel(model, tokenizer, target, drafting, eos_ids, backend, _compiled(target, note), simulated=True)
