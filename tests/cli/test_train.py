@@ -124,7 +124,7 @@ CHEAP = {
     "--model /nowhere": "--model: there is no folder '/nowhere'",
     "--device tpu": "--device: no device 'tpu'",
     "--attention odd": "--attention: no attention 'odd'",
-    "--corpus /nowhere": "--corpus: /nowhere is no folder and cannot be loaded from the hub",
+    "--corpus /nowhere": "--corpus: there is no file or folder /nowhere",
     "--corpus nobody/nothing": "--corpus: nobody/nothing is no folder and cannot be loaded from the hub",
     "--corpus /etc/hostname": "--corpus: /etc/hostname is no folder, and no .parquet or .txt file",
     "--corpus /proc": "--corpus: /proc holds no .parquet or .txt files",

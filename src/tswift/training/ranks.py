@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,6 +95,7 @@ def open_ranks(device: str) -> Iterator[Ranks]:
     try:
         yield Ranks(index, count, place)
     finally:
+        gc.collect()
         distributed.destroy_process_group()
 
 

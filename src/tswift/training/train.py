@@ -94,7 +94,9 @@ def train(plan: TrainPlan, out: Path | None = None, show: Show = _SILENCE, comma
         except BaseException:
             folder.discard()
             raise
-        return training.run()
+        outcome = training.run()
+        del training  # and with it the gradients' reducer, which hangs if it goes after the process group is closed
+        return outcome
 
 
 def resume(path: Path, given: Mapping[str, Any], show: Show = _SILENCE, command: Sequence[str] = ()) -> Outcome:
