@@ -50,7 +50,7 @@ def test_a_good_one() -> None:
     assert not list(complaints(make_measurement(roofline=True, ar="sampled"), bench_schema()))
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=80, derandomize=True, deadline=None)
 @given(place=st.sampled_from(PLACES), value=LEAVES | st.just("taken away"))
 def test_says_what_a_whole_implementation_says(place: tuple[Any, ...], value: Any) -> None:
     changed = copy.deepcopy(GOOD)

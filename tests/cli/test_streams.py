@@ -45,9 +45,16 @@ def test_names_in_tables_and_lines_are_not_obeyed(tswift, checkpoint, prompt, tm
     assert r"red\x1b[31m" in result.err
     made = tswift("generate", *words, "--method", "ar", "--out", tmp_path / "run\x1b[0m")
     assert made.code == 0
+    resumed = tswift("generate", "--resume", tmp_path / "run\x1b[0m")
+    assert r"run\x1b[0m is finished" in resumed.err
+    told = tswift("heads", "inspect", model / "heads.safetensors")
+    assert r"red\x1b[31m" in told.out.decode()
+    listed = tswift("runs", tmp_path)
+    assert r"run\x1b[0m" in listed.out.decode()
     table = tswift("roofline", "--model", model, "--bandwidth", 1, "--flops", 1, "--len", 9, "--prefill", 9)
     assert r"red\x1b[31m" in table.out.decode()
-    for said in (result.err, made.err, table.out.decode(), result.out.decode()):
+    shown = [each.out.decode() for each in (result, told, listed, table)]
+    for said in (result.err, made.err, resumed.err, *shown):
         assert "\x1b" not in said
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,3 +80,18 @@ def test_the_source_of_a_stopped_step_is_that_of_the_last_token_kept() -> None:
 def test_distinct_n_is_unique_ngrams_over_ngrams(tokens: list[int], n: int) -> None:
     grams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
     assert distinct(tokens, n) == (pytest.approx(len(set(grams)) / len(grams)) if grams else 0)
+
+
+COUNTERS = {"passes": 3, "nodes": 9, "seconds": 0.5, "accepted": {"0": 1, "2": 2}, "reused": 1}
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+@pytest.mark.parametrize(
+    "value", [None, "3", -1, 1.5, math.nan, math.inf, 10**400, [1], {"x": 1}, {"1": -1}, {"-1": 1}]
+)
+def test_counters_that_are_none(name: str, value: object) -> None:
+    assert DecodeStats.counted(4, 7, COUNTERS).counters() == COUNTERS
+    if (name, value) == ("seconds", 1.5):
+        return
+    with pytest.raises(ValueError, match="its counters are broken"):
+        DecodeStats.counted(4, 7, {**COUNTERS, name: value})

@@ -45,9 +45,19 @@ def test_depth_and_limit() -> None:
         ("--ngrams", {"ngrams": -1}),
         ("--budget", {"budget": 63}),
         ("--sinks", {"sinks": -1}),
+        ("--nodes", {"nodes": 1 << 40}),
+        ("--tree", {"tree": "x"}),
+        ("--tree", {"tree": (1.0,)}),
+        ("--tree", {"tree": [1]}),
+        ("--nodes", {"nodes": 2.5}),
+        ("--ngrams", {"ngrams": None}),
+        ("--budget", {"budget": "64"}),
+        ("--sinks", {"sinks": True}),
+        ("--reuse-recent", {"reuse_recent": "no"}),
+        ("--shared-noise", {"shared_noise": 1}),
     ],
 )
-def test_options_out_of_range_name_themselves(option: str, options) -> None:
+def test_options_out_of_range_or_of_another_type_name_themselves(option: str, options) -> None:
     with pytest.raises(InputError, match=f"^{option}: ") as error:
         DraftOptions(**options)
     assert error.value.option == option

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +62,12 @@ def test_no_folder(tmp_path: Path) -> None:
     assert list_runs(tmp_path) == []
     with pytest.raises(InputError, match="there is no folder"):
         list_runs(tmp_path / "none")
+
+
+def test_a_journal_that_would_never_end(tmp_path: Path) -> None:
+    for name in ("pipe", "device"):
+        made(tmp_path / name, "finished", "2026-01-01").close()
+        (tmp_path / name / "journal").unlink()
+    os.mkfifo(tmp_path / "pipe" / "journal")
+    (tmp_path / "device" / "journal").symlink_to("/dev/zero")
+    assert [(entry.state, entry.tokens) for entry in list_runs(tmp_path)] == [("finished", 0)] * 2

@@ -11,7 +11,7 @@ import typer
 
 from tswift.cli import options, ranks
 from tswift.cli.codes import CLOSED_PIPE, FAILED, INTERRUPTED
-from tswift.cli.streams import abandon_stdout
+from tswift.cli.streams import abandon_stdout, complain, one_line
 from tswift.errors import InputError
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def generate(
         if job is not None:
             _run(job, Display(job.length, quiet, not no_progress), signals)
         elif not quiet:
-            print(f"tswift: the run in {resume} is finished; a larger --len goes on with it", file=sys.stderr)
+            done = one_line(f"the run in {resume} is finished; a larger --len goes on with it")
+            print(f"tswift: {done}", file=sys.stderr)
     if verify:
         from tswift.cli.verify import verify_folder
 
@@ -164,7 +165,7 @@ def _run(job: Job, display: Display, signals: Signals) -> None:
         raise typer.Exit(CLOSED_PIPE) from None
     except OSError as error:  # the folder's own errors are told by the job
         abandon_stdout()
-        print(f"tswift: error: stdout cannot be written to ({error.strerror}); {job.saved()}", file=sys.stderr)
+        complain(f"stdout cannot be written to ({error.strerror}); {job.saved()}")
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt as stop:
         with suppress(OSError):  # a terminal that was closed

@@ -32,13 +32,13 @@ def inspect(
 ) -> None:
     """Tell what a file or a folder of heads holds. Its weights are not read, and nothing is run."""
     from tswift.cli import records
-    from tswift.cli.streams import write_stdout
+    from tswift.cli.streams import visible, write_stdout
     from tswift.models.description import describe
 
     record = records.writable(json)
     found = describe(file.expanduser())
     if record is None or record.path:
-        write_stdout("".join(f"{name:<12} {value}\n" for name, value in _lines(found)))
+        write_stdout("".join(f"{name:<12} {visible(value)}\n" for name, value in _lines(found)))
     if record:
         record.write({"kind": "heads", "command": context.obj, "heads": asdict(found)})
 
