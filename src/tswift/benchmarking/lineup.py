@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from tswift.decoding.limits import check_ahead
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import DraftOptions, find_method, resolve
 from tswift.errors import InputError, renamed
-from tswift.jobs.settings import refuse_unused, sampling_params
+from tswift.jobs.settings import refuse_unused, sampling_params, used_options
 from tswift.models.loading import LoadedModel, load
 from tswift.models.memory import available_bytes, gigabytes
 
@@ -82,10 +82,7 @@ class Lineup:
 
     def drafting(self) -> dict[str, dict[str, Any]]:
         """For records: by method, the options that it uses."""
-        return {
-            method: {name: value for name, value in asdict(options).items() if name in find_method(method).uses}
-            for method, options in self.options.items()
-        }
+        return {method: used_options(method, options) for method, options in self.options.items()}
 
     def lanes(self, prompt: Sequence[int], length: int, seed: int, methods: Sequence[str] | None = None) -> list[Lane]:
         """A lane for each method, or for some of them.
@@ -152,8 +149,10 @@ def line_up(entry: Entry) -> Lineup:
     """
     params = sampling_params(entry.sampling)
     refuse_share(entry.simulate_alpha, [method for method in entry.methods if method != BASELINE])
-    typed = [*entry.drafting, *(["heads"] if entry.heads is not None else []), *(["tree"] if "" in entry.trees else [])]
-    refuse_unused(entry.methods, typed)
+    heads = {} if entry.heads is None else {"heads": entry.heads}
+    refuse_unused(
+        entry.methods, {**entry.drafting, **heads, **({"tree": entry.trees[""]} if "" in entry.trees else {})}
+    )
     for method in entry.trees:
         if method and (method not in entry.methods or "tree" not in find_method(method).uses):
             raise InputError(f"is given for {method}, which is not among the methods or has no tree", "--tree")
