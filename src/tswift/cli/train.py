@@ -16,7 +16,7 @@ from tswift.errors import InputError
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
     from tswift.cli.bars import Bars
-    from tswift.training.train import Outcome
+    from tswift.training.session import Outcome
 
 _HEADS, _ROWS, _SCHEDULE, _RECORDS = "Heads", "Text", "Schedule", "Output"
 _BAR = 42  # columns of a progress bar without its figures
@@ -172,10 +172,10 @@ class _Progress:
 
 def _grid(outcome: Outcome) -> Grid:
     from tswift.benchmarking.grid import Grid
+    from tswift.training.plan import TrainPlan
 
     before, after, plan = outcome.before, outcome.after, outcome.plan
-    assert before is not None
-    assert after is not None
+    assert isinstance(plan, TrainPlan)
     rows = [
         [
             str(head + 1),
