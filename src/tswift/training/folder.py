@@ -85,6 +85,8 @@ class TrainFolder:
                 raise InputError(f"{path} is of kind {found['kind']}, schema {found['schema']}", _OPTION)
             for name in ("plan", "base", "corpus", "state"):
                 found[name]
+        except InputError:
+            raise
         except OSError as error:
             raise InputError(f"{self.path} holds no training ({RECORD}: {error.strerror})", _OPTION) from None
         except (ValueError, KeyError, TypeError, RecursionError):

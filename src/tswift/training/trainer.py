@@ -93,7 +93,7 @@ class Trainer(ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """All that training goes on from: weights and what the optimizers remember of them."""
-        found = {f"{self._name}.{name}": value for name, value in self._module.state_dict().items()}
+        found = {f"{self._name}.{name}": value for name, value in self._weights().items()}
         for number, optimizer in enumerate(self._optimizers):
             for index, memory in optimizer.state_dict()["state"].items():
                 found |= {f"optimizer.{number}.{index}.{name}": value for name, value in memory.items()}
@@ -105,13 +105,20 @@ class Trainer(ABC):
         Raises:
             KeyError, RuntimeError, ValueError: they are not those of such a module.
         """
-        self._module.load_state_dict(_under(self._name, tensors))
+        weights = _under(self._name, tensors)
+        lacking = self._weights().keys() ^ weights.keys()
+        if lacking:
+            raise KeyError(*lacking)
+        self._module.load_state_dict(weights, strict=False)  # of weights that are tied, one name is kept
         for number, optimizer in enumerate(self._optimizers):
             memories: dict[int, dict[str, Tensor]] = {}
             for name, value in _under(f"optimizer.{number}", tensors).items():
                 index, _, what = name.partition(".")
                 memories.setdefault(int(index), {})[what] = value
             optimizer.load_state_dict({"state": memories, "param_groups": optimizer.state_dict()["param_groups"]})
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: weight.detach() for name, weight in self._module.named_parameters()}
 
 
 class HeadTrainer(Trainer):
