@@ -82,11 +82,13 @@ class Method:
         make: its drafter, from the model, its heads and resolved options.
         uses: the fields of DraftOptions that it looks at.
         by_lm_head: levels of its tree that the LM head drafts, before those of the heads.
+        draft: whether it needs a smaller model.
     """
 
     make: Callable[[Target, Heads | None, DraftOptions], Drafter]
     uses: frozenset[str] = frozenset()
     by_lm_head: int = 0
+    draft: bool = False
 
 
 def _ar(target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
