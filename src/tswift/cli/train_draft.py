@@ -106,6 +106,5 @@ def _grid(outcome: Outcome) -> Grid:
         ["draws the same token", f"{before.agreement:.3f}", f"{after.agreement:.3f}", "1.000"],
     ]
     notes = ["Same token: both draw by the defaults of generate, with the same noise, after the same held-out text."]
-    return Grid(
-        f"A draft model after {outcome.steps:,} steps", ["", "untrained", "trained", "the model"], rows, notes=notes
-    )
+    title = f"A draft model after {outcome.steps:,} steps, and the model that it drafts for"
+    return Grid(title, ["", "untrained", "trained", "the model"], rows, notes=notes)
