@@ -182,6 +182,8 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
     about = lineup.model.about()
     # only where there is something to say, so that other workloads keep the hashes they have had
     simulated = {"simulated": lineup.simulated} if lineup.simulated else {}
+    draft = lineup.model.draft
+    drafts = {"draft_model": {**about["draft"], "weights": fingerprint_of(draft.model)}} if draft else {}
     return {
         "model": about["name"],
         "weights": fingerprint_of(lineup.model.target.model),
@@ -202,6 +204,7 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
         "seeds": list(plan.seeds),
         "methods": lineup.names,
         "ar": plan.ar,
+        **drafts,
         **simulated,
     }
 

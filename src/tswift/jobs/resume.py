@@ -11,6 +11,7 @@ from tswift.decoding.generation import begin
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import DraftOptions
 from tswift.errors import InputError
+from tswift.jobs.draft import about_draft, draft_for
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RECORD, RunFolder
 from tswift.jobs.job import FINISHED, Job
@@ -23,7 +24,8 @@ from tswift.models.ranks import ALONE, Ranks
 from tswift.models.shapes import refuse_shape
 
 OPTION = "--resume"
-_MAY_CHANGE = ("length", "nodes", "budget")  # none of them changes a token; memory may want the last two lower
+# None of them changes a token. Memory may want nodes and budget lower; a draft model's folder may have been moved.
+_MAY_CHANGE = ("length", "nodes", "budget", "draft_model")
 _CALLED = {"length": "len"}
 
 
@@ -82,7 +84,7 @@ def _resumed(
     checkpoint, journal = saved.last(below=len(saved.tokens) if _ended(run, saved) else length)
     tokens = saved.tokens[: checkpoint.tokens]
     refuse_full_disk(path, length - len(tokens))
-    model = _load(run, ranks)
+    model = _load(run, asked.get("draft_model", run.draft), ranks)
     for name, ids in (("prompt", run.prompt), ("tokens", tokens), ("banned ids", run.params.banned)):
         check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
     options = _options(run, asked)
@@ -101,7 +103,7 @@ def _resumed(
         stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
     except ValueError as error:
         raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
-    text = TextStream(model.tokenizer)
+    text, draft = TextStream(model.tokenizer), about_draft(model)
     folder = RunFolder.reopen(path, lock, run.prompt, checkpoint, journal, text.add(tokens))
     about = _about(run, length)
     session = {
@@ -109,10 +111,11 @@ def _resumed(
         "started": now(),
         "command": list(command),
         "drafting": used_options(run.method, generation.options),
+        "draft": draft,
         "environment": environment(model.target.device),
     }
     resumed = [*run.record.get("resumed", ()), session]
-    notes = _notes(saved, len(tokens))
+    notes = [*_notes(saved, len(tokens)), *_other_draft(run, draft)]
     return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes)
 
 
@@ -139,6 +142,7 @@ def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any]) -> None:
     known = {**record["options"], **record["options"].get("drafting", {}), **record["sampling"], **record["drafting"]}
     drafting = {name: value for name, value in asked.items() if name in DraftOptions.__dataclass_fields__}
     refuse_unused([run.method], {"kv": record["drafting"].get("kv"), **drafting} if drafting else {})
+    draft_for([run.method], run.model, asked.get("draft_model", run.draft))
     for name, value in asked.items():
         own = known.get(name)
         if name in ("device", "dtype", "attention") and value == record["model"][name]:
@@ -162,7 +166,7 @@ def _stops(run: Recorded) -> bool:
     return bool(run.record["options"]["stop_at_eos"])
 
 
-def _load(run: Recorded, ranks: Ranks) -> LoadedModel:
+def _load(run: Recorded, draft: str | None, ranks: Ranks) -> LoadedModel:
     """The run's model, loaded as it was then, and seen to be the same."""
     refuse_shape(run.model)
     model = load(
@@ -172,6 +176,7 @@ def _load(run: Recorded, ranks: Ranks) -> LoadedModel:
         attention=run.attention,
         heads=run.record["options"]["heads"],
         quantize=run.quantize,
+        draft=draft,
         ranks=ranks,
     )
     found, known = identity(model), run.record["model"]
@@ -207,3 +212,10 @@ def _notes(saved: Saved, kept: int) -> list[str]:
     if again:
         notes.append(f"{again:,} tokens behind the last checkpoint are drawn again")
     return notes
+
+
+def _other_draft(run: Recorded, draft: Mapping[str, Any] | None) -> list[str]:
+    """What is to be said of a draft model that is not the one that the run was begun with."""
+    if draft is None or draft["weights"] == (run.record["model"].get("draft") or {}).get("weights"):
+        return []
+    return [f"the draft model {draft['name']} is not the one that the run was begun with; no token depends on it"]

@@ -1,4 +1,4 @@
-"""A training's folder: ``train.json``, ``metrics.jsonl``, ``checkpoint.safetensors``, in the end ``heads.safetensors``.
+"""A training's folder: ``train.json``, ``metrics.jsonl``, ``checkpoint.safetensors``, and in the end its result.
 
 A checkpoint is one safetensors file, replaced whole: weights, what the optimizers remember, and how far the training
 was. Rows are a function of seed and step, so there is no generator whose state would have to be kept.
@@ -23,7 +23,7 @@ from tswift.jobs.files import write_whole
 from tswift.jobs.folder import new_folder
 from tswift.jobs.lock import InUse, Lock
 
-SCHEMA, KIND = 1, "train"
+SCHEMA = 1
 RECORD, METRICS, CHECKPOINT, HEADS = "train.json", "metrics.jsonl", "checkpoint.safetensors", "heads.safetensors"
 _OPTION = "--resume"
 
@@ -33,10 +33,11 @@ class TrainFolder:
 
     Args:
         path: where they are.
+        kind: of training, as its records are called.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, kind: str = "train") -> None:
+        self.path, self._kind = path, kind
         self._made: list[Path] = []
 
     def begin(self) -> None:
@@ -80,10 +81,12 @@ class TrainFolder:
         path = self.path / RECORD
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            if found["kind"] != KIND or found["schema"] != SCHEMA:
+            if found["kind"] != self._kind or found["schema"] != SCHEMA:
                 raise InputError(f"{path} is of kind {found['kind']}, schema {found['schema']}", _OPTION)
             for name in ("plan", "base", "corpus", "state"):
                 found[name]
+        except InputError:
+            raise
         except OSError as error:
             raise InputError(f"{self.path} holds no training ({RECORD}: {error.strerror})", _OPTION) from None
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -92,7 +95,7 @@ class TrainFolder:
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Write ``train.json``, whole or not at all."""
-        text = json.dumps({"schema": SCHEMA, "kind": KIND, **record}, indent=2, ensure_ascii=False)
+        text = json.dumps({"schema": SCHEMA, "kind": self._kind, **record}, indent=2, ensure_ascii=False)
         write_whole(self.path / RECORD, f"{text}\n".encode())
 
     def write(self, name: str, save: Callable[[Path], None]) -> None:
@@ -125,7 +128,7 @@ class TrainFolder:
             Fault: it cannot be written.
         """
         ours = {name: value.detach().contiguous() for name, value in tensors.items()}
-        about = {"tswift": json.dumps({"kind": KIND, "schema": SCHEMA, "step": step, "seconds": seconds})}
+        about = {"tswift": json.dumps({"kind": self._kind, "schema": SCHEMA, "step": step, "seconds": seconds})}
         self.write(CHECKPOINT, lambda path: save_file(ours, path, metadata=about))
 
     def kept(self) -> tuple[dict[str, Tensor], int, float] | None:
