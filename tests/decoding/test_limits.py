@@ -23,7 +23,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str, dtype: str) -> None:
-    options = DraftOptions(budget=128, **({"nodes": 5} if method != "ar" else {}))
+    options = DraftOptions(budget=128, **({"nodes": 5} if "nodes" in METHODS[method].uses else {}))
     ahead = check_ahead(str(checkpoint), 3, 50, method, options, dtype=dtype)
     model = load(str(checkpoint), dtype=dtype)
     need = begin(model, [1, 2, 3], 50, method=method, options=options).need

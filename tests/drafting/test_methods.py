@@ -22,6 +22,7 @@ def test_what_each_method_drafts_from() -> None:
         "medusa": [HeadSource],
         "tokenswift": [HeadSource, ReuseSource],
         "reuse": [ReuseSource],
+        "ar-reference": [],
     }
 
 
@@ -73,7 +74,7 @@ def test_unknown_methods_and_missing_heads_are_refused() -> None:
     with pytest.raises(InputError, match=r"--method: .*nope.*ar, medusa, tokenswift, reuse"):
         made("nope")
     for method in METHODS:
-        if method in ("ar", "reuse"):
+        if method in ("ar", "reuse", "ar-reference"):
             make_drafter(method, tiny_target(), None, DraftOptions())
         else:
             with pytest.raises(InputError, match=r"--method: .*heads"):

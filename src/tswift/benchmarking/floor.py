@@ -19,18 +19,18 @@ class Floor:
     Attributes:
         shape: the model's.
         machine: what it ran on, measured.
-        drafting: by method; nothing for those that are not named.
+        drafting: by label; nothing for those that are not named.
     """
 
     shape: Shape
     machine: Machine
     drafting: Mapping[str, Drafting] = field(default_factory=dict)
 
-    def seconds(self, method: str, prefill: int, marks: Sequence[DecodeStats]) -> list[float]:
-        """The floor up to each of a method's marks.
+    def seconds(self, label: str, prefill: int, marks: Sequence[DecodeStats]) -> list[float]:
+        """The floor up to each of a lane's marks.
 
         Args:
-            method: its name.
+            label: the lane's.
             prefill: prompt tokens.
             marks: figures at rising lengths; between two of them the passes are taken to be evenly spaced.
         """
@@ -43,7 +43,7 @@ class Floor:
                 mark.tokens - before.tokens,
                 mark.passes - before.passes,
                 mark.nodes - before.nodes,
-                self.drafting.get(method),
+                self.drafting.get(label),
             )
             floors.append(total)
             before = mark
@@ -56,11 +56,11 @@ def floor_of(lineup: Lineup, machine: Machine) -> Floor | None:
     if routed(network.config) or lineup.model.quantization:
         return None
     drafting = {}
-    for method, options in lineup.options.items():
-        kind = find_method(method)
+    for variant in lineup.variants:
+        kind, options = find_method(variant.method), variant.options
         head_bytes = 0
         if heads and options.tree:
             count = len(options.tree) - kind.by_lm_head
             head_bytes = sum(weight.nbytes for head in heads.heads[:count] for weight in head.parameters())
-        drafting[method] = Drafting(options.budget if "budget" in kind.uses else None, head_bytes)
+        drafting[variant.label] = Drafting(options.budget if "budget" in kind.uses else None, head_bytes)
     return Floor(shape_of(network, lineup.model.target.dtype.itemsize), machine, drafting)

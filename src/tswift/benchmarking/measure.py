@@ -15,7 +15,7 @@ from tswift.benchmarking.floor import floor_of
 from tswift.benchmarking.lanes import Lane
 from tswift.benchmarking.lineup import Lineup
 from tswift.benchmarking.machine import measured
-from tswift.benchmarking.measurement import BASELINE, FINISHED, KIND, SCHEMA, workload_hash
+from tswift.benchmarking.measurement import BASELINE, DRAFTLESS, FINISHED, KIND, SCHEMA, workload_hash
 from tswift.benchmarking.prompts import Prompt
 from tswift.benchmarking.roofline import Machine
 from tswift.benchmarking.round import Place, Round, Sample
@@ -86,7 +86,7 @@ def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Seque
     Raises:
         InputError: more positions or memory than there are, or nothing to sample plain decoding beside.
     """
-    if plan.ar == SAMPLED and len(lineup.options) < 2:
+    if plan.ar == SAMPLED and not any(variant.method not in DRAFTLESS for variant in lineup.variants):
         raise InputError("sampled takes its samples while another method runs; name one", "--ar")
     # the largest cell, allocated and let go: what does not fit is refused before an hour has passed
     try:
@@ -182,6 +182,7 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
     about = lineup.model.about()
     # only where there is something to say, so that other workloads keep the hashes they have had
     simulated = {"simulated": lineup.simulated} if lineup.simulated else {}
+    renamed = {"variants": lineup.renamed} if lineup.renamed else {}
     return {
         "model": about["name"],
         "weights": fingerprint_of(lineup.model.target.model),
@@ -191,8 +192,8 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
         "heads_weights": None if lineup.model.heads is None else fingerprint_of(lineup.model.heads),
         "sampling": asdict(lineup.params) | {"banned": list(lineup.params.banned)},
         "drafting": {
-            method: {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
-            for method, options in lineup.drafting().items()
+            label: {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+            for label, options in lineup.drafting().items()
         },
         "prompts": [
             {"name": prompt.name, "sha256": fingerprint(prompt.tokens[: max(plan.prefills)])} for prompt in prompts
@@ -202,6 +203,7 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
         "seeds": list(plan.seeds),
         "methods": lineup.names,
         "ar": plan.ar,
+        **renamed,
         **simulated,
     }
 

@@ -12,7 +12,7 @@ from importlib.resources import files
 MACHINE = "NVIDIA A100 80G"
 CAUTION = (
     "Published x is relative to the paper's own plain decoding, which took about 176 ms per token on LLaMA3.1-8b; "
-    "reference-ar decodes in that style. Its Medusa* is Medusa with heads that the authors trained."
+    "ar-reference decodes in that style. Its Medusa* is Medusa with heads that the authors trained."
 )
 
 _METHODS = {"Medusa*": "medusa", "TriForce*": "triforce", "TokenSwift": "tokenswift"}

@@ -99,8 +99,7 @@ def bench(
 
     Exit code 1 if a text is not plain decoding's, or on a regression against --against.
     """
-    from tswift.benchmarking import gate, report
-    from tswift.benchmarking import plots as drawing
+    from tswift.benchmarking import gate, look, report
     from tswift.benchmarking.lineup import line_up
     from tswift.benchmarking.measure import Plan, header, measure
     from tswift.benchmarking.measurement import FINISHED, load_measurement, simulation
@@ -145,7 +144,7 @@ def bench(
     bars = Bars(quiet, not no_progress)
     if simulated:
         bars.say(f"simulated: {simulation(measurement)}")
-    if plots and not drawing.available():
+    if plots and not look.available():
         bars.say("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
         plots = False
 

@@ -82,11 +82,13 @@ class Method:
         make: its drafter, from the model, its heads and resolved options.
         uses: the fields of DraftOptions that it looks at.
         by_lm_head: levels of its tree that the LM head drafts, before those of the heads.
+        reference: it reads the text as reference implementations do, slowly, to be measured beside ``ar``.
     """
 
     make: Callable[[Target, Heads | None, DraftOptions], Drafter]
     uses: frozenset[str] = frozenset()
     by_lm_head: int = 0
+    reference: bool = False
 
 
 def _ar(target: Target, heads: Heads | None, options: DraftOptions) -> Drafter:
@@ -130,6 +132,7 @@ METHODS: dict[str, Method] = {
     "medusa": Method(_medusa, _OF_TREES),
     "tokenswift": Method(_tokenswift, _OF_TREES | _OF_REUSE | {"budget", "sinks"}, by_lm_head=1),
     "reuse": Method(_reuse, _OF_REUSE),
+    "ar-reference": Method(_ar, reference=True),
 }
 
 # Trees that pay. On a GPU a pass over a hundred nodes costs little more than one over a single node, so the paper's
