@@ -5,7 +5,7 @@ The result is one dict, written to ``bench.json`` as it is; ``bench.schema.json`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count, product
@@ -72,9 +72,12 @@ class Plan:
 
 Keep = Callable[[], None]
 Tick = Callable[[int, int, Place, Lane], None]  # number of the round, rounds in all, the round, the lane that advanced
+Observe = Callable[[Place, Mapping[str, Sequence[int]], list[Sample]], None]
 
 
-def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str]) -> dict[str, Any]:
+def header(
+    lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str], machine: Machine | None = None
+) -> dict[str, Any]:
     """A measurement without samples: what is to be measured, and where. The machine's own speed is measured here.
 
     Args:
@@ -82,6 +85,7 @@ def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Seque
         prompts: each of at least the longest prefill.
         plan: the grid.
         command: the words of the command line.
+        machine: its speed, where that was measured already.
 
     Raises:
         InputError: more positions or memory than there are, or nothing to sample plain decoding beside.
@@ -107,7 +111,7 @@ def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Seque
         "ended": now(),
         "command": list(command),
         "environment": environment(target.device),
-        "machine": asdict(measured(target.device, target.dtype)),
+        "machine": asdict(machine or measured(target.device, target.dtype)),
         "layers": lineup.model.layers,
         "workload": {"hash": workload_hash(workload), **workload},
         "samples": [],
@@ -115,7 +119,13 @@ def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Seque
 
 
 def measure(
-    measurement: dict[str, Any], lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, tick: Tick, keep: Keep
+    measurement: dict[str, Any],
+    lineup: Lineup,
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    tick: Tick,
+    keep: Keep,
+    observe: Observe | None = None,
 ) -> None:
     """Run the grid, or as much of it as is done when Ctrl-C is pressed.
 
@@ -126,6 +136,7 @@ def measure(
         plan: the grid.
         tick: called whenever a lane has advanced by a slice.
         keep: called whenever all methods have reached another length, so that an error later on loses little.
+        observe: called when a round has ended, with its texts by label; it may add to its samples.
     """
     lens = sorted(plan.lens)
     rounds = plan.repeats * len(prompts) * len(plan.prefills) * len(plan.seeds)
@@ -150,6 +161,8 @@ def measure(
             samples = each.samples()
             note(samples)
             each.explain(samples, partial(_audited, lineup, prompt, place.seed))
+            if observe:
+                observe(place, each.texts, samples)
             done += samples
             if interrupted:
                 raise KeyboardInterrupt

@@ -88,8 +88,24 @@ def csv_report(measurement: Mapping[str, Any]) -> str:
 
 def markdown_report(measurement: Mapping[str, Any], paper: bool = False) -> str:
     """The tables of ``tables.grids``, then what they were measured on, when and with which command."""
+    about = Grid("Run", ["what", "value"], list(settings_of(measurement).items()), left=2)
+    environment = {name: "none" if value is None else str(value) for name, value in measurement["environment"].items()}
+    simulated = " (simulated)" if measurement["simulated"] else ""
+    return "\n".join(
+        [
+            f"# tswift bench: {measurement['workload']['model']}{simulated}\n",
+            *(grid.markdown() for grid in grids(measurement, paper)),
+            about.markdown(),
+            f"```sh\n{shlex.join(measurement['command'])}\n```\n",
+            Grid("Environment", ["what", "value"], list(environment.items()), left=2).markdown(),
+        ]
+    )
+
+
+def settings_of(measurement: Mapping[str, Any]) -> dict[str, str]:
+    """What a measurement was made with, in words."""
     workload = measurement["workload"]
-    settings = {
+    return {
         "measured on": source(measurement),
         "started": measurement["started"],
         "ended": measurement["ended"],
@@ -107,18 +123,6 @@ def markdown_report(measurement: Mapping[str, Any], paper: bool = False) -> str:
         **_machine(measurement),
         "workload hash": workload["hash"],
     }
-    about = Grid("Run", ["what", "value"], list(settings.items()), left=2)
-    environment = {name: "none" if value is None else str(value) for name, value in measurement["environment"].items()}
-    simulated = " (simulated)" if measurement["simulated"] else ""
-    return "\n".join(
-        [
-            f"# tswift bench: {workload['model']}{simulated}\n",
-            *(grid.markdown() for grid in grids(measurement, paper)),
-            about.markdown(),
-            f"```sh\n{shlex.join(measurement['command'])}\n```\n",
-            Grid("Environment", ["what", "value"], list(environment.items()), left=2).markdown(),
-        ]
-    )
 
 
 def _machine(measurement: Mapping[str, Any]) -> dict[str, str]:

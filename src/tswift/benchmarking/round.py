@@ -98,6 +98,11 @@ class Round:
     def _reached(self) -> int:
         return min(len(entrant.marks) for entrant in self._entrants.values())
 
+    @property
+    def texts(self) -> dict[str, list[int]]:
+        """The generated tokens so far, by label."""
+        return {label: entrant.lane.tokens for label, entrant in self._entrants.items()}
+
     def samples(self) -> list[Sample]:
         """The samples, with the lengths that all lanes have reached; none if there is no such length."""
         lens = self._lens[: self._reached]

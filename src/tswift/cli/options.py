@@ -120,6 +120,11 @@ def drafting(context: typer.Context) -> dict[str, Any]:
     return given(context, _OF_DRAFTING)
 
 
+def model(context: typer.Context) -> dict[str, Any]:
+    """How the model is to be loaded."""
+    return given(context, _OF_MODEL)
+
+
 def entry(context: typer.Context) -> Entry:
     """What is asked of several methods.
 
@@ -138,7 +143,7 @@ def entry(context: typer.Context) -> Entry:
         drafting=drafting(context),
         trees=trees(context.params["tree"]),
         simulate_alpha=context.params.get("simulate_alpha"),
-        **given(context, _OF_MODEL),
+        **model(context),
     )
 
 
