@@ -18,6 +18,7 @@ _SAMPLERS: dict[str, dict[str, Any]] = {
     "min-p 0.1": {"top_p": 1.0, "min_p": 0.1, "eta": 0.0},
     "eta 2e-4": {"top_p": 1.0, "min_p": 0.0, "eta": 2e-4},
 }
+_PENALISED = " + penalty"
 _TREES = ((3, 3, 3, 3), (1, 9, 9, 9), (1, 3, 3, 3))
 _WINDOWS = tuple(Setting(str(window), {"window": window}) for window in (64, 128, 256, 512, 1024, 2048))
 
@@ -98,20 +99,24 @@ _ALL = (
     Suite(
         "table6",
         "Repetition with and without the contextual penalty",
-        "sampler, penalty",
+        "sampler",
         _TOKENSWIFT,
         columns=(*_DISTINCT, *_REPEATS, "alpha", "speedup"),
         judged=("distinct", "speedup"),
         settings=tuple(
-            Setting(f"{name}, {'yes' if penalty > 1 else 'no'}", {**sampling, "penalty": penalty})
+            Setting(f"{name}{told}", {**sampling, "penalty": penalty})
             for name, sampling in _SAMPLERS.items()
-            for penalty in (1.2, 1.0)
+            for told, penalty in ((_PENALISED, 1.2), ("", 1.0))
         ),
         paper=Paper(
             "table6_penalty.csv",
             ("sampler", "contextual_penalty"),
             {**_COUNTED, "speedup": "speedup"},
-            {f"{name.split()[0]} {told}": f"{name}, {told}" for name in _SAMPLERS for told in ("yes", "no")},
+            {
+                f"{name.split()[0]} {yes}": f"{name}{told}"
+                for name in _SAMPLERS
+                for yes, told in (("yes", _PENALISED), ("no", ""))
+            },
         ),
         plot="bars",
         plotted=_DISTINCT,
@@ -168,7 +173,7 @@ _ALL = (
     Suite(
         "table14",
         "Acceptance and speedup by the prompt's length, without reuse",
-        "prefill",
+        "method",
         (Choice("", "tokenswift", {"ngrams": 0}),),
         columns=("alpha", "speedup"),
         judged=("alpha", "speedup"),

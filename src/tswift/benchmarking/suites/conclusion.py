@@ -173,25 +173,28 @@ def _orders(suite: Suite, measured: Sequence[Row], pairs: Sequence[Pair]) -> Ite
 
 
 def _details(figure: str, held: Sequence[Pair]) -> Iterator[str]:
-    """In words, the pairs of a figure that are the other way round or too close."""
+    """In words, the pairs of a figure that are the other way round, and those that are too close."""
     head = SHOWN[figure].head
     by_names: dict[tuple[str, str, str], list[Pair]] = {}
     for pair in held:
-        if pair.figure == figure and pair.verdict in (DIFFERS, CLOSE):
+        if pair.figure == figure:
             high, low = (pair.first, pair.second) if pair.ours >= 0 else (pair.second, pair.first)
-            by_names.setdefault((pair.verdict, high, low), []).append(pair)
-    told = []
-    for (verdict, high, low), pairs in by_names.items():
-        where = _listed([pair.place for pair in pairs])
-        if verdict == DIFFERS:
-            told.append(f"differs: {high} above {low} here, below it in the paper (at {where})")
-        else:
-            within = SHOWN[figure].number(max(pair.within for pair in pairs))
-            told.append(f"too close to say: {high} and {low} (within {within}; at {where})")
-    told.sort()
-    if told:
-        more = f"; and {len(told) - _MOST} more" if len(told) > _MOST else ""
-        yield f"{head}, {'; '.join(told[:_MOST])}{more}."
+            names = (high, low) if pair.verdict == DIFFERS else (pair.first, pair.second)
+            by_names.setdefault((pair.verdict, *names), []).append(pair)
+    reversed_ = [
+        f"{high} above {low} here, below it in the paper ({_listed([pair.place for pair in pairs])})"
+        for (verdict, high, low), pairs in by_names.items()
+        if verdict == DIFFERS
+    ]
+    close = [
+        f"{one} and {other} (within {SHOWN[figure].number(max(pair.within for pair in pairs))})"
+        for (verdict, one, other), pairs in by_names.items()
+        if verdict == CLOSE
+    ]
+    if reversed_:
+        yield f"{head}, differs: {_few(reversed_)}."
+    if close:
+        yield f"{head}, too close to say: {_few(close)}."
 
 
 def _lengths(measured: Sequence[Row], published: Sequence[Row]) -> Iterator[str]:
@@ -217,6 +220,11 @@ def _spread(suite: Suite, pairs: Sequence[Pair]) -> str:
 def _listed(places: Sequence[str]) -> str:
     few = "; ".join(places[:3])
     return few if len(places) <= 3 else f"{few}; and {len(places) - 3} more places"
+
+
+def _few(told: Sequence[str]) -> str:
+    more = f"; and {len(told) - _MOST} more" if len(told) > _MOST else ""
+    return f"{'; '.join(told[:_MOST])}{more}"
 
 
 def _count(number: int) -> str:

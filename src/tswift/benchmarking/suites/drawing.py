@@ -26,7 +26,7 @@ _MARKERS = ("s", "^", "D", "v", "X", "P", "o", "*")
 
 @dataclass(frozen=True)
 class _Panel:
-    """One column of panels: rows of one source, at one prefill where lines run over length."""
+    """One line of panels: rows of one source, at one prefill where lines run over length."""
 
     title: str
     rows: Sequence[Row]
@@ -46,27 +46,25 @@ def render(record: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _figure(suite: Suite, record: Mapping[str, Any], measured: Sequence[Row]) -> Figure:
-    columns = _panels(suite, measured)
+    rows = _panels(suite, measured)
     with look():
         from matplotlib.figure import Figure
 
-        bars = suite.plot == "bars"
-        size = (max(8.0, 1.2 * len(measured) + 2), 3.4 * len(columns) + 1.4)
-        if bars:
-            figure = Figure(figsize=(min(size[0], 14.0), size[1]), layout="constrained")
-            panels = list(figure.subplots(len(columns), 1, squeeze=False)[:, 0])
-            for axes, panel in zip(panels, columns, strict=True):
-                _bars(axes, suite, panel)
+        if suite.plot == "bars":
+            groups = max(len(row.rows) for row in rows)
+            figure = Figure(figsize=(min(max(8.0, 1.5 * groups), 14.0), 1.4 + 3.4 * len(rows)), layout="constrained")
+            panels = list(figure.subplots(len(rows), 1, squeeze=False)[:, 0])
+            for axes, row in zip(panels, rows, strict=True):
+                _bars(axes, suite, row)
         else:
-            figure = Figure(
-                figsize=(max(7.5, 4.6 * len(columns)), 1.6 + 3.2 * len(suite.plotted)), layout="constrained"
-            )
-            grid = figure.subplots(len(suite.plotted), len(columns), squeeze=False, sharey="row", sharex="col")
-            for name, line in zip(suite.plotted, grid, strict=True):
-                for axes, panel in zip(line, columns, strict=True):
-                    _lines(axes, suite, panel, name)
-                    axes.set_title(panel.title, fontsize=11)
-                line[0].set_ylabel(SHOWN[name].head)
+            across = len(suite.plotted)
+            figure = Figure(figsize=(max(7.5, 4.4 * across), 1.4 + 3.4 * len(rows)), layout="constrained")
+            grid = figure.subplots(len(rows), across, squeeze=False, sharey="col")
+            for row, line in zip(rows, grid, strict=True):
+                for axes, name in zip(line, suite.plotted, strict=True):
+                    _lines(axes, suite, row, name)
+            for axes, name in zip(grid[0], suite.plotted, strict=True):
+                axes.set_ylim(0, _highest([each for row in rows for each in row.rows], name) * 1.08 or 1)
             panels = [axes for line in grid for axes in line]
         started = record["started"][:10]
         dress(figure, suite.title, f"{source(record['groups'][0]['measurement'])}, {started}", panels)
@@ -131,7 +129,14 @@ def _lines(axes: Axes, suite: Suite, panel: _Panel, name: str) -> None:
             places, centres, spreads = zip(*bars, strict=True)
             axes.errorbar(places, centres, yerr=spreads, fmt="none", ecolor=color, elinewidth=1.4)
     from_zero(axes)
+    axes.set_title(panel.title, fontsize=11)
+    axes.set_ylabel(SHOWN[name].head)
     axes.set_xlabel(("prefill, tokens" if suite.along == PREFILL else suite.axis) if over_axis else "generated tokens")
+
+
+def _highest(rows: Sequence[Row], name: str) -> float:
+    known = [row.figures[name] for row in rows if name in row.figures]
+    return max(((figure.mean or 0) + (figure.std or 0) for figure in known), default=0)
 
 
 def _order(suite: Suite, rows: Sequence[Row]) -> list[str]:

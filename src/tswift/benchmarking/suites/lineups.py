@@ -8,7 +8,7 @@ from typing import Any
 
 from tswift.benchmarking.lineup import Lineup, Variant
 from tswift.benchmarking.measurement import BASELINE, REFERENCE
-from tswift.benchmarking.suites.suite import Choice, Suite
+from tswift.benchmarking.suites.suite import AXIS, Choice, Suite
 from tswift.decoding.generation import ending
 from tswift.decoding.limits import check_ahead
 from tswift.drafting.methods import DraftOptions, find_method, resolve
@@ -106,7 +106,7 @@ def _refuse(suite: Suite, asked: Asked) -> None:
     for method in asked.trees:
         if method and (method not in suite.methods or "tree" not in find_method(method).uses):
             raise InputError(f"is given for {method}, which suite {suite.name} does not run or has no tree", "--tree")
-    if asked.reference and suite.axis != "method":
+    if asked.reference and not (suite.axis == "method" and suite.along == AXIS):
         raise InputError(f"suite {suite.name} compares no methods", "--with-reference-ar")
     DraftOptions(**asked.drafting)  # what is out of range is told before a model is loaded
 
