@@ -57,7 +57,9 @@ def test_a_suite_from_end_to_end(small, name):
     result = small(name, "--out", "s", *["--no-plots"] * (name not in DRAWN))
     assert result.code == 0, result.err
     written = {"suite.json", "suite.csv", "suite.md", *["suite.html"] * SUITES[name].texts}
-    assert {path.name for path in Path("s").iterdir()} == written | ({"suite.png", "suite.svg"} if name in DRAWN else set())
+    assert {path.name for path in Path("s").iterdir()} == written | (
+        {"suite.png", "suite.svg"} if name in DRAWN else set()
+    )
     record = json.loads(Path("s/suite.json").read_text())
     assert (record["schema"], record["kind"], record["suite"], record["state"]) == (1, "suite", name, "finished")
     places, missing = {row["axis"] for row in record["rows"]}, {each["label"] for each in record["missing"]}
@@ -183,4 +185,3 @@ def test_what_is_refused(suite, name, words, message):
     assert result.err.count("\n") == 1
     assert message in result.err
     assert not Path("s").exists()
-

@@ -9,7 +9,7 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -54,9 +54,9 @@ def from_zero(axes: Axes) -> None:
     light_grid(axes)
 
 
-def light_grid(axes: Axes) -> None:
+def light_grid(axes: Axes, which: Literal["both", "x", "y"] = "both") -> None:
     """Lines that say where a value is, behind everything."""
-    axes.grid(color="#DDDDDD", linewidth=0.8)
+    axes.grid(axis=which, color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
 
 

@@ -18,7 +18,7 @@ EVERY = pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
 @EVERY
 def test_a_suite_fits_together(suite: Suite) -> None:
     assert set(suite.judged) <= set(suite.columns)
-    assert set((*suite.columns, *suite.plotted)) <= set(SHOWN)
+    assert {*suite.columns, *suite.plotted} <= set(SHOWN)
     assert set(suite.methods) <= set(METHODS)
     assert len(set(suite.labels)) == len(suite.labels)
     assert len(suite.choices) == 1 or len(suite.settings) == 1  # one axis

@@ -90,7 +90,9 @@ def test_models_that_agree_are_one_order() -> None:
 
 def test_each_length_is_held_against_the_nearest_published_one() -> None:
     published = [paper("a", 0.1), paper("b", 0.4), paper("a", 0.4, 90_000), paper("b", 0.1, 90_000)]
-    rows = [measured(axis, alpha, length=length) for length in (100, 80_000) for axis, alpha in (("a", 0.2), ("b", 0.6))]
+    rows = [
+        measured(axis, alpha, length=length) for length in (100, 80_000) for axis, alpha in (("a", 0.2), ("b", 0.6))
+    ]
     found = conclude(SUITE, rows, published)
     assert [(pair.place, pair.verdict) for pair in found.pairs] == [("100 tokens", SAME), ("80,000 tokens", DIFFERS)]
 

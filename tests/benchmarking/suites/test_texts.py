@@ -46,9 +46,9 @@ def test_a_page_holds_both_texts_with_what_they_repeat_marked() -> None:
     assert [heading for heading, _ in columns] == ["with penalty: 0% repeated", "without: 45% repeated"]
     for text, (_, body) in zip((fresh, stale), columns, strict=True):
         assert unescape(re.sub(r"</?mark>", "", body)) == "".join(text["pieces"])
-    assert re.findall("<mark>(.*?)</mark>", columns[1][1]) == [spans(stale)[1].text.replace("&", "&amp;").replace(
-        "<", "&lt;"
-    ).replace(">", "&gt;")]
+    assert re.findall("<mark>(.*?)</mark>", columns[1][1]) == [
+        spans(stale)[1].text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    ]
     assert "demo &lt;x&gt;" in html
     assert "<script" not in html
 

@@ -102,7 +102,11 @@ def _places(suite: Suite, measured: Sequence[Row]) -> dict[str, dict[str, Row]]:
     severals = {name: len({getattr(row, name) for row in measured}) > 1 for name in ("axis", "prefill", "length")}
     places: dict[str, dict[str, Row]] = {}
     for row in measured:
-        names = {AXIS: place_name(suite, row.axis), LENGTH: f"{row.length:,} tokens", PREFILL: f"prefill {row.prefill:,}"}
+        names = {
+            LENGTH: f"{row.length:,} tokens",
+            AXIS: place_name(suite, row.axis),
+            PREFILL: f"prefill {row.prefill:,}",
+        }
         own = names.pop(suite.along)
         told = [name for along, name in names.items() if severals[along]] or list(names.values())[:1]
         places.setdefault(", ".join(told), {})[own] = row
@@ -142,7 +146,8 @@ def _sum(suite: Suite, pairs: Sequence[Pair], held: Sequence[Pair]) -> str:
         return f"Conclusion: measured order only; there is nothing of the paper to hold it against ({why})."
     same, differs, close = (sum(pair.verdict == verdict for pair in held) for verdict in (SAME, DIFFERS, CLOSE))
     if same == len(held):
-        return f"Conclusion: the same ordering as in the paper, in {'all' if same > 1 else 'the one'} {_count(same)}."
+        number = {1: "the one pair", 2: "both pairs"}.get(same, f"all {same} pairs")
+        return f"Conclusion: the same ordering as in the paper, in {number}."
     if close == len(held):
         return f"Conclusion: nothing can be said of the ordering: {_count(close)}, too close here."
     left = f", {close} too close to say" if close else ""
@@ -162,7 +167,8 @@ def _orders(suite: Suite, measured: Sequence[Row], pairs: Sequence[Pair]) -> Ite
         here = [pair for pair in pairs if (pair.figure, pair.place) == (figure, place)]
         close = [{pair.first, pair.second} for pair in here if abs(pair.ours) <= pair.within]
         means = {name: row.figures[figure].mean for name, row in rows.items()}
-        ranked = sorted(((value, name) for name, value in means.items() if value is not None), reverse=True)
+        known = [(value, name) for name, value in means.items() if value is not None]
+        ranked = sorted(known, key=lambda each: -each[0])  # equal ones as they stand on the axis
         if len(ranked) < 2:
             continue
         told = [f"{name} ({SHOWN[figure].number(value)})" for value, name in ranked]

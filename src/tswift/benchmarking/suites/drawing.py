@@ -163,4 +163,4 @@ def _bars(axes: Axes, suite: Suite, panel: _Panel) -> None:
     axes.set_xlabel(suite.axis)
     axes.set_title(panel.title, fontsize=11)
     axes.set_ylim(0, 1)
-    light_grid(axes)
+    light_grid(axes, "y")

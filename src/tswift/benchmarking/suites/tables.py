@@ -104,6 +104,6 @@ def _notes(suite: Suite, record: Mapping[str, Any], measured: Sequence[Row], pub
     if record["state"] != FINISHED:
         notes.append("The suite did not run to its end: these are the cells and lengths that were reached.")
     if published:
-        faster = "speedup" in suite.columns and any("speedup" in row.figures for row in published)
-        notes.append(f"paper: on an {MACHINE}. {CAUTION}" if faster else f"paper: on an {MACHINE}.")
+        timed = any(name in row.figures for row in published for name in ("speedup", "seconds"))
+        notes.append(f"paper: on an {MACHINE}. {CAUTION}" if timed else f"paper: on an {MACHINE}.")
     return notes
