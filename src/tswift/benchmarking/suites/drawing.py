@@ -60,11 +60,13 @@ def _figure(suite: Suite, record: Mapping[str, Any], measured: Sequence[Row]) ->
             across = len(suite.plotted)
             figure = Figure(figsize=(max(7.5, 4.4 * across), 1.4 + 3.4 * len(rows)), layout="constrained")
             grid = figure.subplots(len(rows), across, squeeze=False, sharey="col")
+            every = [each for row in rows for each in row.rows]
+            order = list(dict.fromkeys(_line_of(suite, each) for each in every))  # a line's colour in all panels
             for row, line in zip(rows, grid, strict=True):
                 for axes, name in zip(line, suite.plotted, strict=True):
-                    _lines(axes, suite, row, name)
+                    _lines(axes, suite, row, name, order)
             for axes, name in zip(grid[0], suite.plotted, strict=True):
-                axes.set_ylim(0, _highest([each for row in rows for each in row.rows], name) * 1.08 or 1)
+                axes.set_ylim(0, _highest(every, name) * 1.08 or 1)
             panels = [axes for line in grid for axes in line]
         started = record["started"][:10]
         dress(figure, suite.title, f"{source(record['groups'][0]['measurement'])}, {started}", panels)
@@ -104,7 +106,14 @@ def _panels(suite: Suite, measured: Sequence[Row]) -> list[_Panel]:
     return panels
 
 
-def _lines(axes: Axes, suite: Suite, panel: _Panel, name: str) -> None:
+def _line_of(suite: Suite, row: Row) -> str:
+    """What the line is called that a row is on: its length where lines run over the axis, else its place there."""
+    if suite.plot != "axis":
+        return place_name(suite, row.axis)
+    return "" if row.length is None else f"{row.length:,} tokens"
+
+
+def _lines(axes: Axes, suite: Suite, panel: _Panel, name: str, order: Sequence[str]) -> None:
     """Lines over length, one for each place on the axis; or over the axis, one for each length."""
     over_axis = suite.plot == "axis"
     lines: dict[str, list[tuple[float, float, float | None]]] = {}
@@ -112,15 +121,10 @@ def _lines(axes: Axes, suite: Suite, panel: _Panel, name: str) -> None:
         figure = row.figures.get(name)
         if figure is None or figure.mean is None:
             continue
-        if not over_axis:
-            key, x = place_name(suite, row.axis), float(row.length or 0)
-        else:
-            key = "" if row.length is None else f"{row.length:,} tokens"
-            x = float(row.prefill or 0) if suite.along == PREFILL else float(row.axis)
-        lines.setdefault(key, []).append((x, figure.mean, figure.std))
-    order = _order(suite, panel.rows)
+        x = row.length if not over_axis else row.prefill if suite.along == PREFILL else float(row.axis)
+        lines.setdefault(_line_of(suite, row), []).append((float(x or 0), figure.mean, figure.std))
     for key, points in lines.items():
-        style = order.index(key) if key in order else list(lines).index(key)
+        style = order.index(key)
         color, marker = _COLORS[style % len(_COLORS)], _MARKERS[style % len(_MARKERS)]
         xs, ys, stds = zip(*sorted(points), strict=True)
         axes.plot(xs, ys, label=key, color=color, marker=marker, linewidth=1.8, markersize=6, clip_on=False)
@@ -137,13 +141,6 @@ def _lines(axes: Axes, suite: Suite, panel: _Panel, name: str) -> None:
 def _highest(rows: Sequence[Row], name: str) -> float:
     known = [row.figures[name] for row in rows if name in row.figures]
     return max(((figure.mean or 0) + (figure.std or 0) for figure in known), default=0)
-
-
-def _order(suite: Suite, rows: Sequence[Row]) -> list[str]:
-    """What lines are called, so that each has one colour in all panels."""
-    if suite.plot == "axis":
-        return []
-    return list(dict.fromkeys(place_name(suite, axis) for axis in (*suite.labels, *(row.axis for row in rows))))
 
 
 def _bars(axes: Axes, suite: Suite, panel: _Panel) -> None:
