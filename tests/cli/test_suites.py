@@ -97,13 +97,13 @@ def check_table(name, record, head, lines):
         expected = {}
         for row in record["rows"]:
             expected.setdefault((f"{row['prefill']:,}", f"{row['length']:,}"), []).extend(texts(row))
-        measured = [line for line in lines if line[0] == "measured"]
+        measured = [line for line in lines if line[0] == "here"]
         shown = {tuple(line[1:3]): [cell for cell in line[3:] if cell != NOTHING] for line in measured}
         assert shown == expected
         assert len(measured) == len(expected)
     else:
         place = head.index("prefill")
-        mine = [line for line in lines if "source" not in head or line[1] == "measured"]
+        mine = [line for line in lines if "source" not in head or line[1] == "here"]
         assert [line[place + 2 :] for line in mine] == [texts(row) for row in record["rows"]]
         assert [line[place : place + 2] for line in mine] == [
             [f"{row['prefill']:,}", f"{row['length']:,}"] for row in record["rows"]
@@ -123,7 +123,7 @@ def test_texts_of_the_case_study(small):
 
 def test_reference_style_decoding_beside_methods(small):
     assert small("figure1", "--out", "s", "--no-plots", "--with-reference-ar").code == 0
-    assert "| AR, reference style | measured |" in Path("s/suite.md").read_text()
+    assert "| AR, reference style | here |" in Path("s/suite.md").read_text()
 
 
 def test_options_that_a_suite_does_not_vary_count(small):

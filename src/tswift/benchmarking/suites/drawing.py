@@ -11,7 +11,7 @@ from tswift.benchmarking.look import dress, files, from_zero, light_grid, look
 from tswift.benchmarking.plots import time_figure
 from tswift.benchmarking.suites.catalogue import find_suite
 from tswift.benchmarking.suites.figures import SHOWN
-from tswift.benchmarking.suites.rows import MEASURED, Row, counterparts, measured_rows, place_name, published_rows
+from tswift.benchmarking.suites.rows import Row, counterparts, measured_rows, place_name, published_rows
 from tswift.benchmarking.suites.suite import LENGTH, PREFILL, Suite
 from tswift.benchmarking.tables import source
 
@@ -79,27 +79,27 @@ def _panels(suite: Suite, measured: Sequence[Row]) -> list[_Panel]:
     if suite.plot == "bars":
         longest = max(row.length or 0 for row in measured)
         mine = [row for row in measured if (row.prefill, row.length) == (prefills[0], longest)]
-        panels = [_Panel(f"{MEASURED}, {longest:,} tokens, prefill {prefills[0]:,}", mine)]
+        panels = [_Panel(f"measured, {longest:,} tokens, prefill {prefills[0]:,}", mine)]
     elif suite.along == PREFILL:
-        panels = [_Panel(MEASURED, measured)]
+        panels = [_Panel("measured", measured)]
     else:
         mine = list(measured)
         panels = [
-            _Panel(f"{MEASURED}, prefill {prefill:,}", [row for row in mine if row.prefill == prefill])
+            _Panel(f"measured, prefill {prefill:,}", [row for row in mine if row.prefill == prefill])
             for prefill in prefills
         ]
     published = published_rows(suite)
     middle = prefills[len(prefills) // 2] or 0
-    labels = {row.axis for row in measured} if suite.along != LENGTH else {row.axis for row in published}
+    places = list(dict.fromkeys(row.axis for row in (published if suite.along == LENGTH else measured)))
     near = {
         id(row)
         for row in published
         for each in counterparts(suite, row.axis, middle, row.length or 1, published)
         if each is row
     }
-    theirs = [row for row in published if row.axis in labels and id(row) in near]
+    theirs = [row for row in published if row.axis in places and id(row) in near]
     for name in dict.fromkeys(row.source for row in theirs):
-        mine = [row for row in theirs if row.source == name]
+        mine = sorted((row for row in theirs if row.source == name), key=lambda row: places.index(row.axis))
         if any(figure in row.figures for row in mine for figure in suite.plotted):
             prefill = mine[0].prefill
             panels.append(_Panel(name if prefill is None else f"{name}, prefill {prefill:,}", mine))
@@ -155,7 +155,7 @@ def _bars(axes: Axes, suite: Suite, panel: _Panel) -> None:
         places, means, stds = zip(*points, strict=True)
         middle = [place + width * (index - (len(names) - 1) / 2) for place in places]
         spread = [std or 0.0 for std in stds] if any(stds) else None
-        axes.bar(middle, means, width * 0.92, yerr=spread, color=_COLORS[index], label=SHOWN[name].head)
+        axes.bar(middle, means, width * 0.92, yerr=spread, color=_COLORS[index], label=SHOWN[name].name)
     axes.set_xticks(range(len(panel.rows)), [method_name(row.axis) for row in panel.rows])
     axes.set_xlabel(suite.axis)
     axes.set_title(panel.title, fontsize=11)

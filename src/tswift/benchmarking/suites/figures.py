@@ -19,6 +19,7 @@ class Shown:
         close: a difference that says nothing, whatever the spread: in the figure's own unit, or a share of the larger.
         relative: see close.
         rounding: the paper's last digit, in our unit.
+        name: in a legend of bars.
     """
 
     head: str
@@ -27,6 +28,7 @@ class Shown:
     close: float = 0.01
     relative: bool = False
     rounding: float = 0.01
+    name: str = ""
 
     def text(self, figure: Figure | None) -> str:
         """The figure with its spread; times without."""
@@ -58,9 +60,9 @@ SHOWN: dict[str, Shown] = {
     "ar_seconds": _time("T_AR", "AR's decoding time"),
     "seconds": _time("time", "decoding time, prefill apart"),
     "delta": _time("delta", "the method's time - AR's"),
-    **{f"distinct_{n}": _share(f"Distinct-{n}", f"unique {n}-grams / {n}-grams") for n in range(1, 5)},
-    "distinct": _share("average", "mean of Distinct-1 to Distinct-4"),
+    **{f"distinct_{n}": Shown(f"D-{n}", f"unique {n}-grams / {n}-grams", name=f"Distinct-{n}") for n in range(1, 5)},
+    "distinct": Shown("D", "mean of Distinct-1 to Distinct-4", name="mean"),
     "seq_rep_4": _share("seq-rep-4", "4-grams that were there before / 4-grams"),
     "self_bleu": _share("self-BLEU", "mean BLEU-4 of pieces of 64 tokens against the others"),
-    "compression": Shown("compression", "bytes / bytes after LZMA", digits=2, close=0.03, relative=True),
+    "compression": Shown("LZMA", "compression ratio, bytes / bytes after LZMA", digits=2, close=0.03, relative=True),
 }

@@ -13,7 +13,7 @@ from tswift.benchmarking.published import read_lines
 from tswift.benchmarking.statistics import Cell, Figure, by_draw, summarise
 from tswift.benchmarking.suites.suite import LENGTH, Paper, Suite
 
-MEASURED = "measured"
+MEASURED = "here"
 
 Draw = tuple[str, int]  # prompt and seed
 
@@ -24,7 +24,7 @@ class Row:
 
     Attributes:
         axis: what was varied.
-        source: ``measured``, or where the paper has it from.
+        source: ``here``, or where the paper has it from.
         prefill, length: tokens; None where the paper does not say.
         figures: by name.
         draws: a measured row's figures by prompt and seed.

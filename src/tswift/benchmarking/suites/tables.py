@@ -92,7 +92,7 @@ def _notes(suite: Suite, record: Mapping[str, Any], measured: Sequence[Row], pub
     notes = list(record["conclusion"]["lines"])
     told = [f"{SHOWN[name].head}: {SHOWN[name].meaning}" for name in suite.columns if not name.startswith("distinct_")]
     if "distinct_1" in suite.columns:
-        told.insert(0, "Distinct-n: unique n-grams of generated tokens / n-grams")
+        told.insert(0, "D-n: Distinct-n, unique n-grams of generated tokens / n-grams")
     notes.append(f"{'. '.join(told)}.")
     if suite.note:
         notes.append(suite.note)
