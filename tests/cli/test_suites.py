@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import jsonschema
@@ -140,14 +141,20 @@ def test_options_that_a_suite_does_not_vary_count(small):
 
 
 def test_what_cannot_run_is_left_out_and_said(small, checkpoint, tmp_path):
-    import shutil
-
     bare = shutil.copytree(checkpoint, tmp_path / "bare")
     (bare / "heads.safetensors").unlink()
     result = small("table3", "--out", "s", "--no-plots", "--model", bare)
+    assert result.code == 0
+    assert "medusa is left out: medusa drafts with heads and the model has none" in result.err
+    missing = [each["label"] for each in json.loads(Path("s/suite.json").read_text())["missing"]]
+    assert missing == ["medusa", "triforce", "standalone", "tokenswift"]
+    assert "Left out: triforce, since triforce drafts with a smaller model" in Path("s/suite.md").read_text()
+    result = small("table12", "--out", "t", "--no-plots", "--model", bare)
     assert result.code == 2
-    assert "--suite: table3 cannot run on this model: " in result.err
-    assert not Path("s").exists()
+    assert (
+        "--suite: table12 cannot run on this model: tokenswift drafts with heads and the model has none" in result.err
+    )
+    assert not Path("t").exists()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from tests.helpers import tokens_of
 from tswift.attention.reference import ReferenceAttention
 from tswift.decoding.generation import begin, ending, generate
-from tswift.decoding.loop import Walk
 from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.step import Walk
 from tswift.drafting.methods import METHODS, DraftOptions
 from tswift.errors import InputError
 from tswift.models.loading import load

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tswift.decoding.generation import Generation
-from tswift.decoding.loop import Step
 from tswift.decoding.stats import DecodeStats
+from tswift.decoding.step import Step
 
 
 @dataclass

@@ -165,8 +165,10 @@ def line_up(entry: Entry) -> Lineup:
     """
     params = sampling_params(entry.sampling)
     refuse_share(entry.simulate_alpha, [method for method in entry.methods if method not in DRAFTLESS])
-    typed = [*entry.drafting, *(["heads"] if entry.heads is not None else []), *(["tree"] if "" in entry.trees else [])]
-    refuse_unused(entry.methods, typed)
+    heads = {} if entry.heads is None else {"heads": entry.heads}
+    refuse_unused(
+        entry.methods, {**entry.drafting, **heads, **({"tree": entry.trees[""]} if "" in entry.trees else {})}
+    )
     for method in entry.trees:
         if method and (method not in entry.methods or "tree" not in find_method(method).uses):
             raise InputError(f"is given for {method}, which is not among the methods or has no tree", "--tree")

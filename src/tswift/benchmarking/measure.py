@@ -26,6 +26,7 @@ from tswift.models.fingerprint import fingerprint_of
 
 FULL, SAMPLED = "full", "sampled"
 RUNNING, INTERRUPTED = "running", "interrupted"
+_LONG_USED = "dynamic"  # what drafting read before there was a choice; files of then do not say so
 _WARM_PROMPT = 64  # tokens of the prompt that methods are warmed up on
 
 
@@ -205,7 +206,11 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
         "heads_weights": None if lineup.model.heads is None else fingerprint_of(lineup.model.heads),
         "sampling": asdict(lineup.params) | {"banned": list(lineup.params.banned)},
         "drafting": {
-            label: {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+            label: {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in options.items()
+                if (name, value) != ("kv", _LONG_USED)
+            }
             for label, options in lineup.drafting().items()
         },
         "prompts": [

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tswift.models.ranks import Ranks
 
 _ASKED = (
-    *("length", "method", "prompt", "prefill", "seed", "stop_at_eos", "chat", "system", "preset", "gamma"),
+    *("length", "method", "prompt", "prefill", "seed", "stop_at_eos", "chat", "system", "preset"),
     *("heads", "device", "dtype", "attention", "quantize", "out"),
 )
 _NOT_OF_A_RUN = ("out", "resume", "discard_damaged", "verify", "quiet", "no_progress")
@@ -65,12 +65,12 @@ def generate(
         str | None,
         options.option("Drafting", "Candidates per drafted level, as 1,3,3,3. (default: by device)", "--tree"),
     ] = None,
-    gamma: Annotated[
-        int | None, options.option("Drafting", "Heads to use of the default tree, instead of --tree.", "--gamma")
-    ] = None,
     nodes: options.Nodes = None,
     ngrams: options.Ngrams = None,
     reuse_recent: options.ReuseRecent = None,
+    gamma: options.Gamma = None,
+    inner_gamma: options.InnerGamma = None,
+    kv: options.Kv = None,
     budget: options.Budget = None,
     sinks: options.Sinks = None,
     shared_noise: options.SharedNoise = None,

@@ -57,6 +57,19 @@ ReuseRecent = Annotated[
     bool | None,
     option(_DRAFTING, "Reuse text in the penalty window too. (default: no)", "--reuse-recent/--no-reuse-recent"),
 ]
+Gamma = Annotated[
+    int | None,
+    option(
+        _DRAFTING, "Tokens of a drafted chain, or heads to use of the default tree. (default: by method)", "--gamma"
+    ),
+]
+InnerGamma = Annotated[
+    int | None, option(_DRAFTING, "Tokens the small model drafts for triforce's draft. (default: 2)", "--inner-gamma")
+]
+Kv = Annotated[
+    str | None,
+    option(_DRAFTING, "What drafting reads: full, partial, dynamic, streaming, snapkv. (default: by method)", "--kv"),
+]
 Budget = Annotated[int | None, option(_DRAFTING, "Tokens of the partial KV cache. (default: 4096)", "--budget")]
 Sinks = Annotated[int | None, option(_DRAFTING, "First tokens it always holds. (default: 16)", "--sinks")]
 SharedNoise = Annotated[
@@ -95,7 +108,7 @@ NoProgress = Annotated[
 
 
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "eta", "penalty", "window")
-_OF_DRAFTING = ("nodes", "ngrams", "reuse_recent", "budget", "sinks", "shared_noise")
+_OF_DRAFTING = ("nodes", "ngrams", "reuse_recent", "gamma", "inner_gamma", "kv", "budget", "sinks", "shared_noise")
 _OF_MODEL = ("heads", "model", "device", "dtype", "attention")
 
 

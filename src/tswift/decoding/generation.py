@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tswift.decoding.limits import Need, check
-from tswift.decoding.loop import Decoding, Step, Walk
+from tswift.decoding.loop import Decoding
 from tswift.decoding.ranked import AgreedDrafter, in_step
 from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.step import Step, Walk
 from tswift.drafting.methods import DraftOptions, find_method, make_drafter, resolve
 from tswift.errors import InputError
 from tswift.models.loading import LoadedModel
@@ -95,7 +96,7 @@ def begin(
         resolved = resolve(method, target, model.heads, options)
         need = check(target, len(prompt), length, method, resolved)
         params, stop = ending(params, model.eos_ids, stop_at_eos)
-        drafter = make_drafter(method, target, model.heads, resolved)
+        drafter = make_drafter(method, target, model.heads, resolved, model.draft, len(prompt) + length)
         if ranks.count > 1:
             drafter = AgreedDrafter(drafter.sources, drafter.depth, drafter.limit, ranks)
         decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written)

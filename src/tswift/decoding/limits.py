@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from tswift.drafting.methods import DraftOptions, find_method, gamma_tree, resolve_for
+from tswift.drafting.methods import DraftOptions, partial_slots, resolve_for
 from tswift.errors import InputError
 from tswift.models.memory import available_bytes, gigabytes
 from tswift.models.prospect import foresee
@@ -85,7 +85,6 @@ def check_ahead(
     method: str,
     options: DraftOptions,
     *,
-    gamma: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
     attention: str = "auto",
@@ -103,7 +102,6 @@ def check_ahead(
         length: tokens.
         method: one of ``METHODS``.
         options: as asked for.
-        gamma: how many heads the default tree is to use; None for all.
         device, dtype, attention, heads: as for :func:`tswift.load`.
         option: what the user gave the length with, for the error.
 
@@ -113,8 +111,6 @@ def check_ahead(
     """
     seen = foresee(model, device=device, dtype=dtype, attention=attention, heads=heads)
     if seen.heads is not None:
-        if gamma is not None:
-            options = replace(options, tree=gamma_tree(method, seen.device, seen.heads, gamma))
         options = resolve_for(method, seen.device, seen.most_nodes, seen.heads, options)
     loads = seen.weight_bytes, seen.heads_bytes
     need = _need(prompt, length, method, options, seen.token_bytes, seen.vocab_size, *loads)
@@ -133,8 +129,8 @@ def _need(
     weight_bytes: int = 0,
     heads_bytes: int = 0,
 ) -> Need:
-    nodes = options.nodes or 1
-    partial = options.budget + 1 if "budget" in find_method(method).uses else 0
+    nodes = options.nodes or (options.gamma or 0) + 1
+    partial = partial_slots(method, options)
     slots, scores = prompt + length + nodes, _ROWS * nodes * vocab_size
     logits_bytes = scores * torch.float64.itemsize
     return Need(prompt + length, slots * token_bytes, partial * token_bytes, logits_bytes, weight_bytes, heads_bytes)

@@ -127,16 +127,18 @@ def _refuse_broken(run: Recorded) -> None:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{run.path / RECORD} is broken: {reason}", OPTION) from None
     plain = isinstance(stops, bool) and (heads is None or isinstance(heads, str))
-    if not (plain and isinstance(drafting, dict) and isinstance(ids, list) and isinstance(resumed, list)):
+    given = asked.get("drafting", {})
+    dicts, lists = (drafting, given), (ids, resumed)
+    if not (plain and all(isinstance(each, dict) for each in dicts) and all(isinstance(each, list) for each in lists)):
         raise InputError(f"{run.path / RECORD} is broken: it has options of other types", OPTION)
 
 
 def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any]) -> None:
     """No option is silently ignored: what was typed is either the run's own or refused."""
     record = run.record
-    known = {**record["options"], **record["sampling"], **record["drafting"]}
-    drafting = [name for name in asked if name in DraftOptions.__dataclass_fields__]
-    refuse_unused([run.method], drafting)
+    known = {**record["options"], **record["options"].get("drafting", {}), **record["sampling"], **record["drafting"]}
+    drafting = {name: value for name, value in asked.items() if name in DraftOptions.__dataclass_fields__}
+    refuse_unused([run.method], {"kv": record["drafting"].get("kv"), **drafting} if drafting else {})
     for name, value in asked.items():
         own = known.get(name)
         if name in ("device", "dtype", "attention") and value == record["model"][name]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tswift.decoding.generation import begin
 from tswift.decoding.limits import check_ahead
 from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import DraftOptions, find_method, gamma_tree
+from tswift.drafting.methods import FULL, DraftOptions, used
 from tswift.errors import InputError
 from tswift.jobs.chat import read_system, refuse_with_chat, render
 from tswift.jobs.environment import environment, now
@@ -55,7 +55,6 @@ class Settings:
     preset: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     drafting: Mapping[str, Any] = field(default_factory=dict)
-    gamma: int | None = None
     heads: str | None = None
     model: str | None = None
     device: str = "auto"
@@ -90,16 +89,12 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     if ranks.count == 1 and settings.quantize is None:  # else how much memory it takes is seen when it is loaded
         least = settings.prefill or (BUNDLED_PREFILL if settings.prompt is None else 1)
         larger = "--prefill" if settings.prefill and settings.prefill > settings.length else "--len"
-        given = {"gamma": settings.gamma, "option": larger, **how}
-        check_ahead(name, least, settings.length, settings.method, options, **given)
+        check_ahead(name, least, settings.length, settings.method, options, option=larger, **how)
     path = settings.out or default_path(settings.method)
     refuse_full_disk(path, settings.length)
     folder = RunFolder.create(path)
     try:
         model = load(name, quantize=settings.quantize, ranks=ranks, **how)
-        if settings.gamma is not None:
-            heads = model.heads.count if model.heads else 0
-            options = replace(options, tree=gamma_tree(settings.method, model.target.device, heads, settings.gamma))
         if settings.preset is not None:
             params = replace(params, banned=banned_ids(settings.preset, model.tokenizer, model.target.vocab_size))
         if settings.chat:
@@ -144,8 +139,7 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
 
 def used_options(method: str, options: DraftOptions) -> dict[str, Any]:
     """The drafting options that a method uses, by name."""
-    used = find_method(method).uses
-    return {name: value for name, value in asdict(options).items() if name in used}
+    return {name: value for name, value in asdict(options).items() if name in used(method, options)}
 
 
 def identity(model: LoadedModel) -> dict[str, Any]:
@@ -196,22 +190,24 @@ def refuse_below_one(options: Mapping[str, int | None]) -> None:
             raise InputError(f"must be at least 1, got {value}", option)
 
 
-def refuse_unused(methods: Sequence[str], given: Iterable[str]) -> None:
+def refuse_unused(methods: Sequence[str], given: Mapping[str, Any]) -> None:
     """No option is silently ignored: refuse what none of the methods uses.
 
     Args:
         methods: names.
-        given: fields of ``DraftOptions`` that were given, and ``gamma`` and ``heads``.
+        given: fields of ``DraftOptions`` that were given, and ``heads``.
 
     Raises:
         InputError: no such method, or an option for none of them.
     """
-    used = {name for method in methods for name in find_method(method).uses}
-    if "tree" in used:  # heads draft
-        used |= {"gamma", "heads"}
+    options = DraftOptions(kv=given.get("kv"))
+    looked_at = {name for method in methods for name in used(method, options)}
+    if "tree" in looked_at:  # heads draft
+        looked_at |= {"gamma", "heads"}
     for name in given:
-        if name not in used:
+        if name not in looked_at:
             message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
+            message += " with --kv full" if options.kv == FULL else ""
             raise InputError(message, f"--{name.replace('_', '-')}")
 
 
@@ -225,7 +221,6 @@ def _filled(settings: Settings) -> tuple[Settings, Sequence[str]]:
         settings.sampling,
         settings.drafting,
         model=settings.model,
-        gamma=settings.gamma is not None,
     )
     filled = replace(settings, model=chosen.model, sampling=chosen.sampling, drafting=chosen.drafting)
     return filled, chosen.instead
@@ -235,8 +230,6 @@ def _checked(settings: Settings) -> tuple[SamplingParams, DraftOptions]:
     refuse_below_one({"--len": settings.length, "--prefill": settings.prefill})
     refuse_with_chat(settings.chat, settings.prompt, settings.prefill, settings.system)
     refuse_shape(DEMO if settings.model is None else settings.model)
-    typed = [name for name in ("gamma", "heads") if getattr(settings, name) is not None]
-    refuse_unused([settings.method], [*settings.drafting, *typed])
-    if "tree" in settings.drafting and settings.gamma is not None:
-        raise InputError("cannot be given together with --tree", "--gamma")
+    heads = {} if settings.heads is None else {"heads": settings.heads}
+    refuse_unused([settings.method], {**settings.drafting, **heads})
     return sampling_params(settings.sampling), DraftOptions(**settings.drafting)

@@ -16,6 +16,8 @@ from tswift.models.checkpoint import refuse_broken, refuse_numbers
 from tswift.models.shapes import PREFIX, shape_config
 
 DEMO = "demo"
+DEMO_DRAFT = "demo-draft"
+_BUNDLED = {DEMO: ("demo",), DEMO_DRAFT: ("demo", "draft")}  # folders, from this one on
 
 
 def find_source(model: str) -> tuple[str, Path | None]:
@@ -24,8 +26,8 @@ def find_source(model: str) -> tuple[str, Path | None]:
     Raises:
         InputError: it is no folder, and cannot be a hub id.
     """
-    if model == DEMO:
-        folder = Path(__file__).parent / "demo"
+    if model in _BUNDLED:
+        folder = Path(__file__).parent.joinpath(*_BUNDLED[model])
         if not (folder / "model.safetensors").is_file():
             raise InputError(f"the bundled model is not in this installation (looked in {folder})", "--model")
         return str(folder), folder
@@ -53,7 +55,7 @@ def read_config(model: str) -> Any:
     """The transformers configuration of a model; its weights are not looked at.
 
     Args:
-        model: ``demo``, ``shape:NAME``, a folder or a hub id.
+        model: ``demo``, ``demo-draft``, ``shape:NAME``, a folder or a hub id.
 
     Raises:
         InputError: there is none, or none that could be served exactly.
@@ -124,7 +126,7 @@ def in_one_line(model: str, what: str = "") -> Iterator[None]:
         raise
     except Exception as error:  # transformers, the hub client and safetensors have many ways to fail
         reason = _reason(error)
-        where = "" if Path(model).expanduser().is_dir() or model == DEMO else " from the hub, and is no folder here"
+        where = "" if Path(model).expanduser().is_dir() or model in _BUNDLED else " from the hub, and is no folder here"
         raise InputError(f"{model} cannot be loaded{where} ({what}{reason[:200]})", "--model") from None
 
 

@@ -14,6 +14,7 @@ from tswift.decoding.limits import check_ahead
 from tswift.drafting.methods import DraftOptions, find_method, resolve
 from tswift.errors import InputError
 from tswift.jobs.settings import refuse_unused, sampling_params
+from tswift.models.draft import DRAFT_OPTION
 from tswift.models.loading import LoadedModel, load
 
 
@@ -101,8 +102,9 @@ def _refuse(suite: Suite, asked: Asked) -> None:
     for name in given:
         if name in suite.own:
             raise InputError(f"suite {suite.name} sets it itself", f"--{name.replace('_', '-')}")
-    typed = [*asked.drafting, *(["tree"] if "" in asked.trees else [])]
-    refuse_unused(suite.methods, [*typed, *(["heads"] if asked.model.get("heads") is not None else [])])
+    typed = {**asked.drafting, **({"tree": asked.trees[""]} if "" in asked.trees else {})}
+    heads = {"heads": asked.model["heads"]} if asked.model.get("heads") is not None else {}
+    refuse_unused(suite.methods, {**typed, **heads})
     for method in asked.trees:
         if method and (method not in suite.methods or "tree" not in find_method(method).uses):
             raise InputError(f"is given for {method}, which suite {suite.name} does not run or has no tree", "--tree")
@@ -113,7 +115,8 @@ def _refuse(suite: Suite, asked: Asked) -> None:
 
 def _options(choice: Choice, model: LoadedModel, asked: Asked) -> DraftOptions:
     """A choice's resolved options."""
-    find_method(choice.method)
+    if find_method(choice.method).draft and model.draft is None:
+        raise InputError(f"{choice.method} drafts with a smaller model, and there is none", DRAFT_OPTION)
     tree = asked.trees.get(choice.method, asked.trees.get(""))
     given = {**asked.drafting, **({} if tree is None else {"tree": tree}), **choice.drafting}
     if "tree" in choice.drafting and model.heads is not None:
