@@ -31,7 +31,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "--eta": (["0", "1e-4", "0.3", "0.999"], ["-1", "1"]),
     "--penalty": (["1", "1.1", "3", "1e100"], ["0.9", "nan", "inf"]),
     "--window": (["0", "1", "5", "1024", str(2**40)], ["-1", str(2**41)]),
-    "--method": (["ar", "medusa", "tokenswift", "reuse", "magicdec"], ["", "none", "standalone"]),
+    "--method": (["ar", "medusa", "tokenswift", "reuse", "magicdec", "ar-reference"], ["", "none", "standalone"]),
     "--kv": (["full", "partial", "dynamic", "streaming", "snapkv"], ["", "none"]),
     "--tree": (["1", "3", "1,1", "1,2", "2,3,2", "1,2,2,2"], ["0", "", "1,,1", "1,1,1,1,1"]),
     "--gamma": (["0", "1", "2", "3"], ["-1", "4", "x"]),

@@ -23,13 +23,13 @@ def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str, dtype: str) -> None:
-    options = DraftOptions(budget=128, **({"nodes": 5} if method != "ar" else {}))
+    options = DraftOptions(budget=128, **({"nodes": 5} if "nodes" in METHODS[method].uses else {}))
     draft = str(checkpoint) if METHODS[method].draft else None
     ahead = check_ahead(str(checkpoint), 3, 50, method, options, dtype=dtype, draft=draft)
     model = load(str(checkpoint), dtype=dtype, draft=draft)
     need = begin(model, [1, 2, 3], 50, method=method, options=options).need
     assert (ahead.positions, ahead.full_bytes, ahead.partial_bytes) == (53, need.full_bytes, need.partial_bytes)
-    nodes = (METHODS[method].gamma or 0) + 1 if METHODS[method].gamma or method == "ar" else 5
+    nodes = 5 if "nodes" in METHODS[method].uses else (METHODS[method].gamma or 0) + 1
     assert ahead.logits_bytes == need.logits_bytes == 3 * nodes * 320 * 8
     assert ahead.draft_kv_bytes == need.draft_kv_bytes
     assert (need.weight_bytes, need.heads_bytes) == (0, 0)  # they are there

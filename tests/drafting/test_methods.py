@@ -39,6 +39,7 @@ def test_what_each_method_drafts_from() -> None:
         "magicdec": [ChainSource],
         "standalone": [ChainSource],
         "triforce": [ChainSource],
+        "ar-reference": [],
     }
 
 
@@ -155,7 +156,7 @@ def test_unknown_methods_and_missing_heads_are_refused() -> None:
     with pytest.raises(InputError, match=r"--method: .*nope.*ar, medusa, tokenswift, reuse"):
         made("nope")
     for method in METHODS:
-        if method in ("ar", "reuse", "magicdec"):
+        if method in ("ar", "reuse", "magicdec", "ar-reference"):
             make_drafter(method, tiny_target(), None, DraftOptions())
         elif method in ("standalone", "triforce"):
             with pytest.raises(InputError, match=r"--draft-model: .*smaller model"):

@@ -30,7 +30,9 @@ _NOT_OF_A_RUN = ("out", "resume", "discard_damaged", "verify", "quiet", "no_prog
 def generate(
     context: typer.Context,
     length: Annotated[int, typer.Option("--len", help="Tokens to generate, exactly.")] = 100_000,
-    method: Annotated[str, typer.Option(help="ar, medusa, tokenswift or reuse: how to draft.")] = "tokenswift",
+    method: Annotated[
+        str, typer.Option(help="ar, medusa, tokenswift, reuse or ar-reference: how to draft.")
+    ] = "tokenswift",
     prompt: options.Prompt = None,
     prefill: options.Prefill = None,
     seed: options.Seed = 0,

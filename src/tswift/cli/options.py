@@ -43,9 +43,9 @@ Eta = Annotated[float | None, option(_SAMPLING, "Epsilon of eta sampling. (defau
 Penalty = Annotated[float | None, option(_SAMPLING, "Contextual penalty; 1 is none. (default: 1.2)", "--penalty")]
 Window = Annotated[int | None, option(_SAMPLING, "Tokens it looks back on. (default: 1024)", "--window")]
 
-Methods = Annotated[str, typer.Option(help="Of ar, medusa, tokenswift, reuse; ar is always among them.")]
+Methods = Annotated[str, typer.Option(help="Of ar, medusa, tokenswift, reuse, ar-reference; ar is always among them.")]
 ReferenceAr = Annotated[
-    bool, typer.Option("--with-reference-ar", help="Also plain decoding with expanded K/V and dense masks.")
+    bool, typer.Option("--with-reference-ar", help="Also ar-reference: expanded K/V and dense masks, as published.")
 ]
 Trees = Annotated[
     list[str] | None,
@@ -142,6 +142,11 @@ def drafting(context: typer.Context) -> dict[str, Any]:
     return given(context, _OF_DRAFTING)
 
 
+def model(context: typer.Context) -> dict[str, Any]:
+    """How the model is to be loaded."""
+    return given(context, _OF_MODEL)
+
+
 def entry(context: typer.Context) -> Entry:
     """What is asked of several methods.
 
@@ -149,15 +154,18 @@ def entry(context: typer.Context) -> Entry:
         InputError: no such methods or trees.
     """
     from tswift.benchmarking.lineup import Entry, parse_methods
+    from tswift.benchmarking.measurement import REFERENCE
 
+    methods = parse_methods(context.params["methods"])
+    if context.params["with_reference_ar"] and REFERENCE not in methods:
+        methods = (*methods, REFERENCE)
     return Entry(
-        methods=parse_methods(context.params["methods"]),
+        methods=methods,
         sampling=sampling(context),
         drafting=drafting(context),
         trees=trees(context.params["tree"]),
-        with_reference=context.params["with_reference_ar"],
         simulate_alpha=context.params.get("simulate_alpha"),
-        **given(context, _OF_MODEL),
+        **model(context),
     )
 
 

@@ -127,6 +127,7 @@ class Method:
         gamma: length of its chain, if not said otherwise; None if it drafts none.
         partial: whether it keeps a partial cache of the target, unless drafting reads the full one.
         draft: whether it needs a smaller model.
+        reference: it reads the text as reference implementations do, slowly, to be measured beside ``ar``.
     """
 
     make: Callable[[Models, DraftOptions], Drafter]
@@ -136,6 +137,7 @@ class Method:
     gamma: int | None = None
     partial: bool = False
     draft: bool = False
+    reference: bool = False
 
 
 def _ar(models: Models, options: DraftOptions) -> Drafter:
@@ -247,6 +249,7 @@ METHODS: dict[str, Method] = {
     ),
     "standalone": Method(_standalone, _OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, draft=True),
     "triforce": Method(_triforce, _OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
+    "ar-reference": Method(_ar, reference=True),
 }
 
 # Trees that pay. On a GPU a pass over a hundred nodes costs little more than one over a single node, so the paper's
