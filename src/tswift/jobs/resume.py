@@ -81,7 +81,7 @@ def _resumed(
     # a run that was stopped after its last token and before its last record has to draw that token again
     checkpoint, journal = saved.last(below=len(saved.tokens) if _ended(run, saved) else length)
     tokens = saved.tokens[: checkpoint.tokens]
-    refuse_full_disk(path, length - len(tokens))
+    refuse_full_disk(path, length - len(tokens), OPTION)
     model = _load(run, ranks)
     for name, ids in (("prompt", run.prompt), ("tokens", tokens), ("banned ids", run.params.banned)):
         check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)

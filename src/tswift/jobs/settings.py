@@ -93,7 +93,7 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
         given = {"gamma": settings.gamma, "option": larger, **how}
         check_ahead(name, least, settings.length, settings.method, options, **given)
     path = settings.out or default_path(settings.method)
-    refuse_full_disk(path, settings.length)
+    refuse_full_disk(path, settings.length, "--out")
     folder = RunFolder.create(path)
     try:
         model = load(name, quantize=settings.quantize, ranks=ranks, **how)
@@ -154,8 +154,13 @@ def identity(model: LoadedModel) -> dict[str, Any]:
     return {**model.about(), "weights": weights, "config": config_hash(model.target.model)}
 
 
-def refuse_full_disk(path: Path, tokens: int) -> None:
+def refuse_full_disk(path: Path, tokens: int, option: str) -> None:
     """Refuse a run whose files would not fit on the disk.
+
+    Args:
+        path: the run's folder, there or not.
+        tokens: how many are to come.
+        option: the one that named the folder.
 
     Raises:
         InputError: there is too little room.
@@ -167,7 +172,7 @@ def refuse_full_disk(path: Path, tokens: int) -> None:
         return  # what is wrong with it will be said when the folder is made
     if disk.total and disk.free < need:  # some file systems do not say
         raise InputError(
-            f"{tokens:,} tokens take about {gigabytes(need)}, {path} has {gigabytes(disk.free)} free", "--out"
+            f"{tokens:,} tokens take about {gigabytes(need)}, {path} has {gigabytes(disk.free)} free", option
         )
 
 

@@ -20,6 +20,7 @@ from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import StandInTokenizer, random_heads, random_network
 from tswift.models.fingerprint import weights_hash
 from tswift.models.heads import KINDS, Heads
+from tswift.models.hub import hub
 from tswift.models.layers import Unserved
 from tswift.models.linear import quicken
 from tswift.models.published import carries_heads
@@ -166,7 +167,7 @@ def _load(
     place_of_heads = heads_path(heads, folder)
     backend, note = _backend(attention, own_dtype(config) if kind == "auto" else kind, place)
     quantization, how = own_quantization(config), dict[str, Any]()
-    with silence(), in_one_line(model):
+    with silence(), hub(folder is None), in_one_line(model):
         if folder is not None:
             refuse_misfit(config, stored_tensors(folder), model)
         if ranks.count > 1:
