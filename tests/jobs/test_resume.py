@@ -260,7 +260,6 @@ def test_ended_by_an_end_of_text(asked: Settings, checkpoint: Path) -> None:
         ({"tree": (1, 2)}, "--tree: the run was made with"),
         ({"shared_noise": False}, "--shared-noise: the run was made with True, got False"),
         ({"stop_at_eos": True}, "--stop-at-eos: the run was made with False, got True"),
-        ({"model": "demo"}, "--model: the run was made with .*, got demo"),
         ({"dtype": "float32"}, "--dtype: the run was made with float64, got float32"),
         ({"prompt": "other.txt"}, "--prompt: the run was made with"),
         ({"prefill": 3}, "--prefill: the run was made with none, got 3"),

@@ -24,6 +24,7 @@ from tswift.models.shapes import refuse_shape
 
 OPTION = "--resume"
 _MAY_CHANGE = ("length", "nodes", "budget")  # none of them changes a token; memory may want the last two lower
+_MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
 _CALLED = {"length": "len"}
 
 
@@ -82,7 +83,7 @@ def _resumed(
     checkpoint, journal = saved.last(below=len(saved.tokens) if _ended(run, saved) else length)
     tokens = saved.tokens[: checkpoint.tokens]
     refuse_full_disk(path, length - len(tokens), OPTION)
-    model = _load(run, ranks)
+    model = _load(run, asked, ranks)
     for name, ids in (("prompt", run.prompt), ("tokens", tokens), ("banned ids", run.params.banned)):
         check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
     options = _options(run, asked)
@@ -103,7 +104,7 @@ def _resumed(
         raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
     text = TextStream(model.tokenizer)
     folder = RunFolder.reopen(path, lock, run.prompt, checkpoint, journal, text.add(tokens))
-    about = _about(run, length)
+    about = _about(run, length, model.name, asked)
     session = {
         "at": len(tokens),
         "started": now(),
@@ -135,13 +136,12 @@ def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any]) -> None:
     """No option is silently ignored: what was typed is either the run's own or refused."""
     record = run.record
     known = {**record["options"], **record["sampling"], **record["drafting"]}
-    drafting = [name for name in asked if name in DraftOptions.__dataclass_fields__]
-    refuse_unused([run.method], drafting)
+    refuse_unused([run.method], [name for name in asked if name in (*DraftOptions.__dataclass_fields__, "heads")])
     for name, value in asked.items():
         own = known.get(name)
         if name in ("device", "dtype", "attention") and value == record["model"][name]:
             continue
-        if name not in _MAY_CHANGE and _plain(value) != _plain(own):
+        if name not in (*_MAY_CHANGE, *_MAY_MOVE) and _plain(value) != _plain(own):
             said = "none" if own is None else own
             message = f"the run was made with {said}, got {value}; a resumed run keeps its options"
             raise InputError(message, f"--{_CALLED.get(name, name).replace('_', '-')}")
@@ -160,22 +160,23 @@ def _stops(run: Recorded) -> bool:
     return bool(run.record["options"]["stop_at_eos"])
 
 
-def _load(run: Recorded, ranks: Ranks) -> LoadedModel:
+def _load(run: Recorded, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel:
     """The run's model, loaded as it was then, and seen to be the same."""
-    refuse_shape(run.model)
+    name = asked.get("model", run.model)
+    refuse_shape(name)
     model = load(
-        run.model,
+        name,
         device=run.device,
         dtype=run.dtype,
         attention=run.attention,
-        heads=run.record["options"]["heads"],
+        heads=asked.get("heads", run.record["options"]["heads"]),
         quantize=run.quantize,
         ranks=ranks,
     )
     found, known = identity(model), run.record["model"]
-    for name in ("weights", "config", "eos_ids", "heads"):
-        if found[name] != known.get(name):
-            message = f"{run.model} is not the model that {run.path} was made with: {name.replace('_', ' ')} differ"
+    for what in ("weights", "config", "eos_ids", "heads"):
+        if found[what] != known.get(what):
+            message = f"{name} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
             raise InputError(message, "--model")
     return model
 
@@ -188,11 +189,16 @@ def _options(run: Recorded, asked: Mapping[str, Any]) -> DraftOptions:
     return replace(DraftOptions(**own), **changed)
 
 
-def _about(run: Recorded, length: int) -> dict[str, Any]:
+def _about(run: Recorded, length: int, model: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     kept = ["command", "options", "sampling", "drafting", "model", "prompt"]
     kept += ["started", "environment", "prefill_seconds"]
     about = {name: run.record[name] for name in kept if name in run.record}
-    return {**about, "options": {**about["options"], "length": length}}
+    moved = {name: asked[name] for name in _MAY_MOVE if name in asked}
+    return {
+        **about,
+        "options": {**about["options"], "length": length, **moved},
+        "model": {**about["model"], "name": model},
+    }
 
 
 def _notes(saved: Saved, kept: int) -> list[str]:
