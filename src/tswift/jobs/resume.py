@@ -70,7 +70,7 @@ def _resumed(
     run = read_run(path)
     _refuse_broken(run)
     saved = read_saved(path, run.prompt)
-    _refuse_conflicts(run, asked)
+    _refuse_conflicts(run, asked, (*_MAY_CHANGE, *_MAY_MOVE))
     if saved.damage and not discard_damaged:
         sound = len(saved.tokens)
         raise InputError(f"{saved.damage}; --discard-damaged goes on from the {sound:,} sound tokens before", OPTION)
@@ -78,6 +78,7 @@ def _resumed(
     if length < len(saved.tokens):
         raise InputError(f"{path} has {len(saved.tokens):,} tokens already, got {length:,}", "--len")
     if run.state == FINISHED and (length == len(saved.tokens) or _ended(run, saved)):
+        _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
         return None
     # a run that was stopped after its last token and before its last record has to draw that token again
     checkpoint, journal = saved.last(below=len(saved.tokens) if _ended(run, saved) else length)
@@ -132,7 +133,7 @@ def _refuse_broken(run: Recorded) -> None:
         raise InputError(f"{run.path / RECORD} is broken: it has options of other types", OPTION)
 
 
-def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any]) -> None:
+def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any], free: Sequence[str]) -> None:
     """No option is silently ignored: what was typed is either the run's own or refused."""
     record = run.record
     known = {**record["options"], **record["sampling"], **record["drafting"]}
@@ -141,7 +142,7 @@ def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any]) -> None:
         own = known.get(name)
         if name in ("device", "dtype", "attention") and value == record["model"][name]:
             continue
-        if name not in (*_MAY_CHANGE, *_MAY_MOVE) and _plain(value) != _plain(own):
+        if name not in free and _plain(value) != _plain(own):
             said = "none" if own is None else own
             message = f"the run was made with {said}, got {value}; a resumed run keeps its options"
             raise InputError(message, f"--{_CALLED.get(name, name).replace('_', '-')}")
