@@ -25,6 +25,7 @@ _OPTION = "--model"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _PARSED = (_CONFIG, _GENERATION, "tokenizer_config.json", _INDEX)
+_TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")  # how their files begin
 _READ = (".json", ".safetensors", ".model", ".jinja", ".txt")  # what transformers opens
 _MOST = 256_000_000  # bytes of such a file, weights apart; tokenizers have tens of millions
 _MOST_LAYERS = 1000  # the deepest published models have a bit more than a hundred
@@ -65,6 +66,11 @@ def refuse_broken(folder: Path) -> None:
     for name in _PARSED:
         if (folder / name).exists():
             _object(folder / name)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model's folder holds anything that a tokenizer could be made of."""
+    return any(path.name.startswith(_TOKENIZERS) for path in folder.iterdir())
 
 
 def refuse_numbers(values: Mapping[str, Any], model: str) -> None:

@@ -1,9 +1,9 @@
-"""Load a causal language model, its tokenizer and its heads: the bundled one, a folder, a hub id or a random one."""
+"""Load a causal language model with what drafts for it: the bundled one, a folder, a hub id or a random one."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file
 
 from tswift.attention.backends import BACKENDS, choose, fails
-from tswift.errors import InputError
+from tswift.errors import InputError, renamed
 from tswift.kv.full import FullKV
 from tswift.models.attached import attach, heads_path
-from tswift.models.checkpoint import refuse_misfit, stored_tensors
+from tswift.models.checkpoint import has_tokenizer, refuse_misfit, stored_tensors
+from tswift.models.draft import DRAFT_OPTION, refuse_other_vocabulary
 from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import StandInTokenizer, random_heads, random_network
 from tswift.models.fingerprint import weights_hash
@@ -26,7 +27,7 @@ from tswift.models.linear import quicken
 from tswift.models.published import carries_heads
 from tswift.models.quantizing import own_quantization, quantizer
 from tswift.models.ranks import ALONE, OPTION, Ranks
-from tswift.models.shapes import PREFIX, routed
+from tswift.models.shapes import PREFIX, refuse_shape, routed
 from tswift.models.source import DEMO, find_source, in_one_line, read_config, silence
 from tswift.models.splitting import plan
 from tswift.models.target import Target
@@ -51,6 +52,8 @@ class LoadedModel:
         quantization: what its weights were quantised by; None if they were not. Plain decoding is this model's own.
         ranks: those that hold it together.
         weights: hash of all weights, where that took all of the ranks; None where it can be had at any time.
+        draft: a smaller model that drafts for it, if one was asked for. Every rank holds the whole of it.
+        draft_name: as the user named that.
     """
 
     name: str
@@ -64,6 +67,8 @@ class LoadedModel:
     quantization: str | None = None
     ranks: Ranks = ALONE
     weights: str | None = None
+    draft: Target | None = None
+    draft_name: str | None = None
 
     def encode(self, text: str, bare: bool = False) -> list[int]:
         """The token ids of a prompt, with the first token the model wants before any text, if it wants one.
@@ -97,6 +102,7 @@ class LoadedModel:
             "simulated": self.simulated,
             "quantization": self.quantization,
             "ranks": self.ranks.count,
+            **({} if self.draft is None else {"draft": {"name": self.draft_name}}),
         }
 
     def besides(self) -> str:
@@ -113,6 +119,7 @@ def load(
     attention: str = "auto",
     heads: str | os.PathLike[str] | None = None,
     quantize: str | None = None,
+    draft: str | None = None,
     ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Load a model for decoding.
@@ -132,6 +139,8 @@ def load(
             either kind, chained if nothing is said.
         quantize: ``int8``, ``fp8`` or ``int4``: have torchao quantise the weights of linear layers. What is decoded is
             the quantised model. None leaves them as they are in the checkpoint.
+        draft: a smaller model with the same vocabulary, to draft for it: ``demo-draft`` (the bundled one), a folder or
+            a hub id. It comes to the model's device, in its dtype, with the same attention.
         ranks: from :func:`tswift.models.ranks.join`, to hold the model together with other processes. All of them have
             to call this; what the first asks for counts.
 
@@ -139,12 +148,15 @@ def load(
         InputError: something named here does not exist, is broken, or cannot be served exactly.
         Gone: another rank is not there any more.
     """
-    for option, name in (("--model", model), ("--device", device), ("--dtype", dtype), ("--attention", attention)):
+    named = {"--model": model, "--device": device, "--dtype": dtype, "--attention": attention}
+    for option, name in (named if draft is None else {**named, DRAFT_OPTION: draft}).items():
         if not isinstance(name, str):
             raise InputError(f"wants a name, got {name!r:.40}", option)
     with ranks.together():
-        asked = ranks.share((model, device, dtype, attention, heads, quantize))
-        return _load(*asked, ranks=ranks)
+        asked = ranks.share((model, device, dtype, attention, heads, quantize, draft))
+        model, device, dtype, attention, heads, quantize, draft = asked
+        loaded = _load(model, device, dtype, attention, heads, quantize, ranks)
+        return loaded if draft is None else replace(loaded, draft=_draft(draft, loaded, attention), draft_name=draft)
 
 
 def _load(
@@ -161,12 +173,82 @@ def _load(
         if quantize is not None or ranks.count > 1:
             raise InputError(f"{model} has random weights, which are neither quantised nor split", "--model")
         return _simulated(model, place, "bfloat16" if dtype == "auto" else dtype, attention, heads)
-    kind = _dtype(dtype, place)
+    kind, place_of_heads = _dtype(dtype, place), heads_path(heads, find_source(model)[1])
+    opened = _open(model, place, kind, attention, quantize, ranks)
+    target, config = opened.target, opened.target.model.config
+    if heads is None and place_of_heads is None and carries_heads(config):
+        with hub(opened.folder is None), in_one_line(model):  # where the hub's files were put
+            place_of_heads = opened.folder or Path(cached_file(opened.source, CONFIG_NAME)).parent
+    return LoadedModel(
+        model,
+        opened.tokenizer,
+        target,
+        None if place_of_heads is None else attach(place_of_heads, target),
+        _eos_ids(model, target.model, opened.tokenizer, target.vocab_size),
+        opened.attention,
+        _compiled(target, opened.note),
+        quantization=opened.quantization,
+        ranks=ranks,
+        weights=weights_hash(target.model) if ranks.count > 1 else None,
+    )
+
+
+def _draft(draft: str, loaded: LoadedModel, attention: str) -> Target:
+    """The smaller model that drafts for a loaded one; its own heads, if it has any, are not looked at."""
+    target = loaded.target
+    try:
+        if draft.startswith(PREFIX):
+            if not loaded.simulated:
+                refuse_shape(draft)
+            found = _simulated(draft, target.device, _plain(target.dtype), attention, None)
+            ours, tokenizer = found.target, None
+        else:
+            opened = _open(draft, target.device, target.dtype, attention, bare=True)
+            ours, tokenizer = opened.target, opened.tokenizer
+            _compiled(ours, opened.note)
+        known = None if loaded.simulated else loaded.tokenizer
+        refuse_other_vocabulary(draft, ours, tokenizer, loaded.name, target, known)
+    except InputError as error:
+        raise renamed(error, {"--model": DRAFT_OPTION}) from None
+    return ours
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint's model, adapted, and what came with it.
+
+    Attributes:
+        tokenizer: None if there is none.
+        source: what transformers was given.
+        folder: the same, if it is one.
+        attention: the backend in use.
+        note: why it is not the one that should be.
+        quantization: as :class:`LoadedModel` has it.
+    """
+
+    target: Target
+    tokenizer: Any
+    source: str
+    folder: Path | None
+    attention: str
+    note: str
+    quantization: str | None
+
+
+def _open(
+    model: str,
+    place: torch.device,
+    kind: Any,
+    attention: str,
+    quantize: str | None = None,
+    ranks: Ranks = ALONE,
+    bare: bool = False,
+) -> _Opened:
+    """Read a checkpoint's weights and tokenizer. A bare one is a folder that may be without a tokenizer."""
     source, folder = find_source(model)
     config = read_config(model)
-    place_of_heads = heads_path(heads, folder)
     backend, note = _backend(attention, own_dtype(config) if kind == "auto" else kind, place)
-    quantization, how = own_quantization(config), dict[str, Any]()
+    quantization, how, tokenizer = own_quantization(config), dict[str, Any](), None
     with silence(), hub(folder is None), in_one_line(model):
         if folder is not None:
             refuse_misfit(config, stored_tensors(folder), model)
@@ -180,10 +262,8 @@ def _load(
             quantization = f"{quantize}, torchao"
         if quantization and place.type == "cuda":
             how["device_map"] = place  # quantised on the way: the whole weights need not fit
-        with in_one_line(model, "its tokenizer: "):
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise InputError(f"{model} has no tokenizer.json that the tokenizers library reads", "--model")
+        if not bare or folder is None or has_tokenizer(folder):
+            tokenizer = _tokenizer(source, model)
         network, info = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
@@ -202,23 +282,15 @@ def _load(
         if network.dtype == torch.float64 and routed(config):
             network.set_experts_implementation("eager")  # the others multiply no float64
         target = _adapted(network if how else network.to(place), model, backend)
-        if heads is None and place_of_heads is None and carries_heads(config):
-            place_of_heads = folder or Path(cached_file(source, CONFIG_NAME)).parent  # where the hub's files were put
-    loaded = None if place_of_heads is None else attach(place_of_heads, target)
-    eos_ids = _eos_ids(model, network, tokenizer, target.vocab_size)
-    layers = _compiled(target, note)
-    return LoadedModel(
-        model,
-        tokenizer,
-        target,
-        loaded,
-        eos_ids,
-        backend,
-        layers,
-        quantization=quantization,
-        ranks=ranks,
-        weights=weights_hash(network) if ranks.count > 1 else None,
-    )
+    return _Opened(target, tokenizer, source, folder, backend, note, quantization)
+
+
+def _tokenizer(source: str, model: str) -> Any:
+    with in_one_line(model, "its tokenizer: "):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise InputError(f"{model} has no tokenizer.json that the tokenizers library reads", "--model")
+    return tokenizer
 
 
 def _simulated(

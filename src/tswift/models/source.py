@@ -17,6 +17,8 @@ from tswift.models.hub import hub
 from tswift.models.shapes import PREFIX, shape_config
 
 DEMO = "demo"
+DEMO_DRAFT = "demo-draft"
+_BUNDLED = {DEMO: ("demo",), DEMO_DRAFT: ("demo", "draft")}  # folders, from this one on
 
 
 def find_source(model: str) -> tuple[str, Path | None]:
@@ -25,8 +27,8 @@ def find_source(model: str) -> tuple[str, Path | None]:
     Raises:
         InputError: it is no folder, and cannot be a hub id.
     """
-    if model == DEMO:
-        folder = Path(__file__).parent / "demo"
+    if model in _BUNDLED:
+        folder = Path(__file__).parent.joinpath(*_BUNDLED[model])
         if not (folder / "model.safetensors").is_file():
             raise InputError(f"the bundled model is not in this installation (looked in {folder})", "--model")
         return str(folder), folder
@@ -54,7 +56,7 @@ def read_config(model: str) -> Any:
     """The transformers configuration of a model; its weights are not looked at.
 
     Args:
-        model: ``demo``, ``shape:NAME``, a folder or a hub id.
+        model: ``demo``, ``demo-draft``, ``shape:NAME``, a folder or a hub id.
 
     Raises:
         InputError: there is none, or none that could be served exactly.
@@ -124,15 +126,16 @@ def in_one_line(model: str, what: str = "") -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # transformers, the hub client and safetensors have many ways to fail
-        here = Path(model).expanduser().is_dir() or model == DEMO
-        reason = _reason(str(error) if here else str(error).partition("\n")[0], error)  # behind it stands advice
+        here = Path(model).expanduser().is_dir() or model in _BUNDLED
+        reason = _reason(error, whole=here)
         where = "" if here else " from the hub, and is no folder here"
         raise InputError(f"{model} cannot be loaded{where} ({what}{reason[:200]})", "--model") from None
 
 
-def _reason(said: str, error: Exception) -> str:
+def _reason(error: Exception, whole: bool) -> str:
     """Why something failed, in a line; with the name of an error that does not explain itself."""
-    text = " ".join(said.split())
-    if "trust_remote_code" in text:
+    said = str(error)
+    if "trust_remote_code" in said:
         return "it needs code of its own, which tswift never runs"
+    text = " ".join((said if whole else said.strip().partition("\n")[0]).split())  # the hub's client adds advice
     return text if isinstance(error, OSError) or text.count(" ") > 2 else f"{type(error).__name__} {text}".strip()
