@@ -24,8 +24,9 @@ from tswift.models.ranks import ALONE, Ranks
 from tswift.models.shapes import refuse_shape
 
 OPTION = "--resume"
-# None of them changes a token. Memory may want nodes and budget lower; a draft model's folder may have been moved.
+# None of them changes a token. Memory may want nodes and budget lower.
 _MAY_CHANGE = ("length", "nodes", "budget", "draft_model")
+_MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
 _CALLED = {"length": "len"}
 
 
@@ -71,7 +72,7 @@ def _resumed(
     run = read_run(path)
     _refuse_broken(run)
     saved = read_saved(path, run.prompt)
-    _refuse_conflicts(run, asked)
+    _refuse_conflicts(run, asked, (*_MAY_CHANGE, *_MAY_MOVE))
     if saved.damage and not discard_damaged:
         sound = len(saved.tokens)
         raise InputError(f"{saved.damage}; --discard-damaged goes on from the {sound:,} sound tokens before", OPTION)
@@ -79,12 +80,13 @@ def _resumed(
     if length < len(saved.tokens):
         raise InputError(f"{path} has {len(saved.tokens):,} tokens already, got {length:,}", "--len")
     if run.state == FINISHED and (length == len(saved.tokens) or _ended(run, saved)):
+        _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
         return None
     # a run that was stopped after its last token and before its last record has to draw that token again
     checkpoint, journal = saved.last(below=len(saved.tokens) if _ended(run, saved) else length)
     tokens = saved.tokens[: checkpoint.tokens]
-    refuse_full_disk(path, length - len(tokens))
-    model = _load(run, asked.get("draft_model", run.draft), ranks)
+    refuse_full_disk(path, length - len(tokens), OPTION)
+    model = _load(run, asked, ranks)
     for name, ids in (("prompt", run.prompt), ("tokens", tokens), ("banned ids", run.params.banned)):
         check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
     options = _options(run, asked)
@@ -105,7 +107,7 @@ def _resumed(
         raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
     text, draft = TextStream(model.tokenizer), about_draft(model)
     folder = RunFolder.reopen(path, lock, run.prompt, checkpoint, journal, text.add(tokens))
-    about = _about(run, length)
+    about = _about(run, length, model.name, asked)
     session = {
         "at": len(tokens),
         "started": now(),
@@ -136,18 +138,18 @@ def _refuse_broken(run: Recorded) -> None:
         raise InputError(f"{run.path / RECORD} is broken: it has options of other types", OPTION)
 
 
-def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any]) -> None:
+def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any], free: Sequence[str]) -> None:
     """No option is silently ignored: what was typed is either the run's own or refused."""
     record = run.record
     known = {**record["options"], **record["options"].get("drafting", {}), **record["sampling"], **record["drafting"]}
-    drafting = {name: value for name, value in asked.items() if name in DraftOptions.__dataclass_fields__}
+    drafting = {name: value for name, value in asked.items() if name in (*DraftOptions.__dataclass_fields__, "heads")}
     refuse_unused([run.method], {"kv": record["drafting"].get("kv"), **drafting} if drafting else {})
     draft_for([run.method], run.model, asked.get("draft_model", run.draft))
     for name, value in asked.items():
         own = known.get(name)
         if name in ("device", "dtype", "attention") and value == record["model"][name]:
             continue
-        if name not in _MAY_CHANGE and _plain(value) != _plain(own):
+        if name not in free and _plain(value) != _plain(own):
             said = "none" if own is None else own
             message = f"the run was made with {said}, got {value}; a resumed run keeps its options"
             raise InputError(message, f"--{_CALLED.get(name, name).replace('_', '-')}")
@@ -166,23 +168,24 @@ def _stops(run: Recorded) -> bool:
     return bool(run.record["options"]["stop_at_eos"])
 
 
-def _load(run: Recorded, draft: str | None, ranks: Ranks) -> LoadedModel:
+def _load(run: Recorded, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel:
     """The run's model, loaded as it was then, and seen to be the same."""
-    refuse_shape(run.model)
+    name = asked.get("model", run.model)
+    refuse_shape(name)
     model = load(
-        run.model,
+        name,
         device=run.device,
         dtype=run.dtype,
         attention=run.attention,
-        heads=run.record["options"]["heads"],
+        heads=asked.get("heads", run.record["options"]["heads"]),
         quantize=run.quantize,
-        draft=draft,
+        draft=asked.get("draft_model", run.draft),
         ranks=ranks,
     )
     found, known = identity(model), run.record["model"]
-    for name in ("weights", "config", "eos_ids", "heads"):
-        if found[name] != known.get(name):
-            message = f"{run.model} is not the model that {run.path} was made with: {name.replace('_', ' ')} differ"
+    for what in ("weights", "config", "eos_ids", "heads"):
+        if found[what] != known.get(what):
+            message = f"{name} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
             raise InputError(message, "--model")
     return model
 
@@ -195,11 +198,16 @@ def _options(run: Recorded, asked: Mapping[str, Any]) -> DraftOptions:
     return replace(DraftOptions(**own), **changed)
 
 
-def _about(run: Recorded, length: int) -> dict[str, Any]:
+def _about(run: Recorded, length: int, model: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     kept = ["command", "options", "sampling", "drafting", "model", "prompt"]
     kept += ["started", "environment", "prefill_seconds"]
     about = {name: run.record[name] for name in kept if name in run.record}
-    return {**about, "options": {**about["options"], "length": length}}
+    moved = {name: asked[name] for name in _MAY_MOVE if name in asked}
+    return {
+        **about,
+        "options": {**about["options"], "length": length, **moved},
+        "model": {**about["model"], "name": model},
+    }
 
 
 def _notes(saved: Saved, kept: int) -> list[str]:

@@ -95,7 +95,7 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
         larger = "--prefill" if settings.prefill and settings.prefill > settings.length else "--len"
         check_ahead(name, least, settings.length, settings.method, options, option=larger, **how)
     path = settings.out or default_path(settings.method)
-    refuse_full_disk(path, settings.length)
+    refuse_full_disk(path, settings.length, "--out")
     folder = RunFolder.create(path)
     try:
         model = load(name, quantize=settings.quantize, ranks=ranks, **how)
@@ -153,8 +153,13 @@ def identity(model: LoadedModel) -> dict[str, Any]:
     return own if draft is None else {**own, "draft": draft}
 
 
-def refuse_full_disk(path: Path, tokens: int) -> None:
+def refuse_full_disk(path: Path, tokens: int, option: str) -> None:
     """Refuse a run whose files would not fit on the disk.
+
+    Args:
+        path: the run's folder, there or not.
+        tokens: how many are to come.
+        option: the one that named the folder.
 
     Raises:
         InputError: there is too little room.
@@ -166,7 +171,7 @@ def refuse_full_disk(path: Path, tokens: int) -> None:
         return  # what is wrong with it will be said when the folder is made
     if disk.total and disk.free < need:  # some file systems do not say
         raise InputError(
-            f"{tokens:,} tokens take about {gigabytes(need)}, {path} has {gigabytes(disk.free)} free", "--out"
+            f"{tokens:,} tokens take about {gigabytes(need)}, {path} has {gigabytes(disk.free)} free", option
         )
 
 
@@ -200,7 +205,7 @@ def refuse_unused(methods: Sequence[str], given: Mapping[str, Any]) -> None:
 
     Args:
         methods: names.
-        given: fields of ``DraftOptions`` that were given, and ``heads``.
+        given: fields of ``DraftOptions`` that were given, and ``heads``; None for what was not.
 
     Raises:
         InputError: no such method, or an option for none of them.
@@ -209,8 +214,8 @@ def refuse_unused(methods: Sequence[str], given: Mapping[str, Any]) -> None:
     looked_at = {name for method in methods for name in used(method, options)}
     if "tree" in looked_at:  # heads draft
         looked_at |= {"gamma", "heads"}
-    for name in given:
-        if name not in looked_at:
+    for name, value in given.items():
+        if value is not None and name not in looked_at:
             message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
             message += " with --kv full" if options.kv == FULL else ""
             raise InputError(message, f"--{name.replace('_', '-')}")

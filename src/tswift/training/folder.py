@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tswift.errors import Fault, InputError
-from tswift.jobs.files import write_whole
+from tswift.jobs.files import refuse_other, write_whole
 from tswift.jobs.folder import new_folder
 from tswift.jobs.lock import InUse, Lock
+from tswift.reading import MOST_RECORD, read_file
 
 SCHEMA = 1
 RECORD, METRICS, CHECKPOINT, HEADS = "train.json", "metrics.jsonl", "checkpoint.safetensors", "heads.safetensors"
@@ -80,15 +81,15 @@ class TrainFolder:
         """
         path = self.path / RECORD
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            _refuse_other(path)
+            missing = f"{self.path} holds no training: there is no {RECORD} in it"
+            found = json.loads(read_file(path, MOST_RECORD, _OPTION, missing))
             if found["kind"] != self._kind or found["schema"] != SCHEMA:
                 raise InputError(f"{path} is of kind {found['kind']}, schema {found['schema']}", _OPTION)
             for name in ("plan", "base", "corpus", "state"):
                 found[name]
         except InputError:
             raise
-        except OSError as error:
-            raise InputError(f"{self.path} holds no training ({RECORD}: {error.strerror})", _OPTION) from None
         except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(f"{path} is damaged", _OPTION) from None
         return dict(found)
@@ -107,6 +108,7 @@ class TrainFolder:
         path = self.path / name
         new = path.with_name(f"{name}.new")
         try:
+            new.unlink(missing_ok=True)  # it could be a link
             save(new)
             shutil.copymode(self.path / RECORD, new)  # safetensors would let nobody else read it
             with new.open("rb") as file:
@@ -138,6 +140,7 @@ class TrainFolder:
             InputError: it is damaged.
         """
         path = self.path / CHECKPOINT
+        _refuse_other(path)
         if not path.exists():
             return None
         try:
@@ -154,11 +157,24 @@ class TrainFolder:
             file.write(json.dumps(line) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop the lines of ``metrics.jsonl`` that a checkpoint of this step knows nothing of."""
+        """Drop the lines of ``metrics.jsonl`` that a checkpoint of this step knows nothing of.
+
+        Raises:
+            InputError: it is no regular file.
+        """
         path = self.path / METRICS
+        _refuse_other(path)
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
         kept = [line for line in lines if _step(line) <= step]
         write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+
+
+def _refuse_other(path: Path) -> None:
+    """Refuse a link, which could point at anything, or a pipe, which might never end."""
+    try:
+        refuse_other(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})", _OPTION) from None
 
 
 def _step(line: str) -> float:
