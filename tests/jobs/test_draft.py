@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_checkpoint
 from tswift.benchmarking.lineup import Entry, line_up
+from tswift.decoding import limits
 from tswift.decoding.generation import begin
 from tswift.decoding.limits import check_ahead
 from tswift.drafting.methods import DraftOptions, draft_slots
@@ -20,6 +21,7 @@ from tswift.jobs.draft import draft_for
 from tswift.jobs.resume import resume
 from tswift.jobs.settings import Settings, start
 from tswift.models.loading import load
+from tswift.models.prospect import foresee
 
 PROMPT = "The ship had lain three days becalmed, and nobody spoke."
 
@@ -110,6 +112,15 @@ def test_what_it_needs_is_foreseen(checkpoint: Path, small: Path) -> None:
     assert "draft model" in str(ahead)
     plain = check_ahead(str(checkpoint), 3, 50, "ar", options, draft=str(small))
     assert (plain.draft_bytes, plain.draft_kv_bytes) == (0, 0)
+
+
+def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
+    checkpoint: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = check_ahead(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft=str(small))
+    monkeypatch.setattr(limits, "foresee", lambda *given, **more: replace(foresee(*given, **more), heads=None))
+    found = check_ahead(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft=str(small))
+    assert replace(found, heads_bytes=known.heads_bytes) == known
 
 
 def test_too_few_positions(checkpoint: Path, small: Path) -> None:
