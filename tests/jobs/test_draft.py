@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_checkpoint
 from tswift.benchmarking.lineup import Entry, line_up
+from tswift.decoding import limits
 from tswift.decoding.generation import begin
 from tswift.decoding.limits import check_ahead
-from tswift.drafting.methods import DraftOptions, draft_slots, resolve_for
+from tswift.drafting.methods import DraftOptions, draft_slots
 from tswift.errors import InputError
 from tswift.jobs.draft import draft_for
 from tswift.jobs.resume import resume
 from tswift.jobs.settings import Settings, start
 from tswift.models.loading import load
+from tswift.models.prospect import foresee
 
 PROMPT = "The ship had lain three days becalmed, and nobody spoke."
 
@@ -102,13 +104,23 @@ def test_what_it_needs_is_foreseen(checkpoint: Path, small: Path) -> None:
     assert model.draft is not None
     ahead = check_ahead(str(checkpoint), 3, 50, "standalone", options, dtype="float64", draft=str(small))
     need = begin(model, [1, 2, 3], 50, method="standalone", options=options).need
-    slots = draft_slots("standalone", resolve_for("standalone", torch.device("cpu"), None, 0, options), 53)
     assert (need.draft_bytes, ahead.draft_bytes) == (0, sum(w.nbytes for w in model.draft.model.parameters()))
+    slots = draft_slots("standalone", replace(options, gamma=4, kv="streaming"), 53)
+    assert slots >= 53
     assert ahead.draft_kv_bytes == need.draft_kv_bytes == slots * model.draft.kv_shape.bytes_per_token
     assert ahead.total_bytes == need.total_bytes + ahead.weight_bytes + ahead.heads_bytes + ahead.draft_bytes
     assert "draft model" in str(ahead)
     plain = check_ahead(str(checkpoint), 3, 50, "ar", options, draft=str(small))
     assert (plain.draft_bytes, plain.draft_kv_bytes) == (0, 0)
+
+
+def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
+    checkpoint: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = check_ahead(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft=str(small))
+    monkeypatch.setattr(limits, "foresee", lambda *given, **more: replace(foresee(*given, **more), heads=None))
+    found = check_ahead(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft=str(small))
+    assert replace(found, heads_bytes=known.heads_bytes) == known
 
 
 def test_too_few_positions(checkpoint: Path, small: Path) -> None:
