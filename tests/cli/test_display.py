@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from tests.cli.terminal import on_terminal
 from tswift.cli.display import Display, _clock
 
 if TYPE_CHECKING:
     from tswift.decoding.stats import DecodeStats
-
-pty = pytest.importorskip("pty")
 
 CODE = """
 import time
@@ -29,21 +26,7 @@ with Display(100, quiet=False, progress=True) as display:
 
 
 def test_text_goes_above_the_bar_in_whole_lines() -> None:
-    child, terminal = pty.fork()
-    if child == 0:
-        os.environ.update(COLUMNS="20", LINES="40", TERM="xterm", NO_COLOR="1")
-        os.execv(sys.executable, [sys.executable, "-c", CODE])
-    seen = b""
-    while True:
-        try:
-            data = os.read(terminal, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not data:
-            break
-        seen += data
-    os.waitpid(child, 0)
-    text = seen.decode()
+    text = on_terminal(CODE, columns=20).decode()
     # each line is printed once, unbroken, at the start of a line
     for line in ("one two three\r\n", "[bold]five[/bold]", "six seven eight\r\n", "nine ten"):
         assert text.count(line) == 1, text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -56,6 +58,19 @@ def test_names_in_tables_and_lines_are_not_obeyed(tswift, checkpoint, prompt, tm
     shown = [each.out.decode() for each in (result, told, listed, table)]
     for said in (result.err, made.err, resumed.err, *shown):
         assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_from_the_start(checkpoint, prompt, tmp_path, closed):
+    """The text goes to the run's folder as ever, and nothing else does."""
+    words = ["generate", "--len", 9, "--model", checkpoint, "--prompt", prompt, "--out", tmp_path / "run"]
+    command = shlex.join(map(str, [sys.executable, "-m", "tswift", *words]))
+    done = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "finished"
+    assert (tmp_path / "run" / "tokens.u32").stat().st_size == 4 * 9
+    closed_out = closed != "2>&-"
+    assert done.stdout == (b"" if closed_out else (tmp_path / "run" / "text.txt").read_bytes())
 
 
 def test_a_closed_pipe_has_its_own_exit_code(checkpoint, prompt):

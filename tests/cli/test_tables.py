@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 
+from tests.cli.terminal import on_terminal
 from tswift.benchmarking.grid import Grid
 from tswift.cli.tables import show
-
-pty = pytest.importorskip("pty")
 
 CODE = """
 from tswift.benchmarking.grid import Grid
@@ -24,20 +20,7 @@ show(Grid("A title", ("class", "tokens"), [("exact", "1,234")], left=1, notes=["
 
 @pytest.mark.parametrize("stderr", [False, True])
 def test_on_a_terminal(stderr: bool) -> None:
-    child, terminal = pty.fork()
-    if child == 0:
-        os.environ.update(COLUMNS="80", LINES="40", TERM="xterm", NO_COLOR="1")
-        os.execv(sys.executable, [sys.executable, "-c", CODE.replace("STDERR", str(stderr))])
-    seen = b""
-    while True:
-        try:
-            data = os.read(terminal, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not data:
-            break
-        seen += data
-    os.waitpid(child, 0)
+    seen = on_terminal(CODE.replace("STDERR", str(stderr)), columns=80)
     for said in (b"verify", b"50/100", b"A title", b"1,234", b"[a] note"):
         assert said in seen, seen
 

@@ -128,7 +128,7 @@ CHEAP = {
     "--corpus nobody/nothing": "--corpus: nobody/nothing is no folder and cannot be loaded from the hub",
     "--corpus /etc/hostname": "--corpus: /etc/hostname is no folder, and no .parquet or .txt file",
     "--corpus /proc": "--corpus: /proc holds no .parquet or .txt files",
-    "--resume /nowhere": "--resume: /nowhere holds no training (train.json: No such file or directory)",
+    "--resume /nowhere": "--resume: /nowhere holds no training: there is no train.json in it",
     "--resume . --out new": "--out: goes on in the folder of --resume",
     "--seq-len 3000": "--seq-len: is 3,000, the model has 2,048 positions",
     "--alpha-tokens 2048": "--alpha-tokens: must be below the model's 2,048 positions",

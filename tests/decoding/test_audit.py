@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 import tswift
 from tests.decoding import test_loop as loops
 from tests.decoding.test_loop import DTYPES, PAPER, TEXTS, parameters
-from tests.helpers import Proposals, decode, decode_method, random_prompt, tiny_llama, tiny_target
+from tests.helpers import decode, decode_method, random_prompt, tiny_llama, tiny_target
 from tswift.decoding import audit as module
 from tswift.decoding.audit import VIOLATION, WITHIN, Audit, audit, stretches
 from tswift.decoding.generation import begin
 from tswift.decoding.sampling import Sampler, SamplingParams
-from tswift.drafting.source import Context, Drafter
 from tswift.kv.full import FullKV
 from tswift.models.target import Target
 
@@ -212,14 +211,9 @@ def test_a_biased_verifier(mistake) -> None:  # type: ignore[no-untyped-def]
     params = parameters(penalty=1.5, window=2)
     plain = decode_method("ar", target, prompt, params, 5, length)
 
-    def paths(context: Context) -> list[list[int]]:
-        done = len(context.text) - len(prompt)
-        truth = plain[done : done + 3]
-        return [[7, 7, 7], [*truth[:1], 9, 9], truth, [*truth[:2], 8]]
-
     with pytest.MonkeyPatch.context() as patch:
         mistake(patch)
-        biased = decode(target, Drafter([Proposals(paths)], 3, 16), prompt, params, 5, length)
+        biased = decode(target, loops.right_among_wrong(plain, prompt), prompt, params, 5, length)
     if mistake in (loops.slots_in_order, loops.position_of_the_root_for_all, loops.attends_to_all_nodes):
         # what is wrong there lies in passes, which the one-token decodes of `redrawn` do not make
         assert not audit(target, prompt, biased, params, 5).ok

@@ -460,6 +460,17 @@ def attends_to_all_nodes(monkeypatch) -> None:
     ))  # fmt: skip
 
 
+def right_among_wrong(plain: list[int], prompt: list[int]) -> Drafter:
+    """Drafts the next three tokens of a text, and beside them paths that leave it sooner or later."""
+
+    def paths(context: Context) -> list[list[int]]:
+        done = len(context.text) - len(prompt)
+        truth = plain[done : done + 3]
+        return [[7, 7, 7], [*truth[:1], 9, 9], truth, [*truth[:2], 8]]
+
+    return Drafter([Proposals(paths)], 3, 16)
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -477,12 +488,7 @@ def test_equality_with_plain_decoding_sees(monkeypatch, mistake) -> None:
     params = parameters(penalty=1.5, window=2)
     plain = decode_method("ar", target, prompt, params, 5, length)
 
-    def paths(context: Context) -> list[list[int]]:
-        done = len(context.text) - len(prompt)
-        truth = plain[done : done + 3]
-        return [[7, 7, 7], [*truth[:1], 9, 9], truth, [*truth[:2], 8]]
-
-    drafter = Drafter([Proposals(paths)], 3, 16)
+    drafter = right_among_wrong(plain, prompt)
     assert decode(target, drafter, prompt, params, 5, length) == plain
     mistake(monkeypatch)
     assert decode(target, drafter, prompt, params, 5, length) != plain

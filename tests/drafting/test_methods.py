@@ -8,8 +8,17 @@ import torch
 from tests.helpers import tiny_draft, tiny_heads, tiny_target
 from tswift.drafting.chain import ChainSource
 from tswift.drafting.heads import HeadSource
-from tswift.drafting.levels import FullLevel, PartialLevel
-from tswift.drafting.methods import METHODS, DraftOptions, make_drafter, partial_slots, resolve, resolve_for, used
+from tswift.drafting.levels import FullLevel, OwnLevel, PartialLevel
+from tswift.drafting.methods import (
+    METHODS,
+    DraftOptions,
+    draft_slots,
+    make_drafter,
+    partial_slots,
+    resolve,
+    resolve_for,
+    used,
+)
 from tswift.drafting.reuse import ReuseSource
 from tswift.drafting.source import Drafter
 from tswift.errors import InputError
@@ -55,15 +64,27 @@ def test_what_each_system_reads() -> None:
     assert (small.target, small.kv.budget) == (tiny_draft(), 256)
 
 
+def _levels(drafter: Drafter) -> list:
+    """What its sources decode or read, and what theirs do."""
+    found = []
+    for source in drafter.sources:
+        if isinstance(source, HeadSource):
+            found += [source._reader._level] if source._reader.direct else []
+        elif isinstance(source, ChainSource):
+            found += [source._level, *_levels(source._drafter)]
+    return found
+
+
 def test_room_for_what_is_forwarded_over_a_partial_cache() -> None:
     for method in METHODS:
         for options in (DraftOptions(budget=64), DraftOptions(budget=64, gamma=2, inner_gamma=5)):
             resolved = resolve(method, tiny_target(), tiny_heads(), options)
             drafter = make_drafter(method, tiny_target(), tiny_heads(), options, tiny_draft())
-            levels = [getattr(source, "_level", getattr(getattr(source, "_reader", None), "_level", None))
-                      for source in drafter.sources]  # fmt: skip
-            held = [level.kv.capacity for level in levels if isinstance(level, PartialLevel)]
+            held = [level.kv.capacity for level in _levels(drafter) if isinstance(level, PartialLevel)]
             assert [partial_slots(method, resolved)] == (held or [0])
+            own = [level.kv.capacity for level in _levels(drafter) if isinstance(level, OwnLevel)]
+            positions = tiny_target().max_positions
+            assert [draft_slots(method, resolved, positions)] == (own or [0])
 
 
 def test_options_that_are_not_looked_at() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -259,7 +260,6 @@ def test_ended_by_an_end_of_text(asked: Settings, checkpoint: Path) -> None:
         ({"tree": (1, 2)}, "--tree: the run was made with"),
         ({"shared_noise": False}, "--shared-noise: the run was made with True, got False"),
         ({"stop_at_eos": True}, "--stop-at-eos: the run was made with False, got True"),
-        ({"model": "demo"}, "--model: the run was made with .*, got demo"),
         ({"dtype": "float32"}, "--dtype: the run was made with float64, got float32"),
         ({"prompt": "other.txt"}, "--prompt: the run was made with"),
         ({"prefill": 3}, "--prefill: the run was made with none, got 3"),
@@ -368,3 +368,23 @@ def test_a_mistake_of_ours_is_not_hidden(asked: Settings) -> None:
     assert (job.state, job.reason) == ("failed", "ZeroDivisionError()")
     assert asked.out is not None
     assert tokens_in(asked.out) == job.tokens
+
+
+def test_a_disk_without_room_is_told_before_anything_is_touched(
+    asked: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the option that names the folder."""
+
+    def interrupt(text: str, stats: DecodeStats) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start(asked, []).run(interrupt)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    monkeypatch.setattr(settings.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, free=0))
+    with pytest.raises(InputError, match=r"^--resume: 90 tokens take about 0.1 MB, .* has 0.0 MB free$"):
+        resume(tmp_path / "run", {}, False, [])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    with pytest.raises(InputError, match=r"^--out: 90 tokens take"):
+        start(replace(asked, out=tmp_path / "second"), [])
+    assert not (tmp_path / "second").exists()

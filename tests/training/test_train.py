@@ -21,7 +21,8 @@ from tswift.models.heads import KINDS
 from tswift.training.documents import Documents
 from tswift.training.folder import CHECKPOINT, HEADS, METRICS, RECORD, TrainFolder
 from tswift.training.plan import TrainPlan
-from tswift.training.train import Silence, resume, train
+from tswift.training.session import Silence
+from tswift.training.train import resume, train
 
 STEPS = 6
 
@@ -220,6 +221,31 @@ def test_another_model_or_corpus_or_damage_is_noticed(tiny: Tiny, tmp_path: Path
         resume(out, {})
     with pytest.raises(InputError, match=r"^--resume: .* holds no training"):
         resume(tmp_path, {})
+
+
+@pytest.mark.parametrize("name", [RECORD, METRICS, CHECKPOINT])
+def test_what_is_no_file_is_neither_waited_for_nor_followed(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    train(plan_of(tiny), out, StopAt(1, signal.SIGINT))
+    (out / name).rename(tmp_path / name)
+    (out / name).symlink_to(tmp_path / name)
+    with pytest.raises(InputError, match=rf"^--resume: .*{name} cannot be read \(it is a link\)$"):
+        resume(out, {})
+    (out / name).unlink()
+    os.mkfifo(out / name)
+    with pytest.raises(InputError, match=rf"^--resume: .*{name} cannot be read \(it is no regular file\)$"):
+        resume(out, {})
+
+
+def test_a_link_is_not_written_through(tiny: Tiny, tmp_path: Path) -> None:
+    out, precious = tmp_path / "out", tmp_path / "precious"
+    train(plan_of(tiny), out, StopAt(1, signal.SIGINT))
+    precious.write_text("precious")
+    for name in (CHECKPOINT, HEADS):
+        (out / f"{name}.new").symlink_to(precious)
+    assert resume(out, {}).after is not None
+    assert precious.read_text() == "precious"
+    assert not [path for path in out.iterdir() if path.is_symlink()]
 
 
 def test_a_loss_that_is_no_number_ends_it(tiny: Tiny, tmp_path: Path) -> None:

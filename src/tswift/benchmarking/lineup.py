@@ -16,9 +16,11 @@ from tswift.decoding.limits import check_ahead
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import DraftOptions, find_method, resolve
 from tswift.errors import InputError, renamed
+from tswift.jobs.draft import draft_for
 from tswift.jobs.settings import refuse_unused, sampling_params, used_options
 from tswift.models.loading import LoadedModel, load
 from tswift.models.memory import available_bytes, gigabytes
+from tswift.models.source import DEMO
 
 DEFAULT_METHODS = ("ar", "medusa", "tokenswift")
 
@@ -32,6 +34,7 @@ class Entry:
         sampling: fields of ``SamplingParams`` that were given.
         drafting: fields of ``DraftOptions`` but ``tree`` that were given; each goes to the methods that use it.
         trees: draft trees by method; one under ``""`` goes to all methods that use a tree.
+        draft_model: None for the bundled one, where a method needs one and the model is the bundled one.
         simulate_alpha: the share of drafted tokens that is accepted, whatever is drawn; None for what is drawn.
     """
 
@@ -40,7 +43,8 @@ class Entry:
     drafting: Mapping[str, Any] = field(default_factory=dict)
     trees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     heads: str | None = None
-    model: str = "demo"
+    model: str = DEMO
+    draft_model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
@@ -177,6 +181,7 @@ def line_up(entry: Entry) -> Lineup:
         for method in entry.methods
     }
     how: dict[str, Any] = {name: getattr(entry, name) for name in ("device", "dtype", "attention", "heads")}
+    how["draft"] = draft_for(entry.methods, entry.model, entry.draft_model)
     try:
         for method, each in asked.items():  # how long the texts are to be is not known here
             check_ahead(entry.model, 1, 1, method, each, **how, option="--model")

@@ -196,6 +196,8 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
     about = lineup.model.about()
     # only where there is something to say, so that other workloads keep the hashes they have had
     simulated = {"simulated": lineup.simulated} if lineup.simulated else {}
+    draft = lineup.model.draft
+    drafts = {"draft_model": {**about["draft"], "weights": fingerprint_of(draft.model)}} if draft else {}
     renamed = {"variants": lineup.renamed} if lineup.renamed else {}
     return {
         "model": about["name"],
@@ -221,6 +223,7 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
         "seeds": list(plan.seeds),
         "methods": lineup.names,
         "ar": plan.ar,
+        **drafts,
         **renamed,
         **simulated,
     }

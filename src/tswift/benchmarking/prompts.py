@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tswift.errors import InputError, renamed
 from tswift.jobs.prompt import read_prompt
+from tswift.models.hub import hub
 from tswift.models.loading import LoadedModel
 
 PG19 = "emozilla/pg19"  # on the hub, as parquet; the test split holds 100 books
@@ -81,8 +82,9 @@ def _books(word: str) -> dict[str, str]:
     except ImportError:
         raise InputError("pg19 needs the package datasets (pip install datasets)", _OPTION) from None
     try:
-        books = datasets.load_dataset(PG19, split="test", streaming=True)
-        texts = [book["text"] for book in islice(books, int(count))]
+        with hub():
+            books = datasets.load_dataset(PG19, split="test", streaming=True)
+            texts = [book["text"] for book in islice(books, int(count))]
     except Exception as error:  # no network, no such data set, a broken cache: datasets raises all kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{PG19} cannot be loaded from the hub ({reason[:120]})", _OPTION) from None

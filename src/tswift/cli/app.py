@@ -19,8 +19,9 @@ from tswift.cli.generate import generate
 from tswift.cli.heads import heads
 from tswift.cli.roofline import roofline
 from tswift.cli.runs import runs
-from tswift.cli.streams import complain
+from tswift.cli.streams import complain, open_closed
 from tswift.cli.train import train
+from tswift.cli.train_draft import train_draft
 from tswift.cli.verify import verify
 from tswift.errors import Fault, InputError
 
@@ -34,6 +35,7 @@ app.command()(verify)
 app.command()(bench)
 app.command()(roofline)
 app.command()(train)
+app.command()(train_draft)
 app.add_typer(heads, name="heads")
 
 
@@ -59,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 fine; 1 a regression, another text than plain decoding's, or writing failed; 2 bad input, said in one line on
     stderr; 130 interrupted, 143 and 129 stopped by SIGTERM and SIGHUP; 141 nobody reads stdout any more.
     """
+    open_closed()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _command().main(args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words])

@@ -41,6 +41,7 @@ def compare(
     sinks: options.Sinks = None,
     shared_noise: options.SharedNoise = None,
     heads: options.HeadsFile = None,
+    draft_model: options.DraftModel = None,
     model: options.Model = "demo",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",

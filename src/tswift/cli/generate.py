@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ASKED = (
     *("length", "method", "prompt", "prefill", "seed", "stop_at_eos", "chat", "system", "preset"),
-    *("heads", "device", "dtype", "attention", "quantize", "out"),
+    *("heads", "draft_model", "device", "dtype", "attention", "quantize", "out"),
 )
 _NOT_OF_A_RUN = ("out", "resume", "discard_damaged", "verify", "quiet", "no_progress")
 
@@ -75,6 +75,7 @@ def generate(
     sinks: options.Sinks = None,
     shared_noise: options.SharedNoise = None,
     heads: options.HeadsFile = None,
+    draft_model: options.DraftModel = None,
     model: options.Model = "demo",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",

@@ -81,6 +81,15 @@ HeadsFile = Annotated[
     option(_DRAFTING, "chained, conditioned or a file. (default: heads.safetensors beside the model)", "--heads"),
 ]
 
+DraftModel = Annotated[
+    str | None,
+    option(
+        _DRAFTING,
+        "Smaller model with the same vocabulary, for methods that draft with one. (default: demo-draft for demo)",
+        "--draft-model",
+    ),
+]
+
 Model = Annotated[str, typer.Option(help="demo (the bundled model), a folder or a hub id.", rich_help_panel=_MODEL)]
 ModelOrShape = Annotated[
     str,
@@ -109,7 +118,7 @@ NoProgress = Annotated[
 
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "eta", "penalty", "window")
 _OF_DRAFTING = ("nodes", "ngrams", "reuse_recent", "gamma", "inner_gamma", "kv", "budget", "sinks", "shared_noise")
-_OF_MODEL = ("heads", "model", "device", "dtype", "attention")
+_OF_MODEL = ("heads", "model", "draft_model", "device", "dtype", "attention")
 
 
 def given(context: typer.Context, names: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What goes to a terminal: nothing that it would obey; and what happens to stdout when nobody reads it any more."""
+"""What goes to a terminal: nothing that it would obey; and what happens when nobody reads it any more, or ever did."""
 
 from __future__ import annotations
 
@@ -51,6 +51,18 @@ def write_stdout(text: str) -> None:
     except BrokenPipeError:
         abandon_stdout()
         raise typer.Exit(CLOSED_PIPE) from None
+
+
+def open_closed() -> None:
+    """Let a standard stream that was closed (``>&-``) lead nowhere.
+
+    Else the next file to be opened would take its number, and libraries write there; and Python's own would be None.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if name != "stdin":  # that there is no prompt is to be said
+                setattr(sys, name, open(nowhere, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def abandon_stdout() -> None:

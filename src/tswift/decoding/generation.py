@@ -94,7 +94,7 @@ def begin(
             raise InputError("has no tokens", "--prompt")
         target = model.target.reference() if find_method(method).reference else model.target
         resolved = resolve(method, target, model.heads, options)
-        need = check(target, len(prompt), length, method, resolved)
+        need = check(target, len(prompt), length, method, resolved, draft=model.draft)
         params, stop = ending(params, model.eos_ids, stop_at_eos)
         drafter = make_drafter(method, target, model.heads, resolved, model.draft, len(prompt) + length)
         if ranks.count > 1:

@@ -179,14 +179,14 @@ def _magicdec(models: Models, options: DraftOptions) -> Drafter:
 
 def _standalone(models: Models, options: DraftOptions) -> Drafter:
     assert options.gamma is not None
-    level = _own_level(models, options, models.positions if options.kv == FULL else options.budget, options.gamma)
-    return _chain("model", level, options, Drafter())
+    return _chain("model", _own_level("standalone", models, options), options, Drafter())
 
 
 def _triforce(models: Models, options: DraftOptions) -> Drafter:
     assert options.gamma is not None
-    small = _own_level(models, options, min(options.budget, _SMALL_BUDGET), options.gamma + options.inner_gamma)
-    inner = _chain("model", small, replace(options, gamma=options.inner_gamma), Drafter())
+    inner = _chain(
+        "model", _own_level("triforce", models, options), replace(options, gamma=options.inner_gamma), Drafter()
+    )
     scratch = options.gamma + inner.limit
     retrieved = PartialKV(models.target.kv_shape, options.budget, options.sinks, POLICIES["retrieval"], scratch)
     return _chain("retrieval", PartialLevel(models.target, retrieved, inner.limit), options, inner)
@@ -201,11 +201,20 @@ def _self_level(target: Target, options: DraftOptions, chain: int | None = 0) ->
     return PartialLevel(target, kv)
 
 
-def _own_level(models: Models, options: DraftOptions, budget: int, ahead: int) -> Level:
-    """The small model over its own cache, which may be ahead of the text by so many tokens."""
+def _own_level(name: str, models: Models, options: DraftOptions) -> Level:
+    """The small model over its own cache."""
     assert models.draft is not None
-    shape = models.draft.kv_shape
-    return OwnLevel(models.draft, StreamingKV(shape, budget, min(options.sinks, budget // 4), ahead + 2, ahead + CHUNK))
+    budget, ahead = _own_size(name, options, models.positions)
+    kv = StreamingKV(models.draft.kv_shape, budget, min(options.sinks, budget // 4), ahead, ahead + CHUNK)
+    return OwnLevel(models.draft, kv)
+
+
+def _own_size(name: str, options: DraftOptions, positions: int) -> tuple[int, int]:
+    """Tokens that a small model's cache holds for good, and how far it can be ahead of the text."""
+    assert options.gamma is not None
+    if "inner_gamma" in find_method(name).uses:
+        return min(options.budget, _SMALL_BUDGET), options.gamma + options.inner_gamma + 2
+    return positions if options.kv == FULL else options.budget, options.gamma + 2
 
 
 def _chain(name: str, level: Level, options: DraftOptions, inner: Drafter) -> Drafter:
@@ -345,6 +354,14 @@ def partial_slots(name: str, options: DraftOptions) -> int:
     if not find_method(name).partial or options.kv == FULL:
         return 0
     return options.budget + (options.gamma or 0) + 1 + (options.inner_gamma if find_method(name).draft else 0)
+
+
+def draft_slots(name: str, options: DraftOptions, positions: int) -> int:
+    """Tokens that the cache of a method's smaller model has room for, by resolved options; 0 if it has none."""
+    if not find_method(name).draft:
+        return 0
+    budget, ahead = _own_size(name, options, positions)
+    return budget + 2 * ahead + CHUNK
 
 
 def used(name: str, options: DraftOptions) -> frozenset[str]:

@@ -11,6 +11,7 @@ from tswift.decoding.generation import begin
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import DraftOptions
 from tswift.errors import InputError
+from tswift.jobs.draft import about_draft, draft_for
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RECORD, RunFolder
 from tswift.jobs.job import FINISHED, Job
@@ -23,7 +24,9 @@ from tswift.models.ranks import ALONE, Ranks
 from tswift.models.shapes import refuse_shape
 
 OPTION = "--resume"
-_MAY_CHANGE = ("length", "nodes", "budget")  # none of them changes a token; memory may want the last two lower
+# None of them changes a token. Memory may want nodes and budget lower.
+_MAY_CHANGE = ("length", "nodes", "budget", "draft_model")
+_MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
 _CALLED = {"length": "len"}
 
 
@@ -69,7 +72,7 @@ def _resumed(
     run = read_run(path)
     _refuse_broken(run)
     saved = read_saved(path, run.prompt)
-    _refuse_conflicts(run, asked)
+    _refuse_conflicts(run, asked, (*_MAY_CHANGE, *_MAY_MOVE))
     if saved.damage and not discard_damaged:
         sound = len(saved.tokens)
         raise InputError(f"{saved.damage}; --discard-damaged goes on from the {sound:,} sound tokens before", OPTION)
@@ -77,12 +80,13 @@ def _resumed(
     if length < len(saved.tokens):
         raise InputError(f"{path} has {len(saved.tokens):,} tokens already, got {length:,}", "--len")
     if run.state == FINISHED and (length == len(saved.tokens) or _ended(run, saved)):
+        _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
         return None
     # a run that was stopped after its last token and before its last record has to draw that token again
     checkpoint, journal = saved.last(below=len(saved.tokens) if _ended(run, saved) else length)
     tokens = saved.tokens[: checkpoint.tokens]
-    refuse_full_disk(path, length - len(tokens))
-    model = _load(run, ranks)
+    refuse_full_disk(path, length - len(tokens), OPTION)
+    model = _load(run, asked, ranks)
     for name, ids in (("prompt", run.prompt), ("tokens", tokens), ("banned ids", run.params.banned)):
         check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
     options = _options(run, asked)
@@ -101,18 +105,19 @@ def _resumed(
         stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
     except ValueError as error:
         raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
-    text = TextStream(model.tokenizer)
+    text, draft = TextStream(model.tokenizer), about_draft(model)
     folder = RunFolder.reopen(path, lock, run.prompt, checkpoint, journal, text.add(tokens))
-    about = _about(run, length)
+    about = _about(run, length, model.name, asked)
     session = {
         "at": len(tokens),
         "started": now(),
         "command": list(command),
         "drafting": used_options(run.method, generation.options),
+        "draft": draft,
         "environment": environment(model.target.device),
     }
     resumed = [*run.record.get("resumed", ()), session]
-    notes = _notes(saved, len(tokens))
+    notes = [*_notes(saved, len(tokens)), *_other_draft(run, draft)]
     return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes)
 
 
@@ -133,17 +138,18 @@ def _refuse_broken(run: Recorded) -> None:
         raise InputError(f"{run.path / RECORD} is broken: it has options of other types", OPTION)
 
 
-def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any]) -> None:
+def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any], free: Sequence[str]) -> None:
     """No option is silently ignored: what was typed is either the run's own or refused."""
     record = run.record
     known = {**record["options"], **record["options"].get("drafting", {}), **record["sampling"], **record["drafting"]}
-    drafting = {name: value for name, value in asked.items() if name in DraftOptions.__dataclass_fields__}
+    drafting = {name: value for name, value in asked.items() if name in (*DraftOptions.__dataclass_fields__, "heads")}
     refuse_unused([run.method], {"kv": record["drafting"].get("kv"), **drafting} if drafting else {})
+    draft_for([run.method], run.model, asked.get("draft_model", run.draft))
     for name, value in asked.items():
         own = known.get(name)
         if name in ("device", "dtype", "attention") and value == record["model"][name]:
             continue
-        if name not in _MAY_CHANGE and _plain(value) != _plain(own):
+        if name not in free and _plain(value) != _plain(own):
             said = "none" if own is None else own
             message = f"the run was made with {said}, got {value}; a resumed run keeps its options"
             raise InputError(message, f"--{_CALLED.get(name, name).replace('_', '-')}")
@@ -162,22 +168,24 @@ def _stops(run: Recorded) -> bool:
     return bool(run.record["options"]["stop_at_eos"])
 
 
-def _load(run: Recorded, ranks: Ranks) -> LoadedModel:
+def _load(run: Recorded, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel:
     """The run's model, loaded as it was then, and seen to be the same."""
-    refuse_shape(run.model)
+    name = asked.get("model", run.model)
+    refuse_shape(name)
     model = load(
-        run.model,
+        name,
         device=run.device,
         dtype=run.dtype,
         attention=run.attention,
-        heads=run.record["options"]["heads"],
+        heads=asked.get("heads", run.record["options"]["heads"]),
         quantize=run.quantize,
+        draft=asked.get("draft_model", run.draft),
         ranks=ranks,
     )
     found, known = identity(model), run.record["model"]
-    for name in ("weights", "config", "eos_ids", "heads"):
-        if found[name] != known.get(name):
-            message = f"{run.model} is not the model that {run.path} was made with: {name.replace('_', ' ')} differ"
+    for what in ("weights", "config", "eos_ids", "heads"):
+        if found[what] != known.get(what):
+            message = f"{name} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
             raise InputError(message, "--model")
     return model
 
@@ -190,11 +198,16 @@ def _options(run: Recorded, asked: Mapping[str, Any]) -> DraftOptions:
     return replace(DraftOptions(**own), **changed)
 
 
-def _about(run: Recorded, length: int) -> dict[str, Any]:
+def _about(run: Recorded, length: int, model: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     kept = ["command", "options", "sampling", "drafting", "model", "prompt"]
     kept += ["started", "environment", "prefill_seconds"]
     about = {name: run.record[name] for name in kept if name in run.record}
-    return {**about, "options": {**about["options"], "length": length}}
+    moved = {name: asked[name] for name in _MAY_MOVE if name in asked}
+    return {
+        **about,
+        "options": {**about["options"], "length": length, **moved},
+        "model": {**about["model"], "name": model},
+    }
 
 
 def _notes(saved: Saved, kept: int) -> list[str]:
@@ -207,3 +220,10 @@ def _notes(saved: Saved, kept: int) -> list[str]:
     if again:
         notes.append(f"{again:,} tokens behind the last checkpoint are drawn again")
     return notes
+
+
+def _other_draft(run: Recorded, draft: Mapping[str, Any] | None) -> list[str]:
+    """What is to be said of a draft model that is not the one that the run was begun with."""
+    if draft is None or draft["weights"] == (run.record["model"].get("draft") or {}).get("weights"):
+        return []
+    return [f"the draft model {draft['name']} is not the one that the run was begun with; no token depends on it"]

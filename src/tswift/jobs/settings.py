@@ -15,6 +15,7 @@ from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import FULL, DraftOptions, used
 from tswift.errors import InputError
 from tswift.jobs.chat import read_system, refuse_with_chat, render
+from tswift.jobs.draft import about_draft, draft_for
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RunFolder, default_path
 from tswift.jobs.job import Job
@@ -41,6 +42,7 @@ class Settings:
         sampling: fields of ``SamplingParams`` that were given.
         drafting: fields of ``DraftOptions`` that were given. One that the method does not use is refused.
         model: None for the preset's, or the bundled one.
+        draft_model: None for the bundled one, where the method needs one and the model is the bundled one.
         out: folder for the run; None for one named after the time and the method.
     """
 
@@ -57,6 +59,7 @@ class Settings:
     drafting: Mapping[str, Any] = field(default_factory=dict)
     heads: str | None = None
     model: str | None = None
+    draft_model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
@@ -79,19 +82,20 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     params, options = _checked(settings)
     text = read_prompt(settings.prompt)
     system = None if settings.system is None else read_system(settings.system)
+    name = DEMO if settings.model is None else settings.model
     how: dict[str, Any] = {
+        "draft": draft_for([settings.method], name, settings.draft_model),
         "device": settings.device,
         "dtype": settings.dtype,
         "attention": settings.attention,
         "heads": settings.heads,
     }
-    name = DEMO if settings.model is None else settings.model
     if ranks.count == 1 and settings.quantize is None:  # else how much memory it takes is seen when it is loaded
         least = settings.prefill or (BUNDLED_PREFILL if settings.prompt is None else 1)
         larger = "--prefill" if settings.prefill and settings.prefill > settings.length else "--len"
         check_ahead(name, least, settings.length, settings.method, options, option=larger, **how)
     path = settings.out or default_path(settings.method)
-    refuse_full_disk(path, settings.length)
+    refuse_full_disk(path, settings.length, "--out")
     folder = RunFolder.create(path)
     try:
         model = load(name, quantize=settings.quantize, ranks=ranks, **how)
@@ -144,12 +148,18 @@ def used_options(method: str, options: DraftOptions) -> dict[str, Any]:
 
 def identity(model: LoadedModel) -> dict[str, Any]:
     """What was loaded and how, down to every bit of its weights."""
-    weights = model.weights or weights_hash(model.target.model)
-    return {**model.about(), "weights": weights, "config": config_hash(model.target.model)}
+    weights, draft = model.weights or weights_hash(model.target.model), about_draft(model)
+    own = {**model.about(), "weights": weights, "config": config_hash(model.target.model)}
+    return own if draft is None else {**own, "draft": draft}
 
 
-def refuse_full_disk(path: Path, tokens: int) -> None:
+def refuse_full_disk(path: Path, tokens: int, option: str) -> None:
     """Refuse a run whose files would not fit on the disk.
+
+    Args:
+        path: the run's folder, there or not.
+        tokens: how many are to come.
+        option: the one that named the folder.
 
     Raises:
         InputError: there is too little room.
@@ -161,7 +171,7 @@ def refuse_full_disk(path: Path, tokens: int) -> None:
         return  # what is wrong with it will be said when the folder is made
     if disk.total and disk.free < need:  # some file systems do not say
         raise InputError(
-            f"{tokens:,} tokens take about {gigabytes(need)}, {path} has {gigabytes(disk.free)} free", "--out"
+            f"{tokens:,} tokens take about {gigabytes(need)}, {path} has {gigabytes(disk.free)} free", option
         )
 
 
@@ -195,7 +205,7 @@ def refuse_unused(methods: Sequence[str], given: Mapping[str, Any]) -> None:
 
     Args:
         methods: names.
-        given: fields of ``DraftOptions`` that were given, and ``heads``.
+        given: fields of ``DraftOptions`` that were given, and ``heads``; None for what was not.
 
     Raises:
         InputError: no such method, or an option for none of them.
@@ -204,8 +214,8 @@ def refuse_unused(methods: Sequence[str], given: Mapping[str, Any]) -> None:
     looked_at = {name for method in methods for name in used(method, options)}
     if "tree" in looked_at:  # heads draft
         looked_at |= {"gamma", "heads"}
-    for name in given:
-        if name not in looked_at:
+    for name, value in given.items():
+        if value is not None and name not in looked_at:
             message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
             message += " with --kv full" if options.kv == FULL else ""
             raise InputError(message, f"--{name.replace('_', '-')}")

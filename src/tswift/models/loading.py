@@ -21,6 +21,7 @@ from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import StandInTokenizer, random_heads, random_network
 from tswift.models.fingerprint import weights_hash
 from tswift.models.heads import KINDS, Heads
+from tswift.models.hub import hub
 from tswift.models.layers import Unserved
 from tswift.models.linear import quicken
 from tswift.models.published import carries_heads
@@ -176,7 +177,7 @@ def _load(
     opened = _open(model, place, kind, attention, quantize, ranks)
     target, config = opened.target, opened.target.model.config
     if heads is None and place_of_heads is None and carries_heads(config):
-        with in_one_line(model):  # where the hub's files were put
+        with hub(opened.folder is None), in_one_line(model):  # where the hub's files were put
             place_of_heads = opened.folder or Path(cached_file(opened.source, CONFIG_NAME)).parent
     return LoadedModel(
         model,
@@ -248,7 +249,7 @@ def _open(
     config = read_config(model)
     backend, note = _backend(attention, own_dtype(config) if kind == "auto" else kind, place)
     quantization, how, tokenizer = own_quantization(config), dict[str, Any](), None
-    with silence(), in_one_line(model):
+    with silence(), hub(folder is None), in_one_line(model):
         if folder is not None:
             refuse_misfit(config, stored_tensors(folder), model)
         if ranks.count > 1:

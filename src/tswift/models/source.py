@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from tswift.errors import InputError
 from tswift.models.checkpoint import refuse_broken, refuse_numbers
+from tswift.models.hub import hub
 from tswift.models.shapes import PREFIX, shape_config
 
 DEMO = "demo"
@@ -65,7 +66,7 @@ def read_config(model: str) -> Any:
     source, folder = find_source(model)
     if folder is not None:
         refuse_broken(folder)
-    with silence(), in_one_line(model):
+    with silence(), hub(folder is None), in_one_line(model):
         values, _ = PreTrainedConfig.get_config_dict(source)
         refuse_numbers(values, model)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -125,14 +126,16 @@ def in_one_line(model: str, what: str = "") -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # transformers, the hub client and safetensors have many ways to fail
-        reason = _reason(error)
-        where = "" if Path(model).expanduser().is_dir() or model in _BUNDLED else " from the hub, and is no folder here"
+        here = Path(model).expanduser().is_dir() or model in _BUNDLED
+        reason = _reason(error, whole=here)
+        where = "" if here else " from the hub, and is no folder here"
         raise InputError(f"{model} cannot be loaded{where} ({what}{reason[:200]})", "--model") from None
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, whole: bool) -> str:
     """Why something failed, in a line; with the name of an error that does not explain itself."""
-    text = " ".join(str(error).split())
-    if "trust_remote_code" in text:
+    said = str(error)
+    if "trust_remote_code" in said:
         return "it needs code of its own, which tswift never runs"
+    text = " ".join((said if whole else said.strip().partition("\n")[0]).split())  # the hub's client adds advice
     return text if isinstance(error, OSError) or text.count(" ") > 2 else f"{type(error).__name__} {text}".strip()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tswift.errors import InputError
+from tswift.models.hub import hub
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,7 +35,7 @@ def open_corpus(corpus: str) -> Dataset:
     import datasets
 
     files = corpus_files(corpus)
-    with silence():
+    with silence(), hub(not files):
         try:
             if files and files[0].endswith(".txt"):
                 rows = datasets.load_dataset("text", data_files=files, split="train", sample_by="document")
@@ -98,22 +99,18 @@ def corpus_files(corpus: str) -> list[str]:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Keep bars and warnings of datasets and the hub client off stderr."""
+    """Keep bars and warnings of datasets off stderr."""
     import datasets
-    from huggingface_hub.utils import logging as hub_logging
 
-    shown = datasets.is_progress_bar_enabled()
-    ours, hubs = datasets.logging.get_verbosity(), hub_logging.get_verbosity()
+    shown, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
-    hub_logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
         if shown:
             datasets.enable_progress_bars()
-        datasets.logging.set_verbosity(ours)
-        hub_logging.set_verbosity(hubs)
+        datasets.logging.set_verbosity(verbosity)
 
 
 def token_stream(documents: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A training's folder: ``train.json``, ``metrics.jsonl``, ``checkpoint.safetensors``, in the end ``heads.safetensors``.
+"""A training's folder: ``train.json``, ``metrics.jsonl``, ``checkpoint.safetensors``, and in the end its result.
 
 A checkpoint is one safetensors file, replaced whole: weights, what the optimizers remember, and how far the training
 was. Rows are a function of seed and step, so there is no generator whose state would have to be kept.
@@ -19,11 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tswift.errors import Fault, InputError
-from tswift.jobs.files import write_whole
+from tswift.jobs.files import refuse_other, write_whole
 from tswift.jobs.folder import new_folder
 from tswift.jobs.lock import InUse, Lock
+from tswift.reading import MOST_RECORD, read_file
 
-SCHEMA, KIND = 1, "train"
+SCHEMA = 1
 RECORD, METRICS, CHECKPOINT, HEADS = "train.json", "metrics.jsonl", "checkpoint.safetensors", "heads.safetensors"
 _OPTION = "--resume"
 
@@ -33,10 +34,11 @@ class TrainFolder:
 
     Args:
         path: where they are.
+        kind: of training, as its records are called.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, kind: str = "train") -> None:
+        self.path, self._kind = path, kind
         self._made: list[Path] = []
 
     def begin(self) -> None:
@@ -79,20 +81,22 @@ class TrainFolder:
         """
         path = self.path / RECORD
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["kind"] != KIND or found["schema"] != SCHEMA:
+            _refuse_other(path)
+            missing = f"{self.path} holds no training: there is no {RECORD} in it"
+            found = json.loads(read_file(path, MOST_RECORD, _OPTION, missing))
+            if found["kind"] != self._kind or found["schema"] != SCHEMA:
                 raise InputError(f"{path} is of kind {found['kind']}, schema {found['schema']}", _OPTION)
             for name in ("plan", "base", "corpus", "state"):
                 found[name]
-        except OSError as error:
-            raise InputError(f"{self.path} holds no training ({RECORD}: {error.strerror})", _OPTION) from None
+        except InputError:
+            raise
         except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(f"{path} is damaged", _OPTION) from None
         return dict(found)
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Write ``train.json``, whole or not at all."""
-        text = json.dumps({"schema": SCHEMA, "kind": KIND, **record}, indent=2, ensure_ascii=False)
+        text = json.dumps({"schema": SCHEMA, "kind": self._kind, **record}, indent=2, ensure_ascii=False)
         write_whole(self.path / RECORD, f"{text}\n".encode())
 
     def write(self, name: str, save: Callable[[Path], None]) -> None:
@@ -104,6 +108,7 @@ class TrainFolder:
         path = self.path / name
         new = path.with_name(f"{name}.new")
         try:
+            new.unlink(missing_ok=True)  # it could be a link
             save(new)
             shutil.copymode(self.path / RECORD, new)  # safetensors would let nobody else read it
             with new.open("rb") as file:
@@ -125,7 +130,7 @@ class TrainFolder:
             Fault: it cannot be written.
         """
         ours = {name: value.detach().contiguous() for name, value in tensors.items()}
-        about = {"tswift": json.dumps({"kind": KIND, "schema": SCHEMA, "step": step, "seconds": seconds})}
+        about = {"tswift": json.dumps({"kind": self._kind, "schema": SCHEMA, "step": step, "seconds": seconds})}
         self.write(CHECKPOINT, lambda path: save_file(ours, path, metadata=about))
 
     def kept(self) -> tuple[dict[str, Tensor], int, float] | None:
@@ -135,6 +140,7 @@ class TrainFolder:
             InputError: it is damaged.
         """
         path = self.path / CHECKPOINT
+        _refuse_other(path)
         if not path.exists():
             return None
         try:
@@ -151,11 +157,24 @@ class TrainFolder:
             file.write(json.dumps(line) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop the lines of ``metrics.jsonl`` that a checkpoint of this step knows nothing of."""
+        """Drop the lines of ``metrics.jsonl`` that a checkpoint of this step knows nothing of.
+
+        Raises:
+            InputError: it is no regular file.
+        """
         path = self.path / METRICS
+        _refuse_other(path)
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
         kept = [line for line in lines if _step(line) <= step]
         write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+
+
+def _refuse_other(path: Path) -> None:
+    """Refuse a link, which could point at anything, or a pipe, which might never end."""
+    try:
+        refuse_other(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})", _OPTION) from None
 
 
 def _step(line: str) -> float:
