@@ -133,6 +133,10 @@ def test_texts_of_the_case_study(small):
 def test_reference_style_decoding_beside_methods(small):
     assert small("figure1", "--out", "s", "--no-plots", "--with-reference-ar").code == 0
     assert "| AR, reference style | here |" in Path("s/suite.md").read_text()
+    assert small("table3", "--out", "t", "--no-plots", "--with-reference-ar").code == 0
+    rows = json.loads(Path("t/suite.json").read_text())["rows"]
+    alphas = {row["axis"]: row["figures"]["alpha"]["n"] for row in rows}
+    assert alphas == {"medusa": 1, "magicdec": 1, "tokenswift": 1, "ar-reference": 0}
 
 
 def test_options_that_a_suite_does_not_vary_count(small):
@@ -146,6 +150,7 @@ def test_options_that_a_suite_does_not_vary_count(small):
     assert workload["drafting"]["tokenswift"]["tree"] == [2, 1]
     assert [row["figures"]["alpha"]["n"] for row in record["rows"]] == [2] * 2
     assert [row["figures"]["speedup"]["n"] for row in record["rows"]] == [4] * 2
+    assert "AR's time is integrated from AR steps sampled" in Path("s/suite.md").read_text()
 
 
 def test_a_small_model_with_too_few_positions_is_left_out(small, tmp_path):
