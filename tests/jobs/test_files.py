@@ -22,8 +22,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     monkeypatch.setattr(files, "os", FaultyOs(call, fault))
     try:
         write_whole(path, b"new and longer")
-    except OSError:
+    except OSError as error:
         assert path.read_bytes() == b"old"
+        assert error.filename == str(path)
     else:
         assert fault == "full"  # there is room for everything but what is written
         assert call > 2
