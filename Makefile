@@ -8,7 +8,7 @@ OUT ?= runs/gpu
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup run test lint bench gate demo-model gpu
+.PHONY: setup run test lint bench gate demo-model demo-draft gpu
 
 setup: $(STAMP)
 
@@ -44,6 +44,10 @@ gate: setup
 CORPUS ?= emozilla/pg19
 demo-model: setup
 	$(BIN)/python -m tswift.training.demo --corpus $(CORPUS) --out src/tswift/models/demo
+
+# train the model that drafts for it anew
+demo-draft: setup
+	$(BIN)/python -m tswift.training.demo_draft --corpus $(CORPUS) --out src/tswift/models/demo/draft
 
 # What needs a CUDA device, with the interpreter at hand: PyTorch for CUDA is the machine's own. The GPU tests, then the
 # figures in what is left of GPU_SECONDS; every file lands in OUT. Fails if a test or a section of the figures failed.

@@ -23,7 +23,7 @@ from tswift.decoding.generation import begin
 from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.heads import HeadSource, PartialPass
+from tswift.drafting.heads import DraftingPass, HeadSource
 from tswift.drafting.methods import DraftOptions
 from tswift.drafting.reuse import ReuseSource
 from tswift.drafting.source import Drafter
@@ -36,8 +36,8 @@ from tswift.models.target import Target
 PHASES: list[tuple[type, str, str]] = [
     (Decoding, "_step", "step"),
     (Drafter, "propose", "draft"),
-    (PartialPass, "read", "draft"),
-    (PartialPass, "committed", "partial cache"),
+    (DraftingPass, "read", "draft"),
+    (DraftingPass, "committed", "partial cache"),
     (PartialKV, "select", "selection"),
     (HeadSource, "start", "draft"),
     (HeadSource, "propose", "tree"),

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 import tswift
-from tswift.decoding.loop import Decoding, Step
+from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
+from tswift.decoding.step import Step
 from tswift.drafting.methods import DraftOptions, make_drafter
 
 DEFAULT = [

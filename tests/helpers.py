@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tswift.decoding.loop import Decoding, Step
+from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.step import Step
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.methods import DraftOptions, make_drafter
 from tswift.drafting.source import Context, Drafter
@@ -53,6 +54,12 @@ def tiny_llama(kind: str, dtype: torch.dtype, attention: str = "sdpa", layers: i
 @functools.cache
 def tiny_target(kind: str = "gqa", dtype: torch.dtype = torch.float64) -> Target:
     return Target(tiny_llama(kind, dtype))
+
+
+@functools.cache
+def tiny_draft(dtype: torch.dtype = torch.float64) -> Target:
+    """A smaller random model with the vocabulary of :func:`tiny_target`."""
+    return Target(tiny_llama("mqa", dtype, layers=1))
 
 
 @functools.cache
@@ -98,7 +105,7 @@ def decode(target, drafter, prompt, params, seed, length, stop=()) -> list[int]:
 def drafter_of(method: str, target: Target, options: DraftOptions) -> Drafter:
     if method == "medusa" and options.tree:  # three heads draft three levels; tokenswift's first is the LM head's
         options = dataclasses.replace(options, tree=options.tree[-3:])
-    return make_drafter(method, target, tiny_heads(target.dtype), options)
+    return make_drafter(method, target, tiny_heads(target.dtype), options, tiny_draft(target.dtype))
 
 
 def decode_method(method, target, prompt, params, seed, length, options=None, stop=()) -> list[int]:

@@ -21,7 +21,7 @@ from benchmarks.gpu.__main__ import sections  # noqa: E402
 from benchmarks.gpu.scale import DRY, FULL  # noqa: E402
 from benchmarks.gpu.targets import verdicts  # noqa: E402
 from benchmarks.gpu.timing import covered  # noqa: E402
-from tswift.benchmarking.plots import available  # noqa: E402
+from tswift.benchmarking.look import available  # noqa: E402
 from tswift.models.shapes import SHAPES  # noqa: E402
 
 SECTIONS = ["passes tiny-llama", "loop", "passes tiny-qwen", "demo", "peer", "simulated"]

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.gpu import BEGAN, loop, passes, peer, report, texts
 from benchmarks.gpu.scale import DRY, FULL, tiny_shapes
 from benchmarks.gpu.session import FAILED, JSON, Section, Session, again, run_sections
-from tswift.benchmarking import plots
+from tswift.benchmarking import look
 from tswift.benchmarking.machine import measured
 from tswift.benchmarking.roofline import MACHINES
 from tswift.jobs.environment import environment, now
@@ -78,7 +78,7 @@ def _version(package: str) -> str | None:
 
 def draw(session: Session) -> None:
     """The plot, if it can be drawn."""
-    if not plots.available():
+    if not look.available():
         session.omit("plots", "matplotlib is not installed")
         return
     try:

@@ -16,8 +16,8 @@ from benchmarks.gpu.timing import busy_seconds, interleaved
 from tswift.benchmarking.published import published_rows
 from tswift.benchmarking.simulated import SimulatedWalk
 from tswift.decoding.generation import Generation, begin
-from tswift.decoding.loop import Step
 from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.step import Step
 from tswift.models.loading import LoadedModel, load
 from tswift.models.shapes import PREFIX
 
@@ -103,7 +103,7 @@ def _steps(
     passes = {"verify": one_pass(target, state.kv, round(found["nodes"]), position, position)}
     for source in run.decoding._drafter.sources[:1]:  # the one that drafts with a pass of its own
         drafting: Any = source
-        kept = drafting._reader.kv
+        kept = drafting._reader._level.kv
         passes["draft"] = one_pass(target, kept, 1, kept.length, position)
     device_seconds = interleaved(passes, scale.rounds, scale.warmups, device)
     found["passes"] = {name: median(each) for name, each in device_seconds.items()}

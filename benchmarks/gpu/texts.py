@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.loop import published_alpha
 from benchmarks.gpu.session import Session
-from tswift.benchmarking import plots, report
+from tswift.benchmarking import look, report
 from tswift.benchmarking.lanes import Lane
 from tswift.benchmarking.lineup import Entry, line_up
 from tswift.benchmarking.measure import SAMPLED, Plan, header, measure
@@ -61,7 +61,7 @@ def _text(session: Session, name: str, entry: Entry, seconds: float) -> str | No
         session.keep()
 
     measure(measurement, lineup, prompts, plan, tick, keep)
-    report.write_reports(measurement, folder, paper=True, plots=scale.patient and plots.available())
+    report.write_reports(measurement, folder, paper=True, plots=scale.patient and look.available())
     if measurement["state"] == FINISHED:
         return None
     return f"the time was up at {longest:,} of {max(scale.lens):,} tokens"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tswift.decoding.generation import generate
-    from tswift.decoding.loop import Step
     from tswift.decoding.sampling import SamplingParams
+    from tswift.decoding.step import Step
     from tswift.drafting.methods import DraftOptions
     from tswift.models.loading import load
 

@@ -13,7 +13,7 @@ MACHINE = Machine(bandwidth=2e10, flops=1e11)
 # what each method drafts along a path and accepts of it, and its seconds per token over plain decoding's
 _METHODS = {
     "ar": (0, 0.0, 0.0, 1.0),
-    "reference-ar": (0, 0.0, 0.0, 1.9),
+    "ar-reference": (0, 0.0, 0.0, 1.9),
     "medusa": (3, 0.40, 0.0, 0.8),
     "tokenswift": (4, 0.60, 0.05, 0.55),
 }

@@ -32,11 +32,11 @@ def patched_lanes(monkeypatch: pytest.MonkeyPatch, change) -> None:
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "min_p": 0.0}])
 def test_all_methods_write_the_same_text(checkpoint, sampling):
-    entry = Entry(("ar", "medusa", "tokenswift", "reuse"), sampling, model=str(checkpoint), with_reference=True)
+    entry = Entry(("ar", "medusa", "tokenswift", "reuse", "ar-reference"), sampling, model=str(checkpoint))
     comparison = run(line_up(entry))
     assert comparison.ok
     assert not comparison.audits
-    assert [each.method for each in comparison.outcomes] == ["ar", "medusa", "tokenswift", "reuse", "reference-ar"]
+    assert [each.method for each in comparison.outcomes] == ["ar", "medusa", "tokenswift", "reuse", "ar-reference"]
     assert [each.first_difference for each in comparison.outcomes] == [None] * 5
     plain, reference = comparison.outcomes[0], comparison.outcomes[-1]
     assert plain.speedup == 1.0
@@ -153,7 +153,7 @@ def test_no_option_is_ignored(entry, message):
 def test_a_tree_goes_to_its_method(checkpoint):
     trees = {"tokenswift": (1, 3), "medusa": (3,)}
     lineup = line_up(Entry(("ar", "medusa", "tokenswift"), trees=trees, model=str(checkpoint)))
-    assert {name: options.tree for name, options in lineup.options.items()} == {"ar": None, **trees}
+    assert {each.label: each.options.tree for each in lineup.variants} == {"ar": None, **trees}
     lineup = line_up(
         Entry(("ar", "medusa", "reuse"), drafting={"ngrams": 7}, trees={"": (2, 2)}, model=str(checkpoint))
     )

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from tests.benchmarking.helpers import MACHINE
-from tswift.benchmarking.lineup import Entry, line_up
+from tswift.benchmarking.lineup import Entry, Variant, line_up
 from tswift.benchmarking.measure import FULL, SAMPLED, Plan, header, measure
 from tswift.benchmarking.prompts import Prompt, encode, read_texts
 from tswift.errors import InputError
@@ -188,9 +188,36 @@ def test_bad_grids_are_refused(changes, message):
         Plan(**changes)
 
 
-def test_sampled_needs_a_method(checkpoint):
+@pytest.mark.parametrize("methods", [("ar",), ("ar", "ar-reference")])
+def test_sampled_needs_a_method_that_drafts(checkpoint, methods):
     with pytest.raises(InputError, match="--ar: sampled takes its samples while another method runs"):
-        measured(checkpoint, Plan((4,), (10,), ar=SAMPLED), methods=("ar",))
+        measured(checkpoint, Plan((4,), (10,), ar=SAMPLED), methods=methods)
+
+
+def test_the_reference_takes_no_samples_of_plain_decoding_and_is_held_against_them(checkpoint):
+    plan = Plan((4,), (60,), ar=SAMPLED, warmup=0)
+    found, _ = measured(checkpoint, plan, ("ar", "reuse", "ar-reference"), prompts=1)
+    _, reuse, reference = found["samples"]
+    assert reuse["probes"]
+    assert reference["probes"] is None
+    assert reference["compared_tokens"] == reuse["compared_tokens"] > 0
+    assert reference["same_as_ar"] is True
+
+
+def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint, schema):
+    lineup = line_up(Entry(("ar", "tokenswift"), model=str(checkpoint)))
+    plain, drafts = lineup.variants
+    narrow = Variant("narrow", "tokenswift", dataclasses.replace(drafts.options, tree=(1,), ngrams=0))
+    lineup = dataclasses.replace(lineup, variants=(plain, drafts, narrow))
+    plan, prompts = Plan((4,), (30, 60), warmup=4), [Prompt("p", list(range(1, 9)))]
+    found = header(lineup, prompts, plan, ["tswift"])
+    measure(found, lineup, prompts, plan, lambda *tick: None, lambda: None)
+    jsonschema.validate(json.loads(json.dumps(found)), schema)
+    assert found["workload"]["methods"] == ["ar", "tokenswift", "narrow"]
+    assert found["workload"]["variants"] == {"narrow": "tokenswift"}
+    assert found["workload"]["drafting"]["narrow"]["tree"] == [1]
+    assert [sample["same_as_ar"] for sample in found["samples"]] == [None, True, True]
+    assert [sample["points"][1]["depth"] for sample in found["samples"]] == [0, 4, 1]
 
 
 def test_what_does_not_fit_is_refused_before_anything_runs(checkpoint):

@@ -32,7 +32,7 @@ GOOD = make_measurement(ar="sampled")
     "grid",
     [
         {"ar": "sampled"},
-        {"ar": "full", "methods": ("ar", "reference-ar"), "repeats": 2},
+        {"ar": "full", "methods": ("ar", "ar-reference"), "repeats": 2},
         {"roofline": True},
         {"simulated": {"weights": True, "alpha": None}},
         {"simulated": {"weights": False, "alpha": 0.9}},

@@ -15,9 +15,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.benchmarking.helpers import changed, make_measurement
-from tswift.benchmarking.plots import acceptance_figure, available, render, time_figure
+from tswift.benchmarking.look import available
+from tswift.benchmarking.plots import acceptance_figure, render, time_figure
 
-METHODS = ("ar", "reference-ar", "medusa", "tokenswift")
+METHODS = ("ar", "ar-reference", "medusa", "tokenswift")
 SEEDS = make_measurement(methods=METHODS, seeds=(0, 1, 2))
 SINGLE = make_measurement(seeds=(0,))
 

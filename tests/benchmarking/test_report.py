@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarking.helpers import make_measurement
-from tswift.benchmarking import plots
+from tswift.benchmarking import look
 from tswift.benchmarking.report import csv_report, markdown_report, write_measurement, write_reports
 from tswift.errors import InputError
 from tswift.jobs import files
@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parent / "golden"
 SMALL = make_measurement()
 SINGLE = make_measurement(seeds=(0,), simulated={"weights": True, "alpha": 0.6})
 PAPER = make_measurement(
-    methods=("ar", "reference-ar", "medusa", "tokenswift"),
+    methods=("ar", "ar-reference", "medusa", "tokenswift"),
     prefills=(2048, 4096),
     lens=(20_000, 100_000),
     repeats=2,
@@ -81,7 +81,7 @@ def test_every_file_of_a_simulated_measurement_says_so(tmp_path: Path) -> None:
 
 def test_plots_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(write_reports(SMALL, tmp_path, paper=True, plots=False)) == 3
-    monkeypatch.setattr(plots, "available", lambda: False)
+    monkeypatch.setattr(look, "available", lambda: False)
     assert len(write_reports(SMALL, tmp_path, paper=True, plots=True)) == 3
 
 

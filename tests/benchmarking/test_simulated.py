@@ -84,7 +84,7 @@ def test_plain_steps_aside_are_plain() -> None:
 
 
 def test_lanes_that_draft_are_simulated_and_the_others_are_not(checkpoint) -> None:  # type: ignore[no-untyped-def]
-    entry = Entry(("ar", "medusa", "reuse"), model=str(checkpoint), with_reference=True, simulate_alpha=0.5)
+    entry = Entry(("ar", "medusa", "reuse", "ar-reference"), model=str(checkpoint), simulate_alpha=0.5)
     lineup = line_up(entry)
     assert lineup.simulated == {"weights": False, "alpha": 0.5}
     lanes = {lane.name: lane for lane in lineup.lanes([1, 2, 3], 40, 0)}
@@ -92,7 +92,7 @@ def test_lanes_that_draft_are_simulated_and_the_others_are_not(checkpoint) -> No
         "ar": False,
         "medusa": True,
         "reuse": True,
-        "reference-ar": False,
+        "ar-reference": False,
     }
     lanes["medusa"].prefill()
     lanes["medusa"].advance(40)

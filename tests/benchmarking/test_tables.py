@@ -17,7 +17,7 @@ def both(measurement: dict[str, Any], paper: bool = False) -> tuple[Grid, Grid]:
 
 
 def test_the_layout_of_table_3() -> None:
-    acceptance, _ = both(make_measurement(methods=("ar", "reference-ar", "medusa"), prefills=(1024, 2048)))
+    acceptance, _ = both(make_measurement(methods=("ar", "ar-reference", "medusa"), prefills=(1024, 2048)))
     assert acceptance.columns == ["prefill", "length", "AR, reference style x", "medusa alpha", "medusa x"]
     assert [row[:2] for row in acceptance.rows] == [
         ["1,024", "500"],
@@ -47,7 +47,7 @@ def test_what_alpha_divides_by() -> None:
     depths = "alpha divides by the tokens drafted along a path: medusa 3, tokenswift 4"
     assert both(make_measurement())[0].notes[1] == f"{depths}."
     assert both(make_measurement(), paper=True)[0].notes[1] == f"{depths}; the paper's is 4."
-    assert len(both(make_measurement(methods=("ar", "reference-ar")))[0].notes) == 1
+    assert len(both(make_measurement(methods=("ar", "ar-reference")))[0].notes) == 1
     deeper = changed(make_measurement(), lambda m: m["samples"][2]["points"][0].update(depth=5))
     assert both(deeper)[0].notes[1].endswith("medusa 3, tokenswift 4 or 5.")
 
@@ -128,7 +128,7 @@ def test_a_given_acceptance_is_said_and_compared_with_nothing() -> None:
     _, times = both(make_measurement(simulated=given))
     assert "Same tokens as AR, simulated acceptance apart: not compared." in times.notes
     assert "Simulated: acceptance set to 0.9. The times are real, the texts are not." in times.notes
-    _, times = both(make_measurement(methods=("ar", "reference-ar", "medusa"), seeds=(0,), simulated=given))
+    _, times = both(make_measurement(methods=("ar", "ar-reference", "medusa"), seeds=(0,), simulated=given))
     assert "Same tokens as AR, simulated acceptance apart: the 1 run." in times.notes
 
 

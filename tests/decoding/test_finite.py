@@ -28,7 +28,8 @@ from tswift.decoding.finite import NotFinite
 from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import NOTHING, Sampler, SamplingParams, warp
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.heads import HeadSource, LastPass, PartialPass
+from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
+from tswift.drafting.levels import PartialLevel
 from tswift.drafting.source import Drafter
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
@@ -299,7 +300,7 @@ def test_broken_heads_change_nothing(value: float, kind: str) -> None:
         params = parameters(params.temperature, top_p=0.9, top_k=30, min_p=params.min_p, penalty=params.penalty)
         prompt = random_prompt(prompt_length, seed)
         plain = decode_method("ar", target, prompt, params, seed, length)
-        for reader in (LastPass(), PartialPass(target, PartialKV(target.kv_shape, 64))):
+        for reader in (LastPass(), DraftingPass(PartialLevel(target, PartialKV(target.kv_shape, 64)))):
             source = HeadSource(target, broken_heads(value, kind), reader, options.tree[:3], options.shared_noise)
             drafter = Drafter([source], 3, options.nodes)
             assert decode(target, drafter, prompt, params, seed, length) == plain

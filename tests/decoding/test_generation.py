@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import tokens_of
+from tswift.attention.reference import ReferenceAttention
 from tswift.decoding.generation import begin, ending, generate
-from tswift.decoding.loop import Walk
 from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.step import Walk
 from tswift.drafting.methods import METHODS, DraftOptions
 from tswift.errors import InputError
 from tswift.models.loading import load
@@ -44,6 +45,13 @@ def test_a_text_goes_on_from_its_tokens(checkpoint: Path, method: str) -> None:
         if cut:
             assert tokens_of(list(run.steps())) == whole[cut:70]
     assert tokens_of(list(generate(model, "The ship", 90, written=whole[:70], **asked))) == whole[70:]
+
+
+def test_the_reference_decodes_with_the_attention_of_reference_implementations(checkpoint: Path) -> None:
+    model = load(str(checkpoint), dtype="float64")
+    plain, reference = (begin(model, [1, 2, 3], 40, method=method) for method in ("ar", "ar-reference"))
+    assert [run.decoding._target._attention is ReferenceAttention for run in (plain, reference)] == [False, True]
+    assert tokens_of(list(reference.steps())) == tokens_of(list(plain.steps()))
 
 
 def test_a_length_that_leaves_nothing_to_generate(checkpoint: Path) -> None:

@@ -23,15 +23,19 @@ def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str, dtype: str) -> None:
-    options = DraftOptions(budget=128, **({"nodes": 5} if method != "ar" else {}))
-    ahead = check_ahead(str(checkpoint), 3, 50, method, options, dtype=dtype)
-    model = load(str(checkpoint), dtype=dtype)
+    options = DraftOptions(budget=128, **({"nodes": 5} if "nodes" in METHODS[method].uses else {}))
+    draft = str(checkpoint) if METHODS[method].draft else None
+    ahead = check_ahead(str(checkpoint), 3, 50, method, options, dtype=dtype, draft=draft)
+    model = load(str(checkpoint), dtype=dtype, draft=draft)
     need = begin(model, [1, 2, 3], 50, method=method, options=options).need
     assert (ahead.positions, ahead.full_bytes, ahead.partial_bytes) == (53, need.full_bytes, need.partial_bytes)
-    assert ahead.logits_bytes == need.logits_bytes == 3 * (options.nodes or 1) * 320 * 8
+    nodes = 5 if "nodes" in METHODS[method].uses else (METHODS[method].gamma or 0) + 1
+    assert ahead.logits_bytes == need.logits_bytes == 3 * nodes * 320 * 8
+    assert ahead.draft_kv_bytes == need.draft_kv_bytes
     assert (need.weight_bytes, need.heads_bytes) == (0, 0)  # they are there
     assert ahead.weight_bytes == sum(weight.nbytes for weight in model.target.model.parameters())
-    assert ahead.total_bytes == need.total_bytes + ahead.weight_bytes + ahead.heads_bytes
+    assert ahead.draft_bytes == (ahead.weight_bytes if draft else 0)
+    assert ahead.total_bytes == need.total_bytes + ahead.weight_bytes + ahead.heads_bytes + ahead.draft_bytes
 
 
 def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +81,8 @@ def test_too_few_positions(checkpoint: Path) -> None:
     ("method", "options", "more", "message"),
     [
         ("medusa", DraftOptions(tree=(2, 2, 2, 2)), {}, "--tree: medusa can draft 3 levels with these heads, got 4"),
-        ("medusa", DraftOptions(), {"gamma": 4}, "--gamma: must be between 1 and 3 for medusa, got 4"),
-        ("tokenswift", DraftOptions(), {"gamma": 4}, "--gamma: must be between 0 and 3 for tokenswift, got 4"),
+        ("medusa", DraftOptions(gamma=4), {}, "--gamma: must be between 1 and 3 for medusa, got 4"),
+        ("tokenswift", DraftOptions(gamma=4), {}, "--gamma: must be between 0 and 3 for tokenswift, got 4"),
         ("reuse", DraftOptions(ngrams=0), {}, "--ngrams: must be at least 1 for reuse"),
         ("ar", DraftOptions(), {"device": "tpu"}, "--device: no device 'tpu'"),
         ("ar", DraftOptions(), {"dtype": "int8"}, "--dtype: no dtype 'int8'"),
@@ -99,6 +103,6 @@ def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
     model = shutil.copytree(checkpoint, tmp_path / "m")
     (model / "heads.safetensors").unlink()
     check_ahead(str(model), 1, 1, "reuse", DraftOptions())
-    for more in ({}, {"gamma": 2}):
+    for options in (DraftOptions(), DraftOptions(gamma=2)):
         with pytest.raises(InputError, match=r"^--method: medusa drafts with heads and the model has none"):
-            check_ahead(str(model), 1, 1, "medusa", DraftOptions(), **more)
+            check_ahead(str(model), 1, 1, "medusa", options)

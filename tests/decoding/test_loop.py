@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -29,7 +30,7 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import Sampler, SamplingParams, gumbel
 from tswift.decoding.tree import DraftTree
 from tswift.drafting import source
-from tswift.drafting.methods import DraftOptions
+from tswift.drafting.methods import METHODS, DraftOptions
 from tswift.drafting.source import Context, Drafter
 from tswift.models.target import Target
 
@@ -69,6 +70,13 @@ TEXTS = {
     ),
 }  # fmt: skip
 
+# what drafts a chain: one of these beside the others, for each text another
+SYSTEMS = [
+    *(("magicdec", kv) for kv in METHODS["magicdec"].kv),
+    *(("standalone", kv) for kv in METHODS["standalone"].kv),
+    ("triforce", None),
+]
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float64", "float32"])
 @pytest.mark.parametrize("name", TEXTS)
@@ -77,14 +85,17 @@ def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.
     target, prompt = tiny_target(kind, dtype), random_prompt(prompt_length, seed % 1000)
     plain = decode_method("ar", target, prompt, params, seed, length)
     assert len(plain) == length
-    for method in ("medusa", "tokenswift", "reuse"):
-        drafter = drafter_of(method, target, options)
+    number = list(TEXTS).index(name)
+    system, kv = SYSTEMS[number % len(SYSTEMS)]
+    chains = replace(options, tree=None, kv=kv, gamma=1 + number % 6)
+    for method, asked in (("medusa", options), ("tokenswift", options), ("reuse", options), (system, chains)):
+        drafter = drafter_of(method, target, asked)
         steps = decode_steps(target, drafter, prompt, params, seed, length)
         assert tokens_of(steps) == plain, method
-        assert max(step.nodes for step in steps) <= options.nodes
+        assert max(step.nodes for step in steps) <= (options.nodes if asked is options else chains.gamma + 1)
         if method == "tokenswift":
             assert sum(step.accepted for step in steps) > length // 8  # else next to nothing was tested
-            selections = drafter.sources[0]._reader.kv.selections
+            selections = drafter.sources[0]._reader._level.kv.selections
             assert selections >= 3 if options.budget < 100 else selections == 0
 
 
@@ -93,12 +104,13 @@ def test_a_long_prompt(dtype: torch.dtype) -> None:
     target, prompt = tiny_target("gqa", dtype), random_prompt(5000)
     params = parameters(min_p=0.1, penalty=1.2, window=1024)
     plain = decode_method("ar", target, prompt, params, 21, 60)
-    for method, budget in (("medusa", 64), ("tokenswift", 64 if dtype == torch.float64 else 1024), ("reuse", 64)):
+    budgets = {"medusa": 64, "tokenswift": 64 if dtype == torch.float64 else 1024, "reuse": 64, "magicdec": 300}
+    for method, budget in {**budgets, "standalone": 80, "triforce": 4096}.items():
         options = DraftOptions(tree=(1, 3, 3), nodes=24, budget=budget)
         assert decode_method(method, target, prompt, params, 21, 60, options) == plain, (method, budget)
 
 
-@pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift", "reuse"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_prompt_of_one_token_and_lengths_that_cut_a_step(method: str) -> None:
     target = tiny_target()
     params = parameters(temperature=0.3)
@@ -221,7 +233,7 @@ def test_a_text_goes_on_where_it_was_cut(name: str, method: str) -> None:
         assert whole[:cut] + tokens_of(list(run.steps())) == whole, cut
         assert run._context.kv.capacity == len(prompt) + length + drafter.limit  # the written tokens count once
         if method == "tokenswift" and cut < 20:
-            assert drafter.sources[0]._reader.kv.selections >= 3
+            assert drafter.sources[0]._reader._level.kv.selections >= 3
 
 
 def test_a_text_goes_on_from_every_place_and_more_than_once() -> None:

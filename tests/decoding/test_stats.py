@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import PLAIN, Proposals, decode_method, decode_steps, tiny_target
-from tswift.decoding.loop import Step
 from tswift.decoding.stats import DecodeStats, distinct
+from tswift.decoding.step import Step
 from tswift.drafting.source import Drafter
 
 

@@ -41,7 +41,7 @@ def states_source(states, tree, shared_noise: bool) -> HeadSource:
 def context_of(text: list[int], params: SamplingParams, seed: int = 3) -> Context:
     sampler = Sampler(params, seed, VOCAB, torch.device("cpu"))
     sampler.extend(text)
-    return Context(text, sampler, FullKV(tiny_target().kv_shape, 1), None, 0)
+    return Context(text, sampler, FullKV(tiny_target().kv_shape, 1))
 
 
 def random_states(count: int) -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_the_last_pass_gives_the_state_of_the_node_that_drew_the_root() -> None:
     reader = LastPass()
     assert reader.read(context) is None
     kv = FullKV(target.kv_shape, 8)
-    context.last, context.node = target.prefill([1, 2], kv), 1
+    context.last, context.path = target.prefill([1, 2], kv), [1]
     assert reader.read(context) == (context.last, 1)
 
 
@@ -116,7 +116,7 @@ def test_the_last_pass_gives_the_state_of_the_node_that_drew_the_root() -> None:
 def test_conditioned_heads_are_told_the_best_candidate_before(limit: int) -> None:
     target, heads = tiny_target(), tiny_heads(kind="conditioned")
     context = context_of([7, 8, 9], PLAIN)
-    context.last, context.node = target.prefill([7, 8], FullKV(target.kv_shape, 8)), 1
+    context.last, context.path = target.prefill([7, 8], FullKV(target.kv_shape, 8)), [1]
     tree = DraftTree(9, limit)
     propose(HeadSource(target, heads, LastPass(), (2, 1, 3), True), tree, context)
     state, token, spine, others = context.last.hidden[1], 9, [], []

@@ -62,7 +62,7 @@ def test_what_was_typed_wins() -> None:
     assert typed.instead == ("model", "min_p", "eta")  # a window of 1,024 is the preset's
     tree = choose("llama3.1-8b", "medusa", {}, {"tree": (2, 2)})
     assert (tree.drafting, tree.instead) == ({"tree": (2, 2)}, ("tree",))
-    assert choose("llama3.1-8b", "tokenswift", {}, {}, gamma=True).drafting == {"ngrams": 20}
+    assert choose("llama3.1-8b", "tokenswift", {}, {"gamma": 2}).drafting == {"ngrams": 20, "gamma": 2}
 
 
 class Tokenizer:

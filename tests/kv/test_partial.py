@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tswift.kv.buffer import KVShape
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
+from tswift.kv.policies import POLICIES
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 3, 4
 SHAPE = KVShape(LAYERS, HEADS, DIM, torch.float64, torch.device("cpu"), placed=True)
@@ -32,7 +33,7 @@ class Growing:
         self.full.commit(range(count))
 
     def query(self) -> torch.Tensor:
-        return torch.randn(LAYERS, HEADS * GROUP, DIM, generator=self.generator, dtype=torch.float64)
+        return torch.randn(LAYERS, HEADS * GROUP, 1, DIM, generator=self.generator, dtype=torch.float64)
 
 
 def held(partial: PartialKV, full: FullKV, layer: int, head: int) -> set[int]:
@@ -49,7 +50,7 @@ def held(partial: PartialKV, full: FullKV, layer: int, head: int) -> set[int]:
 def most_important(partial: PartialKV, full: FullKV, queries, layer: int, head: int) -> list[int]:
     """What a selection keeps beside sinks and recents, most important first, by brute force."""
     middle = range(min(partial.sinks, full.length), full.length - min(partial.recent, full.length))
-    group = queries[layer, head * GROUP : (head + 1) * GROUP]
+    group = queries[layer, head * GROUP : (head + 1) * GROUP, -1]
     score = [sum(row) for row in (full.keys[layer, head, : full.length] @ group.T).tolist()]
     return sorted(middle, key=lambda position: -score[position])
 
@@ -157,3 +158,75 @@ def test_places_cost_nothing_where_they_are_not_asked_for() -> None:
     assert plain.places(0).numel() == 0
     assert placed.before(5) == 0
     assert torch.equal(plain.keys[:, :, :64], placed.keys[:, :, :64])
+
+
+def followed(policy: str, budget: int, sinks: int, prompt: int, steps: list[int], seed: int = 0):
+    """A cache that follows one that grows, the growing one, and after each growth what is held, as sets by head."""
+    growing = Growing(prompt + sum(steps) + 1, seed)
+    partial = PartialKV(SHAPE, budget, sinks, POLICIES[policy], scratch=4)
+    kept = []
+    for number, new in enumerate([prompt, *steps]):
+        growing.grow(new)
+        partial.follow(growing.full, growing.query if prompt or number else None, 5)
+        kept.append([held(partial, growing.full, layer, head) for layer in range(LAYERS) for head in range(HEADS)])
+        assert partial.copied == growing.full.length
+    return partial, growing, kept
+
+
+STEPS = st.lists(st.integers(1, 5), max_size=60)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(64, 90), st.sampled_from([0, 1, 16]), st.integers(0, 200), STEPS)
+def test_streaming_holds_the_first_and_the_newest(budget: int, sinks: int, prompt: int, steps: list[int]) -> None:
+    _, _, kept = followed("streaming", budget, sinks, prompt, steps)
+    for number, each in enumerate(kept):
+        text = prompt + sum(steps[:number])
+        wanted = {*range(min(sinks, text)), *range(max(0, text - (budget - sinks)), text)}
+        assert all(positions == wanted for positions in each), (number, text)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(64, 90), st.sampled_from([0, 1, 16]), st.integers(1, 200), STEPS, st.integers(0, 1000))
+def test_partial_keeps_what_was_selected_once(
+    budget: int, sinks: int, prompt: int, steps: list[int], seed: int
+) -> None:
+    partial, _, kept = followed("partial", budget, sinks, prompt, steps, seed)
+    assert partial.selections == 1
+    fixed = budget - min(sinks, prompt) - partial.recent  # most that can be selected
+    for number, each in enumerate(kept):
+        text = prompt + sum(steps[:number])
+        for first, positions in zip(kept[0], each, strict=True):
+            oldest_recent = prompt - min(partial.recent, prompt - min(sinks, prompt))
+            selected = {position for position in first if position < oldest_recent}
+            assert len(selected) <= fixed + sinks
+            assert selected <= positions
+            assert positions >= set(range(min(sinks, text)))
+            newest = range(max(0, text - partial.recent), text)
+            assert set(newest) <= positions
+            assert len(positions) == min(text, budget)
+
+
+def test_more_tokens_at_once_than_there_is_room_for() -> None:
+    partial, growing, _ = followed("streaming", 64, 4, 100, [])
+    growing = Growing(400, 3)
+    growing.grow(5)
+    partial = PartialKV(SHAPE, 64, 4, POLICIES["streaming"])
+    partial.follow(growing.full, growing.query, 5)
+    growing.grow(300)
+    partial.follow(growing.full, growing.query, 5)
+    assert held(partial, growing.full, 1, 1) == {*range(4), *range(305 - 60, 305)}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_forwarded_over_it_is_forgotten(policy: str) -> None:
+    partial, growing, kept = followed(policy, 64, 4, 90, [3, 2])
+    length = partial.length
+    new = torch.ones(HEADS, 3, DIM, dtype=torch.float64)
+    for layer in range(LAYERS):
+        partial.write(layer, new, new)
+    partial.commit([0, 2])
+    assert partial.length == length + 2
+    assert partial.places(1)[:, -2:].tolist() == [[95, 96]] * HEADS
+    partial.forget()
+    assert [held(partial, growing.full, layer, head) for layer in range(LAYERS) for head in range(HEADS)] == kept[-1]

@@ -82,7 +82,7 @@ def test_the_queries_of_a_pass_are_rotated_and_one_per_layer() -> None:
     kv = FullKV(target.kv_shape, 40)
     last = target.prefill(random_prompt(12), kv)
     assert [tuple(query.shape) for query in last.queries] == [(4, 12, 8)] * 2
-    assert torch.equal(last.queries_at(7)[1], last.queries[1][:, 7])
+    assert torch.equal(last.queries_of([7])[1], last.queries[1][:, 7:8])
     # layer 0: rotated query of the same token at two positions have the same norm and different directions
     last = target.prefill([3, 3], FullKV(target.kv_shape, 2))
     first, second = last.queries[0].unbind(1)

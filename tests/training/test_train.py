@@ -21,7 +21,8 @@ from tswift.models.heads import KINDS
 from tswift.training.documents import Documents
 from tswift.training.folder import CHECKPOINT, HEADS, METRICS, RECORD, TrainFolder
 from tswift.training.plan import TrainPlan
-from tswift.training.train import Silence, resume, train
+from tswift.training.session import Silence
+from tswift.training.train import resume, train
 
 STEPS = 6
 

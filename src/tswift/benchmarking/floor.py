@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tswift.benchmarking.lineup import Lineup
 from tswift.benchmarking.roofline import Drafting, Machine, decode_seconds
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import find_method
+from tswift.drafting.methods import FULL, find_method
 from tswift.models.shapes import Shape, routed, shape_of
+
+_EVERYTHING = 1 << 62  # tokens of a budget that is none
 
 
 @dataclass(frozen=True)
@@ -19,18 +22,18 @@ class Floor:
     Attributes:
         shape: the model's.
         machine: what it ran on, measured.
-        drafting: by method; nothing for those that are not named.
+        drafting: by label; nothing for those that are not named.
     """
 
     shape: Shape
     machine: Machine
     drafting: Mapping[str, Drafting] = field(default_factory=dict)
 
-    def seconds(self, method: str, prefill: int, marks: Sequence[DecodeStats]) -> list[float]:
-        """The floor up to each of a method's marks.
+    def seconds(self, label: str, prefill: int, marks: Sequence[DecodeStats]) -> list[float]:
+        """The floor up to each of a lane's marks.
 
         Args:
-            method: its name.
+            label: the lane's.
             prefill: prompt tokens.
             marks: figures at rising lengths; between two of them the passes are taken to be evenly spaced.
         """
@@ -43,7 +46,7 @@ class Floor:
                 mark.tokens - before.tokens,
                 mark.passes - before.passes,
                 mark.nodes - before.nodes,
-                self.drafting.get(method),
+                self.drafting.get(label),
             )
             floors.append(total)
             before = mark
@@ -56,11 +59,22 @@ def floor_of(lineup: Lineup, machine: Machine) -> Floor | None:
     if routed(network.config) or lineup.model.quantization:
         return None
     drafting = {}
-    for method, options in lineup.options.items():
-        kind = find_method(method)
-        head_bytes = 0
+    for variant in lineup.variants:
+        kind, options = find_method(variant.method), variant.options
+        extra_bytes, passes = 0, 1
         if heads and options.tree:
             count = len(options.tree) - kind.by_lm_head
-            head_bytes = sum(weight.nbytes for head in heads.heads[:count] for weight in head.parameters())
-        drafting[method] = Drafting(options.budget if "budget" in kind.uses else None, head_bytes)
+            extra_bytes = sum(weight.nbytes for head in heads.heads[:count] for weight in head.parameters())
+        if kind.gamma is not None and options.gamma:
+            # a chain that is itself drafted takes as many passes as if every draft were accepted, at least
+            passes = (
+                math.ceil(options.gamma / (1 + options.inner_gamma)) if "inner_gamma" in kind.uses else options.gamma
+            )
+        if kind.draft and lineup.model.draft is not None:
+            small = lineup.model.draft
+            extra_bytes += passes * shape_of(small.model, small.dtype.itemsize).weight_bytes
+        budget = None
+        if kind.partial:
+            budget = _EVERYTHING if options.kv == FULL else options.budget
+        drafting[variant.label] = Drafting(budget, extra_bytes, passes)
     return Floor(shape_of(network, lineup.model.target.dtype.itemsize), machine, drafting)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tswift.decoding.generation import Generation
-from tswift.decoding.loop import Step
 from tswift.decoding.stats import DecodeStats
+from tswift.decoding.step import Step
 
 
 @dataclass
@@ -15,13 +15,14 @@ class Lane:
     """One decode among several.
 
     Attributes:
-        name: what it is called in tables: its method's name, as a rule.
+        name: what it is called in tables: its method's name, unless several of one method run side by side.
         generation: the decode; None once the lane was closed.
         tokens: generated so far.
         stats: figures so far.
         slices: raw samples: (tokens, seconds) so far at the end of every slice.
         prefill_seconds: wall time of the prefill.
         simulated: its acceptance is given, so its text is nobody's.
+        method: what decodes.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Lane:
     slices: list[tuple[int, float]] = field(default_factory=list)
     prefill_seconds: float = 0.0
     simulated: bool = False
+    method: str = ""
 
     def __post_init__(self) -> None:
         self.stats = DecodeStats(self._open.depth)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from tswift.benchmarking.lanes import Lane
-from tswift.benchmarking.measurement import BASELINE, REFERENCE
+from tswift.benchmarking.measurement import BASELINE, DRAFTLESS
 from tswift.benchmarking.simulated import SimulatedWalk, refuse_share
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import begin, ending
@@ -16,9 +16,11 @@ from tswift.decoding.limits import check_ahead
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import DraftOptions, find_method, resolve
 from tswift.errors import InputError, renamed
-from tswift.jobs.settings import refuse_unused, sampling_params
+from tswift.jobs.draft import draft_for
+from tswift.jobs.settings import refuse_unused, sampling_params, used_options
 from tswift.models.loading import LoadedModel, load
 from tswift.models.memory import available_bytes, gigabytes
+from tswift.models.source import DEMO
 
 DEFAULT_METHODS = ("ar", "medusa", "tokenswift")
 
@@ -32,7 +34,7 @@ class Entry:
         sampling: fields of ``SamplingParams`` that were given.
         drafting: fields of ``DraftOptions`` but ``tree`` that were given; each goes to the methods that use it.
         trees: draft trees by method; one under ``""`` goes to all methods that use a tree.
-        with_reference: also run plain decoding with the attention of reference implementations.
+        draft_model: None for the bundled one, where a method needs one and the model is the bundled one.
         simulate_alpha: the share of drafted tokens that is accepted, whatever is drawn; None for what is drawn.
     """
 
@@ -41,30 +43,43 @@ class Entry:
     drafting: Mapping[str, Any] = field(default_factory=dict)
     trees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     heads: str | None = None
-    model: str = "demo"
+    model: str = DEMO
+    draft_model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
-    with_reference: bool = False
     simulate_alpha: float | None = None
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A method with the options it drafts with, under a name of its own.
+
+    Attributes:
+        label: what it is called in tables; the method's name, unless several variants of one run side by side.
+        method: one of ``METHODS``.
+        options: resolved ones.
+    """
+
+    label: str
+    method: str
+    options: DraftOptions
+
+
+@dataclass(frozen=True)
 class Lineup:
-    """A loaded model and the methods to run on it.
+    """A loaded model and what is to run on it. The text is the same for all, so all share one plain decode.
 
     Attributes:
         model: the model.
         params: sampling parameters; end-of-text tokens are banned, so lengths are exact.
-        options: resolved drafting options by method.
-        with_reference: whether the slow plain decoding runs too.
+        variants: no two of a label; ``ar`` among them.
         simulate_alpha: the share of drafted tokens that is accepted, whatever is drawn; None for what is drawn.
     """
 
     model: LoadedModel
     params: SamplingParams
-    options: Mapping[str, DraftOptions]
-    with_reference: bool
+    variants: Sequence[Variant]
     simulate_alpha: float | None = None
 
     @property
@@ -78,41 +93,43 @@ class Lineup:
     @property
     def names(self) -> list[str]:
         """The lanes' names."""
-        return [*self.options, *([REFERENCE] if self.with_reference else [])]
+        return [variant.label for variant in self.variants]
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """For records: the method of every lane that is not called by it."""
+        return {each.label: each.method for each in self.variants if each.label != each.method}
 
     def drafting(self) -> dict[str, dict[str, Any]]:
-        """For records: by method, the options that it uses."""
-        return {
-            method: {name: value for name, value in asdict(options).items() if name in find_method(method).uses}
-            for method, options in self.options.items()
-        }
+        """For records: by label, the options that its method uses."""
+        return {each.label: used_options(each.method, each.options) for each in self.variants}
 
-    def lanes(self, prompt: Sequence[int], length: int, seed: int, methods: Sequence[str] | None = None) -> list[Lane]:
-        """A lane for each method, or for some of them.
+    def lanes(self, prompt: Sequence[int], length: int, seed: int, labels: Sequence[str] | None = None) -> list[Lane]:
+        """A lane for each variant, or for those of some labels.
 
         Raises:
             InputError: more positions or memory than there are.
         """
         free = available_bytes(self.model.target.device)
         lanes, need = [], 0
-        for name in self.names if methods is None else methods:
-            model = replace(self.model, target=self.model.target.reference()) if name == REFERENCE else self.model
-            method = BASELINE if name == REFERENCE else name
+        for variant in self.variants:
+            if labels is not None and variant.label not in labels:
+                continue
             walk = None
-            if self.simulate_alpha is not None and method != BASELINE:
+            if self.simulate_alpha is not None and variant.method not in DRAFTLESS:
                 walk = partial(SimulatedWalk, self.simulate_alpha)
             generation = begin(
-                model,
+                self.model,
                 prompt,
                 length,
-                method=method,
+                method=variant.method,
                 params=self.params,
                 seed=seed,
-                options=self.options[method],
+                options=variant.options,
                 walk=walk,
             )
             need += generation.need.kv_bytes
-            lanes.append(Lane(name, generation, simulated=walk is not None))
+            lanes.append(Lane(variant.label, generation, simulated=walk is not None, method=variant.method))
         if free is not None and need > free:
             raise InputError(
                 f"{len(lanes)} methods side by side need {gigabytes(need)} of KV cache, {gigabytes(free)} are free",
@@ -157,9 +174,11 @@ def line_up(entry: Entry, prompt: int = 1, length: int = 1, option: str = "--mod
         InputError: something asked cannot be done.
     """
     params = sampling_params(entry.sampling)
-    refuse_share(entry.simulate_alpha, [method for method in entry.methods if method != BASELINE])
-    typed = [*entry.drafting, *(["heads"] if entry.heads is not None else []), *(["tree"] if "" in entry.trees else [])]
-    refuse_unused(entry.methods, typed)
+    refuse_share(entry.simulate_alpha, [method for method in entry.methods if method not in DRAFTLESS])
+    heads = {} if entry.heads is None else {"heads": entry.heads}
+    refuse_unused(
+        entry.methods, {**entry.drafting, **heads, **({"tree": entry.trees[""]} if "" in entry.trees else {})}
+    )
     for method in entry.trees:
         if method and (method not in entry.methods or "tree" not in find_method(method).uses):
             raise InputError(f"is given for {method}, which is not among the methods or has no tree", "--tree")
@@ -168,12 +187,15 @@ def line_up(entry: Entry, prompt: int = 1, length: int = 1, option: str = "--mod
         for method in entry.methods
     }
     how: dict[str, Any] = {name: getattr(entry, name) for name in ("device", "dtype", "attention", "heads")}
+    how["draft"] = draft_for(entry.methods, entry.model, entry.draft_model)
     try:
         for method, each in asked.items():
             check_ahead(entry.model, prompt, length, method, each, **how, option=option)
         model = load(entry.model, **how)
-        options = {method: resolve(method, model.target, model.heads, each) for method, each in asked.items()}
+        variants = [
+            Variant(method, method, resolve(method, model.target, model.heads, each)) for method, each in asked.items()
+        ]
     except InputError as error:
         raise renamed(error, {"--method": "--methods"}) from None
     params, _ = ending(params, model.eos_ids, stop_at_eos=False)
-    return Lineup(model, params, options, entry.with_reference, entry.simulate_alpha)
+    return Lineup(model, params, variants, entry.simulate_alpha)

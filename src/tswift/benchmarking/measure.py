@@ -5,7 +5,7 @@ The result is one dict, written to ``bench.json`` as it is; ``bench.schema.json`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count, product
@@ -15,7 +15,7 @@ from tswift.benchmarking.floor import floor_of
 from tswift.benchmarking.lanes import Lane
 from tswift.benchmarking.lineup import Lineup
 from tswift.benchmarking.machine import measured
-from tswift.benchmarking.measurement import BASELINE, FINISHED, KIND, SCHEMA, workload_hash
+from tswift.benchmarking.measurement import BASELINE, DRAFTLESS, FINISHED, KIND, SCHEMA, workload_hash
 from tswift.benchmarking.prompts import Prompt
 from tswift.benchmarking.roofline import Machine
 from tswift.benchmarking.round import Place, Round, Sample
@@ -26,6 +26,7 @@ from tswift.models.fingerprint import fingerprint_of
 
 FULL, SAMPLED = "full", "sampled"
 RUNNING, INTERRUPTED = "running", "interrupted"
+_LONG_USED = "dynamic"  # what drafting read before there was a choice; files of then do not say so
 _WARM_PROMPT = 64  # tokens of the prompt that methods are warmed up on
 
 
@@ -72,9 +73,12 @@ class Plan:
 
 Keep = Callable[[], None]
 Tick = Callable[[int, int, Place, Lane], None]  # number of the round, rounds in all, the round, the lane that advanced
+Observe = Callable[[Place, Mapping[str, Sequence[int]], list[Sample]], None]
 
 
-def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str]) -> dict[str, Any]:
+def header(
+    lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str], machine: Machine | None = None
+) -> dict[str, Any]:
     """A measurement without samples: what is to be measured, and where. The machine's own speed is measured here.
 
     Args:
@@ -82,11 +86,12 @@ def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Seque
         prompts: each of at least the longest prefill.
         plan: the grid.
         command: the words of the command line.
+        machine: its speed, where that was measured already.
 
     Raises:
         InputError: more positions or memory than there are, or nothing to sample plain decoding beside.
     """
-    if plan.ar == SAMPLED and len(lineup.options) < 2:
+    if plan.ar == SAMPLED and not any(variant.method not in DRAFTLESS for variant in lineup.variants):
         raise InputError("sampled takes its samples while another method runs; name one", "--ar")
     # the largest cell, allocated and let go: what does not fit is refused before an hour has passed
     try:
@@ -107,7 +112,7 @@ def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Seque
         "ended": now(),
         "command": list(command),
         "environment": environment(target.device),
-        "machine": asdict(measured(target.device, target.dtype)),
+        "machine": asdict(machine or measured(target.device, target.dtype)),
         "layers": lineup.model.layers,
         "workload": {"hash": workload_hash(workload), **workload},
         "samples": [],
@@ -115,7 +120,13 @@ def header(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, command: Seque
 
 
 def measure(
-    measurement: dict[str, Any], lineup: Lineup, prompts: Sequence[Prompt], plan: Plan, tick: Tick, keep: Keep
+    measurement: dict[str, Any],
+    lineup: Lineup,
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    tick: Tick,
+    keep: Keep,
+    observe: Observe | None = None,
 ) -> None:
     """Run the grid, or as much of it as is done when Ctrl-C is pressed.
 
@@ -126,6 +137,7 @@ def measure(
         plan: the grid.
         tick: called whenever a lane has advanced by a slice.
         keep: called whenever all methods have reached another length, so that an error later on loses little.
+        observe: called when a round has ended, with its texts by label; it may add to its samples.
     """
     lens = sorted(plan.lens)
     rounds = plan.repeats * len(prompts) * len(plan.prefills) * len(plan.seeds)
@@ -150,6 +162,8 @@ def measure(
             samples = each.samples()
             note(samples)
             each.explain(samples, partial(_audited, lineup, prompt, place.seed))
+            if observe:
+                observe(place, each.texts, samples)
             done += samples
             if interrupted:
                 raise KeyboardInterrupt
@@ -182,6 +196,9 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
     about = lineup.model.about()
     # only where there is something to say, so that other workloads keep the hashes they have had
     simulated = {"simulated": lineup.simulated} if lineup.simulated else {}
+    draft = lineup.model.draft
+    drafts = {"draft_model": {**about["draft"], "weights": fingerprint_of(draft.model)}} if draft else {}
+    renamed = {"variants": lineup.renamed} if lineup.renamed else {}
     return {
         "model": about["name"],
         "weights": fingerprint_of(lineup.model.target.model),
@@ -191,8 +208,12 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
         "heads_weights": None if lineup.model.heads is None else fingerprint_of(lineup.model.heads),
         "sampling": asdict(lineup.params) | {"banned": list(lineup.params.banned)},
         "drafting": {
-            method: {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
-            for method, options in lineup.drafting().items()
+            label: {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in options.items()
+                if (name, value) != ("kv", _LONG_USED)
+            }
+            for label, options in lineup.drafting().items()
         },
         "prompts": [
             {"name": prompt.name, "sha256": fingerprint(prompt.tokens[: max(plan.prefills)])} for prompt in prompts
@@ -202,6 +223,8 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
         "seeds": list(plan.seeds),
         "methods": lineup.names,
         "ar": plan.ar,
+        **drafts,
+        **renamed,
         **simulated,
     }
 

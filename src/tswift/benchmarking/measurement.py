@@ -23,7 +23,7 @@ FILE = "bench.json"
 FINISHED = "finished"
 
 BASELINE = "ar"
-REFERENCE = "reference-ar"  # plain decoding with the attention of reference implementations
+REFERENCE = "ar-reference"  # plain decoding with the attention of reference implementations
 DRAFTLESS = (BASELINE, REFERENCE)
 
 

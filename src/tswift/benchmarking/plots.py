@@ -1,25 +1,22 @@
 """Plots of a measurement: time against tokens (figure 1 of the paper), acceptance against length (its figure 3).
 
-matplotlib is optional, and imported where it is used. ``pyplot`` is not used: there is no window and no global figure.
+matplotlib is optional, and imported where it is used.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tswift.benchmarking.grid import marks, method_name
+from tswift.benchmarking.look import dress, files, from_zero, look
 from tswift.benchmarking.measurement import BASELINE, DRAFTLESS, REFERENCE, file_name
 from tswift.benchmarking.statistics import Cell, summarise
 from tswift.benchmarking.tables import source
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -35,13 +32,7 @@ _STYLES = {
     REFERENCE: ("#7F7F7F", "o"),
 }
 _OTHER_STYLES = (("#8C564B", "<"), ("#17807E", ">"), ("#4B0082", "*"))
-_LOOK = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "tswift"}
 _CURVE_POINTS = 400
-
-
-def available() -> bool:
-    """Whether matplotlib is installed."""
-    return find_spec("matplotlib") is not None
 
 
 def render(measurement: Mapping[str, Any]) -> dict[str, bytes]:
@@ -56,11 +47,8 @@ def render(measurement: Mapping[str, Any]) -> dict[str, bytes]:
     images = {}
     for name, build in built.items():
         figure = build(measurement)
-        for kind, metadata in (("png", {}), ("svg", {"Date": None})):
-            buffer = io.BytesIO()
-            with _look():
-                figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
-            images[file_name(f"{name}.{kind}", measurement["simulated"])] = buffer.getvalue()
+        for kind, content in files(figure).items():
+            images[file_name(f"{name}.{kind}", measurement["simulated"])] = content
     return images
 
 
@@ -71,7 +59,7 @@ def time_figure(measurement: Mapping[str, Any]) -> Figure:
     methods = _methods(measurement)
     longest = max((seconds for sample in samples for _, seconds in _curve(sample)), default=0.0)
     unit, seconds_per_unit = ("minutes", 60.0) if longest >= 60 else ("seconds", 1.0)
-    with _look():
+    with look():
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7.5 if len(prefills) == 1 else 5.5 * len(prefills), 5.2), layout="constrained")
@@ -92,7 +80,7 @@ def time_figure(measurement: Mapping[str, Any]) -> Figure:
                 )
             axes.set_xlabel("generated tokens")
             axes.set_title(f"prefill {prefill:,} tokens", fontsize=11)
-            _from_zero(axes)
+            from_zero(axes)
         panels[0].set_ylabel(f"decoding time, {unit}")
         _dress(figure, "Decoding time", measurement, panels)
     return figure
@@ -108,7 +96,7 @@ def acceptance_figure(measurement: Mapping[str, Any]) -> Figure:
     prefills = sorted({cell.prefill for cell in cells})
     methods = _methods(measurement)
     titles = {"alpha": "acceptance rate alpha", "beta": "n-gram acceptance rate beta", "speedup": "speedup over AR, x"}
-    with _look():
+    with look():
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(12, 1.4 + 3.4 * len(prefills)), layout="constrained")
@@ -121,7 +109,7 @@ def acceptance_figure(measurement: Mapping[str, Any]) -> Figure:
                         _with_bars(axes, mine, name, method, measurement)
                 axes.set_title(f"prefill {prefill:,} tokens", fontsize=11)
                 axes.set_ylabel(title)
-                _from_zero(axes)
+                from_zero(axes)
         for axes in grid[-1]:
             axes.set_xlabel("generated tokens")
         _dress(figure, "Acceptance and speedup", measurement, list(grid.flat))
@@ -168,30 +156,6 @@ def _style(method: str, measurement: Mapping[str, Any], every: int = 1) -> dict[
     return {"color": color, "marker": marker, "markersize": 6, "markevery": every, "linewidth": 1.8, "clip_on": False}
 
 
-def _from_zero(axes: Axes) -> None:
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}K" if value >= 1000 else f"{value:g}")
-    axes.grid(color="#DDDDDD", linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
 def _dress(figure: Figure, title: str, measurement: Mapping[str, Any], panels: Sequence[Axes]) -> None:
-    """Title, what was measured on what and when, and one legend below all panels, where no line can run."""
-    figure.suptitle(f"{title}\n{source(measurement)}, {measurement['started'][:10]}", fontsize=12)
-    handles: dict[str, Artist] = {}
-    for axes in reversed(panels):  # the last one has a line for each method, in their order
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False)
-
-
-@contextmanager
-def _look() -> Iterator[None]:
-    """matplotlib's own defaults and ours, whatever the user's configuration says; put back afterwards."""
-    import matplotlib
-    from matplotlib import style
-
-    with matplotlib.rc_context():
-        style.use(["default", _LOOK])
-        yield
+    """Title, what was measured on what and when, and the legend."""
+    dress(figure, title, f"{source(measurement)}, {measurement['started'][:10]}", panels)

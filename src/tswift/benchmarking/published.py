@@ -12,7 +12,7 @@ from importlib.resources import files
 MACHINE = "NVIDIA A100 80G"
 CAUTION = (
     "Published x is relative to the paper's own plain decoding, which took about 176 ms per token on LLaMA3.1-8b; "
-    "reference-ar decodes in that style. Its Medusa* is Medusa with heads that the authors trained."
+    "ar-reference decodes in that style. Its Medusa* is Medusa with heads that the authors trained."
 )
 
 _METHODS = {"Medusa*": "medusa", "TriForce*": "triforce", "TokenSwift": "tokenswift"}
@@ -58,10 +58,13 @@ class PublishedRow:
 
 def published_rows() -> list[PublishedRow]:
     """Tables 3 and 4 of the paper, in its order."""
-    return [_row(3, line) for line in _lines("table3_main.csv")] + [_row(4, line) for line in _lines("table4_qwen.csv")]
+    return [_row(3, line) for line in read_lines("table3_main.csv")] + [
+        _row(4, line) for line in read_lines("table4_qwen.csv")
+    ]
 
 
-def _lines(name: str) -> list[dict[str, str]]:
+def read_lines(name: str) -> list[dict[str, str]]:
+    """The lines of one of the paper's tables, by column."""
     text = (files("tswift.benchmarking") / "paper" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
 

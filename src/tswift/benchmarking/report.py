@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tswift.benchmarking import look
 from tswift.benchmarking import plots as drawing
 from tswift.benchmarking.grid import Grid, marks, quantity
 from tswift.benchmarking.measurement import FILE, encode, file_name, simulation
@@ -28,7 +29,7 @@ def write_reports(measurement: Mapping[str, Any], folder: Path, paper: bool, plo
         measurement: as in ``bench.json``.
         folder: is made if need be; files of the same names are replaced.
         paper: put the paper's rows beside ours in ``bench.md``.
-        plots: draw; nothing is drawn without matplotlib (see ``plots.available``), or where no length was reached.
+        plots: draw; nothing is drawn without matplotlib (see ``look.available``), or where no length was reached.
 
     Returns:
         The files.
@@ -45,7 +46,7 @@ def write_reports(measurement: Mapping[str, Any], folder: Path, paper: bool, plo
             path = folder / file_name(name, measurement["simulated"])
             write_whole(path, make().encode(errors="backslashreplace"))  # a file's name may hold half a character
             paths.append(path)
-        for name, content in drawing.render(measurement).items() if plots and drawing.available() else ():
+        for name, content in drawing.render(measurement).items() if plots and look.available() else ():
             write_whole(folder / name, content)
             paths.append(folder / name)
     except OSError as error:
@@ -87,8 +88,24 @@ def csv_report(measurement: Mapping[str, Any]) -> str:
 
 def markdown_report(measurement: Mapping[str, Any], paper: bool = False) -> str:
     """The tables of ``tables.grids``, then what they were measured on, when and with which command."""
+    about = Grid("Run", ["what", "value"], list(settings_of(measurement).items()), left=2)
+    environment = {name: "none" if value is None else str(value) for name, value in measurement["environment"].items()}
+    simulated = " (simulated)" if measurement["simulated"] else ""
+    return "\n".join(
+        [
+            f"# tswift bench: {measurement['workload']['model']}{simulated}\n",
+            *(grid.markdown() for grid in grids(measurement, paper)),
+            about.markdown(),
+            f"```sh\n{shlex.join(measurement['command'])}\n```\n",
+            Grid("Environment", ["what", "value"], list(environment.items()), left=2).markdown(),
+        ]
+    )
+
+
+def settings_of(measurement: Mapping[str, Any]) -> dict[str, str]:
+    """What a measurement was made with, in words."""
     workload = measurement["workload"]
-    settings = {
+    return {
         "measured on": source(measurement),
         "started": measurement["started"],
         "ended": measurement["ended"],
@@ -106,18 +123,6 @@ def markdown_report(measurement: Mapping[str, Any], paper: bool = False) -> str:
         **_machine(measurement),
         "workload hash": workload["hash"],
     }
-    about = Grid("Run", ["what", "value"], list(settings.items()), left=2)
-    environment = {name: "none" if value is None else str(value) for name, value in measurement["environment"].items()}
-    simulated = " (simulated)" if measurement["simulated"] else ""
-    return "\n".join(
-        [
-            f"# tswift bench: {workload['model']}{simulated}\n",
-            *(grid.markdown() for grid in grids(measurement, paper)),
-            about.markdown(),
-            f"```sh\n{shlex.join(measurement['command'])}\n```\n",
-            Grid("Environment", ["what", "value"], list(environment.items()), left=2).markdown(),
-        ]
-    )
 
 
 def _machine(measurement: Mapping[str, Any]) -> dict[str, str]:

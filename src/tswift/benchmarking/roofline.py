@@ -44,11 +44,13 @@ class Drafting:
 
     Attributes:
         budget: tokens of the partial KV cache that a drafting pass of the model reads; None where there is none.
-        head_bytes: bytes of the heads, which are read once.
+        head_bytes: bytes of the heads, and of a smaller model's weights as often as they are read.
+        passes: drafting passes of the model.
     """
 
     budget: int | None = None
     head_bytes: int = 0
+    passes: int = 1
 
 
 def find_machine(name: str, dtype: str) -> Machine:
@@ -109,7 +111,9 @@ def decode_seconds(
     contexts = context + np.arange(passes) * (tokens / passes)
     total = pass_seconds(shape, machine, contexts, nodes / passes)
     if drafting and drafting.budget is not None:
-        total += pass_seconds(shape, machine, np.minimum(contexts, drafting.budget), 1, drafting.head_bytes)
+        read = np.minimum(contexts, drafting.budget)
+        total += pass_seconds(shape, machine, read, 1, drafting.head_bytes)
+        total += (drafting.passes - 1) * pass_seconds(shape, machine, read, 1)
     elif drafting:
         total += drafting.head_bytes / machine.bandwidth
     return float(total.sum())

@@ -10,7 +10,7 @@ from typing import Any
 from tswift.benchmarking.comparison import first_difference
 from tswift.benchmarking.floor import Floor
 from tswift.benchmarking.lanes import Lane, interleave, slice_goals
-from tswift.benchmarking.measurement import BASELINE
+from tswift.benchmarking.measurement import BASELINE, REFERENCE
 from tswift.benchmarking.prompts import Prompt
 from tswift.benchmarking.sampled import Probe, integrate, probe, probes_differ
 from tswift.decoding.stats import DecodeStats
@@ -78,7 +78,7 @@ class Round:
             entrant = self._entrants[lane.name]
             if len(entrant.marks) < len(self._lens) and lane.stats.tokens >= self._lens[len(entrant.marks)]:
                 entrant.marks.append(lane.stats.copy())
-            if BASELINE not in self._entrants and (taken := probe(lane)):
+            if BASELINE not in self._entrants and lane.method != REFERENCE and (taken := probe(lane)):
                 entrant.probes.append(taken)
             tick(lane)
             if self._reached > kept:
@@ -97,6 +97,11 @@ class Round:
     @property
     def _reached(self) -> int:
         return min(len(entrant.marks) for entrant in self._entrants.values())
+
+    @property
+    def texts(self) -> dict[str, list[int]]:
+        """The generated tokens so far, by label."""
+        return {label: entrant.lane.tokens for label, entrant in self._entrants.items()}
 
     def samples(self) -> list[Sample]:
         """The samples, with the lengths that all lanes have reached; none if there is no such length."""
@@ -164,8 +169,10 @@ class Round:
         if plain:
             compared = min(len(lane.tokens), len(plain.lane.tokens))
             return first_difference(lane.tokens, plain.lane.tokens), compared
-        compared = sum(len(lane.tokens[each.position - 1 :][: len(each.tokens)]) for each in entrant.probes)
-        return probes_differ(lane.tokens, entrant.probes), compared
+        # a lane that takes no probes is held against those of the others
+        probes = entrant.probes or [each for other in self._entrants.values() for each in other.probes]
+        compared = sum(len(lane.tokens[each.position - 1 :][: len(each.tokens)]) for each in probes)
+        return probes_differ(lane.tokens, probes), compared
 
     def _floors(self, method: str, marks: Sequence[DecodeStats]) -> Sequence[float | None]:
         return self._floor.seconds(method, self._place.prefill, marks) if self._floor else [None] * len(marks)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
+from tswift.benchmarking.quality import QUALITY
+
 COUNTERS = ("alpha", "beta", "tokens_per_step", "passes")
 TIMES = ("speedup", "tokens_per_second", "seconds", "ar_seconds")
 ROOFLINE = ("of_floor",)  # unknown in older files
-FIGURES = COUNTERS + TIMES + ROOFLINE
+FIGURES = COUNTERS + TIMES + ROOFLINE  # those of bench; of a suite's cells, those of the text besides
 
 _AXES = {"prompt": "prompts", "seed": "seeds", "repeat": "repeats"}
 
@@ -41,7 +43,7 @@ class Cell:
         estimated: some of its own times are integrated from sampled steps.
         varies: what differs between the runs, of prompts, seeds and repeats.
         exact: every repeat counted the same, so the counters vary over prompts and seeds alone.
-        figures: by name, all of ``FIGURES``.
+        figures: by name, all of ``FIGURES`` and of ``QUALITY``.
     """
 
     method: str
@@ -112,6 +114,7 @@ def _cell(
             **{name: _figure(point[name] for point in counted) for name in COUNTERS},
             **{name: _figure(point[name] for point in points) for name in TIMES},
             **{name: _figure(point.get(name) for point in points) for name in ROOFLINE},
+            **{name: _figure(point.get("quality", {}).get(name) for point in counted) for name in QUALITY},
         },
     )
 

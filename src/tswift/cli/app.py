@@ -21,6 +21,7 @@ from tswift.cli.roofline import roofline
 from tswift.cli.runs import runs
 from tswift.cli.streams import complain, open_closed
 from tswift.cli.train import train
+from tswift.cli.train_draft import train_draft
 from tswift.cli.verify import verify
 from tswift.errors import Fault, InputError
 
@@ -34,6 +35,7 @@ app.command()(verify)
 app.command()(bench)
 app.command()(roofline)
 app.command()(train)
+app.command()(train_draft)
 app.add_typer(heads, name="heads")
 
 

@@ -1,4 +1,7 @@
-"""``tswift bench``: tables of alpha, x and wall time over lengths, prefills, prompts and seeds; and a gate for CI."""
+"""``tswift bench``: tables of alpha, x and wall time over lengths, prefills, prompts and seeds; and a gate for CI.
+
+With ``--suite`` it is one of the paper's tables or figures: see ``suites``.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tswift.benchmarking.suites.catalogue import SUITES
 from tswift.cli import options
 from tswift.cli.codes import FAILED, INTERRUPTED
+from tswift.cli.suites import run_suite
 from tswift.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,6 +26,13 @@ _GATE, _GRID, _OUTPUT = "Gate", "Grid", "Output"
 
 def bench(
     context: typer.Context,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help=f"One of the paper's tables or figures, beside what was published: {', '.join(SUITES)}.",
+            show_default=False,
+        ),
+    ] = None,
     prefill: Annotated[
         list[int] | None, options.option(_GRID, "Prompt tokens; repeatable. (default: 4096)", "--prefill")
     ] = None,
@@ -60,10 +72,14 @@ def bench(
     nodes: options.Nodes = None,
     ngrams: options.Ngrams = None,
     reuse_recent: options.ReuseRecent = None,
+    gamma: options.Gamma = None,
+    inner_gamma: options.InnerGamma = None,
+    kv: options.Kv = None,
     budget: options.Budget = None,
     sinks: options.Sinks = None,
     shared_noise: options.SharedNoise = None,
     heads: options.HeadsFile = None,
+    draft_model: options.DraftModel = None,
     model: options.ModelOrShape = "demo",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -97,10 +113,13 @@ def bench(
 ) -> None:
     """Measure methods over generated lengths, in interleaved slices: bench.json, bench.csv, bench.md and plots.
 
+    With --suite one of the paper's tables or figures: suite.json, suite.csv, suite.md and a plot.
+
     Exit code 1 if a text is not plain decoding's, or on a regression against --against.
     """
-    from tswift.benchmarking import gate, report
-    from tswift.benchmarking import plots as drawing
+    if suite is not None:
+        return run_suite(context, suite)
+    from tswift.benchmarking import gate, look, report
     from tswift.benchmarking.lineup import line_up
     from tswift.benchmarking.measure import Plan, header, measure
     from tswift.benchmarking.measurement import FINISHED, load_measurement, simulation
@@ -145,7 +164,7 @@ def bench(
     bars = Bars(quiet, not no_progress)
     if simulated:
         bars.say(f"simulated: {simulation(measurement)}")
-    if plots and not drawing.available():
+    if plots and not look.available():
         bars.say("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
         plots = False
 

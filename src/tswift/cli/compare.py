@@ -34,10 +34,14 @@ def compare(
     nodes: options.Nodes = None,
     ngrams: options.Ngrams = None,
     reuse_recent: options.ReuseRecent = None,
+    gamma: options.Gamma = None,
+    inner_gamma: options.InnerGamma = None,
+    kv: options.Kv = None,
     budget: options.Budget = None,
     sinks: options.Sinks = None,
     shared_noise: options.SharedNoise = None,
     heads: options.HeadsFile = None,
+    draft_model: options.DraftModel = None,
     model: options.Model = "demo",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -109,13 +113,14 @@ def compare(
 
 def _grid(comparison: Comparison) -> Grid:
     from tswift.benchmarking.grid import NOTHING, Grid, method_name
+    from tswift.benchmarking.measurement import DRAFTLESS
 
     cut = ", interrupted" if comparison.interrupted else ""
     reference = any(outcome.speedup_over_reference is not None for outcome in comparison.outcomes)
     columns = ["method", "same text as AR", "alpha", "beta", "tokens/step", "passes", "tokens/s", "decode time", "x"]
     rows = []
     for outcome in comparison.outcomes:
-        drafts = not outcome.method.endswith("ar")
+        drafts = outcome.method not in DRAFTLESS
         rows.append(
             [
                 method_name(outcome.method),

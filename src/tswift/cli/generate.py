@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from tswift.models.ranks import Ranks
 
 _ASKED = (
-    *("length", "method", "prompt", "prefill", "seed", "stop_at_eos", "chat", "system", "preset", "gamma"),
-    *("heads", "device", "dtype", "attention", "quantize", "out"),
+    *("length", "method", "prompt", "prefill", "seed", "stop_at_eos", "chat", "system", "preset"),
+    *("heads", "draft_model", "device", "dtype", "attention", "quantize", "out"),
 )
 _NOT_OF_A_RUN = ("out", "resume", "discard_damaged", "verify", "quiet", "no_progress")
 
@@ -30,7 +30,9 @@ _NOT_OF_A_RUN = ("out", "resume", "discard_damaged", "verify", "quiet", "no_prog
 def generate(
     context: typer.Context,
     length: Annotated[int, typer.Option("--len", help="Tokens to generate, exactly.")] = 100_000,
-    method: Annotated[str, typer.Option(help="ar, medusa, tokenswift or reuse: how to draft.")] = "tokenswift",
+    method: Annotated[
+        str, typer.Option(help="ar, medusa, tokenswift, reuse or ar-reference: how to draft.")
+    ] = "tokenswift",
     prompt: options.Prompt = None,
     prefill: options.Prefill = None,
     seed: options.Seed = 0,
@@ -63,16 +65,17 @@ def generate(
         str | None,
         options.option("Drafting", "Candidates per drafted level, as 1,3,3,3. (default: by device)", "--tree"),
     ] = None,
-    gamma: Annotated[
-        int | None, options.option("Drafting", "Heads to use of the default tree, instead of --tree.", "--gamma")
-    ] = None,
     nodes: options.Nodes = None,
     ngrams: options.Ngrams = None,
     reuse_recent: options.ReuseRecent = None,
+    gamma: options.Gamma = None,
+    inner_gamma: options.InnerGamma = None,
+    kv: options.Kv = None,
     budget: options.Budget = None,
     sinks: options.Sinks = None,
     shared_noise: options.SharedNoise = None,
     heads: options.HeadsFile = None,
+    draft_model: options.DraftModel = None,
     model: options.Model = "demo",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",

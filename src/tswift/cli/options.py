@@ -43,9 +43,9 @@ Eta = Annotated[float | None, option(_SAMPLING, "Epsilon of eta sampling. (defau
 Penalty = Annotated[float | None, option(_SAMPLING, "Contextual penalty; 1 is none. (default: 1.2)", "--penalty")]
 Window = Annotated[int | None, option(_SAMPLING, "Tokens it looks back on. (default: 1024)", "--window")]
 
-Methods = Annotated[str, typer.Option(help="Of ar, medusa, tokenswift, reuse; ar is always among them.")]
+Methods = Annotated[str, typer.Option(help="Of ar, medusa, tokenswift, reuse, ar-reference; ar is always among them.")]
 ReferenceAr = Annotated[
-    bool, typer.Option("--with-reference-ar", help="Also plain decoding with expanded K/V and dense masks.")
+    bool, typer.Option("--with-reference-ar", help="Also ar-reference: expanded K/V and dense masks, as published.")
 ]
 Trees = Annotated[
     list[str] | None,
@@ -57,6 +57,19 @@ ReuseRecent = Annotated[
     bool | None,
     option(_DRAFTING, "Reuse text in the penalty window too. (default: no)", "--reuse-recent/--no-reuse-recent"),
 ]
+Gamma = Annotated[
+    int | None,
+    option(
+        _DRAFTING, "Tokens of a drafted chain, or heads to use of the default tree. (default: by method)", "--gamma"
+    ),
+]
+InnerGamma = Annotated[
+    int | None, option(_DRAFTING, "Tokens the small model drafts for triforce's draft. (default: 2)", "--inner-gamma")
+]
+Kv = Annotated[
+    str | None,
+    option(_DRAFTING, "What drafting reads: full, partial, dynamic, streaming, snapkv. (default: by method)", "--kv"),
+]
 Budget = Annotated[int | None, option(_DRAFTING, "Tokens of the partial KV cache. (default: 4096)", "--budget")]
 Sinks = Annotated[int | None, option(_DRAFTING, "First tokens it always holds. (default: 16)", "--sinks")]
 SharedNoise = Annotated[
@@ -66,6 +79,15 @@ SharedNoise = Annotated[
 HeadsFile = Annotated[
     str | None,
     option(_DRAFTING, "chained, conditioned or a file. (default: heads.safetensors beside the model)", "--heads"),
+]
+
+DraftModel = Annotated[
+    str | None,
+    option(
+        _DRAFTING,
+        "Smaller model with the same vocabulary, for methods that draft with one. (default: demo-draft for demo)",
+        "--draft-model",
+    ),
 ]
 
 Model = Annotated[str, typer.Option(help="demo (the bundled model), a folder or a hub id.", rich_help_panel=_MODEL)]
@@ -95,8 +117,8 @@ NoProgress = Annotated[
 
 
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "eta", "penalty", "window")
-_OF_DRAFTING = ("nodes", "ngrams", "reuse_recent", "budget", "sinks", "shared_noise")
-_OF_MODEL = ("heads", "model", "device", "dtype", "attention")
+_OF_DRAFTING = ("nodes", "ngrams", "reuse_recent", "gamma", "inner_gamma", "kv", "budget", "sinks", "shared_noise")
+_OF_MODEL = ("heads", "model", "draft_model", "device", "dtype", "attention")
 
 
 def given(context: typer.Context, names: Sequence[str]) -> dict[str, Any]:
@@ -120,6 +142,11 @@ def drafting(context: typer.Context) -> dict[str, Any]:
     return given(context, _OF_DRAFTING)
 
 
+def model(context: typer.Context) -> dict[str, Any]:
+    """How the model is to be loaded."""
+    return given(context, _OF_MODEL)
+
+
 def entry(context: typer.Context) -> Entry:
     """What is asked of several methods.
 
@@ -127,15 +154,18 @@ def entry(context: typer.Context) -> Entry:
         InputError: no such methods or trees.
     """
     from tswift.benchmarking.lineup import Entry, parse_methods
+    from tswift.benchmarking.measurement import REFERENCE
 
+    methods = parse_methods(context.params["methods"])
+    if context.params["with_reference_ar"] and REFERENCE not in methods:
+        methods = (*methods, REFERENCE)
     return Entry(
-        methods=parse_methods(context.params["methods"]),
+        methods=methods,
         sampling=sampling(context),
         drafting=drafting(context),
         trees=trees(context.params["tree"]),
-        with_reference=context.params["with_reference_ar"],
         simulate_alpha=context.params.get("simulate_alpha"),
-        **given(context, _OF_MODEL),
+        **model(context),
     )
 
 

@@ -17,7 +17,7 @@ from tswift.errors import InputError
 if TYPE_CHECKING:
     from tswift.models.ranks import Ranks
 
-_TOGETHER = ("generate", "train")
+_TOGETHER = ("generate", "train", "train-draft")
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 
 

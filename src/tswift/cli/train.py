@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tswift.cli import options
-from tswift.cli.codes import BAD_INPUT
-from tswift.errors import InputError
+from tswift.cli import options, schedule
 
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
-    from tswift.cli.bars import Bars
-    from tswift.training.train import Outcome
+    from tswift.training.session import Outcome
 
-_HEADS, _ROWS, _SCHEDULE, _RECORDS = "Heads", "Text", "Schedule", "Output"
-_BAR = 42  # columns of a progress bar without its figures
-_PLAN = (
-    *("corpus", "model", "kind", "heads_count", "seq_len", "steps", "minutes", "batch", "accumulate", "lr", "warmup"),
-    *("weight_decay", "objective", "documents", "held_out", "eval_every", "save_every", "save_minutes"),
-    *("alpha_tokens", "seed", "device", "dtype", "attention"),
-)
+_HEADS = "Heads"
+_PLAN = (*schedule.PLAN, "kind", "heads_count", "objective", "alpha_tokens")
 
 
 def train(
     context: typer.Context,
-    corpus: Annotated[
-        str | None,
-        options.option(
-            _ROWS, "Folder of .parquet or .txt files, one such file, or a hub id: emozilla/pg19.", "--corpus"
-        ),
-    ] = None,
+    corpus: schedule.Corpus = None,
     seq_len: Annotated[
         int | None,
-        options.option(_ROWS, "Tokens of a row; only longer documents are used. (default: 8192)", "--seq-len"),
+        options.option(schedule.TEXT, "Tokens of a row; only longer documents are used. (default: 8192)", "--seq-len"),
     ] = None,
-    documents: Annotated[
-        int | None, options.option(_ROWS, "Look at so many documents, evenly spread. (default: all)", "--documents")
-    ] = None,
-    held_out: Annotated[
-        int | None,
-        options.option(_ROWS, "Documents never trained on. (default: 4, a tenth at most)", "--held-out"),
-    ] = None,
+    documents: schedule.Documents = None,
+    held_out: schedule.HeldOut = None,
     kind: Annotated[
         str | None, options.option(_HEADS, "conditioned or chained. (default: conditioned)", "--kind")
     ] = None,
@@ -54,58 +34,39 @@ def train(
         str | None,
         options.option(_HEADS, "text, or distill: the model's own distribution there. (default: text)", "--objective"),
     ] = None,
-    steps: Annotated[int | None, options.option(_SCHEDULE, "Optimizer steps. (default: 200)", "--steps")] = None,
-    minutes: Annotated[
-        float | None, options.option(_SCHEDULE, "Training time, instead of --steps.", "--minutes")
+    steps: schedule.Steps = None,
+    minutes: schedule.Minutes = None,
+    batch: Annotated[
+        int | None, options.option(schedule.SCHEDULE, "Rows forwarded together. (default: 3)", "--batch")
     ] = None,
-    batch: Annotated[int | None, options.option(_SCHEDULE, "Rows forwarded together. (default: 3)", "--batch")] = None,
     accumulate: Annotated[
-        int | None, options.option(_SCHEDULE, "Batches of a step, for each process. (default: 10)", "--accumulate")
-    ] = None,
-    lr: Annotated[float | None, options.option(_SCHEDULE, "Highest learning rate. (default: 0.005)", "--lr")] = None,
-    warmup: Annotated[
         int | None,
-        options.option(_SCHEDULE, "Steps of its rise, a quarter of all at most. (default: 50)", "--warmup"),
+        options.option(schedule.SCHEDULE, "Batches of a step, for each process. (default: 10)", "--accumulate"),
     ] = None,
+    lr: Annotated[
+        float | None, options.option(schedule.SCHEDULE, "Highest learning rate. (default: 0.005)", "--lr")
+    ] = None,
+    warmup: schedule.Warmup = None,
     weight_decay: Annotated[
-        float | None, options.option(_SCHEDULE, "AdamW's. (default: 0.1)", "--weight-decay")
+        float | None, options.option(schedule.SCHEDULE, "AdamW's. (default: 0.1)", "--weight-decay")
     ] = None,
-    seed: Annotated[int | None, options.option(_SCHEDULE, "Of first weights and rows. (default: 0)", "--seed")] = None,
-    model: Annotated[
-        str | None, options.option("Model", "demo, a folder or a hub id. (default: demo)", "--model")
-    ] = None,
-    device: Annotated[
-        str | None, options.option("Model", "auto, cpu, cuda, cuda:1 ... (default: auto)", "--device")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        options.option("Model", "bfloat16, float32 or float64. (default: bfloat16 on CUDA, float32 on CPU)", "--dtype"),
-    ] = None,
-    attention: Annotated[
-        str | None, options.option("Model", "auto, triton, flash or sdpa. (default: auto)", "--attention")
-    ] = None,
+    seed: schedule.Seed = None,
+    model: schedule.Model = None,
+    device: schedule.Device = None,
+    dtype: schedule.Dtype = None,
+    attention: schedule.Attention = None,
     out: Annotated[
-        Path | None, options.option(_RECORDS, "Folder for it all. (default: ./runs/<UTC time>-train)", "--out")
+        Path | None,
+        options.option(schedule.OUTPUT, "Folder for it all. (default: ./runs/<UTC time>-train)", "--out"),
     ] = None,
-    resume: Annotated[
-        Path | None, options.option(_RECORDS, "Go on with the training in this folder.", "--resume")
-    ] = None,
-    eval_every: Annotated[
-        int | None,
-        options.option(
-            _RECORDS, "Steps between scorings of the held-out text; 0 is none. (default: 50)", "--eval-every"
-        ),
-    ] = None,
-    save_every: Annotated[
-        int | None, options.option(_RECORDS, "Steps between checkpoints. (default: by time alone)", "--save-every")
-    ] = None,
-    save_minutes: Annotated[
-        float | None, options.option(_RECORDS, "Most minutes between checkpoints. (default: 10)", "--save-minutes")
-    ] = None,
+    resume: schedule.Resume = None,
+    eval_every: schedule.EvalEvery = None,
+    save_every: schedule.SaveEvery = None,
+    save_minutes: schedule.SaveMinutes = None,
     alpha_tokens: Annotated[
         int | None,
         options.option(
-            _RECORDS,
+            schedule.OUTPUT,
             "Tokens decoded after each held-out text for alpha, before and after; 0 is none. (default: 256)",
             "--alpha-tokens",
         ),
@@ -118,64 +79,27 @@ def train(
     A folder takes heads.safetensors, figures and checkpoints. Under torchrun, gradients of all processes are averaged.
     """
     given = options.given(context, _PLAN)
-    if resume is not None and out is not None:
-        raise InputError("goes on in the folder of --resume", "--out")
-    if resume is None and corpus is None:
-        raise InputError("names a folder of .parquet or .txt files, or a hub id such as emozilla/pg19", "--corpus")
+    schedule.refuse_unclear(corpus, out, resume)
 
     from tswift.cli import tables
-    from tswift.cli.bars import Bars
     from tswift.training import train as training
+    from tswift.training.loop import Show
     from tswift.training.plan import TrainPlan
-    from tswift.training.ranks import find_ranks
 
-    first = find_ranks()[0] == 0
-    bars = Bars(quiet or not first, not no_progress)
-    progress = _Progress(bars)
-    try:
-        with bars:
-            if resume is None:
-                outcome = training.train(TrainPlan(**given), out, progress, context.obj)
-            else:
-                outcome = training.resume(resume, given, progress, context.obj)
-    except InputError:
-        if first:
-            raise
-        raise typer.Exit(BAD_INPUT) from None  # the first process says it
-    if first and outcome.after:
-        tables.show(_grid(outcome))
-    if outcome.signum is not None:
-        bars.say(f"interrupted after step {outcome.steps:,}; tswift train --resume {outcome.folder} goes on")
-        raise typer.Exit(128 + outcome.signum)
-    bars.say(f"written: {outcome.folder / 'heads.safetensors'}")
+    def work(show: Show) -> Outcome:
+        if resume is None:
+            return training.train(TrainPlan(**given), out, show, context.obj)
+        return training.resume(resume, given, show, context.obj)
 
-
-class _Progress:
-    """One bar at a time, with as many of its figures as there is room for."""
-
-    def __init__(self, bars: Bars) -> None:
-        self._bars, self._task = bars, ""
-
-    def say(self, message: str) -> None:
-        self._bars.say(message)
-
-    def update(self, name: str, done: int, total: int, figures: str = "") -> None:
-        if name != self._task:
-            self._task = name
-            self._bars.clear()
-        if sys.stderr.isatty():
-            room = shutil.get_terminal_size().columns - _BAR
-            while len(figures) > room and ", " in figures:
-                figures = figures.rpartition(", ")[0]
-        self._bars.update(name, done, total, figures)
+    schedule.run("train", "heads.safetensors", work, lambda outcome: tables.show(_grid(outcome)), quiet, no_progress)
 
 
 def _grid(outcome: Outcome) -> Grid:
     from tswift.benchmarking.grid import Grid
+    from tswift.training.plan import TrainPlan
 
     before, after, plan = outcome.before, outcome.after, outcome.plan
-    assert before is not None
-    assert after is not None
+    assert isinstance(plan, TrainPlan)
     rows = [
         [
             str(head + 1),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tswift.decoding.sampling import SamplingParams
 from tswift.errors import Fault
-from tswift.kv.full import FullKV
+from tswift.kv.buffer import KVBuffer
 from tswift.models.target import Target
 
 _TOKENS = 512  # looked at together
@@ -25,7 +25,7 @@ def broken(logits: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def not_finite(target: Target, kv: FullKV, text: Sequence[int], logits: Tensor, params: SamplingParams) -> NotFinite:
+def not_finite(target: Target, kv: KVBuffer, text: Sequence[int], logits: Tensor, params: SamplingParams) -> NotFinite:
     """What to say where nothing can be drawn after the token that follows those in the cache. It costs a pass.
 
     Args:
@@ -60,7 +60,7 @@ def not_finite(target: Target, kv: FullKV, text: Sequence[int], logits: Tensor, 
     )
 
 
-def _first_broken(kv: FullKV) -> int | None:
+def _first_broken(kv: KVBuffer) -> int | None:
     """The first token in the cache whose keys or values are not finite in some layer."""
     for start in range(0, kv.length, _TOKENS):
         fine = torch.ones(min(_TOKENS, kv.length - start), dtype=torch.bool, device=kv.keys.device)

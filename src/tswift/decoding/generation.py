@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tswift.decoding.limits import Need, check
-from tswift.decoding.loop import Decoding, Step, Walk
+from tswift.decoding.loop import Decoding
 from tswift.decoding.ranked import AgreedDrafter, in_step
 from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import DraftOptions, make_drafter, resolve
+from tswift.decoding.step import Step, Walk
+from tswift.drafting.methods import DraftOptions, find_method, make_drafter, resolve
 from tswift.errors import InputError
 from tswift.models.loading import LoadedModel
 from tswift.models.ranks import ALONE, Ranks
@@ -91,11 +92,11 @@ def begin(
             raise InputError(f"must be at least {len(written) + 1:,}, got {length:,}{so_far}", "--len")
         if not prompt:
             raise InputError("has no tokens", "--prompt")
-        target = model.target
+        target = model.target.reference() if find_method(method).reference else model.target
         resolved = resolve(method, target, model.heads, options)
-        need = check(target, len(prompt), length, method, resolved)
+        need = check(target, len(prompt), length, method, resolved, draft=model.draft)
         params, stop = ending(params, model.eos_ids, stop_at_eos)
-        drafter = make_drafter(method, target, model.heads, resolved)
+        drafter = make_drafter(method, target, model.heads, resolved, model.draft, len(prompt) + length)
         if ranks.count > 1:
             drafter = AgreedDrafter(drafter.sources, drafter.depth, drafter.limit, ranks)
         decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written)
@@ -120,7 +121,7 @@ def generate(
         model: from :func:`tswift.load`.
         prompt: a text, or its token ids.
         length: tokens to generate, exactly unless ``stop_at_eos``; those in ``written`` count.
-        method: ``ar``, ``medusa``, ``tokenswift`` or ``reuse``.
+        method: one of ``tswift.drafting.methods.METHODS``.
         params: how each token is drawn.
         seed: any integer.
         options: how the method drafts; what it does not use is not looked at.

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tswift.drafting.methods import DraftOptions, find_method, gamma_tree, resolve_for
+from tswift.drafting.methods import DraftOptions, draft_slots, find_method, partial_slots, resolve_for
 from tswift.errors import InputError
+from tswift.models.draft import DRAFT_OPTION
 from tswift.models.memory import available_bytes, gigabytes
-from tswift.models.prospect import foresee
+from tswift.models.prospect import foresee, foresee_draft
 from tswift.models.target import Target
 
 _ROWS = 3  # of scores in float64, for each node of a pass: those, what a filter makes of them, and the noise
@@ -25,7 +26,9 @@ class Need:
         full_bytes: bytes of the full KV cache, slots for the draft tree included.
         partial_bytes: bytes of the partial KV cache that drafting reads; 0 if there is none.
         logits_bytes: bytes of one pass's scores.
-        weight_bytes, heads_bytes: bytes of what is to be loaded first; 0 for what is there already.
+        weight_bytes, heads_bytes, draft_bytes: bytes of what is to be loaded first, model, heads and draft model; 0 for
+            what is there already.
+        draft_kv_bytes: bytes of the draft model's KV cache, at least; 0 if there is none.
     """
 
     positions: int
@@ -34,30 +37,45 @@ class Need:
     logits_bytes: int = 0
     weight_bytes: int = 0
     heads_bytes: int = 0
+    draft_bytes: int = 0
+    draft_kv_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of both caches."""
-        return self.full_bytes + self.partial_bytes
+        """Bytes of all caches."""
+        return self.full_bytes + self.partial_bytes + self.draft_kv_bytes
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of what is to be loaded."""
+        return self.weight_bytes + self.heads_bytes + self.draft_bytes
 
     @property
     def total_bytes(self) -> int:
         """Bytes of everything."""
-        return self.weight_bytes + self.heads_bytes + self.kv_bytes + self.logits_bytes
+        return self.loaded_bytes + self.kv_bytes + self.logits_bytes
 
     def __str__(self) -> str:
         parts = {
             "weights": self.weight_bytes,
             "heads": self.heads_bytes,
+            "draft model": self.draft_bytes,
             "KV": self.full_bytes,
             "drafting KV": self.partial_bytes,
+            "draft model's KV": self.draft_kv_bytes,
             "logits": self.logits_bytes,
         }
         return " + ".join(f"{name} {gigabytes(count)}" for name, count in parts.items() if count)
 
 
 def check(
-    target: Target, prompt: int, length: int, method: str, options: DraftOptions, option: str | None = "--len"
+    target: Target,
+    prompt: int,
+    length: int,
+    method: str,
+    options: DraftOptions,
+    option: str | None = "--len",
+    draft: Target | None = None,
 ) -> Need:
     """What a decode of ``length`` tokens after ``prompt`` tokens needs, now that the model is loaded.
 
@@ -68,12 +86,21 @@ def check(
         method: one of ``METHODS``.
         options: resolved ones.
         option: what the user gave the length with, for the error.
+        draft: the draft model, if there is one.
 
     Raises:
-        InputError: more than the model's positions, or than the free memory of its device.
+        InputError: more than the positions of the model or of its draft model, or than the free memory of its device;
+            or there is no draft model, and the method needs one.
     """
     need = _need(prompt, length, method, options, target.kv_shape.bytes_per_token, target.vocab_size)
     _refuse_positions(f"{prompt:,} prompt tokens", length, need, target.max_positions, option)
+    if find_method(method).draft:
+        if draft is None:
+            raise InputError(f"{method} drafts with a smaller model, and none is loaded", DRAFT_OPTION)
+        _refuse_draft_positions(f"{prompt:,} prompt tokens", length, need, draft.max_positions)
+        need = replace(
+            need, draft_kv_bytes=draft_slots(method, options, need.positions) * draft.kv_shape.bytes_per_token
+        )
     _refuse_memory(need, target.device, option)
     return need
 
@@ -85,11 +112,11 @@ def check_ahead(
     method: str,
     options: DraftOptions,
     *,
-    gamma: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
     attention: str = "auto",
     heads: str | os.PathLike[str] | None = None,
+    draft: str | None = None,
     option: str = "--len",
 ) -> Need:
     """What a decode needs at least, weights included: before the model is loaded. See :func:`tswift.load` for that.
@@ -103,8 +130,8 @@ def check_ahead(
         length: tokens.
         method: one of ``METHODS``.
         options: as asked for.
-        gamma: how many heads the default tree is to use; None for all.
-        device, dtype, attention, heads: as for :func:`tswift.load`.
+        device, dtype, attention, heads, draft: as for :func:`tswift.load`. A draft model that the method does not need
+            is not looked at.
         option: what the user gave the length with, for the error.
 
     Raises:
@@ -112,13 +139,16 @@ def check_ahead(
             another model or that the method lacks, or options that do not fit.
     """
     seen = foresee(model, device=device, dtype=dtype, attention=attention, heads=heads)
-    if seen.heads is not None:
-        if gamma is not None:
-            options = replace(options, tree=gamma_tree(method, seen.device, seen.heads, gamma))
-        options = resolve_for(method, seen.device, seen.most_nodes, seen.heads, options)
+    if seen.heads is not None or "tree" not in find_method(method).uses:
+        options = resolve_for(method, seen.device, seen.most_nodes, seen.heads or 0, options)
     loads = seen.weight_bytes, seen.heads_bytes
     need = _need(prompt, length, method, options, seen.token_bytes, seen.vocab_size, *loads)
     _refuse_positions(f"at least {prompt:,} prompt tokens", length, need, seen.positions, option)
+    if draft is not None and find_method(method).draft:
+        small = foresee_draft(draft, seen, attention)
+        _refuse_draft_positions(f"at least {prompt:,} prompt tokens", length, need, small.positions)
+        kv_bytes = draft_slots(method, options, need.positions) * small.token_bytes
+        need = replace(need, draft_bytes=small.weight_bytes, draft_kv_bytes=kv_bytes)
     _refuse_memory(need, seen.device, option)
     return need
 
@@ -133,8 +163,8 @@ def _need(
     weight_bytes: int = 0,
     heads_bytes: int = 0,
 ) -> Need:
-    nodes = options.nodes or 1
-    partial = options.budget + 1 if "budget" in find_method(method).uses else 0
+    nodes = options.nodes or (options.gamma or 0) + 1
+    partial = partial_slots(method, options)
     slots, scores = prompt + length + nodes, _ROWS * nodes * vocab_size
     logits_bytes = scores * torch.float64.itemsize
     return Need(prompt + length, slots * token_bytes, partial * token_bytes, logits_bytes, weight_bytes, heads_bytes)
@@ -146,11 +176,16 @@ def _refuse_positions(prompt: str, length: int, need: Need, positions: int, opti
         raise InputError(message, option)
 
 
+def _refuse_draft_positions(prompt: str, length: int, need: Need, positions: int) -> None:
+    if need.positions > positions:
+        needed = f"{prompt} and {length:,} new ones need {need.positions:,} positions"
+        raise InputError(f"{needed}, the draft model has {positions:,}", DRAFT_OPTION)
+
+
 def _refuse_memory(need: Need, device: torch.device, option: str | None) -> None:
     free = available_bytes(device)
     if free is None or need.total_bytes <= free:
         return
-    loaded = need.weight_bytes + need.heads_bytes
     # a shorter text would not help
-    option = "--model" if loaded > free else option
+    option = "--model" if need.loaded_bytes > free else option
     raise InputError(f"{need} = {gigabytes(need.total_bytes)}, {device.type} has {gigabytes(free)} free", option)

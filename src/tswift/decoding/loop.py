@@ -1,46 +1,20 @@
-"""The one decode loop: draft a tree, verify it in one target pass, keep what the sampling rule would have drawn.
+"""The one decode loop: prefill, then step by step until the text is as long as wanted.
 
-Plain autoregressive decoding is this loop with a tree of one node. At every node of the tree the rule is applied once,
-at the node's own position and with its own penalty window; the walk from the root follows the drawn tokens. So the text
-is that of plain decoding whatever is drafted.
+Plain autoregressive decoding is this loop with a draft of nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-
-import torch
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from tswift.decoding.finite import not_finite
-from tswift.decoding.sampling import NOTHING, Sampler, SamplingParams
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.step import Step, Undrawn, Walk, advance
 from tswift.drafting.source import Context, Drafter
 from tswift.kv.full import FullKV
-from tswift.models.passes import Forwarded
 from tswift.models.target import Show, Target
-
-Walk = Callable[[DraftTree, Sequence[int]], list[int]]  # as DraftTree.walk: the nodes accepted, root first
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one verification pass added to the text.
-
-    Attributes:
-        tokens: the new tokens: the accepted draft and the one drawn after it.
-        accepted: drafted tokens accepted by the verification.
-        source: the draft source of the last accepted token; empty if none was accepted.
-        nodes: nodes of the draft tree, the root included.
-        seconds: wall time of the step, drafting included.
-    """
-
-    tokens: tuple[int, ...]
-    accepted: int
-    source: str
-    nodes: int
-    seconds: float
 
 
 class Decoding:
@@ -81,8 +55,8 @@ class Decoding:
             raise ValueError(f"length must be at least {len(written) + 1}, got {length}")
         self._target, self._drafter, self._left, self._walk = target, drafter, length - len(written), walk
         sampler = Sampler(params, seed, target.vocab_size, target.device)
-        kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
-        self._context = Context([*prompt, *written], sampler, kv, None, 0)
+        self._kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
+        self._context = Context([*prompt, *written], sampler, self._kv)
         self._last = len(prompt) + length  # positions that may be committed
         self._prefilled = False
 
@@ -100,14 +74,14 @@ class Decoding:
         context = self._context
         started = time.perf_counter()
         context.sampler.extend(context.text)
-        context.last = self._target.prefill(context.text[:-1], context.kv, show)
+        context.last = self._target.prefill(context.text[:-1], self._kv, show)
         self._target.synchronize()
         prefilled = time.perf_counter() - started
         # not before: the text's keys and values must not depend on the sizes that a method prepares
-        self._target.prepare(context.kv, self._drafter.limit)
+        self._target.prepare(self._kv, self._drafter.limit)
         started = time.perf_counter() - prefilled
         if context.last is not None:
-            context.node = len(context.last.hidden) - 1
+            context.path = range(len(context.last.hidden))
         self._drafter.committed(context)
         self._target.synchronize()
         self._prefilled = True
@@ -142,7 +116,7 @@ class Decoding:
         further than one token beyond the length asked for.
         """
         own = self._context
-        kv = own.kv
+        kv = self._kv
         aside = replace(own, text=list(own.text), sampler=own.sampler.copy())
         held = kv.length
         plain = Drafter()
@@ -152,37 +126,8 @@ class Decoding:
             kv.length = held
 
     def _step(self, context: Context, drafter: Drafter, wanted: int, stop: Collection[int], walk: Walk | None) -> Step:
-        started = time.perf_counter()
-        with torch.inference_mode():
-            tree = drafter.propose(context, wanted)
-            forwarded, drawn, path = self._verify(context, tree, walk)
-            if len(tree) > 1 and any(drawn[node] == NOTHING for node in path):
-                # not yet a fault: a drafted token can be too much for the model, and its NaN spreads in the pass
-                tree = DraftTree(context.text[-1], limit=1)
-                forwarded, drawn, path = self._verify(context, tree, walk)
-            if drawn[path[-1]] == NOTHING:
-                logits = self._target.logits(forwarded.hidden)[0]
-                raise not_finite(self._target, context.kv, context.text, logits, context.sampler.params)
-            new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
-            context.kv.commit(path)
-            context.text += new
-            context.sampler.extend(new)
-            context.last, context.node = forwarded, path[-1]
-            drafter.committed(context)
-        ends = [index for index, token in enumerate(new) if token in stop]
-        kept = new[: ends[0] + 1] if ends else new
-        accepted = min(len(path) - 1, len(kept))
-        source = tree.sources[path[accepted]]
-        return Step(tuple(kept), accepted, source, len(tree), time.perf_counter() - started)
-
-    def _verify(self, context: Context, tree: DraftTree, walk: Walk | None) -> tuple[Forwarded, list[int], list[int]]:
-        """One pass over a tree, the token drawn after each of its nodes, and the nodes accepted."""
-        target = self._target
-        tokens = torch.tensor(tree.tokens).to(target.device, non_blocking=True)
-        positions = torch.tensor(tree.depths).to(target.device, non_blocking=True) + context.position
-        ancestors = tree.ancestors().to(target.device, non_blocking=True)
-        forwarded = target.forward(tokens, positions, context.kv, ancestors)
-        seen = context.sampler.seen(tokens, positions, ancestors)
-        places = [context.position + depth + 1 for depth in tree.depths]
-        drawn = context.sampler.draw(target.logits(forwarded.hidden), seen, places)
-        return forwarded, drawn, walk(tree, drawn) if walk else tree.walk(drawn)
+        try:
+            return advance(self._target, context, drafter, wanted, stop, walk)
+        except Undrawn as nothing:
+            params = context.sampler.params
+            raise not_finite(self._target, context.kv, context.text, nothing.logits, params) from None

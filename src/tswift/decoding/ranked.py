@@ -9,7 +9,7 @@ from zlib import crc32
 
 import numpy as np
 
-from tswift.decoding.loop import Step
+from tswift.decoding.step import Step
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.source import Context, Drafter
 from tswift.errors import Fault

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tswift.decoding.loop import Step
+from tswift.decoding.step import Step
 from tswift.drafting.reuse import ReuseSource
 
 _MOST, _LONGEST = 1 << 53, 1e12  # of what is counted, and seconds of a decode

@@ -24,12 +24,13 @@ class DraftTree:
     Attributes:
         tokens, parents, depths: one entry per node.
         sources: which draft source proposed the node first, by name; empty for the root.
+        depth: most tokens along a path below the root.
     """
 
     def __init__(self, root: int, limit: int = 128, depth: int = 128) -> None:
         self.tokens, self.parents, self.depths, self.sources = [root], [-1], [0], [""]
         self._children: dict[tuple[int, int], int] = {}
-        self._limit, self._depth = limit, depth
+        self._limit, self.depth = limit, depth
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -48,7 +49,7 @@ class DraftTree:
         known = self.child(node, token)
         if known is not None:
             return known
-        if self.full or self.depths[node] >= self._depth:
+        if self.full or self.depths[node] >= self.depth:
             return None
         self.tokens.append(token)
         self.parents.append(node)

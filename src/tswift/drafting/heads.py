@@ -1,4 +1,4 @@
-"""Drafting from heads: on the last verification pass (Medusa-style), or on a drafting pass over a partial cache."""
+"""Drafting from heads: on the last verification pass (Medusa-style), or on a drafting pass of the target."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tswift.decoding.sampling import warp
 from tswift.decoding.tree import DraftTree
+from tswift.drafting.levels import Level
 from tswift.drafting.source import Context
-from tswift.kv.partial import PartialKV
 from tswift.models.kinds import Heads
 from tswift.models.passes import Forwarded
 from tswift.models.target import Target
@@ -32,33 +32,31 @@ class LastPass:
         """Nothing to keep up."""
 
 
-class PartialPass:
-    """A drafting pass of the target over a dynamic partial cache (paper, section 3.3).
+class DraftingPass:
+    """A drafting pass of the target, over a partial cache as a rule (paper, section 3.3).
 
     The pass forwards the root, so its own LM head gives the first token. Its keys and values are not kept: the partial
     cache is filled with the exact ones of the verification pass.
+
+    Args:
+        level: the target, and what it reads.
     """
 
     direct = True
 
-    def __init__(self, target: Target, kv: PartialKV) -> None:
-        self._target, self.kv = target, kv
-        target.prepare(kv, kv.SCRATCH)
+    def __init__(self, level: Level) -> None:
+        self._level = level
 
     def read(self, context: Context) -> tuple[Forwarded, int]:
         """The pass and its node, of the root."""
-        device = self._target.device
-        root = torch.tensor([context.text[-1]]).to(device, non_blocking=True)
-        position = torch.tensor([context.position]).to(device, non_blocking=True)
-        return self._target.forward(root, position, self.kv, None), 0
+        target = self._level.target
+        root = torch.tensor([context.text[-1]]).to(target.device, non_blocking=True)
+        position = torch.tensor([context.position]).to(target.device, non_blocking=True)
+        return target.forward(root, position, self._level.cache(context), None), 0
 
     def committed(self, context: Context, most: int) -> None:
-        """Copy the new tokens; select anew when they, or the next step's, do not fit."""
-        new = context.kv.length - self.kv.copied
-        if new + most <= self.kv.room:
-            self.kv.append(context.kv)
-        elif context.last is not None:
-            self.kv.select(context.kv, context.last.queries_at(context.node))
+        """Keep the cache up."""
+        self._level.committed(context, most)
 
 
 class HeadSource:
@@ -80,7 +78,7 @@ class HeadSource:
     name = "heads"
 
     def __init__(
-        self, target: Target, heads: Heads, reader: LastPass | PartialPass, tree: Sequence[int], shared_noise: bool
+        self, target: Target, heads: Heads, reader: LastPass | DraftingPass, tree: Sequence[int], shared_noise: bool
     ) -> None:
         self._target, self._heads, self._reader, self._shared_noise = target, heads, reader, shared_noise
         self._widths = tuple(tree)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
-from tswift.kv.full import FullKV
+from tswift.kv.buffer import KVBuffer
 from tswift.models.passes import Forwarded
 
 
@@ -19,16 +19,21 @@ class Context:
     Attributes:
         text: prompt and generated tokens. The last one is the root of the next draft: known, not yet forwarded.
         sampler: the sampling rule, whose noise and penalty window drafting may use.
-        kv: the full cache, holding all of the text but the root.
+        kv: the cache, holding all of the text but the root: the full one, unless it is a draft that is being decoded.
         last: the last pass over the target; None if there was none.
-        node: which node of that pass drew the root.
+        path: which nodes of that pass are in the text; the last one drew the root.
     """
 
     text: list[int]
     sampler: Sampler
-    kv: FullKV
-    last: Forwarded | None
-    node: int
+    kv: KVBuffer
+    last: Forwarded | None = None
+    path: Sequence[int] = ()
+
+    @property
+    def node(self) -> int:
+        """Which node of the last pass drew the root."""
+        return self.path[-1]
 
     @property
     def position(self) -> int:

@@ -107,7 +107,6 @@ def choose(
     drafting: Mapping[str, Any],
     *,
     model: str | None = None,
-    gamma: bool = False,
 ) -> Chosen:
     """A preset's settings; what was typed wins over them.
 
@@ -116,14 +115,13 @@ def choose(
         method: of decoding.
         sampling, drafting: fields that were typed.
         model: the one that was typed; None for the preset's.
-        gamma: whether ``--gamma`` was typed, which stands in for a tree.
 
     Raises:
         InputError: there is no such preset, or no such method.
     """
     preset = find_preset(name)
     drafted = preset.drafting(method)
-    if gamma:
+    if "gamma" in drafting:  # it stands in for a tree
         drafted.pop("tree", None)
     own = {"model": preset.model, **preset.sampling, **drafted}
     typed = {**({} if model is None else {"model": model}), **sampling, **drafting}

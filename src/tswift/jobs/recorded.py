@@ -39,6 +39,7 @@ class Recorded:
         device, dtype, attention: how it was loaded.
         heads: kind and number of the heads that drafted; None if the model had none.
         quantize: how its weights were quantised while it was loaded; None if they were not.
+        draft: name of the smaller model that drafted; None if there was none.
     """
 
     path: Path
@@ -55,6 +56,7 @@ class Recorded:
     attention: str
     heads: str | None
     quantize: str | None
+    draft: str | None
 
 
 @dataclass(frozen=True)
@@ -217,9 +219,10 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
         "model": model["name"],
         **{name: model[name] for name in ("device", "dtype", "attention", "heads")},
         "quantize": asked.get("quantize"),
+        "draft": None if model.get("draft") is None else model["draft"]["name"],
     }
     for name, value in fields.items():
         kind = int if name in ("seed", "length") else SamplingParams if name == "params" else str
-        if not (isinstance(value, kind) or (name in ("heads", "quantize") and value is None)):
+        if not (isinstance(value, kind) or (name in ("heads", "quantize", "draft") and value is None)):
             raise ValueError(f"its {name} is {value!r:.40}")
     return fields

@@ -11,6 +11,7 @@ from tswift.decoding.generation import begin
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import DraftOptions
 from tswift.errors import InputError
+from tswift.jobs.draft import about_draft, draft_for
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RECORD, RunFolder
 from tswift.jobs.job import FINISHED, Job
@@ -23,7 +24,8 @@ from tswift.models.ranks import ALONE, Ranks
 from tswift.models.shapes import refuse_shape
 
 OPTION = "--resume"
-_MAY_CHANGE = ("length", "nodes", "budget")  # none of them changes a token; memory may want the last two lower
+# None of them changes a token. Memory may want nodes and budget lower.
+_MAY_CHANGE = ("length", "nodes", "budget", "draft_model")
 _MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
 _CALLED = {"length": "len"}
 
@@ -103,7 +105,7 @@ def _resumed(
         stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
     except ValueError as error:
         raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
-    text = TextStream(model.tokenizer)
+    text, draft = TextStream(model.tokenizer), about_draft(model)
     folder = RunFolder.reopen(path, lock, run.prompt, checkpoint, journal, text.add(tokens))
     about = _about(run, length, model.name, asked)
     session = {
@@ -111,10 +113,11 @@ def _resumed(
         "started": now(),
         "command": list(command),
         "drafting": used_options(run.method, generation.options),
+        "draft": draft,
         "environment": environment(model.target.device),
     }
     resumed = [*run.record.get("resumed", ()), session]
-    notes = _notes(saved, len(tokens))
+    notes = [*_notes(saved, len(tokens)), *_other_draft(run, draft)]
     return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes)
 
 
@@ -129,15 +132,19 @@ def _refuse_broken(run: Recorded) -> None:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{run.path / RECORD} is broken: {reason}", OPTION) from None
     plain = isinstance(stops, bool) and (heads is None or isinstance(heads, str))
-    if not (plain and isinstance(drafting, dict) and isinstance(ids, list) and isinstance(resumed, list)):
+    given = asked.get("drafting", {})
+    dicts, lists = (drafting, given), (ids, resumed)
+    if not (plain and all(isinstance(each, dict) for each in dicts) and all(isinstance(each, list) for each in lists)):
         raise InputError(f"{run.path / RECORD} is broken: it has options of other types", OPTION)
 
 
 def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any], free: Sequence[str]) -> None:
     """No option is silently ignored: what was typed is either the run's own or refused."""
     record = run.record
-    known = {**record["options"], **record["sampling"], **record["drafting"]}
-    refuse_unused([run.method], [name for name in asked if name in (*DraftOptions.__dataclass_fields__, "heads")])
+    known = {**record["options"], **record["options"].get("drafting", {}), **record["sampling"], **record["drafting"]}
+    drafting = {name: value for name, value in asked.items() if name in (*DraftOptions.__dataclass_fields__, "heads")}
+    refuse_unused([run.method], {"kv": record["drafting"].get("kv"), **drafting} if drafting else {})
+    draft_for([run.method], run.model, asked.get("draft_model", run.draft))
     for name, value in asked.items():
         own = known.get(name)
         if name in ("device", "dtype", "attention") and value == record["model"][name]:
@@ -172,6 +179,7 @@ def _load(run: Recorded, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel:
         attention=run.attention,
         heads=asked.get("heads", run.record["options"]["heads"]),
         quantize=run.quantize,
+        draft=asked.get("draft_model", run.draft),
         ranks=ranks,
     )
     found, known = identity(model), run.record["model"]
@@ -212,3 +220,10 @@ def _notes(saved: Saved, kept: int) -> list[str]:
     if again:
         notes.append(f"{again:,} tokens behind the last checkpoint are drawn again")
     return notes
+
+
+def _other_draft(run: Recorded, draft: Mapping[str, Any] | None) -> list[str]:
+    """What is to be said of a draft model that is not the one that the run was begun with."""
+    if draft is None or draft["weights"] == (run.record["model"].get("draft") or {}).get("weights"):
+        return []
+    return [f"the draft model {draft['name']} is not the one that the run was begun with; no token depends on it"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from tswift.decoding.generation import begin
 from tswift.decoding.limits import check_ahead
 from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import DraftOptions, find_method, gamma_tree
+from tswift.drafting.methods import FULL, DraftOptions, used
 from tswift.errors import InputError
 from tswift.jobs.chat import read_system, refuse_with_chat, render
+from tswift.jobs.draft import about_draft, draft_for
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RunFolder, default_path
 from tswift.jobs.job import Job
@@ -41,6 +42,7 @@ class Settings:
         sampling: fields of ``SamplingParams`` that were given.
         drafting: fields of ``DraftOptions`` that were given. One that the method does not use is refused.
         model: None for the preset's, or the bundled one.
+        draft_model: None for the bundled one, where the method needs one and the model is the bundled one.
         out: folder for the run; None for one named after the time and the method.
     """
 
@@ -55,9 +57,9 @@ class Settings:
     preset: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     drafting: Mapping[str, Any] = field(default_factory=dict)
-    gamma: int | None = None
     heads: str | None = None
     model: str | None = None
+    draft_model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
@@ -80,26 +82,23 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     params, options = _checked(settings)
     text = read_prompt(settings.prompt)
     system = None if settings.system is None else read_system(settings.system)
+    name = DEMO if settings.model is None else settings.model
     how: dict[str, Any] = {
+        "draft": draft_for([settings.method], name, settings.draft_model),
         "device": settings.device,
         "dtype": settings.dtype,
         "attention": settings.attention,
         "heads": settings.heads,
     }
-    name = DEMO if settings.model is None else settings.model
     if ranks.count == 1 and settings.quantize is None:  # else how much memory it takes is seen when it is loaded
         least = settings.prefill or (BUNDLED_PREFILL if settings.prompt is None else 1)
         larger = "--prefill" if settings.prefill and settings.prefill > settings.length else "--len"
-        given = {"gamma": settings.gamma, "option": larger, **how}
-        check_ahead(name, least, settings.length, settings.method, options, **given)
+        check_ahead(name, least, settings.length, settings.method, options, option=larger, **how)
     path = settings.out or default_path(settings.method)
     refuse_full_disk(path, settings.length, "--out")
     folder = RunFolder.create(path)
     try:
         model = load(name, quantize=settings.quantize, ranks=ranks, **how)
-        if settings.gamma is not None:
-            heads = model.heads.count if model.heads else 0
-            options = replace(options, tree=gamma_tree(settings.method, model.target.device, heads, settings.gamma))
         if settings.preset is not None:
             params = replace(params, banned=banned_ids(settings.preset, model.tokenizer, model.target.vocab_size))
         if settings.chat:
@@ -144,14 +143,14 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
 
 def used_options(method: str, options: DraftOptions) -> dict[str, Any]:
     """The drafting options that a method uses, by name."""
-    used = find_method(method).uses
-    return {name: value for name, value in asdict(options).items() if name in used}
+    return {name: value for name, value in asdict(options).items() if name in used(method, options)}
 
 
 def identity(model: LoadedModel) -> dict[str, Any]:
     """What was loaded and how, down to every bit of its weights."""
-    weights = model.weights or weights_hash(model.target.model)
-    return {**model.about(), "weights": weights, "config": config_hash(model.target.model)}
+    weights, draft = model.weights or weights_hash(model.target.model), about_draft(model)
+    own = {**model.about(), "weights": weights, "config": config_hash(model.target.model)}
+    return own if draft is None else {**own, "draft": draft}
 
 
 def refuse_full_disk(path: Path, tokens: int, option: str) -> None:
@@ -201,22 +200,24 @@ def refuse_below_one(options: Mapping[str, int | None]) -> None:
             raise InputError(f"must be at least 1, got {value}", option)
 
 
-def refuse_unused(methods: Sequence[str], given: Iterable[str]) -> None:
+def refuse_unused(methods: Sequence[str], given: Mapping[str, Any]) -> None:
     """No option is silently ignored: refuse what none of the methods uses.
 
     Args:
         methods: names.
-        given: fields of ``DraftOptions`` that were given, and ``gamma`` and ``heads``.
+        given: fields of ``DraftOptions`` that were given, and ``heads``; None for what was not.
 
     Raises:
         InputError: no such method, or an option for none of them.
     """
-    used = {name for method in methods for name in find_method(method).uses}
-    if "tree" in used:  # heads draft
-        used |= {"gamma", "heads"}
-    for name in given:
-        if name not in used:
+    options = DraftOptions(kv=given.get("kv"))
+    looked_at = {name for method in methods for name in used(method, options)}
+    if "tree" in looked_at:  # heads draft
+        looked_at |= {"gamma", "heads"}
+    for name, value in given.items():
+        if value is not None and name not in looked_at:
             message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
+            message += " with --kv full" if options.kv == FULL else ""
             raise InputError(message, f"--{name.replace('_', '-')}")
 
 
@@ -230,7 +231,6 @@ def _filled(settings: Settings) -> tuple[Settings, Sequence[str]]:
         settings.sampling,
         settings.drafting,
         model=settings.model,
-        gamma=settings.gamma is not None,
     )
     filled = replace(settings, model=chosen.model, sampling=chosen.sampling, drafting=chosen.drafting)
     return filled, chosen.instead
@@ -240,8 +240,6 @@ def _checked(settings: Settings) -> tuple[SamplingParams, DraftOptions]:
     refuse_below_one({"--len": settings.length, "--prefill": settings.prefill})
     refuse_with_chat(settings.chat, settings.prompt, settings.prefill, settings.system)
     refuse_shape(DEMO if settings.model is None else settings.model)
-    typed = [name for name in ("gamma", "heads") if getattr(settings, name) is not None]
-    refuse_unused([settings.method], [*settings.drafting, *typed])
-    if "tree" in settings.drafting and settings.gamma is not None:
-        raise InputError("cannot be given together with --tree", "--gamma")
+    heads = {} if settings.heads is None else {"heads": settings.heads}
+    refuse_unused([settings.method], {**settings.drafting, **heads})
     return sampling_params(settings.sampling), DraftOptions(**settings.drafting)

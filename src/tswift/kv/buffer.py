@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,3 +73,12 @@ class KVBuffer:
         self.keys[layer, :, self.length : end] = keys
         self.values[layer, :, self.length : end] = values
         return self.keys[layer, :, :end], self.values[layer, :, :end]
+
+    def commit(self, slots: Sequence[int]) -> None:
+        """Keep the drafted tokens in these scratch slots, counted from ``length``, in this order."""
+        count = len(slots)
+        if list(slots) != list(range(count)):
+            chosen = torch.tensor(slots).to(self.keys.device, non_blocking=True) + self.length
+            for buffer in (self.keys, self.values):
+                buffer[:, :, self.length : self.length + count] = buffer.index_select(2, chosen)
+        self.length += count

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -20,12 +18,3 @@ class FullKV(KVBuffer):
     def before(self, window: int) -> int:
         """The slots that are too far back for the next token, and so for those after it."""
         return max(0, self.length - window + 1)
-
-    def commit(self, slots: Sequence[int]) -> None:
-        """Keep the drafted tokens in these scratch slots, counted from ``length``, in this order."""
-        count = len(slots)
-        if list(slots) != list(range(count)):
-            chosen = torch.tensor(slots).to(self.keys.device, non_blocking=True) + self.length
-            for buffer in (self.keys, self.values):
-                buffer[:, :, self.length : self.length + count] = buffer.index_select(2, chosen)
-        self.length += count

@@ -1,17 +1,19 @@
-"""The dynamic partial KV cache that drafting reads (paper, section 3.3).
+"""The partial KV cache that drafting reads: a budget of what the full one holds (paper, section 3.3, and its rivals).
 
-A fixed budget holds the first tokens (sinks), those that matter most to the newest query (selected) and the newest ones
-(recent). Keys are cached rotated, so their order in the buffer is free: a new token overwrites the least important
-selected one in place. When the selected ones are used up, everything is selected anew from the full cache.
+The budget holds the first tokens (sinks), those that a policy's score finds to matter most (selected) and the newest
+ones (recent). Keys are cached rotated, so their order in the buffer is free: a new token overwrites another in place.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from tswift.kv.buffer import KVBuffer, KVShape
-from tswift.kv.full import FullKV
+from tswift.kv.policies import POLICIES, Policy
 
 
 class PartialKV(KVBuffer):
@@ -21,23 +23,31 @@ class PartialKV(KVBuffer):
         shape: what one token takes.
         budget: most tokens held; at least 8.
         sinks: how many of the first tokens always stay; at most a quarter of the budget.
+        policy: what else is held.
+        scratch: most tokens that are forwarded over what is held.
 
     Attributes:
         copied: tokens of the full cache that were taken notice of: held, or passed over by a selection.
         selections: how often everything was selected anew.
     """
 
-    SCRATCH = 1  # a drafting pass forwards the root alone
-
-    def __init__(self, shape: KVShape, budget: int = 4096, sinks: int = 16) -> None:
-        super().__init__(shape, budget + self.SCRATCH)
-        self.budget = budget
-        self.sinks = sinks
-        self.recent = (budget - self.sinks) // 4  # newest tokens that every selection takes
+    def __init__(
+        self,
+        shape: KVShape,
+        budget: int = 4096,
+        sinks: int = 16,
+        policy: Policy = POLICIES["dynamic"],
+        scratch: int = 1,
+    ) -> None:
+        super().__init__(shape, budget + scratch)
+        self.budget, self.sinks, self.policy = budget, sinks, policy
+        self.recent = int((budget - sinks) * policy.recent)  # newest tokens that every selection takes
         self.selections = 0
         self.copied = 0
+        self._held = 0  # slots that hold copies; what is behind them was drafted
         self._free = list(range(budget))[::-1]  # slots for new tokens, the next one last
-        slots = budget if shape.placed else 0
+        self._aging: deque[int] = deque()  # slots that new tokens take when none is free, the oldest first
+        slots = self.capacity if shape.placed else 0
         self._places = torch.zeros(shape.layers, shape.heads, slots, dtype=torch.int64, device=shape.device)
 
     @property
@@ -47,41 +57,83 @@ class PartialKV(KVBuffer):
 
     def places(self, layer: int) -> Tensor:
         """``[heads, length]``: every KV head has selected for itself."""
+        drafted = self.length - self._held
+        self._places[:, :, self._held : self.length] = self.copied + torch.arange(drafted, device=self._places.device)
         return self._places[layer, :, : self.length]
 
     def before(self, window: int) -> int:
         """None: the slots are in no order."""
         return 0
 
-    def append(self, full: FullKV) -> None:
-        """Copy the tokens that the full cache has committed since the last call; at most ``room`` of them."""
-        count = full.length - self.copied
-        slots = [self._free.pop() for _ in range(count)]
-        where = torch.tensor(slots, dtype=torch.int64).to(self.keys.device, non_blocking=True)
-        self.keys.index_copy_(2, where, full.keys[:, :, self.copied : full.length])
-        self.values.index_copy_(2, where, full.values[:, :, self.copied : full.length])
-        if self.shape.placed:
-            self._places[:, :, where] = torch.arange(self.copied, full.length, device=where.device)
-        self.length = max(self.length, max(slots, default=-1) + 1)
-        self.copied = full.length
+    def forget(self) -> None:
+        """Take back what was forwarded over what is held, and committed."""
+        self.length = self._held
 
-    def select(self, full: FullKV, queries: Tensor) -> None:
-        """Fill the budget anew: sinks, the newest tokens, and the keys the newest query scores highest.
+    def follow(self, full: KVBuffer, queries: Callable[[], Tensor] | None, most: int) -> None:
+        """Keep up with a full cache that has grown, drafted tokens being forgotten.
 
         Args:
             full: the full cache.
-            queries: ``[layers, query heads, head_dim]``, rotated, of the newest token. A key's importance is its dot
-                product with the query, summed over the query heads of its KV head; each KV head selects for itself.
+            queries: gives those that :meth:`select` takes; None before the first pass.
+            most: tokens that it grows by at most until the next call, for which room is made.
         """
-        text = full.length
+        self.forget()
+        new = full.length - self.copied
+        stays = self.copied > 0 and not self.policy.renews
+        if queries is not None and not stays and (new + most > self.room or not self.policy.renews):
+            self.select(full, queries())
+        else:
+            self.append(full)
+
+    def append(self, full: KVBuffer) -> None:
+        """Copy the tokens that the full cache has committed since the last call.
+
+        Where the policy renews, there are at most ``room`` of them.
+        """
+        places = range(self.copied, full.length)
+        slots = [self._slot(place) for place in places]
+        kept = dict(zip(slots, places, strict=True))  # of many at once the oldest may be overwritten already
+        where, source = (
+            torch.tensor(list(each), dtype=torch.int64).to(self.keys.device, non_blocking=True)
+            for each in (kept.keys(), kept.values())
+        )
+        if len(kept) == len(slots):
+            keys, values = full.keys[:, :, self.copied : full.length], full.values[:, :, self.copied : full.length]
+        else:
+            keys, values = full.keys.index_select(2, source), full.values.index_select(2, source)
+        self.keys.index_copy_(2, where, keys)
+        self.values.index_copy_(2, where, values)
+        if self.shape.placed:
+            self._places[:, :, where] = source
+        self._held = self.length = max(self._held, max(slots, default=-1) + 1)
+        self.copied = full.length
+
+    def _slot(self, place: int) -> int:
+        """Where a new token goes."""
+        slot = self._free.pop() if self._free else self._aging.popleft()
+        if not self.policy.renews and place >= self.sinks:
+            self._aging.append(slot)
+        return slot
+
+    def select(self, full: KVBuffer, queries: Tensor) -> None:
+        """Fill the budget anew: sinks, the newest tokens, and the keys that score highest.
+
+        Args:
+            full: the full cache.
+            queries: ``[layers, query heads, m, head_dim]``, rotated, of the newest tokens. Each KV head selects for
+                itself.
+        """
+        text, shape = full.length, self.shape
         held = min(text, self.budget)
-        shape = self.shape
-        grouped = queries.view(shape.layers, shape.heads, -1, shape.head_dim).sum(2)
         sinks = min(self.sinks, text)
         recent = min(self.recent, text - sinks)
-        middle = full.keys[:, :, sinks : text - recent]
-        importance = torch.matmul(middle, grouped.unsqueeze(-1)).squeeze(-1)
-        best = importance.topk(held - sinks - recent).indices + sinks
+        chosen = held - sinks - recent
+        grouped = queries.unflatten(1, (shape.heads, -1))
+        best = torch.empty(shape.layers, shape.heads, chosen, dtype=torch.int64, device=shape.device)
+        if chosen and self.policy.score is not None:
+            for layer in range(shape.layers):
+                scores = self.policy.score(full.keys[layer, :, sinks : text - recent], grouped[layer])
+                best[layer] = scores.topk(chosen).indices + sinks
         always = [*range(sinks), *range(text - recent, text)]
         fixed = torch.tensor(always, dtype=torch.int64).to(best.device, non_blocking=True)
         fixed = fixed.expand(shape.layers, shape.heads, -1)
@@ -91,6 +143,11 @@ class PartialKV(KVBuffer):
         order = places.unsqueeze(-1).expand(-1, -1, -1, shape.head_dim)
         self.keys[:, :, :held] = full.keys.gather(2, order)
         self.values[:, :, :held] = full.values.gather(2, order)
-        self.length, self.copied = held, text
-        self._free = [*range(len(always), held), *range(held, self.budget)[::-1]]
+        self._held = self.length = held
+        self.copied = text
+        empty = [*range(held, self.budget)[::-1]]
+        if self.policy.renews:  # new tokens take empty slots first, then those of the selected, the last ones first
+            self._free = [*range(len(always), held), *empty]
+        else:
+            self._free, self._aging = empty, deque(range(sinks, len(always)))
         self.selections += 1

@@ -24,9 +24,7 @@ def refuse_other_vocabulary(name: str, draft: Target, tokenizer: Any, model: str
     Raises:
         InputError: another number of tokens, or one token that is another.
     """
-    if draft.vocab_size != target.vocab_size:
-        message = f"{name} has a vocabulary of {draft.vocab_size:,}, {model} has {target.vocab_size:,}"
-        raise InputError(message, DRAFT_OPTION)
+    refuse_other_size(name, draft.vocab_size, model, target.vocab_size)
     if tokenizer is None or known is None:
         return
     ours, theirs = tokenizer.get_vocab(), known.get_vocab()
@@ -36,3 +34,13 @@ def refuse_other_vocabulary(name: str, draft: Target, tokenizer: Any, model: str
     found, wanted = (f"id {ids[token]:,}" if token in ids else "no id" for ids in (ours, theirs))
     message = f"{name} has another vocabulary than {model}: {token!r:.40} has {found} there, {wanted} here"
     raise InputError(message, DRAFT_OPTION)
+
+
+def refuse_other_size(name: str, size: int, model: str, wanted: int) -> None:
+    """Refuse a draft model with another number of tokens than the target has.
+
+    Raises:
+        InputError: it has.
+    """
+    if size != wanted:
+        raise InputError(f"{name} has a vocabulary of {size:,}, {model} has {wanted:,}", DRAFT_OPTION)

@@ -6,7 +6,7 @@ in place and takes the cache's length from the device, so that one CUDA graph of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,9 +70,12 @@ class Forwarded:
     queries: list[Tensor]
     raw: Tensor | None = None
 
-    def queries_at(self, node: int) -> Tensor:
-        """``[layers, query heads, head_dim]`` of one node."""
-        return torch.stack([query[:, node] for query in self.queries])
+    def queries_of(self, nodes: Sequence[int]) -> Tensor:
+        """``[layers, query heads, len(nodes), head_dim]`` of some nodes."""
+        if list(nodes) == list(range(nodes[0], nodes[-1] + 1)):  # no copy of an index to the device
+            return torch.stack([query[:, nodes[0] : nodes[-1] + 1] for query in self.queries])
+        chosen = torch.tensor(nodes).to(self.hidden.device, non_blocking=True)
+        return torch.stack([query.index_select(1, chosen) for query in self.queries])
 
     def before_norm(self, node: int) -> Tensor:
         """``[H]`` of one node, before the final norm."""

@@ -13,6 +13,7 @@ from tswift.attention.backends import BACKENDS, choose
 from tswift.errors import InputError, renamed
 from tswift.models.attached import heads_path
 from tswift.models.description import Description, describe
+from tswift.models.draft import DRAFT_OPTION, refuse_other_size
 from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import HEADS
 from tswift.models.kinds import KINDS
@@ -28,7 +29,9 @@ class Prospect:
     """A model that is not loaded yet.
 
     Attributes:
+        name: as the user named it.
         device: where it will be.
+        dtype: of its weights.
         positions: most tokens, prompt included.
         vocab_size: number of logits.
         weight_bytes: of its weights, heads apart; 0 where nobody can say.
@@ -38,7 +41,9 @@ class Prospect:
         heads_bytes: of their weights.
     """
 
+    name: str
     device: torch.device
+    dtype: torch.dtype
     positions: int
     vocab_size: int
     weight_bytes: int
@@ -68,15 +73,38 @@ def foresee(
         kind = own_dtype(config) if place.type == "cuda" or model.startswith(PREFIX) else torch.float32
     text = config.get_text_config()
     count, parameters = _random(text, heads) if model.startswith(PREFIX) else _heads(model, config, heads)
+    return _prospect(model, config, place, kind, attention, count, parameters)
+
+
+def foresee_draft(draft: str, target: Prospect, attention: str = "auto") -> Prospect:
+    """What :func:`tswift.load` would load to draft for a model that is foreseen.
+
+    Raises:
+        InputError: there is no such model, it cannot be served exactly, or its vocabulary has another size.
+    """
+    try:
+        seen = _prospect(draft, read_config(draft), target.device, target.dtype, attention, 0, 0)
+        refuse_other_size(draft, seen.vocab_size, target.name, target.vocab_size)
+    except InputError as error:
+        raise renamed(error, {"--model": DRAFT_OPTION}) from None
+    return seen
+
+
+def _prospect(
+    model: str, config: Any, place: torch.device, kind: torch.dtype, attention: str, heads: int | None, parameters: int
+) -> Prospect:
+    text = config.get_text_config()
     return Prospect(
+        name=model,
         device=place,
+        dtype=kind,
         positions=max_positions(config),
         vocab_size=text.vocab_size,
         weight_bytes=_parameters(config, model) * kind.itemsize,
         token_bytes=_kv_width(text) * kind.itemsize,
         # what auto chooses may give way to another
         most_nodes=None if attention == "auto" else BACKENDS[choose(attention, kind, place)]().MOST_NODES,
-        heads=count,
+        heads=heads,
         heads_bytes=parameters * kind.itemsize,
     )
 

@@ -114,6 +114,12 @@ def build(out: Path, work: Path, recipe: Recipe) -> None:
     (out / "README.md").write_text(_card(shipped, recipe, facts, figures))
 
 
+def divided(documents: list[str]) -> tuple[list[str], list[str]]:
+    """The documents that are trained on, and the six that never are."""
+    held = range(0, len(documents), 41)[:6]
+    return [text for index, text in enumerate(documents) if index not in held], [documents[index] for index in held]
+
+
 def _claim(path: Path, recipe: Recipe) -> None:
     ours = json.dumps(asdict(recipe), sort_keys=True, indent=1)
     if path.exists() and path.read_text() != ours:
@@ -177,8 +183,7 @@ def _streams(
 ) -> tuple[PreTrainedTokenizerFast, np.ndarray, np.ndarray]:
     if not (work / "held.npy").exists():
         documents = load_documents(corpus)
-        held = documents[::41][:6]
-        kept = [text for index, text in enumerate(documents) if index % 41 or index // 41 >= 6]
+        kept, held = divided(documents)
         tokenizer = train_tokenizer(kept[::4], vocab_size)
         tokenizer.save_pretrained(work / "tokenizer")
         train, held_out = token_stream(kept, tokenizer), token_stream(held, tokenizer)

@@ -1,4 +1,4 @@
-"""A training's folder: ``train.json``, ``metrics.jsonl``, ``checkpoint.safetensors``, in the end ``heads.safetensors``.
+"""A training's folder: ``train.json``, ``metrics.jsonl``, ``checkpoint.safetensors``, and in the end its result.
 
 A checkpoint is one safetensors file, replaced whole: weights, what the optimizers remember, and how far the training
 was. Rows are a function of seed and step, so there is no generator whose state would have to be kept.
@@ -24,7 +24,7 @@ from tswift.jobs.folder import new_folder
 from tswift.jobs.lock import InUse, Lock
 from tswift.reading import MOST_RECORD, read_file
 
-SCHEMA, KIND = 1, "train"
+SCHEMA = 1
 RECORD, METRICS, CHECKPOINT, HEADS = "train.json", "metrics.jsonl", "checkpoint.safetensors", "heads.safetensors"
 _OPTION = "--resume"
 
@@ -34,10 +34,11 @@ class TrainFolder:
 
     Args:
         path: where they are.
+        kind: of training, as its records are called.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, kind: str = "train") -> None:
+        self.path, self._kind = path, kind
         self._made: list[Path] = []
 
     def begin(self) -> None:
@@ -83,7 +84,7 @@ class TrainFolder:
             _refuse_other(path)
             missing = f"{self.path} holds no training: there is no {RECORD} in it"
             found = json.loads(read_file(path, MOST_RECORD, _OPTION, missing))
-            if found["kind"] != KIND or found["schema"] != SCHEMA:
+            if found["kind"] != self._kind or found["schema"] != SCHEMA:
                 raise InputError(f"{path} is of kind {found['kind']}, schema {found['schema']}", _OPTION)
             for name in ("plan", "base", "corpus", "state"):
                 found[name]
@@ -95,7 +96,7 @@ class TrainFolder:
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Write ``train.json``, whole or not at all."""
-        text = json.dumps({"schema": SCHEMA, "kind": KIND, **record}, indent=2, ensure_ascii=False)
+        text = json.dumps({"schema": SCHEMA, "kind": self._kind, **record}, indent=2, ensure_ascii=False)
         write_whole(self.path / RECORD, f"{text}\n".encode())
 
     def write(self, name: str, save: Callable[[Path], None]) -> None:
@@ -129,7 +130,7 @@ class TrainFolder:
             Fault: it cannot be written.
         """
         ours = {name: value.detach().contiguous() for name, value in tensors.items()}
-        about = {"tswift": json.dumps({"kind": KIND, "schema": SCHEMA, "step": step, "seconds": seconds})}
+        about = {"tswift": json.dumps({"kind": self._kind, "schema": SCHEMA, "step": step, "seconds": seconds})}
         self.write(CHECKPOINT, lambda path: save_file(ours, path, metadata=about))
 
     def kept(self) -> tuple[dict[str, Tensor], int, float] | None:

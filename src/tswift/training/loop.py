@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -13,11 +12,10 @@ from tswift.errors import Fault
 from tswift.jobs.signals import Signals
 from tswift.training.documents import Documents
 from tswift.training.folder import TrainFolder
-from tswift.training.held_out import HeldOut
 from tswift.training.loss import RANKS, Tally
-from tswift.training.plan import TrainPlan
+from tswift.training.plan import Schedule
 from tswift.training.ranks import Ranks
-from tswift.training.trainer import HeadTrainer, rate
+from tswift.training.trainer import Trainer, rate
 
 
 class Show(Protocol):
@@ -35,9 +33,9 @@ class Loop:
 
     Args:
         plan: what is asked.
-        trainer: the heads.
-        documents: what they are trained on.
-        held_out: what they are judged on now and then.
+        trainer: what is trained.
+        documents: what it is trained on.
+        score: says now and then how well it does on other texts.
         folder: where checkpoints and figures go.
         ranks: the processes.
         show: who is told of the progress.
@@ -49,16 +47,16 @@ class Loop:
 
     def __init__(
         self,
-        plan: TrainPlan,
-        trainer: HeadTrainer,
+        plan: Schedule,
+        trainer: Trainer,
         documents: Documents,
-        held_out: HeldOut,
+        score: Callable[[], Mapping[str, Any]],
         folder: TrainFolder,
         ranks: Ranks,
         show: Show,
     ) -> None:
         self.step, self.seconds = 0, 0.0
-        self._plan, self._trainer, self._documents, self._held_out = plan, trainer, documents, held_out
+        self._plan, self._trainer, self._documents, self._score = plan, trainer, documents, score
         self._folder, self._ranks, self._show = folder, ranks, show
         self._saved = time.monotonic()
 
@@ -99,7 +97,10 @@ class Loop:
                 return None
             key = (plan.seed, self.step, number * ranks.count + ranks.index)
             ids = torch.from_numpy(self._documents.batch(plan.batch, plan.seq_len, key))
-            tallies.append(self._trainer.learn(ids, of=plan.accumulate, last=number == plan.accumulate - 1))
+            where = plan.positions(key)
+            positions = None if where is None else torch.from_numpy(where)
+            last = number == plan.accumulate - 1
+            tallies.append(self._trainer.learn(ids, positions, of=plan.accumulate, last=last))
         whole = sum(tallies[1:], start=tallies[0])
         ranks.total(whole.loss, whole.hits)
         if not whole.loss.isfinite().all():
@@ -129,8 +130,7 @@ class Loop:
     def _now_and_then(self) -> None:
         plan, ranks = self._plan, self._ranks
         if plan.eval_every and self.step % plan.eval_every == 0 and self._share() < 1 and ranks.first:
-            found = asdict(self._held_out.score(self._trainer.heads))
-            self._folder.log({"step": self.step, "held_out": {name: found[name] for name in ("loss", "top")}})
+            self._folder.log({"step": self.step, "held_out": self._score()})
         by_steps = plan.save_every is not None and self.step % plan.save_every == 0
         if by_steps or time.monotonic() - self._saved >= 60 * plan.save_minutes:
             self._keep()

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from tswift.errors import InputError
 from tswift.models.heads import KINDS
 from tswift.models.shapes import refuse_shape
 from tswift.models.source import DEMO
-from tswift.training.loss import OBJECTIVES
+from tswift.training.loss import OBJECTIVES, TEXT
+
+if TYPE_CHECKING:
+    import numpy as np
 
 STEPS = 200  # of table 9, where nothing else is said
-# what may be another when a training is gone on with: it changes no weight, or by rounding only
-_FREE = {"device", "attention", "eval_every", "save_every", "save_minutes", "alpha_tokens"}
 _MOST_HEADS = 64
 _DTYPES = ("auto", "float32", "float64", "bfloat16")
 
 
 @dataclass(frozen=True)
-class TrainPlan:
-    """A training of heads on a frozen model.
+class Schedule:
+    """What any training is told: on which text, for how long, how fast, and what is kept of it.
 
     Attributes:
         corpus: folder of ``.parquet`` or ``.txt`` files, one such file, or a hub id.
         model: ``demo``, a folder or a hub id.
-        kind: ``chained`` or ``conditioned``.
-        heads_count: how many heads.
         seq_len: tokens of a row.
         steps: optimizer steps; None for 200, or for as many as the minutes allow.
         minutes: training time instead, evaluations apart. Which step is the last one then depends on the machine.
@@ -37,15 +36,13 @@ class TrainPlan:
         accumulate: batches of a step, for each process.
         lr: highest learning rate.
         warmup: steps in which it rises; a quarter of the training at most. Then it falls along a cosine.
-        weight_decay: AdamW's.
-        objective: ``text`` or ``distill``.
+        weight_decay: the optimizers'.
         documents: most documents of the corpus to look at, spread evenly over it; None for all.
         held_out: documents held out; None for four, or a tenth if that is less.
         eval_every: steps between two scorings of the held-out texts; 0 for none between the first and the last.
         save_every: steps between two checkpoints; None for none but those by time.
         save_minutes: most minutes between two checkpoints.
-        alpha_tokens: tokens decoded after each held-out prompt to measure alpha, before and after; 0 for none.
-        seed: of the heads' first weights and of the rows.
+        seed: of the first weights and of the rows.
         device, dtype, attention: as for :func:`tswift.models.loading.load`, but that on CUDA ``auto`` is bfloat16.
 
     Raises:
@@ -54,8 +51,6 @@ class TrainPlan:
 
     corpus: str
     model: str = DEMO
-    kind: str = "conditioned"
-    heads_count: int = 3
     seq_len: int = 8192
     steps: int | None = None
     minutes: float | None = None
@@ -64,30 +59,24 @@ class TrainPlan:
     lr: float = 5e-3
     warmup: int = 50
     weight_decay: float = 0.1
-    objective: str = "text"
     documents: int | None = None
     held_out: int | None = None
     eval_every: int = 50
     save_every: int | None = None
     save_minutes: float = 10.0
-    alpha_tokens: int = 256
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
 
+    FREE: ClassVar[frozenset[str]] = frozenset({"device", "attention", "eval_every", "save_every", "save_minutes"})
+    """What may be another when a training is gone on with: it changes no weight, or by rounding only."""
+
     def __post_init__(self) -> None:
         refuse_shape(self.model)
-        for name, among in (("kind", tuple(KINDS)), ("objective", OBJECTIVES), ("dtype", _DTYPES)):
-            value = getattr(self, name)
-            if value not in among:
-                raise InputError(f"is one of {', '.join(among)}, got {value!r}", option(name))
-        for name, highest in (("heads_count", _MOST_HEADS), ("seed", 2**63 - 1)):
-            if getattr(self, name) > highest:
-                raise InputError(f"must be at most {highest}, got {getattr(self, name)}", option(name))
+        refuse_others(self, {"dtype": _DTYPES})
         least = {
-            "heads_count": 1,
-            "seq_len": self.heads_count + 2,
+            "seq_len": self.shortest,
             "steps": 1,
             "batch": 1,
             "accumulate": 1,
@@ -96,19 +85,20 @@ class TrainPlan:
             "held_out": 1,
             "eval_every": 0,
             "save_every": 1,
-            "alpha_tokens": 0,
             "seed": 0,
         }
-        for name, lowest in least.items():
-            value = getattr(self, name)
-            if value is not None and value < lowest:
-                raise InputError(f"must be at least {lowest}, got {value}", option(name))
+        refuse_outside(self, least, {"seed": 2**63 - 1})
         for name, zero in (("lr", False), ("minutes", False), ("save_minutes", False), ("weight_decay", True)):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
                 raise InputError(f"must be a number {'>= 0' if zero else 'above 0'}, got {value}", option(name))
         if self.steps is not None and self.minutes is not None:
             raise InputError("cannot be given together with --steps", "--minutes")
+
+    @property
+    def shortest(self) -> int:
+        """Fewest tokens that a row can have."""
+        return 2
 
     @property
     def last(self) -> int:
@@ -120,13 +110,21 @@ class TrainPlan:
         """Tokens that a process sees in a step."""
         return self.seq_len * self.batch * self.accumulate
 
-    def settled(self) -> TrainPlan:
+    def positions(self, key: Sequence[int]) -> np.ndarray | None:
+        """Where the tokens of a batch are: ``[batch, seq_len]`` int64; None for 0, 1, ...
+
+        Args:
+            key: as for :meth:`tswift.training.documents.Documents.batch`.
+        """
+        return None
+
+    def settled(self: Plan) -> Plan:
         """The same with the steps said, and with absolute paths: it holds in another working directory, too."""
         model = self.model if self.model == DEMO else _absolute(self.model)
         steps = None if self.minutes is not None else self.last
         return replace(self, model=model, corpus=_absolute(self.corpus), steps=steps)
 
-    def resumed(self, given: Mapping[str, Any], folder: Path) -> TrainPlan:
+    def resumed(self: Plan, given: Mapping[str, Any], folder: Path) -> Plan:
         """The same plan, gone on with; what decides about weights stays as it was.
 
         Args:
@@ -139,11 +137,73 @@ class TrainPlan:
         ours = asdict(self)
         asked = asdict(replace(self, **{"steps": None, "minutes": None, **given}).settled()) if given else {}
         for name in given:
-            if name not in _FREE and asked[name] != ours[name]:
+            if name not in self.FREE and asked[name] != ours[name]:
                 told = "nothing" if ours[name] is None else ours[name]
                 message = f"the training in {folder} was begun with {told}, got {asked[name]}"
                 raise InputError(message, option(name))
-        return replace(self, **{name: value for name, value in given.items() if name in _FREE})
+        return replace(self, **{name: value for name, value in given.items() if name in self.FREE})
+
+
+Plan = TypeVar("Plan", bound=Schedule)
+
+
+@dataclass(frozen=True)
+class TrainPlan(Schedule):
+    """A training of heads on a frozen model.
+
+    Attributes:
+        kind: ``chained`` or ``conditioned``.
+        heads_count: how many heads.
+        objective: ``text`` or ``distill``.
+        alpha_tokens: tokens decoded after each held-out prompt to measure alpha, before and after; 0 for none.
+
+    Raises:
+        InputError: a value outside its range.
+    """
+
+    kind: str = "conditioned"
+    heads_count: int = 3
+    objective: str = TEXT
+    alpha_tokens: int = 256
+
+    FREE: ClassVar[frozenset[str]] = Schedule.FREE | {"alpha_tokens"}
+
+    def __post_init__(self) -> None:
+        refuse_others(self, {"kind": tuple(KINDS), "objective": OBJECTIVES})
+        refuse_outside(self, {"heads_count": 1, "alpha_tokens": 0}, {"heads_count": _MOST_HEADS})
+        super().__post_init__()
+
+    @property
+    def shortest(self) -> int:
+        """Fewest tokens that a row can have: every head looks at one."""
+        return self.heads_count + 2
+
+
+def refuse_others(plan: Schedule, among: Mapping[str, Sequence[str]]) -> None:
+    """Refuse fields that are none of the words they can be.
+
+    Raises:
+        InputError: there is one.
+    """
+    for name, words in among.items():
+        value = getattr(plan, name)
+        if value not in words:
+            raise InputError(f"is one of {', '.join(words)}, got {value!r}", option(name))
+
+
+def refuse_outside(plan: Schedule, least: Mapping[str, int], most: Mapping[str, int]) -> None:
+    """Refuse fields below the least or above the most that they can be; one that is None is fine.
+
+    Raises:
+        InputError: there is one.
+    """
+    for name, highest in most.items():
+        if getattr(plan, name) > highest:
+            raise InputError(f"must be at most {highest}, got {getattr(plan, name)}", option(name))
+    for name, lowest in least.items():
+        value = getattr(plan, name)
+        if value is not None and value < lowest:
+            raise InputError(f"must be at least {lowest}, got {value}", option(name))
 
 
 def option(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Several processes that train the same heads, as torchrun starts them; a single one elsewhere."""
+"""Several processes that train the same weights, as torchrun starts them; a single one elsewhere."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tswift.errors import Fault, InputError
-from tswift.models.heads import Heads
 
 _PATIENCE = timedelta(hours=12)  # one process tokenises and evaluates, the others wait; torchrun ends them if it dies
 
@@ -43,9 +42,9 @@ class Ranks:
         """Whether this is the one that prints and writes."""
         return self.index == 0
 
-    def wrap(self, heads: Heads) -> DistributedDataParallel | None:
-        """The heads, so wrapped that the processes' gradients are averaged; None for a single process."""
-        return DistributedDataParallel(heads) if self.count > 1 else None
+    def wrap(self, module: nn.Module) -> DistributedDataParallel | None:
+        """What is trained, so wrapped that the processes' gradients are averaged; None for a single process."""
+        return DistributedDataParallel(module) if self.count > 1 else None
 
     def highest(self, *values: float) -> tuple[float, ...]:
         """The highest of each value over all processes, so that all decide alike."""

@@ -1,0 +1,142 @@
+"""From a suite and what is asked of it to lineups that are ready to run: one for each of its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tswift.benchmarking.lineup import Lineup, Variant
+from tswift.benchmarking.measurement import BASELINE, REFERENCE
+from tswift.benchmarking.suites.suite import AXIS, Choice, Suite
+from tswift.decoding.generation import ending
+from tswift.decoding.limits import check_ahead
+from tswift.drafting.methods import DraftOptions, find_method, resolve
+from tswift.errors import InputError
+from tswift.jobs.settings import refuse_unused, sampling_params
+from tswift.models.draft import DRAFT_OPTION
+from tswift.models.loading import LoadedModel, load
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a suite besides what it varies.
+
+    Attributes:
+        model: how it is loaded: arguments of ``load``, ``model`` among them.
+        sampling: fields of ``SamplingParams`` that were given.
+        drafting: fields of ``DraftOptions`` but ``tree`` that were given.
+        trees: draft trees by method; one under ``""`` goes to all methods that use a tree.
+        reference: run ``ar-reference``, too.
+    """
+
+    model: Mapping[str, Any]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    drafting: Mapping[str, Any] = field(default_factory=dict)
+    trees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    reference: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """What runs side by side: a setting's texts have one plain decode.
+
+    Attributes:
+        label: its place on the suite's axis; empty where that is its lanes' matter.
+        lineup: the lanes.
+    """
+
+    label: str
+    lineup: Lineup
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A suite on a loaded model.
+
+    Attributes:
+        groups: at least one.
+        missing: labels that cannot run here, and why.
+    """
+
+    suite: Suite
+    groups: tuple[Group, ...]
+    missing: tuple[tuple[str, str], ...]
+
+
+def prepare(suite: Suite, asked: Asked) -> Prepared:
+    """Check what is asked, and load the model.
+
+    A method that cannot run here, as one that needs heads on a model that has none, is left out and said to be missing.
+
+    Raises:
+        InputError: something asked cannot be done, or none of the suite's methods can run.
+    """
+    _refuse(suite, asked)
+    params = [sampling_params({**asked.sampling, **setting.sampling}) for setting in suite.settings]
+    check_ahead(asked.model["model"], 1, 1, BASELINE, DraftOptions(), option="--model", **_ahead(asked.model))
+    model = load(**asked.model)
+    plain = [Variant(BASELINE, BASELINE, DraftOptions())]
+    variants, missing = [], []
+    for choice in suite.choices:
+        label = choice.label or choice.method
+        try:
+            variants.append(Variant(label, choice.method, _options(choice, model, asked)))
+        except InputError as error:
+            missing.append((label, str(error).removeprefix(f"{error.option}: ")))
+    if not variants:
+        raise InputError(f"{suite.name} cannot run on this model: {missing[0][1]}", "--suite")
+    if asked.reference:
+        plain.append(Variant(REFERENCE, REFERENCE, DraftOptions()))
+    groups = []
+    for setting, each in zip(suite.settings, params, strict=True):
+        ended, _ = ending(each, model.eos_ids, stop_at_eos=False)
+        label = setting.label or (model.name if suite.axis == "model" else "")
+        groups.append(Group(label, Lineup(model, ended, (*plain[:1], *variants, *plain[1:]))))
+    return Prepared(suite, tuple(groups), tuple(missing))
+
+
+def _refuse(suite: Suite, asked: Asked) -> None:
+    """No option is silently ignored."""
+    given = [*asked.sampling, *asked.drafting, *(["tree"] if asked.trees else [])]
+    for name in given:
+        if name in suite.own:
+            raise InputError(f"suite {suite.name} sets it itself", f"--{name.replace('_', '-')}")
+    typed = {**asked.drafting, **({"tree": asked.trees[""]} if "" in asked.trees else {})}
+    heads = {"heads": asked.model["heads"]} if asked.model.get("heads") is not None else {}
+    refuse_unused(suite.methods, {**typed, **heads})
+    for method in asked.trees:
+        if method and (method not in suite.methods or "tree" not in find_method(method).uses):
+            raise InputError(f"is given for {method}, which suite {suite.name} does not run or has no tree", "--tree")
+    if asked.reference and not (suite.axis == "method" and suite.along == AXIS):
+        raise InputError(f"suite {suite.name} compares no methods", "--with-reference-ar")
+    DraftOptions(**asked.drafting)  # what is out of range is told before a model is loaded
+
+
+def _options(choice: Choice, model: LoadedModel, asked: Asked) -> DraftOptions:
+    """A choice's resolved options."""
+    if find_method(choice.method).draft and model.draft is None:
+        raise InputError(f"{choice.method} drafts with a smaller model, and there is none", DRAFT_OPTION)
+    tree = asked.trees.get(choice.method, asked.trees.get(""))
+    given = {**asked.drafting, **({} if tree is None else {"tree": tree}), **choice.drafting}
+    if "tree" in choice.drafting and model.heads is not None:
+        given["nodes"] = nodes_of(choice.drafting["tree"], model.heads.conditioned)
+    return resolve(choice.method, model.target, model.heads, DraftOptions(**given))
+
+
+def nodes_of(tree: tuple[int, ...], conditioned: bool) -> int:
+    """How many nodes a tree has, root included.
+
+    Args:
+        tree: candidates per level.
+        conditioned: a level's candidates follow the best one of the level before, not every one.
+    """
+    nodes, last = 1, 1
+    for width in tree:
+        last = width if conditioned else last * width
+        nodes += last
+    return nodes
+
+
+def _ahead(model: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in model.items() if name in ("device", "dtype", "attention", "heads")}

@@ -1,0 +1,61 @@
+"""Drafting a chain of tokens by decoding it: by a small model, or by the target over less than its full cache.
+
+The chain is decoded as any text is, by the same steps with the same sampling rule; so what it is drafted from may in
+turn have been drafted, by a model that is smaller still (TriForce, Sun et al., 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tswift.decoding.step import Undrawn, advance
+from tswift.decoding.tree import DraftTree
+from tswift.drafting.levels import Level
+from tswift.drafting.source import Context, Drafter
+
+
+class ChainSource:
+    """A chain below the root.
+
+    Args:
+        name: of the source.
+        level: the model that decodes it, and over what.
+        gamma: tokens of the chain.
+        drafter: what the chain is drafted from; of nothing it is decoded token by token.
+        shared_noise: draw the chain's tokens with the noise the target will draw with; otherwise take the likeliest.
+    """
+
+    def __init__(self, name: str, level: Level, gamma: int, drafter: Drafter, shared_noise: bool) -> None:
+        self.name = name
+        self._level, self._gamma, self._drafter, self._shared_noise = level, gamma, drafter, shared_noise
+
+    def start(self, context: Context) -> None:
+        """Nothing: the host has to see each token before the next is decoded."""
+
+    def propose(self, tree: DraftTree, context: Context) -> None:
+        """Decode the chain, and take all of it back."""
+        wanted = min(self._gamma, tree.depth)
+        if not wanted:
+            return
+        root = len(context.text)
+        kv = self._level.cache(context)
+        sampler = context.sampler.copy()
+        if not self._shared_noise:
+            sampler.params = replace(sampler.params, temperature=0.0)
+        aside = replace(context, sampler=sampler, kv=kv, last=None, path=())
+        try:
+            while (drafted := len(context.text) - root) < wanted:
+                advance(self._level.target, aside, self._drafter, wanted - drafted)
+        except Undrawn:  # not for a draft to complain of: the target's own pass will tell
+            pass
+        finally:
+            self._level.leave(context)
+            chain = context.text[root:]
+            del context.text[root:]
+        tree.add(chain, self.name)
+
+    def committed(self, context: Context, most: int) -> None:
+        """Keep the level's cache up."""
+        self._level.committed(context, most)
+        for source in self._drafter.sources:
+            source.committed(context, most)

@@ -1,0 +1,194 @@
+"""``tswift bench --suite`` from the outside: every suite at tiny scale, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from tests.conftest import SENTENCES
+from tswift.benchmarking.grid import NOTHING
+from tswift.benchmarking.quality import QUALITY
+from tswift.benchmarking.schema import bench_schema
+from tswift.benchmarking.statistics import Figure
+from tswift.benchmarking.suites.catalogue import SUITES
+from tswift.benchmarking.suites.figures import SHOWN
+from tswift.benchmarking.suites.suite import PREFILL
+
+SMALL = ("--prefill", 8, "--lens", "6,12", "--warmup", 0)
+PREFILLS = (4, 6, 9)  # in place of those that a suite varies
+DRAWN = ("table7", "table8", "figure1", "figure4")  # one of each kind of plot
+
+
+@pytest.fixture
+def suite(tswift, checkpoint, tmp_path, load_once):
+    text = tmp_path / "prompt.txt"
+    text.write_text(" ".join(SENTENCES[:4]))
+    return lambda name, *words: tswift("bench", "--suite", name, "--model", checkpoint, "--prompts", text, *words)
+
+
+@pytest.fixture
+def small(suite, monkeypatch):
+    """A suite at tiny scale: two of its settings, and if it varies the prefill, on a smaller scale."""
+
+    def run(name, *words):
+        monkeypatch.setitem(vars(SUITES[name]), "settings", SUITES[name].settings[:2])
+        if SUITES[name].along == PREFILL:
+            monkeypatch.setitem(vars(SUITES[name]), "prefills", PREFILLS)
+            return suite(name, *SMALL[2:], *words)
+        return suite(name, *SMALL, *words)
+
+    return run
+
+
+def table_of(markdown: str) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the first table."""
+    lines = [line.strip("| \n") for line in markdown.splitlines() if line.startswith("|")]
+    split = [[cell.strip() for cell in line.split(" | ")] for line in lines]
+    end = next(i for i, line in enumerate(split) if i > 1 and len(line) != len(split[0]))
+    return split[0], split[2:end]
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_suite_from_end_to_end(small, name):
+    result = small(name, "--out", "s", *["--no-plots"] * (name not in DRAWN))
+    assert result.code == 0, result.err
+    written = {"suite.json", "suite.csv", "suite.md", *["suite.html"] * SUITES[name].texts}
+    assert {path.name for path in Path("s").iterdir()} == written | (
+        {"suite.png", "suite.svg"} if name in DRAWN else set()
+    )
+    record = json.loads(Path("s/suite.json").read_text())
+    assert (record["schema"], record["kind"], record["suite"], record["state"]) == (1, "suite", name, "finished")
+    places, missing = {row["axis"] for row in record["rows"]}, {each["label"] for each in record["missing"]}
+    assert places >= {*SUITES[name].labels} - missing
+    assert not places & missing
+    for group in record["groups"]:
+        jsonschema.validate(group["measurement"], bench_schema())
+        for sample in group["measurement"]["samples"]:
+            assert sample["same_as_ar"] is (None if sample["method"] == "ar" else True)
+            for point in sample["points"]:
+                assert tuple(point["quality"]) == QUALITY
+    markdown = Path("s/suite.md").read_text()
+    assert record["conclusion"]["lines"][0].startswith("Conclusion: ")
+    for line in record["conclusion"]["lines"]:
+        assert line in markdown
+    check_table(name, record, *table_of(markdown))
+    lines = list(csv.DictReader(Path("s/suite.csv").read_text().splitlines()))
+    assert len(lines) == len(record["rows"]) + len(record["published"])
+    for line, row in zip(lines, [*record["rows"], *record["published"]], strict=True):
+        for figure, values in row["figures"].items():
+            assert line[f"{figure}_mean"] == ("" if values["mean"] is None else f"{values['mean']:.9g}")
+    text = result.out.decode()
+    assert record["conclusion"]["lines"][0] in text
+
+
+def check_table(name, record, head, lines):
+    """Every measured number of the table is the one in the JSON, and every one of the JSON is in the table."""
+    found = SUITES[name]
+
+    def texts(row):
+        figures = [Figure(*(row["figures"][figure][part] for part in ("n", "mean", "std"))) for figure in found.columns]
+        return [SHOWN[figure].text(value) for figure, value in zip(found.columns, figures, strict=True)]
+
+    if found.wide:
+        expected = {}
+        for row in record["rows"]:
+            expected.setdefault((f"{row['prefill']:,}", f"{row['length']:,}"), []).extend(texts(row))
+        measured = [line for line in lines if line[0] == "here"]
+        shown = {tuple(line[1:3]): [cell for cell in line[3:] if cell != NOTHING] for line in measured}
+        assert shown == expected
+        assert len(measured) == len(expected)
+    else:
+        place = head.index("prefill")
+        mine = [line for line in lines if "source" not in head or line[1] == "here"]
+        assert [line[place + 2 :] for line in mine] == [texts(row) for row in record["rows"]]
+        assert [line[place : place + 2] for line in mine] == [
+            [f"{row['prefill']:,}", f"{row['length']:,}"] for row in record["rows"]
+        ]
+    if record["published"]:
+        assert any("paper" in line[:2][0] or "paper" in line[1] for line in lines)
+
+
+def test_texts_of_the_case_study(small):
+    result = small("case-study", "--out", "s", "--no-plots")
+    record = json.loads(Path("s/suite.json").read_text())
+    assert [(text["label"], len(text["tokens"])) for text in record["texts"]] == [("with penalty", 12), ("without", 12)]
+    html = Path("s/suite.html").read_text()
+    assert html.count("<section>") == 2
+    assert "with penalty: " in result.out.decode()
+
+
+def test_reference_style_decoding_beside_methods(small):
+    assert small("figure1", "--out", "s", "--no-plots", "--with-reference-ar").code == 0
+    assert "| AR, reference style | here |" in Path("s/suite.md").read_text()
+
+
+def test_options_that_a_suite_does_not_vary_count(small):
+    words = ("--penalty", 1.1, "--seeds", "3,4", "--ngrams", 5, "--ar", "sampled", "--repeats", 2, "--tree", "2,1")
+    assert small("table4", "--out", "s", "--no-plots", *words).code == 0
+    record = json.loads(Path("s/suite.json").read_text())
+    (group,) = record["groups"]
+    workload = group["measurement"]["workload"]
+    assert (workload["sampling"]["penalty"], workload["seeds"], workload["ar"]) == (1.1, [3, 4], "sampled")
+    assert workload["drafting"]["tokenswift"]["ngrams"] == 5
+    assert workload["drafting"]["tokenswift"]["tree"] == [2, 1]
+    assert [row["figures"]["alpha"]["n"] for row in record["rows"]] == [2] * 2
+    assert [row["figures"]["speedup"]["n"] for row in record["rows"]] == [4] * 2
+
+
+def test_what_cannot_run_is_left_out_and_said(small, checkpoint, tmp_path):
+    bare = shutil.copytree(checkpoint, tmp_path / "bare")
+    (bare / "heads.safetensors").unlink()
+    result = small("table3", "--out", "s", "--no-plots", "--model", bare)
+    assert result.code == 0
+    assert "medusa is left out: medusa drafts with heads and the model has none" in result.err
+    missing = [each["label"] for each in json.loads(Path("s/suite.json").read_text())["missing"]]
+    assert missing == ["medusa", "triforce", "standalone", "tokenswift"]
+    assert "Left out: triforce, since triforce drafts with a smaller model" in Path("s/suite.md").read_text()
+    result = small("table12", "--out", "t", "--no-plots", "--model", bare)
+    assert result.code == 2
+    assert (
+        "--suite: table12 cannot run on this model: tokenswift drafts with heads and the model has none" in result.err
+    )
+    assert not Path("t").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("table2", (), "--suite: no suite 'table2'; there are table1, table3, table4, table5"),
+        ("table5", ("--ngrams", 3), "--ngrams: suite table5 sets it itself"),
+        ("table7", ("--tree", "1,1"), "--tree: suite table7 sets it itself"),
+        ("table7", ("--nodes", 9), "--nodes: suite table7 sets it itself"),
+        ("table8", ("--penalty", 1.1), "--penalty: suite table8 sets it itself"),
+        ("table12", ("--top-p", 0.8), "--top-p: suite table12 sets it itself"),
+        ("table13", ("--temperature", 0), "--temperature: suite table13 sets it itself"),
+        ("table14", ("--prefill", 8), "--prefill: suite table14 sets it itself"),
+        ("table15", ("--window", 8), "--window: suite table15 sets it itself"),
+        ("table3", ("--methods", "ar"), "--methods: suite table3 sets it itself"),
+        ("table3", ("--simulate-alpha", 0.5), "--simulate-alpha: cannot be given together with --suite"),
+        ("table3", ("--against", "x"), "--against: cannot be given together with --suite"),
+        ("table3", ("--fail-on", "alpha"), "--fail-on: cannot be given together with --suite"),
+        ("table3", ("--force",), "--force: cannot be given together with --suite"),
+        ("table3", ("--paper",), "--paper: cannot be given together with --suite"),
+        ("table12", ("--with-reference-ar",), "--with-reference-ar: suite table12 compares no methods"),
+        ("table12", ("--tree", "medusa=1,1"), "--tree: is given for medusa, which suite table12 does not run"),
+        ("table12", ("--min-p", 7), "--min-p: suite table12 sets it itself"),
+        ("table12", ("--budget", 3), "--budget: must be at least 64, got 3"),
+        ("table12", ("--lens", "5,5"), "--lens: names 5 twice"),
+        ("table12", ("--model", "shape:llama3.1-8b"), "--model: "),
+        ("table12", ("--lens", "5000"), "--lens: "),
+        ("table12", ("--ar", "some"), "--ar: is full or sampled"),
+    ],
+)
+def test_what_is_refused(suite, name, words, message):
+    words = (*SMALL[2:], *words) if name == "table14" else (*SMALL, *words)
+    result = suite(name, *words, "--out", "s")
+    assert result.code == 2, result
+    assert result.err.count("\n") == 1
+    assert message in result.err
+    assert not Path("s").exists()

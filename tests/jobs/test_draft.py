@@ -1,0 +1,151 @@
+"""A smaller model that a job drafts with: which one, what it needs, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import make_checkpoint
+from tswift.benchmarking.lineup import Entry, line_up
+from tswift.decoding.generation import begin
+from tswift.decoding.limits import check_ahead
+from tswift.drafting.methods import METHODS, DraftOptions, Method
+from tswift.drafting.source import Drafter
+from tswift.errors import InputError
+from tswift.jobs.draft import draft_for
+from tswift.jobs.resume import resume
+from tswift.jobs.settings import Settings, start
+from tswift.models.loading import load
+
+PROMPT = "The ship had lain three days becalmed, and nobody spoke."
+
+
+@pytest.fixture(autouse=True)
+def with_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that wants a smaller model, and does nothing with it."""
+    monkeypatch.setitem(METHODS, "with-small", Method(lambda *given: Drafter(), frozenset({"budget"}), draft=True))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    return make_checkpoint(tmp_path_factory.mktemp("small") / "m", **changes)
+
+
+def _settings(checkpoint: Path, tmp_path: Path, **changes: object) -> Settings:
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    asked = {"length": 6, "method": "with-small", "prompt": str(tmp_path / "prompt.txt"), "out": tmp_path / "run"}
+    return Settings(**{**asked, "model": str(checkpoint), **changes})  # type: ignore[arg-type]
+
+
+def test_which_one() -> None:
+    assert draft_for(["ar", "tokenswift"], "demo", None) is None
+    assert draft_for(["ar", "with-small"], "demo", None) == "demo-draft"
+    assert draft_for(["ar", "with-small"], "demo", "mine") == "mine"
+    assert draft_for(["with-small"], "theirs", "mine") == "mine"
+    with pytest.raises(InputError, match=r"^--draft-model: names a smaller model .* theirs, which with-small needs$"):
+        draft_for(["ar", "with-small"], "theirs", None)
+    with pytest.raises(InputError, match=r"^--draft-model: tokenswift does not use it$"):
+        draft_for(["tokenswift"], "demo", "mine")
+    with pytest.raises(InputError, match=r"^--draft-model: none of ar, reuse uses it$"):
+        draft_for(["ar", "reuse"], "demo", "mine")
+
+
+def test_a_run_keeps_its_name_and_weights(checkpoint: Path, small: Path, tmp_path: Path) -> None:
+    job = start(_settings(checkpoint, tmp_path, draft_model=str(small)), ["tswift"])
+    assert job.model.draft is not None
+    job.run(lambda *given: None)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["options"]["draft_model"] == str(small)
+    assert record["model"]["draft"]["name"] == str(small)
+    assert re.fullmatch("[0-9a-f]{64}", record["model"]["draft"]["weights"])
+    plain = start(_settings(checkpoint, tmp_path, method="ar", out=tmp_path / "plain"), ["tswift"])
+    assert plain.model.draft is None
+    plain.run(lambda *given: None)
+    assert "draft" not in json.loads((tmp_path / "plain" / "run.json").read_text())["model"]
+    assert (tmp_path / "plain" / "tokens.u32").read_bytes() == (tmp_path / "run" / "tokens.u32").read_bytes()
+
+
+def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(checkpoint: Path, small: Path, tmp_path: Path) -> None:
+    own = make_checkpoint(tmp_path / "own", hidden_size=16, num_hidden_layers=1, intermediate_size=48)
+    job = start(_settings(checkpoint, tmp_path, draft_model=str(own)), ["tswift"])
+    job.run(lambda *given: None)
+    going_on = resume(tmp_path / "run", {"length": 8}, False, ["tswift"])
+    assert going_on is not None
+    assert going_on.model.draft_name == str(own)
+    assert not [note for note in going_on.notes if "draft model" in note]
+    going_on.run(lambda *given: None)
+    weights = load_file(own / "model.safetensors")
+    weights["model.norm.weight"] += 0.5
+    save_file(weights, own / "model.safetensors", {"format": "pt"})
+    for asked, name in (({}, own), ({"draft_model": str(small)}, small)):
+        length = 10 if name is own else 12
+        going_on = resume(tmp_path / "run", {"length": length, **asked}, False, ["tswift"])
+        assert going_on is not None
+        said = f"the draft model {name} is not the one that the run was begun with; no token depends on it"
+        assert said in going_on.notes
+        going_on.run(lambda *given: None)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert [session["draft"]["name"] for session in record["resumed"]] == [str(own), str(own), str(small)]
+    with pytest.raises(InputError, match=r"^--draft-model: there is no folder '/nowhere'$"):
+        resume(tmp_path / "run", {"length": 14, "draft_model": "/nowhere"}, False, ["tswift"])
+
+
+def test_a_resumed_run_that_needs_none_takes_none(checkpoint: Path, small: Path, tmp_path: Path) -> None:
+    job = start(_settings(checkpoint, tmp_path, method="ar"), ["tswift"])
+    job.run(lambda *given: None)
+    with pytest.raises(InputError, match=r"^--draft-model: ar does not use it$"):
+        resume(tmp_path / "run", {"length": 8, "draft_model": str(small)}, False, ["tswift"])
+
+
+def test_what_it_needs_is_foreseen(checkpoint: Path, small: Path) -> None:
+    options = DraftOptions(budget=64)
+    model = load(str(checkpoint), dtype="float64", draft=str(small))
+    assert model.draft is not None
+    ahead = check_ahead(str(checkpoint), 3, 50, "with-small", options, dtype="float64", draft=str(small))
+    need = begin(model, [1, 2, 3], 50, method="with-small", options=options).need
+    assert (need.draft_bytes, ahead.draft_bytes) == (0, sum(w.nbytes for w in model.draft.model.parameters()))
+    assert ahead.draft_kv_bytes == need.draft_kv_bytes == 53 * model.draft.kv_shape.bytes_per_token
+    assert ahead.total_bytes == need.total_bytes + ahead.weight_bytes + ahead.heads_bytes + ahead.draft_bytes
+    assert "draft model" in str(ahead)
+    plain = check_ahead(str(checkpoint), 3, 50, "ar", options, draft=str(small))
+    assert (plain.draft_bytes, plain.draft_kv_bytes) == (0, 0)
+
+
+def test_too_few_positions(checkpoint: Path, small: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        check_ahead(str(checkpoint), 3, 62, "with-small", DraftOptions(), draft=str(small))
+    wanted = "--draft-model: at least 3 prompt tokens and 62 new ones need 65 positions, the draft model has 64"
+    assert str(caught.value) == wanted
+    model = load(str(checkpoint), draft=str(small))
+    begin(model, [1, 2, 3], 61, method="with-small")
+    begin(model, [1, 2, 3], 62, method="ar")  # which does not look at it
+    with pytest.raises(InputError, match=r"^--draft-model: 3 prompt tokens and 62 new ones need 65 positions"):
+        begin(model, [1, 2, 3], 62, method="with-small")
+    with pytest.raises(InputError, match=r"^--draft-model: with-small drafts with a smaller model, and none is loaded"):
+        begin(load(str(checkpoint)), [1, 2, 3], 5, method="with-small")
+
+
+def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", vocab_size=321)
+    with pytest.raises(InputError, match=r"^--draft-model: .* has a vocabulary of 321, .* has 320$"):
+        check_ahead(str(checkpoint), 3, 5, "with-small", DraftOptions(), draft=str(other))
+    with pytest.raises(InputError, match=r"^--draft-model: there is no folder '/nowhere'$"):
+        check_ahead(str(checkpoint), 3, 5, "with-small", DraftOptions(), draft="/nowhere")
+
+
+def test_methods_side_by_side(checkpoint: Path, small: Path) -> None:
+    entry = Entry(("ar", "with-small"), model=str(checkpoint), draft_model=str(small))
+    lineup = line_up(entry)
+    assert lineup.model.draft is not None
+    lanes = lineup.lanes([1, 2, 3], 20, 0)
+    assert lanes[1].generation is not None
+    assert lanes[1].generation.need.draft_kv_bytes > 0
+    with pytest.raises(InputError, match=r"^--draft-model: none of ar, reuse uses it$"):
+        line_up(Entry(("ar", "reuse"), model=str(checkpoint), draft_model=str(small)))
+    with pytest.raises(InputError, match=r"^--draft-model: names a smaller model"):
+        line_up(Entry(("ar", "with-small"), model=str(checkpoint)))
