@@ -162,6 +162,17 @@ def test_a_tree_goes_to_its_method(checkpoint):
     assert lineup.drafting()["reuse"]["ngrams"] == 7
 
 
+def test_what_cannot_fit_is_refused_before_the_model_is_loaded(checkpoint, monkeypatch):
+    import tswift.benchmarking.lineup as module
+
+    monkeypatch.setattr(module, "load", lambda *given, **how: pytest.fail("it was loaded"))
+    entry = Entry(("ar", "reuse"), model=str(checkpoint))
+    with pytest.raises(
+        InputError, match=r"^--lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions"
+    ):
+        line_up(entry, 100, 4000, "--lens")
+
+
 def test_what_does_not_fit_together_is_refused(checkpoint, monkeypatch):
     import tswift.benchmarking.lineup as module
 

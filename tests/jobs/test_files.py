@@ -20,9 +20,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     path = tmp_path / "file"
     path.write_bytes(b"old")
     monkeypatch.setattr(files, "os", FaultyOs(call, fault))
+    named = None
     try:
         write_whole(path, b"new and longer")
-    except OSError:
+    except OSError as error:
+        named = error.filename
+    if named:
+        assert named == str(path)
         assert path.read_bytes() == b"old"
     else:
         assert fault == "full"  # there is room for everything but what is written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,6 +170,16 @@ def test_killed_before_the_first_checkpoint(tiny: Tiny, whole: Path, tmp_path: P
     same_weights(out, whole)
 
 
+def test_a_model_and_a_corpus_that_were_moved(tiny: Tiny, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    train(plan_of(tiny, eval_every=2), out, StopAt(2, signal.SIGINT))
+    moved = {name: str(shutil.copytree(getattr(tiny, name), tmp_path / name)) for name in ("model", "corpus")}
+    assert resume(out, moved).steps == STEPS
+    same_weights(out, whole)
+    plan = json.loads((out / RECORD).read_text())["plan"]
+    assert {name: plan[name] for name in moved} == moved
+
+
 def test_time_can_end_it(tiny: Tiny, tmp_path: Path) -> None:
     outcome = train(plan_of(tiny, steps=None, minutes=0.5 / 60, warmup=10_000), tmp_path / "out")
     lines = [line for line in lines_of(tmp_path / "out") if "loss" in line]
@@ -188,8 +199,11 @@ def test_an_option_that_decides_about_weights_cannot_change(tiny: Tiny, tmp_path
         told = "nothing" if began is None else began
         with pytest.raises(InputError, match=rf"^--{name}: the training in .* was begun with {told}, got {value}$"):
             resume(out, {name: value})
-    with pytest.raises(InputError, match=r"^--corpus: the training in "):
-        resume(out, {"corpus": str(tiny.model)})
+    shutil.copytree(tiny.corpus, tmp_path / "corpus")
+    with max((tmp_path / "corpus").iterdir(), key=lambda path: path.stat().st_size).open("a") as text:
+        text.write(" And one word more.")
+    with pytest.raises(InputError, match=r"^--corpus: the corpus changed since the training in "):
+        resume(out, {"corpus": str(tmp_path / "corpus")})
     assert (out / CHECKPOINT).read_bytes() == kept
     outcome = resume(out, {"corpus": str(tiny.corpus), "steps": STEPS, "eval_every": 1, "alpha_tokens": 0})
     assert outcome.steps == STEPS

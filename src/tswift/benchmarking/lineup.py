@@ -161,8 +161,14 @@ def parse_methods(words: str) -> tuple[str, ...]:
     return (BASELINE, *(name for name in names if name != BASELINE))
 
 
-def line_up(entry: Entry) -> Lineup:
+def line_up(entry: Entry, prompt: int = 1, length: int = 1, option: str = "--model") -> Lineup:
     """Check what is asked, and load the model.
+
+    Args:
+        entry: what is asked.
+        prompt: tokens that a prompt will have, at least: what does not fit is refused before anything is loaded.
+        length: tokens that a text will have, at least.
+        option: what the user gave that length with, for the error.
 
     Raises:
         InputError: something asked cannot be done.
@@ -183,8 +189,8 @@ def line_up(entry: Entry) -> Lineup:
     how: dict[str, Any] = {name: getattr(entry, name) for name in ("device", "dtype", "attention", "heads")}
     how["draft"] = draft_for(entry.methods, entry.model, entry.draft_model)
     try:
-        for method, each in asked.items():  # how long the texts are to be is not known here
-            check_ahead(entry.model, 1, 1, method, each, **how, option="--model")
+        for method, each in asked.items():
+            check_ahead(entry.model, prompt, length, method, each, **how, option=option)
         model = load(entry.model, **how)
         variants = [
             Variant(method, method, resolve(method, model.target, model.heads, each)) for method, each in asked.items()

@@ -59,7 +59,7 @@ def compare(
     from tswift.cli import records, tables
     from tswift.cli.bars import Bars
     from tswift.jobs.environment import environment
-    from tswift.jobs.prompt import fingerprint, read_prompt, take
+    from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, take
     from tswift.jobs.settings import refuse_below_one
     from tswift.models.shapes import refuse_shape
 
@@ -68,7 +68,7 @@ def compare(
     entry = options.entry(context)
     record = records.writable(json)
     text = read_prompt(prompt)
-    lineup = line_up(entry)
+    lineup = line_up(entry, prefill or (BUNDLED_PREFILL if prompt is None else 1), length, "--len")
     ids = take(lineup.model.encode(text), prefill, bundled=prompt is None)
     lineup.lanes(ids, length, seed)  # allocated and let go: what does not fit is refused before anything is said
     bars = Bars(quiet, not no_progress)

@@ -27,7 +27,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file whole or not at all, whatever happens meanwhile.
 
     Raises:
-        OSError: it cannot be written; what was there before still is.
+        OSError: it cannot be written, and named; what was there before still is.
     """
     new = path.with_name(f"{path.name}.new")
     try:
@@ -38,8 +38,9 @@ def write_whole(path: Path, content: bytes) -> None:
         finally:
             os.close(handle)
         os.replace(new, path)
-    except OSError:
+    except OSError as error:
         _remove(new)
+        error.filename = str(path)  # a write's error names no file
         raise
     sync_folder(path.parent)
 

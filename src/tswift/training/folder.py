@@ -95,9 +95,14 @@ class TrainFolder:
         return dict(found)
 
     def write_record(self, record: Mapping[str, Any]) -> None:
-        """Write ``train.json``, whole or not at all."""
+        """Write ``train.json``, whole or not at all.
+
+        Raises:
+            Fault: it cannot be written.
+        """
         text = json.dumps({"schema": SCHEMA, "kind": self._kind, **record}, indent=2, ensure_ascii=False)
-        write_whole(self.path / RECORD, f"{text}\n".encode())
+        with self._writing(RECORD):
+            write_whole(self.path / RECORD, f"{text}\n".encode())
 
     def write(self, name: str, save: Callable[[Path], None]) -> None:
         """Have a file written, whole or not at all.
@@ -107,16 +112,17 @@ class TrainFolder:
         """
         path = self.path / name
         new = path.with_name(f"{name}.new")
-        try:
-            new.unlink(missing_ok=True)  # it could be a link
-            save(new)
-            shutil.copymode(self.path / RECORD, new)  # safetensors would let nobody else read it
-            with new.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(new, path)
-        except (OSError, SafetensorError) as error:
-            new.unlink(missing_ok=True)
-            raise Fault(f"{path} cannot be written ({str(error).splitlines()[0]})") from None
+        with self._writing(name):
+            try:
+                new.unlink(missing_ok=True)  # it could be a link
+                save(new)
+                shutil.copymode(self.path / RECORD, new)  # safetensors would let nobody else read it
+                with new.open("rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(new, path)
+            except (OSError, SafetensorError):
+                new.unlink(missing_ok=True)
+                raise
 
     def keep(self, tensors: Mapping[str, Tensor], step: int, seconds: float) -> None:
         """Write a checkpoint.
@@ -152,8 +158,12 @@ class TrainFolder:
             raise InputError(f"{path} is damaged ({str(error).splitlines()[0]})", _OPTION) from None
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Add a line to ``metrics.jsonl``."""
-        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+        """Add a line to ``metrics.jsonl``.
+
+        Raises:
+            Fault: it cannot be written.
+        """
+        with self._writing(METRICS), (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def forget_after(self, step: int) -> None:
@@ -161,12 +171,29 @@ class TrainFolder:
 
         Raises:
             InputError: it is no regular file.
+            Fault: it cannot be written.
         """
         path = self.path / METRICS
         _refuse_other(path)
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
         kept = [line for line in lines if _step(line) <= step]
-        write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+        with self._writing(METRICS):
+            write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        """Say in one line that a file cannot be written, and how to go on.
+
+        Raises:
+            Fault: it cannot.
+        """
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+            kept = (self.path / CHECKPOINT).is_file()
+            rest = f"; tswift {self._kind} --resume {self.path} goes on from the last checkpoint" if kept else ""
+            raise Fault(f"{self.path / name} cannot be written ({reason}){rest}") from None
 
 
 def _refuse_other(path: Path) -> None:

@@ -70,8 +70,11 @@ class Schedule:
     dtype: str = "auto"
     attention: str = "auto"
 
-    FREE: ClassVar[frozenset[str]] = frozenset({"device", "attention", "eval_every", "save_every", "save_minutes"})
-    """What may be another when a training is gone on with: it changes no weight, or by rounding only."""
+    FREE: ClassVar[frozenset[str]] = frozenset(
+        {"device", "attention", "eval_every", "save_every", "save_minutes", "model", "corpus"}
+    )
+    """What may be another when a training is gone on with: it changes no weight, or by rounding only. Model and corpus
+    may have been moved; that they are the same is seen when they are read."""
 
     def __post_init__(self) -> None:
         refuse_shape(self.model)
@@ -142,7 +145,7 @@ class Schedule:
                 told = "nothing" if ours[name] is None else ours[name]
                 message = f"the training in {folder} was begun with {told}, got {asked[name]}"
                 raise InputError(message, option(name))
-        return replace(self, **{name: value for name, value in given.items() if name in self.FREE})
+        return replace(self, **{name: asked[name] for name in given if name in self.FREE})
 
 
 Plan = TypeVar("Plan", bound=Schedule)
