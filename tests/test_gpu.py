@@ -174,16 +174,19 @@ def test_flash_against_float64(model, dtype) -> None:
 def test_every_method_writes_the_text_of_plain_decoding(dtype: torch.dtype) -> None:
     target = Target(deepcopy(tiny_llama("gqa", dtype)).to("cuda"))
     heads = deepcopy(tiny_heads(dtype)).to("cuda")
+    draft = Target(deepcopy(tiny_llama("mqa", dtype, layers=1)).to("cuda"))
     params, options = SamplingParams(window=20, min_p=0.02), DraftOptions(budget=64)
     texts = [
-        tokens_of(decode_steps(target, make_drafter(name, target, heads, options), random_prompt(30), params, 3, 200))
+        tokens_of(
+            decode_steps(target, make_drafter(name, target, heads, options, draft), random_prompt(30), params, 3, 200)
+        )
         for name in METHODS
     ]
     assert texts == [texts[0]] * len(METHODS)
 
 
 def bundled(dtype: str) -> LoadedModel:
-    return tswift.load("demo", device="cuda", dtype=dtype)
+    return tswift.load("demo", device="cuda", dtype=dtype, draft="demo-draft")
 
 
 def demo_prompt(model: LoadedModel) -> list[int]:

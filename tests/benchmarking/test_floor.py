@@ -32,7 +32,7 @@ def test_a_floor_is_the_sum_of_its_stretches() -> None:
 
 
 def test_what_each_method_reads_while_drafting(checkpoint) -> None:  # type: ignore[no-untyped-def]
-    entry = Entry(("ar", "medusa", "tokenswift", "reuse"), drafting={"budget": 128}, model=str(checkpoint))
+    entry = Entry(("ar", "medusa", "tokenswift", "reuse", "magicdec"), drafting={"budget": 128}, model=str(checkpoint))
     lineup = line_up(entry)
     floor = floor_of(lineup, MACHINE)
     assert floor is not None
@@ -44,7 +44,10 @@ def test_what_each_method_reads_while_drafting(checkpoint) -> None:  # type: ign
         "medusa": Drafting(None, read),
         "tokenswift": Drafting(128, read),
         "reuse": Drafting(),
+        "magicdec": Drafting(128, 0, 4),
     }
+    whole = line_up(Entry(("ar", "tokenswift"), drafting={"kv": "full"}, model=str(checkpoint)))
+    assert floor_of(whole, MACHINE).drafting["tokenswift"].budget > 10**9
     network = lineup.model.target.model
     embeddings = network.get_input_embeddings().weight.nbytes
     assert floor.shape.weight_bytes == sum(weight.nbytes for weight in network.parameters()) - embeddings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from importlib import resources
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -122,6 +123,15 @@ def test_counters_are_exact_and_do_not_depend_on_how_ar_is_timed(checkpoint):
     assert first["workload"]["hash"] != second["workload"]["hash"]
     again, _ = measured(checkpoint, Plan((5,), (30, 70), warmup=9), prompts=1)
     assert again["workload"]["hash"] == first["workload"]["hash"]
+
+
+def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
+    """The workload of ``make gate`` has the hash in ``results/baseline.json``, or the gate would refuse to compare."""
+    baseline = json.loads((Path(__file__).parents[2] / "results" / "baseline.json").read_text())["workload"]
+    lineup = line_up(Entry(dtype="float64", device="cpu"))
+    prompts = encode(read_texts([]), lineup.model, 1024)
+    found = header(lineup, prompts, Plan((1024,), (500, 1000), (0, 1), warmup=0), ["tswift"])["workload"]
+    assert found == baseline
 
 
 def test_what_is_not_simulated_has_the_workload_that_it_has_always_had(checkpoint):

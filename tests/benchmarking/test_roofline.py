@@ -66,6 +66,8 @@ def test_a_step_drafts_and_verifies() -> None:
     arguments = (SMALL, MACHINE, 6, 12, 4, 80)
     assert decode_seconds(*arguments) == pytest.approx(sum(verified))
     assert decode_seconds(*arguments, Drafting(8, 30)) == pytest.approx(sum(verified) + sum(drafted))
+    again = [each - 0.3 for each in drafted]  # a second drafting pass reads the heads no more
+    assert decode_seconds(*arguments, Drafting(8, 30, 2)) == pytest.approx(sum(verified) + sum(drafted) + sum(again))
     assert decode_seconds(*arguments, Drafting(None, 30)) == pytest.approx(sum(verified) + 4 * 0.3)
 
 

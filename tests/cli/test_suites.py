@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from tests.conftest import SENTENCES
+from tests.conftest import SENTENCES, make_checkpoint
 from tswift.benchmarking.grid import NOTHING
 from tswift.benchmarking.quality import QUALITY
 from tswift.benchmarking.schema import bench_schema
@@ -18,10 +18,17 @@ from tswift.benchmarking.statistics import Figure
 from tswift.benchmarking.suites.catalogue import SUITES
 from tswift.benchmarking.suites.figures import SHOWN
 from tswift.benchmarking.suites.suite import PREFILL
+from tswift.drafting.methods import METHODS
 
 SMALL = ("--prefill", 8, "--lens", "6,12", "--warmup", 0)
 PREFILLS = (4, 6, 9)  # in place of those that a suite varies
 DRAWN = ("table7", "table8", "figure1", "figure4")  # one of each kind of plot
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """A smaller model with the tokens of the other one."""
+    return make_checkpoint(tmp_path_factory.mktemp("small"), num_hidden_layers=1)
 
 
 @pytest.fixture
@@ -54,8 +61,10 @@ def table_of(markdown: str) -> tuple[list[str], list[list[str]]]:
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_a_suite_from_end_to_end(small, name):
-    result = small(name, "--out", "s", *["--no-plots"] * (name not in DRAWN))
+def test_a_suite_from_end_to_end(small, small_model, name):
+    drafted = any(METHODS[method].draft for method in SUITES[name].methods)
+    words = ["--draft-model", small_model] * drafted + ["--no-plots"] * (name not in DRAWN)
+    result = small(name, "--out", "s", *words)
     assert result.code == 0, result.err
     written = {"suite.json", "suite.csv", "suite.md", *["suite.html"] * SUITES[name].texts}
     assert {path.name for path in Path("s").iterdir()} == written | (
@@ -63,9 +72,8 @@ def test_a_suite_from_end_to_end(small, name):
     )
     record = json.loads(Path("s/suite.json").read_text())
     assert (record["schema"], record["kind"], record["suite"], record["state"]) == (1, "suite", name, "finished")
-    places, missing = {row["axis"] for row in record["rows"]}, {each["label"] for each in record["missing"]}
-    assert places >= {*SUITES[name].labels} - missing
-    assert not places & missing
+    assert record["missing"] == []
+    assert {row["axis"] for row in record["rows"]} >= {*SUITES[name].labels}
     for group in record["groups"]:
         jsonschema.validate(group["measurement"], bench_schema())
         for sample in group["measurement"]["samples"]:
@@ -125,6 +133,10 @@ def test_texts_of_the_case_study(small):
 def test_reference_style_decoding_beside_methods(small):
     assert small("figure1", "--out", "s", "--no-plots", "--with-reference-ar").code == 0
     assert "| AR, reference style | here |" in Path("s/suite.md").read_text()
+    assert small("table3", "--out", "t", "--no-plots", "--with-reference-ar").code == 0
+    rows = json.loads(Path("t/suite.json").read_text())["rows"]
+    alphas = {row["axis"]: row["figures"]["alpha"]["n"] for row in rows}
+    assert alphas == {"medusa": 1, "magicdec": 1, "tokenswift": 1, "ar-reference": 0}
 
 
 def test_options_that_a_suite_does_not_vary_count(small):
@@ -138,6 +150,15 @@ def test_options_that_a_suite_does_not_vary_count(small):
     assert workload["drafting"]["tokenswift"]["tree"] == [2, 1]
     assert [row["figures"]["alpha"]["n"] for row in record["rows"]] == [2] * 2
     assert [row["figures"]["speedup"]["n"] for row in record["rows"]] == [4] * 2
+    assert "AR's time is integrated from AR steps sampled" in Path("s/suite.md").read_text()
+
+
+def test_a_small_model_with_too_few_positions_is_left_out(small, tmp_path):
+    short = make_checkpoint(tmp_path / "short", num_hidden_layers=1, max_position_embeddings=16)
+    assert small("table1", "--out", "s", "--no-plots", "--draft-model", short).code == 0
+    missing = {each["label"]: each["why"] for each in json.loads(Path("s/suite.json").read_text())["missing"]}
+    why = "8 prompt tokens and 12 new ones need 20 positions, the draft model has 16"
+    assert missing == {"triforce": why, "standalone": why}
 
 
 def test_what_cannot_run_is_left_out_and_said(small, checkpoint, tmp_path):
@@ -148,7 +169,10 @@ def test_what_cannot_run_is_left_out_and_said(small, checkpoint, tmp_path):
     assert "medusa is left out: medusa drafts with heads and the model has none" in result.err
     missing = [each["label"] for each in json.loads(Path("s/suite.json").read_text())["missing"]]
     assert missing == ["medusa", "triforce", "standalone", "tokenswift"]
-    assert "Left out: triforce, since triforce drafts with a smaller model" in Path("s/suite.md").read_text()
+    assert (
+        "Left out: triforce, since triforce drafts with a smaller model, and none is loaded"
+        in Path("s/suite.md").read_text()
+    )
     result = small("table12", "--out", "t", "--no-plots", "--model", bare)
     assert result.code == 2
     assert (
@@ -176,6 +200,11 @@ def test_what_cannot_run_is_left_out_and_said(small, checkpoint, tmp_path):
         ("table3", ("--force",), "--force: cannot be given together with --suite"),
         ("table3", ("--paper",), "--paper: cannot be given together with --suite"),
         ("table12", ("--with-reference-ar",), "--with-reference-ar: suite table12 compares no methods"),
+        ("table5", ("--kv", "full"), "--kv: suite table5 sets it itself"),
+        ("table12", ("--draft-model", "x"), "--draft-model: tokenswift does not use it"),
+        ("table3", ("--draft-model", "nowhere"), "--draft-model: nowhere"),
+        ("table12", ("--gamma", 9), "--gamma: must be between 0 and 3 for tokenswift, got 9"),
+        ("table12", ("--inner-gamma", 2), "--inner-gamma: tokenswift does not use it"),
         ("table12", ("--tree", "medusa=1,1"), "--tree: is given for medusa, which suite table12 does not run"),
         ("table12", ("--min-p", 7), "--min-p: suite table12 sets it itself"),
         ("table12", ("--budget", 3), "--budget: must be at least 64, got 3"),

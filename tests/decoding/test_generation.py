@@ -26,16 +26,18 @@ def test_end_of_text_is_banned_or_stops() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_need_is_what_is_allocated(checkpoint: Path, method: str) -> None:
-    model = load(str(checkpoint))
+    model = load(str(checkpoint), draft=str(checkpoint) if METHODS[method].draft else None)
     run = begin(model, [1, 2, 3], 50, method=method, options=DraftOptions(budget=128))
     assert run.need.full_bytes == run.decoding._context.kv.nbytes
-    assert (run.need.partial_bytes > 0) == ("budget" in METHODS[method].uses)
+    assert (run.need.partial_bytes > 0) == METHODS[method].partial
+    assert (run.need.draft_kv_bytes > 0) == METHODS[method].draft
     assert run.need.positions == 53
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_text_goes_on_from_its_tokens(checkpoint: Path, method: str) -> None:
-    model, options = load(str(checkpoint), dtype="float64"), DraftOptions(budget=64)
+    draft = str(checkpoint) if METHODS[method].draft else None
+    model, options = load(str(checkpoint), dtype="float64", draft=draft), DraftOptions(budget=64)
     asked = {"method": method, "options": options, "seed": 3}
     whole = tokens_of(list(generate(model, "The ship", 90, **asked)))
     need = begin(model, model.encode("The ship"), 70, **asked).need

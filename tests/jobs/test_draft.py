@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,23 +12,18 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_checkpoint
 from tswift.benchmarking.lineup import Entry, line_up
+from tswift.decoding import limits
 from tswift.decoding.generation import begin
 from tswift.decoding.limits import check_ahead
-from tswift.drafting.methods import METHODS, DraftOptions, Method
-from tswift.drafting.source import Drafter
+from tswift.drafting.methods import DraftOptions, draft_slots
 from tswift.errors import InputError
 from tswift.jobs.draft import draft_for
 from tswift.jobs.resume import resume
 from tswift.jobs.settings import Settings, start
 from tswift.models.loading import load
+from tswift.models.prospect import foresee
 
 PROMPT = "The ship had lain three days becalmed, and nobody spoke."
-
-
-@pytest.fixture(autouse=True)
-def with_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method that wants a smaller model, and does nothing with it."""
-    monkeypatch.setitem(METHODS, "with-small", Method(lambda *given: Drafter(), frozenset({"budget"}), draft=True))
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +34,17 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _settings(checkpoint: Path, tmp_path: Path, **changes: object) -> Settings:
     (tmp_path / "prompt.txt").write_text(PROMPT)
-    asked = {"length": 6, "method": "with-small", "prompt": str(tmp_path / "prompt.txt"), "out": tmp_path / "run"}
+    asked = {"length": 6, "method": "standalone", "prompt": str(tmp_path / "prompt.txt"), "out": tmp_path / "run"}
     return Settings(**{**asked, "model": str(checkpoint), **changes})  # type: ignore[arg-type]
 
 
 def test_which_one() -> None:
     assert draft_for(["ar", "tokenswift"], "demo", None) is None
-    assert draft_for(["ar", "with-small"], "demo", None) == "demo-draft"
-    assert draft_for(["ar", "with-small"], "demo", "mine") == "mine"
-    assert draft_for(["with-small"], "theirs", "mine") == "mine"
-    with pytest.raises(InputError, match=r"^--draft-model: names a smaller model .* theirs, which with-small needs$"):
-        draft_for(["ar", "with-small"], "theirs", None)
+    assert draft_for(["ar", "standalone"], "demo", None) == "demo-draft"
+    assert draft_for(["ar", "standalone"], "demo", "mine") == "mine"
+    assert draft_for(["standalone"], "theirs", "mine") == "mine"
+    with pytest.raises(InputError, match=r"^--draft-model: names a smaller model .* theirs, which standalone needs$"):
+        draft_for(["ar", "standalone"], "theirs", None)
     with pytest.raises(InputError, match=r"^--draft-model: tokenswift does not use it$"):
         draft_for(["tokenswift"], "demo", "mine")
     with pytest.raises(InputError, match=r"^--draft-model: none of ar, reuse uses it$"):
@@ -106,40 +102,51 @@ def test_what_it_needs_is_foreseen(checkpoint: Path, small: Path) -> None:
     options = DraftOptions(budget=64)
     model = load(str(checkpoint), dtype="float64", draft=str(small))
     assert model.draft is not None
-    ahead = check_ahead(str(checkpoint), 3, 50, "with-small", options, dtype="float64", draft=str(small))
-    need = begin(model, [1, 2, 3], 50, method="with-small", options=options).need
+    ahead = check_ahead(str(checkpoint), 3, 50, "standalone", options, dtype="float64", draft=str(small))
+    need = begin(model, [1, 2, 3], 50, method="standalone", options=options).need
     assert (need.draft_bytes, ahead.draft_bytes) == (0, sum(w.nbytes for w in model.draft.model.parameters()))
-    assert ahead.draft_kv_bytes == need.draft_kv_bytes == 53 * model.draft.kv_shape.bytes_per_token
+    slots = draft_slots("standalone", replace(options, gamma=4, kv="streaming"), 53)
+    assert slots >= 53
+    assert ahead.draft_kv_bytes == need.draft_kv_bytes == slots * model.draft.kv_shape.bytes_per_token
     assert ahead.total_bytes == need.total_bytes + ahead.weight_bytes + ahead.heads_bytes + ahead.draft_bytes
     assert "draft model" in str(ahead)
     plain = check_ahead(str(checkpoint), 3, 50, "ar", options, draft=str(small))
     assert (plain.draft_bytes, plain.draft_kv_bytes) == (0, 0)
 
 
+def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
+    checkpoint: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = check_ahead(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft=str(small))
+    monkeypatch.setattr(limits, "foresee", lambda *given, **more: replace(foresee(*given, **more), heads=None))
+    found = check_ahead(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft=str(small))
+    assert replace(found, heads_bytes=known.heads_bytes) == known
+
+
 def test_too_few_positions(checkpoint: Path, small: Path) -> None:
     with pytest.raises(InputError) as caught:
-        check_ahead(str(checkpoint), 3, 62, "with-small", DraftOptions(), draft=str(small))
+        check_ahead(str(checkpoint), 3, 62, "standalone", DraftOptions(), draft=str(small))
     wanted = "--draft-model: at least 3 prompt tokens and 62 new ones need 65 positions, the draft model has 64"
     assert str(caught.value) == wanted
     model = load(str(checkpoint), draft=str(small))
-    begin(model, [1, 2, 3], 61, method="with-small")
+    begin(model, [1, 2, 3], 61, method="standalone")
     begin(model, [1, 2, 3], 62, method="ar")  # which does not look at it
     with pytest.raises(InputError, match=r"^--draft-model: 3 prompt tokens and 62 new ones need 65 positions"):
-        begin(model, [1, 2, 3], 62, method="with-small")
-    with pytest.raises(InputError, match=r"^--draft-model: with-small drafts with a smaller model, and none is loaded"):
-        begin(load(str(checkpoint)), [1, 2, 3], 5, method="with-small")
+        begin(model, [1, 2, 3], 62, method="standalone")
+    with pytest.raises(InputError, match=r"^--draft-model: standalone drafts with a smaller model, and none is loaded"):
+        begin(load(str(checkpoint)), [1, 2, 3], 5, method="standalone")
 
 
 def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", vocab_size=321)
     with pytest.raises(InputError, match=r"^--draft-model: .* has a vocabulary of 321, .* has 320$"):
-        check_ahead(str(checkpoint), 3, 5, "with-small", DraftOptions(), draft=str(other))
+        check_ahead(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft=str(other))
     with pytest.raises(InputError, match=r"^--draft-model: there is no folder '/nowhere'$"):
-        check_ahead(str(checkpoint), 3, 5, "with-small", DraftOptions(), draft="/nowhere")
+        check_ahead(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft="/nowhere")
 
 
 def test_methods_side_by_side(checkpoint: Path, small: Path) -> None:
-    entry = Entry(("ar", "with-small"), model=str(checkpoint), draft_model=str(small))
+    entry = Entry(("ar", "standalone"), model=str(checkpoint), draft_model=str(small))
     lineup = line_up(entry)
     assert lineup.model.draft is not None
     lanes = lineup.lanes([1, 2, 3], 20, 0)
@@ -148,4 +155,4 @@ def test_methods_side_by_side(checkpoint: Path, small: Path) -> None:
     with pytest.raises(InputError, match=r"^--draft-model: none of ar, reuse uses it$"):
         line_up(Entry(("ar", "reuse"), model=str(checkpoint), draft_model=str(small)))
     with pytest.raises(InputError, match=r"^--draft-model: names a smaller model"):
-        line_up(Entry(("ar", "with-small"), model=str(checkpoint)))
+        line_up(Entry(("ar", "standalone"), model=str(checkpoint)))

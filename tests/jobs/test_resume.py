@@ -28,7 +28,7 @@ from tswift.models.loading import LoadedModel
 from tswift.models.loading import load as real_load
 
 LENGTH = 90
-METHODS = ["ar", "medusa", "tokenswift", "reuse"]
+METHODS = ["ar", "medusa", "tokenswift", "reuse", "magicdec"]
 MOMENTS = 50
 
 
@@ -64,7 +64,8 @@ def asked(checkpoint: Path, tmp_path: Path) -> Settings:
 
 
 def with_method(asked: Settings, method: str) -> Settings:
-    return replace(asked, method=method, drafting=asked.drafting if method == "tokenswift" else {})
+    drafting = asked.drafting if method in ("tokenswift", "magicdec") else {}
+    return replace(asked, method=method, drafting=drafting)
 
 
 def silent(text: str, stats: DecodeStats) -> None:

@@ -43,7 +43,12 @@ Eta = Annotated[float | None, option(_SAMPLING, "Epsilon of eta sampling. (defau
 Penalty = Annotated[float | None, option(_SAMPLING, "Contextual penalty; 1 is none. (default: 1.2)", "--penalty")]
 Window = Annotated[int | None, option(_SAMPLING, "Tokens it looks back on. (default: 1024)", "--window")]
 
-Methods = Annotated[str, typer.Option(help="Of ar, medusa, tokenswift, reuse, ar-reference; ar is always among them.")]
+Methods = Annotated[
+    str,
+    typer.Option(
+        help="Of ar, medusa, tokenswift, reuse, magicdec, standalone, triforce, ar-reference; ar is always among them."
+    ),
+]
 ReferenceAr = Annotated[
     bool, typer.Option("--with-reference-ar", help="Also ar-reference: expanded K/V and dense masks, as published.")
 ]

@@ -64,7 +64,7 @@ def run_suite(context: typer.Context, name: str) -> None:
     folder: Path = asked_for["out"] or default_path(f"bench-{suite.name}")
     made = new_folder(folder)
     try:
-        prepared = prepare(suite, asked)
+        prepared = prepare(suite, asked, plan)
         chosen = encode(texts, prepared.groups[0].lineup.model, max(plan.prefills))
         record = begin_record(prepared, chosen, plan, context.obj)
     except BaseException:

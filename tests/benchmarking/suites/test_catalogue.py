@@ -28,6 +28,7 @@ def test_a_suite_fits_together(suite: Suite) -> None:
     for choice in suite.choices:
         DraftOptions(**choice.drafting)
         assert set(choice.drafting) <= METHODS[choice.method].uses
+    assert {label for pair in suite.contrasts for label in pair} <= set(suite.labels)
     if suite.plot == "axis":
         assert all(float(label) >= 0 for label in suite.labels)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tswift.benchmarking.statistics import Figure
-from tswift.benchmarking.suites.conclusion import CLOSE, DIFFERS, SAME, UNKNOWN, Conclusion, conclude
+from tswift.benchmarking.suites.conclusion import ASIDE, CLOSE, DIFFERS, SAME, UNKNOWN, Conclusion, conclude
 from tswift.benchmarking.suites.rows import MEASURED, Row
 from tswift.benchmarking.suites.suite import LENGTH, Choice, Suite
 
@@ -105,6 +107,14 @@ def test_lengths_may_be_what_is_compared() -> None:
     assert verdicts(found) == {("20,000 tokens", "41,000 tokens"): DIFFERS}
     near = [measured("demo", 0.3, length=100), measured("demo", 0.2, length=200)]  # both nearest to 20,000
     assert verdicts(conclude(suite, near, published)) == {("100 tokens", "200 tokens"): UNKNOWN}
+
+
+def test_a_suite_may_be_about_some_pairs_only() -> None:
+    suite = replace(SUITE, contrasts=(("a", "b"),))
+    rows = [measured("a", 0.2), measured("b", 0.3), measured("c", 0.1)]
+    assert verdicts(conclude(suite, rows, PAPER)) == {("a", "b"): SAME, ("a", "c"): ASIDE, ("b", "c"): ASIDE}
+    assert conclude(suite, rows, PAPER).lines[0] == "Conclusion: the same ordering as in the paper, in the one pair."
+    assert "alpha, measured at 100 tokens: b (0.300) > a (0.200) > c (0.100)." in conclude(suite, rows, PAPER).lines
 
 
 def test_nothing_was_measured() -> None:

@@ -23,7 +23,7 @@ PROMPTS = [Prompt("p", list(range(1, 9)))]
 
 
 def made(checkpoint: Path, name: str, **changes: Any):  # type: ignore[no-untyped-def]
-    return prepare(dataclasses.replace(SUITES[name], **changes), Asked({"model": str(checkpoint)}))
+    return prepare(dataclasses.replace(SUITES[name], **changes), Asked({"model": str(checkpoint)}), Plan((4,), (6,)))
 
 
 def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> None:

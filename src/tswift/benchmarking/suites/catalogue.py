@@ -103,6 +103,7 @@ _ALL = (
         _TOKENSWIFT,
         columns=(*_DISTINCT, *_REPEATS, "alpha", "speedup"),
         judged=("distinct", "speedup"),
+        contrasts=tuple((f"{name}{_PENALISED}", name) for name in _SAMPLERS),
         settings=tuple(
             Setting(f"{name}{told}", {**sampling, "penalty": penalty})
             for name, sampling in _SAMPLERS.items()

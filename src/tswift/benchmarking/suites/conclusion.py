@@ -13,7 +13,7 @@ from tswift.benchmarking.suites.figures import SHOWN
 from tswift.benchmarking.suites.rows import Row, counterparts, place_name
 from tswift.benchmarking.suites.suite import AXIS, LENGTH, PREFILL, Suite
 
-SAME, DIFFERS, CLOSE, UNKNOWN = "same", "differs", "too close", "not in the paper"
+SAME, DIFFERS, CLOSE, UNKNOWN, ASIDE = "same", "differs", "too close", "not in the paper", "not what this is about"
 
 _MOST = 4  # pairs told in words; all of them are in suite.json
 # two-sided 95% quantiles of Student's t, by degrees of freedom
@@ -32,7 +32,7 @@ class Pair:
         within: the difference that would say nothing.
         n: draws that both have.
         paper: its sign of the same difference; None where it has none, or its models disagree.
-        verdict: same, differs, too close, or not in the paper.
+        verdict: same, differs, too close, not in the paper, or none of the suite's contrasts.
     """
 
     figure: str
@@ -72,7 +72,7 @@ def conclude(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) ->
     pairs = tuple(pair for figure in suite.judged for pair in _pairs(suite, figure, measured, published))
     if not pairs:
         return Conclusion(("Conclusion: none, since nothing was measured that could be put in order.",), ())
-    held = [pair for pair in pairs if pair.verdict != UNKNOWN]
+    held = [pair for pair in pairs if pair.verdict not in (UNKNOWN, ASIDE)]
     lines = [_sum(suite, pairs, held), *_orders(suite, measured, pairs)]
     if held:
         lines += [line for figure in suite.judged for line in _details(figure, held)]
@@ -94,6 +94,8 @@ def _pairs(suite: Suite, figure: str, measured: Sequence[Row], published: Sequen
             within = max(SHOWN[figure].tolerance(values[0], values[1]), _interval(apart))
             paper = _published_sign(suite, figure, first, second, published)
             verdict = UNKNOWN if not paper else CLOSE if abs(ours) <= within else SAME if ours * paper > 0 else DIFFERS
+            if suite.contrasts and (first.axis, second.axis) not in suite.contrasts:
+                verdict = ASIDE
             yield Pair(figure, place, one, other, ours, within, len(shared), paper, verdict)
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tswift.benchmarking.lineup import Lineup, Variant
+from tswift.benchmarking.measure import Plan
 from tswift.benchmarking.measurement import BASELINE, REFERENCE
 from tswift.benchmarking.suites.suite import AXIS, Choice, Suite
 from tswift.decoding.generation import ending
-from tswift.decoding.limits import check_ahead
+from tswift.decoding.limits import check, check_ahead
 from tswift.drafting.methods import DraftOptions, find_method, resolve
 from tswift.errors import InputError
+from tswift.jobs.draft import draft_for
 from tswift.jobs.settings import refuse_unused, sampling_params
 from tswift.models.draft import DRAFT_OPTION
 from tswift.models.loading import LoadedModel, load
@@ -23,7 +25,7 @@ class Asked:
     """What is asked of a suite besides what it varies.
 
     Attributes:
-        model: how it is loaded: arguments of ``load``, ``model`` among them.
+        model: how it is loaded: arguments of ``load``, ``model`` among them, with ``draft_model`` for ``draft``.
         sampling: fields of ``SamplingParams`` that were given.
         drafting: fields of ``DraftOptions`` but ``tree`` that were given.
         trees: draft trees by method; one under ``""`` goes to all methods that use a tree.
@@ -64,27 +66,35 @@ class Prepared:
     missing: tuple[tuple[str, str], ...]
 
 
-def prepare(suite: Suite, asked: Asked) -> Prepared:
+def prepare(suite: Suite, asked: Asked, plan: Plan) -> Prepared:
     """Check what is asked, and load the model.
 
     A method that cannot run here, as one that needs heads on a model that has none, is left out and said to be missing.
+
+    Args:
+        suite: what is to run.
+        asked: what was asked for besides.
+        plan: the grid, for its longest text.
 
     Raises:
         InputError: something asked cannot be done, or none of the suite's methods can run.
     """
     _refuse(suite, asked)
     params = [sampling_params({**asked.sampling, **setting.sampling}) for setting in suite.settings]
-    check_ahead(asked.model["model"], 1, 1, BASELINE, DraftOptions(), option="--model", **_ahead(asked.model))
-    model = load(**asked.model)
+    model = _load(suite, asked)
     plain = [Variant(BASELINE, BASELINE, DraftOptions())]
-    variants, missing = [], []
+    variants, missing, errors = [], [], []
     for choice in suite.choices:
         label = choice.label or choice.method
         try:
-            variants.append(Variant(label, choice.method, _options(choice, model, asked)))
+            variants.append(Variant(label, choice.method, _options(choice, model, asked, plan)))
         except InputError as error:
             missing.append((label, str(error).removeprefix(f"{error.option}: ")))
+            errors.append(error)
     if not variants:
+        typed = {f"--{name.replace('_', '-')}" for name in (*asked.drafting, *(["tree"] if asked.trees else []))}
+        if errors[0].option in typed:
+            raise errors[0]
         raise InputError(f"{suite.name} cannot run on this model: {missing[0][1]}", "--suite")
     if asked.reference:
         plain.append(Variant(REFERENCE, REFERENCE, DraftOptions()))
@@ -113,15 +123,32 @@ def _refuse(suite: Suite, asked: Asked) -> None:
     DraftOptions(**asked.drafting)  # what is out of range is told before a model is loaded
 
 
-def _options(choice: Choice, model: LoadedModel, asked: Asked) -> DraftOptions:
+def _load(suite: Suite, asked: Asked) -> LoadedModel:
+    """The model, with a smaller one where one is asked for, or is there anyway."""
+    how = dict(asked.model)
+    name, typed = how.pop("model"), how.pop("draft_model", None)
+    check_ahead(name, 1, 1, BASELINE, DraftOptions(), option="--model", **how)
+    try:
+        return load(name, **how, draft=draft_for(suite.methods, name, typed))
+    except InputError as error:
+        if typed is not None or error.option != DRAFT_OPTION:
+            raise
+        return load(name, **how)  # what needs one is left out
+
+
+def _options(choice: Choice, model: LoadedModel, asked: Asked, plan: Plan) -> DraftOptions:
     """A choice's resolved options."""
-    if find_method(choice.method).draft and model.draft is None:
-        raise InputError(f"{choice.method} drafts with a smaller model, and there is none", DRAFT_OPTION)
     tree = asked.trees.get(choice.method, asked.trees.get(""))
     given = {**asked.drafting, **({} if tree is None else {"tree": tree}), **choice.drafting}
     if "tree" in choice.drafting and model.heads is not None:
         given["nodes"] = nodes_of(choice.drafting["tree"], model.heads.conditioned)
-    return resolve(choice.method, model.target, model.heads, DraftOptions(**given))
+    options = resolve(choice.method, model.target, model.heads, DraftOptions(**given))
+    try:
+        check(model.target, max(plan.prefills), max(plan.lens), choice.method, options, draft=model.draft)
+    except InputError as error:
+        if error.option == DRAFT_OPTION:  # what the model itself cannot do is told for all methods
+            raise
+    return options
 
 
 def nodes_of(tree: tuple[int, ...], conditioned: bool) -> int:
@@ -136,7 +163,3 @@ def nodes_of(tree: tuple[int, ...], conditioned: bool) -> int:
         last = width if conditioned else last * width
         nodes += last
     return nodes
-
-
-def _ahead(model: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in model.items() if name in ("device", "dtype", "attention", "heads")}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tswift.benchmarking.grid import method_name
-from tswift.benchmarking.measurement import BASELINE
+from tswift.benchmarking.measurement import BASELINE, DRAFTLESS
 from tswift.benchmarking.published import read_lines
 from tswift.benchmarking.statistics import Cell, Figure, by_draw, summarise
 from tswift.benchmarking.suites.suite import LENGTH, Paper, Suite
@@ -95,6 +95,8 @@ def _figures(suite: Suite, cell: Cell) -> dict[str, Figure]:
     own, plain = cell.figures["seconds"], cell.figures["ar_seconds"]
     delta = None if own.mean is None or plain.mean is None else own.mean - plain.mean
     every = {**cell.figures, "delta": Figure(min(own.n, plain.n), delta, None)}
+    if cell.method in DRAFTLESS:  # nothing of theirs could be accepted
+        every |= {name: Figure(0, None, None) for name in ("alpha", "beta")}
     return {name: every[name] for name in dict.fromkeys((*suite.columns, *suite.plotted))}
 
 

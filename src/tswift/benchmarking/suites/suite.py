@@ -69,6 +69,7 @@ class Suite:
         columns: figures shown, by name.
         judged: those of them whose order is held against the paper's.
         along: what the paper orders: the axis, generated lengths or prefills.
+        contrasts: the pairs on the axis that are held against the paper's; all if there are none.
         settings: how texts are drawn.
         paper: the published rows; None where no figures were transcribed.
         wide: the axis runs across the table, as in the paper, and not down.
@@ -88,6 +89,7 @@ class Suite:
     columns: tuple[str, ...]
     judged: tuple[str, ...]
     along: str = AXIS
+    contrasts: tuple[tuple[str, str], ...] = ()
     settings: tuple[Setting, ...] = (Setting(),)
     paper: Paper | None = None
     wide: bool = False

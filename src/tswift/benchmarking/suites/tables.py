@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tswift.benchmarking.grid import NOTHING, Grid, method_name
+from tswift.benchmarking.measure import SAMPLED
 from tswift.benchmarking.measurement import FINISHED
 from tswift.benchmarking.published import CAUTION, MACHINE
 from tswift.benchmarking.statistics import summarise
@@ -101,6 +102,8 @@ def _notes(suite: Suite, record: Mapping[str, Any], measured: Sequence[Row], pub
     if any(measurement["samples"] for measurement in measurements):
         whole = {**measurements[0], "samples": [each for one in measurements for each in one["samples"]]}
         notes += [runs([cell for one in measurements for cell in summarise(one)]), same_text(whole)]
+    if any(measurement["workload"]["ar"] == SAMPLED for measurement in measurements):
+        notes.append("AR's time is integrated from AR steps sampled as the text grew; every x rests on that time.")
     if record["state"] != FINISHED:
         notes.append("The suite did not run to its end: these are the cells and lengths that were reached.")
     if published:
