@@ -56,6 +56,10 @@ def test_names_that_are_no_text(tswift, checkpoint: Path, tmp_path: Path) -> Non
     result = tswift("bench", "--model", checkpoint, "--prompts", prompt, *grid)
     assert result.code == 0, result.err
     assert "caf\\udce9.txt" in (tmp_path / "out" / "bench.md").read_text(encoding="utf-8")
+    out = tmp_path / "run\udce9"
+    assert tswift("generate", "--model", checkpoint, "--prompt", prompt, "--len", 3, "--out", out).code == 0
+    assert tswift("generate", "--resume", out, "--len", 5, "--prompt", prompt).code == 0
+    assert (out / "tokens.u32").stat().st_size == 4 * 5
 
 
 def test_a_stdout_that_has_no_such_characters(tswift, checkpoint: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]

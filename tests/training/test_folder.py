@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from errno import ENOSPC
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from tests.jobs.faults import FaultyOs
-from tswift.errors import Fault
+from tswift.errors import Fault, InputError
 from tswift.jobs import files
 from tswift.training.folder import CHECKPOINT, HEADS, METRICS, RECORD, TrainFolder
 
@@ -58,6 +59,13 @@ def test_a_full_disk(folder: TrainFolder, monkeypatch: pytest.MonkeyPatch, kept:
         reason = "Error while serializing: I/O error" if name == HEADS else "No space left on device"
         assert str(found.value) == f"{folder.path / name} cannot be written ({reason}){goes_on}"
     assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
+
+
+def test_a_name_that_is_no_utf8(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^--out: .* is no UTF-8"):
+        TrainFolder(tmp_path / os.fsdecode(b"d\xff")).begin()
+    assert not list(tmp_path.iterdir())
+    TrainFolder(tmp_path / "größer").begin()
 
 
 def test_a_folder_that_is_removed(folder: TrainFolder) -> None:

@@ -204,7 +204,8 @@ class RunFolder:
         plain = json.loads(json.dumps({"schema": SCHEMA, **record}, default=str))  # paths
         content = json.dumps({**plain, CHECKSUM: checksum(plain)}, indent=2, ensure_ascii=False)
         with self._saving():
-            write_whole(self.path / RECORD, f"{content}\n".encode())
+            # half a character, as in a file's name that is no UTF-8, as JSON writes it
+            write_whole(self.path / RECORD, f"{content}\n".encode(errors="backslashreplace"))
 
     def close(self) -> None:
         """Close the files, and let other processes have the folder. What no checkpoint has written is dropped."""

@@ -45,8 +45,12 @@ class TrainFolder:
         """Make the folder, or take an empty one.
 
         Raises:
-            InputError: it holds something, or cannot be made.
+            InputError: it holds something, cannot be made, or has a name that safetensors could not read it by.
         """
+        try:
+            str(self.path).encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{self.path} is no UTF-8, and safetensors reads no other names", "--out") from None
         self._made = new_folder(self.path)
         if not os.access(self.path, os.W_OK):
             raise InputError(f"{self.path} cannot be written to", "--out")
@@ -102,7 +106,7 @@ class TrainFolder:
         """
         text = json.dumps({"schema": SCHEMA, "kind": self._kind, **record}, indent=2, ensure_ascii=False)
         with self._writing(RECORD):
-            write_whole(self.path / RECORD, f"{text}\n".encode())
+            write_whole(self.path / RECORD, f"{text}\n".encode(errors="backslashreplace"))  # half a character in a name
 
     def write(self, name: str, save: Callable[[Path], None]) -> None:
         """Have a file written, whole or not at all.
