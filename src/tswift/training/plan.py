@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 STEPS = 200  # of table 9, where nothing else is said
 _MOST_HEADS = 64
+_MOST_ROWS = 1 << 20
 _DTYPES = ("auto", "float32", "float64", "bfloat16")
 
 
@@ -90,7 +91,7 @@ class Schedule:
             "save_every": 1,
             "seed": 0,
         }
-        refuse_outside(self, least, {"seed": 2**63 - 1})
+        refuse_outside(self, least, {"seed": 2**63 - 1, "batch": _MOST_ROWS, "accumulate": _MOST_ROWS})
         for name, zero in (("lr", False), ("minutes", False), ("save_minutes", False), ("weight_decay", True)):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and (value > 0 or (zero and value == 0))):

@@ -419,6 +419,14 @@ CHANGES: dict[str, Change] = {
 
 # those that have to do with other commands, too
 _EVERYWHERE = ("no config.json", "no weights", "config.json that is no JSON", "a shard missing", "pickled weights only")
+# of a draft model; all but its tokenizer and its end of text are refused as they are of a model
+_DRAFT = (
+    *_EVERYWHERE,
+    "hidden_size 0",
+    "num_hidden_layers 10^9",
+    "tokenizer.json with ids beyond the vocabulary",
+    "an adapter",
+)
 _FORECAST = (
     "no config.json",
     "config.json that is a list",
@@ -435,6 +443,8 @@ def _case(command: str, name: str) -> Case:
         CHANGES[name](folder)
         if command == "generate":
             return generate(world, "--model", folder)
+        if command == "draft":
+            return generate(world, "--method", "standalone", "--draft-model", folder)
         if command == "verify":
             return ["verify", world.run, "--model", folder]
         if command == "roofline":
@@ -444,7 +454,7 @@ def _case(command: str, name: str) -> Case:
         base = ["bench", "--prompts", world.prompt, "--prefill", 8, "--lens", 4, "--out", "new/run"]
         return [*base, "--model", folder]
 
-    option = "--prompt" if "ids beyond" in name else "--model"
+    option = "--draft-model" if command == "draft" else "--prompt" if "ids beyond" in name else "--model"
     return Case(f"{command}, a model with {name}", words, option)
 
 
@@ -463,6 +473,7 @@ MODELS: tuple[Case, ...] = (
     *(_case("generate", name) for name in CHANGES),
     *(_case(command, name) for command in ("compare", "bench", "verify") for name in _EVERYWHERE),
     *(_case("roofline", name) for name in _FORECAST),
+    *(_case("draft", name) for name in _DRAFT),
     Case("generate, a model in a folder with escapes in its name", _escapes, "--model"),
     Case("generate, a model that is a file", _file, "--model"),
 )

@@ -39,6 +39,11 @@ def _train(world: World, *words: object) -> list[object]:
     return [*base, *words]
 
 
+def _train_draft(world: World, *words: object) -> list[object]:
+    base = ["train-draft", "--corpus", world.prompt, "--model", world.model, "--seq-len", 8, "--steps", 1]
+    return [*base, "--out", "new/run", *words]
+
+
 def _inspect(world: World, *words: object) -> list[object]:
     return ["heads", "inspect", world.model / "heads.safetensors", *words]
 
@@ -56,6 +61,7 @@ COMMANDS: dict[str, Callable[..., list[object]]] = {
     "verify RUN": _run,
     "generate --resume RUN": _resume,
     "train": _train,
+    "train-draft": _train_draft,
     "heads inspect FILE": _inspect,
     "tswift": _bare,
 }
@@ -138,7 +144,7 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
         "--seq-len": ("abc", "0", "-1", _HUGE),
         "--steps": ("abc", "0", "-1"),
         "--minutes": ("nan", "0", "-1", "inf"),
-        "--batch": ("0", "-1"),
+        "--batch": ("0", "-1", _HUGE),
         "--accumulate": ("0", "x"),
         "--lr": ("nan", "-1", "inf"),
         "--warmup": ("-1", "x"),
@@ -152,6 +158,18 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
         "--device": ("nope",),
         "--dtype": ("nope", "float16"),
         "--attention": ("nope",),
+    },
+    "train-draft": {
+        "--corpus": ("", "/nowhere", "nowhere\0"),
+        "--model": ("", "/nowhere", "shape:llama3.1-8b"),
+        "--shape": ("", "nope", "205M"),
+        "--reach": ("abc", "0", "-1", _HUGE),
+        "--objective": ("", "nope"),
+        "--seq-len": ("abc", "0", "1", "131073", _HUGE),
+        "--batch": ("0", "x", _HUGE),
+        "--lr": ("nan", "0", "inf"),
+        "--weight-decay": ("nan", "-1"),
+        "--seed": ("-1", _HUGE),
     },
     "compare": {
         "--len": ("abc", "0", "-1", _HUGE),
@@ -337,6 +355,14 @@ TOGETHER: dict[str, dict[str, str]] = {
     "train": {
         "--resume RUN": "--out",
         "--steps 3 --minutes 1": "--minutes",
+        "stray": "stray",
+    },
+    "train-draft": {
+        "--resume RUN": "--out",
+        "--steps 3 --minutes 1": "--minutes",
+        "--shape 205m --seq-len 2049": "--seq-len",
+        "--reach 7": "--seq-len",
+        "--heads-count 3": "--heads-count",
         "stray": "stray",
     },
     "heads inspect FILE": {

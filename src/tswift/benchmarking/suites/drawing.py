@@ -40,9 +40,19 @@ def render(record: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
     if suite.plot == "time":
         figure = time_figure(record["groups"][0]["measurement"])
+        figure.suptitle("\n".join([figure.get_suptitle(), *_ends(published_rows(suite))]), fontsize=12)
     else:
         figure = _figure(suite, record, measured)
     return {f"suite.{kind}": content for kind, content in files(figure).items()}
+
+
+def _ends(published: Sequence[Row]) -> list[str]:
+    """The paper's times, of which it gives the last ones only, in a line for each of its sources and places."""
+    ends: dict[str, list[str]] = {}
+    for row in published:
+        place = f"{row.source}, prefill {row.prefill:,}, {row.length:,} tokens"
+        ends.setdefault(place, []).append(f"{method_name(row.axis)} {SHOWN['seconds'].text(row.figures['seconds'])}")
+    return [f"{place}: {', '.join(times)}" for place, times in ends.items()]
 
 
 def _figure(suite: Suite, record: Mapping[str, Any], measured: Sequence[Row]) -> Figure:
