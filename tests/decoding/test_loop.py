@@ -368,7 +368,7 @@ class LeafTree(DraftTree):
     def add(self, path, source: str) -> None:
         node = 0
         for token in path:
-            if self.full or self.depths[node] >= self._depth:
+            if self.full or self.depths[node] >= self.depth:
                 return
             self.tokens.append(token)
             self.parents.append(node)

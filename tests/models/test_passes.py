@@ -139,7 +139,7 @@ def test_too_many_nodes_are_refused() -> None:
 
 
 @pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift", "triforce"])
 def test_attention_by_triton_writes_the_text_of_plain_decoding(method: str) -> None:
     """Interpreted, in float32, which is the same up to near-ties: there are none in so few tokens."""
     prompt, texts = random_prompt(30), []
