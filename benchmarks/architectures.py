@@ -52,6 +52,7 @@ _OPTIONS = {
     "medusa": DraftOptions(tree=(2, 2, 1), nodes=12),
     "tokenswift": DraftOptions(tree=(1, 2, 2), nodes=12, budget=64, sinks=4, reuse_recent=True),
     "reuse": DraftOptions(nodes=12, reuse_recent=True),
+    **{name: DraftOptions(gamma=4, budget=64, sinks=4) for name in ("magicdec", "standalone", "triforce")},
 }
 
 
@@ -292,9 +293,10 @@ def row(name: str, length: int) -> str:
     if not architecture.there:
         return _line(name, ["-"] * len(METHODS), "", f"not in transformers {transformers.__version__}")
     with tempfile.TemporaryDirectory() as folder:
-        own = checkpoint(architecture, Path(folder))
+        own, drafting = checkpoint(architecture, Path(folder)), Path(folder) / "draft"
+        checkpoint(ARCHITECTURES["Llama, GQA"], drafting)  # for the methods that draft with a model of its own
         try:
-            model = tswift.load(folder, dtype="float64", device="cpu")
+            model = tswift.load(folder, dtype="float64", device="cpu", draft=str(drafting))
         except InputError as error:
             return _line(name, ["refused"] * len(METHODS), "", str(error).replace(f"--model: {folder} ", ""))
         found = texts(model, dict.fromkeys(METHODS, length))

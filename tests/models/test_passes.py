@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_heads, tiny_llama, tiny_target, tokens_of
+from tests.helpers import (
+    decode_steps,
+    drafter_of,
+    random_prompt,
+    tiny_draft,
+    tiny_heads,
+    tiny_llama,
+    tiny_target,
+    tokens_of,
+)
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import TreeAttention
 from tswift.decoding.loop import Decoding
@@ -175,7 +184,7 @@ def test_the_watch_sees_a_wait() -> None:
 def test_a_step_waits_for_nothing_but_its_tokens(method: str, kind: str) -> None:
     """What a step reads back it reads by ``tolist``, which this watch does not count: drafted and drawn tokens."""
     target, options = tiny_target(), DraftOptions(nodes=20, budget=64)
-    drafter = make_drafter(method, target, tiny_heads(kind=kind), options)
+    drafter = make_drafter(method, target, tiny_heads(kind=kind), options, tiny_draft())
     steps = Decoding(target, random_prompt(30), PARAMS, 3, drafter, 80).steps()
     next(steps)
     with Waits() as waits:

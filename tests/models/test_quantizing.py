@@ -77,7 +77,7 @@ def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_quantised_model_is_decoded_as_it_is(quantised: str, checkpoint: Path, dtype: str) -> None:
-    model = load(quantised, dtype=dtype, device="cpu")
+    model = load(quantised, dtype=dtype, device="cpu", draft=str(checkpoint))
     assert model.target.model.lm_head.weight.dtype == torch.int8
     assert model.target.dtype == getattr(torch, dtype)
     assert (model.about()["quantization"], model.about()["dtype"]) == ("homemade", dtype)
@@ -150,7 +150,7 @@ def test_torchao(checkpoint: Path, run_tswift, tmp_path: Path, kind: str) -> Non
     assert run_tswift("generate", "--resume", "run", "--len", 70, "--quiet").code == 0
     other = run_tswift("generate", "--resume", "run", "--len", 80, "--quantize", "int4")
     assert other.err.startswith(f"tswift: error: --quantize: the run was made with {kind}, got int4")
-    model = load(str(checkpoint), device="cpu", quantize=kind)
+    model = load(str(checkpoint), device="cpu", quantize=kind, draft=str(checkpoint))
     found = texts(model)
     assert all(found[method] == found["ar"] for method in METHODS)
     assert weights_hash(model.target.model) == record["model"]["weights"]

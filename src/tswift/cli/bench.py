@@ -150,7 +150,8 @@ def bench(
     folder = out or default_path("bench-simulated" if simulated else "bench")
     made = new_folder(folder)
     try:
-        lineup = line_up(entry, max(plan.prefills), max(plan.lens), "--lens")
+        prompt, length = max(plan.prefills), max(plan.lens)
+        lineup = line_up(entry, prompt, length, "--prefill" if prompt > length else "--lens")
         chosen = encode(texts, lineup.model, max(plan.prefills))
         measurement = header(lineup, chosen, plan, context.obj)
         if baseline:

@@ -68,7 +68,8 @@ def compare(
     entry = options.entry(context)
     record = records.writable(json)
     text = read_prompt(prompt)
-    lineup = line_up(entry, prefill or (BUNDLED_PREFILL if prompt is None else 1), length, "--len")
+    least = prefill or (BUNDLED_PREFILL if prompt is None else 1)
+    lineup = line_up(entry, least, length, "--prefill" if prefill and prefill > length else "--len")
     ids = take(lineup.model.encode(text), prefill, bundled=prompt is None)
     lineup.lanes(ids, length, seed)  # allocated and let go: what does not fit is refused before anything is said
     bars = Bars(quiet, not no_progress)
