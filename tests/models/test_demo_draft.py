@@ -42,7 +42,7 @@ def test_it_is_a_model_of_its_own() -> None:
 def test_it_draws_what_the_model_draws(demo: LoadedModel) -> None:
     text = demo.encode(NOVEL.read_text())[:1025]
     assert demo.draft is not None
-    (found,) = agreements(demo.target, demo.draft, text, (0,), 1024, SamplingParams())
+    ((found,),) = agreements(demo.target, demo.draft, text, (0,), 1024, SamplingParams())
     assert found.agreement > 0.35
     assert found.target_loss < found.loss < found.target_loss + 1
 

@@ -37,7 +37,7 @@ def test_the_recipe_makes_a_draft_model(tmp_path: Path, monkeypatch: pytest.Monk
     card = (tmp_path / "out" / "README.md").read_text()
     assert "{" not in card
     assert "Weather: the 48 documents" in card
-    assert re.search(r"^\| agreement \| 0\.\d{3} \| 0\.\d{3} \|$", card, re.M)
+    assert re.search(r"^\| agreement, last 512 tokens \| 0\.\d{3} \| 0\.\d{3} \|$", card, re.M)
     draft = tswift.load(draft=str(tmp_path / "out")).draft
     assert draft is not None
     assert draft.max_positions == 131_072

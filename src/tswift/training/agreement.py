@@ -40,8 +40,9 @@ def agreements(
     window: int,
     params: SamplingParams,
     seed: int = 0,
-) -> list[Agreement]:
-    """Compare two models at places of a text, with all of the text before each place in the context of both.
+    recents: Sequence[int | None] = (None,),
+) -> list[list[Agreement]]:
+    """Compare two models at places of a text, all of which is in the context of the large one.
 
     Args:
         target: the large model.
@@ -51,30 +52,59 @@ def agreements(
         window: nodes compared from each position on.
         params: how tokens are drawn; the penalty sees the text.
         seed: of the noise.
+        recents: what the small one reads, each compared apart: so many tokens before those compared, 256 more at most;
+            None for the whole text.
+
+    Returns:
+        For each of the ``recents``, an agreement at each position.
     """
     caches = [FullKV(model.kv_shape, positions[-1] + window) for model in (target, draft)]
-    sampler, found = Sampler(params, seed, target.vocab_size, target.device), []
-    known = 0
+    sampler, known = Sampler(params, seed, target.vocab_size, target.device), 0
+    found: list[list[Agreement]] = [[] for _ in recents]
     for position in positions:
         ids = torch.tensor(text[position : position + window + 1], device=target.device)
-        rows = []
-        for model, kv in zip((target, draft), caches, strict=True):
-            model.prefill(text[kv.length : position], kv)
-            parts = [part.hidden for part in model.chunks(text[position : position + window], kv)]
-            rows.append(model.logits(torch.cat(parts)).float())
+        wanted = _whole(target, text, position, window, caches[0])
+        drafted = [
+            _whole(draft, text, position, window, caches[1])
+            if recent is None
+            else _recent(draft, text, position, window, recent)
+            for recent in recents
+        ]
         sampler.extend(text[known:position])
-        same = sum(
-            _same(sampler, ids[at : at + _ROWS + 1], position + at, [each[at : at + _ROWS] for each in rows])
-            for at in range(0, window, _ROWS)
-        )
-        known = position + window
-        losses = [F.cross_entropy(each, ids[1:]).item() for each in rows]
-        found.append(Agreement(losses[1], losses[0], same / window))
+        known, same = position + window, torch.zeros(len(recents))
+        for at in range(0, window, _ROWS):
+            part = [each[at : at + _ROWS] for each in (wanted, *drafted)]
+            same += _same(sampler, ids[at : at + _ROWS + 1], position + at, part)
+        losses = [F.cross_entropy(each, ids[1:]).item() for each in (wanted, *drafted)]
+        for each, loss, hits in zip(found, losses[1:], same.tolist(), strict=True):
+            each.append(Agreement(loss, losses[0], hits / window))
     return found
 
 
-def _same(sampler: Sampler, ids: Tensor, start: int, rows: Sequence[Tensor]) -> int:
-    """How often both draw the same after the nodes from ``start`` on, which then belong to the sampler's text."""
+def _whole(model: Target, text: Sequence[int], position: int, window: int, kv: FullKV) -> Tensor:
+    """``[window, V]`` logits from a position on, with all of the text before it in the cache."""
+    model.prefill(text[kv.length : position], kv)
+    parts = [part.hidden for part in model.chunks(text[position : position + window], kv)]
+    return model.logits(torch.cat(parts)).float()
+
+
+def _recent(model: Target, text: Sequence[int], position: int, window: int, recent: int) -> Tensor:
+    """The same with only some of the text before it in the cache, at the positions that it has."""
+    rows = []
+    for start in range(position, position + window, _ROWS):
+        first, end = max(0, start - recent), min(start + _ROWS, position + window)
+        kv, hidden = FullKV(model.kv_shape, end - first), []
+        for at in range(first, end, _ROWS):
+            places = torch.arange(at, min(at + _ROWS, end), device=model.device)
+            tokens = torch.tensor(text[at : at + len(places)], device=model.device)
+            hidden.append(model.forward(tokens, places, kv, None).hidden)
+            kv.commit(range(len(places)))
+        rows.append(torch.cat(hidden)[start - first :])
+    return model.logits(torch.cat(rows)).float()
+
+
+def _same(sampler: Sampler, ids: Tensor, start: int, rows: Sequence[Tensor]) -> Tensor:
+    """How often each but the first draws what that draws after the nodes from ``start`` on: the sampler's text then."""
     nodes = len(rows[0])
     tokens = ids[:nodes]
     sampler.extend(tokens[:1].tolist())
@@ -82,5 +112,5 @@ def _same(sampler: Sampler, ids: Tensor, start: int, rows: Sequence[Tensor]) -> 
     seen = sampler.seen(tokens, torch.arange(start, start + nodes, device=tokens.device), causal)
     sampler.extend(tokens[1:].tolist())
     places = range(start + 1, start + 1 + nodes)
-    ours, theirs = (sampler.scores(each, seen, places).argmax(-1) for each in rows)
-    return int((ours == theirs).sum())
+    wanted, *drafted = (sampler.scores(each, seen, places).argmax(-1) for each in rows)
+    return torch.tensor([int((each == wanted).sum()) for each in drafted])

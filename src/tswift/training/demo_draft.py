@@ -30,6 +30,7 @@ from tswift.training.folder import METRICS, RECORD
 FILES = (MODEL, "config.json", "tokenizer.json", "tokenizer_config.json")
 POSITIONS = (0, 10_000, 40_000, 98_000)
 WINDOW, TEXTS = 1024, 2  # tokens compared at each position, and in how many texts
+RECENT = 512  # tokens that the draft model reads, as over a bounded cache
 STEPS = 5000
 
 
@@ -84,7 +85,7 @@ def keep_documents(corpus: str, path: Path) -> None:
         parquet.write_table(pyarrow.table({"text": kept}), path, row_group_size=16)
 
 
-def measure(model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]) -> dict[int, Agreement]:
+def measure(model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]) -> list[list[Agreement]]:
     """How the draft model and the model do at near and far positions of texts that neither was trained on.
 
     Args:
@@ -93,25 +94,27 @@ def measure(model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]
         log: takes a line for each text.
 
     Returns:
-        Position -> means over the texts.
+        Where the draft model reads the whole text, and where it reads the last 512 tokens: at each position, the means
+        over the texts.
     """
     assert model.draft is not None
     params, _ = ending(SamplingParams(), model.eos_ids, stop_at_eos=False)
     length = POSITIONS[-1] + WINDOW + 1
-    found: list[Sequence[Agreement]] = []
+    found: list[list[list[Agreement]]] = []
     for start in np.linspace(0, len(held_out) - length, TEXTS).astype(int):
         text = held_out[start : start + length].tolist()
-        found.append(agreements(model.target, model.draft, text, POSITIONS, WINDOW, params))
-        log(f"held-out text from token {start:,}: {found[-1]}")
-    means = {}
-    for place, position in enumerate(POSITIONS):
-        each = [text[place] for text in found]
-        names = ("loss", "target_loss", "agreement")
-        means[position] = Agreement(**{name: float(np.mean([getattr(one, name) for one in each])) for name in names})
-    return means
+        each = agreements(model.target, model.draft, text, POSITIONS, WINDOW, params, recents=(None, RECENT))
+        found.append(each)
+        log(f"held-out text from token {start:,}: {each}")
+    return [[_mean([text[reads][place] for text in found]) for place in range(len(POSITIONS))] for reads in range(2)]
 
 
-def _card(model: LoadedModel, folder: Path, figures: dict[int, Agreement], about: str, documents: int) -> str:
+def _mean(each: Sequence[Agreement]) -> Agreement:
+    names = ("loss", "target_loss", "agreement")
+    return Agreement(**{name: float(np.mean([getattr(one, name) for one in each])) for name in names})
+
+
+def _card(model: LoadedModel, folder: Path, figures: Sequence[Sequence[Agreement]], about: str, documents: int) -> str:
     assert model.draft is not None
     record, config = json.loads((folder / RECORD).read_text()), model.draft.model.config
     last = [json.loads(line) for line in (folder / METRICS).read_text().splitlines() if '"tokens"' in line][-1]
@@ -138,11 +141,14 @@ def _card(model: LoadedModel, folder: Path, figures: dict[int, Agreement], about
             date=time.strftime("%Y-%m-%d"),
             window=f"{WINDOW:,}",
             texts=TEXTS,
-            head=" | ".join(f"{position:,}" for position in figures),
-            rule=" | ".join("---" for _ in figures),
-            losses=" | ".join(f"{each.loss:.3f}" for each in figures.values()),
-            target_losses=" | ".join(f"{each.target_loss:.3f}" for each in figures.values()),
-            agreements=" | ".join(f"{each.agreement:.3f}" for each in figures.values()),
+            recent=RECENT,
+            head=" | ".join(f"{position:,}" for position in POSITIONS),
+            rule=" | ".join("---" for _ in POSITIONS),
+            target_losses=" | ".join(f"{each.target_loss:.3f}" for each in figures[0]),
+            losses=" | ".join(f"{each.loss:.3f}" for each in figures[0]),
+            agreements=" | ".join(f"{each.agreement:.3f}" for each in figures[0]),
+            recent_losses=" | ".join(f"{each.loss:.3f}" for each in figures[1]),
+            recent_agreements=" | ".join(f"{each.agreement:.3f}" for each in figures[1]),
         )
     )
 

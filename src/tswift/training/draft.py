@@ -70,7 +70,7 @@ class DraftPupil:
 
     def _judge(self, network: LlamaForCausalLM) -> Agreement:
         draft, length = Target(deepcopy(network).to(self._target.device, self._target.dtype)), len(self._rows[0]) - 1
-        each = [agreements(self._target, draft, row, (0,), length, self._params)[0] for row in self._rows]
+        each = [agreements(self._target, draft, row, (0,), length, self._params)[0][0] for row in self._rows]
         losses, target_losses, same = zip(*((one.loss, one.target_loss, one.agreement) for one in each), strict=True)
         return Agreement(*(sum(values) / len(each) for values in (losses, target_losses, same)))
 
