@@ -81,7 +81,7 @@ def test_a_suite_from_end_to_end(small, small_model, name):
             for point in sample["points"]:
                 assert tuple(point["quality"]) == QUALITY
     markdown = Path("s/suite.md").read_text()
-    assert record["conclusion"]["lines"][0].startswith("Conclusion: ")
+    assert record["conclusion"]["lines"][0].startswith("Conclusion from one draw: ")
     for line in record["conclusion"]["lines"]:
         assert line in markdown
     check_table(name, record, *table_of(markdown))

@@ -33,7 +33,7 @@ PAPER = [paper("a", 0.1), paper("b", 0.4), paper("c", 0.7)]
 def test_the_same_order() -> None:
     found = conclude(SUITE, [measured("a", 0.2), measured("b", 0.3), measured("c", 0.5)], PAPER)
     assert verdicts(found) == {("a", "b"): SAME, ("a", "c"): SAME, ("b", "c"): SAME}
-    assert found.lines[0] == "Conclusion: the same ordering as in the paper, in all 3 pairs."
+    assert found.lines[0] == "Conclusion from one draw: the same ordering as in the paper, in all 3 pairs."
     assert "alpha, measured at 100 tokens: c (0.500) > b (0.300) > a (0.200)." in found.lines
     assert any(line.startswith("The paper has no rows at these lengths") for line in found.lines)
     assert found.lines[-1].startswith("One draw each, so no spread is known")
@@ -43,7 +43,7 @@ def test_another_order() -> None:
     found = conclude(SUITE, [measured("a", 0.5), measured("b", 0.3), measured("c", 0.9)], PAPER)
     assert verdicts(found) == {("a", "b"): DIFFERS, ("a", "c"): SAME, ("b", "c"): SAME}
     assert found.lines[0] == (
-        "Conclusion: the ordering differs from the paper's: of 3 pairs 2 as there, 1 the other way round."
+        "Conclusion from one draw: the ordering differs from the paper's: of 3 pairs 2 as there, 1 the other way round."
     )
     assert "alpha, differs: a above b here, below it in the paper (100 tokens)." in found.lines
 
@@ -55,7 +55,7 @@ def test_too_close_to_say() -> None:
     assert "alpha, measured at 100 tokens: c (0.900) > b (0.505) ~ a (0.500)." in found.lines
     assert "alpha, too close to say: a and b (within 0.010)." in found.lines
     every = conclude(SUITE, [measured("a", 0.5), measured("b", 0.5)], PAPER)
-    assert every.lines[0] == "Conclusion: nothing can be said of the ordering: 1 pair, too close here."
+    assert every.lines[0] == "Conclusion from one draw: nothing can be said of the ordering: 1 pair, too close here."
 
 
 def test_several_draws_bring_their_own_spread() -> None:
@@ -67,6 +67,7 @@ def test_several_draws_bring_their_own_spread() -> None:
     # differences -0.15, 0.05, -0.06: standard deviation 0.1002, and 4.30 of its thirds' root
     assert found.pairs[0].within == pytest.approx(4.30 * 0.10017 / 3**0.5, rel=1e-3)
     assert found.pairs[0].n == 3
+    assert found.lines[0].startswith("Conclusion from 3 draws: nothing can be said")
     assert found.lines[-1].startswith("3 draws each; called too close: within the paired difference's 95% interval")
 
 
@@ -79,7 +80,7 @@ def test_the_paper_may_have_no_order() -> None:
     assert verdicts(disagree) == {("a", "b"): UNKNOWN}
     nothing = conclude(SUITE, rows, [])
     for found in (rounded, disagree, nothing):
-        assert found.lines[0].startswith("Conclusion: measured order only; there is nothing of the paper")
+        assert found.lines[0].startswith("Conclusion from one draw: measured order only; there is nothing of the paper")
         assert found.lines[1] == "alpha, measured at 100 tokens: b (0.600) > a (0.200)."
     assert not any("draws" in line for line in nothing.lines[:-1])
 
@@ -113,7 +114,10 @@ def test_a_suite_may_be_about_some_pairs_only() -> None:
     suite = replace(SUITE, contrasts=(("a", "b"),))
     rows = [measured("a", 0.2), measured("b", 0.3), measured("c", 0.1)]
     assert verdicts(conclude(suite, rows, PAPER)) == {("a", "b"): SAME, ("a", "c"): ASIDE, ("b", "c"): ASIDE}
-    assert conclude(suite, rows, PAPER).lines[0] == "Conclusion: the same ordering as in the paper, in the one pair."
+    assert (
+        conclude(suite, rows, PAPER).lines[0]
+        == "Conclusion from one draw: the same ordering as in the paper, in the one pair."
+    )
     assert "alpha, measured at 100 tokens: b (0.300) > a (0.200) > c (0.100)." in conclude(suite, rows, PAPER).lines
 
 

@@ -141,22 +141,24 @@ def _published_sign(suite: Suite, figure: str, first: Row, second: Row, publishe
 
 
 def _sum(suite: Suite, pairs: Sequence[Pair], held: Sequence[Pair]) -> str:
+    draws = max(pair.n for pair in pairs)
+    begun = f"Conclusion from {draws} draws" if draws > 1 else "Conclusion from one draw"
     if not held:
         why = (
             "its figures are not in this package" if suite.paper is None else "it has no such pair, or its own disagree"
         )
-        return f"Conclusion: measured order only; there is nothing of the paper to hold it against ({why})."
+        return f"{begun}: measured order only; there is nothing of the paper to hold it against ({why})."
     same, differs, close = (sum(pair.verdict == verdict for pair in held) for verdict in (SAME, DIFFERS, CLOSE))
     if same == len(held):
         number = {1: "the one pair", 2: "both pairs"}.get(same, f"all {same} pairs")
-        return f"Conclusion: the same ordering as in the paper, in {number}."
+        return f"{begun}: the same ordering as in the paper, in {number}."
     if close == len(held):
-        return f"Conclusion: nothing can be said of the ordering: {_count(close)}, too close here."
+        return f"{begun}: nothing can be said of the ordering: {_count(close)}, too close here."
     left = f", {close} too close to say" if close else ""
     if not differs:
-        return f"Conclusion: the same ordering as in the paper where there is one: {same} of {_count(len(held))}{left}."
+        return f"{begun}: the same ordering as in the paper where there is one: {same} of {_count(len(held))}{left}."
     return (
-        f"Conclusion: the ordering differs from the paper's: of {_count(len(held))} {same} as there, "
+        f"{begun}: the ordering differs from the paper's: of {_count(len(held))} {same} as there, "
         f"{differs} the other way round{left}."
     )
 
