@@ -75,7 +75,7 @@ Kv = Annotated[
     str | None,
     option(_DRAFTING, "What drafting reads: full, partial, dynamic, streaming, snapkv. (default: by method)", "--kv"),
 ]
-Budget = Annotated[int | None, option(_DRAFTING, "Tokens of the partial KV cache. (default: 4096)", "--budget")]
+Budget = Annotated[int | None, option(_DRAFTING, "Tokens of the partial KV cache. (default: by method)", "--budget")]
 Sinks = Annotated[int | None, option(_DRAFTING, "First tokens it always holds. (default: 16)", "--sinks")]
 SharedNoise = Annotated[
     bool | None,

@@ -44,7 +44,7 @@ class DraftOptions:
         inner_gamma: tokens that the small model drafts for the draft, where there are two.
         kv: what drafting reads: ``full``, or which tokens a partial cache holds, ``partial`` (selected once),
             ``dynamic``, ``streaming`` or ``snapkv``; None for the method's default.
-        budget: tokens of the partial KV cache.
+        budget: tokens of the partial KV cache; None for the method's default.
         sinks: first tokens that the partial cache always holds.
         shared_noise: rank candidates with the noise the target will draw with.
 
@@ -59,7 +59,7 @@ class DraftOptions:
     gamma: int | None = None
     inner_gamma: int = 2
     kv: str | None = None
-    budget: int = 4096
+    budget: int | None = None
     sinks: int = 16
     shared_noise: bool = True
 
@@ -81,15 +81,15 @@ class DraftOptions:
             ("--budget", self.budget, 64),
             ("--sinks", self.sinks, 0),
         ):
-            if type(value) is not int and not (value is None and option in ("--nodes", "--gamma")):
+            if type(value) is not int and not (value is None and option in ("--nodes", "--gamma", "--budget")):
                 raise InputError(f"wants an integer, got {value!r:.40}", option)
             if value is not None and value < least:
                 raise InputError(f"must be at least {least}, got {value}", option)
             most = _LONGEST if option in ("--gamma", "--inner-gamma") else _LARGEST
             if value is not None and value > most:
                 raise InputError(f"must be at most {most:,}, got {value:,}", option)
-        if self.sinks > self.budget // 4:
-            raise InputError(f"must be at most a quarter of --budget {self.budget}, got {self.sinks}", "--sinks")
+        if self.budget is not None:
+            _refuse_sinks(self.sinks, self.budget)
         for option, flag in (("--reuse-recent", self.reuse_recent), ("--shared-noise", self.shared_noise)):
             if type(flag) is not bool:
                 raise InputError(f"is yes or no, got {flag!r:.40}", option)
@@ -125,6 +125,7 @@ class Method:
         by_lm_head: levels of its tree that the LM head drafts, before those of the heads.
         kv: what it can read while drafting; the first is the default.
         gamma: length of its chain, if not said otherwise; None if it drafts none.
+        budget: tokens of its partial cache, if not said otherwise.
         partial: whether it keeps a partial cache of the target, unless drafting reads the full one.
         draft: whether it needs a smaller model.
         reference: it reads the text as reference implementations do, slowly, to be measured beside ``ar``.
@@ -135,6 +136,7 @@ class Method:
     by_lm_head: int = 0
     kv: tuple[str, ...] = ()
     gamma: int | None = None
+    budget: int = 4096
     partial: bool = False
     draft: bool = False
     reference: bool = False
@@ -188,6 +190,7 @@ def _triforce(models: Models, options: DraftOptions) -> Drafter:
         "model", _own_level("triforce", models, options), replace(options, gamma=options.inner_gamma), Drafter()
     )
     scratch = options.gamma + inner.limit
+    assert options.budget is not None
     retrieved = PartialKV(models.target.kv_shape, options.budget, options.sinks, POLICIES["retrieval"], scratch)
     return _chain("retrieval", PartialLevel(models.target, retrieved, inner.limit), options, inner)
 
@@ -197,6 +200,7 @@ def _self_level(target: Target, options: DraftOptions, chain: int | None = 0) ->
     assert options.kv is not None
     if options.kv == FULL:
         return FullLevel(target)
+    assert options.budget is not None
     kv = PartialKV(target.kv_shape, options.budget, options.sinks, POLICIES[options.kv], (chain or 0) + 1)
     return PartialLevel(target, kv)
 
@@ -212,6 +216,7 @@ def _own_level(name: str, models: Models, options: DraftOptions) -> Level:
 def _own_size(name: str, options: DraftOptions, positions: int) -> tuple[int, int]:
     """Tokens that a small model's cache holds for good, and how far it can be ahead of the text."""
     assert options.gamma is not None
+    assert options.budget is not None
     if "inner_gamma" in find_method(name).uses:
         return min(options.budget, _SMALL_BUDGET), options.gamma + options.inner_gamma + 2
     return positions if options.kv == FULL else options.budget, options.gamma + 2
@@ -247,7 +252,9 @@ METHODS: dict[str, Method] = {
         gamma=4,
         partial=True,
     ),
-    "standalone": Method(_standalone, _OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, draft=True),
+    "standalone": Method(
+        _standalone, _OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, budget=512, draft=True
+    ),
     "triforce": Method(_triforce, _OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
     "ar-reference": Method(_ar, reference=True),
 }
@@ -319,7 +326,15 @@ def resolve_for(
     longest = max(gamma or 0, options.inner_gamma if "inner_gamma" in method.uses else 0)
     if most_nodes and longest >= most_nodes:
         raise InputError(f"must be below {most_nodes} with this attention, got {longest}", "--gamma")
-    return replace(options, tree=tree, nodes=nodes, gamma=gamma, kv=kv if "kv" in method.uses else None)
+    budget = options.budget or method.budget
+    if "sinks" in used(name, options):
+        _refuse_sinks(options.sinks, budget)
+    return replace(options, tree=tree, nodes=nodes, gamma=gamma, kv=kv if "kv" in method.uses else None, budget=budget)
+
+
+def _refuse_sinks(sinks: int, budget: int) -> None:
+    if sinks > budget // 4:
+        raise InputError(f"must be at most a quarter of --budget {budget}, got {sinks}", "--sinks")
 
 
 def make_drafter(
@@ -353,7 +368,12 @@ def partial_slots(name: str, options: DraftOptions) -> int:
     """Tokens that a method's partial cache of the target has room for, by resolved options; 0 if it has none."""
     if not find_method(name).partial or options.kv == FULL:
         return 0
-    return options.budget + (options.gamma or 0) + 1 + (options.inner_gamma if find_method(name).draft else 0)
+    return (
+        (options.budget or find_method(name).budget)
+        + (options.gamma or 0)
+        + 1
+        + (options.inner_gamma if find_method(name).draft else 0)
+    )
 
 
 def draft_slots(name: str, options: DraftOptions, positions: int) -> int:
