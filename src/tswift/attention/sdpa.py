@@ -25,21 +25,28 @@ class TreeAttention:
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         prefix = int(prefix)
         self._parts = self._split(layout, prefix, layout.groups * nodes)
-        self._even = prefix - prefix % self._parts
+        whole = prefix + 1 if nodes == 1 else prefix  # a single node attends to itself, too: it needs no mask
+        self._even = whole - whole % self._parts
         # What the parts do not divide goes with the tree, whose slots follow it in the cache.
         self._wide = torch.promote_types(layout.dtype, torch.float32)  # bf16 scores would cost two digits more
-        self._bias = bias(layout, prefix - self._even, nodes, ancestors, self._wide).repeat(layout.groups, 1)
+        if self._even < prefix + nodes:
+            self._bias = bias(layout, prefix - self._even, nodes, ancestors, self._wide).repeat(layout.groups, 1)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend; shapes as for every attention."""
         rows = query.reshape(keys.shape[0], -1, query.shape[-1])
         even, wide = self._even, self._wide
-        out, lse = self._tail(rows.to(wide), keys[:, even:].to(wide), values[:, even:].to(wide), scale)
-        if even == 0:
-            return out.view_as(query).to(query.dtype)
-        outs, lses = self._prefix(rows, keys[:, :even], values[:, :even], scale)
-        shares = torch.cat([lses.to(wide), lse.unsqueeze(0)]).softmax(0).unsqueeze(-1)
-        return (torch.cat([outs.to(wide), out.unsqueeze(0)]) * shares).sum(0).view_as(query).to(query.dtype)
+        outs, lses = [], []
+        if even:
+            found = self._prefix(rows, keys[:, :even], values[:, :even], scale)
+            outs, lses = [found[0].to(wide)], [found[1].to(wide)]
+        if even < keys.shape[1]:
+            out, lse = self._tail(rows.to(wide), keys[:, even:].to(wide), values[:, even:].to(wide), scale)
+            outs, lses = [*outs, out.unsqueeze(0)], [*lses, lse.unsqueeze(0)]
+        if len(outs) == len(outs[0]) == 1:
+            return outs[0].view_as(query).to(query.dtype)
+        shares = torch.cat(lses).softmax(0).unsqueeze(-1)
+        return (torch.cat(outs) * shares).sum(0).view_as(query).to(query.dtype)
 
     def _tail(self, rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Attention over the nodes' own keys, and the few before them that the parts of the prefix leave.
