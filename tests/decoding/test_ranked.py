@@ -15,7 +15,7 @@ from benchmarks.architectures import ARCHITECTURES, checkpoint, texts
 from tests.ranks import Started, on_ranks
 from tswift.decoding import generation, limits
 from tswift.decoding.sampling import Sampler
-from tswift.drafting.methods import DraftOptions
+from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Drafter
 from tswift.kv.partial import PartialKV
 from tswift.models.fingerprint import fingerprint_of

@@ -9,16 +9,8 @@ from tests.helpers import tiny_draft, tiny_heads, tiny_target
 from tswift.drafting.chain import ChainSource
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.levels import FullLevel, OwnLevel, PartialLevel
-from tswift.drafting.methods import (
-    METHODS,
-    DraftOptions,
-    draft_slots,
-    make_drafter,
-    partial_slots,
-    resolve,
-    resolve_for,
-    used,
-)
+from tswift.drafting.methods import METHODS, draft_slots, make_drafter, partial_slots, resolve, resolve_for, used
+from tswift.drafting.options import DraftOptions
 from tswift.drafting.reuse import ReuseSource
 from tswift.drafting.source import Drafter
 from tswift.errors import InputError

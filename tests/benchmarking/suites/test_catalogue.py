@@ -9,7 +9,8 @@ from tswift.benchmarking.suites.figures import SHOWN
 from tswift.benchmarking.suites.rows import published_rows
 from tswift.benchmarking.suites.suite import LENGTH, Suite
 from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import METHODS, DraftOptions
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 
 EVERY = pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
