@@ -103,41 +103,6 @@ def test_depth_and_limit() -> None:
     assert made("tokenswift", gamma=3, ngrams=0).depth == 4
 
 
-@pytest.mark.parametrize(
-    ("option", "options"),
-    [
-        ("--tree", {"tree": ()}),
-        ("--tree", {"tree": (3, 0)}),
-        ("--nodes", {"nodes": 1}),
-        ("--ngrams", {"ngrams": -1}),
-        ("--budget", {"budget": 63}),
-        ("--sinks", {"sinks": -1}),
-        ("--nodes", {"nodes": 1 << 40}),
-        ("--tree", {"tree": "x"}),
-        ("--tree", {"tree": (1.0,)}),
-        ("--tree", {"tree": [1]}),
-        ("--nodes", {"nodes": 2.5}),
-        ("--ngrams", {"ngrams": None}),
-        ("--budget", {"budget": "64"}),
-        ("--sinks", {"sinks": True}),
-        ("--reuse-recent", {"reuse_recent": "no"}),
-        ("--shared-noise", {"shared_noise": 1}),
-        ("--kv", {"kv": "some"}),
-        ("--kv", {"kv": 1}),
-        ("--gamma", {"gamma": -1}),
-        ("--gamma", {"gamma": 1001}),
-        ("--gamma", {"gamma": "4"}),
-        ("--gamma", {"gamma": 2, "tree": (1, 3)}),
-        ("--inner-gamma", {"inner_gamma": 0}),
-        ("--inner-gamma", {"inner_gamma": None}),
-    ],
-)
-def test_options_out_of_range_or_of_another_type_name_themselves(option: str, options) -> None:
-    with pytest.raises(InputError, match=f"^{option}: ") as error:
-        DraftOptions(**options)
-    assert error.value.option == option
-
-
 def test_trees_deeper_than_the_heads_are_refused() -> None:
     for method, tree in (("medusa", (1, 1, 1, 1)), ("tokenswift", (1,) * 5)):
         with pytest.raises(InputError, match="--tree"):
