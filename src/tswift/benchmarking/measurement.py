@@ -73,7 +73,8 @@ def load_measurement(path: Path, option: str = "--against") -> dict[str, Any]:
 
 def machine(environment: Mapping[str, Any]) -> str:
     """The machine in words: the GPU, or the CPU and its threads in use."""
-    return environment["gpu"] or f"{environment['cpu']}, {environment['threads']} threads"
+    threads = environment["threads"]
+    return environment["gpu"] or f"{environment['cpu']}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def file_name(name: str, simulated: bool) -> str:
