@@ -23,7 +23,8 @@ from transformers.utils import logging
 
 import tswift
 from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import METHODS, DraftOptions
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.models.heads import ChainedHeads

@@ -24,7 +24,7 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import DraftingPass, HeadSource
-from tswift.drafting.methods import DraftOptions
+from tswift.drafting.options import DraftOptions
 from tswift.drafting.reuse import ReuseSource
 from tswift.drafting.source import Drafter
 from tswift.kv.full import FullKV

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tswift.decoding.generation import generate
     from tswift.decoding.sampling import SamplingParams
     from tswift.decoding.step import Step
-    from tswift.drafting.methods import DraftOptions
+    from tswift.drafting.options import DraftOptions
     from tswift.models.loading import load
 
 __version__ = "0.1.0"

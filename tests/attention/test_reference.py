@@ -11,7 +11,7 @@ from tests.helpers import PLAIN, decode, drafter_of, random_prompt, tiny_target
 from tswift.attention.layout import Layout
 from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
-from tswift.drafting.methods import DraftOptions
+from tswift.drafting.options import DraftOptions
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])

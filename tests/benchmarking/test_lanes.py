@@ -10,7 +10,7 @@ from tswift.benchmarking.lanes import Lane, interleave, slice_goals
 from tswift.decoding.generation import Generation
 from tswift.decoding.limits import Need
 from tswift.decoding.loop import Decoding
-from tswift.drafting.methods import DraftOptions
+from tswift.drafting.options import DraftOptions
 
 
 def lane_of(method: str, length: int, seed: int = 3) -> Lane:

@@ -60,6 +60,15 @@ def test_every_cell_is_measured_and_valid(checkpoint, schema, ar):
     assert {number for number, *_ in ticks} == set(range(8))
 
 
+def test_what_drafting_reads_is_said_but_where_there_was_no_choice_once(checkpoint):
+    for kv in ("dynamic", "snapkv"):
+        lineup = line_up(Entry(("ar", "tokenswift", "magicdec"), drafting={"kv": kv}, model=str(checkpoint)))
+        plan = Plan((4,), (5,), warmup=0)
+        drafting = header(lineup, [Prompt("p", [1, 2, 3, 4])], plan, ["tswift"], MACHINE)["workload"]["drafting"]
+        assert drafting["magicdec"]["kv"] == kv
+        assert drafting["tokenswift"].get("kv") == (None if kv == "dynamic" else kv)
+
+
 def test_ctrl_c_keeps_the_lengths_that_all_have_reached(checkpoint, schema):
     lineup = line_up(Entry(("ar", "reuse"), model=str(checkpoint)))
     plan, prompts = Plan((4,), (20, 60, 90), (1, 2), warmup=0), [Prompt("p", list(range(1, 9)))]

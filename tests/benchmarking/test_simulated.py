@@ -15,7 +15,7 @@ from tswift.benchmarking.simulated import SimulatedWalk, refuse_share
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.methods import DraftOptions
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 
 

@@ -188,6 +188,7 @@ def test_what_cannot_run_is_left_out_and_said(small, checkpoint, tmp_path):
         ("table5", ("--ngrams", 3), "--ngrams: suite table5 sets it itself"),
         ("table7", ("--tree", "1,1"), "--tree: suite table7 sets it itself"),
         ("table7", ("--nodes", 9), "--nodes: suite table7 sets it itself"),
+        ("table7", ("--gamma", 2), "--gamma: suite table7 sets it itself"),
         ("table8", ("--penalty", 1.1), "--penalty: suite table8 sets it itself"),
         ("table12", ("--top-p", 0.8), "--top-p: suite table12 sets it itself"),
         ("table13", ("--temperature", 0), "--temperature: suite table13 sets it itself"),

@@ -11,7 +11,8 @@ from tswift.attention.reference import ReferenceAttention
 from tswift.decoding.generation import begin, ending, generate
 from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.step import Walk
-from tswift.drafting.methods import METHODS, DraftOptions
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.models.loading import load
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from tswift.decoding import limits
 from tswift.decoding.generation import begin
 from tswift.decoding.limits import check_ahead
-from tswift.drafting.methods import METHODS, DraftOptions
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.models.loading import load
 

@@ -30,7 +30,8 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import Sampler, SamplingParams, gumbel
 from tswift.decoding.tree import DraftTree
 from tswift.drafting import source
-from tswift.drafting.methods import METHODS, DraftOptions
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Context, Drafter
 from tswift.models.target import Target
 

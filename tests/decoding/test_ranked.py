@@ -15,7 +15,7 @@ from benchmarks.architectures import ARCHITECTURES, checkpoint, texts
 from tests.ranks import Started, on_ranks
 from tswift.decoding import generation, limits
 from tswift.decoding.sampling import Sampler
-from tswift.drafting.methods import DraftOptions
+from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Drafter
 from tswift.kv.partial import PartialKV
 from tswift.models.fingerprint import fingerprint_of
@@ -24,7 +24,10 @@ from tswift.models.ranks import Gone, join
 
 # How much methods write: with grouped heads; with biases and a tied LM head; by a plan that leaves attention whole.
 SPLIT = {
-    "Llama, GQA": {"ar": 30, "tokenswift": 110, "medusa": 20, "reuse": 20},
+    "Llama, GQA": {
+        **{"ar": 30, "tokenswift": 110, "medusa": 20, "reuse": 20},
+        **{"magicdec": 60, "standalone": 20, "triforce": 60, "ar-reference": 10},
+    },
     "Qwen2.5, tied, YaRN": {"ar": 10, "tokenswift": 30, "medusa": 15, "reuse": 15},
     "Phi-3": {"ar": 10, "tokenswift": 15},
 }
@@ -43,6 +46,12 @@ def _loaded(folder: Path) -> LoadedModel:
     return load(str(folder), dtype="float64", device="cpu", ranks=join("cpu"))
 
 
+def _asked(folder: Path, name: str) -> dict[str, str]:
+    """What is loaded; where methods need a draft model, the model itself, of which every rank then holds the whole."""
+    drafts = {"draft": str(folder / name)} if "standalone" in SPLIT[name] else {}
+    return {"model": str(folder / name), **drafts}
+
+
 def _texts(folder: Path) -> dict[str, object]:
     logging.disable_progress_bar()
     selected: list[int] = []
@@ -51,7 +60,7 @@ def _texts(folder: Path) -> dict[str, object]:
     ranks, found = join("cpu"), dict[str, object]()
     for name, lengths in SPLIT.items():
         # what a rank but the first asks for does not count
-        asked = {"model": str(folder / name), "dtype": "float64"} if ranks.rank == 0 else {}
+        asked = {**_asked(folder, name), "dtype": "float64"} if ranks.rank == 0 else {}
         model = load(**asked, ranks=ranks)  # type: ignore[arg-type]
         selected.clear()
         written = texts(model, lengths), len(selected)
@@ -65,7 +74,7 @@ def test_two_ranks_write_the_texts_of_one(tmp_path: Path) -> None:
     first, second = on_ranks(tmp_path, 2, _texts, tmp_path)
     assert (first.code, second.code) == (0, 0), first.err + second.err
     for name, lengths in SPLIT.items():
-        alone = load(str(tmp_path / name), dtype="float64", device="cpu")
+        alone = load(**_asked(tmp_path, name), dtype="float64", device="cpu")
         wanted, kv_heads = texts(alone, lengths), alone.target.kv_shape.heads
         for rank in (first, second):
             found, selected, held, fingerprint, about = rank.found[name]

@@ -9,7 +9,8 @@ from tests.helpers import PLAIN, VOCAB, decode_method, decode_steps, drafter_of,
 from tswift.decoding.sampling import Sampler, SamplingParams
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource, LastPass
-from tswift.drafting.methods import DraftOptions, make_drafter
+from tswift.drafting.methods import make_drafter
+from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Context
 from tswift.kv.full import FullKV
 from tswift.models.passes import Forwarded

@@ -9,16 +9,8 @@ from tests.helpers import tiny_draft, tiny_heads, tiny_target
 from tswift.drafting.chain import ChainSource
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.levels import FullLevel, OwnLevel, PartialLevel
-from tswift.drafting.methods import (
-    METHODS,
-    DraftOptions,
-    draft_slots,
-    make_drafter,
-    partial_slots,
-    resolve,
-    resolve_for,
-    used,
-)
+from tswift.drafting.methods import METHODS, draft_slots, make_drafter, partial_slots, resolve, resolve_for, used
+from tswift.drafting.options import DraftOptions
 from tswift.drafting.reuse import ReuseSource
 from tswift.drafting.source import Drafter
 from tswift.errors import InputError
@@ -109,41 +101,6 @@ def test_depth_and_limit() -> None:
     assert made("medusa", gamma=2).depth == 2
     assert made("tokenswift", gamma=0, ngrams=0).depth == 1
     assert made("tokenswift", gamma=3, ngrams=0).depth == 4
-
-
-@pytest.mark.parametrize(
-    ("option", "options"),
-    [
-        ("--tree", {"tree": ()}),
-        ("--tree", {"tree": (3, 0)}),
-        ("--nodes", {"nodes": 1}),
-        ("--ngrams", {"ngrams": -1}),
-        ("--budget", {"budget": 63}),
-        ("--sinks", {"sinks": -1}),
-        ("--nodes", {"nodes": 1 << 40}),
-        ("--tree", {"tree": "x"}),
-        ("--tree", {"tree": (1.0,)}),
-        ("--tree", {"tree": [1]}),
-        ("--nodes", {"nodes": 2.5}),
-        ("--ngrams", {"ngrams": None}),
-        ("--budget", {"budget": "64"}),
-        ("--sinks", {"sinks": True}),
-        ("--reuse-recent", {"reuse_recent": "no"}),
-        ("--shared-noise", {"shared_noise": 1}),
-        ("--kv", {"kv": "some"}),
-        ("--kv", {"kv": 1}),
-        ("--gamma", {"gamma": -1}),
-        ("--gamma", {"gamma": 1001}),
-        ("--gamma", {"gamma": "4"}),
-        ("--gamma", {"gamma": 2, "tree": (1, 3)}),
-        ("--inner-gamma", {"inner_gamma": 0}),
-        ("--inner-gamma", {"inner_gamma": None}),
-    ],
-)
-def test_options_out_of_range_or_of_another_type_name_themselves(option: str, options) -> None:
-    with pytest.raises(InputError, match=f"^{option}: ") as error:
-        DraftOptions(**options)
-    assert error.value.option == option
 
 
 def test_trees_deeper_than_the_heads_are_refused() -> None:

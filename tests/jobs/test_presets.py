@@ -7,7 +7,8 @@ import csv
 import pytest
 
 from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import METHODS, DraftOptions
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.presets import PRESETS, banned_ids, choose, find_preset, remark
 from tswift.jobs.settings import refuse_unused

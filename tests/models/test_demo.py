@@ -13,7 +13,8 @@ import tswift
 from tswift.decoding.generation import begin
 from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import METHODS, DraftOptions
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
 from tswift.models.loading import LoadedModel
 from tswift.models.source import DEMO_DRAFT
 

@@ -33,7 +33,7 @@ from tests.published import (
 )
 from tswift.decoding.generation import begin
 from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import DraftOptions
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.models.kinds import MedusaHeads
 from tswift.models.loading import LoadedModel, load

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 import tswift
 from tests.cli.conftest import tswift as run_tswift  # noqa: F401
 from tests.models.test_loading import _refused
-from tswift.drafting.methods import METHODS, DraftOptions
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
 from tswift.kv.full import FullKV
 from tswift.models import loading
 from tswift.models.fingerprint import fingerprint_of, weights_hash

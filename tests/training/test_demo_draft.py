@@ -55,6 +55,6 @@ def test_what_was_interrupted_is_no_model(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def demo_draft_outcome(folder: Path) -> object:
-    from tswift.training.session import Outcome
+    from tswift.training.course import Outcome
 
     return Outcome(folder, DraftPlan("x"), 3, None, None, 15)

@@ -19,10 +19,10 @@ import tswift
 from tests.training.tiny import Tiny
 from tswift.errors import Fault, InputError
 from tswift.models.heads import KINDS
+from tswift.training.course import Silence
 from tswift.training.documents import Documents
 from tswift.training.folder import CHECKPOINT, HEADS, METRICS, RECORD, TrainFolder
 from tswift.training.plan import TrainPlan
-from tswift.training.session import Silence
 from tswift.training.train import resume, train
 
 STEPS = 6

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from tswift.benchmarking.lineup import Lineup
 from tswift.benchmarking.roofline import Drafting, Machine, decode_seconds
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import FULL, find_method
+from tswift.drafting.methods import find_method
+from tswift.drafting.options import FULL
 from tswift.models.shapes import Shape, routed, shape_of
 
 _EVERYTHING = 1 << 62  # tokens of a budget that is none

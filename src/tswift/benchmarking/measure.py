@@ -26,7 +26,7 @@ from tswift.models.fingerprint import fingerprint_of
 
 FULL, SAMPLED = "full", "sampled"
 RUNNING, INTERRUPTED = "running", "interrupted"
-_LONG_USED = "dynamic"  # what drafting read before there was a choice; files of then do not say so
+_LONG_USED = ("tokenswift", "kv", "dynamic")  # there was no choice once, and files of then do not say so
 _WARM_PROMPT = 64  # tokens of the prompt that methods are warmed up on
 
 
@@ -211,7 +211,7 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
             label: {
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in options.items()
-                if (name, value) != ("kv", _LONG_USED)
+                if (label, name, value) != _LONG_USED
             }
             for label, options in lineup.drafting().items()
         },

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tswift.cli.bars import Bars
+    from tswift.training.course import Outcome
     from tswift.training.loop import Show
-    from tswift.training.session import Outcome
 
 TEXT, SCHEDULE, MODEL, OUTPUT = "Text", "Schedule", "Model", "Output"
 PLAN = (

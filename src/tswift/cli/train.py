@@ -11,7 +11,7 @@ from tswift.cli import options, schedule
 
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
-    from tswift.training.session import Outcome
+    from tswift.training.course import Outcome
 
 _HEADS = "Heads"
 _PLAN = (*schedule.PLAN, "kind", "heads_count", "objective", "alpha_tokens")

@@ -11,7 +11,7 @@ from tswift.cli import options, schedule
 
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
-    from tswift.training.session import Outcome
+    from tswift.training.course import Outcome
 
 _DRAFT = "Draft model"
 _PLAN = (*schedule.PLAN, "shape", "reach", "objective")

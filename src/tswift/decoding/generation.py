@@ -10,7 +10,8 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.ranked import AgreedDrafter, in_step
 from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.step import Step, Walk
-from tswift.drafting.methods import DraftOptions, find_method, make_drafter, resolve
+from tswift.drafting.methods import find_method, make_drafter, resolve
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.models.loading import LoadedModel
 from tswift.models.ranks import ALONE, Ranks

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tswift.drafting.methods import DraftOptions, draft_slots, find_method, partial_slots, resolve_for
+from tswift.drafting.methods import draft_slots, find_method, partial_slots, resolve_for
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.models.draft import DRAFT_OPTION
 from tswift.models.memory import available_bytes, gigabytes

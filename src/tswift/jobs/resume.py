@@ -9,7 +9,7 @@ from typing import Any
 
 from tswift.decoding.generation import begin
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import DraftOptions
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.draft import about_draft, draft_for
 from tswift.jobs.environment import environment, now

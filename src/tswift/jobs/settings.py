@@ -12,7 +12,8 @@ from tswift.decoding.generation import begin
 from tswift.decoding.limits import check_ahead
 from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import FULL, DraftOptions, used
+from tswift.drafting.methods import used
+from tswift.drafting.options import FULL, DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.chat import read_system, refuse_with_chat, render
 from tswift.jobs.draft import about_draft, draft_for

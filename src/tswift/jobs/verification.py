@@ -11,7 +11,7 @@ from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import ending
 from tswift.decoding.limits import check
 from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import DraftOptions
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.folder import TOKENS
 from tswift.jobs.prompt import read_prompt, take

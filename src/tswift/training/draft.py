@@ -20,6 +20,7 @@ from tswift.models.loading import LoadedModel
 from tswift.models.source import silence
 from tswift.models.target import Target
 from tswift.training.agreement import Agreement, agreements
+from tswift.training.course import AFTER, SILENCE, Course, Outcome
 from tswift.training.documents import Documents
 from tswift.training.draft_plan import SHAPES, DraftPlan
 from tswift.training.folder import TrainFolder
@@ -27,7 +28,7 @@ from tswift.training.imitation import DraftTrainer, Imitator, optimizers_of
 from tswift.training.loop import Show
 from tswift.training.pretrain import CAUSAL
 from tswift.training.ranks import Ranks
-from tswift.training.session import AFTER, SILENCE, Course, Outcome, begin, go_on
+from tswift.training.session import begin, go_on
 
 MODEL = "model.safetensors"
 

@@ -13,13 +13,14 @@ import torch
 from tswift.models.fingerprint import fingerprint_in_any_dtype
 from tswift.models.heads import KINDS, Heads, load_heads
 from tswift.models.loading import LoadedModel
+from tswift.training.course import BEFORE, SILENCE, Course, Outcome
 from tswift.training.documents import Documents
 from tswift.training.folder import HEADS, TrainFolder
 from tswift.training.held_out import HeldOut, Judged
 from tswift.training.loop import Show
 from tswift.training.plan import TrainPlan
 from tswift.training.ranks import Ranks
-from tswift.training.session import BEFORE, SILENCE, Course, Outcome, begin, go_on
+from tswift.training.session import begin, go_on
 from tswift.training.trainer import HeadTrainer, adamw
 
 

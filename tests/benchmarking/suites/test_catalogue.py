@@ -9,7 +9,8 @@ from tswift.benchmarking.suites.figures import SHOWN
 from tswift.benchmarking.suites.rows import published_rows
 from tswift.benchmarking.suites.suite import LENGTH, Suite
 from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import METHODS, DraftOptions
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 
 EVERY = pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
@@ -68,7 +69,7 @@ def test_what_was_published_is_read_as_it_is() -> None:
 
 def test_what_a_suite_sets_itself() -> None:
     assert SUITES["table5"].own == {"methods", "kv", "ngrams"}
-    assert SUITES["table7"].own == {"methods", "tree", "nodes", "ngrams"}
+    assert SUITES["table7"].own == {"methods", "tree", "nodes", "gamma", "ngrams"}
     assert SUITES["table12"].own == {"methods", "top_p", "min_p", "eta"}
     assert SUITES["table14"].own == {"methods", "prefill", "ngrams"}
 

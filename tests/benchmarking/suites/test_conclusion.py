@@ -100,6 +100,18 @@ def test_each_length_is_held_against_the_nearest_published_one() -> None:
     assert [(pair.place, pair.verdict) for pair in found.pairs] == [("100 tokens", SAME), ("80,000 tokens", DIFFERS)]
 
 
+def test_lengths_that_the_paper_has_not_are_said() -> None:
+    rows = [
+        measured(axis, alpha, length=length)
+        for length in (100, 5000, 20_000)
+        for axis, alpha in (("a", 0.2), ("b", 0.6))
+    ]
+    said = "The paper has no rows at {}; each is held against its row of the nearest one."
+    assert said.format("these lengths") in conclude(SUITE, rows[:4], PAPER).lines
+    assert said.format("100 and 5,000 tokens") in conclude(SUITE, rows, PAPER).lines
+    assert not any(line.startswith("The paper has no rows") for line in conclude(SUITE, rows[4:], PAPER).lines)
+
+
 def test_lengths_may_be_what_is_compared() -> None:
     suite = Suite("made-up", "Made up", "model", (Choice("", "ar"),), ("alpha",), ("alpha",), along=LENGTH)
     published = [paper("Q1", 0.5), paper("Q1", 0.8, 40_000), paper("Q2", 0.4), paper("Q2", 0.6, 40_000)]

@@ -67,6 +67,8 @@ def test_a_terminal_shows_the_ends_marked_without_colours(monkeypatch) -> None: 
     told = plain(pair)
     assert "« w0 <w1&>" in told
     assert " w9 " not in told.split("without")[0]  # the first ones of a long text are left out
+    assert told.startswith("The last 240 of ")
+    assert "The last" not in plain(pair[1:])  # all of it
     console = Console(force_terminal=True, width=100, record=True)
     with console.capture() as captured:
         console.print(side_by_side(pair))

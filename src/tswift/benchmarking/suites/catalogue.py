@@ -133,7 +133,7 @@ _ALL = (
         judged=("alpha", "speedup"),
         paper=Paper("table7_tree.csv", ("tree",), _FASTER, {"[1 3 3 3] (adopted)": "[1 3 3 3]"}),
         wide=True,
-        fixes=("nodes",),
+        fixes=("nodes", "gamma"),
         note="Each tree has as many nodes as it takes: after conditioned heads, a level's candidates follow "
         "the best one of the level before only.",
     ),

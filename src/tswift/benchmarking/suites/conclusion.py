@@ -209,8 +209,10 @@ def _details(figure: str, held: Sequence[Pair]) -> Iterator[str]:
 
 def _lengths(measured: Sequence[Row], published: Sequence[Row]) -> Iterator[str]:
     ours, theirs = ({row.length for row in rows if row.length} for rows in (measured, published))
-    if theirs and not ours & theirs:
-        yield "The paper has no rows at these lengths; each is held against its row of the nearest one."
+    other = sorted(ours - theirs)
+    if theirs and other:
+        which = "these lengths" if len(other) == len(ours) else f"{' and '.join(f'{each:,}' for each in other)} tokens"
+        yield f"The paper has no rows at {which}; each is held against its row of the nearest one."
 
 
 def _spread(suite: Suite, pairs: Sequence[Pair]) -> str:

@@ -104,7 +104,7 @@ def page(record: Mapping[str, Any], about: str) -> str:
 
 def side_by_side(texts: Sequence[Mapping[str, Any]]) -> Table:
     """The ends of texts for a terminal: repetitions in reverse, which needs no colours."""
-    table = Table(title=Text(f"The last {EXCERPT} of {caption(texts)}"), title_justify="left", expand=True)
+    table = Table(title=Text(_excerpt(texts)), title_justify="left", expand=True)
     for text in texts:
         table.add_column(Text(heading(text)), ratio=1, overflow="fold")
     table.add_row(*(_styled(spans(text, EXCERPT)) for text in texts))
@@ -113,11 +113,16 @@ def side_by_side(texts: Sequence[Mapping[str, Any]]) -> Table:
 
 def plain(texts: Sequence[Mapping[str, Any]]) -> str:
     """The ends of texts for a pipe, one after another: repetitions in angle quotes."""
-    parts = [f"The last {EXCERPT} of {caption(texts)}; repetitions are in «»."]
+    parts = [f"{_excerpt(texts)}; repetitions are in «»."]
     for text in texts:
         told = "".join(f"«{span.text}»" if span.repeated else span.text for span in spans(text, EXCERPT))
         parts.append(f"{heading(text)}\n{told.strip()}")
     return "\n\n".join(parts) + "\n"
+
+
+def _excerpt(texts: Sequence[Mapping[str, Any]]) -> str:
+    longer = any(len(text["tokens"]) > EXCERPT for text in texts)
+    return f"The last {EXCERPT} of {caption(texts)}" if longer else caption(texts)
 
 
 def _marked(found: Sequence[Span]) -> str:

@@ -1,0 +1,91 @@
+"""How a method drafts: what a user can set, each value within its range."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from tswift.errors import InputError
+
+FULL = "full"
+KV = (FULL, "partial", "dynamic", "streaming", "snapkv")  # what drafting can read
+
+_MOST_PATHS = 10_000
+_LONGEST = 1000  # chain
+_LARGEST = 1 << 31  # of any number here; what a machine has room for is a matter of its memory
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """How a method drafts. The defaults are the paper's, except where the device makes another tree pay.
+
+    Attributes:
+        tree: candidates per drafted level; None for the device's default. Its length is the paper's gamma + 1 where the
+            LM head drafts the first level (tokenswift), and gamma where only heads draft (medusa).
+        nodes: most nodes of a draft tree, root included; None for the device's default.
+        ngrams: continuations of one token that are reused (the paper's k).
+        reuse_recent: also reuse what is still in the penalty window.
+        gamma: tokens drafted along a path, where it is a chain; heads to use of the default tree, where it is one of
+            heads. None for the method's default, or all.
+        inner_gamma: tokens that the small model drafts for the draft, where there are two.
+        kv: what drafting reads: ``full``, or which tokens a partial cache holds, ``partial`` (selected once),
+            ``dynamic``, ``streaming`` or ``snapkv``; None for the method's default.
+        budget: tokens of the partial KV cache; None for the method's default.
+        sinks: first tokens that the partial cache always holds.
+        shared_noise: rank candidates with the noise the target will draw with.
+
+    Raises:
+        InputError: a value outside its range, or of another type.
+    """
+
+    tree: tuple[int, ...] | None = None
+    nodes: int | None = None
+    ngrams: int = 20
+    reuse_recent: bool = False
+    gamma: int | None = None
+    inner_gamma: int = 2
+    kv: str | None = None
+    budget: int | None = None
+    sinks: int = 16
+    shared_noise: bool = True
+
+    def __post_init__(self) -> None:
+        widths = (1,) if self.tree is None else self.tree
+        if not (isinstance(widths, tuple) and widths and all(type(width) is int and width > 0 for width in widths)):
+            raise InputError(f"wants numbers above 0, such as 1,3,3,3, got {self.tree!r:.80}", "--tree")
+        if self.tree is not None and prod(self.tree) > _MOST_PATHS:
+            raise InputError(f"has {prod(self.tree):,} paths, at most {_MOST_PATHS:,} are possible", "--tree")
+        if self.tree is not None and self.gamma is not None:
+            raise InputError("cannot be given together with --tree", "--gamma")
+        if self.kv not in (None, *KV):
+            raise InputError(f"is one of {', '.join(KV)}, got {self.kv!r:.40}", "--kv")
+        for option, value, least in (
+            ("--nodes", self.nodes, 2),
+            ("--ngrams", self.ngrams, 0),
+            ("--gamma", self.gamma, 0),
+            ("--inner-gamma", self.inner_gamma, 1),
+            ("--budget", self.budget, 64),
+            ("--sinks", self.sinks, 0),
+        ):
+            if type(value) is not int and not (value is None and option in ("--nodes", "--gamma", "--budget")):
+                raise InputError(f"wants an integer, got {value!r:.40}", option)
+            if value is not None and value < least:
+                raise InputError(f"must be at least {least}, got {value}", option)
+            most = _LONGEST if option in ("--gamma", "--inner-gamma") else _LARGEST
+            if value is not None and value > most:
+                raise InputError(f"must be at most {most:,}, got {value:,}", option)
+        if self.budget is not None:
+            refuse_sinks(self.sinks, self.budget)
+        for option, flag in (("--reuse-recent", self.reuse_recent), ("--shared-noise", self.shared_noise)):
+            if type(flag) is not bool:
+                raise InputError(f"is yes or no, got {flag!r:.40}", option)
+
+
+def refuse_sinks(sinks: int, budget: int) -> None:
+    """Refuse more sinks than a quarter of a budget.
+
+    Raises:
+        InputError: there are.
+    """
+    if sinks > budget // 4:
+        raise InputError(f"must be at most a quarter of --budget {budget}, got {sinks}", "--sinks")
