@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers import PLAIN, decode_method, decode_steps, random_prompt, tiny_draft, tiny_target, tokens_of
+from tests.helpers import (
+    PLAIN,
+    decode_method,
+    decode_steps,
+    random_prompt,
+    tiny_draft,
+    tiny_heads,
+    tiny_target,
+    tokens_of,
+)
 from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.tree import DraftTree
@@ -14,6 +23,8 @@ from tswift.drafting.levels import CHUNK, FullLevel, OwnLevel
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Context, Drafter
+from tswift.kv.full import FullKV
+from tswift.kv.partial import PartialKV
 from tswift.kv.streaming import StreamingKV
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
@@ -72,13 +83,29 @@ def test_a_chain_that_is_drafted_is_the_same_chain() -> None:
         assert proposed(ChainSource("it", FullLevel(tiny_target()), 9, drafter, True), prefilled(prompt)) == wanted
 
 
-def test_a_model_keeps_up_with_a_text_that_goes_on_otherwise() -> None:
+def count(level: OwnLevel, passes: list[int], monkeypatch) -> None:
+    """Note the tokens of every pass."""
+    right = type(level.target).forward
+
+    def forward(tokens, *rest):
+        passes.append(len(tokens))
+        return right(level.target, tokens, *rest)
+
+    monkeypatch.setattr(level.target, "forward", forward, raising=False)
+
+
+def test_a_model_keeps_up_with_a_text_that_goes_on_otherwise(monkeypatch) -> None:
     prompt = random_prompt(150, 5)
     context = prefilled(prompt, PLAIN)
     source = ChainSource("it", level := own_level(), 6, Drafter(), True)
     text = list(prompt)
-    for new in ([1], [5, 6, 7], [], [9, 3, 3, 1, 4, 2, 8]):  # of what was drafted none, some or all may be kept
+    passes: list[int] = []
+    count(level, passes, monkeypatch)
+    # of what was drafted none, some or all may be kept; and the text may grow by other tokens than those
+    for new in ([1], [5, 6, 7], [], [9, 3, 3, 1, 4, 2, 8], [2, 2], [7]):
+        passes.clear()
         drafted = proposed(source, context)
+        assert sum(passes) <= (6 + 8 if len(text) > 150 else 155)  # nothing that stays is forwarded twice
         assert drafted == decode_method("ar", tiny_draft(), text, PLAIN, 3, 6)
         kept = drafted[: len(new)] if len(new) == 3 else new
         text += kept
@@ -129,3 +156,28 @@ def test_a_small_model_that_is_the_target_itself(method: str) -> None:
         steps = decode_steps(target, make_drafter(method, target, None, options, target), prompt, PARAMS, 1, 100)
         assert tokens_of(steps) == plain
         assert (len(steps) == 20) is all_of_it
+
+
+@pytest.mark.parametrize(("kv", "observed"), [("dynamic", 1), ("snapkv", 32)])
+def test_what_is_kept_is_chosen_by_the_newest_queries_of_the_text(kv: str, observed: int, monkeypatch) -> None:
+    """Of committed tokens alone, in their order, though trees bring others: seen by plain passes over the text."""
+    target, prompt, given = tiny_target(), random_prompt(80, 6), []
+    right = PartialKV.select
+    monkeypatch.setattr(PartialKV, "select", lambda self, *each: (given.append(each), right(self, *each))[1])
+    options = DraftOptions(kv=kv, budget=64, tree=(2, 2, 2), nodes=12)
+    decoding = Decoding(target, prompt, PARAMS, 1, make_drafter("tokenswift", target, tiny_heads(), options), 100)
+    lengths = []
+    monkeypatch.setattr(
+        PartialKV, "follow", lambda self, full, *rest, own=PartialKV.follow: (
+            before := len(given), own(self, full, *rest), lengths.extend([full.length] * (len(given) - before))
+        )
+    )  # fmt: skip
+    steps = list(decoding.steps())
+    assert max(step.accepted for step in steps) > 0
+    text = [*prompt, *tokens_of(steps)]
+    kv_of_text = FullKV(target.kv_shape, len(text))
+    whole = [part.queries_of(range(len(part.hidden))) for part in target.chunks(text, kv_of_text)]
+    queries = torch.cat(whole, dim=2)
+    assert len(given) == len(lengths) >= 3
+    for (_, used), length in zip(given, lengths, strict=True):
+        torch.testing.assert_close(used, queries[:, :, length - observed : length])

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tswift.kv.buffer import KVShape
@@ -178,6 +178,7 @@ STEPS = st.lists(st.integers(1, 5), max_size=60)
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(64, 90), st.sampled_from([0, 1, 16]), st.integers(0, 200), STEPS)
+@example(64, 16, 3, [1] * 90)  # the text begins shorter than the sinks, and outgrows the budget
 def test_streaming_holds_the_first_and_the_newest(budget: int, sinks: int, prompt: int, steps: list[int]) -> None:
     _, _, kept = followed("streaming", budget, sinks, prompt, steps)
     for number, each in enumerate(kept):

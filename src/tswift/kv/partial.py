@@ -70,14 +70,13 @@ class PartialKV(KVBuffer):
         self.length = self._held
 
     def follow(self, full: KVBuffer, queries: Callable[[], Tensor] | None, most: int) -> None:
-        """Keep up with a full cache that has grown, drafted tokens being forgotten.
+        """Keep up with a full cache that has grown; nothing may be committed over what is held.
 
         Args:
             full: the full cache.
             queries: gives those that :meth:`select` takes; None before the first pass.
             most: tokens that it grows by at most until the next call, for which room is made.
         """
-        self.forget()
         new = full.length - self.copied
         stays = self.copied > 0 and not self.policy.renews
         if queries is not None and not stays and (new + most > self.room or not self.policy.renews):
