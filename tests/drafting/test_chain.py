@@ -181,3 +181,12 @@ def test_what_is_kept_is_chosen_by_the_newest_queries_of_the_text(kv: str, obser
     assert len(given) == len(lengths) >= 3
     for (_, used), length in zip(given, lengths, strict=True):
         torch.testing.assert_close(used, queries[:, :, length - observed : length])
+
+
+@pytest.mark.parametrize("kv", ["streaming", "dynamic"])
+def test_a_partial_cache_is_left_as_it_was(kv: str) -> None:
+    context = prefilled(random_prompt(90, 6))
+    source = make_drafter("magicdec", tiny_target(), None, DraftOptions(kv=kv, budget=64, gamma=5)).sources[0]
+    source.name = "it"
+    proposed(source, context)
+    assert source._level.kv.length == 64
