@@ -34,7 +34,7 @@ from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Drafter
 from tswift.jobs.environment import environment
-from tswift.jobs.prompt import read_prompt
+from tswift.jobs.prompt import read_prompt, take
 from tswift.models.loading import LoadedModel
 from tswift.models.target import Target
 
@@ -127,16 +127,20 @@ VARIANTS = [
     Variant("int3 in groups of 128", weights(grouped(3, 128))),
     Variant("int2 in groups of 128", weights(grouped(2, 128))),
     *(Variant(f"budget {budget:,}", budget=budget) for budget in (2048, 1024, 512, 256, 128, 64)),
-    *(Variant(f"without layer {index + 1} of 4", without(index)) for index in range(4)),
-    Variant("without layers 3 and 4", without(2, 3)),
 ]
+
+
+def skips(layers: int) -> list[Variant]:
+    """Each layer left out alone, and the last two together."""
+    alone = [Variant(f"without layer {index + 1} of {layers}", without(index)) for index in range(layers)]
+    return [*alone, Variant("without the last two layers", without(layers - 2, layers - 1))]
 
 
 class Bench:
     """One model, one prompt.
 
     Args:
-        model: the bundled one.
+        model: in float32.
         method: one that drafts with the model itself.
         prompt: token ids.
         length: tokens to generate.
@@ -205,6 +209,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def main() -> int:
     """Parse, decode, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="as for tswift generate (default: %(default)s)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--prompt", help="as for tswift generate")
     parser.add_argument("--method", default="tokenswift", help="tokenswift or magicdec (default: %(default)s)")
     parser.add_argument("--prefill", type=int, default=4096)
     parser.add_argument("--len", dest="length", type=int, default=1500)
@@ -212,10 +219,11 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a regular expression of names of drafting passes")
     parser.add_argument("--json", type=Path, help="write every outcome to this file")
     args = parser.parse_args()
-    model = tswift.load(dtype="float32")
-    bench = Bench(model, args.method, model.encode(read_prompt(None))[: args.prefill], args.length)
+    model = tswift.load(args.model, device=args.device, dtype="float32")
+    bench = Bench(model, args.method, take(model.encode(read_prompt(args.prompt)), args.prefill, False), args.length)
+    variants = [*VARIANTS, *skips(len(model.target.model.get_decoder().layers))]
     outcomes: list[Outcome] = []
-    for variant in [EXACT, *(each for each in VARIANTS if re.search(args.only, each.name))]:
+    for variant in [EXACT, *(each for each in variants if re.search(args.only, each.name))]:
         outcomes += bench.run(variant, [int(seed) for seed in args.seeds.split(",")])
         print(f"{variant.name}: {outcomes[-1].alpha:.3f}", file=sys.stderr)
     print(table(outcomes))
