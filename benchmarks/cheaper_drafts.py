@@ -222,16 +222,17 @@ def main() -> int:
     model = tswift.load(args.model, device=args.device, dtype="float32")
     bench = Bench(model, args.method, take(model.encode(read_prompt(args.prompt)), args.prefill, False), args.length)
     variants = [*VARIANTS, *skips(len(model.target.model.get_decoder().layers))]
+    command = f"python -m benchmarks.cheaper_drafts {shlex.join(sys.argv[1:])}"
+    about = {"command": command, "environment": environment(model.target.device), "model": model.about()}
+    about |= {"method": args.method, "prefill": args.prefill, "len": args.length}
     outcomes: list[Outcome] = []
     for variant in [EXACT, *(each for each in variants if re.search(args.only, each.name))]:
         outcomes += bench.run(variant, [int(seed) for seed in args.seeds.split(",")])
         print(f"{variant.name}: {outcomes[-1].alpha:.3f}", file=sys.stderr)
+        if args.json:  # as far as it got
+            record = {**about, "outcomes": [asdict(each) for each in outcomes]}
+            args.json.write_text(json.dumps(record, indent=1) + "\n")
     print(table(outcomes))
-    if args.json:
-        command = f"python -m benchmarks.cheaper_drafts {shlex.join(sys.argv[1:])}"
-        about = {"command": command, "environment": environment(model.target.device), "model": model.about()}
-        about |= {"method": args.method, "prefill": args.prefill, "len": args.length}
-        args.json.write_text(json.dumps({**about, "outcomes": [asdict(each) for each in outcomes]}, indent=1) + "\n")
     return 0 if all(each.same for each in outcomes) else 1
 
 
