@@ -31,6 +31,7 @@ from tswift.jobs.environment import environment, now
 from tswift.models.heads import Heads
 
 _PAPER = (1, 3, 3, 3)
+_DEFAULTS = DraftOptions()
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Lane:
     """A method with its options, and which of the bundled heads it has."""
 
     method: str
-    options: DraftOptions = DraftOptions()
+    options: DraftOptions = _DEFAULTS
     heads: str = "conditioned"
 
 
@@ -166,10 +167,9 @@ def table(context: int, tokens: int, rows: list[dict[str, Any]]) -> str:
     lines += ["| lane | alpha | tokens per step | nodes | ms per step | tokens/s | x | same text |"]
     lines += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"]
     for row in rows:
-        lines.append(
-            "| {lane} | {alpha:.3f} | {tokens_per_step:.2f} | {nodes:.1f} | {ms_per_step:.2f} | {tokens_per_second:.0f} | "
-            "{x:.2f} | {same} |".format(**{**row, "same": "yes" if row["same"] else "NO"})
-        )
+        cells = [row["lane"], f"{row['alpha']:.3f}", f"{row['tokens_per_step']:.2f}", f"{row['nodes']:.1f}"]
+        cells += [f"{row['ms_per_step']:.2f}", f"{row['tokens_per_second']:.0f}", f"{row['x']:.2f}"]
+        lines.append(f"| {' | '.join([*cells, 'yes' if row['same'] else 'NO'])} |")
     audits = sorted({row["audit"] for row in rows})
     return "\n".join([*lines, "", f"Audit of the text: {'; of one that differs: '.join(audits)}.", ""])
 
