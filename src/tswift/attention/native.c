@@ -45,9 +45,10 @@ typedef struct {
 
 /* A block of keys, and where its rows are. */
 typedef struct {
-    const float *query, *keys, *values, *ahead; /* ahead: the keys of the next block */
-    int64_t first;                              /* the first key */
-    int count;                                  /* keys */
+    const float *query, *keys, *values;
+    const float *next_keys, *next_values; /* of the next block */
+    int64_t first;                        /* the first key */
+    int count;                            /* keys */
     int row, rows;
     float *top, *total, *out;
 } Block;
@@ -70,13 +71,8 @@ INLINE __m256 power(__m256 x) {
     return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_LT_OQ), y);
 }
 
-/* Values of this block and keys of the next: the processor does not see by itself that they will be wanted. */
-INLINE void fetch(const Block *b, int key, int count) {
-    for (int i = 0; i < count * WIDTH; i += 16) {
-        _mm_prefetch((const char *)(b->values + key * WIDTH + i), _MM_HINT_T1);
-        _mm_prefetch((const char *)(b->ahead + key * WIDTH + i), _MM_HINT_T1);
-    }
-}
+/* The next block is fetched while this one is computed, a line now and then: many at once would hold up the loads. */
+INLINE void fetch(const float *at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
 
 /* Nodes do not see what is beside or after them. */
 INLINE void hide(const Call *c, const Block *b, float *scores, int by_key, int by_row) {
@@ -97,13 +93,15 @@ INLINE void shrink(float *out, float by) {
 
 /* Many rows: the query is [WIDTH, lanes], scores are [keys, lanes], with as many lanes as the vectors have. */
 
-INLINE void score_keys(const float *query, const float *keys, float *scores, const int count, const int vectors) {
+INLINE void score_keys(const Block *b, float *scores, int key, const int count, const int vectors) {
+    const float *keys = b->keys + key * WIDTH, *next = b->next_keys + key * WIDTH;
     __m256 sum[12][2];
     for (int k = 0; k < count; k++)
         for (int v = 0; v < vectors; v++) sum[k][v] = _mm256_setzero_ps();
     for (int d = 0; d < WIDTH; d++) {
         __m256 of_rows[2];
-        for (int v = 0; v < vectors; v++) of_rows[v] = _mm256_load_ps(query + (d * vectors + v) * LANES);
+        for (int v = 0; v < vectors; v++) of_rows[v] = _mm256_load_ps(b->query + (d * vectors + v) * LANES);
+        if (16 * d < count * WIDTH) fetch(next + 16 * d);
 #pragma GCC unroll 12
         for (int k = 0; k < count; k++) {
             const __m256 of_key = _mm256_broadcast_ss(keys + k * WIDTH + d);
@@ -111,20 +109,14 @@ INLINE void score_keys(const float *query, const float *keys, float *scores, con
         }
     }
     for (int k = 0; k < count; k++)
-        for (int v = 0; v < vectors; v++) _mm256_store_ps(scores + (k * vectors + v) * LANES, sum[k][v]);
+        for (int v = 0; v < vectors; v++) _mm256_store_ps(scores + ((key + k) * vectors + v) * LANES, sum[k][v]);
 }
 
 INLINE void score_many(const Block *b, float *scores, const int vectors) {
-    const int some = 12 / vectors, lanes = vectors * LANES; /* twelve sums fill the registers */
+    const int some = 12 / vectors; /* twelve sums fill the registers */
     int key = 0;
-    for (; key + some <= b->count; key += some) {
-        fetch(b, key, some);
-        score_keys(b->query, b->keys + key * WIDTH, scores + key * lanes, some, vectors);
-    }
-    for (; key < b->count; key++) {
-        fetch(b, key, 1);
-        score_keys(b->query, b->keys + key * WIDTH, scores + key * lanes, 1, vectors);
-    }
+    for (; key + some <= b->count; key += some) score_keys(b, scores, key, some, vectors);
+    for (; key < b->count; key++) score_keys(b, scores, key, 1, vectors);
 }
 
 INLINE void weigh_many(const Block *b, float *scores, const int vectors) {
@@ -168,12 +160,13 @@ INLINE void score_few(const Block *b, float *scores) {
         const int some = b->count - key < LANES ? b->count - key : LANES;
         const float *keys[LANES];
         for (int k = 0; k < LANES; k++) keys[k] = b->keys + (key + (k < some ? k : 0)) * WIDTH;
-        fetch(b, key, some);
         for (int r = 0; r < b->rows; r++) {
             __m256 sum[LANES];
             for (int k = 0; k < LANES; k++) sum[k] = _mm256_setzero_ps();
             for (int d = 0; d < WIDTH; d += LANES) {
                 const __m256 of_row = _mm256_load_ps(b->query + r * WIDTH + d);
+                if (r == 0)
+                    for (int k = d % 16 / LANES; k < LANES; k += 2) fetch(b->next_keys + (key + k) * WIDTH + d);
 #pragma GCC unroll 8
                 for (int k = 0; k < LANES; k++) sum[k] = _mm256_fmadd_ps(of_row, _mm256_loadu_ps(keys[k] + d), sum[k]);
             }
@@ -208,7 +201,8 @@ INLINE void weigh_few(const Block *b, float *scores) {
 
 /* Add the weighted values; where a weight is depends on whether rows are many or few. */
 
-INLINE void mix_rows(const Block *b, const float *weights, float *out, const int rows, int by_key, int by_row) {
+INLINE void mix_rows(const Block *b, const float *weights, int row, const int rows, int by_key, int by_row) {
+    float *out = b->out + row * WIDTH;
     const int wide = rows == 1 ? 8 : rows == 2 ? 4 : 2, vectors = WIDTH % (wide * LANES) ? 2 : wide;
     for (int d = 0; d < WIDTH; d += vectors * LANES) {
         __m256 sum[MIXED][8];
@@ -216,6 +210,8 @@ INLINE void mix_rows(const Block *b, const float *weights, float *out, const int
             for (int v = 0; v < vectors; v++) sum[r][v] = _mm256_loadu_ps(out + r * WIDTH + d + v * LANES);
         for (int key = 0; key < b->count; key++) {
             __m256 value[8];
+            if (row == 0)
+                for (int v = 0; v < vectors; v += 2) fetch(b->next_values + key * WIDTH + d + v * LANES);
             for (int v = 0; v < vectors; v++) value[v] = _mm256_loadu_ps(b->values + key * WIDTH + d + v * LANES);
             for (int r = 0; r < rows; r++) {
                 const __m256 weight = _mm256_broadcast_ss(weights + key * by_key + r * by_row);
@@ -230,12 +226,11 @@ INLINE void mix_rows(const Block *b, const float *weights, float *out, const int
 INLINE void mix(const Block *b, const float *weights, int by_key, int by_row) {
     for (int row = 0, some; row < b->rows; row += some) {
         const int left = b->rows - row, turns = (left + MIXED - 1) / MIXED;
-        float *out = b->out + row * WIDTH;
         some = (left + turns - 1) / turns;
-        if (some == 4) mix_rows(b, weights + row * by_row, out, 4, by_key, by_row);
-        else if (some == 3) mix_rows(b, weights + row * by_row, out, 3, by_key, by_row);
-        else if (some == 2) mix_rows(b, weights + row * by_row, out, 2, by_key, by_row);
-        else mix_rows(b, weights + row * by_row, out, 1, by_key, by_row);
+        if (some == 4) mix_rows(b, weights + row * by_row, row, 4, by_key, by_row);
+        else if (some == 3) mix_rows(b, weights + row * by_row, row, 3, by_key, by_row);
+        else if (some == 2) mix_rows(b, weights + row * by_row, row, 2, by_key, by_row);
+        else mix_rows(b, weights + row * by_row, row, 1, by_key, by_row);
     }
 }
 
@@ -284,13 +279,14 @@ static void attend_part(const Call *c, int64_t head, int64_t index) {
         pack(c, c->query + (head * rows + row) * WIDTH, packed + row * WIDTH, rows - row < TILE ? rows - row : TILE);
     for (int64_t first = start; first < end; first += BLOCK) {
         const int count = end - first < BLOCK ? end - first : BLOCK;
-        const int64_t ahead = first + 2 * BLOCK <= held ? first + BLOCK : first;
+        const int64_t next = first + 2 * BLOCK <= held ? first + BLOCK : first;
         for (int64_t row = 0; row < rows; row += TILE) {
             const Block b = {
                 .query = packed + row * WIDTH,
                 .keys = keys + first * WIDTH,
                 .values = values + first * WIDTH,
-                .ahead = keys + ahead * WIDTH,
+                .next_keys = keys + next * WIDTH,
+                .next_values = values + next * WIDTH,
                 .first = first,
                 .count = count,
                 .row = row,
@@ -308,10 +304,12 @@ static void attend_part(const Call *c, int64_t head, int64_t index) {
 /* What every thread does. */
 static void take_parts(void *given) {
     Call *c = given;
+    const int64_t tasks = c->kv_heads * c->parts, share = tasks / (8 * c->threads), some = share > 1 ? share : 1;
     for (;;) {
-        const int64_t task = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED);
-        if (task >= c->kv_heads * c->parts) return;
-        attend_part(c, task / c->parts, task % c->parts);
+        const int64_t first = __atomic_fetch_add(&c->next, some, __ATOMIC_RELAXED);
+        if (first >= tasks) return;
+        for (int64_t task = first; task < first + some && task < tasks; task++)
+            attend_part(c, task / c->parts, task % c->parts);
     }
 }
 
