@@ -265,6 +265,9 @@ static void pack(const Call *c, const float *query, float *packed, int rows) {
             packed[rows > FEW ? d * lanes + r : r * WIDTH + d] = query[r * WIDTH + d] * c->scale;
 }
 
+/* How many of the rows that are left come next: eight and a few cost less than sixteen that are not all there. */
+INLINE int64_t tile(int64_t left) { return left > LANES + FEW ? TILE : LANES; }
+
 static void attend_part(const Call *c, int64_t head, int64_t index) {
     const int64_t rows = c->rows, held = c->prefix + c->nodes, start = index * c->part;
     const int64_t end = start + c->part < held ? start + c->part : held;
@@ -275,12 +278,15 @@ static void attend_part(const Call *c, int64_t head, int64_t index) {
     memset(packed, 0, sizeof packed);
     memset(total, 0, (PADDED(rows) + rows * WIDTH) * sizeof *total);
     for (int64_t r = 0; r < PADDED(rows); r++) top[r] = -FLT_MAX; /* minus infinity from itself would be NaN */
-    for (int64_t row = 0; row < rows; row += TILE)
-        pack(c, c->query + (head * rows + row) * WIDTH, packed + row * WIDTH, rows - row < TILE ? rows - row : TILE);
+    for (int64_t row = 0, some; row < rows; row += some) {
+        some = tile(rows - row);
+        pack(c, c->query + (head * rows + row) * WIDTH, packed + row * WIDTH, rows - row < some ? rows - row : some);
+    }
     for (int64_t first = start; first < end; first += BLOCK) {
         const int count = end - first < BLOCK ? end - first : BLOCK;
         const int64_t next = first + 2 * BLOCK <= held ? first + BLOCK : first;
-        for (int64_t row = 0; row < rows; row += TILE) {
+        for (int64_t row = 0, some; row < rows; row += some) {
+            some = tile(rows - row);
             const Block b = {
                 .query = packed + row * WIDTH,
                 .keys = keys + first * WIDTH,
@@ -290,7 +296,7 @@ static void attend_part(const Call *c, int64_t head, int64_t index) {
                 .first = first,
                 .count = count,
                 .row = row,
-                .rows = rows - row < TILE ? rows - row : TILE,
+                .rows = rows - row < some ? rows - row : some,
                 .top = top + row,
                 .total = total + row,
                 .out = out + row * WIDTH,
