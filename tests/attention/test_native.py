@@ -13,6 +13,7 @@ from tests.attention.oracle import blind_to_siblings, case, chain, dense
 from tests.helpers import random_tree
 from tswift.attention import native
 from tswift.attention.backends import why_not
+from tswift.attention.building import Unbuilt
 from tswift.attention.layout import Layout
 from tswift.attention.native import NativeAttention
 from tswift.attention.sdpa import TreeAttention
@@ -186,6 +187,22 @@ def test_what_is_left_to_the_stock_operators(dtype, width: int, group: int, node
     assert torch.equal(attend(query, keys, values, ancestors, scale), stock)
 
 
+def test_a_head_size_that_cannot_be_built_is_left_to_them_too(monkeypatch) -> None:
+    query, keys, values, ancestors, scale = case(2, 1, 16, 300, 5, torch.float32)
+    stock = TreeAttention(Layout(2, 1, torch.float32, CPU), 300, 5, ancestors)(query, keys, values, scale)
+    assert not torch.equal(attend(query, keys, values, ancestors, scale), stock)
+
+    def full(width: int) -> None:
+        raise Unbuilt("no space left")
+
+    monkeypatch.setattr(native, "library", full)
+    native._kernel.cache_clear()
+    try:
+        assert torch.equal(attend(query, keys, values, ancestors, scale), stock)
+    finally:
+        native._kernel.cache_clear()
+
+
 def test_keys_that_are_no_rows_of_memory() -> None:
     query, keys, values, ancestors, scale = case(2, 1, 16, 300, 5, torch.float32)
     turned = keys.transpose(1, 2).contiguous().transpose(1, 2)
@@ -204,11 +221,7 @@ def test_there_is_a_gradient() -> None:
 def test_parts_are_bounded_in_number(monkeypatch) -> None:
     calls = []
 
-    class Library:
-        def tswift_attend(self, call) -> None:
-            calls.append(call._obj)
-
-    monkeypatch.setattr(native, "library", lambda width: Library())
+    monkeypatch.setattr(native, "_kernel", lambda width: lambda call: calls.append(call._obj))
     for prefix in (1, 479, 480, 100_000, 1_000_000):
         empty = torch.empty(1).expand(1, 1, 16)
         keys = torch.empty_strided((1, prefix + 1, 16), (0, 16, 1))

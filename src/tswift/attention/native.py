@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -58,9 +59,9 @@ class NativeAttention:
         """Attend; shapes as for every attention."""
         layout, prefix, nodes, _ = self._given
         rows, width = layout.groups * nodes, query.shape[-1]
-        taken = rows <= _MOST_ROWS and width <= _WIDEST and width % _TILE == 0 and query.dtype == torch.float32
+        attend = _kernel(width) if query.dtype == torch.float32 else None
         learns = query.requires_grad and torch.is_grad_enabled()  # the kernel has no gradient
-        if learns or not taken:
+        if attend is None or learns or rows > _MOST_ROWS:
             self._stock = self._stock or TreeAttention(*self._given)
             return self._stock(query, keys, values, scale)
         keys, values = (x if x.stride()[1:] == (width, 1) else x.contiguous() for x in (keys, values))
@@ -92,7 +93,7 @@ class NativeAttention:
             0,
             scale * math.log2(math.e),
         )
-        library(width).tswift_attend(ctypes.byref(call))
+        attend(ctypes.byref(call))
         return out
 
 
@@ -104,6 +105,17 @@ def library(width: int) -> ctypes.CDLL:
         Unbuilt: there is none here; it says why.
     """
     return build(_SOURCE, f"WIDTH={width}")
+
+
+@functools.cache
+def _kernel(width: int) -> Callable[[Any], None] | None:
+    """What computes heads of this size; None if the stock operators have to."""
+    if width > _WIDEST or width % _TILE:
+        return None
+    try:
+        return cast("Callable[[Any], None]", library(width).tswift_attend)
+    except Unbuilt:  # though another size was built when the model was loaded: the disk is full, say
+        return None
 
 
 @functools.cache
