@@ -120,7 +120,11 @@ Quantize = Annotated[
     option(_MODEL, "int8, fp8 or int4: torchao quantises the weights. (default: as they are)", "--quantize"),
 ]
 Attention = Annotated[
-    str, typer.Option(help="auto (triton on CUDA, sdpa elsewhere), triton, flash or sdpa.", rich_help_panel=_MODEL)
+    str,
+    typer.Option(
+        help="auto (triton on CUDA, native on the CPU, sdpa where these cannot be had), native, triton, flash or sdpa.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 
 Json = Annotated[Path | None, option(_OUTPUT, "Write everything to a JSON file; - is stdout.", "--json")]

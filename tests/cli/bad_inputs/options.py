@@ -264,6 +264,7 @@ TOGETHER: dict[str, dict[str, str]] = {
         "--attention flash --dtype bfloat16": "--attention",
         "--attention flash": "--attention",
         "--attention triton --dtype float64": "--attention",
+        "--attention native --dtype float64": "--attention",
         "--heads conditioned": "--heads",
         "--len 4090": "--len",
         "--chat": "--chat",
