@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tswift.decoding.sampling import NOTHING
 from tswift.decoding.tree import DraftTree
@@ -77,18 +78,18 @@ def advance(
     started = time.perf_counter()
     with torch.inference_mode():
         tree = drafter.propose(context, wanted)
-        forwarded, drawn, path = _verify(target, context, tree, walk)
+        forwarded, logits, drawn, path = _verify(target, context, tree, walk)
         if len(tree) > 1 and any(drawn[node] == NOTHING for node in path):
             # not yet a fault: a drafted token can be too much for the model, and its NaN spreads in the pass
             tree = DraftTree(context.text[-1], limit=1)
-            forwarded, drawn, path = _verify(target, context, tree, walk)
+            forwarded, logits, drawn, path = _verify(target, context, tree, walk)
         if drawn[path[-1]] == NOTHING:
-            raise Undrawn(target.logits(forwarded.hidden)[0])
+            raise Undrawn(logits[0])
         new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
         context.kv.commit(path)
         context.text += new
         context.sampler.extend(new)
-        context.last, context.path = forwarded, path
+        context.last, context.path, context.logits = forwarded, path, logits
         drafter.committed(context)
     ends = [index for index, token in enumerate(new) if token in stop]
     kept = new[: ends[0] + 1] if ends else new
@@ -99,13 +100,14 @@ def advance(
 
 def _verify(
     target: Target, context: Context, tree: DraftTree, walk: Walk | None
-) -> tuple[Forwarded, list[int], list[int]]:
-    """One pass over a tree, the token drawn after each of its nodes, and the nodes accepted."""
+) -> tuple[Forwarded, Tensor, list[int], list[int]]:
+    """One pass over a tree, its logits, the token drawn after each of its nodes, and the nodes accepted."""
     tokens = torch.tensor(tree.tokens).to(target.device, non_blocking=True)
     positions = torch.tensor(tree.depths).to(target.device, non_blocking=True) + context.position
     ancestors = tree.ancestors().to(target.device, non_blocking=True)
     forwarded = target.forward(tokens, positions, context.kv, ancestors)
     seen = context.sampler.seen(tokens, positions, ancestors)
     places = [context.position + depth + 1 for depth in tree.depths]
-    drawn = context.sampler.draw(target.logits(forwarded.hidden), seen, places)
-    return forwarded, drawn, walk(tree, drawn) if walk else tree.walk(drawn)
+    logits = target.logits(forwarded.hidden)
+    drawn = context.sampler.draw(logits, seen, places)
+    return forwarded, logits, drawn, walk(tree, drawn) if walk else tree.walk(drawn)
