@@ -40,6 +40,7 @@ def compare(
     budget: options.Budget = None,
     sinks: options.Sinks = None,
     shared_noise: options.SharedNoise = None,
+    costs: options.Costs = None,
     heads: options.HeadsFile = None,
     draft_model: options.DraftModel = None,
     model: options.Model = "demo",

@@ -279,6 +279,22 @@ class Sampler:
         It shows in the best score, whatever the filters, and comes along with the tokens.
         """
         scores = self.scores(logits, seen, positions)
+        return self._drawn(scores)
+
+    def draw_with_leads(
+        self, logits: Tensor, seen: Tensor | None, positions: Sequence[int]
+    ) -> tuple[list[int], list[tuple[int, float]]]:
+        """As :meth:`draw`, and for each row the runner-up and the lead over it in score."""
+        scores = self.scores(logits, seen, positions)
+        values, tokens = (each.tolist() for each in scores.topk(2))
+        drawn, others = [], []
+        for (first, second), (best, next_best) in zip(tokens, values, strict=True):
+            drawn.append(first if math.isfinite(best) else NOTHING)
+            others.append((second, best - next_best))
+        return drawn, others
+
+    @staticmethod
+    def _drawn(scores: Tensor) -> list[int]:
         # not scores.max(-1): on a few thousand tokens PyTorch calls all threads together for that, and not for argmax
         drawn = scores.argmax(-1, keepdim=True)
         found = torch.cat([drawn, scores.gather(-1, drawn)], dim=-1).tolist()
