@@ -32,15 +32,17 @@ class Guess:
     Attributes:
         tokens: the likeliest draws, best first.
         scores: of each, noise included.
-        match: tokens of the longest match.
+        match: tokens of the longest match; 0 for none.
+        place: position of its last token.
     """
 
     tokens: list[int]
     scores: list[float]
     match: int
+    place: int
 
 
-_NONE = Guess([], [], 0)
+_NONE = Guess([], [], 0, -1)
 
 
 class Recall:
@@ -129,5 +131,5 @@ class Recall:
         chosen = tokens.gather(1, best.indices).tolist()
         for row, ids, values in zip(rows, chosen, best.values.tolist(), strict=True):
             count = sum(value > -inf for value in values)
-            guesses[row] = Guess(ids[:count], values[:count], found[row][0][1])
+            guesses[row] = Guess(ids[:count], values[:count], found[row][0][1], found[row][0][0])
         return guesses
