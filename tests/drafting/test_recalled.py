@@ -109,7 +109,7 @@ def test_a_long_match_is_followed_many_tokens_at_once() -> None:
         ("recall", DraftOptions(nodes=12)),
         ("recall", DraftOptions(nodes=40, recall=5, shared_noise=False)),
         ("medusa", DraftOptions(tree="auto", nodes=12)),
-        ("tokenswift", DraftOptions(tree="auto", nodes=12, budget=64)),
+        ("tokenswift", DraftOptions(tree="auto", nodes=40, budget=64)),
         ("cascade", DraftOptions(nodes=12, gamma=5, budget=64)),
     ],
 )

@@ -84,25 +84,30 @@ def _of_heads(
         levels += _BEYOND
     beams = BeamSource(models.target, heads, reader, levels, options.shared_noise, plan)
     if options.recall:
-        return _recalling(models, options, plan, levels, [beams])
+        return _recalling(models, options, plan, max(levels, _deepest(options)), [beams])
     return PlannedDrafter(offering=[beams, *others], depth=max(levels, longest), limit=options.nodes, plan=plan)
 
 
 def recall(models: Models, options: DraftOptions) -> Drafter:
     """What the target thought where the text stood like this before, and nothing else."""
-    return _recalling(models, options, Plan(models.costs), 0, [])
+    return _recalling(models, options, Plan(models.costs), _deepest(options), [])
+
+
+def _deepest(options: DraftOptions) -> int:
+    """Most tokens that are recalled in a row: as many as the tree has nodes for."""
+    assert options.nodes is not None
+    return min(options.nodes - 1, _FOLLOWED)
 
 
 def _recalling(
     models: Models, options: DraftOptions, plan: Plan, depth: int, sources: Sequence[PricedSource]
 ) -> PlannedDrafter:
-    """Sources that go ``depth`` tokens deep, and what is recalled, as deep as the tree has nodes."""
+    """Sources, and after them what is recalled, up to ``depth`` tokens deep."""
     assert options.nodes is not None
     assert options.recall
     recalled = Recall(models.target, options.shared_noise, options.recall)
     last = RecallSource(recalled, plan, options.nodes)
-    deepest = max(depth, min(options.nodes - 1, _FOLLOWED))
-    return PlannedDrafter(offering=[*sources, last], depth=deepest, limit=options.nodes, plan=plan)
+    return PlannedDrafter(offering=[*sources, last], depth=depth, limit=options.nodes, plan=plan)
 
 
 def cascade(models: Models, options: DraftOptions) -> Drafter:
