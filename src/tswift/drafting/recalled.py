@@ -42,12 +42,13 @@ class RecallSource:
         recall: of the text; nothing yet.
         plan: says whether a guess pays.
         limit: most nodes of the tree.
+        listens: take in the text. Not where the text is itself a draft, and another source takes in the real one.
     """
 
     name = "reuse"
 
-    def __init__(self, recall: Recall, plan: Plan, limit: int) -> None:
-        self._recall, self._plan, self._limit = recall, plan, limit
+    def __init__(self, recall: Recall, plan: Plan, limit: int, listens: bool = True) -> None:
+        self._recall, self._plan, self._limit, self._listens = recall, plan, limit, listens
         self.spent = 0.0
 
     def start(self, context: Context) -> None:
@@ -68,8 +69,7 @@ class RecallSource:
 
     def _pay(self, sketch: Sketch, asked: set[int], context: Context) -> list[int]:
         """The likeliest nodes to guess below, those left out that were asked or do not pay."""
-        costs, keys = self._plan.costs, len(context.text)
-        price = _SECONDS + (costs.seconds(16, keys) - costs.seconds(8, keys)) / 8
+        price = _SECONDS + self._plan.costs.node(context.kv.length)
         nodes: list[int] = []
         for node in sketch.likeliest(self._limit):
             if len(nodes) == _ROUND or not self._plan.worth(_GAIN * sketch.reach[node], price):
@@ -83,7 +83,8 @@ class RecallSource:
     ) -> list[Guess]:
         """What may be drawn below nodes, or below so many tokens more."""
         self.spent += _SECONDS * len(nodes)
-        paths = [[context.text[-1], *sketch.path(node)] for node in nodes]
+        unknown = context.text[len(self._recall) :]  # the root, and what was drafted of a text that is itself a draft
+        paths = [[*unknown, *sketch.path(node)] for node in nodes]
         if ends:
             paths = [[*path, *end] for path, end in zip(paths, ends, strict=True)]
         return self._recall.guess(paths, context.sampler, _WIDTH)
@@ -118,4 +119,5 @@ class RecallSource:
 
     def committed(self, context: Context, most: int) -> None:
         """Take in the text, and what was thought."""
-        self._recall.committed(context)
+        if self._listens:
+            self._recall.committed(context)

@@ -102,12 +102,13 @@ def _deepest(options: DraftOptions) -> int:
 def _recalling(
     models: Models, options: DraftOptions, plan: Plan, depth: int, sources: Sequence[PricedSource]
 ) -> PlannedDrafter:
-    """Sources, and after them what is recalled, up to ``depth`` tokens deep."""
+    """Sources that go ``depth`` tokens deep, and what is recalled, as deep as the tree has nodes."""
     assert options.nodes is not None
     assert options.recall
     recalled = Recall(models.target, options.shared_noise, options.recall)
     last = RecallSource(recalled, plan, options.nodes)
-    return PlannedDrafter(offering=[*sources, last], depth=depth, limit=options.nodes, plan=plan)
+    deepest = max(depth, min(options.nodes - 1, _FOLLOWED))
+    return PlannedDrafter(offering=[*sources, last], depth=deepest, limit=options.nodes, plan=plan)
 
 
 def cascade(models: Models, options: DraftOptions) -> Drafter:
@@ -116,12 +117,16 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
     assert options.nodes is not None
     inner = medusa(models, replace(options, tree=AUTO, gamma=None, nodes=INNER_NODES, recall=0))
     assert isinstance(inner, PlannedDrafter)
-    level = _self_level(models.target, options, chain=options.gamma, nodes=inner.limit)
     plan = Plan(models.costs)
+    recalled: list[PricedSource] = []
+    if options.recall:  # one memory for the chain and for what the chain is drafted from
+        recall = Recall(models.target, options.shared_noise, options.recall)
+        recalled = [RecallSource(recall, plan, options.nodes)]
+        guessing = RecallSource(recall, inner.plan, inner.limit, listens=False)
+        inner = replace(inner, offering=[*inner.offering, guessing], depth=INNER_NODES - 1)
+    level = _self_level(models.target, options, chain=options.gamma, nodes=inner.limit)
     source = CascadeSource(level, inner, options.shared_noise, plan)
-    if options.recall:
-        return _recalling(models, options, plan, options.gamma, [source])
-    return PlannedDrafter(offering=[source], depth=options.gamma, limit=options.nodes, plan=plan)
+    return PlannedDrafter(offering=[source, *recalled], depth=options.gamma, limit=options.nodes, plan=plan)
 
 
 def reuse(models: Models, options: DraftOptions) -> Drafter:
