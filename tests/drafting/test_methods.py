@@ -14,6 +14,7 @@ from tswift.drafting.levels import FullLevel, OwnLevel, PartialLevel
 from tswift.drafting.methods import METHODS, draft_slots, make_drafter, partial_slots, resolve, resolve_for, used
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.planned import PlannedDrafter
+from tswift.drafting.recalled import RecallSource
 from tswift.drafting.reuse import ReuseSource
 from tswift.drafting.source import Drafter
 from tswift.errors import InputError
@@ -35,7 +36,8 @@ def test_what_each_method_drafts_from() -> None:
         "ar": [],
         "medusa": [HeadSource],
         "tokenswift": [HeadSource, ReuseSource],
-        "cascade": [CascadeSource],
+        "cascade": [CascadeSource, RecallSource],
+        "recall": [RecallSource],
         "reuse": [ReuseSource],
         "magicdec": [ChainSource],
         "standalone": [ChainSource],
@@ -96,9 +98,10 @@ def test_trees_that_pay() -> None:
         assert resolve(method, tiny_target(), tiny_heads(), DraftOptions(tree="auto")).costs == "measured"
         with pytest.raises(InputError, match=r"--costs: goes with --tree auto"):
             made(method, tree=(1, 1), costs="nominal")
-    assert made("medusa", tree="auto").depth == 3
-    assert made("medusa", tree="auto", gamma=2).depth == 2
-    assert made("tokenswift", tree="auto", gamma=2, ngrams=0).depth == 3
+    assert made("medusa", tree="auto", recall=0).depth == 3
+    assert made("medusa", tree="auto", gamma=2, recall=0).depth == 2
+    assert made("tokenswift", tree="auto", gamma=2, ngrams=0, recall=0).depth == 3
+    assert made("medusa", tree="auto", nodes=12).depth == 11
     assert made("tokenswift", tree="auto", nodes=9).limit == 9
     with pytest.raises(InputError, match="--gamma"):
         made("medusa", tree="auto", gamma=9)
@@ -135,10 +138,10 @@ def test_trees_deeper_than_the_heads_are_refused() -> None:
 
 
 def test_unknown_methods_and_missing_heads_are_refused() -> None:
-    with pytest.raises(InputError, match=r"--method: .*nope.*ar, medusa, tokenswift, cascade, reuse"):
+    with pytest.raises(InputError, match=r"--method: .*nope.*ar, medusa, tokenswift, cascade, recall, reuse"):
         made("nope")
     for method in METHODS:
-        if method in ("ar", "reuse", "magicdec", "ar-reference"):
+        if method in ("ar", "recall", "reuse", "magicdec", "ar-reference"):
             make_drafter(method, tiny_target(), None, DraftOptions())
         elif method in ("standalone", "triforce"):
             with pytest.raises(InputError, match=r"--draft-model: .*smaller model"):

@@ -79,6 +79,7 @@ def bench(
     sinks: options.Sinks = None,
     shared_noise: options.SharedNoise = None,
     costs: options.Costs = None,
+    recall: options.Recall = None,
     heads: options.HeadsFile = None,
     draft_model: options.DraftModel = None,
     model: options.ModelOrShape = "demo",

@@ -41,6 +41,7 @@ def compare(
     sinks: options.Sinks = None,
     shared_noise: options.SharedNoise = None,
     costs: options.Costs = None,
+    recall: options.Recall = None,
     heads: options.HeadsFile = None,
     draft_model: options.DraftModel = None,
     model: options.Model = "demo",

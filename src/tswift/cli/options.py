@@ -46,8 +46,8 @@ Window = Annotated[int | None, option(_SAMPLING, "Tokens it looks back on. (defa
 Methods = Annotated[
     str,
     typer.Option(
-        help="Of ar, medusa, tokenswift, cascade, reuse, magicdec, standalone, triforce, ar-reference; ar is always "
-        "among them."
+        help="Of ar, medusa, tokenswift, cascade, recall, reuse, magicdec, standalone, triforce, ar-reference; ar is "
+        "always among them."
     ),
 ]
 ReferenceAr = Annotated[
@@ -63,6 +63,15 @@ Costs = Annotated[
         _DRAFTING,
         "measured or nominal: by which costs of passes trees are chosen; never changes the text. (default: measured)",
         "--costs",
+    ),
+]
+Recall = Annotated[
+    int | None,
+    option(
+        _DRAFTING,
+        "Likeliest tokens kept of each distribution, to be recalled where the text stands like that again, with --tree "
+        "auto; 0 reuses n-grams. (default: 64)",
+        "--recall",
     ),
 ]
 Nodes = Annotated[int | None, option(_DRAFTING, "Most nodes of a draft tree. (default: by device)", "--nodes")]
@@ -146,6 +155,7 @@ _OF_DRAFTING = (
     "sinks",
     "shared_noise",
     "costs",
+    "recall",
 )
 _OF_MODEL = ("heads", "model", "draft_model", "device", "dtype", "attention")
 

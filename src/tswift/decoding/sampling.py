@@ -103,7 +103,7 @@ def noise_bits(seed: int, positions: Sequence[int], tokens: Tensor) -> Tensor:
     Args:
         seed: any integer, taken modulo 2^64.
         positions: ``n`` positions in the text.
-        tokens: ``[m]`` int64 token ids.
+        tokens: ``[m]`` int64 token ids, or ``[n, m]`` for others at each position.
 
     Returns:
         ``[n, m]`` int64.
@@ -244,6 +244,20 @@ class Sampler:
             return torch.zeros((), dtype=torch.float64, device=self._tokens.device)
         rows = [self._block(position // self._BLOCK)[position % self._BLOCK] for position in positions]
         return torch.stack(rows)
+
+    def noise_of(self, positions: Sequence[int], tokens: Tensor) -> Tensor:
+        """As :meth:`noise`, for some tokens at each position: ``[n, m]`` on the CPU.
+
+        Args:
+            positions: ``n`` of them.
+            tokens: ``[n, m]`` int64 on the CPU, as a guess made there does not have to wait for the device.
+        """
+        if self.params.temperature == 0:
+            return torch.zeros((), dtype=torch.float64)
+        if self._tokens.device.type != "cpu":
+            return gumbel(self.seed, positions, tokens)
+        blocks = [self._block(position // self._BLOCK)[position % self._BLOCK] for position in positions]
+        return torch.stack([block[row] for block, row in zip(blocks, tokens, strict=True)])
 
     def _block(self, index: int) -> Tensor:
         block = self._blocks.get(index)

@@ -113,6 +113,7 @@ def _verify(
     seen = context.sampler.seen(tokens, positions, ancestors)
     places = [context.position + depth + 1 for depth in tree.depths]
     logits, others = target.logits(forwarded.hidden), list[tuple[int, float]]()
+    context.logits = logits
     if leads:
         drawn, others = context.sampler.draw_with_leads(logits, seen, places)
     else:

@@ -46,7 +46,7 @@ class Method:
     reference: bool = False
 
 
-_OF_TREES = frozenset({"tree", "nodes", "shared_noise", "costs"})
+_OF_TREES = frozenset({"tree", "nodes", "shared_noise", "costs", "recall"})
 _OF_REUSE = frozenset({"nodes", "ngrams", "reuse_recent"})
 _OF_PARTIAL = frozenset({"budget", "sinks"})
 _OF_CHAINS = frozenset({"gamma", "shared_noise"})
@@ -63,13 +63,14 @@ METHODS: dict[str, Method] = {
     ),
     "cascade": Method(
         recipes.cascade,
-        frozenset({"nodes", "costs"}) | _OF_CHAINS | _OF_PARTIAL | {"kv"},
+        frozenset({"nodes", "costs", "recall"}) | _OF_CHAINS | _OF_PARTIAL | {"kv"},
         heads=True,
         kv=("streaming", "dynamic", "partial", "snapkv"),
         gamma=24,
         budget=1024,
         partial=True,
     ),
+    "recall": Method(recipes.recall, frozenset({"nodes", "shared_noise", "costs", "recall"})),
     "reuse": Method(recipes.reuse, _OF_REUSE),
     "magicdec": Method(
         recipes.magicdec,
@@ -92,6 +93,8 @@ _TREES: dict[str, dict[str, tuple[int, ...]]] = {
     "cpu": {"medusa": (2, 2, 2, 2), "tokenswift": (1, 2, 2, 2, 2)},
 }
 _NODES = {"cuda": 128, "cpu": 8}
+_NGRAMS = DraftOptions().ngrams
+_KEPT = 64  # half as many lose 3% of the guesses that come true, and all that there are gain less than 1%
 _AUTO_NODES = 32  # no tree that pays is larger, where passes over more were measured
 
 
@@ -147,9 +150,18 @@ def resolve_for(
             tree, gamma = (tree, options.gamma) if tree == AUTO else (shortened, None)
         if isinstance(tree, tuple) and len(tree) > levels:
             raise InputError(f"{name} can draft {levels} levels with these heads, got {len(tree)}", "--tree")
-        if isinstance(tree, tuple) and options.costs is not None:
-            raise InputError(f"goes with --tree auto, and {name} has the tree {','.join(map(str, tree))}", "--costs")
+        if isinstance(tree, tuple):
+            for option, value in (("--costs", options.costs), ("--recall", options.recall)):
+                if value is not None:
+                    has = f"{name} has the tree {','.join(map(str, tree))}"
+                    raise InputError(f"goes with --tree auto, and {has}", option)
     chooses = "costs" in method.uses and tree in (None, AUTO)
+    recall = (_KEPT if options.recall is None else options.recall) if chooses else None
+    if recall and "ngrams" in method.uses and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent):
+        option = "--reuse-recent" if options.reuse_recent else "--ngrams"
+        raise InputError(f"goes with a tree of its own or --recall 0: with --tree auto {name} recalls instead", option)
+    if name == "recall" and not recall:
+        raise InputError("must be at least 1 for recall, which drafts from nothing else", "--recall")
     if name == "reuse" and not options.ngrams:
         raise InputError("must be at least 1 for reuse, which drafts from nothing else", "--ngrams")
     default = min(_AUTO_NODES, most_nodes or _AUTO_NODES) if chooses else _NODES[kind]
@@ -170,6 +182,7 @@ def resolve_for(
         kv=kv if "kv" in method.uses else None,
         budget=budget,
         costs=(options.costs or MEASURED) if chooses else None,
+        recall=recall,
     )
 
 

@@ -15,6 +15,7 @@ KV = (FULL, "partial", "dynamic", "streaming", "snapkv")  # what drafting can re
 
 _MOST_PATHS = 10_000
 _LONGEST = 1000  # chain
+_BY_DEFAULT = ("--nodes", "--gamma", "--budget", "--recall")  # what need not be said
 _LARGEST = 1 << 31  # of any number here; what a machine has room for is a matter of its memory
 
 
@@ -39,6 +40,8 @@ class DraftOptions:
         shared_noise: rank candidates with the noise the target will draw with.
         costs: what passes cost where it is chosen which ones pay: ``measured`` on this machine, or ``nominal``, for
             choices that are the same everywhere; None for measured.
+        recall: likeliest tokens kept of what the target thought after each token, to be recalled where the text stands
+            like that again, if the tree is ``auto``; 0 to recall nothing, and reuse n-grams. None for 64.
 
     Raises:
         InputError: a value outside its range, or of another type.
@@ -55,6 +58,7 @@ class DraftOptions:
     sinks: int = 16
     shared_noise: bool = True
     costs: str | None = None
+    recall: int | None = None
 
     def __post_init__(self) -> None:
         widths = (1,) if self.tree in (None, AUTO) else self.tree
@@ -72,11 +76,12 @@ class DraftOptions:
             ("--nodes", self.nodes, 2),
             ("--ngrams", self.ngrams, 0),
             ("--gamma", self.gamma, 0),
+            ("--recall", self.recall, 0),
             ("--inner-gamma", self.inner_gamma, 1),
             ("--budget", self.budget, 64),
             ("--sinks", self.sinks, 0),
         ):
-            if type(value) is not int and not (value is None and option in ("--nodes", "--gamma", "--budget")):
+            if type(value) is not int and not (value is None and option in _BY_DEFAULT):
                 raise InputError(f"wants an integer, got {value!r:.40}", option)
             if value is not None and value < least:
                 raise InputError(f"must be at least {least}, got {value}", option)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tswift.drafting.beams import BeamSource
@@ -11,7 +12,9 @@ from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
 from tswift.drafting.levels import CHUNK, FullLevel, Level, OwnLevel, PartialLevel
 from tswift.drafting.options import AUTO, FULL, DraftOptions
 from tswift.drafting.plan import Plan
-from tswift.drafting.planned import PlannedDrafter
+from tswift.drafting.planned import PlannedDrafter, PricedSource
+from tswift.drafting.recall import Recall
+from tswift.drafting.recalled import RecallSource
 from tswift.drafting.reuse import NgramTable, ReuseSource
 from tswift.drafting.source import Drafter
 from tswift.kv.partial import PartialKV
@@ -23,6 +26,7 @@ from tswift.models.target import Target
 
 NGRAM = 4
 _BEYOND = 2  # levels after those of the heads, where the last one goes on by itself
+_FOLLOWED = 32  # most tokens that are recalled in a row
 INNER_NODES = 16  # most nodes of the trees from which a cascade's chain is decoded
 
 _SMALL_BUDGET = 256  # of the small model where the target over retrieved keys stands between (TriForce, section 5.1)
@@ -79,18 +83,44 @@ def _of_heads(
     if heads.conditioned and options.gamma is None:
         levels += _BEYOND
     beams = BeamSource(models.target, heads, reader, levels, options.shared_noise, plan)
+    if options.recall:
+        return _recalling(models, options, plan, max(levels, _deepest(options)), [beams])
     return PlannedDrafter(offering=[beams, *others], depth=max(levels, longest), limit=options.nodes, plan=plan)
+
+
+def recall(models: Models, options: DraftOptions) -> Drafter:
+    """What the target thought where the text stood like this before, and nothing else."""
+    return _recalling(models, options, Plan(models.costs), _deepest(options), [])
+
+
+def _deepest(options: DraftOptions) -> int:
+    """Most tokens that are recalled in a row: as many as the tree has nodes for."""
+    assert options.nodes is not None
+    return min(options.nodes - 1, _FOLLOWED)
+
+
+def _recalling(
+    models: Models, options: DraftOptions, plan: Plan, depth: int, sources: Sequence[PricedSource]
+) -> PlannedDrafter:
+    """Sources, and after them what is recalled, up to ``depth`` tokens deep."""
+    assert options.nodes is not None
+    assert options.recall
+    recalled = Recall(models.target, options.shared_noise, options.recall)
+    last = RecallSource(recalled, plan, options.nodes)
+    return PlannedDrafter(offering=[*sources, last], depth=depth, limit=options.nodes, plan=plan)
 
 
 def cascade(models: Models, options: DraftOptions) -> Drafter:
     """A chain decoded by the target itself over the newest keys, as long as it is sure, itself drafted by heads."""
     assert options.gamma is not None
     assert options.nodes is not None
-    inner = medusa(models, replace(options, tree=AUTO, gamma=None, nodes=INNER_NODES))
+    inner = medusa(models, replace(options, tree=AUTO, gamma=None, nodes=INNER_NODES, recall=0))
     assert isinstance(inner, PlannedDrafter)
     level = _self_level(models.target, options, chain=options.gamma, nodes=inner.limit)
     plan = Plan(models.costs)
     source = CascadeSource(level, inner, options.shared_noise, plan)
+    if options.recall:
+        return _recalling(models, options, plan, options.gamma, [source])
     return PlannedDrafter(offering=[source], depth=options.gamma, limit=options.nodes, plan=plan)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from torch import Tensor
+
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.kv.buffer import KVBuffer
@@ -22,6 +24,7 @@ class Context:
         kv: the cache, holding all of the text but the root: the full one, unless it is a draft that is being decoded.
         last: the last pass over the target; None if there was none.
         path: which nodes of that pass are in the text; the last one drew the root.
+        logits: ``[n, V]`` of that pass; None if nobody has asked for them yet, as after a prompt.
     """
 
     text: list[int]
@@ -29,6 +32,7 @@ class Context:
     kv: KVBuffer
     last: Forwarded | None = None
     path: Sequence[int] = ()
+    logits: Tensor | None = None
 
     def aside(self, kv: KVBuffer) -> Context:
         """The same decode gone on with over another cache; its draws leave no trace, but the text is the same list."""
