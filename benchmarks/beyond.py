@@ -118,15 +118,15 @@ class Bench:
             raise SystemExit(f"the text has {len(self.text)} tokens, {context} are wanted")
         prompt, tokens = self.text[:context], self.args.tokens
         running: dict[str, tuple[Iterator[Step], DecodeStats, list[int]]] = {}
-        first: Decoding | None = None
+        decodings: list[Decoding] = []
         for name, lane in lanes.items():
             drafter = make_drafter(
                 lane.method, self.model.target, self.heads[lane.heads], lane.options, costs=self.costs
             )
             decoding = Decoding(self.model.target, prompt, self.params, self.args.seed, drafter, tokens)
-            decoding.prefill(like=first)
-            first = first or decoding
+            decodings.append(decoding)
             running[name] = decoding.steps(), DecodeStats(drafter.depth), []
+        decodings[0].prefill(along=decodings[1:])
         for part in range(1, self.args.slices + 1):
             for steps, stats, text in running.values():
                 while stats.tokens < tokens * part // self.args.slices:

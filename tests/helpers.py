@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 import torch
@@ -159,11 +159,11 @@ class ToyTarget:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[:, 0], hidden[:, 1]]
 
-    def prefill(self, tokens: Sequence[int], kv: FullKV, show=None) -> Forwarded | None:
+    def chunks(self, tokens: Sequence[int], kv: FullKV) -> Iterator[Forwarded]:
         values = torch.tensor(tokens, dtype=self.dtype).view(1, -1, 1)
         kv.write(0, values, values)
         kv.commit(range(len(tokens)))
-        return None
+        return iter(())
 
     def prepare(self, kv: KVBuffer, limit: int) -> None:
         pass

@@ -495,16 +495,22 @@ def test_equality_with_plain_decoding_sees(monkeypatch, mistake) -> None:
     assert decode(target, drafter, prompt, params, 5, length) != plain
 
 
-def test_a_prefill_that_is_copied_is_a_prefill() -> None:
+def test_decodes_of_the_same_text_are_prefilled_together() -> None:
     target, prompt = tiny_target(), random_prompt(50, 2)
     wanted = decode_method("ar", target, prompt, PLAIN, 3, 40)
-    first = Decoding(target, prompt, PLAIN, 3, drafter_of("tokenswift", target, DraftOptions(budget=64)), 40)
-    first.prefill()
-    second = Decoding(target, prompt, PLAIN, 3, drafter_of("medusa", target, DraftOptions()), 40)
-    second.prefill(like=first)
-    assert tokens_of(list(first.steps())) == wanted
-    assert tokens_of(list(second.steps())) == wanted
-    third = Decoding(target, prompt, PLAIN, 3, Drafter(), 40)
-    for other in (first, Decoding(target, prompt, PLAIN, 3, Drafter(), 40)):  # gone on; not there yet
-        with pytest.raises(ValueError, match="another text"):
-            third.prefill(like=other)
+    options = {"tokenswift": DraftOptions(budget=64), "medusa": DraftOptions(), "recall": DraftOptions()}
+    first, *others = (
+        Decoding(target, prompt, PLAIN, 3, drafter_of(method, target, each), 40) for method, each in options.items()
+    )
+    first.prefill(along=others)
+    for decoding in (first, *others):
+        assert tokens_of(list(decoding.steps())) == wanted
+    apart = decode_steps(target, drafter_of("recall", target, DraftOptions()), prompt, PLAIN, 3, 40)
+    again = Decoding(target, prompt, PLAIN, 3, drafter_of("recall", target, DraftOptions()), 40)
+    Decoding(target, prompt, PLAIN, 3, Drafter(), 40).prefill(along=[again])
+    assert [step.accepted for step in again.steps()] == [step.accepted for step in apart]
+    with pytest.raises(RuntimeError, match="already"):
+        Decoding(target, prompt, PLAIN, 3, Drafter(), 40).prefill(along=[again])
+    other = Decoding(target, prompt[:-1], PLAIN, 3, Drafter(), 40)
+    with pytest.raises(ValueError, match="not of the same text"):
+        Decoding(target, prompt, PLAIN, 3, Drafter(), 40).prefill(along=[other])

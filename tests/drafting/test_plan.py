@@ -32,8 +32,10 @@ def test_trees_are_smaller_where_nodes_cost_more_and_larger_where_drafting_did()
 def test_worth_is_judged_by_the_rate_of_late() -> None:
     plan = Plan(COSTS)
     assert plan.worth(0.001, 100)  # nothing is known yet
-    plan.size([1.0, 0.5], 0, 0.0)
+    plan.size([1.0], 0, 1.0)  # two seconds
+    plan.learn(3)
     rate = plan.rate
+    assert rate == 1.5  # of what came, not of what was promised
     assert plan.worth(1.01 * rate, 1)
     assert not plan.worth(0.99 * rate, 1)
 

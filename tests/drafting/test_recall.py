@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.helpers import VOCAB, tiny_target
+from tests.helpers import VOCAB
 from tswift.decoding.sampling import Sampler, SamplingParams, warp
 from tswift.drafting.recall import Recall
 from tswift.drafting.source import Context
@@ -27,9 +28,12 @@ def thoughts(count: int) -> torch.Tensor:
 
 
 def recalled(text, logits, pieces, params, *, kept: int = VOCAB, noise: bool = True) -> tuple[Recall, Sampler]:
-    """What is recalled of a text that came in pieces; the first is the prompt, of which little is thought."""
+    """What is recalled of a text that came in pieces; the first is the prompt, which is prefilled in two chunks."""
     sampler = Sampler(params, 7, VOCAB, torch.device("cpu"))
-    recall = Recall(tiny_target(), noise, kept)
+    recall = Recall(SimpleNamespace(vocab_size=VOCAB, logits=lambda hidden: hidden), noise, kept)
+    known = pieces[0] - 1
+    for chunk in (logits[: known // 2], logits[known // 2 : known]):
+        recall.prefilled(chunk, sampler)
     context = Context(text[: pieces[0]], sampler, None)
     sampler.extend(context.text)
     recall.committed(context)
@@ -46,7 +50,7 @@ def recalled(text, logits, pieces, params, *, kept: int = VOCAB, noise: bool = T
     return recall, sampler
 
 
-def expected(text, logits, first: int, path, params, noise: Sampler | None) -> tuple[torch.Tensor, int]:
+def expected(text, logits, path, params, noise: Sampler | None) -> tuple[torch.Tensor, int]:
     """Scores ``[V]``, and the longest match."""
     whole = [*text[:-1], *path]
     matches = []
@@ -60,14 +64,9 @@ def expected(text, logits, first: int, path, params, noise: Sampler | None) -> t
     weights = torch.tensor([math.exp(2.0 * (length - matches[0][0])) for length, _ in matches])
     weights = (weights / weights.sum()).double()
     mean, scale = torch.zeros(VOCAB, dtype=torch.float64), 0.0
-    known = float(logits[len(text) - 2].logsumexp(-1))
     for weight, (_, end) in zip(weights, matches, strict=True):
-        if end >= first:
-            mean += weight * logits[end].softmax(-1)
-            scale += float(weight * logits[end].logsumexp(-1))
-        else:
-            mean[text[end + 1]] += weight * 0.1
-            scale += float(weight) * known
+        mean += weight * logits[end].softmax(-1)
+        scale += float(weight * logits[end].logsumexp(-1))
     row = (mean.log() + scale).unsqueeze(0)
     seen = torch.zeros(1, VOCAB, dtype=torch.bool)
     if params.penalises:
@@ -88,14 +87,13 @@ def expected(text, logits, first: int, path, params, noise: Sampler | None) -> t
 )
 def test_guesses_are_those_of_all_that_was_thought(params: SamplingParams, noise: bool) -> None:
     text, logits = words(120), thoughts(120)
-    first = 20
-    recall, sampler = recalled(text, logits, [first + 1, 1, 3, 40, *[2] * 27, 1], params, noise=noise)
+    recall, sampler = recalled(text, logits, [21, 1, 3, 40, *[2] * 27, 1], params, noise=noise)
     assert len(recall) == 119
     paths = [[text[-1]], [text[-1], 2], [text[-1], 4, 4, 1], [text[-1], 2, 0]]
     guesses = recall.guess(paths, sampler, 3)
     assert len(guesses) == len(paths)
     for path, guess in zip(paths, guesses, strict=True):
-        scores, match = expected(text, logits, first, path, params, sampler if noise else None)
+        scores, match = expected(text, logits, path, params, sampler if noise else None)
         best = scores.topk(3)
         finite = int((best.values > -torch.inf).sum())
         assert guess.match == match
@@ -118,17 +116,3 @@ def test_nothing_is_guessed_where_nothing_was() -> None:
     guesses = recall.guess([[3], [3, 2], [3, 50]], sampler, 3)
     assert [len(guess.tokens) > 0 for guess in guesses] == [False, True, False]
     assert recall.guess([], sampler, 3) == []
-
-
-def test_the_last_of_a_prompt_is_thought_over() -> None:
-    """Its hidden states are at hand."""
-    target, text = tiny_target(), words(30)
-    sampler = Sampler(PENALTY, 7, VOCAB, torch.device("cpu"))
-    hidden = torch.randn(9, target.hidden_size, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    context = Context(text, sampler, None, Forwarded(hidden, []), range(9))
-    recall = Recall(target, True, VOCAB)
-    recall.committed(context)
-    logits = torch.cat([torch.zeros(20, VOCAB, dtype=torch.float64), target.logits(hidden)])
-    guess = recall.guess([[text[-1]]], sampler, 3)[0]
-    scores, _ = expected(text, logits, 20, [text[-1]], PENALTY, sampler)
-    assert guess.tokens == scores.topk(3).indices[: len(guess.tokens)].tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -26,8 +28,11 @@ PARAMS = SamplingParams(min_p=0.02, penalty=1.2, window=40)
 class Known:
     """Says what it was told, and remembers what it was asked."""
 
-    def __init__(self, guesses: dict[tuple[int, ...], Guess]) -> None:
-        self.guesses, self.asked = guesses, list[tuple[int, ...]]()
+    def __init__(self, guesses: dict[tuple[int, ...], Guess], length: int) -> None:
+        self.guesses, self.asked, self.length = guesses, list[tuple[int, ...]](), length
+
+    def __len__(self) -> int:
+        return self.length
 
     def guess(self, paths, sampler, most) -> list[Guess]:
         self.asked += map(tuple, paths)
@@ -46,11 +51,13 @@ class Picky(Plan):
 
 
 def sketched(guesses, least: float, *, text=(9, 1), depth: int = 20, before=(), limit: int = 64):
-    sketch, known = Sketch(text[-1], depth, Calibration()), Known(guesses)
+    sketch, known = Sketch(text[-1], depth, Calibration()), Known(guesses, len(text) - 1)
     for path in before:
         sketch.add(path, "heads")
     source = RecallSource(known, Picky(least), limit)
-    source.propose(sketch, Context(list(text), Sampler(PARAMS, 1, VOCAB, torch.device("cpu")), None))
+    source.propose(
+        sketch, Context(list(text), Sampler(PARAMS, 1, VOCAB, torch.device("cpu")), SimpleNamespace(length=9))
+    )
     assert source.spent == pytest.approx(1e-4 * len(known.asked))
     return sketch, known
 

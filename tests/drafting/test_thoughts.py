@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -47,19 +45,6 @@ def test_the_mean_is_that_of_the_distributions(kept: int) -> None:
         assert torch.equal(mean == -torch.inf, expected == -torch.inf)
         finite = expected > -torch.inf
         assert (mean - expected)[finite].abs().max() < 0.01  # half precision, of logarithms down to -20
-
-
-def test_what_was_only_heard_counts_for_a_tenth() -> None:
-    thoughts = Thoughts(VOCAB, 8)
-    thoughts.hear([11, 12])
-    thoughts.think(logits_of(1))
-    scale = float(logits_of(1).logsumexp(-1))
-    found = averaged(thoughts, [[0, 1], [1, 2]], [[0.75, 0.25], [0.5, 0.5]])
-    assert sorted((found[0] > -torch.inf).nonzero().squeeze(1).tolist()) == [11, 12]
-    assert float(found[0, 11]) == pytest.approx(math.log(0.075) + scale, abs=0.01)
-    best = int(logits_of(1).argmax())
-    assert best != 12
-    assert float(found[1, best]) > float(found[1, 12])
 
 
 def test_banned_tokens_and_impossible_ones_are_not_kept() -> None:

@@ -60,42 +60,49 @@ class Decoding:
         self._last = len(prompt) + length  # positions that may be committed
         self._prefilled = False
 
-    def prefill(self, show: Show | None = None, like: Decoding | None = None) -> float:
+    def prefill(self, show: Show | None = None, along: Sequence[Decoding] = ()) -> float:
         """Forward the text so far, all but its last token, which is the first draft's root.
 
         Args:
             show: called after every chunk with the tokens forwarded so far and those to forward in all.
-            like: a decode of the same text by the same model that has been prefilled and not gone on: what it holds is
-                copied instead.
+            along: decodes of the same text by the same model, whose prefill this is, too.
 
         Returns:
             The seconds it took.
 
         Raises:
-            ValueError: it is another text, or the other decode is not there yet, or has gone on.
+            ValueError: they are of other texts.
         """
-        if like is not None and not (like._prefilled and like._context.text == self._context.text):
-            raise ValueError("the other decode has another text")
-        if self._prefilled:
+        together = (self, *along)
+        if any(each._prefilled for each in together):
             raise RuntimeError("this decode has been prefilled already")
-        context = self._context
+        if any(each._context.text != self._context.text for each in along):
+            raise ValueError("the decodes are not of the same text")
         started = time.perf_counter()
-        context.sampler.extend(context.text)
-        if like is None:
-            context.last = self._target.prefill(context.text[:-1], self._kv, show)
-        else:
-            context.last = like._context.last
-            self._kv.take(like._kv)
+        for each in together:
+            each._context.sampler.extend(each._context.text)
+        text = self._context.text[:-1]
+        for forwarded in self._target.chunks(text, self._kv):
+            for each in together:
+                each._context.last = forwarded
+                each._drafter.prefilled(each._context, forwarded)
+            if show is not None:
+                show(self._kv.length, len(text))
+        for each in along:
+            each._kv.take(self._kv)
         self._target.synchronize()
         prefilled = time.perf_counter() - started
         # not before: the text's keys and values must not depend on the sizes that a method prepares
-        self._target.prepare(self._kv, self._drafter.limit)
+        for each in together:
+            self._target.prepare(each._kv, each._drafter.limit)
         started = time.perf_counter() - prefilled
-        if context.last is not None:
-            context.path = range(len(context.last.hidden))
-        self._drafter.committed(context)
+        for each in together:
+            context = each._context
+            if context.last is not None:
+                context.path = range(len(context.last.hidden))
+            each._drafter.committed(context)
+            each._prefilled = True
         self._target.synchronize()
-        self._prefilled = True
         return time.perf_counter() - started
 
     def steps(self, stop: Collection[int] = ()) -> Iterator[Step]:

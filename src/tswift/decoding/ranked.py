@@ -12,6 +12,7 @@ from tswift.decoding.step import Step
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.source import Context, Drafter
 from tswift.errors import Fault
+from tswift.models.passes import Forwarded
 from tswift.models.ranks import Ranks
 
 
@@ -32,6 +33,10 @@ class AgreedDrafter(Drafter):
         if self.limit > 1:
             _refuse_different("drafts", self._ranks.gather(_digest(tree.parents, _digest(tree.tokens))))
         return tree
+
+    def prefilled(self, context: Context, forwarded: Forwarded) -> None:
+        """As :meth:`Drafter.prefilled`."""
+        self._drafter.prefilled(context, forwarded)
 
     def committed(self, context: Context) -> None:
         """As :meth:`Drafter.committed`."""

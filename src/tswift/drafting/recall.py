@@ -13,6 +13,7 @@ from math import inf
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tswift.decoding.sampling import Sampler, warp
 from tswift.drafting.contexts import Contexts
@@ -22,7 +23,7 @@ from tswift.models.target import Target
 
 _PLACES = 4  # averaged; eight are hardly better
 _FAVOUR = 2.0  # a place weighs e^2 times one whose match is a token shorter
-_LATE = 512  # last tokens of a prompt whose logits are computed, as far as the last chunk of the prefill holds them
+_ROWS = 64  # logits of a prompt that are computed at a time
 
 
 @dataclass(frozen=True)
@@ -63,34 +64,31 @@ class Recall:
         """After how many tokens of the text it is known what comes: all but the last one."""
         return len(self._contexts)
 
-    def committed(self, context: Context) -> None:
-        """Take in what has been committed since the last call: the text, and the last pass over it."""
-        text, sampler = context.text, context.sampler
+    def prefilled(self, hidden: Tensor, sampler: Sampler) -> None:
+        """Take in the next chunk of the prompt's last hidden states ``[n, H]``."""
+        for part in hidden.split(_ROWS):
+            self._begun(sampler).think(self._target.logits(part))
+
+    def _begun(self, sampler: Sampler) -> Thoughts:
         if self._thoughts is None:
-            banned = sampler.params.banned
-            self._thoughts = Thoughts(self._target.vocab_size, self._kept, banned)
+            self._thoughts = Thoughts(self._target.vocab_size, self._kept, sampler.params.banned)
             self._newest = np.full(self._target.vocab_size, -(1 << 62), np.int64)
             self._params = replace(sampler.params, banned=())
+        return self._thoughts
+
+    def committed(self, context: Context) -> None:
+        """Take in what has been committed since the last call: the text, and the last pass over it."""
+        text, thoughts = context.text, self._begun(context.sampler)
         known = len(self._contexts)
         fresh = text[known:-1]  # what comes after the last token is not known yet
-        logits = self._logits(context)
-        late = 0 if logits is None else min(len(fresh), len(logits))
-        self._thoughts.hear(text[known + 1 : len(text) - late])
-        if logits is not None and late:
-            self._thoughts.think(logits[len(logits) - late :])
+        late = len(text) - 1 - len(thoughts)
+        if late:
+            assert context.logits is not None
+            nodes = torch.tensor(list(context.path)[-late:]).to(context.logits.device, non_blocking=True)
+            thoughts.think(context.logits[nodes])
         self._contexts.extend(fresh)
         for position in range(max(0, known, len(text) - self._params.window), len(text)):
             self._newest[text[position]] = position
-
-    def _logits(self, context: Context) -> torch.Tensor | None:
-        """``[n, V]`` after the last tokens of the text but the very last."""
-        if context.last is None:
-            return None
-        nodes = list(context.path)[-_LATE:]
-        if context.logits is None:
-            rows = context.last.hidden[nodes[0] : nodes[-1] + 1]
-            return torch.cat([self._target.logits(part) for part in rows.split(64)])
-        return context.logits[torch.tensor(nodes).to(context.logits.device, non_blocking=True)]
 
     def guess(self, paths: Sequence[Sequence[int]], sampler: Sampler, most: int) -> list[Guess]:
         """What may be drawn after the text and each of some paths below it.

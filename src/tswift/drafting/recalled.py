@@ -42,13 +42,12 @@ class RecallSource:
         recall: of the text; nothing yet.
         plan: says whether a guess pays.
         limit: most nodes of the tree.
-        listens: take in the text. Not where the text is itself a draft, and another source takes in the real one.
     """
 
     name = "reuse"
 
-    def __init__(self, recall: Recall, plan: Plan, limit: int, listens: bool = True) -> None:
-        self._recall, self._plan, self._limit, self._listens = recall, plan, limit, listens
+    def __init__(self, recall: Recall, plan: Plan, limit: int) -> None:
+        self._recall, self._plan, self._limit = recall, plan, limit
         self.spent = 0.0
 
     def start(self, context: Context) -> None:
@@ -118,6 +117,4 @@ class RecallSource:
             node, guess = child, further
 
     def committed(self, context: Context, most: int) -> None:
-        """Take in the text, and what was thought."""
-        if self._listens:
-            self._recall.committed(context)
+        """Nothing: whose memory it is takes in the text."""

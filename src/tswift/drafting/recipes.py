@@ -105,10 +105,10 @@ def _recalling(
     """Sources that go ``depth`` tokens deep, and what is recalled, as deep as the tree has nodes."""
     assert options.nodes is not None
     assert options.recall
-    recalled = Recall(models.target, options.shared_noise, options.recall)
-    last = RecallSource(recalled, plan, options.nodes)
+    memory = Recall(models.target, options.shared_noise, options.recall)
+    offering = [*sources, RecallSource(memory, plan, options.nodes)]
     deepest = max(depth, min(options.nodes - 1, _FOLLOWED))
-    return PlannedDrafter(offering=[*sources, last], depth=deepest, limit=options.nodes, plan=plan)
+    return PlannedDrafter(offering=offering, depth=deepest, limit=options.nodes, plan=plan, memory=memory)
 
 
 def cascade(models: Models, options: DraftOptions) -> Drafter:
@@ -119,14 +119,17 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
     assert isinstance(inner, PlannedDrafter)
     plan = Plan(models.costs)
     recalled: list[PricedSource] = []
+    memory = None
     if options.recall:  # one memory for the chain and for what the chain is drafted from
-        recall = Recall(models.target, options.shared_noise, options.recall)
-        recalled = [RecallSource(recall, plan, options.nodes)]
-        guessing = RecallSource(recall, inner.plan, inner.limit, listens=False)
+        memory = Recall(models.target, options.shared_noise, options.recall)
+        recalled = [RecallSource(memory, plan, options.nodes)]
+        guessing = RecallSource(memory, inner.plan, inner.limit)
         inner = replace(inner, offering=[*inner.offering, guessing], depth=INNER_NODES - 1)
     level = _self_level(models.target, options, chain=options.gamma, nodes=inner.limit)
     source = CascadeSource(level, inner, options.shared_noise, plan)
-    return PlannedDrafter(offering=[source, *recalled], depth=options.gamma, limit=options.nodes, plan=plan)
+    return PlannedDrafter(
+        offering=[source, *recalled], depth=options.gamma, limit=options.nodes, plan=plan, memory=memory
+    )
 
 
 def reuse(models: Models, options: DraftOptions) -> Drafter:

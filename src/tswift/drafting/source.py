@@ -107,6 +107,9 @@ class Drafter:
             source.propose(tree, context)
         return tree
 
+    def prefilled(self, context: Context, forwarded: Forwarded) -> None:
+        """Take notice of the pass over the next chunk of a prompt."""
+
     def committed(self, context: Context) -> None:
         """Take notice of a step."""
         self.keep_up(context, self.depth + 1)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _ROWS = 64  # of logits ranked at a time
-_HEARD = 0.1  # the weight of a token that followed, where nothing is known of what the target thought
 
 
 class Thoughts:
@@ -35,18 +34,11 @@ class Thoughts:
         self._count = 0
         self._ids = np.empty((0, kept), np.uint16 if vocab_size <= 1 << 16 else np.int32)
         self._logs = np.empty((0, kept), np.float16)  # log-probabilities
-        self._scales = np.empty(0, np.float32)  # what to add to get logits; NaN where that is not known
-        self._scale = 0.0  # the last one known
+        self._scales = np.empty(0, np.float32)  # what to add to get logits
 
     def __len__(self) -> int:
         """Of how many tokens it is known what follows."""
         return self._count
-
-    def hear(self, following: Sequence[int]) -> None:
-        """Append positions of which nothing is known but the tokens that followed."""
-        rows = self._room(len(following))
-        self._ids[rows], self._logs[rows], self._scales[rows] = 0, -np.inf, np.nan
-        self._ids[rows, 0], self._logs[rows, 0] = following, np.log(_HEARD)
 
     def think(self, logits: Tensor) -> None:
         """Append positions whose logits ``[n, V]`` are known."""
@@ -60,7 +52,6 @@ class Thoughts:
             told = torch.cat([best.values - scales[:, None], scales[:, None], best.indices.float()], -1).cpu().numpy()
             kept = self._ids.shape[1]
             self._logs[rows], self._scales[rows], self._ids[rows] = told[:, :kept], told[:, kept], told[:, kept + 1 :]
-            self._scale = float(told[-1, kept])
 
     def _room(self, more: int) -> slice:
         """The next places, with the arrays grown as needed; untouched memory is not taken yet."""
@@ -84,8 +75,7 @@ class Thoughts:
             the id 0 and ``-inf``.
         """
         count = len(places)
-        scales = self._scales[places]
-        scale = (np.where(np.isnan(scales), self._scale, scales) * shares).sum(-1)
+        scale = (self._scales[places] * shares).sum(-1)
         rows = np.arange(count)[:, None, None]
         keys = (self._ids[places] + (rows << 32)).ravel()  # one number for a token of a row
         sums = (np.exp(self._logs[places], dtype=np.float32) * shares[:, :, None]).ravel()

@@ -54,7 +54,7 @@ class PassCosts:
 # same everywhere.
 NOMINAL = PassCosts(
     nodes=(1, 5, 8, 16, 64),
-    base=(3.3e-3, 4.0e-3, 4.2e-3, 4.8e-3, 9e-3),
-    per_key=(9.3e-8, 18.4e-8, 19e-8, 24e-8, 60e-8),
+    base=(2.1e-3, 2.7e-3, 2.8e-3, 3.2e-3, 6.8e-3),
+    per_key=(8.6e-8, 9.5e-8, 9.5e-8, 12.9e-8, 39e-8),
     level=0.65e-3,
 )
