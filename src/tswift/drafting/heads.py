@@ -83,6 +83,7 @@ class HeadSource:
         self._target, self._heads, self._reader, self._shared_noise = target, heads, reader, shared_noise
         self._widths = tuple(tree)
         self._guessed: _Guess | None = None
+        self._memory = heads.memory(held_back=0 if reader.direct else 1)
         levels = range(len(tree))
         if heads.conditioned:
             ranks = [(0,) * level + (rank,) for level in levels for rank in range(tree[level])]
@@ -133,7 +134,11 @@ class HeadSource:
             levels.append(self._best(self._target.logits(first.unsqueeze(0)), 0, seen, context))
             token = levels[0][0][0, 0]
         for index in range(len(self._widths) - len(levels)):
-            hidden, out = self._heads.step(index, hidden, self._target.embed(token))
+            embedding = self._target.embed(token)
+            if self._memory is None:
+                hidden, out = self._heads.step(index, hidden, embedding)
+            else:
+                hidden, out = self._memory.step(hidden, embedding)
             levels.append(self._best(self._target.logits(out.unsqueeze(0)), len(levels), seen, context))
             token = levels[-1][0][0, 0]
         tokens, scores = zip(*levels, strict=True)
@@ -149,5 +154,9 @@ class HeadSource:
         return best.indices, best.values
 
     def committed(self, context: Context, most: int) -> None:
-        """Keep the reader's cache up."""
+        """Keep the reader's cache up, and what heads remember."""
         self._reader.committed(context, most)
+        if self._memory is not None and context.last is not None:
+            path = context.path[-self._memory.span :]
+            tokens = torch.tensor(context.text[-len(path) :])
+            self._memory.follow(context.last.states_of(path, self._heads.raw), self._target.embed(tokens))
