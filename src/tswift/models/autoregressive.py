@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 HEAD_DIM = 64
 _THETA = 10_000.0  # of the rotation by distance
-_BLOCK = 64  # positions whose rotations are kept
+_AHEAD = 64  # places for which rotations are kept ready
 
 
 class AutoregressiveLayer(nn.Module):
@@ -42,11 +42,16 @@ class AutoregressiveLayer(nn.Module):
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.linear.weight)
 
-    def project(self, hidden: Tensor, told: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[..., queries, 64]``, keys, values ``[..., 64]`` of states and normed embeddings ``[..., H]``."""
-        both = self.attention(torch.cat([self.input_layernorm(hidden), told], dim=-1))
-        query, key, value = both.split([self.queries * HEAD_DIM, HEAD_DIM, HEAD_DIM], dim=-1)
-        return query.unflatten(-1, (self.queries, HEAD_DIM)), key, value
+    def project(self, hidden: Tensor, told: Tensor) -> Tensor:
+        """Queries, key and value ``[..., queries + 2, 64]`` of states and normed embeddings ``[..., H]``."""
+        both: Tensor = self.attention(torch.cat([self.input_layernorm(hidden), told], dim=-1))
+        return both.unflatten(-1, (self.queries + 2, HEAD_DIM))
+
+    def keys_and_values(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values alone, each ``[n, 64]``, of states and embeddings ``[n, H]``."""
+        both = torch.cat([self.input_layernorm(hidden), self.embedding_layernorm(embeddings)], dim=-1)
+        keys, values = F.linear(both, self.attention.weight[self.queries * HEAD_DIM :]).chunk(2, dim=-1)
+        return keys, values
 
     def refine(self, hidden: Tensor, told: Tensor, read: Tensor) -> Tensor:
         """The state one token later, ``[..., H]``, given what the attention read ``[..., queries, 64]``."""
@@ -71,27 +76,21 @@ class AutoregressiveLayer(nn.Module):
         hidden = F.pad(hidden, (0, 0, 0, spare))
         places = torch.arange(length + spare + count, device=hidden.device)
         turns = [turn.to(hidden.dtype) for turn in rotations(places)]
-        query, key, value = self.project(hidden, self._told(embeddings[0], spare))
-        keys, values = rotate(key, *(turn[: length + spare] for turn in turns)), value
-        own_keys: list[Tensor] = []
-        own_values: list[Tensor] = []
+        keys: list[Tensor] = []  # those of the text, then what each place has of its own
+        values: list[Tensor] = []
         states = []
         for step in range(count):
-            here = [turn[step : step + length + spare] for turn in turns]
-            told = self._told(embeddings[step], spare)
-            if step:
-                query, key, value = self.project(hidden, told)
-                own_keys.append(rotate(key, *here))
-                own_values.append(value)
-            query = rotate(query, *(turn.unsqueeze(1) for turn in here))
-            read = _attend_near(query, keys, values, own_keys, own_values, window)
+            told: Tensor = self.embedding_layernorm(F.pad(embeddings[step], (0, 0, 0, spare)))
+            projected = self.project(hidden, told)
+            turned = rotate(
+                projected[..., :-1, :], *(turn[step : step + length + spare].unsqueeze(1) for turn in turns)
+            )
+            keys.append(turned[..., -1, :])
+            values.append(projected[..., -1, :])
+            read = _attend_near(turned[..., :-1, :], keys, values, window)
             hidden = self.refine(hidden, told, read)
             states.append(hidden[:, :length])
         return states
-
-    def _told(self, embedding: Tensor, spare: int) -> Tensor:
-        told: Tensor = self.embedding_layernorm(F.pad(embedding, (0, 0, 0, spare)))
-        return told
 
 
 class Memory:
@@ -113,11 +112,9 @@ class Memory:
         self._slots = window - 1  # the window's last is the input that drafting begins with
         self.span = self._slots + held_back
         self._seen = 0
-        self._keys = weight.new_zeros(self._slots, HEAD_DIM)
-        self._values = torch.zeros_like(self._keys)
-        self._empty = weight.new_full((self._slots,), -torch.inf)
-        self._waiting = (weight.new_zeros(0, weight.shape[0]),) * 2
-        self._block, self._turns = -1, rotations(torch.zeros(0, device=weight.device))
+        self._held = weight.new_zeros(self._slots, 2, HEAD_DIM)  # keys, turned by their places, and values
+        self._waiting = weight.new_zeros(2, 0, len(weight))
+        self._first, self._turns = 0, weight.new_zeros(2, 0, HEAD_DIM)
 
     @torch.inference_mode()
     def follow(self, hidden: Tensor, embeddings: Tensor) -> None:
@@ -127,17 +124,17 @@ class Memory:
             hidden: ``[m, H]`` states of the model, of its newest tokens but the last.
             embeddings: ``[m, H]`` of the tokens after these.
         """
-        pairs = [torch.cat(pair) for pair in zip(self._waiting, (hidden, embeddings), strict=True)]
-        ready = max(0, len(pairs[0]) - self._held_back)
-        self._waiting = (pairs[0][ready:], pairs[1][ready:])
-        states, told = (pair[max(0, ready - self._slots) : ready] for pair in pairs)
-        _, keys, values = self._layer.project(states, self._layer.embedding_layernorm(told))
-        self._seen += ready
-        places = torch.arange(self._seen - len(states), self._seen, device=keys.device)
-        slots = places % self._slots
-        self._keys[slots] = rotate(keys, *(turn.to(keys.dtype) for turn in rotations(places)))
-        self._values[slots] = values
-        self._empty[slots] = 0
+        pairs = torch.cat([self._waiting, torch.stack([hidden, embeddings])], dim=1)
+        ready = max(0, pairs.shape[1] - self._held_back)
+        self._waiting = pairs[:, ready:]
+        states, tokens = pairs[:, max(0, ready - self._slots) : ready]
+        begin, self._seen = self._seen + ready - len(states), self._seen + ready
+        keys, values = self._layer.keys_and_values(states, tokens)
+        new = torch.stack([rotate(keys, *self._turned(begin, len(states))), values], dim=1)
+        slot = begin % self._slots
+        room = self._slots - slot
+        self._held[slot : slot + len(new)] = new[:room]
+        self._held[: max(0, len(new) - room)] = new[room:]
 
     @torch.inference_mode()
     def step(self, states: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,25 +151,25 @@ class Memory:
         layer, width = self._layer, embeddings.shape[-1]
         hidden, own = states[..., :width], states[..., width:]
         told = layer.embedding_layernorm(embeddings)
-        query, key, value = layer.project(hidden, told)
-        cosine, sine = self._turn(self._seen + own.shape[-1] // (2 * HEAD_DIM), key.dtype)
-        own = torch.cat([own, rotate(key, cosine, sine), value], dim=-1)
-        pairs = own.unflatten(-1, (-1, 2, HEAD_DIM))
-        query = rotate(query, cosine, sine) * HEAD_DIM**-0.5
-        near = query @ self._keys.T + self._empty
-        ahead = query @ pairs[..., 0, :].transpose(-1, -2)
-        weights = torch.cat([near, ahead], dim=-1).softmax(-1)
-        read = weights[..., : self._slots] @ self._values + weights[..., self._slots :] @ pairs[..., 1, :]
+        projected = layer.project(hidden, told)
+        turned = rotate(projected[..., :-1, :], *self._turned(self._seen + own.shape[-1] // (2 * HEAD_DIM), 1))
+        own = torch.cat([own, turned[..., -1, :], projected[..., -1, :]], dim=-1)
+        held = self._held[: self._seen].expand(*own.shape[:-1], -1, -1, -1)
+        pairs = torch.cat([held, own.unflatten(-1, (-1, 2, HEAD_DIM))], dim=-3)
+        # not PyTorch's own attention: for so few rows it takes twice as long
+        scores = turned[..., :-1, :] * HEAD_DIM**-0.5 @ pairs[..., 0, :].transpose(-1, -2)
+        read = scores.softmax(-1) @ pairs[..., 1, :]
         hidden = layer.refine(hidden, told, read)
         return torch.cat([hidden, own], dim=-1), layer.post_layernorm(hidden)
 
-    def _turn(self, place: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        block, line = divmod(place, _BLOCK)
-        if block != self._block:
-            places = torch.arange(block * _BLOCK, (block + 1) * _BLOCK, device=self._keys.device)
-            cosines, sines = rotations(places)
-            self._block, self._turns = block, (cosines.to(dtype), sines.to(dtype))
-        return self._turns[0][line], self._turns[1][line]
+    def _turned(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[count, 64]`` of consecutive places."""
+        begin = first - self._first
+        if not 0 <= begin <= self._turns.shape[1] - count:
+            self._first, begin = first, 0
+            places = torch.arange(first, first + count + _AHEAD, device=self._held.device)
+            self._turns = torch.stack(rotations(places)).to(self._held.dtype)
+        return self._turns[0, begin : begin + count], self._turns[1, begin : begin + count]
 
 
 def rotations(places: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,32 +185,32 @@ def rotate(vectors: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return vectors * cosines + torch.cat([-second, first], dim=-1) * sines
 
 
-def _attend_near(
-    query: Tensor, keys: Tensor, values: Tensor, own_keys: list[Tensor], own_values: list[Tensor], window: int
-) -> Tensor:
-    """Attention to the last ``window`` keys and to those that each place has of its own.
+def _attend_near(query: Tensor, keys: list[Tensor], values: list[Tensor], window: int) -> Tensor:
+    """Attention to the last ``window`` keys of a text, and to those that each place has of its own.
 
     Args:
         query: ``[B, T, queries, 64]``, T a multiple of the window.
-        keys, values: ``[B, T, 64]``.
-        own_keys, own_values: each ``[B, T, 64]``.
+        keys, values: each ``[B, T, 64]``: first those of the text, of which each place sees its own and those before;
+            of the others it sees its own alone.
         window: how many.
 
     Returns:
         As ``query``.
     """
     rows, length, queries, _ = query.shape
-    blocks = query.view(rows, length // window, window * queries, HEAD_DIM) * HEAD_DIM**-0.5
+    blocks = query.reshape(rows, length // window, window * queries, HEAD_DIM) * HEAD_DIM**-0.5
     # of each block of places, the keys of the block and of the one before: [B, blocks, 64, 2 window]
-    near_keys, near_values = (F.pad(each, (0, 0, window, 0)).unfold(1, 2 * window, window) for each in (keys, values))
+    near_keys, near_values = (
+        F.pad(each[0], (0, 0, window, 0)).unfold(1, 2 * window, window) for each in (keys, values)
+    )
     place = torch.arange(window, device=query.device).repeat_interleave(queries).unsqueeze(-1) + window
     other = torch.arange(2 * window, device=query.device)
     far = (other > place) | (other <= place - window)
     scores = (blocks @ near_keys).masked_fill(far, -torch.inf)
     scores[:, 0].masked_fill_(other < window, -torch.inf)  # before the text there is nothing
-    ahead = [(blocks.view_as(query) * key.unsqueeze(2)).sum(-1).view(*blocks.shape[:3], 1) for key in own_keys]
-    weights = torch.cat([scores, *ahead], dim=-1).softmax(-1).to(values.dtype)
+    ahead = [(blocks.view_as(query) * key.unsqueeze(2)).sum(-1).view(*blocks.shape[:3], 1) for key in keys[1:]]
+    weights = torch.cat([scores, *ahead], dim=-1).softmax(-1).to(near_values.dtype)
     read = (weights[..., : 2 * window] @ near_values.transpose(-1, -2)).view_as(query)
-    for index, value in enumerate(own_values):
+    for index, value in enumerate(values[1:]):
         read = read + weights[..., 2 * window + index].reshape(rows, length, queries, 1) * value.unsqueeze(2)
     return read
