@@ -33,8 +33,9 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[100, 4096, 25_000, 50_000, 100_000])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 5, 8, 12, 16])
     parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--attention", default="auto")
     args = parser.parse_args()
-    target = tswift.load().target
+    target = tswift.load(attention=args.attention).target
     trees = [grown(nodes) for nodes in args.nodes]
     print("| context | " + " | ".join(map(str, args.nodes)) + " |")
     print("| --- |" + " --- |" * len(trees))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import tswift
+from tswift.attention.native import NativeAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.decoding.generation import begin
 from tswift.decoding.loop import Decoding
@@ -50,6 +51,8 @@ PHASES: list[tuple[type, str, str]] = [
     (Target, "embed", "heads"),
     (TreeAttention, "__init__", "attention"),
     (TreeAttention, "__call__", "attention"),
+    (NativeAttention, "__init__", "attention"),
+    (NativeAttention, "__call__", "attention"),
     (Sampler, "draw", "sampling"),
     (Sampler, "seen", "sampling"),
     (Sampler, "noise", "sampling"),
@@ -95,9 +98,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--method", default="tokenswift")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--attention", default="auto")
     parser.add_argument("--nodes", type=int)
     args = parser.parse_args()
-    model = tswift.load(dtype=args.dtype)
+    model = tswift.load(dtype=args.dtype, attention=args.attention)
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(model.target.vocab_size, (args.context,), generator=generator).tolist()
     run = begin(model, prompt, 8 * args.steps, method=args.method, options=DraftOptions(nodes=args.nodes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 # One thread for torch, here and in subprocesses: tiny models only lose by more, and test processes run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# What passes cost is remembered by the tests, and not where the user's own runs would find it.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tswift-cache-")
 
 import torch
 

@@ -40,6 +40,8 @@ def test_sdpa_serves_everywhere(dtype, device) -> None:
         ("triton", torch.float32, "cpu", "triton attention needs CUDA"),
         ("flash", torch.float32, "cuda", "flash attention takes bfloat16 and float16, not float32"),
         ("flash", torch.bfloat16, "cpu", "flash attention needs CUDA"),
+        ("native", torch.float32, "cuda", "native attention is for the CPU"),
+        ("native", torch.float64, "cpu", "native attention takes float32, not float64"),
     ],
 )
 def test_what_a_backend_cannot_take(monkeypatch, name, dtype, device, reason) -> None:
@@ -94,7 +96,7 @@ def test_naming_the_backends_imports_none() -> None:
         ("auto", torch.bfloat16, "cuda", True, "triton"),
         ("auto", torch.bfloat16, "cuda", False, "sdpa"),
         ("auto", torch.float64, "cuda", True, "sdpa"),
-        ("auto", torch.float32, "cpu", True, "sdpa"),
+        ("auto", torch.float64, "cpu", True, "sdpa"),
         ("triton", torch.float32, "cuda", True, "triton"),
         ("sdpa", torch.float32, "cuda", True, "sdpa"),
     ],
@@ -107,7 +109,7 @@ def test_the_backend_that_is_chosen(installed, name, dtype, device, there, chose
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("eager", "no attention 'eager'; there are auto, sdpa, triton, flash"),
+        ("eager", "no attention 'eager'; there are auto, sdpa, native, triton, flash"),
         ("flash", "flash attention needs CUDA"),
     ],
 )

@@ -24,7 +24,7 @@ from tswift.errors import InputError
 from tswift.models.shapes import Shape, shape_config, shape_of, skeleton
 
 # reads 200 B and 16 B a token; computes 200 FLOP and 32 a token
-SMALL = Shape(120, 100, hidden_size=4, layers=2, query_heads=2, kv_heads=1, head_dim=2, itemsize=2)
+SMALL = Shape(120, 100, hidden_size=4, layers=2, query_heads=2, kv_heads=1, head_dim=2, itemsize=2, lm_head=20)
 MACHINE = Machine(bandwidth=100.0, flops=1000.0)
 
 
@@ -69,6 +69,18 @@ def test_a_step_drafts_and_verifies() -> None:
     again = [each - 0.3 for each in drafted]  # a second drafting pass reads the heads no more
     assert decode_seconds(*arguments, Drafting(8, 30, 2)) == pytest.approx(sum(verified) + sum(drafted) + sum(again))
     assert decode_seconds(*arguments, Drafting(None, 30)) == pytest.approx(sum(verified) + 4 * 0.3)
+
+
+def test_a_draft_of_fewer_bits_reads_less() -> None:
+    """Of 200 B of weights 40 are the LM head's; at 4 bits the rest are 40 B, at 8 bits 80 B."""
+    verified = decode_seconds(SMALL, MACHINE, 5, 6, 3, 9)
+    read = [min(5 + 2 * i, 8) * 16 for i in range(3)]
+    for bits, weights in ((4, 80), (8, 120), (16, 200)):
+        once = sum((weights + 30 + kv) / 100 for kv in read)
+        again = sum((weights + kv) / 100 for kv in read)
+        assert decode_seconds(SMALL, MACHINE, 5, 6, 3, 9, Drafting(8, 30, bits=bits)) == pytest.approx(verified + once)
+        both = decode_seconds(SMALL, MACHINE, 5, 6, 3, 9, Drafting(8, 30, 2, bits))
+        assert both == pytest.approx(verified + once + again)
 
 
 def test_no_pass_takes_no_time() -> None:

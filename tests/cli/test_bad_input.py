@@ -51,7 +51,7 @@ CHEAP = {
     "--model nobody/nothing": "--model: nobody/nothing cannot be loaded from the hub, and is no folder here",
     "--device tpu": "--device: no device 'tpu'",
     "--dtype int8": "--dtype: no dtype 'int8'; there are auto, float32, float64, bfloat16, float16",
-    "--attention eager": "--attention: no attention 'eager'; there are auto, sdpa, triton, flash",
+    "--attention eager": "--attention: no attention 'eager'; there are auto, sdpa, native, triton, flash",
     "--attention flash --dtype bfloat16": "--attention: flash attention needs CUDA",
     "--attention flash": "--attention: flash attention takes bfloat16 and float16, not float32",
     "--attention triton --dtype float64": "--attention: triton attention takes float32, bfloat16 and float16",

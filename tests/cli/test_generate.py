@@ -13,7 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
+
+from tswift.attention.backends import choose
 
 METHODS = ["ar", "medusa", "tokenswift", "reuse"]
 LENGTH = 61
@@ -60,7 +63,7 @@ def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Non
         "name": str(checkpoint),
         "device": "cpu",
         "dtype": "float32",
-        "attention": "sdpa",
+        "attention": choose("auto", torch.float32, torch.device("cpu")),
         "layers": "eager",
         "heads": "chained, 3",
         "eos_ids": [0],

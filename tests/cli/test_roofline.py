@@ -43,11 +43,25 @@ def test_tokenswift_at_an_alpha(tswift, tmp_path: Path) -> None:  # type: ignore
         "alpha": 0.9,
         "depth": 5,
         "budget": 2000,
+        "draft_bits": None,
     }
     assert record["decodes"][1]["tokens_per_step"] == 5.5
     assert "tokenswift" in result.out.decode()
     on_stdout = tswift(*LLAMA, "--json", "-")
     assert json.loads(on_stdout.out)["machine"] == {"bandwidth": 2.04e12, "flops": 312e12}
+
+
+def test_a_cheaper_draft(tswift) -> None:  # type: ignore[no-untyped-def]
+    """FIELD.md's cost model: a pass of 4.6 tokens, and what a drafting pass of a quarter of the bytes makes of it."""
+    result = tswift(*LLAMA, "--alpha", 0.9, "--draft-bits", 4)
+    assert (result.code, result.err) == (0, "")
+    rows = [line for line in lines_of(result) if line and line[0] == "tokenswift" and line[2:3] == ["bits"]]
+    assert [(row[1], row[3], row[4]) for row in rows] == [("16", "0.9", "4.60"), ("4", "0.9", "4.60")]
+    own, cheap = (float(row[-1]) for row in rows)
+    assert 2.6 < own < 2.8
+    assert 3.6 < cheap < 3.8
+    assert "Predicted, not measured" in result.out.decode()
+    assert "A draft of 4 bits" in result.out.decode()
 
 
 def test_the_bundled_model_and_a_folder(tswift, checkpoint: Path) -> None:  # type: ignore[no-untyped-def]
@@ -109,6 +123,8 @@ def test_nothing_is_built(tswift, monkeypatch: pytest.MonkeyPatch) -> None:  # t
         ("--device h200 --alpha 2", "--alpha: must be between 0 and 1, got 2.0"),
         ("--device h200 --depth 3", "--depth: goes with --alpha"),
         ("--device h200 --budget 3", "--budget: goes with --alpha"),
+        ("--device h200 --draft-bits 4", "--draft-bits: goes with --alpha"),
+        ("--device h200 --alpha 0.9 --draft-bits 3", "--draft-bits: is one of 4, 8, 16, got 3"),
         ("--device h200 --json /nowhere/x.json", "--json: /nowhere/x.json cannot be written"),
     ],
 )

@@ -493,3 +493,18 @@ def test_equality_with_plain_decoding_sees(monkeypatch, mistake) -> None:
     assert decode(target, drafter, prompt, params, 5, length) == plain
     mistake(monkeypatch)
     assert decode(target, drafter, prompt, params, 5, length) != plain
+
+
+def test_a_prefill_that_is_copied_is_a_prefill() -> None:
+    target, prompt = tiny_target(), random_prompt(50, 2)
+    wanted = decode_method("ar", target, prompt, PLAIN, 3, 40)
+    first = Decoding(target, prompt, PLAIN, 3, drafter_of("tokenswift", target, DraftOptions(budget=64)), 40)
+    first.prefill()
+    second = Decoding(target, prompt, PLAIN, 3, drafter_of("medusa", target, DraftOptions()), 40)
+    second.prefill(like=first)
+    assert tokens_of(list(first.steps())) == wanted
+    assert tokens_of(list(second.steps())) == wanted
+    third = Decoding(target, prompt, PLAIN, 3, Drafter(), 40)
+    for other in (first, Decoding(target, prompt, PLAIN, 3, Drafter(), 40)):  # gone on; not there yet
+        with pytest.raises(ValueError, match="another text"):
+            third.prefill(like=other)

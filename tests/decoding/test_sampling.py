@@ -77,6 +77,16 @@ PINNED = [
 ]
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # a device that is not the CPU is not asked
+def test_noise_of_some_tokens_is_that_of_all(device: str) -> None:
+    sampler, other = (Sampler(SamplingParams(), 5, 40, torch.device(kind)) for kind in ("cpu", device))
+    tokens = torch.tensor([[3, 39, 3], [0, 7, 1], [2, 2, 5]])
+    places = [15, 16, 3000]
+    assert torch.equal(other.noise_of(places, tokens), sampler.noise(places).gather(1, tokens))
+    greedy = Sampler(SamplingParams(temperature=0), 5, 40, torch.device("cpu"))
+    assert torch.equal(tokens + greedy.noise_of(places, tokens), tokens.double())
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 200_000), min_size=1, max_size=20), st.lists(st.integers(0, 10**6), min_size=1))
 def test_noise_of_any_subset_in_any_order_is_the_same(tokens: list[int], positions: list[int]) -> None:

@@ -82,7 +82,10 @@ def test_distinct_n_is_unique_ngrams_over_ngrams(tokens: list[int], n: int) -> N
     assert distinct(tokens, n) == (pytest.approx(len(set(grams)) / len(grams)) if grams else 0)
 
 
-COUNTERS = {"passes": 3, "nodes": 9, "seconds": 0.5, "accepted": {"0": 1, "2": 2}, "reused": 1}
+COUNTERS = {
+    **{"passes": 3, "nodes": 9, "seconds": 0.5, "reused": 1},
+    **{"accepted": {"0": 1, "2": 2}, "sizes": {"1": 1, "4": 2}},
+}
 
 
 @pytest.mark.parametrize("name", COUNTERS)

@@ -6,27 +6,38 @@ import pytest
 import torch
 
 from tests.helpers import tiny_draft, tiny_heads, tiny_target
+from tswift.drafting.beams import BeamSource
+from tswift.drafting.cascade import CascadeSource
 from tswift.drafting.chain import ChainSource
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.levels import FullLevel, OwnLevel, PartialLevel
 from tswift.drafting.methods import METHODS, draft_slots, make_drafter, partial_slots, resolve, resolve_for, used
 from tswift.drafting.options import DraftOptions
+from tswift.drafting.planned import PlannedDrafter
+from tswift.drafting.recalled import RecallSource
 from tswift.drafting.reuse import ReuseSource
 from tswift.drafting.source import Drafter
 from tswift.errors import InputError
 from tswift.kv.policies import POLICIES
+from tswift.models.costs import NOMINAL
 
 
 def made(method: str, **options):
     return make_drafter(method, tiny_target(), tiny_heads(), DraftOptions(**options), tiny_draft())
 
 
+def sources_of(drafter: Drafter) -> list:
+    return list(drafter.offering if isinstance(drafter, PlannedDrafter) else drafter.sources)
+
+
 def test_what_each_method_drafts_from() -> None:
-    kinds = {method: [type(source) for source in made(method).sources] for method in METHODS}
+    kinds = {method: [type(source) for source in sources_of(made(method))] for method in METHODS}
     assert kinds == {
         "ar": [],
         "medusa": [HeadSource],
         "tokenswift": [HeadSource, ReuseSource],
+        "cascade": [CascadeSource, RecallSource],
+        "recall": [RecallSource],
         "reuse": [ReuseSource],
         "magicdec": [ChainSource],
         "standalone": [ChainSource],
@@ -59,10 +70,10 @@ def test_what_each_system_reads() -> None:
 def _levels(drafter: Drafter) -> list:
     """What its sources decode or read, and what theirs do."""
     found = []
-    for source in drafter.sources:
-        if isinstance(source, HeadSource):
+    for source in sources_of(drafter):
+        if isinstance(source, HeadSource | BeamSource):
             found += [source._reader._level] if source._reader.direct else []
-        elif isinstance(source, ChainSource):
+        elif isinstance(source, ChainSource | CascadeSource):
             found += [source._level, *_levels(source._drafter)]
     return found
 
@@ -77,6 +88,23 @@ def test_room_for_what_is_forwarded_over_a_partial_cache() -> None:
             own = [level.kv.capacity for level in _levels(drafter) if isinstance(level, OwnLevel)]
             positions = tiny_target().max_positions
             assert [draft_slots(method, resolved, positions)] == (own or [0])
+
+
+def test_trees_that_pay() -> None:
+    for method, source in (("medusa", BeamSource), ("tokenswift", BeamSource)):
+        drafter = made(method, tree="auto")
+        assert type(sources_of(drafter)[0]) is source
+        assert drafter.plan.costs is NOMINAL
+        assert resolve(method, tiny_target(), tiny_heads(), DraftOptions(tree="auto")).costs == "measured"
+        with pytest.raises(InputError, match=r"--costs: goes with --tree auto"):
+            made(method, tree=(1, 1), costs="nominal")
+    assert made("medusa", tree="auto", recall=0).depth == 3
+    assert made("medusa", tree="auto", gamma=2, recall=0).depth == 2
+    assert made("tokenswift", tree="auto", gamma=2, ngrams=0, recall=0).depth == 3
+    assert made("medusa", tree="auto", nodes=12).depth == 11
+    assert made("tokenswift", tree="auto", nodes=9).limit == 9
+    with pytest.raises(InputError, match="--gamma"):
+        made("medusa", tree="auto", gamma=9)
 
 
 def test_options_that_are_not_looked_at() -> None:
@@ -110,10 +138,10 @@ def test_trees_deeper_than_the_heads_are_refused() -> None:
 
 
 def test_unknown_methods_and_missing_heads_are_refused() -> None:
-    with pytest.raises(InputError, match=r"--method: .*nope.*ar, medusa, tokenswift, reuse"):
+    with pytest.raises(InputError, match=r"--method: .*nope.*ar, medusa, tokenswift, cascade, recall, reuse"):
         made("nope")
     for method in METHODS:
-        if method in ("ar", "reuse", "magicdec", "ar-reference"):
+        if method in ("ar", "recall", "reuse", "magicdec", "ar-reference"):
             make_drafter(method, tiny_target(), None, DraftOptions())
         elif method in ("standalone", "triforce"):
             with pytest.raises(InputError, match=r"--draft-model: .*smaller model"):

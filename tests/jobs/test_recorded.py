@@ -57,6 +57,16 @@ def test_reads_everything(run: Path) -> None:
     assert found.heads is None
 
 
+def test_a_run_by_the_native_kernel_can_be_loaded_without_it(run: Path) -> None:
+    record = json.loads((run / "run.json").read_text())
+    del record["checksum"]
+    record["model"]["attention"] = "native"
+    (run / "run.json").write_text(json.dumps({**record, "checksum": checksum(record)}))
+    found = read_run(run)
+    assert found.attention == "auto"
+    assert found.record["model"]["attention"] == "native"
+
+
 def _without(name: str) -> Callable[[Path], None]:
     return lambda run: (run / name).unlink()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import MixtralConfig, Qwen3MoeConfig
@@ -60,6 +62,7 @@ def test_embeddings_are_read_only_where_they_are_the_lm_head() -> None:
     untied, tied = of("qwen2.5-7b"), of("qwen2.5-1.5b")
     assert untied.parameters - untied.read == 152_064 * 3584
     assert tied.read == tied.parameters
+    assert (untied.lm_head, tied.lm_head) == (152_064 * 3584, 151_936 * 1536)
 
 
 def test_rotary_embeddings_reach_as_far_as_published() -> None:
@@ -79,6 +82,7 @@ def test_costs_of_a_shape_worked_by_hand() -> None:
     shape = Shape(100, 80, hidden_size=8, layers=2, query_heads=4, kv_heads=1, head_dim=3, itemsize=2)
     assert (shape.weight_bytes, shape.kv_bytes) == (160, 2 * 2 * 1 * 3 * 2)
     assert shape.flops(10) == 2 * 80 + 2 * 2 * 10 * 4 * 3 * 2
+    assert [replace(shape, lm_head=30).spared_bytes(bits) for bits in (4, 8, 16)] == [75, 50, 0]
 
 
 def test_a_configuration_may_be_changed() -> None:

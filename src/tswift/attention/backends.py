@@ -18,6 +18,12 @@ def _sdpa() -> type[Attention]:
     return TreeAttention
 
 
+def _native() -> type[Attention]:
+    from tswift.attention.native import NativeAttention
+
+    return NativeAttention
+
+
 def _triton() -> type[Attention]:
     from tswift.attention.triton import TritonAttention
 
@@ -30,7 +36,12 @@ def _flash() -> type[Attention]:
     return FlashAttention
 
 
-BACKENDS: dict[str, Callable[[], type[Attention]]] = {"sdpa": _sdpa, "triton": _triton, "flash": _flash}
+BACKENDS: dict[str, Callable[[], type[Attention]]] = {
+    "sdpa": _sdpa,
+    "native": _native,
+    "triton": _triton,
+    "flash": _flash,
+}
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -43,6 +54,12 @@ def why_not(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
         dtype: of the model.
         device: where it is.
     """
+    if name == "native":
+        if device.type != "cpu":
+            return "native attention is for the CPU"
+        if dtype != torch.float32:
+            return f"native attention takes float32, not {_plain(dtype)}"
+        return _unbuilt()
     if name == "triton":
         if dtype not in (torch.float32, *_HALVES):
             return f"triton attention takes float32, bfloat16 and float16, not {_plain(dtype)}"
@@ -59,13 +76,16 @@ def why_not(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def choose(name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """The backend that a name stands for: ``auto`` is triton on CUDA, where it can serve, and sdpa elsewhere.
+    """The backend that a name stands for.
+
+    ``auto`` is triton on CUDA and native on the CPU, where they can serve, and sdpa elsewhere.
 
     Raises:
         InputError: there is no such backend, or it cannot serve the model here.
     """
     if name == "auto":
-        return "triton" if device.type == "cuda" and why_not("triton", dtype, device) is None else "sdpa"
+        own = "triton" if device.type == "cuda" else "native"
+        return own if why_not(own, dtype, device) is None else "sdpa"
     if name not in BACKENDS:
         raise InputError(f"no attention {name!r}; there are auto, {', '.join(BACKENDS)}", "--attention")
     reason = why_not(name, dtype, device)
@@ -88,6 +108,18 @@ def fails(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
 
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _unbuilt() -> str | None:
+    from tswift.attention.building import Unbuilt
+    from tswift.attention.native import library, parallel_region
+
+    try:
+        parallel_region()
+        library(64)
+    except Unbuilt as error:
+        return f"native attention {error}"
+    return None
 
 
 def _missing(module: str, package: str) -> str | None:

@@ -63,7 +63,7 @@ def floor_of(lineup: Lineup, machine: Machine) -> Floor | None:
     for variant in lineup.variants:
         kind, options = find_method(variant.method), variant.options
         extra_bytes, passes = 0, 1
-        if heads and options.tree:
+        if heads and isinstance(options.tree, tuple):
             count = len(options.tree) - kind.by_lm_head
             extra_bytes = sum(weight.nbytes for head in heads.heads[:count] for weight in head.parameters())
         if kind.gamma is not None and options.gamma:

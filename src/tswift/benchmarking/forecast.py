@@ -9,6 +9,7 @@ from typing import Any
 
 from tswift.benchmarking.grid import NOTHING, Grid, duration, method_name, quantity
 from tswift.benchmarking.measurement import BASELINE
+from tswift.benchmarking.question import Question
 from tswift.benchmarking.roofline import (
     Drafting,
     Machine,
@@ -21,50 +22,6 @@ from tswift.errors import InputError
 from tswift.models.shapes import Shape
 
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
-_MOST = 1_000_000_000
-NODES = (1, 41)  # a plain pass, and the paper's draft tree with its root
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is to be told.
-
-    Attributes:
-        contexts: tokens in the KV cache, to tell a pass's floor at; None for ``CONTEXTS`` as far as the model goes.
-        nodes: nodes of a pass; the most of them are the draft tree's.
-        prefill: prompt tokens of the decode.
-        length: tokens that it generates.
-        alpha: the share of drafted tokens that is accepted; None leaves the drafting method out.
-        depth: tokens drafted along a path: the paper's gamma + 1, by which alpha is divided.
-        budget: tokens of the partial KV cache.
-
-    Raises:
-        InputError: a value outside its range.
-    """
-
-    contexts: tuple[int, ...] | None = None
-    nodes: tuple[int, ...] = NODES
-    prefill: int = 4096
-    length: int = 100_000
-    alpha: float | None = None
-    depth: int = 4
-    budget: int = 4096
-
-    def __post_init__(self) -> None:
-        for option, values in (
-            ("--context", self.contexts or (1,)),
-            ("--nodes", self.nodes),
-            ("--prefill", (self.prefill,)),
-            ("--len", (self.length,)),
-            ("--depth", (self.depth,)),
-            ("--budget", (self.budget,)),
-        ):
-            if min(values) < 1:
-                raise InputError(f"must be at least 1, got {min(values)}", option)
-            if max(values) > _MOST and option in ("--nodes", "--depth", "--budget"):  # the model bounds the others
-                raise InputError(f"must be at most {_MOST:,}, got {max(values):,}", option)
-        if self.alpha is not None and not 0 <= self.alpha <= 1:
-            raise InputError(f"must be between 0 and 1, got {self.alpha}", "--alpha")
 
 
 @dataclass(frozen=True)
@@ -81,7 +38,21 @@ class PassFloor:
 
 @dataclass(frozen=True)
 class DecodeFloor:
-    """A decode: its verification passes, its floor in seconds, and plain decoding's floor over it."""
+    """A decode.
+
+    Attributes:
+        method: its name.
+        alpha: the share of drafted tokens that is accepted; None where nothing is drafted.
+        tokens_per_step: generated tokens per verification pass.
+        passes: verification passes.
+        floor_seconds: the least time of all.
+        speedup: plain decoding's floor over it.
+        step_seconds: the least time of a step, on the average.
+        needed: tokens per step with which it would be as quick as plain decoding.
+        draft_bits: of the weights that the draft reads, the LM head's apart; None where nothing is drafted.
+        even_alpha: the alpha at which a cheaper draft is as quick as one of the model's own bits at the alpha asked
+            for; None where there is no cheaper one.
+    """
 
     method: str
     alpha: float | None
@@ -89,6 +60,10 @@ class DecodeFloor:
     passes: int
     floor_seconds: float
     speedup: float
+    step_seconds: float
+    needed: float
+    draft_bits: int | None = None
+    even_alpha: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +75,7 @@ class Forecast:
         machine: what it would run on.
         question: what is told; its contexts are filled in.
         passes: one for each context and number of nodes.
-        decodes: plain decoding, and the drafting method if an alpha is given.
+        decodes: plain decoding, and the drafting method if an alpha is given; once more with a cheaper draft, if asked.
     """
 
     shape: Shape
@@ -158,9 +133,12 @@ class Forecast:
         rows = [
             [
                 method_name(each.method),
+                NOTHING if each.draft_bits is None else f"{each.draft_bits} bits",
                 NOTHING if each.alpha is None else f"{each.alpha:g}",
                 f"{each.tokens_per_step:.2f}",
+                f"{each.needed:.2f}",
                 f"{each.passes:,}",
+                _milliseconds(each.step_seconds, 2),
                 duration(each.floor_seconds),
                 f"{each.speedup:.2f}",
             ]
@@ -168,7 +146,8 @@ class Forecast:
         ]
         notes = [
             f"Predicted, not measured: {question.length:,} tokens after a prompt of {question.prefill:,}, prefill "
-            "apart, every pass at its floor. Real passes take longer: tswift bench says by how much."
+            "apart, every pass at its floor. Real passes take longer: tswift bench says by how much.",
+            "step: its passes, on the average. needed: tokens per step with which it would be as quick as AR.",
         ]
         if question.alpha is None:
             notes.append("--alpha predicts tokenswift too.")
@@ -178,7 +157,14 @@ class Forecast:
                 f"chained heads, then a verification of {max(question.nodes)} nodes; {question.depth} tokens are "
                 "drafted along a path."
             )
-        columns = ["method", "alpha", "tokens/step", "passes", "least time", "x"]
+        notes += [
+            f"A draft of {each.draft_bits} bits (but for the LM head; scales are not counted) is as quick at alpha "
+            f"{each.even_alpha:.2f} as one of {8 * self.shape.itemsize} bits at {each.alpha:g}. What alpha it has is "
+            "not predicted."
+            for each in self.decodes
+            if each.even_alpha is not None
+        ]
+        columns = ["method", "draft", "alpha", "tokens/step", "needed", "passes", "step", "least time", "x"]
         return Grid(f"Least time of a decode: {label}", columns, rows, left=1, notes=notes)
 
     @property
@@ -226,16 +212,26 @@ def forecast(shape: Shape, machine: Machine, question: Question, positions: int)
 
 
 def _decodes(shape: Shape, machine: Machine, question: Question) -> tuple[DecodeFloor, ...]:
-    prefill, length = question.prefill, question.length
+    prefill, length, alpha = question.prefill, question.length, question.alpha
     plain = decode_seconds(shape, machine, prefill, length, length, length)
-    found = [DecodeFloor(BASELINE, None, 1.0, length, plain, 1.0)]
-    if question.alpha is not None:
-        per_step = question.depth * question.alpha + 1
-        passes = math.ceil(length / per_step)
-        heads = (question.depth - 1) * shape.hidden_size**2 * shape.itemsize
-        drafting = Drafting(question.budget, heads)
+    found = [DecodeFloor(BASELINE, None, 1.0, length, plain, 1.0, plain / length, 1.0)]
+    if alpha is None:
+        return tuple(found)
+    per_step = question.depth * alpha + 1
+    passes = math.ceil(length / per_step)
+    heads = (question.depth - 1) * shape.hidden_size**2 * shape.itemsize
+    own_bits, own_step = 8 * shape.itemsize, 0.0
+    for bits in (own_bits,) if question.draft_bits is None else (own_bits, question.draft_bits):
+        drafting = Drafting(question.budget, heads, bits=bits)
         seconds = decode_seconds(shape, machine, prefill, length, passes, passes * max(question.nodes), drafting)
-        found.append(DecodeFloor("tokenswift", question.alpha, per_step, passes, seconds, plain / seconds))
+        step, even = seconds / passes, None
+        if own_step:
+            even = max(0.0, (per_step * step / own_step - 1) / question.depth)
+        own_step = own_step or step
+        needed = step * length / plain
+        found.append(
+            DecodeFloor("tokenswift", alpha, per_step, passes, seconds, plain / seconds, step, needed, bits, even)
+        )
     return tuple(found)
 
 

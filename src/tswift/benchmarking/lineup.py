@@ -42,7 +42,7 @@ class Entry:
     methods: Sequence[str] = DEFAULT_METHODS
     sampling: Mapping[str, Any] = field(default_factory=dict)
     drafting: Mapping[str, Any] = field(default_factory=dict)
-    trees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    trees: Mapping[str, tuple[int, ...] | str] = field(default_factory=dict)
     heads: str | None = None
     model: str = DEMO
     draft_model: str | None = None

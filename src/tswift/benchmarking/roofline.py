@@ -46,11 +46,13 @@ class Drafting:
         budget: tokens of the partial KV cache that a drafting pass of the model reads; None where there is none.
         head_bytes: bytes of the heads, and of a smaller model's weights as often as they are read.
         passes: drafting passes of the model.
+        bits: of the weights that they read, the LM head's apart; None for the model's own.
     """
 
     budget: int | None = None
     head_bytes: int = 0
     passes: int = 1
+    bits: int | None = None
 
 
 def find_machine(name: str, dtype: str) -> Machine:
@@ -70,7 +72,10 @@ def find_machine(name: str, dtype: str) -> Machine:
 
 
 def loading_seconds(shape: Shape, machine: Machine, context: Any, extra_bytes: int = 0) -> Any:
-    """Seconds to read the weights and the keys and values of ``context`` tokens (a number or an array)."""
+    """Seconds to read the weights and the keys and values of ``context`` tokens (a number or an array).
+
+    ``extra_bytes`` are read beside those; below 0, so many are not.
+    """
     return (shape.weight_bytes + extra_bytes + context * shape.kv_bytes) / machine.bandwidth
 
 
@@ -112,8 +117,9 @@ def decode_seconds(
     total = pass_seconds(shape, machine, contexts, nodes / passes)
     if drafting and drafting.budget is not None:
         read = np.minimum(contexts, drafting.budget)
-        total += pass_seconds(shape, machine, read, 1, drafting.head_bytes)
-        total += (drafting.passes - 1) * pass_seconds(shape, machine, read, 1)
+        spared = 0 if drafting.bits is None else shape.spared_bytes(drafting.bits)
+        total += pass_seconds(shape, machine, read, 1, drafting.head_bytes - spared)
+        total += (drafting.passes - 1) * pass_seconds(shape, machine, read, 1, -spared)
     elif drafting:
         total += drafting.head_bytes / machine.bandwidth
     return float(total.sum())

@@ -15,6 +15,7 @@ from tswift.cli import ranks
 from tswift.cli.bench import bench
 from tswift.cli.codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 from tswift.cli.compare import compare
+from tswift.cli.env import env
 from tswift.cli.generate import generate
 from tswift.cli.heads import heads
 from tswift.cli.roofline import roofline
@@ -34,6 +35,7 @@ app.command()(runs)
 app.command()(verify)
 app.command()(bench)
 app.command()(roofline)
+app.command()(env)
 app.command()(train)
 app.command()(train_draft)
 app.add_typer(heads, name="heads")

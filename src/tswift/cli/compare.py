@@ -40,6 +40,8 @@ def compare(
     budget: options.Budget = None,
     sinks: options.Sinks = None,
     shared_noise: options.SharedNoise = None,
+    costs: options.Costs = None,
+    recall: options.Recall = None,
     heads: options.HeadsFile = None,
     draft_model: options.DraftModel = None,
     model: options.Model = "demo",

@@ -31,7 +31,7 @@ def generate(
     context: typer.Context,
     length: Annotated[int, typer.Option("--len", help="Tokens to generate, exactly.")] = 100_000,
     method: Annotated[
-        str, typer.Option(help="ar, medusa, tokenswift, reuse, magicdec, standalone, triforce or ar-reference.")
+        str, typer.Option(help="ar, medusa, tokenswift, recall, reuse, magicdec, standalone, triforce or ar-reference.")
     ] = "tokenswift",
     prompt: options.Prompt = None,
     prefill: options.Prefill = None,
@@ -74,6 +74,8 @@ def generate(
     budget: options.Budget = None,
     sinks: options.Sinks = None,
     shared_noise: options.SharedNoise = None,
+    costs: options.Costs = None,
+    recall: options.Recall = None,
     heads: options.HeadsFile = None,
     draft_model: options.DraftModel = None,
     model: options.Model = "demo",

@@ -46,7 +46,8 @@ Window = Annotated[int | None, option(_SAMPLING, "Tokens it looks back on. (defa
 Methods = Annotated[
     str,
     typer.Option(
-        help="Of ar, medusa, tokenswift, reuse, magicdec, standalone, triforce, ar-reference; ar is always among them."
+        help="Of ar, medusa, tokenswift, cascade, recall, reuse, magicdec, standalone, triforce, ar-reference; ar is "
+        "always among them."
     ),
 ]
 ReferenceAr = Annotated[
@@ -54,7 +55,24 @@ ReferenceAr = Annotated[
 ]
 Trees = Annotated[
     list[str] | None,
-    option(_DRAFTING, "1,2,2,2 for all methods, or METHOD=1,2,2,2; repeatable. (default: by device)", "--tree"),
+    option(_DRAFTING, "auto or 1,2,2,2 for all methods, or METHOD=1,2,2,2; repeatable. (default: by device)", "--tree"),
+]
+Costs = Annotated[
+    str | None,
+    option(
+        _DRAFTING,
+        "measured or nominal: by which costs of passes trees are chosen; never changes the text. (default: measured)",
+        "--costs",
+    ),
+]
+Recall = Annotated[
+    int | None,
+    option(
+        _DRAFTING,
+        "Likeliest tokens kept of each distribution, to be recalled where the text stands like that again, with --tree "
+        "auto; 0 reuses n-grams. (default: 64)",
+        "--recall",
+    ),
 ]
 Nodes = Annotated[int | None, option(_DRAFTING, "Most nodes of a draft tree. (default: by device)", "--nodes")]
 Ngrams = Annotated[int | None, option(_DRAFTING, "4-grams reused per token. (default: 20)", "--ngrams")]
@@ -115,7 +133,11 @@ Quantize = Annotated[
     option(_MODEL, "int8, fp8 or int4: torchao quantises the weights. (default: as they are)", "--quantize"),
 ]
 Attention = Annotated[
-    str, typer.Option(help="auto (triton on CUDA, sdpa elsewhere), triton, flash or sdpa.", rich_help_panel=_MODEL)
+    str,
+    typer.Option(
+        help="auto (triton on CUDA, native on the CPU, sdpa where these cannot be had), native, triton, flash or sdpa.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 
 Json = Annotated[Path | None, option(_OUTPUT, "Write everything to a JSON file; - is stdout.", "--json")]
@@ -126,7 +148,19 @@ NoProgress = Annotated[
 
 
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "eta", "penalty", "window")
-_OF_DRAFTING = ("nodes", "ngrams", "reuse_recent", "gamma", "inner_gamma", "kv", "budget", "sinks", "shared_noise")
+_OF_DRAFTING = (
+    "nodes",
+    "ngrams",
+    "reuse_recent",
+    "gamma",
+    "inner_gamma",
+    "kv",
+    "budget",
+    "sinks",
+    "shared_noise",
+    "costs",
+    "recall",
+)
 _OF_MODEL = ("heads", "model", "draft_model", "device", "dtype", "attention")
 
 
@@ -190,25 +224,27 @@ def numbers(words: str, option: str) -> tuple[int, ...]:
         raise InputError(f"wants numbers and commas, got {words!r}", option) from None
 
 
-def widths(tree: str) -> tuple[int, ...]:
-    """The levels of a tree such as ``1,3,3,3``.
+def widths(tree: str) -> tuple[int, ...] | str:
+    """The levels of a tree such as ``1,3,3,3``; ``auto`` is one, too.
 
     Raises:
         InputError: it is no such thing.
     """
+    if tree == "auto":
+        return tree
     try:
         return tuple(int(width) for width in tree.split(","))
     except ValueError:
-        raise InputError(f"wants numbers and commas, such as 1,3,3,3, got {tree!r}", "--tree") from None
+        raise InputError(f"wants auto, or numbers and commas, such as 1,3,3,3, got {tree!r}", "--tree") from None
 
 
-def trees(words: list[str] | None) -> Mapping[str, tuple[int, ...]]:
+def trees(words: list[str] | None) -> Mapping[str, tuple[int, ...] | str]:
     """Trees by method from ``--tree tokenswift=1,3,3,3`` given several times; one without a method goes by ``""``.
 
     Raises:
         InputError: no tree, or two for the same method.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[str, tuple[int, ...] | str] = {}
     for word in words or ():
         method, equals, tree = word.rpartition("=")
         if equals and not method:

@@ -62,20 +62,26 @@ def roofline(
         int | None,
         options.option(_DECODE, "Tokens of the partial KV cache, with --alpha. (default: 4096)", "--budget"),
     ] = None,
+    draft_bits: Annotated[
+        int | None,
+        options.option(_DECODE, "Also a draft whose weights have 4, 8 or 16 bits, with --alpha.", "--draft-bits"),
+    ] = None,
     json: options.Json = None,
 ) -> None:
     """Print the least time that a model can take: bytes, floors of passes, and of plain and TokenSwift decoding.
 
     Nothing is downloaded or built but the model's configuration.
     """
-    given = {name: value for name, value in (("depth", depth), ("budget", budget)) if value is not None}
+    of_drafts = {"depth": depth, "budget": budget, "draft_bits": draft_bits}
+    given = {name: value for name, value in of_drafts.items() if value is not None}
     if given and alpha is None:
-        raise InputError("goes with --alpha", f"--{next(iter(given))}")
+        raise InputError("goes with --alpha", f"--{next(iter(given)).replace('_', '-')}")
     _check_machine(device, bandwidth, flops)
 
     import torch
 
-    from tswift.benchmarking.forecast import Question, forecast
+    from tswift.benchmarking.forecast import forecast
+    from tswift.benchmarking.question import Question
     from tswift.cli import records, tables
     from tswift.models.dtypes import find_dtype, own_dtype
     from tswift.models.loading import find_device

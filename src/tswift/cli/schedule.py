@@ -49,7 +49,9 @@ Dtype = Annotated[
     str | None,
     options.option(MODEL, "bfloat16, float32 or float64. (default: bfloat16 on CUDA, float32 on CPU)", "--dtype"),
 ]
-Attention = Annotated[str | None, options.option(MODEL, "auto, triton, flash or sdpa. (default: auto)", "--attention")]
+Attention = Annotated[
+    str | None, options.option(MODEL, "auto, native, triton, flash or sdpa. (default: auto)", "--attention")
+]
 Resume = Annotated[Path | None, options.option(OUTPUT, "Go on with the training in this folder.", "--resume")]
 EvalEvery = Annotated[
     int | None,

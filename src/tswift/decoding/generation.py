@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tswift.decoding.costs import costs_of, measure
 from tswift.decoding.limits import Need, check
 from tswift.decoding.loop import Decoding
 from tswift.decoding.ranked import AgreedDrafter, in_step
 from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.step import Step, Walk
 from tswift.drafting.methods import find_method, make_drafter, resolve
-from tswift.drafting.options import DraftOptions
+from tswift.drafting.options import MEASURED, DraftOptions
 from tswift.errors import InputError
+from tswift.models.costs import NOMINAL
 from tswift.models.loading import LoadedModel
 from tswift.models.ranks import ALONE, Ranks
 
@@ -97,9 +99,12 @@ def begin(
         resolved = resolve(method, target, model.heads, options)
         need = check(target, len(prompt), length, method, resolved, draft=model.draft)
         params, stop = ending(params, model.eos_ids, stop_at_eos)
-        drafter = make_drafter(method, target, model.heads, resolved, model.draft, len(prompt) + length)
+        costs = NOMINAL
+        if resolved.costs == MEASURED:  # by all ranks together, or what an earlier run has measured
+            costs = ranks.share(measure(target, model.heads)) if ranks.count > 1 else costs_of(target, model.heads)
+        drafter = make_drafter(method, target, model.heads, resolved, model.draft, len(prompt) + length, costs)
         if ranks.count > 1:
-            drafter = AgreedDrafter(drafter.sources, drafter.depth, drafter.limit, ranks)
+            drafter = AgreedDrafter(drafter, ranks)
         decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written)
     return Generation(decoding, drafter.depth, stop, params, resolved, need, ranks)
 

@@ -60,21 +60,32 @@ class Decoding:
         self._last = len(prompt) + length  # positions that may be committed
         self._prefilled = False
 
-    def prefill(self, show: Show | None = None) -> float:
+    def prefill(self, show: Show | None = None, like: Decoding | None = None) -> float:
         """Forward the text so far, all but its last token, which is the first draft's root.
 
         Args:
             show: called after every chunk with the tokens forwarded so far and those to forward in all.
+            like: a decode of the same text by the same model that has been prefilled and not gone on: what it holds is
+                copied instead.
 
         Returns:
             The seconds it took.
+
+        Raises:
+            ValueError: it is another text, or the other decode is not there yet, or has gone on.
         """
+        if like is not None and not (like._prefilled and like._context.text == self._context.text):
+            raise ValueError("the other decode has another text")
         if self._prefilled:
             raise RuntimeError("this decode has been prefilled already")
         context = self._context
         started = time.perf_counter()
         context.sampler.extend(context.text)
-        context.last = self._target.prefill(context.text[:-1], self._kv, show)
+        if like is None:
+            context.last = self._target.prefill(context.text[:-1], self._kv, show)
+        else:
+            context.last = like._context.last
+            self._kv.take(like._kv)
         self._target.synchronize()
         prefilled = time.perf_counter() - started
         # not before: the text's keys and values must not depend on the sizes that a method prepares

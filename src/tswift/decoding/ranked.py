@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
@@ -13,14 +12,15 @@ from tswift.decoding.step import Step
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.source import Context, Drafter
 from tswift.errors import Fault
-from tswift.models.ranks import ALONE, Ranks
+from tswift.models.ranks import Ranks
 
 
-@dataclass
 class AgreedDrafter(Drafter):
     """A drafter whose trees are seen to be the same on all ranks, before they begin a pass over them together."""
 
-    ranks: Ranks = ALONE
+    def __init__(self, drafter: Drafter, ranks: Ranks) -> None:
+        super().__init__(drafter.sources, drafter.depth, drafter.limit)
+        self._drafter, self._ranks = drafter, ranks
 
     def propose(self, context: Context, wanted: int) -> DraftTree:
         """As :meth:`Drafter.propose`.
@@ -28,10 +28,14 @@ class AgreedDrafter(Drafter):
         Raises:
             Fault: another rank has drafted another tree.
         """
-        tree = super().propose(context, wanted)
+        tree = self._drafter.propose(context, wanted)
         if self.limit > 1:
-            _refuse_different("drafts", self.ranks.gather(_digest(tree.parents, _digest(tree.tokens))))
+            _refuse_different("drafts", self._ranks.gather(_digest(tree.parents, _digest(tree.tokens))))
         return tree
+
+    def committed(self, context: Context) -> None:
+        """As :meth:`Drafter.committed`."""
+        self._drafter.committed(context)
 
 
 def in_step(steps: Iterator[Step], ranks: Ranks) -> Iterator[Step]:

@@ -103,7 +103,7 @@ def noise_bits(seed: int, positions: Sequence[int], tokens: Tensor) -> Tensor:
     Args:
         seed: any integer, taken modulo 2^64.
         positions: ``n`` positions in the text.
-        tokens: ``[m]`` int64 token ids.
+        tokens: ``[m]`` int64 token ids, or ``[n, m]`` for others at each position.
 
     Returns:
         ``[n, m]`` int64.
@@ -245,6 +245,20 @@ class Sampler:
         rows = [self._block(position // self._BLOCK)[position % self._BLOCK] for position in positions]
         return torch.stack(rows)
 
+    def noise_of(self, positions: Sequence[int], tokens: Tensor) -> Tensor:
+        """As :meth:`noise`, for some tokens at each position: ``[n, m]`` on the CPU.
+
+        Args:
+            positions: ``n`` of them.
+            tokens: ``[n, m]`` int64 on the CPU, as a guess made there does not have to wait for the device.
+        """
+        if self.params.temperature == 0:
+            return torch.zeros((), dtype=torch.float64)
+        if self._tokens.device.type != "cpu":
+            return gumbel(self.seed, positions, tokens)
+        blocks = [self._block(position // self._BLOCK)[position % self._BLOCK] for position in positions]
+        return torch.stack([block[row] for block, row in zip(blocks, tokens, strict=True)])
+
     def _block(self, index: int) -> Tensor:
         block = self._blocks.get(index)
         if block is None:
@@ -265,6 +279,22 @@ class Sampler:
         It shows in the best score, whatever the filters, and comes along with the tokens.
         """
         scores = self.scores(logits, seen, positions)
+        return self._drawn(scores)
+
+    def draw_with_leads(
+        self, logits: Tensor, seen: Tensor | None, positions: Sequence[int]
+    ) -> tuple[list[int], list[tuple[int, float]]]:
+        """As :meth:`draw`, and for each row the runner-up and the lead over it in score."""
+        scores = self.scores(logits, seen, positions)
+        values, tokens = (each.tolist() for each in scores.topk(2))
+        drawn, others = [], []
+        for (first, second), (best, next_best) in zip(tokens, values, strict=True):
+            drawn.append(first if math.isfinite(best) else NOTHING)
+            others.append((second, best - next_best))
+        return drawn, others
+
+    @staticmethod
+    def _drawn(scores: Tensor) -> list[int]:
         # not scores.max(-1): on a few thousand tokens PyTorch calls all threads together for that, and not for argmax
         drawn = scores.argmax(-1, keepdim=True)
         found = torch.cat([drawn, scores.gather(-1, drawn)], dim=-1).tolist()

@@ -33,6 +33,7 @@ class DecodeStats:
         nodes: tree nodes verified, roots included.
         seconds: wall time of the steps; prefill apart.
         accepted: how many steps accepted 0, 1, ... drafted tokens.
+        sizes: how many steps verified 1, 2, ... nodes.
         reused: drafted tokens accepted whose longest path came from a retrieved n-gram.
     """
 
@@ -43,6 +44,7 @@ class DecodeStats:
     seconds: float = 0.0
     accepted: Counter[int] = field(default_factory=Counter)
     reused: int = 0
+    sizes: Counter[int] = field(default_factory=Counter)
 
     def add(self, step: Step) -> None:
         """Count one step."""
@@ -51,12 +53,13 @@ class DecodeStats:
         self.nodes += step.nodes
         self.seconds += step.seconds
         self.accepted[step.accepted] += 1
+        self.sizes[step.nodes] += 1
         if step.source == ReuseSource.name:
             self.reused += step.accepted
 
     def copy(self) -> DecodeStats:
         """The figures as they are now."""
-        return replace(self, accepted=Counter(self.accepted))
+        return replace(self, accepted=Counter(self.accepted), sizes=Counter(self.sizes))
 
     def counters(self) -> dict[str, Any]:
         """The counters, tokens apart, ready for JSON."""
@@ -67,6 +70,7 @@ class DecodeStats:
             "seconds": self.seconds,
             "accepted": accepted,
             "reused": self.reused,
+            "sizes": {str(size): self.sizes[size] for size in sorted(self.sizes)},
         }
 
     @classmethod
@@ -79,12 +83,15 @@ class DecodeStats:
         if not counters:
             return cls(depth, tokens=tokens)
         try:
-            accepted = Counter({_count(int(count)): _count(steps) for count, steps in counters["accepted"].items()})
+            accepted, sizes = (
+                Counter({_count(int(count)): _count(steps) for count, steps in counters.get(name, missing).items()})
+                for name, missing in (("accepted", None), ("sizes", {}))  # older runs have no sizes
+            )
             whole = {name: _count(counters[name]) for name in ("passes", "nodes", "reused")}
             seconds = counters["seconds"]
             if not 0 <= seconds < _LONGEST:
                 raise ValueError(f"{seconds!r:.40} seconds")
-            return cls(depth, tokens=tokens, seconds=float(seconds), accepted=accepted, **whole)
+            return cls(depth, tokens=tokens, seconds=float(seconds), accepted=accepted, sizes=sizes, **whole)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"its counters are broken ({error!r})") from None
 

@@ -32,6 +32,7 @@ class Step:
         source: the draft source of the last accepted token; empty if none was accepted.
         nodes: nodes of the draft tree, the root included.
         seconds: wall time of the step, drafting included.
+        leads: for each token the runner-up, and its lead over that in score; where they were asked for.
     """
 
     tokens: tuple[int, ...]
@@ -39,6 +40,7 @@ class Step:
     source: str
     nodes: int
     seconds: float
+    leads: tuple[tuple[int, float], ...] = ()
 
 
 class Undrawn(Exception):
@@ -60,6 +62,7 @@ def advance(
     wanted: int,
     stop: Collection[int] = (),
     walk: Walk | None = None,
+    leads: bool = False,
 ) -> Step:
     """Take a step: at least one token is added to the text, and what was forwarded to the cache.
 
@@ -70,6 +73,7 @@ def advance(
         wanted: most tokens to add.
         stop: tokens that end the text.
         walk: as for :class:`~tswift.decoding.loop.Decoding`.
+        leads: whether the step is to tell them.
 
     Raises:
         Undrawn: there is none to add.
@@ -77,11 +81,11 @@ def advance(
     started = time.perf_counter()
     with torch.inference_mode():
         tree = drafter.propose(context, wanted)
-        forwarded, drawn, path = _verify(target, context, tree, walk)
+        forwarded, drawn, path, others = _verify(target, context, tree, walk, leads)
         if len(tree) > 1 and any(drawn[node] == NOTHING for node in path):
             # not yet a fault: a drafted token can be too much for the model, and its NaN spreads in the pass
             tree = DraftTree(context.text[-1], limit=1)
-            forwarded, drawn, path = _verify(target, context, tree, walk)
+            forwarded, drawn, path, others = _verify(target, context, tree, walk, leads)
         if drawn[path[-1]] == NOTHING:
             raise Undrawn(target.logits(forwarded.hidden)[0])
         new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
@@ -94,18 +98,24 @@ def advance(
     kept = new[: ends[0] + 1] if ends else new
     accepted = min(len(path) - 1, len(kept))
     source = tree.sources[path[accepted]]
-    return Step(tuple(kept), accepted, source, len(tree), time.perf_counter() - started)
+    near = tuple(others[node] for node in path[: len(kept)]) if leads else ()
+    return Step(tuple(kept), accepted, source, len(tree), time.perf_counter() - started, near)
 
 
 def _verify(
-    target: Target, context: Context, tree: DraftTree, walk: Walk | None
-) -> tuple[Forwarded, list[int], list[int]]:
-    """One pass over a tree, the token drawn after each of its nodes, and the nodes accepted."""
+    target: Target, context: Context, tree: DraftTree, walk: Walk | None, leads: bool
+) -> tuple[Forwarded, list[int], list[int], list[tuple[int, float]]]:
+    """One pass over a tree, the token drawn after each of its nodes, the nodes accepted, and the leads if asked for."""
     tokens = torch.tensor(tree.tokens).to(target.device, non_blocking=True)
     positions = torch.tensor(tree.depths).to(target.device, non_blocking=True) + context.position
     ancestors = tree.ancestors().to(target.device, non_blocking=True)
     forwarded = target.forward(tokens, positions, context.kv, ancestors)
     seen = context.sampler.seen(tokens, positions, ancestors)
     places = [context.position + depth + 1 for depth in tree.depths]
-    drawn = context.sampler.draw(target.logits(forwarded.hidden), seen, places)
-    return forwarded, drawn, walk(tree, drawn) if walk else tree.walk(drawn)
+    logits, others = target.logits(forwarded.hidden), list[tuple[int, float]]()
+    context.logits = logits
+    if leads:
+        drawn, others = context.sampler.draw_with_leads(logits, seen, places)
+    else:
+        drawn = context.sampler.draw(logits, seen, places)
+    return forwarded, drawn, walk(tree, drawn) if walk else tree.walk(drawn), others

@@ -39,10 +39,9 @@ class ChainSource:
             return
         root = len(context.text)
         kv = self._level.cache(context)
-        sampler = context.sampler.copy()
+        aside = replace(context.aside(kv), last=None, path=())
         if not self._shared_noise:
-            sampler.params = replace(sampler.params, temperature=0.0)
-        aside = replace(context, sampler=sampler, kv=kv, last=None, path=())
+            aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
         try:
             while (drafted := len(context.text) - root) < wanted:
                 advance(self._level.target, aside, self._drafter, wanted - drafted)
@@ -57,5 +56,4 @@ class ChainSource:
     def committed(self, context: Context, most: int) -> None:
         """Keep the level's cache up."""
         self._level.committed(context, most)
-        for source in self._drafter.sources:
-            source.committed(context, most)
+        self._drafter.keep_up(context, most)

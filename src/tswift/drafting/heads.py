@@ -12,6 +12,7 @@ from tswift.decoding.sampling import warp
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.levels import Level
 from tswift.drafting.source import Context
+from tswift.models.costs import PassCosts
 from tswift.models.kinds import Heads
 from tswift.models.passes import Forwarded
 from tswift.models.target import Target
@@ -27,6 +28,10 @@ class LastPass:
     def read(self, context: Context) -> tuple[Forwarded, int] | None:
         """The pass and its node, of the token before the root; None before the first pass."""
         return None if context.last is None else (context.last, context.node)
+
+    def price(self, costs: PassCosts, context: Context) -> float:
+        """Seconds of reading it."""
+        return 0.0
 
     def committed(self, context: Context, most: int) -> None:
         """Nothing to keep up."""
@@ -53,6 +58,10 @@ class DraftingPass:
         root = torch.tensor([context.text[-1]]).to(target.device, non_blocking=True)
         position = torch.tensor([context.position]).to(target.device, non_blocking=True)
         return target.forward(root, position, self._level.cache(context), None), 0
+
+    def price(self, costs: PassCosts, context: Context) -> float:
+        """Seconds of the pass."""
+        return costs.seconds(1, self._level.keys or context.kv.length)
 
     def committed(self, context: Context, most: int) -> None:
         """Keep the cache up."""

@@ -21,9 +21,11 @@ class Level(Protocol):
 
     Attributes:
         target: the model.
+        keys: about how many tokens it reads; 0 for all of the text.
     """
 
     target: Target
+    keys: int
 
     def cache(self, context: Context) -> KVBuffer:
         """The cache, holding of the text but the root what it is to hold. More may be committed to it."""
@@ -41,6 +43,8 @@ class FullLevel:
     Args:
         target: the model.
     """
+
+    keys = 0
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -69,7 +73,7 @@ class PartialLevel:
     """
 
     def __init__(self, target: Target, kv: PartialKV, nodes: int = 1) -> None:
-        self.target, self.kv = target, kv
+        self.target, self.kv, self.keys = target, kv, kv.budget
         self._observed: Tensor | None = None  # [layers, query heads, m, head_dim] of the newest tokens
         target.prepare(kv, nodes)
 
@@ -106,7 +110,7 @@ class OwnLevel:
     """
 
     def __init__(self, target: Target, kv: StreamingKV) -> None:
-        self.target, self.kv = target, kv
+        self.target, self.kv, self.keys = target, kv, kv.budget
         self._unsettled: list[int] = []
         target.prepare(kv, 1)
 

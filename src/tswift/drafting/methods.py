@@ -9,9 +9,10 @@ import torch
 
 from tswift.drafting import recipes
 from tswift.drafting.levels import CHUNK
-from tswift.drafting.options import FULL, DraftOptions, refuse_sinks
+from tswift.drafting.options import AUTO, FULL, MEASURED, DraftOptions, refuse_sinks
 from tswift.drafting.source import Drafter
 from tswift.errors import InputError
+from tswift.models.costs import NOMINAL, PassCosts
 from tswift.models.heads import Heads
 from tswift.models.target import Target
 
@@ -28,6 +29,7 @@ class Method:
         gamma: length of its chain, if not said otherwise; None if it drafts none.
         budget: tokens of its partial cache, if not said otherwise.
         partial: whether it keeps a partial cache of the target, unless drafting reads the full one.
+        heads: whether it needs heads though it has no tree of theirs to choose.
         draft: whether it needs a smaller model.
         reference: it reads the text as reference implementations do, slowly, to be measured beside ``ar``.
     """
@@ -39,11 +41,12 @@ class Method:
     gamma: int | None = None
     budget: int = 4096
     partial: bool = False
+    heads: bool = False
     draft: bool = False
     reference: bool = False
 
 
-_OF_TREES = frozenset({"tree", "nodes", "shared_noise"})
+_OF_TREES = frozenset({"tree", "nodes", "shared_noise", "costs", "recall"})
 _OF_REUSE = frozenset({"nodes", "ngrams", "reuse_recent"})
 _OF_PARTIAL = frozenset({"budget", "sinks"})
 _OF_CHAINS = frozenset({"gamma", "shared_noise"})
@@ -58,6 +61,16 @@ METHODS: dict[str, Method] = {
         kv=("dynamic", FULL, "partial", "streaming", "snapkv"),
         partial=True,
     ),
+    "cascade": Method(
+        recipes.cascade,
+        frozenset({"nodes", "costs", "recall"}) | _OF_CHAINS | _OF_PARTIAL | {"kv"},
+        heads=True,
+        kv=("streaming", "dynamic", "partial", "snapkv"),
+        gamma=24,
+        budget=1024,
+        partial=True,
+    ),
+    "recall": Method(recipes.recall, frozenset({"nodes", "shared_noise", "costs", "recall"})),
     "reuse": Method(recipes.reuse, _OF_REUSE),
     "magicdec": Method(
         recipes.magicdec,
@@ -75,11 +88,14 @@ METHODS: dict[str, Method] = {
 
 # Trees that pay. On a GPU a pass over a hundred nodes costs little more than one over a single node, so the paper's
 # tree stands. On a CPU every node costs: two more than eight add 2% to a step's tokens and more to its time.
-_TREES = {
+_TREES: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {"medusa": (3, 3, 3), "tokenswift": (1, 3, 3, 3)},
     "cpu": {"medusa": (2, 2, 2, 2), "tokenswift": (1, 2, 2, 2, 2)},
 }
 _NODES = {"cuda": 128, "cpu": 8}
+_NGRAMS = DraftOptions().ngrams
+_KEPT = 64  # half as many lose 3% of the guesses that come true, and all that there are gain less than 1%
+_AUTO_NODES = 32  # no tree that pays is larger, where passes over more were measured
 
 
 def find_method(name: str) -> Method:
@@ -122,19 +138,34 @@ def resolve_for(
         gamma = method.gamma if options.gamma is None else options.gamma
         if not gamma:
             raise InputError(f"must be at least 1 for {name}", "--gamma")
-    tree = None
+    tree: tuple[int, ...] | str | None = None
+    if (method.heads or "tree" in method.uses) and not heads:
+        raise InputError(f"{name} drafts with heads and the model has none; use ar or reuse", "--method")
     if "tree" in method.uses:
-        if not heads:
-            raise InputError(f"{name} drafts with heads and the model has none; use ar or reuse", "--method")
         levels = heads + method.by_lm_head
-        tree = options.tree or _TREES[kind][name][:levels]
+        usual = _TREES[kind][name][:levels]
+        tree = options.tree or usual
         if options.gamma is not None:
-            tree = _gamma_tree(name, tree, levels, options.gamma)
-        if len(tree) > levels:
+            shortened = _gamma_tree(name, usual, levels, options.gamma)
+            tree, gamma = (tree, options.gamma) if tree == AUTO else (shortened, None)
+        if isinstance(tree, tuple) and len(tree) > levels:
             raise InputError(f"{name} can draft {levels} levels with these heads, got {len(tree)}", "--tree")
+        if isinstance(tree, tuple):
+            for option, value in (("--costs", options.costs), ("--recall", options.recall)):
+                if value is not None:
+                    has = f"{name} has the tree {','.join(map(str, tree))}"
+                    raise InputError(f"goes with --tree auto, and {has}", option)
+    chooses = "costs" in method.uses and tree in (None, AUTO)
+    recall = (_KEPT if options.recall is None else options.recall) if chooses else None
+    if recall and "ngrams" in method.uses and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent):
+        option = "--reuse-recent" if options.reuse_recent else "--ngrams"
+        raise InputError(f"goes with a tree of its own or --recall 0: with --tree auto {name} recalls instead", option)
+    if name == "recall" and not recall:
+        raise InputError("must be at least 1 for recall, which drafts from nothing else", "--recall")
     if name == "reuse" and not options.ngrams:
         raise InputError("must be at least 1 for reuse, which drafts from nothing else", "--ngrams")
-    nodes = (options.nodes or _NODES[kind]) if "nodes" in method.uses else None
+    default = min(_AUTO_NODES, most_nodes or _AUTO_NODES) if chooses else _NODES[kind]
+    nodes = (options.nodes or default) if "nodes" in method.uses else None
     if nodes and most_nodes and nodes > most_nodes:
         raise InputError(f"must be at most {most_nodes} with this attention, got {nodes}", "--nodes")
     longest = max(gamma or 0, options.inner_gamma if "inner_gamma" in method.uses else 0)
@@ -143,7 +174,16 @@ def resolve_for(
     budget = options.budget or method.budget
     if "sinks" in used(name, options):
         refuse_sinks(options.sinks, budget)
-    return replace(options, tree=tree, nodes=nodes, gamma=gamma, kv=kv if "kv" in method.uses else None, budget=budget)
+    return replace(
+        options,
+        tree=tree,
+        nodes=nodes,
+        gamma=gamma,
+        kv=kv if "kv" in method.uses else None,
+        budget=budget,
+        costs=(options.costs or MEASURED) if chooses else None,
+        recall=recall,
+    )
 
 
 def make_drafter(
@@ -153,6 +193,7 @@ def make_drafter(
     options: DraftOptions,
     draft: Target | None = None,
     positions: int | None = None,
+    costs: PassCosts = NOMINAL,
 ) -> Drafter:
     """The drafter of a method, for one decode.
 
@@ -163,6 +204,7 @@ def make_drafter(
         options: as asked for.
         draft: a smaller model with the same vocabulary, if there is one.
         positions: most tokens of prompt and text together; None for as many as the models can do.
+        costs: what passes cost, for methods that choose which ones pay.
 
     Raises:
         InputError: as :func:`resolve`, or there is no smaller model where one is needed.
@@ -170,7 +212,7 @@ def make_drafter(
     method, options = find_method(name), resolve(name, target, heads, options)
     if method.draft and draft is None:
         raise InputError(f"{name} drafts with a smaller model, and there is none", "--draft-model")
-    return method.make(recipes.Models(target, heads, draft, positions or target.max_positions), options)
+    return method.make(recipes.Models(target, heads, draft, positions or target.max_positions, costs), options)
 
 
 def partial_slots(name: str, options: DraftOptions) -> int:
@@ -180,7 +222,7 @@ def partial_slots(name: str, options: DraftOptions) -> int:
     return (
         (options.budget or find_method(name).budget)
         + (options.gamma or 0)
-        + 1
+        + (recipes.INNER_NODES if find_method(name).heads else 1)
         + (options.inner_gamma if find_method(name).draft else 0)
     )
 

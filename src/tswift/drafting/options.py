@@ -8,10 +8,14 @@ from math import prod
 from tswift.errors import InputError
 
 FULL = "full"
+AUTO = "auto"  # the tree that pays
+MEASURED = "measured"
+COSTS = (MEASURED, "nominal")  # by which is judged what pays
 KV = (FULL, "partial", "dynamic", "streaming", "snapkv")  # what drafting can read
 
 _MOST_PATHS = 10_000
 _LONGEST = 1000  # chain
+_BY_DEFAULT = ("--nodes", "--gamma", "--budget", "--recall")  # what need not be said
 _LARGEST = 1 << 31  # of any number here; what a machine has room for is a matter of its memory
 
 
@@ -20,8 +24,9 @@ class DraftOptions:
     """How a method drafts. The defaults are the paper's, except where the device makes another tree pay.
 
     Attributes:
-        tree: candidates per drafted level; None for the device's default. Its length is the paper's gamma + 1 where the
-            LM head drafts the first level (tokenswift), and gamma where only heads draft (medusa).
+        tree: candidates per drafted level; ``auto`` for those that promise most tokens per second, chosen anew in every
+            step; None for the device's default. Its length is the paper's gamma + 1 where the LM head drafts the first
+            level (tokenswift), and gamma where only heads draft (medusa).
         nodes: most nodes of a draft tree, root included; None for the device's default.
         ngrams: continuations of one token that are reused (the paper's k).
         reuse_recent: also reuse what is still in the penalty window.
@@ -33,12 +38,16 @@ class DraftOptions:
         budget: tokens of the partial KV cache; None for the method's default.
         sinks: first tokens that the partial cache always holds.
         shared_noise: rank candidates with the noise the target will draw with.
+        costs: what passes cost where it is chosen which ones pay: ``measured`` on this machine, or ``nominal``, for
+            choices that are the same everywhere; None for measured.
+        recall: likeliest tokens kept of what the target thought after each token, to be recalled where the text stands
+            like that again, if the tree is ``auto``; 0 to recall nothing, and reuse n-grams. None for 64.
 
     Raises:
         InputError: a value outside its range, or of another type.
     """
 
-    tree: tuple[int, ...] | None = None
+    tree: tuple[int, ...] | str | None = None
     nodes: int | None = None
     ngrams: int = 20
     reuse_recent: bool = False
@@ -48,26 +57,31 @@ class DraftOptions:
     budget: int | None = None
     sinks: int = 16
     shared_noise: bool = True
+    costs: str | None = None
+    recall: int | None = None
 
     def __post_init__(self) -> None:
-        widths = (1,) if self.tree is None else self.tree
+        widths = (1,) if self.tree in (None, AUTO) else self.tree
         if not (isinstance(widths, tuple) and widths and all(type(width) is int and width > 0 for width in widths)):
-            raise InputError(f"wants numbers above 0, such as 1,3,3,3, got {self.tree!r:.80}", "--tree")
-        if self.tree is not None and prod(self.tree) > _MOST_PATHS:
-            raise InputError(f"has {prod(self.tree):,} paths, at most {_MOST_PATHS:,} are possible", "--tree")
-        if self.tree is not None and self.gamma is not None:
+            raise InputError(f"wants auto, or numbers above 0, such as 1,3,3,3, got {self.tree!r:.80}", "--tree")
+        if prod(widths) > _MOST_PATHS:
+            raise InputError(f"has {prod(widths):,} paths, at most {_MOST_PATHS:,} are possible", "--tree")
+        if isinstance(self.tree, tuple) and self.gamma is not None:
             raise InputError("cannot be given together with --tree", "--gamma")
         if self.kv not in (None, *KV):
             raise InputError(f"is one of {', '.join(KV)}, got {self.kv!r:.40}", "--kv")
+        if self.costs not in (None, *COSTS):
+            raise InputError(f"is one of {', '.join(COSTS)}, got {self.costs!r:.40}", "--costs")
         for option, value, least in (
             ("--nodes", self.nodes, 2),
             ("--ngrams", self.ngrams, 0),
             ("--gamma", self.gamma, 0),
+            ("--recall", self.recall, 0),
             ("--inner-gamma", self.inner_gamma, 1),
             ("--budget", self.budget, 64),
             ("--sinks", self.sinks, 0),
         ):
-            if type(value) is not int and not (value is None and option in ("--nodes", "--gamma", "--budget")):
+            if type(value) is not int and not (value is None and option in _BY_DEFAULT):
                 raise InputError(f"wants an integer, got {value!r:.40}", option)
             if value is not None and value < least:
                 raise InputError(f"must be at least {least}, got {value}", option)

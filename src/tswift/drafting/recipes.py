@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tswift.drafting.beams import BeamSource
+from tswift.drafting.cascade import CascadeSource
 from tswift.drafting.chain import ChainSource
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
 from tswift.drafting.levels import CHUNK, FullLevel, Level, OwnLevel, PartialLevel
-from tswift.drafting.options import FULL, DraftOptions
+from tswift.drafting.options import AUTO, FULL, DraftOptions
+from tswift.drafting.plan import Plan
+from tswift.drafting.planned import PlannedDrafter, PricedSource
+from tswift.drafting.recall import Recall
+from tswift.drafting.recalled import RecallSource
 from tswift.drafting.reuse import NgramTable, ReuseSource
-from tswift.drafting.source import Drafter, Source
+from tswift.drafting.source import Drafter
 from tswift.kv.partial import PartialKV
 from tswift.kv.policies import POLICIES
 from tswift.kv.streaming import StreamingKV
+from tswift.models.costs import PassCosts
 from tswift.models.heads import Heads
 from tswift.models.target import Target
 
 NGRAM = 4
+_BEYOND = 2  # levels after those of the heads, where the last one goes on by itself
+_FOLLOWED = 32  # most tokens that are recalled in a row
+INNER_NODES = 16  # most nodes of the trees from which a cascade's chain is decoded
 
 _SMALL_BUDGET = 256  # of the small model where the target over retrieved keys stands between (TriForce, section 5.1)
 
@@ -30,12 +41,14 @@ class Models:
         heads: its heads, if it has any.
         draft: a smaller model with the same vocabulary, if there is one.
         positions: most tokens of prompt and text together.
+        costs: what passes cost, for methods that choose which ones pay.
     """
 
     target: Target
     heads: Heads | None
     draft: Target | None
     positions: int
+    costs: PassCosts
 
 
 def ar(models: Models, options: DraftOptions) -> Drafter:
@@ -45,22 +58,75 @@ def ar(models: Models, options: DraftOptions) -> Drafter:
 
 def medusa(models: Models, options: DraftOptions) -> Drafter:
     """Heads on the last verification pass."""
-    assert models.heads is not None
-    assert options.tree is not None
-    assert options.nodes is not None
-    source = HeadSource(models.target, models.heads, LastPass(), options.tree, options.shared_noise)
-    return Drafter([source], len(options.tree), options.nodes)
+    return _of_heads(models, options, LastPass(), [])
 
 
 def tokenswift(models: Models, options: DraftOptions) -> Drafter:
     """A drafting pass of the target, heads on it, and n-grams of the text."""
-    assert models.heads is not None
-    assert options.tree is not None
-    assert options.nodes is not None
     reader = DraftingPass(_self_level(models.target, options))
-    own = HeadSource(models.target, models.heads, reader, options.tree, options.shared_noise)
-    sources: list[Source] = [own, *_reuse_sources(options, below=1)]
-    return Drafter(sources, max(len(options.tree), NGRAM if options.ngrams else 0), options.nodes)
+    return _of_heads(models, options, reader, _reuse_sources(options, below=1))
+
+
+def _of_heads(
+    models: Models, options: DraftOptions, reader: LastPass | DraftingPass, others: list[ReuseSource]
+) -> Drafter:
+    """Heads in the tree of the options, or in one that pays, and other sources beside them."""
+    heads, tree = models.heads, options.tree
+    assert heads is not None
+    assert options.nodes is not None
+    longest = NGRAM if others else 0
+    if isinstance(tree, tuple):
+        source = HeadSource(models.target, heads, reader, tree, options.shared_noise)
+        return Drafter([source, *others], max(len(tree), longest), options.nodes)
+    plan = Plan(models.costs)
+    levels = (heads.count if options.gamma is None else options.gamma) + reader.direct
+    if heads.conditioned and options.gamma is None:
+        levels += _BEYOND
+    beams = BeamSource(models.target, heads, reader, levels, options.shared_noise, plan)
+    if options.recall:
+        return _recalling(models, options, plan, max(levels, _deepest(options)), [beams])
+    return PlannedDrafter(offering=[beams, *others], depth=max(levels, longest), limit=options.nodes, plan=plan)
+
+
+def recall(models: Models, options: DraftOptions) -> Drafter:
+    """What the target thought where the text stood like this before, and nothing else."""
+    return _recalling(models, options, Plan(models.costs), _deepest(options), [])
+
+
+def _deepest(options: DraftOptions) -> int:
+    """Most tokens that are recalled in a row: as many as the tree has nodes for."""
+    assert options.nodes is not None
+    return min(options.nodes - 1, _FOLLOWED)
+
+
+def _recalling(
+    models: Models, options: DraftOptions, plan: Plan, depth: int, sources: Sequence[PricedSource]
+) -> PlannedDrafter:
+    """Sources that go ``depth`` tokens deep, and what is recalled, as deep as the tree has nodes."""
+    assert options.nodes is not None
+    assert options.recall
+    recalled = Recall(models.target, options.shared_noise, options.recall)
+    last = RecallSource(recalled, plan, options.nodes)
+    deepest = max(depth, min(options.nodes - 1, _FOLLOWED))
+    return PlannedDrafter(offering=[*sources, last], depth=deepest, limit=options.nodes, plan=plan)
+
+
+def cascade(models: Models, options: DraftOptions) -> Drafter:
+    """A chain decoded by the target itself over the newest keys, as long as it is sure, itself drafted by heads."""
+    assert options.gamma is not None
+    assert options.nodes is not None
+    inner = medusa(models, replace(options, tree=AUTO, gamma=None, nodes=INNER_NODES, recall=0))
+    assert isinstance(inner, PlannedDrafter)
+    plan = Plan(models.costs)
+    recalled: list[PricedSource] = []
+    if options.recall:  # one memory for the chain and for what the chain is drafted from
+        recall = Recall(models.target, options.shared_noise, options.recall)
+        recalled = [RecallSource(recall, plan, options.nodes)]
+        guessing = RecallSource(recall, inner.plan, inner.limit, listens=False)
+        inner = replace(inner, offering=[*inner.offering, guessing], depth=INNER_NODES - 1)
+    level = _self_level(models.target, options, chain=options.gamma, nodes=inner.limit)
+    source = CascadeSource(level, inner, options.shared_noise, plan)
+    return PlannedDrafter(offering=[source, *recalled], depth=options.gamma, limit=options.nodes, plan=plan)
 
 
 def reuse(models: Models, options: DraftOptions) -> Drafter:
@@ -97,14 +163,14 @@ def triforce(models: Models, options: DraftOptions) -> Drafter:
     return _chain("retrieval", PartialLevel(models.target, retrieved, inner.limit), options, inner)
 
 
-def _self_level(target: Target, options: DraftOptions, chain: int | None = 0) -> Level:
-    """The target itself over what ``--kv`` says, with room for a chain."""
+def _self_level(target: Target, options: DraftOptions, chain: int | None = 0, nodes: int = 1) -> Level:
+    """The target itself over what ``--kv`` says, with room for a chain, each of its passes over so many nodes."""
     assert options.kv is not None
     if options.kv == FULL:
         return FullLevel(target)
     assert options.budget is not None
-    kv = PartialKV(target.kv_shape, options.budget, options.sinks, POLICIES[options.kv], (chain or 0) + 1)
-    return PartialLevel(target, kv)
+    kv = PartialKV(target.kv_shape, options.budget, options.sinks, POLICIES[options.kv], (chain or 0) + nodes)
+    return PartialLevel(target, kv, nodes)
 
 
 def _own_level(models: Models, options: DraftOptions, between: bool = False) -> Level:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tswift.decoding.tree import DraftTree
-from tswift.drafting.source import Context
+from tswift.drafting.source import Context, Draft
 
 
 class NgramTable:
@@ -71,6 +70,7 @@ class ReuseSource:
     """
 
     name = "reuse"
+    spent = 0.0  # what the host does hides behind the device
 
     def __init__(self, table: NgramTable, below: int, recent: bool) -> None:
         self._table, self._below, self._recent = table, below, recent
@@ -85,9 +85,9 @@ class ReuseSource:
             self._table.count(context.text[end - n : end])
             self._counted = end
 
-    def propose(self, tree: DraftTree, context: Context) -> None:
+    def propose(self, tree: Draft, context: Context) -> None:
         """Hang the continuations below every node of the chosen depth."""
-        for node in [n for n in range(len(tree)) if tree.depths[n] == self._below]:
+        for node in [n for n in range(len(tree.tokens)) if tree.depths[n] == self._below]:
             head = [tree.tokens[node]] if self._below else []
             for tail in self._table.continuations(tree.tokens[node]):
                 tree.add([*head, *tail], self.name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+from torch import Tensor
 
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
@@ -22,6 +24,7 @@ class Context:
         kv: the cache, holding all of the text but the root: the full one, unless it is a draft that is being decoded.
         last: the last pass over the target; None if there was none.
         path: which nodes of that pass are in the text; the last one drew the root.
+        logits: ``[n, V]`` of that pass; None if nobody has asked for them yet, as after a prompt.
     """
 
     text: list[int]
@@ -29,6 +32,11 @@ class Context:
     kv: KVBuffer
     last: Forwarded | None = None
     path: Sequence[int] = ()
+    logits: Tensor | None = None
+
+    def aside(self, kv: KVBuffer) -> Context:
+        """The same decode gone on with over another cache; its draws leave no trace, but the text is the same list."""
+        return replace(self, sampler=self.sampler.copy(), kv=kv)
 
     @property
     def node(self) -> int:
@@ -39,6 +47,25 @@ class Context:
     def position(self) -> int:
         """The root's position."""
         return len(self.text) - 1
+
+
+class Draft(Protocol):
+    """What sources add to: a draft tree, or a sketch of one."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Of the nodes; the root is the first."""
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """Of the nodes."""
+
+    @property
+    def depth(self) -> int:
+        """Most tokens along a path below the root."""
+
+    def add(self, path: Iterable[int], source: str) -> None:
+        """Add a path of tokens below the root."""
 
 
 class Source(Protocol):
@@ -81,6 +108,10 @@ class Drafter:
         return tree
 
     def committed(self, context: Context) -> None:
-        """Tell every source that the text has grown."""
+        """Take notice of a step."""
+        self.keep_up(context, self.depth + 1)
+
+    def keep_up(self, context: Context, most: int) -> None:
+        """Tell every source that the text has grown, and will by ``most`` tokens at most in the next step."""
         for source in self.sources:
-            source.committed(context, self.depth + 1)
+            source.committed(context, most)

@@ -213,5 +213,5 @@ class Job:
             "resumed": self.resumed,
             "process": {"pid": os.getpid(), "host": socket.gethostname()},
             **({} if running else {"ended": now(), "figures": self.figures()}),
-            "accepted": self.stats.counters()["accepted"],
+            **{name: self.stats.counters()[name] for name in ("accepted", "sizes")},
         }

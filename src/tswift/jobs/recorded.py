@@ -36,7 +36,8 @@ class Recorded:
         method: the decoding method.
         prompt: the prompt's token ids.
         model: name of the model, as :func:`tswift.load` takes it.
-        device, dtype, attention: how it was loaded.
+        device, dtype, attention: how it was loaded; attention is ``auto`` where that was ``native``, which needs a C
+            compiler and float32: another machine has none, perhaps, or the text is checked in another dtype.
         heads: kind and number of the heads that drafted; None if the model had none.
         quantize: how its weights were quantised while it was loaded; None if they were not.
         draft: name of the smaller model that drafted; None if there was none.
@@ -210,7 +211,7 @@ def _content(path: Path, missing: str, option: str | None = None) -> bytes:
 def _fields(record: dict[str, Any]) -> dict[str, Any]:
     model, asked, sampling = record["model"], record["options"], dict(record["sampling"])
     params = SamplingParams(**{**sampling, "banned": tuple(sampling["banned"])})
-    fields = {
+    fields: dict[str, Any] = {
         "state": record["state"],
         "params": params,
         "seed": asked["seed"],
@@ -221,6 +222,8 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
         "quantize": asked.get("quantize"),
         "draft": None if model.get("draft") is None else model["draft"]["name"],
     }
+    if fields["attention"] == "native":
+        fields["attention"] = "auto"
     for name, value in fields.items():
         kind = int if name in ("seed", "length") else SamplingParams if name == "params" else str
         if not (isinstance(value, kind) or (name in ("heads", "quantize", "draft") and value is None)):

@@ -192,7 +192,7 @@ def _load(run: Recorded, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel:
 
 def _options(run: Recorded, asked: Mapping[str, Any]) -> DraftOptions:
     own = dict(run.record["drafting"])
-    if own.get("tree") is not None:
+    if isinstance(own.get("tree"), list):
         own["tree"] = tuple(own["tree"])
     changed = {name: asked[name] for name in ("nodes", "budget") if name in asked}
     return replace(DraftOptions(**own), **changed)

@@ -116,6 +116,7 @@ class Shape:
         hidden_size: width of the hidden states.
         layers, query_heads, kv_heads, head_dim: of the attention.
         itemsize: bytes of a weight, and of an element of the KV cache.
+        lm_head: parameters of the LM head, which are among those read.
     """
 
     parameters: int
@@ -126,6 +127,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     itemsize: int
+    lm_head: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -136,6 +138,10 @@ class Shape:
     def kv_bytes(self) -> int:
         """Bytes of one token's keys and values."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+
+    def spared_bytes(self, bits: int) -> int:
+        """How many fewer a pass reads if weights take so many bits, all but the LM head's; no scales are counted."""
+        return (self.read - self.lm_head) * (8 * self.itemsize - bits) // 8
 
     def flops(self, context: Any) -> Any:
         """Operations of one node that attends to ``context`` tokens, or to each of an array of them.
@@ -211,4 +217,5 @@ def shape_of(network: PreTrainedModel, itemsize: int) -> Shape:
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         itemsize=itemsize,
+        lm_head=lm_head.numel(),
     )

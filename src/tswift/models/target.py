@@ -93,6 +93,11 @@ class Target:
         return self._graphs.failure or None if self._graphs else None
 
     @property
+    def attention(self) -> str:
+        """Name of the attention."""
+        return self._attention.__name__
+
+    @property
     def most_nodes(self) -> int | None:
         """Most nodes of a draft tree that the attention can do; None if there is no such limit."""
         return self._attention.MOST_NODES

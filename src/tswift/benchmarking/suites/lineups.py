@@ -36,7 +36,7 @@ class Asked:
     model: Mapping[str, Any]
     sampling: Mapping[str, Any] = field(default_factory=dict)
     drafting: Mapping[str, Any] = field(default_factory=dict)
-    trees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    trees: Mapping[str, tuple[int, ...] | str] = field(default_factory=dict)
     reference: bool = False
 
 

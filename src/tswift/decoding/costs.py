@@ -1,0 +1,153 @@
+"""What passes over a model cost on this machine: measured once, and remembered in the user's cache folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+import tswift
+from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.kv.full import FullKV
+from tswift.models.costs import PassCosts
+from tswift.models.fingerprint import config_hash
+from tswift.models.heads import Heads
+from tswift.models.target import Target
+
+NODES = (1, 2, 4, 8, 16, 32)
+_SHORT, _LONG = 64, 16_384  # keys
+_MOST_BYTES = 1 << 29  # of the cache that is read
+_TIMES = 7
+_ROWS = 3  # that a level of heads is asked for at once
+
+
+def costs_of(target: Target, heads: Heads | None, again: bool = False) -> PassCosts:
+    """What passes over a model cost here.
+
+    Args:
+        target: the model.
+        heads: its heads, if it has any.
+        again: measure though there are remembered ones.
+    """
+    file = folder() / f"{_key(target, heads)}.json"
+    known = None if again else _read(file)
+    if known is None:
+        known = measure(target, heads)
+        _write(file, known)
+    return known
+
+
+def folder() -> Path:
+    """Where measured costs are remembered: ``$XDG_CACHE_HOME/tswift/costs``, by default in ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tswift" / "costs"
+
+
+@torch.inference_mode()
+def measure(target: Target, heads: Heads | None) -> PassCosts:
+    """Time passes of several sizes over few keys and over many, and a level of heads; the best of some times each.
+
+    It takes about a second for the bundled model on a CPU, and half a GB of memory at most.
+    """
+    most = target.most_nodes or NODES[-1]
+    sizes = tuple(size for size in NODES if size <= most)
+    room = max(_MOST_BYTES // target.kv_shape.bytes_per_token - NODES[-1], 4 * _SHORT)
+    long = min(_LONG, room, target.max_positions - NODES[-1])
+    kv = FullKV(target.kv_shape, long + NODES[-1])
+    kv.keys.zero_()
+    kv.values.zero_()
+    target.prepare(kv, sizes[-1])
+    lengths = (min(_SHORT, long // 2), long)
+    runs: dict[object, Callable[[], object]] = {
+        (size, length): _pass(target, kv, size, length) for length in lengths for size in sizes
+    }
+    if heads is not None:
+        runs["level"] = _level(target, heads)
+    best = _best(target, runs)
+    base, per_key = [], []
+    for size in sizes:
+        short, far = best[size, lengths[0]], best[size, lengths[1]]
+        slope = max(far - short, 0.0) / (lengths[1] - lengths[0])
+        per_key.append(slope)
+        base.append(max(short - slope * lengths[0], 1e-9))
+    return PassCosts(sizes, tuple(base), tuple(per_key), best.get("level", 0.0))
+
+
+def _pass(target: Target, kv: FullKV, size: int, length: int) -> Callable[[], object]:
+    tokens = torch.zeros(size, dtype=torch.int64, device=target.device)
+    positions = torch.full_like(tokens, length)
+    alone = torch.eye(size, dtype=torch.bool, device=target.device)
+
+    def run() -> object:
+        kv.length = length
+        return target.logits(target.forward(tokens, positions, kv, alone).hidden)
+
+    return run
+
+
+def _level(target: Target, heads: Heads) -> Callable[[], object]:
+    """A level of heads, and the ranking of its candidates."""
+    width = heads.hidden_size
+    states = torch.zeros(_ROWS, width, dtype=target.model.dtype, device=target.device)
+    tokens = torch.zeros(_ROWS, dtype=torch.int64, device=target.device)
+    sampler = Sampler(SamplingParams(), 0, target.vocab_size, target.device)
+    alone = torch.eye(_ROWS, dtype=torch.bool, device=target.device)
+
+    def run() -> object:
+        _, out = heads.step(0, states, target.embed(tokens)) if heads.conditioned else (states, states)
+        return sampler.draw_with_leads(target.logits(out), sampler.seen(tokens, tokens, alone), [0] * _ROWS)
+
+    return run
+
+
+def _best(target: Target, runs: dict[object, Callable[[], object]]) -> dict[object, float]:
+    """The least seconds of each, by what it is called; they take turns."""
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(_TIMES):
+        for name, run in runs.items():
+            target.synchronize()
+            started = time.perf_counter()
+            run()
+            target.synchronize()
+            best[name] = min(best[name], time.perf_counter() - started)
+    return best
+
+
+def _key(target: Target, heads: Heads | None) -> str:
+    """What makes passes cost what they do."""
+    device = target.device
+    about = [
+        tswift.__version__,
+        torch.__version__,
+        config_hash(target.model),
+        str(target.dtype),
+        target.attention,
+        heads and heads.about(),
+        torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads(),
+        str(sorted({type(module).__name__ for module in target.model.modules()})),  # quantised ones have other names
+    ]
+    return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _read(file: Path) -> PassCosts | None:
+    try:
+        known = json.loads(file.read_text())
+        costs = PassCosts(tuple(known["nodes"]), tuple(known["base"]), tuple(known["per_key"]), known["level"])
+        return costs if costs.sound else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # measured anew
+
+
+def _write(file: Path, costs: PassCosts) -> None:
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(json.dumps(asdict(costs)))
+        new.replace(file)
+    except OSError:
+        pass  # it is measured anew the next time, then

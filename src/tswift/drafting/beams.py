@@ -1,0 +1,164 @@
+"""Drafting from heads where it is likely to go on: the best few branches, each told its own tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tswift.decoding.sampling import warp
+from tswift.drafting.heads import DraftingPass, LastPass
+from tswift.drafting.plan import Plan
+from tswift.drafting.sketch import Sketch
+from tswift.drafting.source import Context
+from tswift.models.kinds import Heads
+from tswift.models.passes import Forwarded
+from tswift.models.target import Target
+
+_WIDTH, _BRANCHES = 4, 3  # candidates offered below a node, and nodes of a level that are gone on with
+_STEP, _FAR = 0.5, 8  # gaps between scores are told apart by this much, and up to so many times
+# chances by rank and lead, as the bundled heads have them at first (results/demo-cpu-epyc)
+_GUESSES = (
+    (0.42, 0.62, 0.74, 0.83, 0.88),
+    (0.27, 0.16, 0.07, 0.05, 0.03),
+    (0.12, 0.08, 0.05, 0.03, 0.02),
+    (0.06, 0.05, 0.03, 0.02, 0.01),
+)
+_FALL = 0.7  # about how likely a drafted token's best successor is
+
+_Branch = tuple[int, int]  # a node, and the row of its parent among the branches before
+
+
+class BeamSource:
+    """Candidates below the likeliest branches, level by level, with chances by their lead over the others.
+
+    Args:
+        target: for its LM head and embeddings.
+        heads: the heads. After the last one it goes on with the last one, if they are told the token before.
+        reader: where the state they start from comes from.
+        levels: most tokens along a path.
+        shared_noise: as for :class:`~tswift.drafting.heads.HeadSource`.
+        plan: says whether another level pays.
+    """
+
+    name = "heads"
+
+    def __init__(
+        self,
+        target: Target,
+        heads: Heads,
+        reader: LastPass | DraftingPass,
+        levels: int,
+        shared_noise: bool,
+        plan: Plan,
+    ) -> None:
+        self._target, self._heads, self._reader, self._shared_noise = target, heads, reader, shared_noise
+        self._levels, self._plan = levels, plan
+        self._read: tuple[Forwarded, int] | None = None
+        self.spent = 0.0
+
+    def start(self, context: Context) -> None:
+        """Have the device make the pass that the heads start from."""
+        self._read = self._reader.read(context)
+
+    def propose(self, sketch: Sketch, context: Context) -> None:
+        """Offer candidates below the likeliest branches."""
+        self.spent = 0.0
+        if self._read is None:
+            return
+        (forwarded, node), self._read = self._read, None
+        hidden = forwarded.hidden[node]
+        begin = forwarded.before_norm(node) if self._heads.raw else hidden
+        self.spent = self._reader.price(self._plan.costs, context)
+        if self._heads.conditioned:
+            self._told(sketch, context, begin, hidden)
+        else:
+            self._untold(sketch, context, begin, hidden)
+
+    def _told(self, sketch: Sketch, context: Context, begin: Tensor, hidden: Tensor) -> None:
+        states, branches = begin.unsqueeze(0), [(0, 0)]
+        head = 0
+        for level in range(min(self._levels, sketch.depth)):
+            if level == 0 and self._reader.direct:
+                logits = self._target.logits(hidden.unsqueeze(0))
+            else:
+                tokens = torch.tensor([sketch.tokens[node] for node, _ in branches])
+                rows = [row for _, row in branches]
+                if rows != list(range(len(states))):
+                    states = states[rows]
+                states, out = self._heads.step(min(head, self._heads.count - 1), states, self._target.embed(tokens))
+                logits = self._target.logits(out)
+                head += 1
+            branches = self._offer(sketch, context, branches, logits, level)
+            if not self._worth(sketch, branches, context):
+                return
+            if level == 0 and self._reader.direct:
+                branches = [(node, 0) for node, _ in branches]
+
+    def _untold(self, sketch: Sketch, context: Context, begin: Tensor, hidden: Tensor) -> None:
+        first = hidden if self._reader.direct else None
+        logits = self._heads.levels(begin, self._target.logits, first, self._levels)
+        branches: list[_Branch] = [(0, 0)]
+        for level in range(min(len(logits), sketch.depth)):
+            branches = self._offer(sketch, context, branches, logits[level : level + 1], level)
+            if not branches:
+                return
+
+    def _worth(self, sketch: Sketch, branches: Sequence[_Branch], context: Context) -> bool:
+        """Whether it pays to ask the heads once more."""
+        expected = _FALL * sum(sketch.reach[node] for node, _ in branches)
+        costs = self._plan.costs
+        return bool(branches) and self._plan.worth(expected, costs.level + costs.node(context.kv.length))
+
+    def _offer(
+        self, sketch: Sketch, context: Context, branches: Sequence[_Branch], logits: Tensor, level: int
+    ) -> list[_Branch]:
+        """Offer the best candidates below every branch; returns the branches to go on with.
+
+        Args:
+            branches: nodes to go on from.
+            logits: ``[branches, V]``, or one row for all.
+            level: of the candidates, 0 for those below the root.
+        """
+        self.spent += self._plan.costs.level
+        sampler, place = context.sampler, context.position + 1 + level
+        scores = warp(logits.to(torch.float64, copy=True), self._seen(sketch, context, branches), sampler.params)
+        if self._shared_noise:
+            scores = scores + sampler.noise([place])
+        best = scores.topk(min(_WIDTH, scores.shape[-1]))
+        found = torch.stack([best.indices.double(), best.values], dim=1).tolist()
+        offered: list[_Branch] = []
+        for row, (node, _) in enumerate(branches):
+            tokens, values = found[min(row, len(found) - 1)]
+            for rank, (token, value) in enumerate(zip(tokens, values, strict=True)):
+                if not math.isfinite(value):
+                    break
+                step = _steps(abs(value - (values[0] if rank else values[1] if len(values) > 1 else -math.inf)))
+                about = (min(level, 1) if self._reader.direct else 1, rank, step)
+                guess = _GUESSES[rank][min(step, 4)]
+                child = sketch.offer(node, int(token), self.name, about, guess)
+                if child is not None:
+                    offered.append((child, row))
+        return sorted(offered, key=lambda branch: -sketch.reach[branch[0]])[:_BRANCHES]
+
+    def _seen(self, sketch: Sketch, context: Context, branches: Sequence[_Branch]) -> Tensor | None:
+        """``[branches, V]``: what the penalty will find in its window."""
+        sampler, device = context.sampler, self._target.device
+        place = torch.tensor([context.position]).to(device, non_blocking=True)
+        seen = sampler.seen(place, place, torch.ones(1, 1, dtype=torch.bool, device=device))
+        if seen is None or branches[0][0] == 0:
+            return seen
+        paths = [sketch.path(node) for node, _ in branches]
+        seen = seen.expand(len(paths), -1).contiguous() if len(paths) > 1 else seen
+        return seen.scatter(1, torch.tensor(paths).to(device, non_blocking=True), True)
+
+    def committed(self, context: Context, most: int) -> None:
+        """Keep the reader's cache up."""
+        self._reader.committed(context, most)
+
+
+def _steps(lead: float) -> int:
+    """A lead in whole steps; what is broken has none."""
+    return round(min(lead / _STEP, _FAR)) if lead >= 0 else 0
