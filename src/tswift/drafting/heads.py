@@ -12,6 +12,7 @@ from tswift.decoding.sampling import warp
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.levels import Level
 from tswift.drafting.source import Context
+from tswift.models.autoregressive import Memory
 from tswift.models.costs import PassCosts
 from tswift.models.kinds import Heads
 from tswift.models.passes import Forwarded
@@ -66,6 +67,21 @@ class DraftingPass:
     def committed(self, context: Context, most: int) -> None:
         """Keep the cache up."""
         self._level.committed(context, most)
+
+
+def remember(memory: Memory | None, context: Context, raw: bool, target: Target) -> None:
+    """Have heads that remember the text take notice of what was added to it.
+
+    Args:
+        memory: what they remember; None where they do not.
+        context: the decode.
+        raw: whether they start from states before the final norm.
+        target: for its embeddings.
+    """
+    if memory is not None and context.last is not None:
+        path = context.path[-memory.span :]
+        tokens = torch.tensor(context.text[-len(path) :])
+        memory.follow(context.last.states_of(path, raw), target.embed(tokens))
 
 
 class HeadSource:
@@ -165,7 +181,4 @@ class HeadSource:
     def committed(self, context: Context, most: int) -> None:
         """Keep the reader's cache up, and what heads remember."""
         self._reader.committed(context, most)
-        if self._memory is not None and context.last is not None:
-            path = context.path[-self._memory.span :]
-            tokens = torch.tensor(context.text[-len(path) :])
-            self._memory.follow(context.last.states_of(path, self._heads.raw), self._target.embed(tokens))
+        remember(self._memory, context, self._heads.raw, self._target)
