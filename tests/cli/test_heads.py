@@ -29,6 +29,12 @@ def test_heads_of_ours(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyp
     assert said(tswift("heads", "inspect", tmp_path)) == found  # the folder they are in
 
 
+def test_one_layer_for_any_number_of_tokens(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    tiny_heads(kind="autoregressive").save(tmp_path / "heads.safetensors")
+    found = said(tswift("heads", "inspect", tmp_path))
+    assert (found["kind"], found["heads"]) == ("autoregressive", "one, trained for 3 steps")
+
+
 def test_heads_of_ours_as_json(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "medusa.safetensors"
     medusa_heads(layers=2).save(path, torch.float32)
@@ -39,6 +45,7 @@ def test_heads_of_ours_as_json(tswift, tmp_path: Path) -> None:  # type: ignore[
         "layout": "tswift",
         "kind": "medusa",
         "count": 3,
+        "deepest": 3,
         "hidden_size": HIDDEN,
         "vocab_size": VOCAB,
         "raw": False,

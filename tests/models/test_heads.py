@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tests.helpers import HIDDEN, tiny_heads
 from tswift.errors import InputError
-from tswift.models.heads import ChainedHeads, load_heads
+from tswift.models.heads import KINDS, AutoregressiveHeads, ChainedHeads, load_heads
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def test_a_conditioned_head_reads_the_token_before() -> None:
         torch.testing.assert_close(states[index], norm(hidden, head.post_layernorm.weight))
 
 
-@pytest.mark.parametrize("kind", ["chained", "conditioned"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_file_gives_back_what_was_saved(tmp_path, dtype: torch.dtype, kind: str) -> None:
     heads = tiny_heads(torch.float32, kind=kind)
@@ -69,6 +69,12 @@ def cut_in_its_header(path):
     path.write_bytes(path.read_bytes()[:40])
 
 
+def one_layer(path, **metadata):
+    heads = AutoregressiveHeads(8, 2, inner=4)
+    about = {"format": "tswift-heads-1", **heads.about()} | metadata
+    save_file(heads.state_dict(), path, metadata={"tswift": json.dumps(about)})
+
+
 BAD = {
     "another hidden size": lambda path: saved(path, 16),
     "truncated": truncated,
@@ -86,6 +92,13 @@ BAD = {
     "wrong shapes": lambda path: saved(path, hidden_size=9),
     "a count that is none": lambda path: saved(path, count="two"),
     "a size that is none": lambda path: saved(path, hidden_size=None),
+    "no window": lambda path: one_layer(path, window=1),
+    "a window that is none": lambda path: one_layer(path, window=2.5),
+    "an inner width of nothing": lambda path: one_layer(path, inner=0),
+    "other query heads": lambda path: one_layer(path, queries=2),
+    "far too many query heads": lambda path: one_layer(path, queries=1 << 30),
+    "trained for too many steps": lambda path: one_layer(path, count=65),
+    "eps of nothing": lambda path: one_layer(path, eps=None),
 }
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tests.helpers import HIDDEN, VOCAB, medusa_heads, tiny_heads
 from tswift.models.heads import load_heads
-from tswift.models.kinds import Heads, build
+from tswift.models.kinds import KINDS, Heads, build
 
 LM_HEAD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -65,7 +65,7 @@ def test_levels_begin_with_those_of_the_models_own_lm_head(kind: str, most: int 
     torch.testing.assert_close(heads.levels(start, lm_head, None, 2), alone[:2])
 
 
-@pytest.mark.parametrize("kind", ["chained", "conditioned", "medusa"])
+@pytest.mark.parametrize("kind", [*KINDS, "medusa"])
 @pytest.mark.parametrize("raw", [False, True])
 def test_what_they_say_of_themselves_is_enough_to_rebuild_them(tmp_path, kind: str, raw: bool) -> None:
     heads = medusa_heads(layers=2) if kind == "medusa" else tiny_heads(kind=kind)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import make_checkpoint
 from tswift.errors import InputError
 from tswift.models import dummy
-from tswift.models.heads import ConditionedHeads
+from tswift.models.heads import KINDS, ConditionedHeads
 from tswift.models.loading import load
 from tswift.models.prospect import foresee
 
@@ -36,12 +36,13 @@ def test_a_folder(tmp_path: Path, changes: dict[str, object], dtype: str) -> Non
     assert seen.most_nodes is None
 
 
-@pytest.mark.parametrize("heads", [None, "chained", "conditioned"])
+@pytest.mark.parametrize("heads", [None, *KINDS])
 def test_a_shape(tiny_shapes: None, heads: str | None) -> None:
     for model in ("shape:tiny", "shape:tied"):
         seen, loaded = foresee(model, heads=heads), load(model, heads=heads)
         assert seen.weight_bytes == bytes_of(loaded.target.model)
-        assert (seen.heads, seen.heads_bytes) == (dummy.HEADS, bytes_of(loaded.heads))
+        assert (seen.heads, seen.heads_bytes) == (loaded.heads.deepest, bytes_of(loaded.heads))
+        assert loaded.heads.count == dummy.HEADS
         assert seen.token_bytes == loaded.target.kv_shape.bytes_per_token
 
 

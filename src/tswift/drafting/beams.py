@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.sampling import warp
-from tswift.drafting.heads import DraftingPass, LastPass
+from tswift.drafting.heads import DraftingPass, LastPass, remember
 from tswift.drafting.plan import Plan
 from tswift.drafting.sketch import Sketch
 from tswift.drafting.source import Context
@@ -56,6 +56,7 @@ class BeamSource:
     ) -> None:
         self._target, self._heads, self._reader, self._shared_noise = target, heads, reader, shared_noise
         self._levels, self._plan = levels, plan
+        self._memory = heads.memory(held_back=0 if reader.direct else 1)
         self._read: tuple[Forwarded, int] | None = None
         self.spent = 0.0
 
@@ -88,7 +89,11 @@ class BeamSource:
                 rows = [row for _, row in branches]
                 if rows != list(range(len(states))):
                     states = states[rows]
-                states, out = self._heads.step(min(head, self._heads.count - 1), states, self._target.embed(tokens))
+                embeddings = self._target.embed(tokens)
+                if self._memory is None:
+                    states, out = self._heads.step(min(head, self._heads.count - 1), states, embeddings)
+                else:
+                    states, out = self._memory.step(states, embeddings)
                 logits = self._target.logits(out)
                 head += 1
             branches = self._offer(sketch, context, branches, logits, level)
@@ -155,8 +160,9 @@ class BeamSource:
         return seen.scatter(1, torch.tensor(paths).to(device, non_blocking=True), True)
 
     def committed(self, context: Context, most: int) -> None:
-        """Keep the reader's cache up."""
+        """Keep the reader's cache up, and what heads remember."""
         self._reader.committed(context, most)
+        remember(self._memory, context, self._heads.raw, self._target)
 
 
 def _steps(lead: float) -> int:

@@ -115,7 +115,7 @@ def resolve(name: str, target: Target, heads: Heads | None, options: DraftOption
     Raises:
         InputError: no such method, heads that it needs are missing, or a tree that does not fit the heads.
     """
-    return resolve_for(name, target.device, target.most_nodes, heads.count if heads else 0, options)
+    return resolve_for(name, target.device, target.most_nodes, heads.deepest if heads else 0, options)
 
 
 def resolve_for(
@@ -127,7 +127,7 @@ def resolve_for(
         name: of the method.
         device: where the model will be.
         most_nodes: most nodes of a draft tree that its attention can do; None if there is no such limit.
-        heads: how many it has.
+        heads: how many tokens its heads draft one after another.
         options: as asked for.
     """
     method, kind = find_method(name), _kind(device)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tswift.errors import InputError
 from tswift.models.attached import heads_path
 from tswift.models.heads import check_about, is_ours
-from tswift.models.kinds import build
+from tswift.models.kinds import DEEPEST, AutoregressiveHeads, build
 from tswift.models.published import Stored, find_published, headers
 
 
@@ -26,8 +26,9 @@ class Description:
     Attributes:
         path: the file or folder.
         layout: who writes them so: ``tswift``, ``TokenSwift`` or ``Medusa``.
-        kind: ``chained``, ``conditioned`` or ``medusa``.
-        count: heads.
+        kind: ``chained``, ``conditioned``, ``autoregressive`` or ``medusa``.
+        count: heads; of autoregressive ones, steps that they were trained for.
+        deepest: most tokens that they draft one after another.
         hidden_size: of the model that they go with.
         vocab_size: of their own LM heads; None where they share the model's.
         raw: whether they start from the state before the model's final norm.
@@ -40,6 +41,7 @@ class Description:
     layout: str
     kind: str
     count: int
+    deepest: int
     hidden_size: int
     vocab_size: int | None
     raw: bool
@@ -95,6 +97,7 @@ def _of(path: Path, layout: str, about: Mapping[str, Any], tensors: Mapping[str,
         layout=layout,
         kind=about["kind"],
         count=about["count"],
+        deepest=DEEPEST if about["kind"] == AutoregressiveHeads.kind else about["count"],
         hidden_size=about["hidden_size"],
         vocab_size=about.get("vocab_size"),
         raw=about.get("raw", False),

@@ -10,12 +10,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tswift.errors import InputError
-from tswift.models.kinds import FORMAT, KINDS, ChainedHeads, ConditionedHeads, Heads, MedusaHeads, build
+from tswift.models.kinds import (
+    FORMAT,
+    KINDS,
+    AutoregressiveHeads,
+    ChainedHeads,
+    ConditionedHeads,
+    Heads,
+    MedusaHeads,
+    build,
+)
 
 _KINDS = (*KINDS, MedusaHeads.kind)
 PICKLES = (".pt", ".pth", ".bin")
+MOST_STEPS = 64  # that heads which are fed with what they say can have been trained for
 
-__all__ = ["FORMAT", "KINDS", "ChainedHeads", "ConditionedHeads", "Heads", "load_heads"]
+__all__ = ["FORMAT", "KINDS", "AutoregressiveHeads", "ChainedHeads", "ConditionedHeads", "Heads", "load_heads"]
 
 
 def is_ours(path: Path) -> bool:
@@ -85,12 +95,17 @@ def check_about(about: Any, path: Path, tensors: int) -> None:
         raise InputError(f"{path} holds heads of format {about['format']!s:.40}, kind {about['kind']!s:.40}", "--heads")
     size, count, base = about["hidden_size"], about["count"], about.get("base")
     eps, layers, vocab = about.get("eps"), about.get("layers", 0), about.get("vocab_size", 1)  # each kind has its own
-    if type(size) is not int or not 0 < size < 1 << 31 or type(count) is not int or not 0 < count <= tensors:
+    one = about["kind"] == AutoregressiveHeads.kind  # for any number of tokens
+    most = MOST_STEPS if one else tensors
+    if type(size) is not int or not 0 < size < 1 << 31 or type(count) is not int or not 0 < count <= most:
         raise _no_heads(path, f"it says it has {count!r:.40} heads for hidden size {size!r:.40}")
     if about["kind"] in KINDS and not (isinstance(eps, (int, float)) and 0 <= eps < 1):
         raise _no_heads(path, f"its eps is {eps!r:.40}")
     if type(layers) is not int or not 0 <= layers <= tensors or type(vocab) is not int or not 0 < vocab < 1 << 31:
         raise _no_heads(path, f"it says it has {layers!r:.40} layers and a vocabulary of {vocab!r:.40}")
+    for name, least in (("window", 2), ("inner", 1), ("queries", 1)) if one else ():
+        if type(about[name]) is not int or not least <= about[name] < 1 << 31:
+            raise _no_heads(path, f"its {name} is {about[name]!r:.40}")
     if not (base is None or isinstance(base, str)):
         raise _no_heads(path, f"its base model is {base!r:.40}")
 

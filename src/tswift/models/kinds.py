@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tswift.models.autoregressive import HEAD_DIM, AutoregressiveLayer, Memory
+
 FORMAT = "tswift-heads-1"
+DEEPEST = 1000  # tokens that are drafted one after another, where heads set no end
 
 
 class ChainedHead(nn.Module):
@@ -78,7 +81,7 @@ class Heads(nn.Module):
     Attributes:
         kind: name in the heads file.
         conditioned: whether a head is told the token drafted just before the one it guesses.
-        count: number of heads.
+        count: number of heads; of those that are fed with what they say, for how many steps they were trained to be.
         base: what tells the model that they were made for; None if nobody said.
     """
 
@@ -91,6 +94,19 @@ class Heads(nn.Module):
         self.hidden_size, self.raw = hidden_size, raw
         self.heads = nn.ModuleList(heads)
         self.count = len(self.heads)
+
+    @property
+    def deepest(self) -> int:
+        """Most tokens that they draft one after another."""
+        return self.count
+
+    def memory(self, held_back: int) -> Memory | None:
+        """What they keep of a text while it grows; None for heads that know of nothing but the last state.
+
+        Args:
+            held_back: newest inputs that drafting begins with, see :class:`~tswift.models.autoregressive.Memory`.
+        """
+        return None
 
     def forward(self, hidden: Tensor, embeddings: Tensor | None = None, most: int | None = None) -> Tensor:
         """States to feed to the LM head: ``[count, ..., H]``.
@@ -204,6 +220,68 @@ class ConditionedHeads(_RefiningHeads):
         super().__init__(ConditionedHead, hidden_size, count, eps, raw)
 
 
+class AutoregressiveHeads(Heads):
+    """One small layer that is fed with its own states, to any depth; see :mod:`tswift.models.autoregressive`.
+
+    Args:
+        hidden_size: width of the model's hidden states.
+        count: steps that it is unrolled for while it is trained.
+        eps: of the norms.
+        raw: as for :class:`Heads`.
+        window: tokens of the text that it attends to.
+        inner: width of its MLP; None for three times the hidden size.
+        queries: query heads; None for as many as the hidden size has room for.
+    """
+
+    kind, conditioned = "autoregressive", True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        count: int = 3,
+        eps: float = 1e-5,
+        raw: bool = False,
+        window: int = 128,
+        inner: int | None = None,
+        queries: int | None = None,
+    ) -> None:
+        self.inner, self.queries = inner or 3 * hidden_size, queries or max(1, hidden_size // HEAD_DIM)
+        super().__init__(hidden_size, [AutoregressiveLayer(hidden_size, self.inner, self.queries, eps)], raw)
+        self.count, self.eps, self.window = count, eps, window
+
+    @property
+    def layer(self) -> AutoregressiveLayer:
+        """The one that there is."""
+        return cast(AutoregressiveLayer, self.heads[0])
+
+    @property
+    def deepest(self) -> int:
+        """As :attr:`Heads.deepest`: it is fed with its own states for as long as is wanted."""
+        return DEEPEST
+
+    def memory(self, held_back: int) -> Memory:
+        """As :meth:`Heads.memory`."""
+        return Memory(self.layer, self.window, held_back)
+
+    def step(self, index: int, hidden: Tensor, embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As :meth:`Heads.step`, of a text that begins with this token; :meth:`memory` knows of more."""
+        assert embedding is not None
+        return self.memory(0).step(hidden, embedding)
+
+    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, most: int | None = None) -> Tensor:
+        """As :meth:`Heads.forward`; ``hidden`` is ``[..., T, H]``, of T tokens that follow each other."""
+        assert embeddings is not None
+        flat = embeddings[:most].reshape(-1, hidden[..., 0, 0].numel(), *hidden.shape[-2:])
+        states = torch.stack(self.layer.unroll(hidden.reshape(flat.shape[1:]), flat, self.window))
+        out: Tensor = self.layer.post_layernorm(states)
+        return out.reshape(-1, *hidden.shape)
+
+    def about(self) -> dict[str, Any]:
+        """As :meth:`Heads.about`."""
+        own = {name: getattr(self, name) for name in ("eps", "window", "inner", "queries")}
+        return {**super().about(), **own}
+
+
 class MedusaHeads(Heads):
     """Medusa's heads: side by side, with LM heads of their own."""
 
@@ -231,8 +309,8 @@ class MedusaHeads(Heads):
 
 
 # Those that can be made for any model: they need its LM head and nothing of their own.
-KINDS: dict[str, type[ChainedHeads] | type[ConditionedHeads]] = {
-    kind.kind: kind for kind in (ChainedHeads, ConditionedHeads)
+KINDS: dict[str, type[ChainedHeads] | type[ConditionedHeads] | type[AutoregressiveHeads]] = {
+    kind.kind: kind for kind in (ChainedHeads, ConditionedHeads, AutoregressiveHeads)
 }
 
 
@@ -248,4 +326,7 @@ def build(about: Mapping[str, Any]) -> Heads:
         raise TypeError(f"raw is {raw!r:.40}")
     if about["kind"] == MedusaHeads.kind:
         return MedusaHeads(about["hidden_size"], about["count"], about["vocab_size"], about["layers"])
+    if about["kind"] == AutoregressiveHeads.kind:
+        shape = {name: about[name] for name in ("window", "inner", "queries")}
+        return AutoregressiveHeads(about["hidden_size"], about["count"], about["eps"], raw, **shape)
     return KINDS[about["kind"]](about["hidden_size"], about["count"], about["eps"], raw)

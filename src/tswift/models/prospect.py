@@ -37,7 +37,7 @@ class Prospect:
         weight_bytes: of its weights, heads apart; 0 where nobody can say.
         token_bytes: of one token's keys and values, at least.
         most_nodes: most nodes of a draft tree; None where there is no limit, or it is not known yet.
-        heads: how many it will have; None where nobody can say.
+        heads: how many tokens its heads draft one after another; None where nobody can say.
         heads_bytes: of their weights.
     """
 
@@ -123,7 +123,7 @@ def _kv_width(text: Any) -> int:
 
 
 def _heads(model: str, config: Any, heads: str | os.PathLike[str] | None) -> tuple[int | None, int]:
-    """How many heads there will be, and their parameters."""
+    """How many tokens the heads draft one after another, and their parameters."""
     _, folder = find_source(model)
     path = heads_path(heads, folder)
     if path is None and carries_heads(config):
@@ -141,7 +141,8 @@ def _random(text: Any, heads: str | os.PathLike[str] | None) -> tuple[int | None
         assert path is not None
         return _described(path, text)
     with torch.device("meta"):
-        return HEADS, sum(weight.numel() for weight in KINDS[kind](text.hidden_size, HEADS).parameters())
+        found = KINDS[kind](text.hidden_size, HEADS)
+    return found.deepest, sum(weight.numel() for weight in found.parameters())
 
 
 def _described(path: Path, text: Any) -> tuple[int, int]:
@@ -155,4 +156,4 @@ def _described(path: Path, text: Any) -> tuple[int, int]:
     if found.vocab_size not in (None, text.vocab_size):
         message = f"{path} was made for a vocabulary of {found.vocab_size:,}, the model has {text.vocab_size:,}"
         raise InputError(message, "--heads")
-    return found.count, found.parameters
+    return found.deepest, found.parameters
