@@ -168,8 +168,9 @@ def test_texts_are_those_of_plain_decoding(params: SamplingParams, pieces: int) 
     steps = []
     for piece in range(1, pieces + 1):  # a decode that stopped goes on, with less to recall
         plan = Plan()
-        source = RecallSource(Recall(target, True), plan, 16)
-        drafter = PlannedDrafter(offering=[source], depth=8, limit=16, plan=plan)
+        memory = Recall(target, True)
+        source = RecallSource(memory, plan, 16)
+        drafter = PlannedDrafter(offering=[source], depth=8, limit=16, plan=plan, memory=memory)
         decoding = Decoding(target, prompt, params, 5, drafter, length * piece // pieces, written=written)
         for step in decoding.steps():
             written += step.tokens
