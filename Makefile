@@ -38,7 +38,7 @@ bench: setup
 # float64, so that no near-tie falls differently on another processor.
 gate: setup
 	$(BIN)/tswift bench --prefill 1024 --lens 500,1000 --seeds 0,1 --dtype float64 --no-plots --no-progress \
-	  --methods ar,medusa,tokenswift,standalone,triforce \
+	  --methods ar,medusa,tokenswift,cascade,recall,standalone,triforce --costs nominal \
 	  --against results/baseline.json --fail-on alpha --fail-on beta --fail-on tokens_per_step --fail-on passes
 
 # train the bundled model anew: make demo-model CORPUS=folder-or-hub-id

@@ -138,8 +138,6 @@ def test_what_does_not_go_with_recalling() -> None:
     target, heads = tiny_target(), tiny_heads()
     for method, options, words in (
         ("recall", {"recall": 0}, "--recall: must be at least 1 for recall"),
-        ("tokenswift", {"recall": 8}, "--recall: goes with --tree auto, and tokenswift has the tree 1,2,2,2"),
-        ("medusa", {"recall": 8, "tree": (2, 2)}, "--recall: goes with --tree auto, and medusa has the tree 2,2"),
         ("tokenswift", {"tree": "auto", "ngrams": 3}, "--ngrams: goes with a tree of its own or --recall 0"),
         ("tokenswift", {"tree": "auto", "reuse_recent": True}, "--reuse-recent: goes with a tree of its own"),
     ):

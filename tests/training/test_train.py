@@ -185,7 +185,7 @@ def test_time_can_end_it(tiny: Tiny, tmp_path: Path) -> None:
     outcome = train(plan_of(tiny, steps=None, minutes=0.5 / 60, warmup=10_000), tmp_path / "out")
     lines = [line for line in lines_of(tmp_path / "out") if "loss" in line]
     assert outcome.steps == len(lines) > 3
-    assert lines[-1]["seconds"] >= 0.5 > lines[-2]["seconds"]
+    assert lines[-1]["seconds"] >= 0.5 >= lines[-2]["seconds"]  # rounded, so the last but one may say it, too
     rates = [line["lr"] for line in lines]
     assert max(rates) > 0.005  # the rise took a quarter of the time
     assert rates[-1] < 0.5 * max(rates)

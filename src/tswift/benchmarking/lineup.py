@@ -15,7 +15,7 @@ from tswift.decoding.generation import begin, ending
 from tswift.decoding.limits import check_ahead
 from tswift.decoding.sampling import SamplingParams
 from tswift.drafting.methods import find_method, resolve
-from tswift.drafting.options import DraftOptions
+from tswift.drafting.options import AUTO, DraftOptions
 from tswift.errors import InputError, renamed
 from tswift.jobs.draft import draft_for
 from tswift.jobs.settings import refuse_unused, sampling_params, used_options
@@ -177,9 +177,8 @@ def line_up(entry: Entry, prompt: int = 1, length: int = 1, option: str = "--mod
     params = sampling_params(entry.sampling)
     refuse_share(entry.simulate_alpha, [method for method in entry.methods if method not in DRAFTLESS])
     heads = {} if entry.heads is None else {"heads": entry.heads}
-    refuse_unused(
-        entry.methods, {**entry.drafting, **heads, **({"tree": entry.trees[""]} if "" in entry.trees else {})}
-    )
+    trees = {"tree": AUTO} if AUTO in entry.trees.values() else {"tree": entry.trees[""]} if "" in entry.trees else {}
+    refuse_unused(entry.methods, {**entry.drafting, **heads, **trees})
     for method in entry.trees:
         if method and (method not in entry.methods or "tree" not in find_method(method).uses):
             raise InputError(f"is given for {method}, which is not among the methods or has no tree", "--tree")

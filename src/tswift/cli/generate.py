@@ -31,7 +31,10 @@ def generate(
     context: typer.Context,
     length: Annotated[int, typer.Option("--len", help="Tokens to generate, exactly.")] = 100_000,
     method: Annotated[
-        str, typer.Option(help="ar, medusa, tokenswift, recall, reuse, magicdec, standalone, triforce or ar-reference.")
+        str,
+        typer.Option(
+            help="ar, medusa, tokenswift, cascade, recall, reuse, magicdec, standalone, triforce or ar-reference."
+        ),
     ] = "tokenswift",
     prompt: options.Prompt = None,
     prefill: options.Prefill = None,

@@ -46,7 +46,9 @@ class Method:
     reference: bool = False
 
 
-_OF_TREES = frozenset({"tree", "nodes", "shared_noise", "costs", "recall"})
+OF_CHOICE = frozenset({"costs", "recall"})  # where it is chosen anew in every step what pays
+
+_OF_TREES = frozenset({"tree", "nodes", "shared_noise"}) | OF_CHOICE
 _OF_REUSE = frozenset({"nodes", "ngrams", "reuse_recent"})
 _OF_PARTIAL = frozenset({"budget", "sinks"})
 _OF_CHAINS = frozenset({"gamma", "shared_noise"})
@@ -63,14 +65,14 @@ METHODS: dict[str, Method] = {
     ),
     "cascade": Method(
         recipes.cascade,
-        frozenset({"nodes", "costs", "recall"}) | _OF_CHAINS | _OF_PARTIAL | {"kv"},
+        frozenset({"nodes"}) | OF_CHOICE | _OF_CHAINS | _OF_PARTIAL | {"kv"},
         heads=True,
         kv=("streaming", "dynamic", "partial", "snapkv"),
         gamma=24,
         budget=1024,
         partial=True,
     ),
-    "recall": Method(recipes.recall, frozenset({"nodes", "shared_noise", "costs", "recall"})),
+    "recall": Method(recipes.recall, frozenset({"nodes", "shared_noise"}) | OF_CHOICE),
     "reuse": Method(recipes.reuse, _OF_REUSE),
     "magicdec": Method(
         recipes.magicdec,
@@ -150,11 +152,6 @@ def resolve_for(
             tree, gamma = (tree, options.gamma) if tree == AUTO else (shortened, None)
         if isinstance(tree, tuple) and len(tree) > levels:
             raise InputError(f"{name} can draft {levels} levels with these heads, got {len(tree)}", "--tree")
-        if isinstance(tree, tuple):
-            for option, value in (("--costs", options.costs), ("--recall", options.recall)):
-                if value is not None:
-                    has = f"{name} has the tree {','.join(map(str, tree))}"
-                    raise InputError(f"goes with --tree auto, and {has}", option)
     chooses = "costs" in method.uses and tree in (None, AUTO)
     recall = (_KEPT if options.recall is None else options.recall) if chooses else None
     if recall and "ngrams" in method.uses and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent):
@@ -239,7 +236,11 @@ def draft_slots(name: str, options: DraftOptions, positions: int) -> int:
 def used(name: str, options: DraftOptions) -> frozenset[str]:
     """The fields of its options that a method looks at, by their values."""
     uses = find_method(name).uses
-    return uses - _OF_PARTIAL if "kv" in uses and options.kv == FULL else uses
+    if "kv" in uses and options.kv == FULL:
+        uses -= _OF_PARTIAL
+    if "tree" in uses and options.tree != AUTO:
+        uses -= OF_CHOICE
+    return uses
 
 
 def _gamma_tree(name: str, tree: tuple[int, ...], levels: int, gamma: int) -> tuple[int, ...]:
