@@ -49,7 +49,7 @@ def test_trees_that_pay_change_no_token(method: str, kind: str, params: Sampling
     assert len({step.nodes for step in steps}) > 1  # chosen anew in every step
 
 
-@pytest.mark.parametrize("method", ["medusa", "tokenswift"])
+@pytest.mark.parametrize("method", ["medusa", "tokenswift", "cascade"])
 def test_what_heads_remember_is_the_text(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Memory] = []
     own = AutoregressiveHeads.memory
@@ -60,10 +60,11 @@ def test_what_heads_remember_is_the_text(method: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(AutoregressiveHeads, "memory", spy)
     target, heads, prompt = tiny_target(), heads_of("autoregressive"), random_prompt(50, 3)
-    held_back = 1 if method == "medusa" else 0
+    held_back = 0 if method == "tokenswift" else 1
+    options = DraftOptions(budget=64) if method == "cascade" else AUTO
     for length in (1, 7, 90):
         made.clear()
-        steps = decode_steps(target, drafter(method, "autoregressive"), prompt, PARAMS, 5, length)
+        steps = decode_steps(target, drafter(method, "autoregressive", options), prompt, PARAMS, 5, length)
         text = torch.tensor([*prompt, *tokens_of(steps)])
         whole = own(heads, held_back)
         hidden = hidden_states(target, text[None])[0]

@@ -38,7 +38,7 @@ def build(source: Path, *defined: str) -> ctypes.CDLL:
     Raises:
         Unbuilt: there is no compiler, or it fails; or the processor cannot run the library.
     """
-    if platform.machine() not in ("x86_64", "AMD64") or "AVX" not in torch.backends.cpu.get_cpu_capability():
+    if platform.machine() not in ("x86_64", "AMD64") or not _capable():
         raise Unbuilt("needs an x86 processor with AVX2")
     command = [*_compiler(), *_FLAGS, *(f"-D{macro}" for macro in defined)]
     key = hashlib.sha256("\0".join([source.read_text(), *command]).encode()).hexdigest()[:20]
@@ -58,6 +58,11 @@ def build(source: Path, *defined: str) -> ctypes.CDLL:
     except OSError as error:
         raise Unbuilt(f"fails: what the C compiler made does not load ({_first_line(str(error))})") from error
     return library
+
+
+def _capable() -> bool:
+    """Whether the processor has AVX2, which PyTorch looks for, too."""
+    return torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
 
 
 def _cache() -> Path | None:

@@ -53,7 +53,7 @@ class NativeAttention:
         self._stock: Attention | None = None
         self._ancestors = None if ancestors is None else ancestors.contiguous()
         self._threads = torch.get_num_threads()
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device=layout.device)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend; shapes as for every attention."""
@@ -70,7 +70,7 @@ class NativeAttention:
         parts = -(-held // part)
         size = heads * parts * (2 * -(-rows // _TILE) * _TILE + rows * width)
         if len(self._scratch) < size:
-            self._scratch = torch.empty(size)
+            self._scratch = torch.empty(size, dtype=torch.float32, device=layout.device)
         packed = query.contiguous()
         out = torch.empty_like(packed)
         call = _Call(

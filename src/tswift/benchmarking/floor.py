@@ -66,7 +66,7 @@ def floor_of(lineup: Lineup, machine: Machine) -> Floor | None:
         if heads and isinstance(options.tree, tuple):
             count = len(options.tree) - kind.by_lm_head
             extra_bytes = sum(weight.nbytes for head in heads.heads[:count] for weight in head.parameters())
-        if kind.gamma is not None and options.gamma:
+        if kind.gamma is not None and options.gamma and "costs" not in kind.uses:  # else one is made for certain
             # a chain that is itself drafted takes as many passes as if every draft were accepted, at least
             passes = (
                 math.ceil(options.gamma / (1 + options.inner_gamma)) if "inner_gamma" in kind.uses else options.gamma

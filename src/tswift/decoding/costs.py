@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -24,7 +26,10 @@ NODES = (1, 2, 4, 8, 16, 32)
 _SHORT, _LONG = 64, 16_384  # keys
 _MOST_BYTES = 1 << 29  # of the cache that is read
 _TIMES = 7
+_FORMAT = 2  # of what is measured, and how
 _ROWS = 3  # that a level of heads is asked for at once
+
+_here: dict[tuple[Path | None, str], PassCosts] = {}  # measured or read by this process
 
 
 def costs_of(target: Target, heads: Heads | None, again: bool = False) -> PassCosts:
@@ -35,17 +40,26 @@ def costs_of(target: Target, heads: Heads | None, again: bool = False) -> PassCo
         heads: its heads, if it has any.
         again: measure though there are remembered ones.
     """
-    file = folder() / f"{_key(target, heads)}.json"
-    known = None if again else _read(file)
+    place, key = folder(), _key(target, heads)
+    known = None if again else _here.get((place, key))
+    if known is None and place and not again:
+        known = _read(place / f"{key}.json")
     if known is None:
         known = measure(target, heads)
-        _write(file, known)
+        if place:
+            _write(place / f"{key}.json", known)
+    _here[place, key] = known
     return known
 
 
-def folder() -> Path:
-    """Where measured costs are remembered: ``$XDG_CACHE_HOME/tswift/costs``, by default in ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tswift" / "costs"
+def folder() -> Path | None:
+    """Where measured costs are remembered: ``$XDG_CACHE_HOME/tswift/costs``, by default in ``~/.cache``; None if there
+    is no home."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(given) if given else Path.home() / ".cache") / "tswift" / "costs"
+    except RuntimeError:
+        return None
 
 
 @torch.inference_mode()
@@ -57,7 +71,7 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
     most = target.most_nodes or NODES[-1]
     sizes = tuple(size for size in NODES if size <= most)
     room = max(_MOST_BYTES // target.kv_shape.bytes_per_token - NODES[-1], 4 * _SHORT)
-    long = min(_LONG, room, target.max_positions - NODES[-1])
+    long = max(2, min(_LONG, room, target.max_positions - NODES[-1]))
     kv = FullKV(target.kv_shape, long + NODES[-1])
     kv.keys.zero_()
     kv.values.zero_()
@@ -75,17 +89,20 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
         slope = max(far - short, 0.0) / (lengths[1] - lengths[0])
         per_key.append(slope)
         base.append(max(short - slope * lengths[0], 1e-9))
-    return PassCosts(sizes, tuple(base), tuple(per_key), best.get("level", 0.0))
+    # more nodes cost no less, whatever a busy machine says
+    return PassCosts(sizes, tuple(accumulate(base, max)), tuple(accumulate(per_key, max)), best.get("level", 0.0))
 
 
 def _pass(target: Target, kv: FullKV, size: int, length: int) -> Callable[[], object]:
     tokens = torch.zeros(size, dtype=torch.int64, device=target.device)
     positions = torch.full_like(tokens, length)
     alone = torch.eye(size, dtype=torch.bool, device=target.device)
+    sampler = Sampler(SamplingParams(), 0, target.vocab_size, target.device)
 
     def run() -> object:
         kv.length = length
-        return target.logits(target.forward(tokens, positions, kv, alone).hidden)
+        logits = target.logits(target.forward(tokens, positions, kv, alone).hidden)
+        return sampler.draw(logits, sampler.seen(tokens, positions, alone), [0] * size)
 
     return run
 
@@ -127,7 +144,10 @@ def _key(target: Target, heads: Heads | None) -> str:
     """What makes passes cost what they do."""
     device = target.device
     about = [
+        _FORMAT,
         tswift.__version__,
+        platform.node(),
+        torch.backends.cpu.get_cpu_capability(),
         torch.__version__,
         config_hash(target.model),
         str(target.dtype),

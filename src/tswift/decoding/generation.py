@@ -99,9 +99,13 @@ def begin(
         resolved = resolve(method, target, model.heads, options)
         need = check(target, len(prompt), length, method, resolved, draft=model.draft)
         params, stop = ending(params, model.eos_ids, stop_at_eos)
-        costs = NOMINAL
-        if resolved.costs == MEASURED:  # by all ranks together, or what an earlier run has measured
-            costs = ranks.share(measure(target, model.heads)) if ranks.count > 1 else costs_of(target, model.heads)
+    costs = NOMINAL
+    if resolved.costs == MEASURED and ranks.count == 1:
+        costs = costs_of(target, model.heads)
+    elif resolved.costs == MEASURED:  # by all together, and of one mind
+        with ranks.together():
+            costs = ranks.share(measure(target, model.heads))
+    with ranks.alike():
         drafter = make_drafter(method, target, model.heads, resolved, model.draft, len(prompt) + length, costs)
         if ranks.count > 1:
             drafter = AgreedDrafter(drafter, ranks)

@@ -264,7 +264,7 @@ class Sampler:
         if block is None:
             first = index * self._BLOCK
             block = gumbel(self.seed, range(first, first + self._BLOCK), self._tokens)
-            self._blocks = {near: rows for near, rows in self._blocks.items() if abs(near - index) <= 1}
+            self._blocks = {near: rows for near, rows in self._blocks.items() if abs(near - index) <= 2}
             self._blocks[index] = block
         return block
 

@@ -41,6 +41,9 @@ class BeamSource:
         levels: most tokens along a path.
         shared_noise: as for :class:`~tswift.drafting.heads.HeadSource`.
         plan: says whether another level pays.
+
+    Attributes:
+        memory: what the heads remember of the text; None where they remember nothing.
     """
 
     name = "heads"
@@ -56,7 +59,7 @@ class BeamSource:
     ) -> None:
         self._target, self._heads, self._reader, self._shared_noise = target, heads, reader, shared_noise
         self._levels, self._plan = levels, plan
-        self._memory = heads.memory(held_back=0 if reader.direct else 1)
+        self.memory = heads.memory(held_back=0 if reader.direct else 1)
         self._read: tuple[Forwarded, int] | None = None
         self.spent = 0.0
 
@@ -90,10 +93,10 @@ class BeamSource:
                 if rows != list(range(len(states))):
                     states = states[rows]
                 embeddings = self._target.embed(tokens)
-                if self._memory is None:
+                if self.memory is None:
                     states, out = self._heads.step(min(head, self._heads.count - 1), states, embeddings)
                 else:
-                    states, out = self._memory.step(states, embeddings)
+                    states, out = self.memory.step(states, embeddings)
                 logits = self._target.logits(out)
                 head += 1
             branches = self._offer(sketch, context, branches, logits, level)
@@ -162,7 +165,7 @@ class BeamSource:
     def committed(self, context: Context, most: int) -> None:
         """Keep the reader's cache up, and what heads remember."""
         self._reader.committed(context, most)
-        remember(self._memory, context, self._heads.raw, self._target)
+        remember(self.memory, context, self._heads.raw, self._target)
 
 
 def _steps(lead: float) -> int:

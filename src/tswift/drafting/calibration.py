@@ -11,8 +11,7 @@ _MEMORY = 2048.0  # observations after which older ones count for half: texts ch
 class Calibration:
     """Chances of offers by their kind, which is whatever their source knows of them beforehand.
 
-    A source guesses a chance; what is learned replaces it as observations of the kind come in. It is a function of the
-    text alone: the same text teaches the same chances.
+    A source guesses a chance; what is learned replaces it as observations of the kind come in.
     """
 
     def __init__(self) -> None:

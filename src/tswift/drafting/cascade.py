@@ -7,6 +7,7 @@ how sure that is. Its own passes are cheap where the text is long, and heads mak
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from tswift.decoding.step import Undrawn, advance
 from tswift.drafting.levels import Level
@@ -14,6 +15,7 @@ from tswift.drafting.plan import Plan
 from tswift.drafting.planned import PlannedDrafter
 from tswift.drafting.sketch import Sketch
 from tswift.drafting.source import Context
+from tswift.models.autoregressive import Memory
 
 _INNER, _LEVELS = 8, 3  # nodes of a step on the level, and levels of heads, for judging whether another one pays
 _AGREES = 0.9  # about how many of its tokens are those that the target draws over everything
@@ -33,6 +35,7 @@ class CascadeSource:
     """
 
     name = "self"
+    memory: Memory | None = None  # of heads: those that draft the chain have one of their own
 
     def __init__(self, level: Level, drafter: PlannedDrafter, shared_noise: bool, plan: Plan) -> None:
         self._level, self._drafter, self._shared_noise, self._plan = level, drafter, shared_noise, plan
@@ -45,31 +48,34 @@ class CascadeSource:
     def propose(self, sketch: Sketch, context: Context) -> None:
         """Decode the chain, offer it, and take all of it back."""
         self.spent = 0.0
-        held = context.kv.length
-        root, costs = len(context.text), self._plan.costs
-        keys = self._level.keys or context.kv.length
+        root, held = len(context.text), context.kv.length
         aside = context.aside(self._level.cache(context))
         if not self._shared_noise:
             aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
-        node = 0
         try:
-            while sketch.depths[node] < sketch.depth and self._worth(sketch.reach[node], keys, held):
-                left = sketch.depth - sketch.depths[node]
-                step = advance(self._level.target, aside, self._drafter, left, leads=True)
-                self.spent += self._drafter.spent + costs.seconds(step.nodes, keys)
-                self._usual += 0.05 * (len(step.tokens) - self._usual)
-                for token, (other, lead) in zip(step.tokens, step.leads, strict=True):
-                    steps = round(min(lead / _STEP, _FAR))
-                    sure = min(steps, len(_GUESSES) - 1)
-                    sketch.offer(node, other, self.name, (1, steps), _OTHERS[sure])
-                    below = sketch.offer(node, token, self.name, (0, steps), _GUESSES[sure])
-                    assert below is not None  # no step goes deeper than was wanted
-                    node = below
+            with self._drafter.apart():
+                self._decode(sketch, aside, held)
         except Undrawn:  # not for a draft to complain of: the target's own pass will tell
             pass
         finally:
             self._level.leave(context)
             del context.text[root:]
+
+    def _decode(self, sketch: Sketch, aside: Context, held: int) -> None:
+        """Decode the chain and offer it, as long as that pays; ``held`` keys are what it is verified over."""
+        node, keys, costs = 0, self._level.keys or held, self._plan.costs
+        while sketch.depths[node] < sketch.depth and self._worth(sketch.reach[node], keys, held):
+            step = advance(self._level.target, aside, self._drafter, sketch.depth - sketch.depths[node], leads=True)
+            self.spent += self._drafter.spent + costs.seconds(step.nodes, keys)
+            self._usual += 0.05 * (len(step.tokens) - self._usual)
+            for token, (other, lead) in zip(step.tokens, step.leads, strict=True):
+                steps = round(min(lead / _STEP, _FAR))
+                sure = min(steps, len(_GUESSES) - 1)
+                if lead < inf:  # else nothing but the token was left to be drawn
+                    sketch.offer(node, other, self.name, (1, steps), _OTHERS[sure])
+                below = sketch.offer(node, token, self.name, (0, steps), _GUESSES[sure])
+                assert below is not None  # no step goes deeper than was wanted
+                node = below
 
     def _worth(self, reach: float, keys: int, held: int) -> bool:
         """Whether another step over ``keys`` keys pays, to be verified over ``held``."""

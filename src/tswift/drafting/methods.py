@@ -45,6 +45,11 @@ class Method:
     draft: bool = False
     reference: bool = False
 
+    @property
+    def with_heads(self) -> bool:
+        """Whether heads draft."""
+        return self.heads or "tree" in self.uses
+
 
 OF_CHOICE = frozenset({"costs", "recall"})  # where it is chosen anew in every step what pays
 
@@ -141,7 +146,7 @@ def resolve_for(
         if not gamma:
             raise InputError(f"must be at least 1 for {name}", "--gamma")
     tree: tuple[int, ...] | str | None = None
-    if (method.heads or "tree" in method.uses) and not heads:
+    if method.with_heads and not heads:
         raise InputError(f"{name} drafts with heads and the model has none; use ar or reuse", "--method")
     if "tree" in method.uses:
         levels = heads + method.by_lm_head

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from tswift.drafting.plan import Plan
 from tswift.drafting.recall import Recall
 from tswift.drafting.sketch import Sketch
 from tswift.drafting.source import Context, Drafter
+from tswift.models.autoregressive import Memory
 from tswift.models.passes import Forwarded
 
 
@@ -20,9 +22,11 @@ class PricedSource(Protocol):
 
     Attributes:
         spent: seconds that the last proposal took, by the plan's costs.
+        memory: what its heads remember of the text; None where they remember nothing, or there are none.
     """
 
     spent: float
+    memory: Memory | None
 
     def start(self, context: Context) -> None:
         """As :meth:`Source.start`."""
@@ -78,6 +82,18 @@ class PlannedDrafter(Drafter):
         """As :meth:`Drafter.prefilled`."""
         if self.memory is not None:
             self.memory.prefilled(forwarded.hidden, context.sampler)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within it texts are gone on with that are taken back: what the sources remember stays as it was before."""
+        own = [(source, source.memory) for source in self.offering]
+        try:
+            for source, memory in own:
+                source.memory = memory and memory.copy()
+            yield
+        finally:
+            for source, memory in own:
+                source.memory = memory
 
     def keep_up(self, context: Context, most: int) -> None:
         """As :meth:`Drafter.keep_up`."""

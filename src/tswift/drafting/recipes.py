@@ -127,9 +127,9 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
         inner = replace(inner, offering=[*inner.offering, guessing], depth=INNER_NODES - 1)
     level = _self_level(models.target, options, chain=options.gamma, nodes=inner.limit)
     source = CascadeSource(level, inner, options.shared_noise, plan)
-    return PlannedDrafter(
-        offering=[source, *recalled], depth=options.gamma, limit=options.nodes, plan=plan, memory=memory
-    )
+    deepest = min(options.gamma, options.nodes - 1)
+    offering = [source, *recalled]
+    return PlannedDrafter(offering=offering, depth=deepest, limit=options.nodes, plan=plan, memory=memory)
 
 
 def reuse(models: Models, options: DraftOptions) -> Drafter:

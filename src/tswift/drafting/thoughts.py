@@ -44,7 +44,7 @@ class Thoughts:
         """Append positions whose logits ``[n, V]`` are known."""
         for part in logits.split(_ROWS):
             rows = self._room(len(part))
-            part = part.float()
+            part = part.float().nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)  # of a broken position
             if len(self._banned):
                 part = part.index_fill(-1, self._banned.to(part.device, non_blocking=True), -torch.inf)
             scales = part.logsumexp(-1)

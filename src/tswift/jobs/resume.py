@@ -9,7 +9,7 @@ from typing import Any
 
 from tswift.decoding.generation import begin
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.options import DraftOptions
+from tswift.drafting.options import AUTO, DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.draft import about_draft, draft_for
 from tswift.jobs.environment import environment, now
@@ -143,7 +143,8 @@ def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any], free: Sequence[st
     record = run.record
     known = {**record["options"], **record["options"].get("drafting", {}), **record["sampling"], **record["drafting"]}
     drafting = {name: value for name, value in asked.items() if name in (*DraftOptions.__dataclass_fields__, "heads")}
-    refuse_unused([run.method], {"kv": record["drafting"].get("kv"), **drafting} if drafting else {})
+    tree = {"tree": AUTO} if record["drafting"].get("tree") == AUTO else {}
+    refuse_unused([run.method], {"kv": record["drafting"].get("kv"), **tree, **drafting} if drafting else {})
     draft_for([run.method], run.model, asked.get("draft_model", run.draft))
     for name, value in asked.items():
         own = known.get(name)

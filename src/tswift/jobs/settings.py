@@ -12,7 +12,7 @@ from tswift.decoding.generation import begin
 from tswift.decoding.limits import check_ahead
 from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import OF_CHOICE, used
+from tswift.drafting.methods import OF_CHOICE, find_method, used
 from tswift.drafting.options import FULL, DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.chat import read_system, refuse_with_chat, render
@@ -213,8 +213,10 @@ def refuse_unused(methods: Sequence[str], given: Mapping[str, Any]) -> None:
     """
     options = DraftOptions(kv=given.get("kv"), tree=given.get("tree"))
     looked_at = {name for method in methods for name in used(method, options)}
-    if "tree" in looked_at:  # heads draft
-        looked_at |= {"gamma", "heads"}
+    if "tree" in looked_at:
+        looked_at |= {"gamma"}
+    if any(find_method(method).with_heads for method in methods):
+        looked_at |= {"heads"}
     for name, value in given.items():
         if value is not None and name not in looked_at:
             message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"

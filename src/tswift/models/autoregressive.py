@@ -7,6 +7,8 @@ so how long the text is cannot be seen. The inputs are those of EAGLE (Li et al.
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -115,6 +117,12 @@ class Memory:
         self._held = weight.new_zeros(self._slots, 2, HEAD_DIM)  # keys, turned by their places, and values
         self._waiting = weight.new_zeros(2, 0, len(weight))
         self._first, self._turns = 0, weight.new_zeros(2, 0, HEAD_DIM)
+
+    def copy(self) -> Memory:
+        """The same memory, which goes on by itself."""
+        twin = copy(self)
+        twin._held = self._held.clone()
+        return twin
 
     @torch.inference_mode()
     def follow(self, hidden: Tensor, embeddings: Tensor) -> None:
