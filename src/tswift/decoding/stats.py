@@ -27,14 +27,14 @@ class DecodeStats:
 
     Attributes:
         depth: most tokens drafted along a path, by which alpha is divided: the paper's gamma + 1 for tokenswift; one
-            less for medusa and reuse.
+            less for medusa and reuse; 24 to 31 where it is chosen what pays, so that alphas are not to be compared.
         passes: verification passes over the target.
         tokens: tokens generated.
         nodes: tree nodes verified, roots included.
         seconds: wall time of the steps; prefill apart.
         accepted: how many steps accepted 0, 1, ... drafted tokens.
         sizes: how many steps verified 1, 2, ... nodes.
-        reused: drafted tokens accepted whose longest path came from a retrieved n-gram.
+        reused: drafted tokens accepted whose longest path came from a retrieved n-gram, or was recalled.
     """
 
     depth: int
