@@ -137,8 +137,8 @@ def test_counters_are_exact_and_do_not_depend_on_how_ar_is_timed(checkpoint):
 def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
     """The workload of ``make gate`` has the hash in ``results/baseline.json``, or the gate would refuse to compare."""
     baseline = json.loads((Path(__file__).parents[2] / "results" / "baseline.json").read_text())["workload"]
-    methods = ("ar", "medusa", "tokenswift", "standalone", "triforce")
-    lineup = line_up(Entry(methods, dtype="float64", device="cpu"))
+    methods = ("ar", "medusa", "tokenswift", "cascade", "recall", "standalone", "triforce")
+    lineup = line_up(Entry(methods, drafting={"costs": "nominal"}, dtype="float64", device="cpu"))
     prompts = encode(read_texts([]), lineup.model, 1024)
     found = header(lineup, prompts, Plan((1024,), (500, 1000), (0, 1), warmup=0), ["tswift"])["workload"]
     assert found == baseline
