@@ -102,13 +102,12 @@ def _deepest(options: DraftOptions) -> int:
 def _recalling(
     models: Models, options: DraftOptions, plan: Plan, depth: int, sources: Sequence[PricedSource]
 ) -> PlannedDrafter:
-    """Sources that go ``depth`` tokens deep, and what is recalled, as deep as the tree has nodes."""
+    """Sources and what is recalled, up to ``depth`` tokens deep."""
     assert options.nodes is not None
     assert options.recall
     memory = Recall(models.target, options.shared_noise, options.recall)
     offering = [*sources, RecallSource(memory, plan, options.nodes)]
-    deepest = max(depth, min(options.nodes - 1, _FOLLOWED))
-    return PlannedDrafter(offering=offering, depth=deepest, limit=options.nodes, plan=plan, memory=memory)
+    return PlannedDrafter(offering=offering, depth=depth, limit=options.nodes, plan=plan, memory=memory)
 
 
 def cascade(models: Models, options: DraftOptions) -> Drafter:
