@@ -25,7 +25,7 @@ from tswift.decoding.costs import costs_of
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.step import Step
-from tswift.drafting.methods import make_drafter
+from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.jobs.environment import environment, now
 from tswift.models.heads import Heads

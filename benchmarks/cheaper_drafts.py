@@ -30,7 +30,7 @@ from tswift.decoding.generation import ending
 from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import make_drafter
+from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Drafter
 from tswift.jobs.environment import environment

@@ -16,7 +16,7 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.step import Step
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.methods import make_drafter
+from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Context, Drafter
 from tswift.kv.buffer import KVBuffer, KVShape

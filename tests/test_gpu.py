@@ -16,7 +16,8 @@ from tswift.attention.sdpa import TreeAttention
 from tswift.decoding.audit import audit
 from tswift.decoding.generation import begin
 from tswift.decoding.sampling import SamplingParams, noise_bits
-from tswift.drafting.methods import METHODS, make_drafter
+from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.jobs.prompt import read_prompt
 from tswift.models.loading import LoadedModel

@@ -26,8 +26,8 @@ _HOMES = {
     "load": "tswift.models.loading",
     "generate": "tswift.decoding.generation",
     "SamplingParams": "tswift.decoding.sampling",
-    "DraftOptions": "tswift.drafting.methods",
-    "Step": "tswift.decoding.loop",
+    "DraftOptions": "tswift.drafting.options",
+    "Step": "tswift.decoding.step",
 }
 
 

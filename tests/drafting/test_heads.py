@@ -22,7 +22,7 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import Sampler, SamplingParams
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource, LastPass
-from tswift.drafting.methods import make_drafter
+from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Context
 from tswift.kv.full import FullKV

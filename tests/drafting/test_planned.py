@@ -20,7 +20,7 @@ from tests.helpers import (
 )
 from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import make_drafter
+from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.models.autoregressive import Memory
 from tswift.models.kinds import AutoregressiveHeads

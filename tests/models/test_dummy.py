@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 import tswift.models.dummy as dummy
 from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import make_drafter
+from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.prompt import read_prompt

@@ -14,8 +14,9 @@ from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import begin, ending
 from tswift.decoding.limits import check_ahead
 from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import find_method, resolve
+from tswift.drafting.methods import find_method
 from tswift.drafting.options import AUTO, DraftOptions
+from tswift.drafting.resolving import resolve
 from tswift.errors import InputError, renamed
 from tswift.jobs.draft import draft_for
 from tswift.jobs.settings import refuse_unused, sampling_params, used_options
