@@ -22,7 +22,7 @@ import transformers
 from transformers.utils import logging
 
 import tswift
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.step import Step
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.making import make_drafter

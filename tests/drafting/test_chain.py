@@ -16,7 +16,7 @@ from tests.helpers import (
     tokens_of,
 )
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.chain import ChainSource
 from tswift.drafting.levels import CHUNK, FullLevel, OwnLevel

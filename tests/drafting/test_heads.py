@@ -19,7 +19,8 @@ from tests.helpers import (
     tiny_target,
 )
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource, LastPass
 from tswift.drafting.making import make_drafter

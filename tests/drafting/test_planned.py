@@ -19,7 +19,7 @@ from tests.helpers import (
     tokens_of,
 )
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.models.autoregressive import Memory

@@ -9,7 +9,8 @@ import torch
 
 from tests.helpers import VOCAB, tiny_heads, tiny_target
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
 from tswift.drafting.calibration import Calibration
 from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions

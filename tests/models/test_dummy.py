@@ -8,7 +8,7 @@ from transformers import Qwen2Config
 
 import tswift.models.dummy as dummy
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError

@@ -32,7 +32,7 @@ from tests.published import (
     tokenswift_tensors,
 )
 from tswift.decoding.generation import begin
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.models.kinds import MedusaHeads

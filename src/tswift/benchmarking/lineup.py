@@ -13,7 +13,7 @@ from tswift.benchmarking.simulated import SimulatedWalk, refuse_share
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import begin, ending
 from tswift.decoding.limits import check_ahead
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import find_method
 from tswift.drafting.options import AUTO, DraftOptions
 from tswift.drafting.resolving import resolve

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 import tswift
-from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
 from tswift.kv.full import FullKV
 from tswift.models.costs import PassCosts
 from tswift.models.fingerprint import config_hash

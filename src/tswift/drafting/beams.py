@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tswift.decoding.sampling import warp
+from tswift.decoding.warping import warp
 from tswift.drafting.heads import DraftingPass, LastPass, remember
 from tswift.drafting.plan import Plan
 from tswift.drafting.sketch import Sketch

@@ -8,8 +8,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tswift.decoding.sampling import warp
 from tswift.decoding.tree import DraftTree
+from tswift.decoding.warping import warp
 from tswift.drafting.levels import Level
 from tswift.drafting.source import Context
 from tswift.models.autoregressive import Memory

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.models.fingerprint import fingerprint_in_any_dtype
 from tswift.models.heads import ChainedHeads, ConditionedHeads, load_heads

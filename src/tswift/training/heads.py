@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.models.heads import Heads
 from tswift.models.target import Target
 from tswift.training.corpus import jumping_positions, random_rows
