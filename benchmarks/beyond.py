@@ -28,7 +28,7 @@ from tswift.decoding.step import Step
 from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.jobs.environment import environment, now
-from tswift.models.heads import Heads
+from tswift.models.base_heads import Heads
 
 _PAPER = (1, 3, 3, 3)
 _DEFAULTS = DraftOptions()

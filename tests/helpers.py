@@ -21,7 +21,9 @@ from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Context, Drafter
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
-from tswift.models.kinds import KINDS, Heads, MedusaHeads
+from tswift.models.base_heads import Heads
+from tswift.models.kinds import KINDS
+from tswift.models.medusa_heads import MedusaHeads
 from tswift.models.target import Forwarded, Target
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only costs

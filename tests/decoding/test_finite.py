@@ -35,7 +35,7 @@ from tswift.drafting.levels import PartialLevel
 from tswift.drafting.source import Drafter
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
-from tswift.models.heads import Heads
+from tswift.models.base_heads import Heads
 from tswift.models.target import Target
 
 CPU = torch.device("cpu")

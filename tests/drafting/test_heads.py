@@ -27,7 +27,7 @@ from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Context
 from tswift.kv.full import FullKV
-from tswift.models.kinds import AutoregressiveHeads
+from tswift.models.autoregressive_heads import AutoregressiveHeads
 from tswift.models.passes import Forwarded
 from tswift.training.loss import hidden_states
 

@@ -13,7 +13,7 @@ from tswift.drafting.heads import DraftingPass, LastPass, remember
 from tswift.drafting.plan import Plan
 from tswift.drafting.sketch import Sketch
 from tswift.drafting.source import Context
-from tswift.models.kinds import Heads
+from tswift.models.base_heads import Heads
 from tswift.models.passes import Forwarded
 from tswift.models.target import Target
 

@@ -9,8 +9,8 @@ from tswift.drafting.options import FULL, DraftOptions
 from tswift.drafting.resolving import resolve
 from tswift.drafting.source import Drafter
 from tswift.errors import InputError
+from tswift.models.base_heads import Heads
 from tswift.models.costs import NOMINAL, PassCosts
-from tswift.models.heads import Heads
 from tswift.models.target import Target
 
 

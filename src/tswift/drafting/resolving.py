@@ -9,7 +9,7 @@ import torch
 from tswift.drafting.methods import find_method, used
 from tswift.drafting.options import AUTO, MEASURED, DraftOptions, refuse_sinks
 from tswift.errors import InputError
-from tswift.models.heads import Heads
+from tswift.models.base_heads import Heads
 from tswift.models.target import Target
 
 # Trees that pay. On a GPU a pass over a hundred nodes costs little more than one over a single node, so the paper's

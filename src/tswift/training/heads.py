@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tswift.decoding.params import SamplingParams
-from tswift.models.heads import Heads
+from tswift.models.base_heads import Heads
 from tswift.models.target import Target
 from tswift.training.corpus import jumping_positions, random_rows
 from tswift.training.loss import DISTILL
