@@ -24,7 +24,7 @@ from tswift.jobs.job import Job
 from tswift.jobs.recorded import read_saved
 from tswift.jobs.resume import resume
 from tswift.jobs.settings import Settings, start
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load as real_load
 
 LENGTH = 90

@@ -20,7 +20,8 @@ from tswift.drafting.resolving import resolve
 from tswift.errors import InputError, renamed
 from tswift.jobs.draft import draft_for
 from tswift.jobs.settings import refuse_unused, sampling_params, used_options
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 from tswift.models.memory import available_bytes, gigabytes
 from tswift.models.source import DEMO
 

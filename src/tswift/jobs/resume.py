@@ -19,7 +19,8 @@ from tswift.jobs.lock import InUse, Lock
 from tswift.jobs.recorded import Recorded, Saved, check_ids, read_record, read_run, read_saved
 from tswift.jobs.settings import identity, refuse_full_disk, refuse_unused, used_options
 from tswift.jobs.text import TextStream
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 from tswift.models.ranks import ALONE, Ranks
 from tswift.models.shapes import refuse_shape
 

@@ -24,7 +24,8 @@ from tswift.jobs.presets import banned_ids, choose, remark
 from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, special_tokens_in, take
 from tswift.jobs.text import TextStream
 from tswift.models.fingerprint import config_hash, weights_hash
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 from tswift.models.memory import gigabytes
 from tswift.models.ranks import ALONE, Ranks
 from tswift.models.shapes import refuse_shape

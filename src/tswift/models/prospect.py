@@ -13,11 +13,11 @@ from tswift.attention.backends import BACKENDS, choose
 from tswift.errors import InputError, renamed
 from tswift.models.attached import heads_path
 from tswift.models.description import Description, describe
+from tswift.models.devices import find_device
 from tswift.models.draft import DRAFT_OPTION, refuse_other_size
 from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import HEADS
 from tswift.models.kinds import KINDS
-from tswift.models.loading import find_device
 from tswift.models.positions import max_positions
 from tswift.models.published import carries_heads
 from tswift.models.shapes import PREFIX, skeleton

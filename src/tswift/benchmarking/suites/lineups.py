@@ -19,7 +19,8 @@ from tswift.errors import InputError
 from tswift.jobs.draft import draft_for
 from tswift.jobs.settings import refuse_unused, sampling_params
 from tswift.models.draft import DRAFT_OPTION
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 
 
 @dataclass(frozen=True)
