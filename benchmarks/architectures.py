@@ -22,13 +22,13 @@ import transformers
 from transformers.utils import logging
 
 import tswift
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
-from tswift.models.heads import ChainedHeads
 from tswift.models.loading import LoadedModel
+from tswift.models.refining_heads import ChainedHeads
 from tswift.training.tokenizer import train_tokenizer
 
 WINDOW = 24  # tokens of a sliding window, where one is wanted

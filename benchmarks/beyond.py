@@ -25,10 +25,10 @@ from tswift.decoding.costs import costs_of
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.step import Step
-from tswift.drafting.methods import make_drafter
+from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.jobs.environment import environment, now
-from tswift.models.heads import Heads
+from tswift.models.base_heads import Heads
 
 _PAPER = (1, 3, 3, 3)
 _DEFAULTS = DraftOptions()

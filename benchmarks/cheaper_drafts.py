@@ -28,9 +28,9 @@ from torch import Tensor, nn
 import tswift
 from tswift.decoding.generation import ending
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import make_drafter
+from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Drafter
 from tswift.jobs.environment import environment

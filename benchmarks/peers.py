@@ -36,7 +36,7 @@ from transformers.utils import logging as transformers_logging
 
 import tswift
 from tswift.decoding.generation import begin
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import distinct
 from tswift.jobs.environment import environment
 from tswift.jobs.prompt import fingerprint, read_prompt

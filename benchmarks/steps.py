@@ -30,7 +30,7 @@ from tswift.drafting.reuse import ReuseSource
 from tswift.drafting.source import Drafter
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
-from tswift.models.heads import ChainedHeads, ConditionedHeads
+from tswift.models.refining_heads import ChainedHeads, ConditionedHeads
 from tswift.models.target import Target
 
 # a phase within another takes its name as a prefix: attention while drafting is not attention while verifying

@@ -31,7 +31,7 @@ def make_checkpoint(folder: Path, **changes: object) -> Path:
     """Write a tiny random Llama, its tokenizer and its heads to ``folder``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tswift.models.heads import ChainedHeads
+    from tswift.models.refining_heads import ChainedHeads
     from tswift.training.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(SENTENCES, 320)

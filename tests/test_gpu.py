@@ -15,8 +15,10 @@ from tswift.attention.layout import Layout
 from tswift.attention.sdpa import TreeAttention
 from tswift.decoding.audit import audit
 from tswift.decoding.generation import begin
-from tswift.decoding.sampling import SamplingParams, noise_bits
-from tswift.drafting.methods import METHODS, make_drafter
+from tswift.decoding.noise import noise_bits
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.jobs.prompt import read_prompt
 from tswift.models.loading import LoadedModel

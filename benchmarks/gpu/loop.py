@@ -16,7 +16,7 @@ from benchmarks.gpu.timing import busy_seconds, interleaved
 from tswift.benchmarking.published import published_rows
 from tswift.benchmarking.simulated import SimulatedWalk
 from tswift.decoding.generation import Generation, begin
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.step import Step
 from tswift.models.loading import LoadedModel, load
 from tswift.models.shapes import PREFIX

@@ -16,8 +16,8 @@ from benchmarks.gpu.session import Session
 from benchmarks.gpu.timing import interleaved
 from benchmarks.passes import grown
 from tswift.benchmarking.roofline import pass_seconds
-from tswift.drafting.methods import resolve
 from tswift.drafting.options import DraftOptions
+from tswift.drafting.resolving import resolve
 from tswift.kv.buffer import KVBuffer
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV

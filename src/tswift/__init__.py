@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tswift.decoding.generation import generate
-    from tswift.decoding.sampling import SamplingParams
+    from tswift.decoding.params import SamplingParams
     from tswift.decoding.step import Step
     from tswift.drafting.options import DraftOptions
     from tswift.models.loading import load
@@ -25,9 +25,9 @@ __all__ = ["DraftOptions", "SamplingParams", "Step", "__version__", "generate", 
 _HOMES = {
     "load": "tswift.models.loading",
     "generate": "tswift.decoding.generation",
-    "SamplingParams": "tswift.decoding.sampling",
-    "DraftOptions": "tswift.drafting.methods",
-    "Step": "tswift.decoding.loop",
+    "SamplingParams": "tswift.decoding.params",
+    "DraftOptions": "tswift.drafting.options",
+    "Step": "tswift.decoding.step",
 }
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.cli.bad_inputs import run
 from tswift.decoding.generation import generate
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.models.loading import LoadedModel
 
 LONGEST = 8

@@ -20,7 +20,8 @@ from tests.helpers import decode, decode_method, random_prompt, tiny_llama, tiny
 from tswift.decoding import audit as module
 from tswift.decoding.audit import VIOLATION, WITHIN, Audit, audit, stretches
 from tswift.decoding.generation import begin
-from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
 from tswift.kv.full import FullKV
 from tswift.models.target import Target
 

@@ -26,14 +26,16 @@ from tswift.decoding import finite
 from tswift.decoding.audit import audit
 from tswift.decoding.finite import NotFinite
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import NOTHING, Sampler, SamplingParams, warp
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import NOTHING, Sampler
 from tswift.decoding.tree import DraftTree
+from tswift.decoding.warping import warp
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
 from tswift.drafting.levels import PartialLevel
 from tswift.drafting.source import Drafter
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
-from tswift.models.heads import Heads
+from tswift.models.base_heads import Heads
 from tswift.models.target import Target
 
 CPU = torch.device("cpu")

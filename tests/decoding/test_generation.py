@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import tokens_of
 from tswift.attention.reference import ReferenceAttention
 from tswift.decoding.generation import begin, ending, generate
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.step import Walk
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions

@@ -27,7 +27,9 @@ from tests.helpers import (
 )
 from tswift.decoding import loop
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import Sampler, SamplingParams, gumbel
+from tswift.decoding.noise import gumbel
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.drafting import source
 from tswift.drafting.methods import METHODS

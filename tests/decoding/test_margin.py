@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tswift.decoding.margin import Doubt
-from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
 
 CPU = torch.device("cpu")
 

@@ -1,80 +1,22 @@
-"""The sampling rule: noise, warpers, the penalty window, and draws against exact probabilities."""
+"""The sampling rule: its noise, the penalty window, and draws against exact probabilities."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from transformers.generation.logits_process import (
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from tests.helpers import PLAIN, random_tree
-from tswift.decoding import sampling
-from tswift.decoding.sampling import Sampler, SamplingParams, gumbel, noise_bits, warp
+from tswift.decoding.noise import gumbel
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
 
 CPU = torch.device("cpu")
-
-# ---------------------------------------------------------------------------------------------------------------------
-# noise
-
-MASK = 2**64 - 1
-
-
-def splitmix_stream(state: int):
-    """SplitMix64 as published (Steele, Lea, Flood 2014; Vigna's splitmix64.c), a generator of its outputs."""
-    while True:
-        state = (state + 0x9E3779B97F4A7C15) & MASK
-        z = state
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-        yield z ^ (z >> 31)
-
-
-def finalise(z: int) -> int:
-    return next(splitmix_stream((z - 0x9E3779B97F4A7C15) & MASK))
-
-
-def expected_bits(seed: int, position: int, token: int) -> int:
-    stream = finalise((finalise(seed & MASK) + 0x9E3779B97F4A7C15 * (position + 1)) & MASK)
-    return finalise((stream + 0x9E3779B97F4A7C15 * token) & MASK)
-
-
-def test_the_reference_generator_is_splitmix64() -> None:
-    stream = splitmix_stream(1234567)  # the published test vector of splitmix64.c
-    assert [next(stream) for _ in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(-(2**70), 2**70), st.integers(0, 2**40), st.integers(0, 2**31))
-def test_noise_bits_are_splitmix64_of_seed_position_and_token(seed: int, position: int, token: int) -> None:
-    bits = int(noise_bits(seed, [position], torch.tensor([token]))) & MASK
-    assert bits == expected_bits(seed, position, token)
-
-
-def test_noise_bits_are_pinned() -> None:
-    """A text made with one version is made again with the next: these values never change."""
-    bits = noise_bits(1, [0, 7, 100_000], torch.tensor([0, 1, 128_255]))
-    assert bits.tolist() == PINNED
-
-
-PINNED = [
-    [-7182655497261256104, 6180444375122719049, 192328286537952395],
-    [6376822021608685238, 3377271897212342752, 4311351605190112050],
-    [-8527292294044955616, -2471243304597774426, 4884361545578897330],
-]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])  # a device that is not the CPU is not asked
@@ -87,15 +29,6 @@ def test_noise_of_some_tokens_is_that_of_all(device: str) -> None:
     assert torch.equal(tokens + greedy.noise_of(places, tokens), tokens.double())
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=20), st.lists(st.integers(0, 10**6), min_size=1))
-def test_noise_of_any_subset_in_any_order_is_the_same(tokens: list[int], positions: list[int]) -> None:
-    together = noise_bits(3, positions, torch.tensor(tokens))
-    for row, position in enumerate(positions):
-        for column, token in enumerate(tokens):
-            assert together[row, column] == noise_bits(3, [position], torch.tensor([token]))[0, 0]
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=12))
 def test_a_sampler_gives_the_noise_of_a_position_whatever_was_asked_before(positions: list[int]) -> None:
@@ -105,153 +38,10 @@ def test_a_sampler_gives_the_noise_of_a_position_whatever_was_asked_before(posit
     assert torch.equal(sampler.noise(positions), gumbel(9, positions, torch.arange(11)))
 
 
-def test_gumbel_is_finite_and_ordered_at_the_extreme_bit_patterns(monkeypatch) -> None:
-    patterns = torch.tensor([[0, 1, (1 << 12) - 1, 1 << 12, 1 << 62, -(1 << 63), -(1 << 12) - 1, -(1 << 12), -1]])
-    monkeypatch.setattr(sampling, "noise_bits", lambda *args: patterns)
-    noise = gumbel(0, [0], patterns[0])
-    assert noise.isfinite().all()
-    assert (noise.diff() >= 0).all()  # by unsigned value
-    assert noise[0, 0] == pytest.approx(-math.log(53 * math.log(2)))
-    assert noise[0, -1] == pytest.approx(53 * math.log(2))
-
-
-def uniform(seeds, positions, tokens: int):
-    rows = [noise_bits(seed, positions, torch.arange(tokens)) for seed in seeds]
-    return (torch.stack(rows).double() / 2.0**64 + 0.5).numpy()
-
-
-def test_noise_is_uniform_in_every_byte_and_gumbel_distributed() -> None:
-    bits = noise_bits(5, range(40), torch.arange(5000)).flatten()
-    for shift in range(0, 64, 8):
-        counts = torch.bincount((bits >> shift) & 255, minlength=256)
-        assert stats.chisquare(counts.numpy()).pvalue > 1e-4, shift
-    assert stats.kstest(gumbel(5, range(4), torch.arange(5000)).flatten().numpy(), stats.gumbel_r.cdf).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2], ids=["seeds", "positions", "tokens"])
-@pytest.mark.parametrize("lag", [1, 2, 16])
-def test_noise_of_neighbouring_seeds_positions_and_tokens_is_independent(axis: int, lag: int) -> None:
-    block = uniform(range(40), range(60), 80)
-    size = block.shape[axis]
-    first, second = block.take(range(size - lag), axis).ravel(), block.take(range(lag, size), axis).ravel()
-    assert stats.pearsonr(first, second).pvalue > 1e-4
-    grid = stats.contingency.crosstab((first * 8).astype(int), (second * 8).astype(int)).count
-    assert stats.chi2_contingency(grid).pvalue > 1e-4
-
-
-def test_noise_has_no_repeated_values_across_its_three_integers() -> None:
-    bits = torch.cat([noise_bits(seed, range(50), torch.arange(2000)).flatten() for seed in (-1, 0, 1, 2, 1 << 40)])
-    assert len(bits.unique()) == len(bits)
-
-
-def test_the_independence_check_sees_noise_that_ignores_an_axis() -> None:
-    block = uniform([1], range(60), 80)[0]
-    first, second = block[:1].repeat(59, 0).ravel(), block[:1].repeat(59, 0).ravel()
-    assert stats.pearsonr(first, second).pvalue < 1e-9
-
-
-def test_noise_leaves_the_global_generator_alone() -> None:
-    before = torch.random.get_rng_state()
-    gumbel(1, range(5), torch.arange(100))
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
 def test_no_noise_at_temperature_zero() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
     sampler = Sampler(dataclasses.replace(PLAIN, temperature=0), 4, 50, CPU)
     assert sampler.draw(logits, None, [4, 5, 6]) == logits.argmax(-1).tolist()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# warpers
-
-
-def transformers_warp(logits, text: list[int], params: SamplingParams):
-    """The same filters by transformers, in our order."""
-    ids = torch.tensor([text] * len(logits))
-    chain = []
-    if params.temperature != 1:
-        chain.append(TemperatureLogitsWarper(params.temperature))
-    if params.penalty != 1:
-        chain.append(RepetitionPenaltyLogitsProcessor(params.penalty))
-    if params.min_p:
-        chain.append(MinPLogitsWarper(params.min_p))
-    if params.eta:
-        chain.append(EtaLogitsWarper(params.eta))
-    if params.top_k:
-        chain.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        chain.append(TopPLogitsWarper(params.top_p))
-    for warper in chain:
-        logits = warper(ids, logits)
-    return logits
-
-
-def check_warp(params: SamplingParams, seed: int, vocab: int, scale: float) -> None:
-    random = Random(seed)
-    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
-    text = [random.randrange(vocab) for _ in range(random.randrange(1, 30))]
-    seen = None
-    if params.penalises:
-        seen = torch.zeros(3, vocab, dtype=torch.bool)
-        seen[:, text] = True
-    theirs = transformers_warp(logits.clone(), text, params)
-    ours = warp(logits.clone(), seen, params)
-    assert torch.equal(ours.isinf(), theirs.isinf())
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-
-
-temperatures = st.floats(0.05, 3)
-FILTERS = {
-    "temperature": {"temperature": temperatures},
-    "penalty": {"penalty": st.floats(1.01, 3)},
-    "min_p": {"min_p": st.floats(0.001, 0.999)},
-    "eta": {"eta": st.floats(1e-5, 0.5)},
-    "top_k": {"top_k": st.integers(1, 40)},
-    "top_p": {"top_p": st.floats(0.01, 0.999)},
-}
-FILTERS["all"] = {name: strategy for one in FILTERS.values() for name, strategy in one.items()}
-
-
-@pytest.mark.parametrize("name", FILTERS)
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_filters_are_those_of_transformers(name: str, data) -> None:
-    options = {option: data.draw(strategy) for option, strategy in FILTERS[name].items()}
-    if name == "all":
-        options = {option: value for option, value in options.items() if data.draw(st.booleans())}
-    vocab = data.draw(st.sampled_from([41, 97, 300, 2000]))
-    check_warp(
-        dataclasses.replace(PLAIN, window=10**6, **options), data.draw(st.integers(0, 10**6)), vocab,
-        data.draw(st.sampled_from([0.1, 1.0, 4.0])),
-    )  # fmt: skip
-
-
-def test_flat_distributions_need_more_of_the_vocabulary_than_top_p_sorts_first() -> None:
-    for vocab in (129, 1025, 5000):
-        for top_p in (0.5, 0.9, 0.9999):
-            check_warp(dataclasses.replace(PLAIN, top_p=top_p), vocab, vocab, 0.01)
-
-
-def test_something_is_always_kept() -> None:
-    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    for params in (
-        SamplingParams(min_p=1.0, penalty=1),
-        SamplingParams(top_p=1e-12, min_p=0, penalty=1),
-        SamplingParams(top_k=1, min_p=0, penalty=1),
-    ):
-        kept = warp(logits.clone(), None, params)
-        assert torch.equal((kept > -torch.inf).sum(-1), torch.ones(4, dtype=torch.int64))
-        assert torch.equal(kept.argmax(-1), logits.argmax(-1))
-
-
-def test_a_row_is_warped_alike_alone_and_among_others() -> None:
-    params = SamplingParams(0.7, 30, 0.9, 0.01, 0.001, 1.3, 5)
-    logits = torch.randn(7, 500, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    seen = torch.rand(7, 500, generator=torch.Generator().manual_seed(3)) < 0.2
-    together = warp(logits.clone(), seen, params)
-    for row in range(7):
-        assert torch.equal(together[row], warp(logits[row : row + 1].clone(), seen[row : row + 1], params)[0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -261,10 +51,6 @@ def test_banned_ids_are_never_drawn(temperature: float) -> None:
     drawn = Sampler(params, 1, 5, CPU).draw(logits, None, range(500))
     assert set(drawn) == ({1} if temperature == 0 else {1, 4})
     assert logits[0, 0] == 9  # the caller's logits are not touched
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the penalty window
 
 
 def check_window(text: list[int], pieces: list[int], nodes: int, window: int, seed: int) -> None:
@@ -322,10 +108,6 @@ def test_no_window_no_penalty() -> None:
         assert sampler.seen(tokens, tokens, torch.ones(1, 1, dtype=torch.bool)) is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# draws
-
-
 def draw_p_value(probabilities, seeds: int, by_position: bool) -> float:
     logits = torch.tensor([probabilities], dtype=torch.float64).log()
     if by_position:
@@ -348,36 +130,6 @@ def test_the_draws_check_sees_a_tenth_too_little_noise(monkeypatch) -> None:
     right = Sampler.noise
     monkeypatch.setattr(Sampler, "noise", lambda self, positions: right(self, positions) * 0.9)
     assert draw_p_value([0.5, 0.25, 0.125, 0.125], 20_000, by_position=True) < 1e-6
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# parameters
-
-
-@pytest.mark.parametrize("temperature", [1e-100, 1e-12, 1e100])
-@pytest.mark.parametrize("penalty", [1.0, 1e100])
-def test_nothing_overflows_within_the_ranges(temperature: float, penalty: float) -> None:
-    logits = torch.tensor([[3e38, -3e38, 7.0, -7.0, 0.0, 1e-30]], dtype=torch.float64)
-    params = SamplingParams(temperature=temperature, penalty=penalty, min_p=0.0, window=9, banned=(4,))
-    warped = warp(logits.clone(), torch.ones(1, 6, dtype=torch.bool), params)
-    assert warped[0, [0, 1, 2, 3, 5]].isfinite().all()
-    assert warped[0, 4] == -math.inf
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1), ("temperature", math.inf), ("temperature", math.nan), ("top_k", -1), ("top_p", 0.0),
-        ("top_p", 1.1), ("min_p", -0.1), ("min_p", 2.0), ("min_p", math.nan), ("eta", 1.0), ("eta", -0.5),
-        ("penalty", 0.9), ("penalty", math.inf), ("window", -1), ("temperature", 1e-101), ("temperature", 1e101),
-        ("penalty", 1e101), ("temperature", "1"), ("temperature", None), ("temperature", 10**40), ("penalty", 10**40),
-        ("top_k", 2.0), ("top_k", "2"), ("top_p", [1]),
-        ("window", 1.5), ("banned", [1]), ("banned", (1.0,)), ("banned", ("1",)), ("banned", (-1,)), ("banned", None),
-    ],
-)  # fmt: skip
-def test_a_value_out_of_range_or_of_another_type_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{name} must be"):
-        SamplingParams(**{name: value})
 
 
 def test_a_banned_id_outside_the_vocabulary_is_refused() -> None:

@@ -16,11 +16,11 @@ from tests.helpers import (
     tokens_of,
 )
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.chain import ChainSource
 from tswift.drafting.levels import CHUNK, FullLevel, OwnLevel
-from tswift.drafting.methods import make_drafter
+from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Context, Drafter
 from tswift.kv.full import FullKV

@@ -19,14 +19,15 @@ from tests.helpers import (
     tiny_target,
 )
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource, LastPass
-from tswift.drafting.methods import make_drafter
+from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Context
 from tswift.kv.full import FullKV
-from tswift.models.kinds import AutoregressiveHeads
+from tswift.models.autoregressive_heads import AutoregressiveHeads
 from tswift.models.passes import Forwarded
 from tswift.training.loss import hidden_states
 

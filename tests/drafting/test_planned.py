@@ -19,11 +19,11 @@ from tests.helpers import (
     tokens_of,
 )
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import make_drafter
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.models.autoregressive import Memory
-from tswift.models.kinds import AutoregressiveHeads
+from tswift.models.autoregressive_heads import AutoregressiveHeads
 from tswift.training.loss import hidden_states
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.helpers import VOCAB
-from tswift.decoding.sampling import Sampler, SamplingParams, warp
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
+from tswift.decoding.warping import warp
 from tswift.drafting.recall import Recall
 from tswift.drafting.source import Context
 from tswift.models.passes import Forwarded

@@ -9,14 +9,16 @@ import torch
 
 from tests.helpers import VOCAB, tiny_heads, tiny_target
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
 from tswift.drafting.calibration import Calibration
-from tswift.drafting.methods import make_drafter, resolve
+from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.plan import Plan
 from tswift.drafting.planned import PlannedDrafter
 from tswift.drafting.recall import Guess, Recall
 from tswift.drafting.recalled import RecallSource
+from tswift.drafting.resolving import resolve
 from tswift.drafting.sketch import Sketch
 from tswift.drafting.source import Context, Drafter
 from tswift.errors import InputError

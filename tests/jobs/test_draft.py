@@ -15,7 +15,7 @@ from tswift.benchmarking.lineup import Entry, line_up
 from tswift.decoding import limits
 from tswift.decoding.generation import begin
 from tswift.decoding.limits import check_ahead
-from tswift.drafting.methods import draft_slots
+from tswift.drafting.making import draft_slots
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.draft import draft_for

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.jobs.folder import bytes_of, checksum
 from tswift.jobs.journal import Checkpoint

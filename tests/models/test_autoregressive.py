@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.helpers import HIDDEN
 from tswift.models.autoregressive import HEAD_DIM
-from tswift.models.kinds import AutoregressiveHeads
+from tswift.models.autoregressive_heads import AutoregressiveHeads
 
 LENGTH, WINDOW, DEPTH, QUERIES = 21, 5, 4, 2
 

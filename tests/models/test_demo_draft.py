@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import tswift
 from tswift.decoding.generation import begin
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.models.fingerprint import fingerprint_of
 from tswift.models.loading import LoadedModel

@@ -8,14 +8,14 @@ from transformers import Qwen2Config
 
 import tswift.models.dummy as dummy
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import make_drafter
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.prompt import read_prompt
 from tswift.models.fingerprint import fingerprint_of
-from tswift.models.heads import ChainedHeads
 from tswift.models.loading import LoadedModel, load
+from tswift.models.refining_heads import ChainedHeads
 from tswift.models.shapes import SHAPES
 
 

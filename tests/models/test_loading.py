@@ -13,8 +13,8 @@ from transformers import Gemma3TextConfig
 
 from benchmarks import architectures
 from tswift.errors import InputError
-from tswift.models.heads import ConditionedHeads
 from tswift.models.loading import load
+from tswift.models.refining_heads import ConditionedHeads
 from tswift.models.source import read_config
 from tswift.models.target import Target
 

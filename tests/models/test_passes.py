@@ -22,8 +22,9 @@ from tests.helpers import (
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import TreeAttention
 from tswift.decoding.loop import Decoding
-from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import METHODS, make_drafter
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.kv.full import FullKV

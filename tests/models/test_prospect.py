@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import make_checkpoint
 from tswift.errors import InputError
 from tswift.models import dummy
-from tswift.models.heads import KINDS, ConditionedHeads
+from tswift.models.kinds import KINDS
 from tswift.models.loading import load
 from tswift.models.prospect import foresee
+from tswift.models.refining_heads import ConditionedHeads
 
 
 def bytes_of(module: torch.nn.Module | None) -> int:
@@ -77,7 +78,7 @@ def test_heads_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_medusa_s_heads_of_another_vocabulary(checkpoint: Path, tmp_path: Path) -> None:
-    from tswift.models.kinds import MedusaHeads
+    from tswift.models.medusa_heads import MedusaHeads
 
     MedusaHeads(32, 2, 99).save(tmp_path / "own")
     with pytest.raises(InputError, match=r"^--heads: .*own was made for a vocabulary of 99, the model has 320$"):

@@ -32,11 +32,11 @@ from tests.published import (
     tokenswift_tensors,
 )
 from tswift.decoding.generation import begin
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.models.kinds import MedusaHeads
 from tswift.models.loading import LoadedModel, load
+from tswift.models.medusa_heads import MedusaHeads
 from tswift.models.published import find_published
 from tswift.models.target import Target
 

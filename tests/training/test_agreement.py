@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from tests.helpers import tiny_llama
-from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
 from tswift.models.target import Target
 from tswift.training import agreement
 from tswift.training.agreement import agreements

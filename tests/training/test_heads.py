@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.helpers import tiny_llama
-from tswift.decoding.sampling import SamplingParams
-from tswift.models.heads import KINDS
+from tswift.decoding.params import SamplingParams
+from tswift.models.kinds import KINDS
 from tswift.training.heads import HeadsPlan, train_heads, write_text
 
 

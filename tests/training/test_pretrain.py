@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers import HIDDEN, tiny_heads
-from tswift.models.heads import ChainedHeads
+from tswift.models.refining_heads import ChainedHeads
 from tswift.training.pretrain import Plan, head_losses, pretrain
 
 

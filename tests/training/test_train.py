@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import tswift
 from tests.training.tiny import Tiny
 from tswift.errors import Fault, InputError
-from tswift.models.heads import KINDS
+from tswift.models.kinds import KINDS
 from tswift.training.course import Silence
 from tswift.training.documents import Documents
 from tswift.training.folder import CHECKPOINT, HEADS, METRICS, RECORD, TrainFolder

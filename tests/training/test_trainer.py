@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import HIDDEN, VOCAB, tiny_heads, tiny_target
-from tswift.models.heads import Heads
+from tswift.models.base_heads import Heads
 from tswift.training.trainer import HeadTrainer, adamw, muon, rate
 
 OPTIMIZERS = {"adamw": lambda heads: adamw(heads, 1e-2, 0.1), "muon": lambda heads: muon(heads, 1e-2, 1e-3)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tswift.models.heads import ChainedHeads
+from tswift.models.refining_heads import ChainedHeads
 from tswift.training.corpus import token_stream
 from tswift.training.pretrain import Plan, pretrain
 from tswift.training.tokenizer import train_tokenizer

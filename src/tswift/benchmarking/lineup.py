@@ -13,9 +13,10 @@ from tswift.benchmarking.simulated import SimulatedWalk, refuse_share
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import begin, ending
 from tswift.decoding.limits import check_ahead
-from tswift.decoding.sampling import SamplingParams
-from tswift.drafting.methods import find_method, resolve
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.methods import find_method
 from tswift.drafting.options import AUTO, DraftOptions
+from tswift.drafting.resolving import resolve
 from tswift.errors import InputError, renamed
 from tswift.jobs.draft import draft_for
 from tswift.jobs.settings import refuse_unused, sampling_params, used_options

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tswift.decoding.finite import broken, not_finite
 from tswift.decoding.margin import Doubt
-from tswift.decoding.sampling import Sampler, SamplingParams
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
 from tswift.kv.full import FullKV
 from tswift.models.target import Show, Target
 

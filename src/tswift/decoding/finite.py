@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.errors import Fault
 from tswift.kv.buffer import KVBuffer
 from tswift.models.target import Target

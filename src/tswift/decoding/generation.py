@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from tswift.decoding.costs import costs_of, measure
 from tswift.decoding.limits import Need, check
 from tswift.decoding.loop import Decoding
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.ranked import AgreedDrafter, in_step
-from tswift.decoding.sampling import SamplingParams
 from tswift.decoding.step import Step, Walk
-from tswift.drafting.methods import find_method, make_drafter, resolve
+from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import find_method
 from tswift.drafting.options import MEASURED, DraftOptions
+from tswift.drafting.resolving import resolve
 from tswift.errors import InputError
 from tswift.models.costs import NOMINAL
 from tswift.models.loading import LoadedModel

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tswift.drafting.methods import draft_slots, find_method, partial_slots, resolve_for
+from tswift.drafting.making import draft_slots, partial_slots
+from tswift.drafting.methods import find_method
 from tswift.drafting.options import DraftOptions
+from tswift.drafting.resolving import resolve_for
 from tswift.errors import InputError
 from tswift.models.draft import DRAFT_OPTION
 from tswift.models.memory import available_bytes, gigabytes

@@ -14,7 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tswift.decoding.sampling import Sampler, warp
+from tswift.decoding.sampling import Sampler
+from tswift.decoding.warping import warp
 
 _SMALLEST = 1e-12  # where the search starts if no rounding was measured
 _UP, _DOWN = 40, 6  # most steps of the search, each by a factor of four

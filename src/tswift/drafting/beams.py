@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tswift.decoding.sampling import warp
+from tswift.decoding.warping import warp
 from tswift.drafting.heads import DraftingPass, LastPass, remember
 from tswift.drafting.plan import Plan
 from tswift.drafting.sketch import Sketch
 from tswift.drafting.source import Context
-from tswift.models.kinds import Heads
+from tswift.models.base_heads import Heads
 from tswift.models.passes import Forwarded
 from tswift.models.target import Target
 

@@ -8,13 +8,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tswift.decoding.sampling import warp
 from tswift.decoding.tree import DraftTree
+from tswift.decoding.warping import warp
 from tswift.drafting.levels import Level
 from tswift.drafting.source import Context
 from tswift.models.autoregressive import Memory
+from tswift.models.base_heads import Heads
 from tswift.models.costs import PassCosts
-from tswift.models.kinds import Heads
 from tswift.models.passes import Forwarded
 from tswift.models.target import Target
 

@@ -20,8 +20,8 @@ from tswift.drafting.source import Drafter
 from tswift.kv.partial import PartialKV
 from tswift.kv.policies import POLICIES
 from tswift.kv.streaming import StreamingKV
+from tswift.models.base_heads import Heads
 from tswift.models.costs import PassCosts
-from tswift.models.heads import Heads
 from tswift.models.target import Target
 
 NGRAM = 4

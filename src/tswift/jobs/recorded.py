@@ -11,7 +11,7 @@ from zlib import crc32
 
 import numpy as np
 
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.jobs.files import refuse_other
 from tswift.jobs.folder import CHECKSUM, JOURNAL, PROMPT, RECORD, SCHEMA, TOKENS, bytes_of, checksum

@@ -10,7 +10,7 @@ from typing import Any
 
 from tswift.decoding.generation import begin
 from tswift.decoding.limits import check_ahead
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import OF_CHOICE, find_method, used
 from tswift.drafting.options import FULL, DraftOptions

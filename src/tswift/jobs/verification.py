@@ -10,7 +10,7 @@ from typing import Any
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import ending
 from tswift.decoding.limits import check
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.folder import TOKENS

@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 from tswift.errors import InputError
+from tswift.models.base_heads import Heads
 from tswift.models.fingerprint import fingerprint_in_any_dtype
-from tswift.models.heads import KINDS, Heads, is_ours, load_heads
+from tswift.models.heads import is_ours, load_heads
+from tswift.models.kinds import KINDS
 from tswift.models.layers import Unserved
 from tswift.models.linear import quicken
 from tswift.models.published import find_published

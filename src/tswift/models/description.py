@@ -14,8 +14,9 @@ from safetensors import safe_open
 
 from tswift.errors import InputError
 from tswift.models.attached import heads_path
+from tswift.models.autoregressive_heads import DEEPEST, AutoregressiveHeads
 from tswift.models.heads import check_about, is_ours
-from tswift.models.kinds import DEEPEST, AutoregressiveHeads, build
+from tswift.models.kinds import build
 from tswift.models.published import Stored, find_published, headers
 
 

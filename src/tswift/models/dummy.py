@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError
-from tswift.models.heads import KINDS, Heads
+from tswift.models.base_heads import Heads
+from tswift.models.kinds import KINDS
 from tswift.models.memory import available_bytes, gigabytes
 from tswift.models.shapes import skeleton
 

@@ -10,22 +10,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tswift.errors import InputError
-from tswift.models.kinds import (
-    FORMAT,
-    KINDS,
-    AutoregressiveHeads,
-    ChainedHeads,
-    ConditionedHeads,
-    Heads,
-    MedusaHeads,
-    build,
-)
+from tswift.models.autoregressive_heads import AutoregressiveHeads
+from tswift.models.base_heads import FORMAT, Heads
+from tswift.models.kinds import KINDS, build
+from tswift.models.medusa_heads import MedusaHeads
 
 _KINDS = (*KINDS, MedusaHeads.kind)
 PICKLES = (".pt", ".pth", ".bin")
 MOST_STEPS = 64  # that heads which are fed with what they say can have been trained for
-
-__all__ = ["FORMAT", "KINDS", "AutoregressiveHeads", "ChainedHeads", "ConditionedHeads", "Heads", "load_heads"]
 
 
 def is_ours(path: Path) -> bool:

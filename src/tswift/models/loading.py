@@ -15,13 +15,14 @@ from tswift.attention.backends import BACKENDS, choose, fails
 from tswift.errors import InputError, renamed
 from tswift.kv.full import FullKV
 from tswift.models.attached import attach, heads_path
+from tswift.models.base_heads import Heads
 from tswift.models.checkpoint import has_tokenizer, refuse_misfit, stored_tensors
 from tswift.models.draft import DRAFT_OPTION, refuse_other_vocabulary
 from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import StandInTokenizer, random_heads, random_network
 from tswift.models.fingerprint import weights_hash
-from tswift.models.heads import KINDS, Heads
 from tswift.models.hub import hub
+from tswift.models.kinds import KINDS
 from tswift.models.layers import Unserved
 from tswift.models.linear import quicken
 from tswift.models.published import carries_heads

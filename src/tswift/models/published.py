@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tswift.errors import InputError
+from tswift.models.base_heads import Heads
 from tswift.models.heads import PICKLES
-from tswift.models.kinds import Heads, build
+from tswift.models.kinds import build
 from tswift.reading import MOST_RECORD, parse_json, read_file
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
@@ -51,8 +52,8 @@ class Published:
     Attributes:
         path: the folder or the file.
         layout: whose: ``TokenSwift`` or ``Medusa``.
-        about: as :meth:`~tswift.models.kinds.Heads.about` says it of heads.
-        tensors: by the name that the parameter has in :class:`~tswift.models.kinds.Heads`.
+        about: as :meth:`~tswift.models.base_heads.Heads.about` says it of heads.
+        tensors: by the name that the parameter has in :class:`~tswift.models.base_heads.Heads`.
     """
 
     path: Path

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.models.fingerprint import fingerprint_in_any_dtype
-from tswift.models.heads import ChainedHeads, ConditionedHeads, load_heads
+from tswift.models.heads import load_heads
+from tswift.models.refining_heads import ChainedHeads, ConditionedHeads
 from tswift.training.corpus import PG19, load_documents, random_rows, token_stream
 from tswift.training.evaluate import held_out_losses
 from tswift.training.heads import HeadsPlan, train_heads, write_text

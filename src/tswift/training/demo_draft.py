@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from tswift.decoding.generation import ending
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.models.loading import LoadedModel, load
 from tswift.models.source import DEMO

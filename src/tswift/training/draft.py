@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tswift.decoding.generation import ending
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.errors import Fault
 from tswift.models.loading import LoadedModel
 from tswift.models.source import silence

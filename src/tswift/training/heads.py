@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tswift.decoding.sampling import SamplingParams
-from tswift.models.heads import Heads
+from tswift.decoding.params import SamplingParams
+from tswift.models.base_heads import Heads
 from tswift.models.target import Target
 from tswift.training.corpus import jumping_positions, random_rows
 from tswift.training.loss import DISTILL

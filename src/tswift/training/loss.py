@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tswift.kv.full import FullKV
-from tswift.models.heads import Heads
+from tswift.models.base_heads import Heads
 from tswift.models.target import Target
 
 TEXT, DISTILL = "text", "distill"

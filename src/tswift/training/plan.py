@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from tswift.errors import InputError
-from tswift.models.heads import KINDS
+from tswift.models.kinds import KINDS
 from tswift.models.shapes import refuse_shape
 from tswift.models.source import DEMO
 from tswift.training.loss import OBJECTIVES, TEXT

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, LlamaForCausalLM
 
-from tswift.models.heads import ChainedHeads
+from tswift.models.refining_heads import ChainedHeads
 from tswift.training.corpus import jumping_positions, random_rows
 
 CAUSAL = "tswift_training_causal"

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from tswift.models.base_heads import Heads
 from tswift.models.fingerprint import fingerprint_in_any_dtype
-from tswift.models.heads import KINDS, Heads, load_heads
+from tswift.models.heads import load_heads
+from tswift.models.kinds import KINDS
 from tswift.models.loading import LoadedModel
 from tswift.training.course import BEFORE, SILENCE, Course, Outcome
 from tswift.training.documents import Documents

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tswift.models.heads import Heads
+from tswift.models.base_heads import Heads
 from tswift.models.target import Target
 from tswift.training.loss import TEXT, Tally, foresee
 

@@ -8,7 +8,7 @@ from tswift.benchmarking.suites.catalogue import SUITES, find_suite
 from tswift.benchmarking.suites.figures import SHOWN
 from tswift.benchmarking.suites.rows import published_rows
 from tswift.benchmarking.suites.suite import LENGTH, Suite
-from tswift.decoding.sampling import SamplingParams
+from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError

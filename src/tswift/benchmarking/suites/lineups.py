@@ -12,8 +12,9 @@ from tswift.benchmarking.measurement import BASELINE, REFERENCE
 from tswift.benchmarking.suites.suite import AXIS, Choice, Suite
 from tswift.decoding.generation import ending
 from tswift.decoding.limits import check, check_ahead
-from tswift.drafting.methods import find_method, resolve
+from tswift.drafting.methods import find_method
 from tswift.drafting.options import DraftOptions
+from tswift.drafting.resolving import resolve
 from tswift.errors import InputError
 from tswift.jobs.draft import draft_for
 from tswift.jobs.settings import refuse_unused, sampling_params

@@ -1,0 +1,64 @@
+"""What a method has for one decode: its drafter, and the room of its caches."""
+
+from __future__ import annotations
+
+from tswift.drafting import recipes
+from tswift.drafting.levels import CHUNK
+from tswift.drafting.methods import find_method
+from tswift.drafting.options import FULL, DraftOptions
+from tswift.drafting.resolving import resolve
+from tswift.drafting.source import Drafter
+from tswift.errors import InputError
+from tswift.models.base_heads import Heads
+from tswift.models.costs import NOMINAL, PassCosts
+from tswift.models.target import Target
+
+
+def make_drafter(
+    name: str,
+    target: Target,
+    heads: Heads | None,
+    options: DraftOptions,
+    draft: Target | None = None,
+    positions: int | None = None,
+    costs: PassCosts = NOMINAL,
+) -> Drafter:
+    """The drafter of a method, for one decode.
+
+    Args:
+        name: of the method.
+        target: the model.
+        heads: its heads, if it has any.
+        options: as asked for.
+        draft: a smaller model with the same vocabulary, if there is one.
+        positions: most tokens of prompt and text together; None for as many as the models can do.
+        costs: what passes cost, for methods that choose which ones pay.
+
+    Raises:
+        InputError: as :func:`resolve`, or there is no smaller model where one is needed.
+    """
+    method, options = find_method(name), resolve(name, target, heads, options)
+    if method.draft and draft is None:
+        raise InputError(f"{name} drafts with a smaller model, and there is none", "--draft-model")
+    return method.make(recipes.Models(target, heads, draft, positions or target.max_positions, costs), options)
+
+
+def partial_slots(name: str, options: DraftOptions) -> int:
+    """Tokens that a method's partial cache of the target has room for, by resolved options; 0 if it has none."""
+    if not find_method(name).partial or options.kv == FULL:
+        return 0
+    return (
+        (options.budget or find_method(name).budget)
+        + (options.gamma or 0)
+        + (recipes.INNER_NODES if find_method(name).heads else 1)
+        + (options.inner_gamma if find_method(name).draft else 0)
+    )
+
+
+def draft_slots(name: str, options: DraftOptions, positions: int) -> int:
+    """Tokens that the cache of a method's smaller model has room for, by resolved options; 0 if it has none."""
+    method = find_method(name)
+    if not method.draft:
+        return 0
+    budget, ahead = recipes.own_size(options, positions, between=method.partial)
+    return budget + 2 * ahead + CHUNK
