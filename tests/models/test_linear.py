@@ -54,3 +54,17 @@ def test_gradients_flow_through_frozen_layers() -> None:
     layers(found).square().sum().backward()
     network().double()(wanted).square().sum().backward()
     torch.testing.assert_close(found.grad.double(), wanted.grad, rtol=1e-4, atol=1e-5)
+
+
+@able
+def test_weights_are_held_twice_in_small_networks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = network()
+    quicken(layers)
+    assert layers[0].ordered is not None
+    assert "0.ordered" not in layers.state_dict()
+    monkeypatch.setattr("tswift.models.linear._MOST_COPIED", layers[0].weight.nbytes)
+    large, given = network(), torch.randn(8, 256, generator=torch.Generator().manual_seed(2))
+    quicken(large)
+    assert large[0].ordered is None
+    with torch.inference_mode():
+        torch.testing.assert_close(large(given), layers(given))
