@@ -283,6 +283,14 @@ def test_what_the_method_does_not_use_is_refused(asked: Settings) -> None:
         resume(folder, {"nodes": 5}, False, [])
 
 
+@pytest.mark.parametrize(("recall", "reuses"), [(None, False), (0, True)])
+def test_what_a_tree_that_pays_does_not_use_is_refused(asked: Settings, recall: int | None, reuses: bool) -> None:
+    folder = interrupted(replace(asked, drafting={"tree": "auto", "budget": 64, "recall": recall}))
+    message = "the run was made with 20, got 7" if reuses else "tokenswift does not use it with --tree auto"
+    with pytest.raises(InputError, match=f"--ngrams: {message}"):
+        resume(folder, {"ngrams": 7}, False, [])
+
+
 def test_another_model_is_refused(asked: Settings, model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = interrupted(asked)
     weight = model.target.model.get_input_embeddings().weight

@@ -15,7 +15,7 @@ from tswift.decoding.generation import begin, ending
 from tswift.decoding.limits import check_ahead
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import find_method
-from tswift.drafting.options import AUTO, DraftOptions
+from tswift.drafting.options import DraftOptions
 from tswift.drafting.resolving import resolve
 from tswift.errors import InputError, renamed
 from tswift.jobs.draft import draft_for
@@ -179,7 +179,7 @@ def line_up(entry: Entry, prompt: int = 1, length: int = 1, option: str = "--mod
     params = sampling_params(entry.sampling)
     refuse_share(entry.simulate_alpha, [method for method in entry.methods if method not in DRAFTLESS])
     heads = {} if entry.heads is None else {"heads": entry.heads}
-    refuse_unused(entry.methods, {**entry.drafting, **heads, **tree_of_all(entry.trees)})
+    refuse_unused(entry.methods, {**entry.drafting, **heads, "tree": entry.trees.get("")}, entry.trees)
     for method in entry.trees:
         if method and (method not in entry.methods or "tree" not in find_method(method).uses):
             raise InputError(f"is given for {method}, which is not among the methods or has no tree", "--tree")
@@ -200,10 +200,3 @@ def line_up(entry: Entry, prompt: int = 1, length: int = 1, option: str = "--mod
         raise renamed(error, {"--method": "--methods"}) from None
     params, _ = ending(params, model.eos_ids, stop_at_eos=False)
     return Lineup(model, params, variants, entry.simulate_alpha)
-
-
-def tree_of_all(trees: Mapping[str, tuple[int, ...] | str]) -> dict[str, tuple[int, ...] | str]:
-    """The tree by which it is judged what options of all methods are looked at: ``auto`` if one method has that."""
-    if AUTO in trees.values():
-        return {"tree": AUTO}
-    return {"tree": trees[""]} if "" in trees else {}
