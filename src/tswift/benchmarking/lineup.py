@@ -131,11 +131,11 @@ class Lineup:
                 options=variant.options,
                 walk=walk,
             )
-            need += generation.need.kv_bytes
+            need += generation.need.held_bytes(self.model.target.device)
             lanes.append(Lane(variant.label, generation, simulated=walk is not None, method=variant.method))
         if free is not None and need > free:
             raise InputError(
-                f"{len(lanes)} methods side by side need {gigabytes(need)} of KV cache, {gigabytes(free)} are free",
+                f"{len(lanes)} methods side by side need {gigabytes(need)} of caches, {gigabytes(free)} are free",
                 "--methods",
             )
         return lanes
