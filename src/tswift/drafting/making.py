@@ -46,13 +46,15 @@ def make_drafter(
 
 def partial_slots(name: str, options: DraftOptions) -> int:
     """Tokens that a method's partial cache of the target has room for, by resolved options; 0 if it has none."""
-    if not find_method(name).partial or options.kv == FULL:
+    method = find_method(name)
+    if not method.partial or options.kv == FULL:
         return 0
+    chain = 0 if method.gamma is None else options.gamma or method.gamma  # in a tree it counts levels, drafted by heads
     return (
-        (options.budget or find_method(name).budget)
-        + (options.gamma or 0)
-        + (recipes.INNER_NODES if find_method(name).heads else 1)
-        + (options.inner_gamma if find_method(name).draft else 0)
+        (options.budget or method.budget)
+        + chain
+        + (recipes.INNER_NODES if method.heads else 1)
+        + (options.inner_gamma if method.draft else 0)
     )
 
 
