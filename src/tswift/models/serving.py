@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from tswift.attention.backends import choose, fails
+from tswift.attention.backends import USUAL, choose, fails
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.models.target import Target
@@ -12,15 +14,31 @@ from tswift.models.target import Target
 EAGER = "eager"
 
 
-def backend_for(attention: str, dtype: torch.dtype, place: torch.device) -> tuple[str, str]:
+def head_size(config: Any) -> int:
+    """Of a model's keys and values, as its configuration tells it; the usual one where it does not."""
+    text = config.get_text_config()
+    hidden, heads = (getattr(text, name, None) for name in ("hidden_size", "num_attention_heads"))
+    return int(getattr(text, "head_dim", None) or (hidden and heads and hidden // heads) or USUAL)
+
+
+def backend_for(attention: str, dtype: torch.dtype, place: torch.device, width: int) -> tuple[str, str]:
     """The attention backend that a name stands for, and what is to be said if it is not the one that should serve here.
+
+    Args:
+        attention: the name.
+        dtype: of the model.
+        place: where it will be.
+        width: its head size.
 
     Raises:
         InputError: there is no such backend, or the one that is named cannot serve.
     """
-    backend = choose(attention, dtype, place)
-    tried = backend == "native" or (place.type == "cuda" and backend != "sdpa")
-    reason = fails(backend, dtype, place) if tried else None
+    backend = choose(attention, dtype, place, width)
+    reason = None
+    if backend == "native":
+        reason = fails(backend, dtype, place, width)
+    elif place.type == "cuda" and backend != "sdpa":
+        reason = fails(backend, dtype, place)
     if reason is None:
         return backend, ""
     if attention != "auto":
