@@ -14,7 +14,7 @@ from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import begin, ending
 from tswift.decoding.limits import check_ahead
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import find_method
+from tswift.drafting.methods import OF_CHOICE, find_method, used
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.resolving import resolve
 from tswift.errors import InputError, renamed
@@ -177,7 +177,6 @@ def line_up(entry: Entry, prompt: int = 1, length: int = 1, option: str = "--mod
         InputError: something asked cannot be done.
     """
     params = sampling_params(entry.sampling)
-    refuse_share(entry.simulate_alpha, [method for method in entry.methods if method not in DRAFTLESS])
     heads = {} if entry.heads is None else {"heads": entry.heads}
     refuse_unused(entry.methods, {**entry.drafting, **heads, "tree": entry.trees.get("")}, entry.trees)
     for method in entry.trees:
@@ -187,6 +186,9 @@ def line_up(entry: Entry, prompt: int = 1, length: int = 1, option: str = "--mod
         method: DraftOptions(**entry.drafting, tree=entry.trees.get(method, entry.trees.get("")))
         for method in entry.methods
     }
+    drafting = [method for method in entry.methods if method not in DRAFTLESS]
+    choosing = [method for method in drafting if OF_CHOICE & used(method, asked[method])]
+    refuse_share(entry.simulate_alpha, drafting, choosing)
     how: dict[str, Any] = {name: getattr(entry, name) for name in ("device", "dtype", "attention", "heads")}
     how["draft"] = draft_for(entry.methods, entry.model, entry.draft_model)
     try:

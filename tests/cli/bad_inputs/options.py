@@ -341,6 +341,8 @@ TOGETHER: dict[str, dict[str, str]] = {
         "--against BENCH --fail-on speedup:10%": "--repeats",
         "--against BENCH --fail-on alpha --seeds 3": "--against",
         "--simulate-alpha 0.5 --methods ar": "--simulate-alpha",
+        "--simulate-alpha 0.5 --methods cascade": "--simulate-alpha",
+        "--simulate-alpha 0.5 --methods medusa --tree auto": "--simulate-alpha",
         "--prompts PROMPT --prompts PROMPT": "--prompts",
         "--lens 4090 --warmup 0": "--lens",
         "--len 4": "--len",
