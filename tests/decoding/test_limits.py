@@ -39,7 +39,7 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str, dtype: st
     assert ahead.logits_bytes == need.logits_bytes == 3 * nodes * 320 * 8
     assert ahead.draft_kv_bytes == need.draft_kv_bytes
     assert ahead.recall_bytes == need.recall_bytes
-    assert (need.recall_bytes > 0) == (method in ("recall", "cascade"))
+    assert (need.recall_bytes > 0) == (method in ("recall", "cascade", "auto"))
     assert (need.weight_bytes, need.heads_bytes) == (0, 0)  # they are there
     assert ahead.weight_bytes == sum(weight.nbytes for weight in model.target.model.parameters())
     assert ahead.draft_bytes == (ahead.weight_bytes if draft else 0)
@@ -67,7 +67,7 @@ def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("method", "tree"), [("recall", None), ("cascade", None), ("medusa", "auto"), ("medusa", None)]
+    ("method", "tree"), [("recall", None), ("cascade", None), ("auto", None), ("medusa", "auto"), ("medusa", None)]
 )
 def test_what_is_recalled_counts(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, method: str, tree: str | None

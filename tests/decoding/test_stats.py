@@ -84,7 +84,7 @@ def test_distinct_n_is_unique_ngrams_over_ngrams(tokens: list[int], n: int) -> N
 
 COUNTERS = {
     **{"passes": 3, "nodes": 9, "seconds": 0.5, "reused": 1},
-    **{"accepted": {"0": 1, "2": 2}, "sizes": {"1": 1, "4": 2}},
+    **{"accepted": {"0": 1, "2": 2}, "sizes": {"1": 1, "4": 2}, "choices": {"a": 1, "b": 2}},
 }
 
 
@@ -94,7 +94,7 @@ COUNTERS = {
 )
 def test_counters_that_are_none(name: str, value: object) -> None:
     assert DecodeStats.counted(4, 7, COUNTERS).counters() == COUNTERS
-    if (name, value) == ("seconds", 1.5):
+    if (name, value) in (("seconds", 1.5), ("choices", {"x": 1}), ("choices", {"-1": 1})):
         return
     with pytest.raises(ValueError, match="its counters are broken"):
         DecodeStats.counted(4, 7, {**COUNTERS, name: value})

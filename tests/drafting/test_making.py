@@ -17,6 +17,7 @@ from tswift.drafting.planned import PlannedDrafter
 from tswift.drafting.recalled import RecallSource
 from tswift.drafting.resolving import resolve
 from tswift.drafting.reuse import ReuseSource
+from tswift.drafting.rivals import RivalDrafter
 from tswift.drafting.source import Drafter
 from tswift.errors import InputError
 from tswift.kv.policies import POLICIES
@@ -28,6 +29,8 @@ def made(method: str, **options):
 
 
 def sources_of(drafter: Drafter) -> list:
+    if isinstance(drafter, RivalDrafter):
+        return [source for rival in drafter.rivals for source in sources_of(rival.drafter)]
     return list(drafter.offering if isinstance(drafter, PlannedDrafter) else drafter.sources)
 
 
@@ -43,6 +46,7 @@ def test_what_each_method_drafts_from() -> None:
         "magicdec": [ChainSource],
         "standalone": [ChainSource],
         "triforce": [ChainSource],
+        "auto": [HeadSource, BeamSource, RecallSource, CascadeSource, RecallSource],
         "ar-reference": [],
     }
 

@@ -25,7 +25,7 @@ def test_trees_deeper_than_the_heads_are_refused() -> None:
 
 def test_missing_heads_are_refused() -> None:
     for name, method in METHODS.items():
-        if name in ("medusa", "tokenswift", "cascade"):
+        if name in ("medusa", "tokenswift", "cascade", "auto"):
             with pytest.raises(InputError, match=r"--method: .*heads"):
                 resolve(name, tiny_target(), None, DraftOptions())
         else:

@@ -33,7 +33,7 @@ def generate(
     method: Annotated[
         str,
         typer.Option(
-            help="ar, medusa, tokenswift, cascade, recall, reuse, magicdec, standalone, triforce or ar-reference."
+            help="ar, medusa, tokenswift, cascade, recall, reuse, magicdec, standalone, triforce, auto or ar-reference."
         ),
     ] = "tokenswift",
     prompt: options.Prompt = None,

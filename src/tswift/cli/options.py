@@ -46,8 +46,8 @@ Window = Annotated[int | None, option(_SAMPLING, "Tokens it looks back on. (defa
 Methods = Annotated[
     str,
     typer.Option(
-        help="Of ar, medusa, tokenswift, cascade, recall, reuse, magicdec, standalone, triforce, ar-reference; ar is "
-        "always among them."
+        help="Of ar, medusa, tokenswift, cascade, recall, reuse, magicdec, standalone, triforce, auto, ar-reference; "
+        "ar is always among them."
     ),
 ]
 ReferenceAr = Annotated[

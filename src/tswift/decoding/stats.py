@@ -34,6 +34,7 @@ class DecodeStats:
         seconds: wall time of the steps; prefill apart.
         accepted: how many steps accepted 0, 1, ... drafted tokens.
         sizes: how many steps verified 1, 2, ... nodes.
+        choices: how many steps each of several drafters drafted, by name; empty where there is but one.
         reused: drafted tokens accepted whose longest path came from a retrieved n-gram, or was recalled.
     """
 
@@ -45,6 +46,7 @@ class DecodeStats:
     accepted: Counter[int] = field(default_factory=Counter)
     reused: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
+    choices: Counter[str] = field(default_factory=Counter)
 
     def add(self, step: Step) -> None:
         """Count one step."""
@@ -54,12 +56,14 @@ class DecodeStats:
         self.seconds += step.seconds
         self.accepted[step.accepted] += 1
         self.sizes[step.nodes] += 1
+        if step.choice:
+            self.choices[step.choice] += 1
         if step.source == ReuseSource.name:
             self.reused += step.accepted
 
     def copy(self) -> DecodeStats:
         """The figures as they are now."""
-        return replace(self, accepted=Counter(self.accepted), sizes=Counter(self.sizes))
+        return replace(self, accepted=Counter(self.accepted), sizes=Counter(self.sizes), choices=Counter(self.choices))
 
     def counters(self) -> dict[str, Any]:
         """The counters, tokens apart, ready for JSON."""
@@ -71,6 +75,7 @@ class DecodeStats:
             "accepted": accepted,
             "reused": self.reused,
             "sizes": {str(size): self.sizes[size] for size in sorted(self.sizes)},
+            "choices": dict(sorted(self.choices.items())),
         }
 
     @classmethod
@@ -87,11 +92,13 @@ class DecodeStats:
                 Counter({_count(int(count)): _count(steps) for count, steps in counters.get(name, missing).items()})
                 for name, missing in (("accepted", None), ("sizes", {}))  # older runs have no sizes
             )
+            choices = Counter({str(name): _count(steps) for name, steps in counters.get("choices", {}).items()})
             whole = {name: _count(counters[name]) for name in ("passes", "nodes", "reused")}
             seconds = counters["seconds"]
             if not 0 <= seconds < _LONGEST:
                 raise ValueError(f"{seconds!r:.40} seconds")
-            return cls(depth, tokens=tokens, seconds=float(seconds), accepted=accepted, sizes=sizes, **whole)
+            counted: dict[str, Any] = {"accepted": accepted, "sizes": sizes, "choices": choices, **whole}
+            return cls(depth, tokens=tokens, seconds=float(seconds), **counted)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"its counters are broken ({error!r})") from None
 

@@ -33,6 +33,7 @@ class Step:
         nodes: nodes of the draft tree, the root included.
         seconds: wall time of the step, drafting included.
         leads: for each token the runner-up, and its lead over that in score; where they were asked for.
+        choice: which of several drafters drafted; empty where there is but one.
     """
 
     tokens: tuple[int, ...]
@@ -41,6 +42,7 @@ class Step:
     nodes: int
     seconds: float
     leads: tuple[tuple[int, float], ...] = ()
+    choice: str = ""
 
 
 class Undrawn(Exception):
@@ -99,7 +101,7 @@ def advance(
     accepted = min(len(path) - 1, len(kept))
     source = tree.sources[path[accepted]]
     near = tuple(others[node] for node in path[: len(kept)]) if leads else ()
-    return Step(tuple(kept), accepted, source, len(tree), time.perf_counter() - started, near)
+    return Step(tuple(kept), accepted, source, len(tree), time.perf_counter() - started, near, drafter.choice)
 
 
 def _verify(

@@ -85,6 +85,15 @@ METHODS: dict[str, Method] = {
         recipes.standalone, _OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, budget=512, draft=True
     ),
     "triforce": Method(recipes.triforce, _OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
+    "auto": Method(
+        recipes.auto,
+        frozenset({"nodes"}) | OF_CHOICE | _OF_CHAINS | _OF_PARTIAL | {"kv"},
+        heads=True,
+        kv=("streaming", "dynamic", "partial", "snapkv"),
+        gamma=24,
+        budget=1024,
+        partial=True,
+    ),
     "ar-reference": Method(recipes.ar, reference=True),
 }
 

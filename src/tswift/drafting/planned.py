@@ -10,11 +10,9 @@ from typing import Protocol
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.calibration import Calibration
 from tswift.drafting.plan import Plan
-from tswift.drafting.recall import Recall
 from tswift.drafting.sketch import Sketch
 from tswift.drafting.source import Context, Drafter
 from tswift.models.autoregressive import Memory
-from tswift.models.passes import Forwarded
 
 
 class PricedSource(Protocol):
@@ -45,13 +43,11 @@ class PlannedDrafter(Drafter):
     Attributes:
         offering: its sources.
         plan: how large a tree pays.
-        memory: of the text, if one of the sources recalls it.
         spent: seconds that drafting the last tree took, by the plan's costs.
     """
 
     offering: Sequence[PricedSource] = ()
     plan: Plan = field(default_factory=Plan)
-    memory: Recall | None = None
     spent: float = 0.0
     _calibration: Calibration = field(default_factory=Calibration)
     _sketched: tuple[Sketch, int] | None = None  # and the text's length then
@@ -69,19 +65,13 @@ class PlannedDrafter(Drafter):
         size = self.plan.size([sketch.reach[node] for node in nodes], context.kv.length, self.spent)
         return sketch.cut(nodes[:size])
 
-    def committed(self, context: Context) -> None:
-        """As :meth:`Drafter.committed`; and learn what came true."""
+    def learn(self, context: Context) -> None:
+        """As :meth:`Drafter.learn`."""
         if self._sketched is not None:
             sketch, length = self._sketched
             sketch.learn(context.text[length:])
             self.plan.learn(len(context.text) - length)
             self._sketched = None
-        super().committed(context)
-
-    def prefilled(self, context: Context, forwarded: Forwarded) -> None:
-        """As :meth:`Drafter.prefilled`."""
-        if self.memory is not None:
-            self.memory.prefilled(forwarded.hidden, context.sampler)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -97,7 +87,6 @@ class PlannedDrafter(Drafter):
 
     def keep_up(self, context: Context, most: int) -> None:
         """As :meth:`Drafter.keep_up`."""
-        if self.memory is not None:
-            self.memory.committed(context)
+        super().keep_up(context, most)
         for source in self.offering:
             source.committed(context, most)

@@ -10,13 +10,15 @@ from tswift.drafting.cascade import CascadeSource
 from tswift.drafting.chain import ChainSource
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
 from tswift.drafting.levels import CHUNK, FullLevel, Level, OwnLevel, PartialLevel
-from tswift.drafting.options import AUTO, FULL, DraftOptions
+from tswift.drafting.options import AUTO, FULL, MEASURED, DraftOptions
 from tswift.drafting.plan import Plan
 from tswift.drafting.planned import PlannedDrafter, PricedSource
 from tswift.drafting.recall import Recall
 from tswift.drafting.recalled import RecallSource
 from tswift.drafting.reuse import NgramTable, ReuseSource
+from tswift.drafting.rivals import Rival, RivalDrafter
 from tswift.drafting.source import Drafter
+from tswift.drafting.trees import usual_tree
 from tswift.kv.partial import PartialKV
 from tswift.kv.policies import POLICIES
 from tswift.kv.streaming import StreamingKV
@@ -58,17 +60,21 @@ def ar(models: Models, options: DraftOptions) -> Drafter:
 
 def medusa(models: Models, options: DraftOptions) -> Drafter:
     """Heads on the last verification pass."""
-    return _of_heads(models, options, LastPass(), [])
+    return _of_heads(models, options, LastPass(), [], _memory(models, options))
 
 
 def tokenswift(models: Models, options: DraftOptions) -> Drafter:
     """A drafting pass of the target, heads on it, and n-grams of the text."""
     reader = DraftingPass(_self_level(models.target, options))
-    return _of_heads(models, options, reader, _reuse_sources(options, below=1))
+    return _of_heads(models, options, reader, _reuse_sources(options, below=1), _memory(models, options))
 
 
 def _of_heads(
-    models: Models, options: DraftOptions, reader: LastPass | DraftingPass, others: list[ReuseSource]
+    models: Models,
+    options: DraftOptions,
+    reader: LastPass | DraftingPass,
+    others: list[ReuseSource],
+    memory: Recall | None,
 ) -> Drafter:
     """Heads in the tree of the options, or in one that pays, and other sources beside them."""
     heads, tree = models.heads, options.tree
@@ -84,14 +90,21 @@ def _of_heads(
     else:
         levels = min(options.gamma + reader.direct, options.nodes - 1)
     beams = BeamSource(models.target, heads, reader, levels, options.shared_noise, plan)
-    if options.recall:
-        return _recalling(models, options, plan, max(levels, _deepest(options)), [beams])
+    if memory is not None:
+        return _recalling(options, plan, max(levels, _deepest(options)), [beams], memory)
     return PlannedDrafter(offering=[beams, *others], depth=max(levels, longest), limit=options.nodes, plan=plan)
 
 
 def recall(models: Models, options: DraftOptions) -> Drafter:
     """What the target thought where the text stood like this before, and nothing else."""
-    return _recalling(models, options, Plan(models.costs), _deepest(options), [])
+    memory = _memory(models, options)
+    assert memory is not None
+    return _recalling(options, Plan(models.costs), _deepest(options), [], memory)
+
+
+def _memory(models: Models, options: DraftOptions) -> Recall | None:
+    """Of the text, if it is recalled."""
+    return Recall(models.target, options.shared_noise, options.recall) if options.recall else None
 
 
 def _deepest(options: DraftOptions) -> int:
@@ -101,27 +114,27 @@ def _deepest(options: DraftOptions) -> int:
 
 
 def _recalling(
-    models: Models, options: DraftOptions, plan: Plan, depth: int, sources: Sequence[PricedSource]
+    options: DraftOptions, plan: Plan, depth: int, sources: Sequence[PricedSource], memory: Recall
 ) -> PlannedDrafter:
     """Sources and what is recalled, up to ``depth`` tokens deep."""
     assert options.nodes is not None
-    assert options.recall
-    memory = Recall(models.target, options.shared_noise, options.recall)
     offering = [*sources, RecallSource(memory, plan, options.nodes)]
     return PlannedDrafter(offering=offering, depth=depth, limit=options.nodes, plan=plan, memory=memory)
 
 
 def cascade(models: Models, options: DraftOptions) -> Drafter:
     """A chain decoded by the target itself over the newest keys, as long as it is sure, itself drafted by heads."""
+    return _cascade(models, options, _memory(models, options))
+
+
+def _cascade(models: Models, options: DraftOptions, memory: Recall | None) -> PlannedDrafter:
     assert options.gamma is not None
     assert options.nodes is not None
     inner = medusa(models, replace(options, tree=AUTO, gamma=None, nodes=INNER_NODES, recall=0))
     assert isinstance(inner, PlannedDrafter)
     plan = Plan(models.costs)
     recalled: list[PricedSource] = []
-    memory = None
-    if options.recall:  # one memory for the chain and for what the chain is drafted from
-        memory = Recall(models.target, options.shared_noise, options.recall)
+    if memory is not None:  # one for the chain and for what the chain is drafted from
         recalled = [RecallSource(memory, plan, options.nodes)]
         guessing = RecallSource(memory, inner.plan, inner.limit)
         inner = replace(inner, offering=[*inner.offering, guessing], depth=INNER_NODES - 1)
@@ -130,6 +143,23 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
     deepest = min(options.gamma, options.nodes - 1)
     offering = [source, *recalled]
     return PlannedDrafter(offering=offering, depth=deepest, limit=options.nodes, plan=plan, memory=memory)
+
+
+def auto(models: Models, options: DraftOptions) -> Drafter:
+    """Whatever has been the fastest of late: heads in a fixed tree, heads in one that pays, or a cascade."""
+    heads, memory = models.heads, _memory(models, options)
+    assert heads is not None
+    tree = usual_tree("medusa", models.target.device, heads.deepest)
+    fixed = replace(options, tree=tree, gamma=None)
+    chosen = replace(options, tree=AUTO, gamma=None)
+    rivals = [
+        Rival("fixed tree", _of_heads(models, fixed, LastPass(), [], None), len(tree)),
+        Rival("tree auto", replace(_of_heads(models, chosen, LastPass(), [], memory), memory=None)),
+        Rival("cascade", replace(_cascade(models, options, memory), memory=None)),
+    ]
+    depth, limit = (max(getattr(rival.drafter, name) for rival in rivals) for name in ("depth", "limit"))
+    costs = None if options.costs == MEASURED else models.costs
+    return RivalDrafter(depth=depth, limit=limit, memory=memory, rivals=rivals, costs=costs)
 
 
 def reuse(models: Models, options: DraftOptions) -> Drafter:

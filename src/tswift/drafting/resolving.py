@@ -8,17 +8,11 @@ import torch
 
 from tswift.drafting.methods import find_method, used
 from tswift.drafting.options import AUTO, MEASURED, DraftOptions, refuse_sinks
+from tswift.drafting.trees import usual_nodes, usual_tree
 from tswift.errors import InputError
 from tswift.models.base_heads import Heads
 from tswift.models.target import Target
 
-# Trees that pay. On a GPU a pass over a hundred nodes costs little more than one over a single node, so the paper's
-# tree stands. On a CPU every node costs: two more than eight add 2% to a step's tokens and more to its time.
-_TREES: dict[str, dict[str, tuple[int, ...]]] = {
-    "cuda": {"medusa": (3, 3, 3), "tokenswift": (1, 3, 3, 3)},
-    "cpu": {"medusa": (2, 2, 2, 2), "tokenswift": (1, 2, 2, 2, 2)},
-}
-_NODES = {"cuda": 128, "cpu": 8}
 _NGRAMS = DraftOptions().ngrams
 _KEPT = 64  # half as many lose 3% of the guesses that come true, and all that there are gain less than 1%
 _AUTO_NODES = 32  # no tree that pays is larger, where passes over more were measured
@@ -45,7 +39,7 @@ def resolve_for(
         heads: how many tokens its heads draft one after another.
         options: as asked for.
     """
-    method, kind = find_method(name), _kind(device)
+    method = find_method(name)
     gamma, kv = None, options.kv or next(iter(method.kv), None)
     if "kv" in method.uses and kv not in method.kv:
         raise InputError(f"{name} can read {', '.join(method.kv)}, not {kv}", "--kv")
@@ -58,7 +52,7 @@ def resolve_for(
         raise InputError(f"{name} drafts with heads and the model has none; use ar or reuse", "--method")
     if "tree" in method.uses:
         levels = heads + method.by_lm_head
-        usual = _TREES[kind][name][:levels]
+        usual = usual_tree(name, device, levels)
         tree = options.tree or usual
         if options.gamma is not None:
             least, most = 1 - method.by_lm_head, (levels if tree == AUTO else len(usual)) - method.by_lm_head
@@ -79,7 +73,7 @@ def resolve_for(
         raise InputError("must be at least 1 for recall, which drafts from nothing else", "--recall")
     if name == "reuse" and not options.ngrams:
         raise InputError("must be at least 1 for reuse, which drafts from nothing else", "--ngrams")
-    default = min(_AUTO_NODES, most_nodes or _AUTO_NODES) if chooses else _NODES[kind]
+    default = min(_AUTO_NODES, most_nodes or _AUTO_NODES) if chooses else usual_nodes(device)
     nodes = (options.nodes or default) if "nodes" in method.uses else None
     if nodes and most_nodes and nodes > most_nodes:
         raise InputError(f"must be at most {most_nodes} with this attention, got {nodes}", "--nodes")
@@ -99,7 +93,3 @@ def resolve_for(
         costs=(options.costs or MEASURED) if chooses else None,
         recall=recall,
     )
-
-
-def _kind(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else "cuda"

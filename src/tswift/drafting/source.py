@@ -84,6 +84,16 @@ class Source(Protocol):
         """Take notice of the text having grown, by prefill or by a step; the next step commits at most ``most``."""
 
 
+class TextMemory(Protocol):
+    """What sources know of a text, and share."""
+
+    def prefilled(self, hidden: Tensor, sampler: Sampler) -> None:
+        """Take in the next chunk of the prompt's last hidden states ``[n, H]``."""
+
+    def committed(self, context: Context) -> None:
+        """Take in what has been committed since the last call."""
+
+
 @dataclass
 class Drafter:
     """A method's sources, in order of precedence.
@@ -92,11 +102,13 @@ class Drafter:
         sources: none for plain decoding.
         depth: most tokens drafted along a path, by which alpha is divided.
         limit: most nodes of a draft tree, root included.
+        memory: of the text, if one of the sources recalls it.
     """
 
     sources: Sequence[Source] = ()
     depth: int = 0
     limit: int = 1
+    memory: TextMemory | None = None
 
     def propose(self, context: Context, wanted: int) -> DraftTree:
         """The draft tree of the next step, which is to add ``wanted`` tokens at most."""
@@ -109,12 +121,25 @@ class Drafter:
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
         """Take notice of the pass over the next chunk of a prompt."""
+        if self.memory is not None:
+            self.memory.prefilled(forwarded.hidden, context.sampler)
+
+    @property
+    def choice(self) -> str:
+        """Which of several drafters drafted last; empty where there is but one."""
+        return ""
 
     def committed(self, context: Context) -> None:
         """Take notice of a step."""
+        self.learn(context)
         self.keep_up(context, self.depth + 1)
+
+    def learn(self, context: Context) -> None:
+        """See what became of the last draft."""
 
     def keep_up(self, context: Context, most: int) -> None:
         """Tell every source that the text has grown, and will by ``most`` tokens at most in the next step."""
+        if self.memory is not None:
+            self.memory.committed(context)
         for source in self.sources:
             source.committed(context, most)

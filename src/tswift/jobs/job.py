@@ -205,7 +205,7 @@ class Job:
         }
 
     def _record(self) -> dict[str, Any]:
-        running = self.state == RUNNING
+        running, counted = self.state == RUNNING, self.stats.counters()
         return {
             "state": self.state,
             **({"reason": self.reason} if self.reason else {}),
@@ -213,5 +213,5 @@ class Job:
             "resumed": self.resumed,
             "process": {"pid": os.getpid(), "host": socket.gethostname()},
             **({} if running else {"ended": now(), "figures": self.figures()}),
-            **{name: self.stats.counters()[name] for name in ("accepted", "sizes")},
+            **{name: counted[name] for name in ("accepted", "sizes", "choices") if counted[name]},
         }

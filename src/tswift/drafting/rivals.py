@@ -1,0 +1,119 @@
+"""Several drafters of one decode, of which each step takes the one that has been the fastest of late.
+
+What drafts fastest depends on how long the text is, how much it repeats itself, and on the machine. The text is the
+same whoever drafts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tswift.decoding.tree import DraftTree
+from tswift.drafting.planned import PlannedDrafter
+from tswift.drafting.source import Context, Drafter
+from tswift.models.costs import PassCosts
+from tswift.models.passes import Forwarded
+
+_TRIED = 16  # steps of each at first
+_MEMORY = 1 / 96  # of what is known of a rival, forgotten when it takes a step
+_WAIT, _PATIENCE = 8, 3  # steps after which one that is as fast is tried again; half as fast, 2^3 times as many
+
+
+@dataclass
+class Rival:
+    """One of the drafters.
+
+    Attributes:
+        name: what it is called.
+        drafter: how it drafts.
+        levels: of heads that it asks in every step, if it does not choose how many.
+    """
+
+    name: str
+    drafter: Drafter
+    levels: int = 0
+    steps: int = 0
+    waited: int = 0  # steps since its last one
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of late."""
+        return self._tokens / self._seconds
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        """It took a step."""
+        self.steps, self.waited = self.steps + 1, 0
+        self._tokens += tokens - _MEMORY * self._tokens
+        self._seconds += seconds - _MEMORY * self._seconds
+
+
+@dataclass
+class RivalDrafter(Drafter):
+    """Takes the fastest of its rivals, and now and then another one, the more seldom the slower that was.
+
+    Attributes:
+        rivals: at least one.
+        costs: by which seconds are told, so that choices are the same everywhere; None for those of the clock.
+    """
+
+    rivals: Sequence[Rival] = ()
+    costs: PassCosts | None = None
+    _chosen: Rival | None = None
+    _started: tuple[int, float] = field(default=(0, 0.0))  # the text's length, and the time
+    _nodes: int = 0
+
+    @property
+    def choice(self) -> str:
+        """As :attr:`Drafter.choice`."""
+        return self._chosen.name if self._chosen else ""
+
+    def propose(self, context: Context, wanted: int) -> DraftTree:
+        """As :meth:`Drafter.propose`."""
+        self._chosen = self._choose()
+        self._started = len(context.text), time.perf_counter()
+        tree = self._chosen.drafter.propose(context, wanted)
+        self._nodes = len(tree)
+        return tree
+
+    def _choose(self) -> Rival:
+        for rival in self.rivals:
+            if rival.steps < _TRIED:
+                return rival
+        best = max(self.rivals, key=lambda rival: rival.rate)
+        for rival in self.rivals:
+            rival.waited += 1
+            if rival is not best and rival.waited > _WAIT * (best.rate / rival.rate) ** _PATIENCE:
+                return rival
+        return best
+
+    def learn(self, context: Context) -> None:
+        """As :meth:`Drafter.learn`."""
+        if self._chosen is None:
+            return
+        length, since = self._started
+        self._chosen.drafter.learn(context)
+        seconds = time.perf_counter() - since if self.costs is None else self._priced(self._chosen, length - 1)
+        self._chosen.learn(len(context.text) - length, seconds)
+
+    def _priced(self, rival: Rival, held: int) -> float:
+        """Seconds of the rival's step over ``held`` keys by the costs."""
+        assert self.costs is not None
+        drafter = rival.drafter
+        spent = drafter.spent if isinstance(drafter, PlannedDrafter) else rival.levels * self.costs.level
+        return spent + self.costs.seconds(self._nodes, held)
+
+    def prefilled(self, context: Context, forwarded: Forwarded) -> None:
+        """As :meth:`Drafter.prefilled`."""
+        super().prefilled(context, forwarded)
+        for rival in self.rivals:
+            rival.drafter.prefilled(context, forwarded)
+
+    def keep_up(self, context: Context, most: int) -> None:
+        """As :meth:`Drafter.keep_up`."""
+        super().keep_up(context, most)
+        for rival in self.rivals:
+            rival.drafter.keep_up(context, most)
