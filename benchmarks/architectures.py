@@ -27,7 +27,7 @@ from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 from tswift.models.refining_heads import ChainedHeads
 from tswift.training.tokenizer import train_tokenizer
 

@@ -21,7 +21,7 @@ from tswift.drafting.making import make_drafter
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.jobs.prompt import read_prompt
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 from tswift.models.target import Target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

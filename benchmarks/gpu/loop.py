@@ -18,7 +18,8 @@ from tswift.benchmarking.simulated import SimulatedWalk
 from tswift.decoding.generation import Generation, begin
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.step import Step
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 from tswift.models.shapes import PREFIX
 
 GREEDY = "ar, greedy"  # what transformers' generate is held against

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tswift.attention import building
+from tests.conftest import make_checkpoint
+from tswift.attention import building, native
 from tswift.attention.backends import choose, why_not
 from tswift.attention.building import Unbuilt, build
+from tswift.errors import InputError
+from tswift.models.loading import load
 
 CPU = torch.device("cpu")
 REASON = why_not("native", torch.float32, CPU)
@@ -22,9 +25,9 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def _fresh(monkeypatch, tmp_path: Path):
     """An empty cache, and nothing loaded before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    build.cache_clear()
+    building._attempted.cache_clear()
     yield
-    build.cache_clear()
+    building._attempted.cache_clear()
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def kept(tmp_path: Path) -> list[Path]:
 
 def again(source: Path, *defined: str) -> int:
     """As another process would."""
-    build.cache_clear()
+    building._attempted.cache_clear()
     return build(source, *defined).answer()
 
 
@@ -106,17 +109,47 @@ def test_compilers_that_do_not_serve(monkeypatch, source: Path, compiler: str, l
 
 
 def test_without_a_compiler_the_stock_operators_serve(monkeypatch) -> None:
-    from tswift.attention.native import library
-
     monkeypatch.setenv("CC", "no-such-compiler")
-    library.cache_clear()
-    try:
-        assert choose("auto", torch.float32, CPU) == "sdpa"
-        assert why_not("native", torch.float32, CPU) == (
-            "native attention needs a C compiler: no-such-compiler (CC) is not there"
-        )
-    finally:
-        library.cache_clear()
+    assert choose("auto", torch.float32, CPU) == "sdpa"
+    assert why_not("native", torch.float32, CPU) == (
+        "native attention needs a C compiler: no-such-compiler (CC) is not there"
+    )
+
+
+def test_what_failed_is_not_tried_again(monkeypatch, source: Path) -> None:
+    calls = []
+
+    def fail(command: list[str]) -> None:
+        calls.append(command)
+        raise Unbuilt("needs another C compiler: broken")
+
+    monkeypatch.setattr(building, "_compile", fail)
+    for _ in range(3):
+        with pytest.raises(Unbuilt, match="needs another C compiler: broken"):
+            build(source, "ANSWER=42")
+        assert why_not("native", torch.float32, CPU) == "native attention needs another C compiler: broken"
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_models_own_head_size_is_built_before_it_is_loaded(monkeypatch, tmp_path: Path, broken: bool) -> None:
+    """And no other; where that fails it is told, and not found out in a pass."""
+    built, compiled = [], building._compile
+
+    def noted(command: list[str]) -> None:
+        built.extend(word for word in command if "WIDTH" in word)
+        if broken:
+            raise Unbuilt("needs another C compiler: broken")
+        compiled(command)
+
+    monkeypatch.setattr(building, "_compile", noted)
+    native._kernel.cache_clear()
+    model = str(make_checkpoint(tmp_path / "m", head_dim=32))
+    assert load(model, device="cpu", dtype="float32").attention == ("sdpa" if broken else "native")
+    if broken:
+        with pytest.raises(InputError, match="--attention: native attention needs another C compiler: broken"):
+            load(model, device="cpu", dtype="float32", attention="native")
+    assert built == ["-DWIDTH=32"]
 
 
 @pytest.mark.parametrize(("machine", "capability"), [("aarch64", "DEFAULT"), ("x86_64", "DEFAULT")])

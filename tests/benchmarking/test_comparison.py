@@ -141,6 +141,8 @@ def test_methods_begin_with_plain_decoding():
         (Entry(("ar", "medusa"), drafting={"ngrams": 3}), "--ngrams: none of ar, medusa uses it"),
         (Entry(("ar", "reuse"), trees={"": (2, 2)}), "--tree: none of ar, reuse uses it"),
         (Entry(("ar", "medusa"), trees={"tokenswift": (2, 2)}), "--tree: is given for tokenswift"),
+        (Entry(("ar", "tokenswift"), drafting={"ngrams": 20}, trees={"": "auto"}), "--ngrams: none of .* with --tree"),
+        (Entry(("ar", "tokenswift"), drafting={"ngrams": 20}, trees={"tokenswift": "auto"}), "--ngrams: none of ar, "),
         (Entry(("ar", "reuse"), heads="chained"), "--heads: none of ar, reuse uses it"),
         (Entry(("ar", "medusa"), sampling={"min_p": 3.0}), "--min-p must be between"),
     ],
@@ -154,6 +156,9 @@ def test_a_tree_goes_to_its_method(checkpoint):
     trees = {"tokenswift": (1, 3), "medusa": (3,)}
     lineup = line_up(Entry(("ar", "medusa", "tokenswift"), trees=trees, model=str(checkpoint)))
     assert {each.label: each.options.tree for each in lineup.variants} == {"ar": None, **trees}
+    mixed = {"tokenswift": (1, 3), "medusa": "auto"}
+    lineup = line_up(Entry(("ar", *mixed), drafting={"ngrams": 20}, trees=mixed, model=str(checkpoint)))
+    assert "ngrams" in lineup.drafting()["tokenswift"]
     lineup = line_up(
         Entry(("ar", "medusa", "reuse"), drafting={"ngrams": 7}, trees={"": (2, 2)}, model=str(checkpoint))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from random import Random
 
@@ -109,6 +110,22 @@ def test_nothing_is_simulated_by_default(checkpoint) -> None:  # type: ignore[no
 def test_shares_that_are_none(alpha: float) -> None:
     with pytest.raises(InputError, match=r"^--simulate-alpha: must be above 0 and at most 1, got "):
         refuse_share(alpha, ["medusa"])
+
+
+@pytest.mark.parametrize(
+    ("methods", "trees", "named"),
+    [
+        (("ar", "medusa", "cascade"), {}, "cascade"),
+        (("ar", "recall"), {}, "recall"),
+        (("ar", "tokenswift"), {"": "auto"}, "tokenswift"),
+        (("ar", "medusa", "tokenswift"), {"medusa": (2, 2), "tokenswift": "auto"}, "tokenswift"),
+    ],
+)
+def test_a_share_that_chosen_trees_would_not_meet(checkpoint, methods, trees, named) -> None:  # type: ignore[no-untyped-def]
+    entry = Entry(methods, trees=trees, model=str(checkpoint), simulate_alpha=0.5)
+    with pytest.raises(InputError, match=f"^--simulate-alpha: goes with trees of one shape; {named} chooses here"):
+        line_up(entry)
+    line_up(dataclasses.replace(entry, simulate_alpha=None))
 
 
 def test_a_share_of_nothing() -> None:

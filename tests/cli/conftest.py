@@ -14,7 +14,7 @@ import pytest
 from tswift.cli import main
 
 if TYPE_CHECKING:
-    from tswift.models.loading import LoadedModel
+    from tswift.models.loaded import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.bad_inputs import CASES, Case, World, attempt, make_world, tree
 from tests.cli.bad_inputs.models import MARKER
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 
 
 @pytest.fixture(scope="module")

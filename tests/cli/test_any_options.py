@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.cli.bad_inputs import run
 from tswift.decoding.generation import generate
 from tswift.decoding.params import SamplingParams
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 
 LONGEST = 8
 

@@ -39,6 +39,7 @@ CHEAP = {
     "--method ar --no-shared-noise": "--shared-noise: ar does not use it",
     "--method medusa --budget 512": "--budget: medusa does not use it",
     "--method medusa --ngrams 3": "--ngrams: medusa does not use it",
+    "--tree auto --ngrams 20": "--ngrams: tokenswift does not use it with --tree auto, but for --recall 0",
     "--method medusa --sinks 3": "--sinks: medusa does not use it",
     "--method reuse --tree 3,3": "--tree: reuse does not use it",
     "--method reuse --shared-noise": "--shared-noise: reuse does not use it",

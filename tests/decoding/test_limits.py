@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from tswift.decoding import limits
 from tswift.decoding.generation import begin
-from tswift.decoding.limits import check_ahead
+from tswift.decoding.limits import Need, check_ahead
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
+from tswift.drafting.recall import Recall
 from tswift.errors import InputError
 from tswift.models.loading import load
+
+CPU = torch.device("cpu")
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
@@ -33,6 +38,8 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str, dtype: st
     nodes = 5 if "nodes" in METHODS[method].uses else (METHODS[method].gamma or 0) + 1
     assert ahead.logits_bytes == need.logits_bytes == 3 * nodes * 320 * 8
     assert ahead.draft_kv_bytes == need.draft_kv_bytes
+    assert ahead.recall_bytes == need.recall_bytes
+    assert (need.recall_bytes > 0) == (method in ("recall", "cascade", "auto"))
     assert (need.weight_bytes, need.heads_bytes) == (0, 0)  # they are there
     assert ahead.weight_bytes == sum(weight.nbytes for weight in model.target.model.parameters())
     assert ahead.draft_bytes == (ahead.weight_bytes if draft else 0)
@@ -57,6 +64,38 @@ def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     memory(monkeypatch, need.weight_bytes)
     with pytest.raises(InputError, match=r"^--model: weights 0.2 MB \+ heads "):  # no text is short enough
         check_ahead(model, 3, 2000, "tokenswift", options)
+
+
+@pytest.mark.parametrize(
+    ("method", "tree"), [("recall", None), ("cascade", None), ("medusa", "auto"), ("medusa", None)]
+)
+def test_what_is_recalled_counts(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, method: str, tree: str | None
+) -> None:
+    options = DraftOptions(tree=tree)
+    need = check_ahead(str(checkpoint), 3, 2000, method, options)
+    recalls = tree is not None or method != "medusa"
+    assert need.recall_bytes == (Recall.bytes_for(2003, 320, 64) if recalls else 0)
+    assert need.held_bytes(CPU) - need.recall_bytes == need.held_bytes(torch.device("cuda")) == need.kv_bytes
+    if recalls:
+        fewer = check_ahead(str(checkpoint), 3, 2000, method, replace(options, recall=10))
+        assert fewer.recall_bytes < need.recall_bytes
+        memory(monkeypatch, need.total_bytes - 1)
+        with pytest.raises(InputError, match=r" \+ recall 0\.6 MB \+ logits "):
+            check_ahead(str(checkpoint), 3, 2000, method, options)
+
+
+def test_what_is_recalled_is_in_the_machines_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    need = Need(positions=9, full_bytes=2_000_000, partial_bytes=0, recall_bytes=1_000_000)
+    free = {"cpu": 1_000_000, "cuda": 2_000_000}
+    monkeypatch.setattr(limits, "available_bytes", lambda device: free[device.type])
+    limits._refuse_memory(need, torch.device("cuda"), "--len")
+    free["cpu"] -= 1
+    with pytest.raises(InputError, match=r"^--len: recall 1.0 MB = 1.0 MB, cpu has 1.0 MB free$"):
+        limits._refuse_memory(need, torch.device("cuda"), "--len")
+    free.update(cpu=1_000_000, cuda=1_999_999)
+    with pytest.raises(InputError, match=r"^--len: KV 2.0 MB = 2.0 MB, cuda has 2.0 MB free$"):
+        limits._refuse_memory(need, torch.device("cuda"), "--len")
 
 
 def test_weights_count_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Drafter
 from tswift.kv.partial import PartialKV
 from tswift.models.fingerprint import fingerprint_of
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 from tswift.models.ranks import Gone, join
 
 # How much methods write: with grouped heads; with biases and a tied LM head; by a plan that leaves attention whole.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,3 +71,13 @@ def test_what_never_was_is_not_found() -> None:
     contexts.extend([1, 2, 3])
     assert contexts.find([4], 4) == []
     assert contexts.find([4, 3], 4) == [(2, 1)]
+
+
+@pytest.mark.parametrize("count", [1, 1000, 1023, 1024, 1025, 5000])
+def test_a_text_takes_what_is_said(count: int) -> None:
+    contexts, random = Contexts(), Random(count)
+    for _ in range(count):
+        contexts.extend([random.randrange(500)])
+    arrays = [*contexts._last, *contexts._before]
+    held = sum(len(each) * each.itemsize for each in arrays) + 8 * len(contexts._text)
+    assert Contexts.bytes_for(count - 1) <= held <= Contexts.bytes_for(count)

@@ -85,7 +85,11 @@ def _levels(drafter: Drafter) -> list:
 
 def test_room_for_what_is_forwarded_over_a_partial_cache() -> None:
     for method in METHODS:
-        for options in (DraftOptions(budget=64), DraftOptions(budget=64, gamma=2, inner_gamma=5)):
+        for options in (
+            DraftOptions(budget=64),
+            DraftOptions(budget=64, gamma=2, inner_gamma=5),
+            DraftOptions(budget=64, gamma=2, tree="auto"),
+        ):
             resolved = resolve(method, tiny_target(), tiny_heads(), options)
             drafter = make_drafter(method, tiny_target(), tiny_heads(), options, tiny_draft())
             held = [level.kv.capacity for level in _levels(drafter) if isinstance(level, PartialLevel)]
@@ -134,5 +138,7 @@ def test_trees_that_pay() -> None:
     assert made("tokenswift", tree="auto", gamma=2, ngrams=0, recall=0).depth == 3
     assert made("medusa", tree="auto", nodes=12).depth == 11
     assert made("tokenswift", tree="auto", nodes=9).limit == 9
-    with pytest.raises(InputError, match="--gamma"):
-        made("medusa", tree="auto", gamma=9)
+    remembering = tiny_heads(kind="autoregressive")
+    for method, gamma, nodes, depth in (("medusa", 9, None, 9), ("tokenswift", 9, None, 10), ("medusa", 900, 20, 19)):
+        options = DraftOptions(tree="auto", gamma=gamma, nodes=nodes, recall=0, ngrams=0)
+        assert make_drafter(method, tiny_target(), remembering, options).depth == depth

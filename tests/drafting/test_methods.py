@@ -13,6 +13,11 @@ def test_options_that_are_not_looked_at() -> None:
     full = DraftOptions(kv="full")
     assert used("tokenswift", full) == used("tokenswift", DraftOptions()) - {"budget", "sinks"}
     assert "budget" not in used("medusa", full)
+    ngrams = {"ngrams", "reuse_recent"}
+    assert ngrams <= used("tokenswift", DraftOptions(tree=(1, 3)))
+    assert ngrams <= used("tokenswift", DraftOptions(tree="auto", recall=0))
+    for recall in (None, 1):
+        assert not ngrams & used("tokenswift", DraftOptions(tree="auto", recall=recall))
     assert {"gamma", "budget", "inner_gamma"} <= used("triforce", DraftOptions())
 
 

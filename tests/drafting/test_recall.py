@@ -113,6 +113,13 @@ def test_banned_tokens_are_not_guessed() -> None:
     assert recall.guess([[text[-1]]], sampler, 1)[0].tokens == [11]
 
 
+def test_it_takes_about_what_is_said() -> None:
+    for count in (100_000, 131_072):
+        assert 316 * count <= Recall.bytes_for(count, 2048, 64) - 8 * 2048 <= 340 * count
+        more = Recall.bytes_for(count, 128_256, 64) - Recall.bytes_for(count, 2048, 64) - 8 * (128_256 - 2048)
+        assert more == 128 * count
+
+
 def test_nothing_is_guessed_where_nothing_was() -> None:
     recall, sampler = recalled([1, 2, 3], thoughts(3), [1, 1, 1], PENALTY)
     guesses = recall.guess([[3], [3, 2], [3, 50]], sampler, 3)

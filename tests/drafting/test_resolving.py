@@ -10,6 +10,7 @@ from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.resolving import resolve, resolve_for
 from tswift.errors import InputError
+from tswift.models.autoregressive_heads import DEEPEST
 
 
 def resolved(method: str, **options) -> DraftOptions:
@@ -39,11 +40,31 @@ def test_missing_heads_are_refused() -> None:
         ("magicdec", {"gamma": 0}, r"--gamma: must be at least 1 for magicdec"),
         ("medusa", {"gamma": 0}, r"--gamma: must be between 1 and 3 for medusa, got 0"),
         ("tokenswift", {"gamma": 4}, r"--gamma: must be between 0 and 3 for tokenswift, got 4"),
+        ("medusa", {"gamma": 4, "tree": "auto"}, r"--gamma: must be between 1 and 3 for medusa, got 4"),
+        ("tokenswift", {"gamma": 4, "tree": "auto"}, r"--gamma: must be between 0 and 3 for tokenswift, got 4"),
     ],
 )
 def test_what_a_method_cannot_do(method: str, options, message: str) -> None:
     with pytest.raises(InputError, match=message):
         resolved(method, **options)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("method", ["medusa", "tokenswift"])
+def test_a_tree_that_pays_is_as_deep_as_the_heads_go(method: str, device: str) -> None:
+    """However deep the usual tree is."""
+
+    def gamma(heads: int, tree: str | None, asked: int) -> int | None:
+        options = DraftOptions(gamma=asked, tree=tree)
+        return resolve_for(method, torch.device(device), None, heads, options).gamma
+
+    for heads in (2, 7, DEEPEST):
+        assert gamma(heads, "auto", heads) == heads
+        if heads < DEEPEST:
+            with pytest.raises(InputError, match=rf"--gamma: must be between \d and {heads} for {method}"):
+                gamma(heads, "auto", heads + 1)
+    with pytest.raises(InputError, match=rf"--gamma: must be between \d and [34] for {method}, got 7"):
+        gamma(7, None, 7)
 
 
 def test_a_chain_that_the_attention_cannot_do() -> None:

@@ -68,5 +68,5 @@ def test_a_distribution_takes_what_is_said(vocab: int, bytes_of_one: int) -> Non
         thoughts.think(logits)
     held = sum(rows.nbytes for rows in (thoughts._ids, thoughts._logs, thoughts._scales))
     assert len(thoughts) == 2048
-    assert held == 2048 * bytes_of_one
+    assert held == 2048 * bytes_of_one == Thoughts.bytes_for(2048, vocab, 64)
     assert averaged(thoughts, [[2047]], [[1.0]], vocab)[0].argmax() == logits[63].argmax()

@@ -64,6 +64,11 @@ def test_what_was_typed_wins() -> None:
     tree = choose("llama3.1-8b", "medusa", {}, {"tree": (2, 2)})
     assert (tree.drafting, tree.instead) == ({"tree": (2, 2)}, ("tree",))
     assert choose("llama3.1-8b", "tokenswift", {}, {"gamma": 2}).drafting == {"ngrams": 20, "gamma": 2}
+    auto = choose("llama3.1-8b", "tokenswift", {}, {"tree": "auto"})
+    assert auto.drafting == {"tree": "auto"}
+    refuse_unused(["tokenswift"], auto.drafting)  # what was not typed is not told to be ignored
+    reuses = {"tree": "auto", "recall": 0}
+    assert choose("llama3.1-8b", "tokenswift", {}, reuses).drafting == {"ngrams": 20, **reuses}
 
 
 class Tokenizer:

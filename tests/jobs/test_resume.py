@@ -24,7 +24,7 @@ from tswift.jobs.job import Job
 from tswift.jobs.recorded import read_saved
 from tswift.jobs.resume import resume
 from tswift.jobs.settings import Settings, start
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load as real_load
 
 LENGTH = 90
@@ -281,6 +281,14 @@ def test_what_the_method_does_not_use_is_refused(asked: Settings) -> None:
     folder = interrupted(with_method(asked, "ar"))
     with pytest.raises(InputError, match="--nodes: ar does not use it"):
         resume(folder, {"nodes": 5}, False, [])
+
+
+@pytest.mark.parametrize(("recall", "reuses"), [(None, False), (0, True)])
+def test_what_a_tree_that_pays_does_not_use_is_refused(asked: Settings, recall: int | None, reuses: bool) -> None:
+    folder = interrupted(replace(asked, drafting={"tree": "auto", "budget": 64, "recall": recall}))
+    message = "the run was made with 20, got 7" if reuses else "tokenswift does not use it with --tree auto"
+    with pytest.raises(InputError, match=f"--ngrams: {message}"):
+        resume(folder, {"ngrams": 7}, False, [])
 
 
 def test_another_model_is_refused(asked: Settings, model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

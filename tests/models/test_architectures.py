@@ -16,7 +16,8 @@ from tswift.drafting.methods import METHODS
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 
 # Whole texts cost a second each; these are what people have, and one of every kind of layer. The others are asked for
 # their logits, and `python -m benchmarks.architectures` writes texts with all of them.

@@ -15,7 +15,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 from tswift.models.source import DEMO_DRAFT
 
 FOLDER = Path(tswift.__file__).parent / "models" / "demo"

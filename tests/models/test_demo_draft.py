@@ -13,7 +13,7 @@ from tswift.decoding.generation import begin
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.models.fingerprint import fingerprint_of
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 from tswift.models.source import DEMO_DRAFT
 from tswift.training.agreement import agreements
 

@@ -14,7 +14,8 @@ from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.prompt import read_prompt
 from tswift.models.fingerprint import fingerprint_of
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 from tswift.models.refining_heads import ChainedHeads
 from tswift.models.shapes import SHAPES
 

@@ -35,7 +35,8 @@ from tswift.decoding.generation import begin
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 from tswift.models.medusa_heads import MedusaHeads
 from tswift.models.published import find_published
 from tswift.models.target import Target

@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM
 
 import tswift
 from tests.cli.conftest import tswift as run_tswift  # noqa: F401
-from tests.models.test_loading import _refused
+from tests.models.loads import refuse
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.kv.full import FullKV
-from tswift.models import loading
+from tswift.models import opening
 from tswift.models.fingerprint import fingerprint_of, weights_hash
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 from tswift.models.quantizing import quantizer
 
 OPTIONS = DraftOptions(nodes=12, budget=64, sinks=4, reuse_recent=True)
@@ -72,7 +73,7 @@ def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         network.hf_quantizer = "homemade"
         return network, info
 
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(opening.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     return str(folder)
 
 
@@ -101,13 +102,13 @@ def test_quantised_weights_count(quantised: str) -> None:
 
 def test_what_cannot_be_quantised(checkpoint: Path, quantised: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(checkpoint)
-    _refused(model, "no 'int3'; there are int8, fp8, int4", "--quantize", quantize="int3")
-    _refused(model, "not in float64", "--quantize", quantize="int8", dtype="float64")
-    _refused(model, "int4 needs a CUDA device and bfloat16", "--quantize", quantize="int4", device="cpu")
-    _refused(quantised, r"quantised already \(homemade\)", "--quantize", quantize="int8", device="cpu")
-    _refused("shape:llama3.1-8b", "neither quantised nor split", "--model", quantize="int8")
+    refuse(model, "no 'int3'; there are int8, fp8, int4", "--quantize", quantize="int3")
+    refuse(model, "not in float64", "--quantize", quantize="int8", dtype="float64")
+    refuse(model, "int4 needs a CUDA device and bfloat16", "--quantize", quantize="int4", device="cpu")
+    refuse(quantised, r"quantised already \(homemade\)", "--quantize", quantize="int8", device="cpu")
+    refuse("shape:llama3.1-8b", "neither quantised nor split", "--model", quantize="int8")
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    _refused(model, r"needs torchao: pip install 'tswift\[quantize\]'", "--quantize", quantize="int8", device="cpu")
+    refuse(model, r"needs torchao: pip install 'tswift\[quantize\]'", "--quantize", quantize="int8", device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_what_transformers_is_told(
         told["config"] = quantization_config
         return right(source, **asked)
 
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(opening.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     model = load(str(checkpoint), device="cpu", quantize=kind)
     assert told["config"] == wanted
     assert model.about()["quantization"] == f"{kind}, torchao"

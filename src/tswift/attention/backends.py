@@ -43,23 +43,27 @@ BACKENDS: dict[str, Callable[[], type[Attention]]] = {
     "flash": _flash,
 }
 
+USUAL = 64  # head size
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def why_not(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
+def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str | None:
     """Why a backend cannot serve a model here, in one line; None if it can.
+
+    What has to be compiled for that is compiled now, not in the first pass.
 
     Args:
         name: a key of :data:`BACKENDS`.
         dtype: of the model.
         device: where it is.
+        width: the model's head size.
     """
     if name == "native":
         if device.type != "cpu":
             return "native attention is for the CPU"
         if dtype != torch.float32:
             return f"native attention takes float32, not {_plain(dtype)}"
-        return _unbuilt()
+        return _unbuilt(width)
     if name == "triton":
         if dtype not in (torch.float32, *_HALVES):
             return f"triton attention takes float32, bfloat16 and float16, not {_plain(dtype)}"
@@ -75,8 +79,8 @@ def why_not(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-def choose(name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """The backend that a name stands for.
+def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str:
+    """The backend that a name stands for; the arguments are those of :func:`why_not`.
 
     ``auto`` is triton on CUDA and native on the CPU, where they can serve, and sdpa elsewhere.
 
@@ -85,20 +89,20 @@ def choose(name: str, dtype: torch.dtype, device: torch.device) -> str:
     """
     if name == "auto":
         own = "triton" if device.type == "cuda" else "native"
-        return own if why_not(own, dtype, device) is None else "sdpa"
+        return own if why_not(own, dtype, device, width) is None else "sdpa"
     if name not in BACKENDS:
         raise InputError(f"no attention {name!r}; there are auto, {', '.join(BACKENDS)}", "--attention")
-    reason = why_not(name, dtype, device)
+    reason = why_not(name, dtype, device, width)
     if reason:
         raise InputError(reason, "--attention")
     return name
 
 
-def fails(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
+def fails(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str | None:
     """Why a backend that should serve does not, in one line: a kernel is launched. None if it does."""
     layout = Layout(1, 1, dtype, device)
     try:
-        query, keys, values = torch.ones(3, 1, 1, 64, dtype=dtype, device=device)
+        query, keys, values = torch.ones(3, 1, 1, width, dtype=dtype, device=device)
         out = BACKENDS[name]()(layout, 0, 1, None)(query, keys, values, 1.0)
         return None if bool((out == 1).all()) else f"{name} attention computes nonsense here"
     except Exception as error:  # compilers, drivers and libraries have many ways to fail
@@ -110,13 +114,13 @@ def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _unbuilt() -> str | None:
+def _unbuilt(width: int) -> str | None:
     from tswift.attention.building import Unbuilt
-    from tswift.attention.native import library, parallel_region
+    from tswift.attention.native import library, parallel_region, takes
 
     try:
         parallel_region()
-        library(64)
+        library(width if takes(width) else USUAL)  # that one tells whether there is a compiler at all
     except Unbuilt as error:
         return f"native attention {error}"
     return None

@@ -24,12 +24,11 @@ class Unbuilt(Exception):
     """Why there is no library, in one line that goes on after what it is for."""
 
 
-@functools.cache
 def build(source: Path, *defined: str) -> ctypes.CDLL:
     """Compile a C file to a library, unless that was done before, and load it.
 
     What was compiled is kept in ``tswift`` in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``). Where
-    that cannot be written, it is compiled anew in every process.
+    that cannot be written, it is compiled anew in every process. What failed is not tried again in the same process.
 
     Args:
         source: the file; it needs no library and may use AVX2 and FMA.
@@ -38,6 +37,22 @@ def build(source: Path, *defined: str) -> ctypes.CDLL:
     Raises:
         Unbuilt: there is no compiler, or it fails; or the processor cannot run the library.
     """
+    library = _attempted(source, *defined)
+    if isinstance(library, str):
+        raise Unbuilt(library)
+    return library
+
+
+@functools.cache
+def _attempted(source: Path, *defined: str) -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    try:
+        return _built(source, *defined)
+    except Unbuilt as error:
+        return str(error)
+
+
+def _built(source: Path, *defined: str) -> ctypes.CDLL:
     if platform.machine() not in ("x86_64", "AMD64") or not _capable():
         raise Unbuilt("needs an x86 processor with AVX2")
     command = [*_compiler(), *_FLAGS, *(f"-D{macro}" for macro in defined)]

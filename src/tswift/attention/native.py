@@ -97,7 +97,11 @@ class NativeAttention:
         return out
 
 
-@functools.cache
+def takes(width: int) -> bool:
+    """Whether the kernel can be built for heads of a size; others are left to the stock operators."""
+    return 0 < width <= _WIDEST and width % _TILE == 0
+
+
 def library(width: int) -> ctypes.CDLL:
     """The kernel for a head size.
 
@@ -110,11 +114,11 @@ def library(width: int) -> ctypes.CDLL:
 @functools.cache
 def _kernel(width: int) -> Callable[[Any], None] | None:
     """What computes heads of this size; None if the stock operators have to."""
-    if width > _WIDEST or width % _TILE:
+    if not takes(width):
         return None
     try:
         return cast("Callable[[Any], None]", library(width).tswift_attend)
-    except Unbuilt:  # though another size was built when the model was loaded: the disk is full, say
+    except Unbuilt:  # another size was built when the model was loaded: its layers have heads of several
         return None
 
 

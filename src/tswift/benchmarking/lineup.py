@@ -14,13 +14,14 @@ from tswift.decoding.audit import Audit, audit
 from tswift.decoding.generation import begin, ending
 from tswift.decoding.limits import check_ahead
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import find_method
-from tswift.drafting.options import AUTO, DraftOptions
+from tswift.drafting.methods import OF_CHOICE, find_method, used
+from tswift.drafting.options import DraftOptions
 from tswift.drafting.resolving import resolve
 from tswift.errors import InputError, renamed
 from tswift.jobs.draft import draft_for
 from tswift.jobs.settings import refuse_unused, sampling_params, used_options
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 from tswift.models.memory import available_bytes, gigabytes
 from tswift.models.source import DEMO
 
@@ -130,11 +131,11 @@ class Lineup:
                 options=variant.options,
                 walk=walk,
             )
-            need += generation.need.kv_bytes
+            need += generation.need.held_bytes(self.model.target.device)
             lanes.append(Lane(variant.label, generation, simulated=walk is not None, method=variant.method))
         if free is not None and need > free:
             raise InputError(
-                f"{len(lanes)} methods side by side need {gigabytes(need)} of KV cache, {gigabytes(free)} are free",
+                f"{len(lanes)} methods side by side need {gigabytes(need)} of caches, {gigabytes(free)} are free",
                 "--methods",
             )
         return lanes
@@ -176,9 +177,8 @@ def line_up(entry: Entry, prompt: int = 1, length: int = 1, option: str = "--mod
         InputError: something asked cannot be done.
     """
     params = sampling_params(entry.sampling)
-    refuse_share(entry.simulate_alpha, [method for method in entry.methods if method not in DRAFTLESS])
     heads = {} if entry.heads is None else {"heads": entry.heads}
-    refuse_unused(entry.methods, {**entry.drafting, **heads, **tree_of_all(entry.trees)})
+    refuse_unused(entry.methods, {**entry.drafting, **heads, "tree": entry.trees.get("")}, entry.trees)
     for method in entry.trees:
         if method and (method not in entry.methods or "tree" not in find_method(method).uses):
             raise InputError(f"is given for {method}, which is not among the methods or has no tree", "--tree")
@@ -186,6 +186,9 @@ def line_up(entry: Entry, prompt: int = 1, length: int = 1, option: str = "--mod
         method: DraftOptions(**entry.drafting, tree=entry.trees.get(method, entry.trees.get("")))
         for method in entry.methods
     }
+    drafting = [method for method in entry.methods if method not in DRAFTLESS]
+    choosing = [method for method in drafting if OF_CHOICE & used(method, asked[method])]
+    refuse_share(entry.simulate_alpha, drafting, choosing)
     how: dict[str, Any] = {name: getattr(entry, name) for name in ("device", "dtype", "attention", "heads")}
     how["draft"] = draft_for(entry.methods, entry.model, entry.draft_model)
     try:
@@ -199,10 +202,3 @@ def line_up(entry: Entry, prompt: int = 1, length: int = 1, option: str = "--mod
         raise renamed(error, {"--method": "--methods"}) from None
     params, _ = ending(params, model.eos_ids, stop_at_eos=False)
     return Lineup(model, params, variants, entry.simulate_alpha)
-
-
-def tree_of_all(trees: Mapping[str, tuple[int, ...] | str]) -> dict[str, tuple[int, ...] | str]:
-    """The tree by which it is judged what options of all methods are looked at: ``auto`` if one method has that."""
-    if AUTO in trees.values():
-        return {"tree": AUTO}
-    return {"tree": trees[""]} if "" in trees else {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from tswift.errors import InputError, renamed
 from tswift.jobs.prompt import read_prompt
 from tswift.models.hub import hub
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 
 PG19 = "emozilla/pg19"  # on the hub, as parquet; the test split holds 100 books
 _OPTION = "--prompts"

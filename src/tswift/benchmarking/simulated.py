@@ -37,15 +37,16 @@ class SimulatedWalk:
         return path[::-1]
 
 
-def refuse_share(alpha: float | None, methods: Sequence[str]) -> None:
-    """Refuse an acceptance that is none, or for nothing.
+def refuse_share(alpha: float | None, methods: Sequence[str], choosing: Sequence[str] = ()) -> None:
+    """Refuse an acceptance that is none, or for nothing, or that would not be met.
 
     Args:
         alpha: as asked for; None if it was not.
         methods: the methods that draft.
+        choosing: those of them that choose in every step how deep a tree pays: few are as deep as the share needs.
 
     Raises:
-        InputError: not above 0 and at most 1, or no method drafts.
+        InputError: not above 0 and at most 1, no method drafts, or one chooses its trees.
     """
     if alpha is None:
         return
@@ -53,3 +54,6 @@ def refuse_share(alpha: float | None, methods: Sequence[str]) -> None:
         raise InputError(f"must be above 0 and at most 1, got {alpha}", "--simulate-alpha")
     if not methods:
         raise InputError("none of the methods drafts anything that could be accepted", "--simulate-alpha")
+    if choosing:
+        reason = f"{choosing[0]} chooses here how deep a tree pays"
+        raise InputError(f"goes with trees of one shape; {reason}, so the share would not be met", "--simulate-alpha")

@@ -17,7 +17,7 @@ from tswift.errors import InputError
 if TYPE_CHECKING:
     from tswift.decoding.audit import Audit
     from tswift.jobs.verification import Subject
-    from tswift.models.loading import LoadedModel
+    from tswift.models.loaded import LoadedModel
 
 _TEXT = "Instead of a run"
 

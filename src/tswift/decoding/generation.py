@@ -17,7 +17,7 @@ from tswift.drafting.options import MEASURED, DraftOptions
 from tswift.drafting.resolving import resolve
 from tswift.errors import InputError
 from tswift.models.costs import NOMINAL
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 from tswift.models.ranks import ALONE, Ranks
 
 _PARAMS = SamplingParams()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tswift.drafting.making import draft_slots, partial_slots
+from tswift.drafting.making import draft_slots, partial_slots, recall_bytes
 from tswift.drafting.methods import find_method
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.resolving import resolve_for
@@ -32,6 +32,7 @@ class Need:
         weight_bytes, heads_bytes, draft_bytes: bytes of what is to be loaded first, model, heads and draft model; 0 for
             what is there already.
         draft_kv_bytes: bytes of the draft model's KV cache, at least; 0 if there is none.
+        recall_bytes: bytes of what is kept to be recalled, in the machine's own memory whatever the device; 0 for none.
     """
 
     positions: int
@@ -42,6 +43,7 @@ class Need:
     heads_bytes: int = 0
     draft_bytes: int = 0
     draft_kv_bytes: int = 0
+    recall_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -56,7 +58,11 @@ class Need:
     @property
     def total_bytes(self) -> int:
         """Bytes of everything."""
-        return self.loaded_bytes + self.kv_bytes + self.logits_bytes
+        return self.loaded_bytes + self.kv_bytes + self.recall_bytes + self.logits_bytes
+
+    def held_bytes(self, device: torch.device) -> int:
+        """Bytes that a device holds for as long as the decode lasts: caches, and what is recalled if it is the CPU."""
+        return self.kv_bytes + (self.recall_bytes if device.type == "cpu" else 0)
 
     def __str__(self) -> str:
         parts = {
@@ -66,6 +72,7 @@ class Need:
             "KV": self.full_bytes,
             "drafting KV": self.partial_bytes,
             "draft model's KV": self.draft_kv_bytes,
+            "recall": self.recall_bytes,
             "logits": self.logits_bytes,
         }
         return " + ".join(f"{name} {gigabytes(count)}" for name, count in parts.items() if count)
@@ -169,8 +176,15 @@ def _need(
     nodes = options.nodes or (options.gamma or 0) + 1
     partial = partial_slots(method, options)
     slots, scores = prompt + length + nodes, _ROWS * nodes * vocab_size
-    logits_bytes = scores * torch.float64.itemsize
-    return Need(prompt + length, slots * token_bytes, partial * token_bytes, logits_bytes, weight_bytes, heads_bytes)
+    return Need(
+        prompt + length,
+        slots * token_bytes,
+        partial * token_bytes,
+        scores * torch.float64.itemsize,
+        weight_bytes,
+        heads_bytes,
+        recall_bytes=recall_bytes(method, options, prompt + length, vocab_size),
+    )
 
 
 def _refuse_positions(prompt: str, length: int, need: Need, positions: int, option: str | None) -> None:
@@ -186,6 +200,10 @@ def _refuse_draft_positions(prompt: str, length: int, need: Need, positions: int
 
 
 def _refuse_memory(need: Need, device: torch.device, option: str | None) -> None:
+    if device.type != "cpu":
+        beside = Need(need.positions, 0, 0, recall_bytes=need.recall_bytes)
+        _refuse_memory(beside, torch.device("cpu"), option)
+        need = replace(need, recall_bytes=0)
     free = available_bytes(device)
     if free is None or need.total_bytes <= free:
         return

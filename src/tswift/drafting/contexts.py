@@ -1,7 +1,7 @@
 """Where in a growing text the last few tokens stood before: chains of equal hashes, as in LZ77 compressors.
 
 A suffix automaton would know the longest match of any length, for about a kilobyte of Python objects a token, but not
-which of its occurrences are the last ones. Chains are arrays: 60 bytes a token, and the last ones come first.
+which of its occurrences are the last ones. Chains are arrays: 56 to 80 bytes a token, and the last ones come first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15
 _LEAST = 1 << 10  # places of an empty table
+_ORDERS = (1, 2, 3, 4, 6, 12)
 
 
 class Contexts:
@@ -28,7 +29,7 @@ class Contexts:
             one met sixteen times.
     """
 
-    def __init__(self, orders: Sequence[int] = (1, 2, 3, 4, 6, 12), reach: int = 16) -> None:
+    def __init__(self, orders: Sequence[int] = _ORDERS, reach: int = 16) -> None:
         self._orders, self._reach, self._longest = tuple(orders), reach, orders[-1]
         # one factor for each place of a context, counted from its end
         self._factors = list(
@@ -41,6 +42,12 @@ class Contexts:
     def __len__(self) -> int:
         """How many tokens there are."""
         return len(self._text)
+
+    @staticmethod
+    def bytes_for(tokens: int) -> int:
+        """What a text of so many tokens takes: by order a link for each and a table, and pointers to the tokens."""
+        places = max(_LEAST, 1 << tokens.bit_length())
+        return len(_ORDERS) * array("i").itemsize * (tokens + places) + 8 * tokens
 
     def last(self) -> list[int]:
         """The text's last tokens, as many as count."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tswift.drafting import recipes
 from tswift.drafting.levels import CHUNK
-from tswift.drafting.methods import find_method
+from tswift.drafting.methods import find_method, used
 from tswift.drafting.options import FULL, DraftOptions
+from tswift.drafting.recall import Recall
 from tswift.drafting.resolving import resolve
 from tswift.drafting.source import Drafter
 from tswift.errors import InputError
@@ -45,14 +46,29 @@ def make_drafter(
 
 def partial_slots(name: str, options: DraftOptions) -> int:
     """Tokens that a method's partial cache of the target has room for, by resolved options; 0 if it has none."""
-    if not find_method(name).partial or options.kv == FULL:
+    method = find_method(name)
+    if not method.partial or options.kv == FULL:
         return 0
+    chain = 0 if method.gamma is None else options.gamma or method.gamma  # in a tree it counts levels, drafted by heads
     return (
-        (options.budget or find_method(name).budget)
-        + (options.gamma or 0)
-        + (recipes.INNER_NODES if find_method(name).heads else 1)
-        + (options.inner_gamma if find_method(name).draft else 0)
+        (options.budget or method.budget)
+        + chain
+        + (recipes.INNER_NODES if method.heads else 1)
+        + (options.inner_gamma if method.draft else 0)
     )
+
+
+def recall_bytes(name: str, options: DraftOptions, positions: int, vocab_size: int) -> int:
+    """Bytes of the machine's own memory that a method recalls a text with, by resolved options; 0 if it does not.
+
+    Args:
+        name: of the method.
+        options: resolved ones.
+        positions: tokens of prompt and text together.
+        vocab_size: of the model.
+    """
+    kept = options.recall if "recall" in used(name, options) else 0
+    return Recall.bytes_for(positions, vocab_size, kept) if kept else 0
 
 
 def draft_slots(name: str, options: DraftOptions, positions: int) -> int:

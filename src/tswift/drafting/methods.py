@@ -46,9 +46,10 @@ class Method:
 
 
 OF_CHOICE = frozenset({"costs", "recall"})  # where it is chosen anew in every step what pays
+OF_NGRAMS = frozenset({"ngrams", "reuse_recent"})
 
 _OF_TREES = frozenset({"tree", "nodes", "shared_noise"}) | OF_CHOICE
-_OF_REUSE = frozenset({"nodes", "ngrams", "reuse_recent"})
+_OF_REUSE = frozenset({"nodes"}) | OF_NGRAMS
 _OF_PARTIAL = frozenset({"budget", "sinks"})
 _OF_CHAINS = frozenset({"gamma", "shared_noise"})
 
@@ -115,4 +116,6 @@ def used(name: str, options: DraftOptions) -> frozenset[str]:
         uses -= _OF_PARTIAL
     if "tree" in uses and options.tree != AUTO:
         uses -= OF_CHOICE
+    elif "tree" in uses and options.recall != 0:  # recalls instead
+        uses -= OF_NGRAMS
     return uses

@@ -30,8 +30,8 @@ class DraftOptions:
         nodes: most nodes of a draft tree, root included; None for the device's default.
         ngrams: continuations of one token that are reused (the paper's k).
         reuse_recent: also reuse what is still in the penalty window.
-        gamma: tokens drafted along a path, where it is a chain; heads to use of the default tree, where it is one of
-            heads. None for the method's default, or all.
+        gamma: tokens drafted along a path, where it is a chain; heads to use of the default tree, or of a tree that is
+            ``auto``, where heads draft. None for the method's default, or all.
         inner_gamma: tokens that the small model drafts for the draft, where there are two.
         kv: what drafting reads: ``full``, or which tokens a partial cache holds, ``partial`` (selected once),
             ``dynamic``, ``streaming`` or ``snapkv``; None for the method's default.

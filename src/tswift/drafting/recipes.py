@@ -85,9 +85,10 @@ def _of_heads(
         source = HeadSource(models.target, heads, reader, tree, options.shared_noise)
         return Drafter([source, *others], max(len(tree), longest), options.nodes)
     plan = Plan(models.costs)
-    levels = (heads.count if options.gamma is None else options.gamma) + reader.direct
-    if heads.conditioned and options.gamma is None:
-        levels += _BEYOND
+    if options.gamma is None:
+        levels = heads.count + reader.direct + (_BEYOND if heads.conditioned else 0)
+    else:
+        levels = min(options.gamma + reader.direct, options.nodes - 1)
     beams = BeamSource(models.target, heads, reader, levels, options.shared_noise, plan)
     if memory is not None:
         return _recalling(options, plan, max(levels, _deepest(options)), [beams], memory)

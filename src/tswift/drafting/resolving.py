@@ -55,8 +55,13 @@ def resolve_for(
         usual = usual_tree(name, device, levels)
         tree = options.tree or usual
         if options.gamma is not None:
-            shortened = _gamma_tree(name, usual, levels, options.gamma)
-            tree, gamma = (tree, options.gamma) if tree == AUTO else (shortened, None)
+            least, most = 1 - method.by_lm_head, (levels if tree == AUTO else len(usual)) - method.by_lm_head
+            if not least <= options.gamma <= most:
+                raise InputError(f"must be between {least} and {most} for {name}, got {options.gamma}", "--gamma")
+            if tree == AUTO:
+                gamma = options.gamma
+            else:
+                tree = usual[: options.gamma + method.by_lm_head]
         if isinstance(tree, tuple) and len(tree) > levels:
             raise InputError(f"{name} can draft {levels} levels with these heads, got {len(tree)}", "--tree")
     chooses = "costs" in method.uses and tree in (None, AUTO)
@@ -88,12 +93,3 @@ def resolve_for(
         costs=(options.costs or MEASURED) if chooses else None,
         recall=recall,
     )
-
-
-def _gamma_tree(name: str, tree: tuple[int, ...], levels: int, gamma: int) -> tuple[int, ...]:
-    """The levels of the default tree that use ``gamma`` heads."""
-    first = find_method(name).by_lm_head
-    least, most = 1 - first, min(len(tree), levels) - first
-    if not least <= gamma <= most:
-        raise InputError(f"must be between {least} and {most} for {name}, got {gamma}", "--gamma")
-    return tree[: gamma + first]

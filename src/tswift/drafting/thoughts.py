@@ -20,8 +20,6 @@ _ROWS = 64  # of logits ranked at a time
 class Thoughts:
     """The distributions after each token of a text, each by its likeliest tokens.
 
-    A distribution takes ``6 * kept + 4`` bytes, or ``4 * kept + 4`` with at most 65,536 token ids.
-
     Args:
         vocab_size: number of token ids.
         kept: tokens kept of each distribution.
@@ -29,16 +27,22 @@ class Thoughts:
     """
 
     def __init__(self, vocab_size: int, kept: int = 64, banned: Sequence[int] = ()) -> None:
-        kept = min(kept, vocab_size)
+        kept, kind = _kept_as(vocab_size, kept)
         self._banned = torch.tensor(banned, dtype=torch.int64)
         self._count = 0
-        self._ids = np.empty((0, kept), np.uint16 if vocab_size <= 1 << 16 else np.int32)
+        self._ids = np.empty((0, kept), kind)
         self._logs = np.empty((0, kept), np.float16)  # log-probabilities
         self._scales = np.empty(0, np.float32)  # what to add to get logits
 
     def __len__(self) -> int:
         """Of how many tokens it is known what follows."""
         return self._count
+
+    @staticmethod
+    def bytes_for(tokens: int, vocab_size: int, kept: int) -> int:
+        """What those of so many tokens take: ``6 * kept + 4`` bytes each, ``4 * kept + 4`` with up to 65,536 ids."""
+        kept, kind = _kept_as(vocab_size, kept)
+        return tokens * (kept * (np.dtype(kind).itemsize + 2) + 4)
 
     def think(self, logits: Tensor) -> None:
         """Append positions whose logits ``[n, V]`` are known."""
@@ -94,6 +98,11 @@ class Thoughts:
         with np.errstate(divide="ignore"):
             logits[row, column] = np.log(sums) + scale[row]
         return torch.from_numpy(ids), torch.from_numpy(logits)
+
+
+def _kept_as(vocab_size: int, kept: int) -> tuple[int, type[np.uint16] | type[np.int32]]:
+    """How many tokens are kept of a distribution, and as what."""
+    return min(kept, vocab_size), np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
 def _grown(rows: NDArray[Any], size: int) -> NDArray[Any]:

@@ -9,7 +9,7 @@ from tswift.drafting.methods import find_method
 from tswift.errors import InputError
 from tswift.models.draft import DRAFT_OPTION
 from tswift.models.fingerprint import weights_hash
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 from tswift.models.source import DEMO, DEMO_DRAFT
 
 

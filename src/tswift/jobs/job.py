@@ -16,7 +16,7 @@ from tswift.jobs.environment import now, peak_bytes
 from tswift.jobs.folder import FolderGone, RunFolder, SaveFailed
 from tswift.jobs.signals import Signals
 from tswift.jobs.text import TextStream
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 from tswift.models.memory import gigabytes, ran_out
 
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tswift.drafting.methods import find_method
+from tswift.drafting.methods import find_method, used
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 
 OPTION = "--preset"
@@ -123,6 +124,9 @@ def choose(
     drafted = preset.drafting(method)
     if "gamma" in drafting:  # it stands in for a tree
         drafted.pop("tree", None)
+    looked_at = used(method, DraftOptions(tree=drafting.get("tree"), recall=drafting.get("recall")))
+    # a tree that pays may reuse no n-grams
+    drafted = {name: value for name, value in drafted.items() if name in looked_at}
     own = {"model": preset.model, **preset.sampling, **drafted}
     typed = {**({} if model is None else {"model": model}), **sampling, **drafting}
     instead = tuple(name for name, value in own.items() if name in typed and typed[name] != value)

@@ -19,7 +19,8 @@ from tswift.jobs.lock import InUse, Lock
 from tswift.jobs.recorded import Recorded, Saved, check_ids, read_record, read_run, read_saved
 from tswift.jobs.settings import identity, refuse_full_disk, refuse_unused, used_options
 from tswift.jobs.text import TextStream
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 from tswift.models.ranks import ALONE, Ranks
 from tswift.models.shapes import refuse_shape
 
@@ -143,8 +144,9 @@ def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any], free: Sequence[st
     record = run.record
     known = {**record["options"], **record["options"].get("drafting", {}), **record["sampling"], **record["drafting"]}
     drafting = {name: value for name, value in asked.items() if name in (*DraftOptions.__dataclass_fields__, "heads")}
-    tree = {"tree": AUTO} if record["drafting"].get("tree") == AUTO else {}
-    refuse_unused([run.method], {"kv": record["drafting"].get("kv"), **tree, **drafting} if drafting else {})
+    auto = record["drafting"].get("tree") == drafting.get("tree", AUTO) == AUTO
+    kept = {name: record["drafting"].get(name) for name in ("kv", *(("tree", "recall") if auto else ()))}
+    refuse_unused([run.method], {**kept, **drafting} if drafting else {})
     draft_for([run.method], run.model, asked.get("draft_model", run.draft))
     for name, value in asked.items():
         own = known.get(name)

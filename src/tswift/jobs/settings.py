@@ -12,7 +12,7 @@ from tswift.decoding.generation import begin
 from tswift.decoding.limits import check_ahead
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import OF_CHOICE, find_method, used
+from tswift.drafting.methods import OF_CHOICE, OF_NGRAMS, find_method, used
 from tswift.drafting.options import FULL, DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.chat import read_system, refuse_with_chat, render
@@ -24,7 +24,8 @@ from tswift.jobs.presets import banned_ids, choose, remark
 from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, special_tokens_in, take
 from tswift.jobs.text import TextStream
 from tswift.models.fingerprint import config_hash, weights_hash
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 from tswift.models.memory import gigabytes
 from tswift.models.ranks import ALONE, Ranks
 from tswift.models.shapes import refuse_shape
@@ -201,18 +202,26 @@ def refuse_below_one(options: Mapping[str, int | None]) -> None:
             raise InputError(f"must be at least 1, got {value}", option)
 
 
-def refuse_unused(methods: Sequence[str], given: Mapping[str, Any]) -> None:
+def refuse_unused(
+    methods: Sequence[str],
+    given: Mapping[str, Any],
+    trees: Mapping[str, tuple[int, ...] | str] | None = None,
+) -> None:
     """No option is silently ignored: refuse what none of the methods uses.
 
     Args:
         methods: names.
         given: fields of ``DraftOptions`` that were given, and ``heads``; None for what was not.
+        trees: those of single methods, where they have others than the one that was given.
 
     Raises:
         InputError: no such method, or an option for none of them.
     """
-    options = DraftOptions(kv=given.get("kv"), tree=given.get("tree"))
-    looked_at = {name for method in methods for name in used(method, options)}
+    options = DraftOptions(kv=given.get("kv"), tree=given.get("tree"), recall=given.get("recall"))
+    trees = trees or {}
+    looked_at = {
+        name for method in methods for name in used(method, replace(options, tree=trees.get(method, options.tree)))
+    }
     if "tree" in looked_at:
         looked_at |= {"gamma"}
     if any(find_method(method).with_heads for method in methods):
@@ -222,6 +231,8 @@ def refuse_unused(methods: Sequence[str], given: Mapping[str, Any]) -> None:
             message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
             message += " with --kv full" if options.kv == FULL else ""
             message += " without --tree auto" if name in OF_CHOICE and "tree" in looked_at else ""
+            reused = name in OF_NGRAMS and any(name in find_method(method).uses for method in methods)
+            message += " with --tree auto, but for --recall 0" if reused else ""
             raise InputError(message, f"--{name.replace('_', '-')}")
 
 

@@ -17,7 +17,8 @@ from tswift.jobs.folder import TOKENS
 from tswift.jobs.prompt import read_prompt, take
 from tswift.jobs.recorded import Recorded, check_ids, read_tokens
 from tswift.jobs.settings import sampling_params
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 from tswift.models.shapes import refuse_shape
 from tswift.models.target import Show
 

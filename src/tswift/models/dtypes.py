@@ -32,3 +32,19 @@ def own_dtype(config: Any) -> torch.dtype:
     """
     own = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
     return find_dtype(str(own).removeprefix("torch."))
+
+
+def dtype_for(dtype: str, place: torch.device) -> Any:
+    """The dtype of a name on a device; ``auto`` where the checkpoint says which.
+
+    Raises:
+        InputError: there is no such dtype.
+    """
+    if dtype == "auto":
+        return "auto" if place.type == "cuda" else torch.float32
+    return find_dtype(dtype)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype."""
+    return str(dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError
 from tswift.models.base_heads import Heads
+from tswift.models.dtypes import dtype_name
 from tswift.models.kinds import KINDS
 from tswift.models.memory import available_bytes, gigabytes
 from tswift.models.shapes import skeleton
@@ -51,7 +52,7 @@ def random_network(config: Any, dtype: torch.dtype, place: torch.device, model: 
     needed = (weights + HEADS * config.hidden_size**2) * dtype.itemsize
     free = available_bytes(place)
     if free is not None and needed > free:
-        kind = str(dtype).removeprefix("torch.")
+        kind = dtype_name(dtype)
         raise InputError(
             f"{model} in {kind} needs {gigabytes(needed)}, {place.type} has {gigabytes(free)} free", "--model"
         )

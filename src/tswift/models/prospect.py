@@ -13,13 +13,14 @@ from tswift.attention.backends import BACKENDS, choose
 from tswift.errors import InputError, renamed
 from tswift.models.attached import heads_path
 from tswift.models.description import Description, describe
+from tswift.models.devices import find_device
 from tswift.models.draft import DRAFT_OPTION, refuse_other_size
 from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import HEADS
 from tswift.models.kinds import KINDS
-from tswift.models.loading import find_device
 from tswift.models.positions import max_positions
 from tswift.models.published import carries_heads
+from tswift.models.serving import head_size
 from tswift.models.shapes import PREFIX, skeleton
 from tswift.models.source import find_source, in_one_line, read_config, silence
 
@@ -93,7 +94,9 @@ def foresee_draft(draft: str, target: Prospect, attention: str = "auto") -> Pros
 def _prospect(
     model: str, config: Any, place: torch.device, kind: torch.dtype, attention: str, heads: int | None, parameters: int
 ) -> Prospect:
-    text = config.get_text_config()
+    text, most_nodes = config.get_text_config(), None
+    if attention != "auto":  # what that chooses may give way to another
+        most_nodes = BACKENDS[choose(attention, kind, place, head_size(config))]().MOST_NODES
     return Prospect(
         name=model,
         device=place,
@@ -102,8 +105,7 @@ def _prospect(
         vocab_size=text.vocab_size,
         weight_bytes=_parameters(config, model) * kind.itemsize,
         token_bytes=_kv_width(text) * kind.itemsize,
-        # what auto chooses may give way to another
-        most_nodes=None if attention == "auto" else BACKENDS[choose(attention, kind, place)]().MOST_NODES,
+        most_nodes=most_nodes,
         heads=heads,
         heads_bytes=parameters * kind.itemsize,
     )
@@ -118,8 +120,7 @@ def _parameters(config: Any, model: str) -> int:
 
 def _kv_width(text: Any) -> int:
     """Elements of one token's keys and values; of one KV head where the configuration does not say how many."""
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or 1) * head_dim)
+    return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or 1) * head_size(text))
 
 
 def _heads(model: str, config: Any, heads: str | os.PathLike[str] | None) -> tuple[int | None, int]:

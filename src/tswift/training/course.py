@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 from tswift.training.documents import Documents
 from tswift.training.folder import TrainFolder
 from tswift.training.loop import Show

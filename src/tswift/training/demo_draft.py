@@ -18,7 +18,8 @@ import numpy as np
 from tswift.decoding.generation import ending
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 from tswift.models.source import DEMO
 from tswift.training.agreement import Agreement, agreements
 from tswift.training.corpus import PG19, load_documents, token_stream

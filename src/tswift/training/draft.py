@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from tswift.decoding.generation import ending
 from tswift.decoding.params import SamplingParams
 from tswift.errors import Fault
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 from tswift.models.source import silence
 from tswift.models.target import Target
 from tswift.training.agreement import Agreement, agreements

@@ -14,7 +14,7 @@ from tswift.decoding.generation import begin
 from tswift.decoding.stats import DecodeStats
 from tswift.errors import InputError, renamed
 from tswift.models.base_heads import Heads
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 from tswift.training.loss import Tally, foresee
 from tswift.training.plan import TrainPlan
 

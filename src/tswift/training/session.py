@@ -13,8 +13,9 @@ from tswift.errors import Fault, InputError, renamed
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import default_path
 from tswift.jobs.signals import Signals, Stopped
+from tswift.models.devices import find_device
 from tswift.models.fingerprint import fingerprint_of
-from tswift.models.loading import find_device, load
+from tswift.models.loading import load
 from tswift.models.memory import ran_out
 from tswift.training.corpus import corpus_files
 from tswift.training.course import AFTER, BEFORE, Course, Outcome, Silence

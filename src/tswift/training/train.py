@@ -14,7 +14,7 @@ from tswift.models.base_heads import Heads
 from tswift.models.fingerprint import fingerprint_in_any_dtype
 from tswift.models.heads import load_heads
 from tswift.models.kinds import KINDS
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 from tswift.training.course import BEFORE, SILENCE, Course, Outcome
 from tswift.training.documents import Documents
 from tswift.training.folder import HEADS, TrainFolder

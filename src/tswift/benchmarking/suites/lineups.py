@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tswift.benchmarking.lineup import Lineup, Variant, tree_of_all
+from tswift.benchmarking.lineup import Lineup, Variant
 from tswift.benchmarking.measure import Plan
 from tswift.benchmarking.measurement import BASELINE, REFERENCE
 from tswift.benchmarking.suites.suite import AXIS, Choice, Suite
@@ -19,7 +19,8 @@ from tswift.errors import InputError
 from tswift.jobs.draft import draft_for
 from tswift.jobs.settings import refuse_unused, sampling_params
 from tswift.models.draft import DRAFT_OPTION
-from tswift.models.loading import LoadedModel, load
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,8 @@ def _refuse(suite: Suite, asked: Asked) -> None:
     for name in given:
         if name in suite.own:
             raise InputError(f"suite {suite.name} sets it itself", f"--{name.replace('_', '-')}")
-    typed = {**asked.drafting, **tree_of_all(asked.trees)}
     heads = {"heads": asked.model["heads"]} if asked.model.get("heads") is not None else {}
-    refuse_unused(suite.methods, {**typed, **heads})
+    refuse_unused(suite.methods, {**asked.drafting, **heads, "tree": asked.trees.get("")}, asked.trees)
     for method in asked.trees:
         if method and (method not in suite.methods or "tree" not in find_method(method).uses):
             raise InputError(f"is given for {method}, which suite {suite.name} does not run or has no tree", "--tree")

@@ -18,7 +18,7 @@ from tswift.benchmarking.suites.lineups import Group, Prepared
 from tswift.benchmarking.suites.rows import measured_rows, published_rows
 from tswift.jobs.environment import now
 from tswift.jobs.text import TextStream
-from tswift.models.loading import LoadedModel
+from tswift.models.loaded import LoadedModel
 
 SCHEMA = 1
 KIND = "suite"

@@ -1,0 +1,28 @@
+"""Checkpoints that something is changed in, and loads that are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tswift.errors import InputError
+from tswift.models.loading import load
+
+
+def changed(checkpoint: Path, folder: Path, **changes: object) -> str:
+    """A copy of a checkpoint with another configuration."""
+    shutil.copytree(checkpoint, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return str(folder)
+
+
+def refuse(model: str, match: str, option: str = "--model", **options: str) -> None:
+    """See that a model is not loaded, and that one line says why."""
+    with pytest.raises(InputError, match=match) as caught:
+        load(model, **options)
+    assert caught.value.option == option
+    assert "\n" not in str(caught.value)

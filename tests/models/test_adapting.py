@@ -1,0 +1,102 @@
+"""Our attention in a network of transformers: what goes wrong shows before anything is decoded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks import architectures
+from tests.models.loads import changed, refuse
+from tswift.models.loading import load
+from tswift.models.target import Target
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (
+            {"final_logit_softcapping": 30.0},
+            r"\(llama\) is not served exactly: logits differ",
+        ),  # Llama does no such thing
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of type chunked_attention"),
+        ({"kv_lora_rank": 8}, "latent attention"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary .* type dynamic"),
+    ],
+)
+def test_refuses_what_it_would_compute_wrongly(
+    checkpoint: Path, tmp_path: Path, changes: dict[str, object], match: str
+) -> None:
+    refuse(changed(checkpoint, tmp_path / "m", **changes), match)
+
+
+@pytest.mark.parametrize("changes", [{"use_sliding_window": False}, {}])
+def test_a_window_that_is_not_used_is_fine(checkpoint: Path, tmp_path: Path, changes: dict[str, object]) -> None:
+    """Llama knows of no windows, whatever its configuration says."""
+    assert load(changed(checkpoint, tmp_path / "m", sliding_window=64, **changes)).target.special == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dtype", "place"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", float("nan"), "float32", "model.layers.1"),
+        ("model.layers.0.self_attn.q_proj.weight", float("inf"), "float64", "model.layers.0"),
+        ("lm_head.weight", 60_000.0, "float16", "lm_head"),
+    ],
+)
+def test_a_model_that_gives_no_numbers(
+    checkpoint: Path, tmp_path: Path, name: str, value: float, dtype: str, place: str
+) -> None:
+    model = changed(checkpoint, tmp_path / "m")
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    weights[name][3] = value
+    save_file(weights, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    reason = f"the first output that is not finite is that of {place}: its weights are broken, or {dtype} is too narrow"
+    refuse(model, f"gives logits that are NaN or infinite; {reason} for it$", dtype=dtype)
+
+
+def test_attention_that_cannot_be_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    folder = tmp_path / "m"
+    BloomForCausalLM(BloomConfig(vocab_size=320, hidden_size=32, n_layer=1, n_head=2)).save_pretrained(folder)
+    for file in checkpoint.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    refuse(str(folder), "bloom")
+
+
+def test_an_architecture_that_does_something_unheard_of_is_refused(checkpoint: Path, monkeypatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    right = LlamaForCausalLM.forward
+
+    def scaled(self, *args, **kwargs):
+        out = right(self, *args, **kwargs)
+        out.logits *= 1.01
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    refuse(str(checkpoint), r"\(llama\) is not served exactly: logits differ", "--model")
+
+
+@pytest.mark.parametrize("mistake", ["positions", "ancestors", "cache"])
+def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monkeypatch, mistake: str) -> None:
+    architectures.checkpoint(architectures.ARCHITECTURES["Llama, GQA"], tmp_path)
+    load(str(tmp_path))
+    right = Target.forward
+
+    def wrong(self, tokens, positions, kv, ancestors):
+        if ancestors is not None and mistake == "positions":
+            positions = torch.arange(len(positions)) + kv.length
+        if ancestors is not None and mistake == "ancestors":
+            ancestors = torch.ones_like(ancestors).tril()
+        if ancestors is not None and mistake == "cache":
+            kv.keys[:, :, kv.length - 1] = 0
+        return right(self, tokens, positions, kv, ancestors)
+
+    monkeypatch.setattr(Target, "forward", wrong)
+    refuse(str(tmp_path), "is not served exactly: logits differ", "--model")
