@@ -25,22 +25,36 @@ from tswift.decoding.costs import costs_of
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.step import Step
+from tswift.drafting.cascade import CascadeSource
 from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
+from tswift.drafting.recalled import RecallSource
+from tswift.drafting.source import Drafter
 from tswift.jobs.environment import environment, now
 from tswift.models.base_heads import Heads
+from tswift.models.costs import PassCosts
 
 _PAPER = (1, 3, 3, 3)
 _DEFAULTS = DraftOptions()
+_FREE = PassCosts(nodes=(1, 2), base=(1e-3, 1e-3), per_key=(0.0, 0.0), level=0.0)  # another node costs nothing
 
 
 @dataclass(frozen=True)
 class Lane:
-    """A method with its options, and which of the bundled heads it has."""
+    """A method with its options.
+
+    Attributes:
+        method, options: these.
+        heads: which of the bundled heads it has.
+        follows: whether long matches are followed where something is recalled.
+        sized: whether the size of its trees is chosen by costs; otherwise they are as large as they may be.
+    """
 
     method: str
     options: DraftOptions = _DEFAULTS
     heads: str = "conditioned"
+    follows: bool = True
+    sized: bool = True
 
 
 LANES: dict[str, Lane] = {
@@ -50,15 +64,21 @@ LANES: dict[str, Lane] = {
     ),
     "+ shared noise": Lane("tokenswift", DraftOptions(tree=_PAPER, nodes=8), "chained"),
     "+ conditioned heads": Lane("tokenswift", DraftOptions(tree=(1, 2, 2, 2, 2), nodes=8)),
-    "+ trees by cost": Lane("tokenswift", DraftOptions(tree="auto", recall=0)),
-    "+ recall": Lane("tokenswift", DraftOptions(tree="auto")),
+    "+ reuse model: the 8 likeliest nodes of heads and recall": Lane(
+        "tokenswift", DraftOptions(tree="auto", nodes=8), follows=False, sized=False
+    ),
+    "+ long reuse": Lane("tokenswift", DraftOptions(tree="auto", nodes=8), sized=False),
+    "+ trees by cost": Lane("tokenswift", DraftOptions(tree="auto")),
     "+ cascade instead of the drafting pass": Lane("cascade"),
+    "+ the fastest of several drafters (auto)": Lane("auto"),
+    "auto without recall": Lane("auto", DraftOptions(recall=0)),
+    "auto without long reuse": Lane("auto", follows=False),
+    "auto without shared noise": Lane("auto", DraftOptions(shared_noise=False)),
+    "auto with chained heads": Lane("auto", heads="chained"),
     "medusa, conditioned heads": Lane("medusa", DraftOptions(tree=(2, 2, 2, 2), nodes=8)),
     "medusa, trees by cost and recall": Lane("medusa", DraftOptions(tree="auto")),
     "recall alone": Lane("recall"),
     "cascade without recall": Lane("cascade", DraftOptions(recall=0)),
-    "cascade without shared noise": Lane("cascade", DraftOptions(shared_noise=False)),
-    "cascade with chained heads": Lane("cascade", heads="chained"),
 }
 
 
@@ -120,9 +140,10 @@ class Bench:
         running: dict[str, tuple[Iterator[Step], DecodeStats, list[int]]] = {}
         decodings: list[Decoding] = []
         for name, lane in lanes.items():
-            drafter = make_drafter(
-                lane.method, self.model.target, self.heads[lane.heads], lane.options, costs=self.costs
-            )
+            costs = self.costs if lane.sized else _FREE
+            drafter = make_drafter(lane.method, self.model.target, self.heads[lane.heads], lane.options, costs=costs)
+            for source in recalling(drafter):
+                source.follows = lane.follows
             decoding = Decoding(self.model.target, prompt, self.params, self.args.seed, drafter, tokens)
             decodings.append(decoding)
             running[name] = decoding.steps(), DecodeStats(drafter.depth), []
@@ -151,6 +172,7 @@ class Bench:
                 "x": stats.tokens_per_second / plain.tokens_per_second,
                 "depth": stats.depth,
                 "passes": stats.passes,
+                **({"choices": dict(stats.choices)} if stats.choices else {}),
             }
             for name, (_, stats, text) in running.items()
         ]
@@ -159,6 +181,17 @@ class Bench:
         """How many tokens were drawn exactly, within rounding, and not at all."""
         found = audit(self.model.target, prompt, text, self.params, self.args.seed)
         return f"{found.exact:,} drawn exactly, {len(found.within)} within rounding, {len(found.violations)} violations"
+
+
+def recalling(drafter: Drafter) -> Iterator[RecallSource]:
+    """The sources that recall, of a drafter and of those that it is made of."""
+    for rival in getattr(drafter, "rivals", ()):
+        yield from recalling(rival.drafter)
+    for source in getattr(drafter, "offering", ()):
+        if isinstance(source, RecallSource):
+            yield source
+        elif isinstance(source, CascadeSource):
+            yield from recalling(source.drafter)
 
 
 def table(context: int, tokens: int, rows: list[dict[str, Any]]) -> str:

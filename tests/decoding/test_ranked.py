@@ -27,7 +27,7 @@ from tswift.models.ranks import Gone, join
 SPLIT = {
     "Llama, GQA": {
         **{"ar": 30, "tokenswift": 110, "medusa": 20, "reuse": 20},
-        **{"magicdec": 60, "standalone": 20, "triforce": 60, "ar-reference": 10},
+        **{"magicdec": 60, "standalone": 20, "triforce": 60, "ar-reference": 10, "auto": 60},
     },
     "Qwen2.5, tied, YaRN": {"ar": 10, "tokenswift": 30, "medusa": 15, "reuse": 15},
     "Phi-3": {"ar": 10, "tokenswift": 15},

@@ -68,7 +68,7 @@ def test_what_each_system_reads() -> None:
     middle = made("triforce", budget=512)
     assert level(middle).kv.policy is POLICIES["retrieval"]
     assert (level(middle).target, level(middle).kv.budget) == (tiny_target(), 512)
-    small = level(middle.sources[0]._drafter)
+    small = level(middle.sources[0].drafter)
     assert (small.target, small.kv.budget) == (tiny_draft(), 256)
 
 
@@ -79,7 +79,7 @@ def _levels(drafter: Drafter) -> list:
         if isinstance(source, HeadSource | BeamSource):
             found += [source._reader._level] if source._reader.direct else []
         elif isinstance(source, ChainSource | CascadeSource):
-            found += [source._level, *_levels(source._drafter)]
+            found += [source._level, *_levels(source.drafter)]
     return found
 
 

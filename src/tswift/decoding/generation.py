@@ -108,7 +108,9 @@ def begin(
         with ranks.together():
             costs = ranks.share(measure(target, model.heads))
     with ranks.alike():
-        drafter = make_drafter(method, target, model.heads, resolved, model.draft, len(prompt) + length, costs)
+        # clocks of ranks differ, and what they were told of costs does not
+        drafting = resolved if ranks.count == 1 or not resolved.costs else replace(resolved, costs="nominal")
+        drafter = make_drafter(method, target, model.heads, drafting, model.draft, len(prompt) + length, costs)
         if ranks.count > 1:
             drafter = AgreedDrafter(drafter, ranks)
         decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written)

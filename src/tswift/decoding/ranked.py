@@ -23,6 +23,11 @@ class AgreedDrafter(Drafter):
         super().__init__(drafter.sources, drafter.depth, drafter.limit)
         self._drafter, self._ranks = drafter, ranks
 
+    @property
+    def choice(self) -> str:
+        """As :attr:`Drafter.choice`."""
+        return self._drafter.choice
+
     def propose(self, context: Context, wanted: int) -> DraftTree:
         """As :meth:`Drafter.propose`.
 

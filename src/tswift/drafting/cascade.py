@@ -32,13 +32,16 @@ class CascadeSource:
         drafter: what the chain is drafted from.
         shared_noise: draw the chain's tokens with the noise the target will draw with; otherwise take the likeliest.
         plan: of the tree that it is verified in.
+
+    Attributes:
+        drafter: what the chain is drafted from.
     """
 
     name = "self"
     memory: Memory | None = None  # of heads: those that draft the chain have one of their own
 
     def __init__(self, level: Level, drafter: PlannedDrafter, shared_noise: bool, plan: Plan) -> None:
-        self._level, self._drafter, self._shared_noise, self._plan = level, drafter, shared_noise, plan
+        self._level, self.drafter, self._shared_noise, self._plan = level, drafter, shared_noise, plan
         self.spent = 0.0
         self._usual = 1.0  # tokens of a step on the level, of late
 
@@ -53,7 +56,7 @@ class CascadeSource:
         if not self._shared_noise:
             aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
         try:
-            with self._drafter.apart():
+            with self.drafter.apart():
                 self._decode(sketch, aside, held)
         except Undrawn:  # not for a draft to complain of: the target's own pass will tell
             pass
@@ -65,8 +68,8 @@ class CascadeSource:
         """Decode the chain and offer it, as long as that pays; ``held`` keys are what it is verified over."""
         node, keys, costs = 0, self._level.keys or held, self._plan.costs
         while sketch.depths[node] < sketch.depth and self._worth(sketch.reach[node], keys, held):
-            step = advance(self._level.target, aside, self._drafter, sketch.depth - sketch.depths[node], leads=True)
-            self.spent += self._drafter.spent + costs.seconds(step.nodes, keys)
+            step = advance(self._level.target, aside, self.drafter, sketch.depth - sketch.depths[node], leads=True)
+            self.spent += self.drafter.spent + costs.seconds(step.nodes, keys)
             self._usual += 0.05 * (len(step.tokens) - self._usual)
             for token, (other, lead) in zip(step.tokens, step.leads, strict=True):
                 steps = round(min(lead / _STEP, _FAR))
@@ -88,4 +91,4 @@ class CascadeSource:
     def committed(self, context: Context, most: int) -> None:
         """Keep the level's cache up."""
         self._level.committed(context, most)
-        self._drafter.keep_up(context, most)
+        self.drafter.keep_up(context, most)

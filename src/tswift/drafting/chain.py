@@ -27,7 +27,7 @@ class ChainSource:
 
     def __init__(self, name: str, level: Level, gamma: int, drafter: Drafter, shared_noise: bool) -> None:
         self.name = name
-        self._level, self._gamma, self._drafter, self._shared_noise = level, gamma, drafter, shared_noise
+        self._level, self._gamma, self.drafter, self._shared_noise = level, gamma, drafter, shared_noise
 
     def start(self, context: Context) -> None:
         """Nothing: the host has to see each token before the next is decoded."""
@@ -44,7 +44,7 @@ class ChainSource:
             aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
         try:
             while (drafted := len(context.text) - root) < wanted:
-                advance(self._level.target, aside, self._drafter, wanted - drafted)
+                advance(self._level.target, aside, self.drafter, wanted - drafted)
         except Undrawn:  # not for a draft to complain of: the target's own pass will tell
             pass
         finally:
@@ -56,4 +56,4 @@ class ChainSource:
     def committed(self, context: Context, most: int) -> None:
         """Keep the level's cache up."""
         self._level.committed(context, most)
-        self._drafter.keep_up(context, most)
+        self.drafter.keep_up(context, most)

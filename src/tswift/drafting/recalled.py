@@ -43,6 +43,9 @@ class RecallSource:
         recall: of the text; nothing yet.
         plan: says whether a guess pays.
         limit: most nodes of the tree.
+
+    Attributes:
+        follows: whether the text is followed where a long match stood before.
     """
 
     name = "reuse"
@@ -50,6 +53,7 @@ class RecallSource:
 
     def __init__(self, recall: Recall, plan: Plan, limit: int) -> None:
         self._recall, self._plan, self._limit = recall, plan, limit
+        self.follows = True
         self.spent = 0.0
 
     def start(self, context: Context) -> None:
@@ -65,7 +69,7 @@ class RecallSource:
             for node, guess in zip(nodes, guesses, strict=True):
                 self._offer(sketch, node, guess)
             for node, guess in zip(nodes, guesses, strict=True):
-                if guess.match == _LONG:
+                if guess.match == _LONG and self.follows:
                     self._follow(sketch, node, guess, asked, context)
 
     def _pay(self, sketch: Sketch, asked: set[int], context: Context) -> list[int]:
