@@ -32,7 +32,7 @@ from tswift.models.passes import sizes
 from tswift.models.target import Target
 
 PARAMS = SamplingParams(min_p=0.02, window=24)
-OPTIONS = DraftOptions(tree=(1, 3, 2, 2), nodes=20, budget=64)
+OPTIONS = DraftOptions(tree=(1, 3, 2, 2), nodes=20, budget=64, costs="nominal")
 
 
 class LengthOnDevice(TreeAttention):
