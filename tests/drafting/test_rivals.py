@@ -79,6 +79,20 @@ def test_when_the_text_changes_another_one_takes_over(monkeypatch: pytest.Monkey
     assert Counter(took[-1000:]).most_common(1)[0][0] == "1"
 
 
+def test_a_pause_is_no_pace() -> None:
+    rivals = [Rival("fast", Drafter()), Rival("slow", Drafter())]
+    for _ in range(200):
+        rivals[0].learn(4, 1.0)
+        rivals[1].learn(2, 1.0)
+    rivals[0].learn(4, 3600.0)
+    assert rivals[0].rate > rivals[1].rate
+
+
+def test_the_slowest_is_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = raced(monkeypatch, [(1.0, 50), (1.0, 1)], 3000)
+    assert took[-2000:].count("1") >= 1
+
+
 @pytest.mark.parametrize("costs", ["nominal", "measured"])
 @pytest.mark.parametrize("recall", [0, 8])
 def test_the_text_is_plain_decodings(costs: str, recall: int) -> None:

@@ -19,6 +19,8 @@ from tswift.models.passes import Forwarded
 _TRIED = 16  # steps of each at first
 _MEMORY = 1 / 96  # of what is known of a rival, forgotten when it takes a step
 _WAIT, _PATIENCE = 8, 3  # steps after which one that is as fast is tried again; half as fast, 2^3 times as many
+_LONGEST = 1024  # steps after which any is
+_FAR = 8  # times its usual seconds that a step counts for at most: the process may have been stopped meanwhile
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Rival:
     levels: int = 0
     steps: int = 0
     waited: int = 0  # steps since its last one
+    _count: float = 0.0  # steps of late
     _tokens: float = 0.0
     _seconds: float = 0.0
 
@@ -46,9 +49,12 @@ class Rival:
 
     def learn(self, tokens: int, seconds: float) -> None:
         """It took a step."""
+        if self.steps:
+            seconds = min(seconds, _FAR * self._seconds / self._count)
         self.steps, self.waited = self.steps + 1, 0
+        self._count += 1 - _MEMORY * self._count
         self._tokens += tokens - _MEMORY * self._tokens
-        self._seconds += seconds - _MEMORY * self._seconds
+        self._seconds += max(seconds, 1e-9) - _MEMORY * self._seconds
 
 
 @dataclass
@@ -86,7 +92,8 @@ class RivalDrafter(Drafter):
         best = max(self.rivals, key=lambda rival: rival.rate)
         for rival in self.rivals:
             rival.waited += 1
-            if rival is not best and rival.waited > _WAIT * (best.rate / rival.rate) ** _PATIENCE:
+            wait = min(_WAIT * (best.rate / rival.rate) ** _PATIENCE, _LONGEST)
+            if rival is not best and rival.waited > wait:
                 return rival
         return best
 
