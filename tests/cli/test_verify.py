@@ -12,18 +12,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.cli.conftest import TEXT
 from tests.jobs.killing import Process
+from tswift.cli import main
 
 LENGTH = 90
 SAMPLING = ["--temperature", "1.3", "--min-p", "0.02", "--penalty", "1.1", "--window", "20"]
 
 
-@pytest.fixture
-def run(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
+@pytest.fixture(scope="module")
+def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run, in float64."""
-    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", LENGTH, "--seed", 5, *SAMPLING]
-    assert tswift(*words, "--dtype", "float64", "--out", tmp_path / "run").code == 0
-    return tmp_path / "run"
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "prompt.txt").write_text(TEXT)
+    words = ["--model", checkpoint, "--prompt", folder / "prompt.txt", "--len", LENGTH, "--seed", 5, "--quiet"]
+    assert main(["generate", *map(str, words), *SAMPLING, "--dtype", "float64", "--out", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """The same, to be altered."""
+    return Path(shutil.copytree(made, tmp_path / "run"))
 
 
 def alter(path: Path, places: list[int]) -> None:
