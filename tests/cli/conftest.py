@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tswift.models.loaded import LoadedModel
 
 
+TEXT = "The ship had lain three days becalmed, and nobody spoke."
+
+
 @dataclass(frozen=True)
 class Result:
     code: int
@@ -82,5 +85,5 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
 def prompt(tmp_path: Path) -> Path:
     """A file with a short prompt."""
     path = tmp_path / "prompt.txt"
-    path.write_text("The ship had lain three days becalmed, and nobody spoke.")
+    path.write_text(TEXT)
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 
 import pytest
 
@@ -11,11 +12,21 @@ pty = pytest.importorskip("pty")
 
 
 def on_terminal(code: str, columns: int) -> bytes:
-    """All that a Python program writes to the terminal that its stdout and stderr are."""
+    """All that Python code writes to the terminal that its stdout and stderr are.
+
+    It runs in a fork of this process, so that nothing has to be imported anew.
+    """
     child, terminal = pty.fork()
     if child == 0:
         os.environ.update(COLUMNS=str(columns), LINES="40", TERM="xterm", NO_COLOR="1")
-        os.execv(sys.executable, [sys.executable, "-c", code])
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        try:
+            exec(compile(code, "code", "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
     seen = b""
     while True:
         try:

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tests.jobs.killing import Process
+from tswift.cli import main
 from tswift.cli.codes import CLOSED_PIPE
 from tswift.cli.streams import one_line, visible
 
@@ -60,20 +62,36 @@ def test_names_in_tables_and_lines_are_not_obeyed(tswift, checkpoint, prompt, tm
         assert "\x1b" not in said
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_streams_that_are_closed_from_the_start(checkpoint, prompt, tmp_path, closed):
+def of_nine_tokens(checkpoint, prompt, out):
+    return ["generate", "--len", 9, "--model", checkpoint, "--prompt", prompt, "--out", out]
+
+
+def finished(run):
+    assert json.loads((run / "run.json").read_text())["state"] == "finished"
+    assert (run / "tokens.u32").stat().st_size == 4 * 9
+
+
+def test_streams_that_are_closed_from_the_start(checkpoint, prompt, tmp_path):
     """The text goes to the run's folder as ever, and nothing else does."""
-    words = ["generate", "--len", 9, "--model", checkpoint, "--prompt", prompt, "--out", tmp_path / "run"]
-    command = shlex.join(map(str, [sys.executable, "-m", "tswift", *words]))
-    done = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "finished"
-    assert (tmp_path / "run" / "tokens.u32").stat().st_size == 4 * 9
-    closed_out = closed != "2>&-"
-    assert done.stdout == (b"" if closed_out else (tmp_path / "run" / "text.txt").read_bytes())
+    command = [sys.executable, "-m", "tswift", *of_nine_tokens(checkpoint, prompt, tmp_path / "run")]
+    closed = f"{shlex.join(map(str, command))} <&- >&- 2>&-"
+    done = subprocess.run(["sh", "-c", closed], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    finished(tmp_path / "run")
 
 
-def test_a_closed_pipe_has_its_own_exit_code(checkpoint, prompt):
+@pytest.mark.parametrize("closed", [1, 2])
+def test_one_stream_that_is_closed_from_the_start(checkpoint, prompt, tmp_path, closed):
+    process = Process(of_nine_tokens(checkpoint, prompt, tmp_path / "run"), tmp_path / "out", [closed])
+    assert process.wait(60) == 0, process.errors.read_text()
+    finished(tmp_path / "run")
+    text = (tmp_path / "run" / "text.txt").read_bytes()
+    assert process.output.read_bytes() == (text if closed == 2 else b"")
+    assert bool(process.errors.read_text()) is (closed == 1)
+
+
+def test_a_closed_pipe_has_its_own_exit_code(checkpoint, prompt, monkeypatch, capfd):
+    """And nothing is left in the stream over which Python would stumble at its exit."""
     words = [
         "compare",
         "--len",
@@ -86,10 +104,11 @@ def test_a_closed_pipe_has_its_own_exit_code(checkpoint, prompt):
         "--prompt",
         str(prompt),
     ]
-    code = f"import sys; from tswift.cli import main; sys.exit(main({words!r}))"
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writing)
-    assert done.returncode == CLOSED_PIPE
-    assert done.stderr == ""
+    with open(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(words) == CLOSED_PIPE
+        stdout.flush()
+        monkeypatch.undo()
+    assert capfd.readouterr().err == ""

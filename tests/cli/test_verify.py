@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.cli.conftest import TEXT
+from tests.jobs.killing import Process
+from tswift.cli import main
+
 LENGTH = 90
 SAMPLING = ["--temperature", "1.3", "--min-p", "0.02", "--penalty", "1.1", "--window", "20"]
 
 
-@pytest.fixture
-def run(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
+@pytest.fixture(scope="module")
+def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run, in float64."""
-    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", LENGTH, "--seed", 5, *SAMPLING]
-    assert tswift(*words, "--dtype", "float64", "--out", tmp_path / "run").code == 0
-    return tmp_path / "run"
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "prompt.txt").write_text(TEXT)
+    words = ["--model", checkpoint, "--prompt", folder / "prompt.txt", "--len", LENGTH, "--seed", 5, "--quiet"]
+    assert main(["generate", *map(str, words), *SAMPLING, "--dtype", "float64", "--out", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """The same, to be altered."""
+    return Path(shutil.copytree(made, tmp_path / "run"))
 
 
 def alter(path: Path, places: list[int]) -> None:
@@ -114,12 +124,10 @@ def test_a_prompt_from_standard_input(tswift, prompt: Path, checkpoint: Path, tm
 def test_an_interrupted_run(tswift, checkpoint: Path, prompt: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "run"
     words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 4000, "--method", "ar", "--out", out]
-    command = [sys.executable, "-c", "import sys; from tswift.cli import main; sys.exit(main())", *map(str, words)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=dict(os.environ))
-    assert process.stdout is not None
-    process.stdout.read(20)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=300)
+    process = Process(words, tmp_path / "text")
+    process.begin()
+    process.send(signal.SIGINT)
+    assert process.wait(60) == 130, process.errors.read_text()
     result = tswift("verify", out, "--json", "-")
     assert result.code == 0
     assert json.loads(result.out)["tokens"] == (out / "tokens.u32").stat().st_size // 4 < 4000

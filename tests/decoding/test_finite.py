@@ -298,9 +298,9 @@ def broken_heads(value: float, kind: str) -> Heads:
 @pytest.mark.parametrize("kind", ["chained", "conditioned"])
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_broken_heads_change_nothing(value: float, kind: str) -> None:
-    target = tiny_target()
+    target, length = tiny_target(), 90
     for name, options in (("penalty, small budget", PAPER), ("greedy, no penalty", BLIND)):
-        params, _, seed, prompt_length, length = CUTS[name]
+        params, _, seed, prompt_length, _ = CUTS[name]
         params = parameters(params.temperature, top_p=0.9, top_k=30, min_p=params.min_p, penalty=params.penalty)
         prompt = random_prompt(prompt_length, seed)
         plain = decode_method("ar", target, prompt, params, seed, length)

@@ -91,7 +91,10 @@ def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.
     number = list(TEXTS).index(name)
     system, kv = SYSTEMS[number % len(SYSTEMS)]
     chains = replace(options, tree=None, kv=kv, gamma=1 + number % 6)
-    for method, asked in (("medusa", options), ("tokenswift", options), ("reuse", options), (system, chains)):
+    asks = {"tokenswift": options, system: chains}
+    if dtype == torch.float64:  # rounding is of the passes, which all methods share
+        asks |= {"medusa": options, "reuse": options}
+    for method, asked in asks.items():
         drafter = drafter_of(method, target, asked)
         steps = decode_steps(target, drafter, prompt, params, seed, length)
         assert tokens_of(steps) == plain, method
@@ -102,13 +105,12 @@ def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.
             assert selections >= 3 if options.budget < 100 else selections == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float64", "float32"])
-def test_a_long_prompt(dtype: torch.dtype) -> None:
-    target, prompt = tiny_target("gqa", dtype), random_prompt(5000)
+def test_a_long_prompt() -> None:
+    target, prompt = tiny_target("gqa"), random_prompt(5000)
     params = parameters(min_p=0.1, penalty=1.2, window=1024)
     plain = decode_method("ar", target, prompt, params, 21, 60)
-    budgets = {"medusa": 64, "tokenswift": 64 if dtype == torch.float64 else 1024, "reuse": 64, "magicdec": 300}
-    for method, budget in {**budgets, "standalone": 80, "triforce": 4096}.items():
+    budgets = (("medusa", 64), ("tokenswift", 64), ("tokenswift", 1024), ("reuse", 64), ("magicdec", 300))
+    for method, budget in (*budgets, ("standalone", 80), ("triforce", 4096)):
         options = DraftOptions(tree=(1, 3, 3), nodes=24, budget=budget)
         assert decode_method(method, target, prompt, params, 21, 60, options) == plain, (method, budget)
 
@@ -223,17 +225,20 @@ CUTS = {  # sampling parameters, draft options, seed, prompt length, tokens
 }
 
 
-@pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift", "reuse"])
 @pytest.mark.parametrize("name", CUTS)
-def test_a_text_goes_on_where_it_was_cut(name: str, method: str) -> None:
+def test_a_text_goes_on_where_it_was_cut(name: str) -> None:
     params, options, seed, prompt_length, length = CUTS[name]
     target, prompt = tiny_target(), random_prompt(prompt_length, seed)
     whole = decode_method("ar", target, prompt, params, seed, length)
-    random = Random(f"{name} {method}")
-    for cut in (1, 66, random.randrange(67, length - 1), length - 1):
+    random = Random(name)
+    for method, cut in [
+        *((method, cut) for method in ("medusa", "tokenswift") for cut in (1, 66)),
+        *((method, random.randrange(67, length - 1)) for method in ("ar", "medusa", "tokenswift", "reuse")),
+        *((method, length - 1) for method in ("ar", "medusa", "tokenswift", "reuse")),
+    ]:
         drafter = drafter_of(method, target, options)
         run = Decoding(target, prompt, params, seed, drafter, length, written=whole[:cut])
-        assert whole[:cut] + tokens_of(list(run.steps())) == whole, cut
+        assert whole[:cut] + tokens_of(list(run.steps())) == whole, (method, cut)
         assert run._context.kv.capacity == len(prompt) + length + drafter.limit  # the written tokens count once
         if method == "tokenswift" and cut < 20:
             assert drafter.sources[0]._reader._level.kv.selections >= 3
@@ -314,7 +319,7 @@ DRAFTS = {
 }
 
 
-def joint_p_value(params: SamplingParams, paths, texts: int = 1500, length: int = 3) -> float:
+def joint_p_value(params: SamplingParams, paths, texts: int = 900, length: int = 3) -> float:
     """Chi-square p-value of decoded texts over many seeds; 0 where a text of no probability came out."""
     target = toy_target()
     exact = exact_joint(target.table, PROMPT, params, length)

@@ -44,9 +44,10 @@ class Process:
     Args:
         words: of the command line.
         output: file for its stdout; stderr goes beside it.
+        closed: standard streams that are closed from the start, as a shell's ``>&-`` does it.
     """
 
-    def __init__(self, words: Sequence[object], output: Path) -> None:
+    def __init__(self, words: Sequence[object], output: Path, closed: Sequence[int] = ()) -> None:
         self.output, self.errors = output, output.with_suffix(".err")
         sys.stdout.flush()
         self.pid = os.fork()
@@ -56,6 +57,9 @@ class Process:
                 for number, path in ((1, self.output), (2, self.errors)):
                     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
                 sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+                for number in closed:
+                    os.close(number)
+                    setattr(sys, ("stdin", "stdout", "stderr")[number], None)
                 code = tswift([str(word) for word in words])
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -27,9 +27,9 @@ from tswift.jobs.settings import Settings, start
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load as real_load
 
-LENGTH = 90
+LENGTH = 70
 METHODS = ["ar", "medusa", "tokenswift", "reuse", "magicdec"]
-MOMENTS = 50
+MOMENTS = 40
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +147,19 @@ def test_killed_at_any_call(asked: Settings, whole: tuple[list[int], bytes], fau
                 run(last)
         assert (tokens_in(folder), (folder / "text.txt").read_bytes()) == whole, f"{method}, killed at call {moment}"
         shutil.rmtree(folder)
+
+
+def test_a_power_cut_takes_nothing_from_a_finished_run(
+    asked: Settings, whole: tuple[list[int], bytes], faulty: Any
+) -> None:
+    """Nobody would write its text anew: there is nothing left to go on with."""
+    job = start(asked, [])
+    system = faulty(0)
+    run(job)
+    assert asked.out is not None
+    for number in range(8):
+        power_cut(asked.out, system.written, Random(number))
+        assert (tokens_in(asked.out), (asked.out / "text.txt").read_bytes()) == whole
 
 
 @pytest.mark.parametrize("fault", ["full", "broken"])
@@ -391,9 +404,9 @@ def test_a_disk_without_room_is_told_before_anything_is_touched(
         start(asked, []).run(interrupt)
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     monkeypatch.setattr(settings.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, free=0))
-    with pytest.raises(InputError, match=r"^--resume: 90 tokens take about 0.1 MB, .* has 0.0 MB free$"):
+    with pytest.raises(InputError, match=r"^--resume: 70 tokens take about 0.1 MB, .* has 0.0 MB free$"):
         resume(tmp_path / "run", {}, False, [])
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
-    with pytest.raises(InputError, match=r"^--out: 90 tokens take"):
+    with pytest.raises(InputError, match=r"^--out: 70 tokens take"):
         start(replace(asked, out=tmp_path / "second"), [])
     assert not (tmp_path / "second").exists()

@@ -69,9 +69,9 @@ def test_sizes_fit_every_tree(limit: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_writes_the_text_of_plain_decoding(method: str) -> None:
     prompt = random_prompt(30)
-    plain = decode_steps(tiny_target(), drafter_of("ar", tiny_target(), OPTIONS), prompt, PARAMS, 3, 150)
+    plain = decode_steps(tiny_target(), drafter_of("ar", tiny_target(), OPTIONS), prompt, PARAMS, 3, 100)
     steps = [
-        decode_steps(target, drafter_of(method, target, OPTIONS), prompt, PARAMS, 3, 150)
+        decode_steps(target, drafter_of(method, target, OPTIONS), prompt, PARAMS, 3, 100)
         for target in (tiny_target(), static_target())
     ]
     assert tokens_of(steps[1]) == tokens_of(plain)
@@ -141,14 +141,14 @@ def test_too_many_nodes_are_refused() -> None:
 
 
 @pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
-@pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift", "triforce"])
-def test_attention_by_triton_writes_the_text_of_plain_decoding(method: str) -> None:
+@pytest.mark.parametrize(("method", "length"), [("ar", 8), ("tokenswift", 24), ("triforce", 16)])
+def test_attention_by_triton_writes_the_text_of_plain_decoding(method: str, length: int) -> None:
     """Interpreted, in float32, which is the same up to near-ties: there are none in so few tokens."""
     prompt, texts = random_prompt(30), []
     for name, attention in (("ar", "sdpa"), (method, "triton")):
         target = Target(tiny_llama("gqa", torch.float32), BACKENDS[attention]())
         assert target.replays == (attention == "triton")
-        steps = decode_steps(target, drafter_of(name, target, OPTIONS), prompt, PARAMS, 3, 24)
+        steps = decode_steps(target, drafter_of(name, target, OPTIONS), prompt, PARAMS, 3, length)
         texts.append(tokens_of(steps))
     assert texts[0] == texts[1]
 

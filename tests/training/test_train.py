@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 import tswift
+from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
+from tswift.cli import main
 from tswift.errors import Fault, InputError
 from tswift.models.kinds import KINDS
 from tswift.training.course import Silence
@@ -275,6 +275,11 @@ def test_a_second_process_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         resume(out, {})
 
 
+def trained(words: list[str], cache: str) -> int:
+    os.environ["HF_DATASETS_CACHE"] = cache
+    return main(words)
+
+
 def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_path: Path, own_cache: Path) -> None:
     plan = plan_of(tiny, dtype="float64", steps=3, accumulate=4)
     train(plan, tmp_path / "one")
@@ -295,17 +300,9 @@ def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_p
         ),
         *("--warmup", 2, "--lr", 0.01, "--alpha-tokens", 0, "--device", "cpu", "--dtype", "float64"),
     ]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    source = Path(tswift.__file__).parents[1]
-    done = subprocess.run(
-        [*launch, "-m", "tswift", "train", *map(str, words), "--out", str(tmp_path / "two")],
-        env={**os.environ, "HF_DATASETS_CACHE": str(own_cache), "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    command = ["train", *map(str, words), "--out", str(tmp_path / "two")]
+    first, second = on_ranks(tmp_path, 2, trained, command, str(own_cache))
+    assert (first.found, second.found) == (0, 0), first.err + second.err
     ours, theirs = load_file(tmp_path / "one" / CHECKPOINT), load_file(tmp_path / "two" / CHECKPOINT)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
@@ -315,6 +312,7 @@ def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_p
         assert one.get("tokens") == two.get("tokens")
         assert two.get("loss", [0.0]) == pytest.approx(one.get("loss", [0.0]))
         assert two.get("top") == one.get("top")
-    assert done.stdout.count("head  token") == 1  # the first process alone prints
-    assert done.stderr.count("tswift: model") == 1
-    assert "2 processes" in done.stderr
+    assert first.out.count(b"head  token") == 1
+    assert first.err.count("tswift: model") == 1
+    assert "2 processes" in first.err
+    assert (second.out, second.err) == (b"", "")  # the first process alone prints

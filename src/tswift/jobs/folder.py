@@ -178,8 +178,12 @@ class RunFolder:
         if late or self._appended - self.saved >= _TOKENS:
             self.checkpoint(counters())
 
-    def checkpoint(self, counters: Counters) -> None:
+    def checkpoint(self, counters: Counters, last: bool = False) -> None:
         """Put what was appended on the disk, tokens first, and then say in the journal that it is there.
+
+        Args:
+            counters: of the steps so far.
+            last: the run ends here; the text is made durable, too, as a finished run is never gone on with.
 
         Raises:
             SaveFailed: it cannot be written.
@@ -188,7 +192,7 @@ class RunFolder:
             if not all(file.is_at(self.path / name) for name, file in self._files.items()):
                 raise FolderGone(f"{self.path} was removed or moved")
             self._files[TOKENS].sync()
-            self._files[TEXT].sync(durable=False)  # it could be made again from the tokens
+            self._files[TEXT].sync(durable=last)  # until then it could be made again from the tokens
             if self._appended > self.saved:
                 self._files[JOURNAL].add(Checkpoint(self._appended, self._crc, counters).line())
                 self._files[JOURNAL].sync()

@@ -124,7 +124,7 @@ class Job:
         rest = self.text.finish()
         try:
             self.folder.append((), rest, self.stats.counters)
-            self.folder.checkpoint(self.stats.counters())
+            self.folder.checkpoint(self.stats.counters(), last=True)
             self.folder.record(self._record())
         except SaveFailed as error:
             self.state, self.reason = FAILED, str(error)
@@ -152,7 +152,7 @@ class Job:
         self.folder = RunFolder.create(self.folder.path)
         self.folder.keep_prompt(self.prompt)
         self.folder.append(self.tokens, whole.add(self.tokens) + whole.finish(), self.stats.counters)
-        self.folder.checkpoint(self.stats.counters())
+        self.folder.checkpoint(self.stats.counters(), last=True)
         self.folder.close()
 
     def saved(self) -> str:
