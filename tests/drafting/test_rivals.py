@@ -63,6 +63,16 @@ def raced(monkeypatch: pytest.MonkeyPatch, paces: list[tuple[float, int]], steps
     return took
 
 
+def test_the_usual_tree_is_medusas() -> None:
+    for kind in ("chained", "conditioned"):
+        drafter = make_drafter("auto", tiny_target(), tiny_heads(kind=kind), DraftOptions(budget=64))
+        medusa = make_drafter("medusa", tiny_target(), tiny_heads(kind=kind), DraftOptions())
+        assert isinstance(drafter, RivalDrafter)
+        usual = drafter.rivals[0].drafter
+        assert (usual.depth, usual.limit) == (medusa.depth, medusa.limit)
+        assert usual.sources[0]._paths == medusa.sources[0]._paths
+
+
 def test_the_fastest_takes_most_steps_and_the_slower_the_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     took = Counter(raced(monkeypatch, [(1.0, 2), (1.0, 4), (1.0, 1), (0.9, 3)], 1200)[-1000:])
     assert took["1"] > 800
@@ -88,6 +98,14 @@ def test_a_pause_is_no_pace() -> None:
     assert rivals[0].rate > rivals[1].rate
 
 
+def test_the_first_step_does_not_count() -> None:
+    rival = Rival("late", Drafter())
+    rival.learn(4, 3600.0)
+    for _ in range(10):
+        rival.learn(4, 1.0)
+    assert rival.rate == pytest.approx(4.0)
+
+
 def test_the_slowest_is_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
     took = raced(monkeypatch, [(1.0, 50), (1.0, 1)], 3000)
     assert took[-2000:].count("1") >= 1
@@ -105,13 +123,27 @@ def test_the_text_is_plain_decodings(costs: str, recall: int) -> None:
     assert {step.choice for step in steps} == {"fixed tree", "tree auto", "cascade"}
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.sampled_from(["chained", "conditioned", "autoregressive"]), st.integers(0, 99), st.integers(60, 200))
-def test_by_nominal_costs_choices_repeat(kind: str, seed: int, length: int) -> None:
-    prompt, options = random_prompt(40, 3), DraftOptions(budget=64, costs="nominal")
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from(["chained", "conditioned", "autoregressive"]),
+    st.sampled_from([1, 3]),
+    st.sampled_from(["streaming", "dynamic", "partial", "snapkv"]),
+    st.sampled_from([2, 5, 32]),
+    st.sampled_from([0, 8]),
+    st.sampled_from([1, 24]),
+    st.integers(0, 99),
+    st.integers(1, 150),
+)
+def test_any_rivals_write_plain_decodings_text_and_repeat_their_choices(
+    kind: str, levels: int, kv: str, nodes: int, recall: int, gamma: int, seed: int, length: int
+) -> None:
+    prompt = random_prompt(40, 3)
+    options = DraftOptions(budget=64, costs="nominal", kv=kv, nodes=nodes, recall=recall, gamma=gamma)
     runs = []
     for _ in range(2):
-        drafter = make_drafter("auto", tiny_target(), tiny_heads(kind=kind), options)
+        drafter = make_drafter("auto", tiny_target(), tiny_heads(kind=kind, count=levels), options)
         steps = decode_steps(tiny_target(), drafter, prompt, PARAMS, seed, length)
         runs.append([(step.choice, step.nodes, step.tokens) for step in steps])
+        assert max(step.nodes for step in steps) <= nodes
     assert runs[0] == runs[1]
+    assert tokens_of(steps) == decode_method("ar", tiny_target(), prompt, PARAMS, seed, length)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
 
 import tswift
-from tswift.models.linear import OneDNNLinear, quicken
+from tswift.models.linear import OneDNNLinear, copied, quicken
+from tswift.models.prospect import foresee
 
 able = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="PyTorch without oneDNN")
 
@@ -68,3 +71,27 @@ def test_weights_are_held_twice_in_small_networks_only(monkeypatch: pytest.Monke
     assert large[0].ordered is None
     with torch.inference_mode():
         torch.testing.assert_close(large(given), layers(given))
+
+
+@able
+def test_a_copy_of_a_network_goes_by_its_own_weights() -> None:
+    layers, given = network(), torch.randn(8, 256, generator=torch.Generator().manual_seed(2))
+    quicken(layers)
+    other = deepcopy(layers)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    with torch.inference_mode():
+        assert not other(given).any()
+        assert layers(given).any()
+
+
+@able
+def test_what_will_be_copied_is_foreseen() -> None:
+    model, cpu = tswift.load(device="cpu").target.model, torch.device("cpu")
+    layers = [layer for layer in model.modules() if isinstance(layer, OneDNNLinear)]
+    held = sum(layer.weight.numel() for layer in layers if layer.ordered is not None)
+    skeleton = tswift.load(device="cpu", dtype="float64").target.model
+    assert copied(skeleton, torch.float32, cpu) == held > 0
+    assert copied(skeleton, torch.float64, cpu) == copied(skeleton, torch.float32, torch.device("meta")) == 0
+    weights = sum(weight.numel() for weight in model.parameters())
+    assert foresee("demo", device="cpu").weight_bytes == 4 * (weights + held)

@@ -18,7 +18,7 @@ from tswift.drafting.recalled import RecallSource
 from tswift.drafting.reuse import NgramTable, ReuseSource
 from tswift.drafting.rivals import Rival, RivalDrafter
 from tswift.drafting.source import Drafter
-from tswift.drafting.trees import usual_tree
+from tswift.drafting.trees import usual_nodes, usual_tree
 from tswift.kv.partial import PartialKV
 from tswift.kv.policies import POLICIES
 from tswift.kv.streaming import StreamingKV
@@ -150,7 +150,9 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     heads, memory = models.heads, _memory(models, options)
     assert heads is not None
     tree = usual_tree("medusa", models.target.device, heads.deepest)
-    fixed = replace(options, tree=tree, gamma=None)
+    assert options.nodes is not None
+    nodes = min(options.nodes, usual_nodes(models.target.device))
+    fixed = replace(options, tree=tree, gamma=None, nodes=nodes)
     chosen = replace(options, tree=AUTO, gamma=None)
     rivals = [
         Rival("fixed tree", _of_heads(models, fixed, LastPass(), [], None), len(tree)),

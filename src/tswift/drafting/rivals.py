@@ -48,10 +48,12 @@ class Rival:
         return self._tokens / self._seconds
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """It took a step."""
-        if self.steps:
-            seconds = min(seconds, _FAR * self._seconds / self._count)
+        """It took a step. The first does not count: what is used for the first time takes longer."""
         self.steps, self.waited = self.steps + 1, 0
+        if self.steps == 1:
+            return
+        if self._count:
+            seconds = min(seconds, _FAR * self._seconds / self._count)
         self._count += 1 - _MEMORY * self._count
         self._tokens += tokens - _MEMORY * self._tokens
         self._seconds += max(seconds, 1e-9) - _MEMORY * self._seconds

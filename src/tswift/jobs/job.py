@@ -213,5 +213,5 @@ class Job:
             "resumed": self.resumed,
             "process": {"pid": os.getpid(), "host": socket.gethostname()},
             **({} if running else {"ended": now(), "figures": self.figures()}),
-            **{name: counted[name] for name in ("accepted", "sizes", "choices") if counted[name]},
+            **{name: counted[name] for name in ("accepted", "sizes", "choices") if counted[name] or name != "choices"},
         }

@@ -7,6 +7,8 @@ the order that oneDNN wants for a few rows). Small layers are better off without
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +29,10 @@ class OneDNNLinear(nn.Linear):
         weight = self.weight if self.ordered is None else self.ordered
         return torch.ops.mkldnn._linear_pointwise(input, weight, self.bias, "none", [], "")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the second copy: what is made of this layer may change its weights."""
+        return {**self.__dict__, "ordered": None}
+
 
 def quicken(network: nn.Module) -> None:
     """Let oneDNN compute the large linear layers of a network, where it can; the weights must stay as they are.
@@ -42,6 +48,15 @@ def quicken(network: nn.Module) -> None:
         ordered = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS) if copied else None
         layer.__class__ = OneDNNLinear
         layer.__dict__["ordered"] = ordered  # past nn.Module, for which it would be a buffer
+
+
+def copied(network: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
+    """Weights that :func:`quicken` would copy of a network, were it in this dtype and on this device; at most."""
+    if dtype != torch.float32 or device.type != "cpu":
+        return 0
+    sizes = [layer.weight.numel() for layer in network.modules() if type(layer) is nn.Linear]
+    count = sum(size for size in sizes if size >= _LEAST)
+    return count if count * dtype.itemsize <= _MOST_COPIED else 0
 
 
 def _fits(weight: Tensor) -> bool:

@@ -18,6 +18,7 @@ from tswift.models.draft import DRAFT_OPTION, refuse_other_size
 from tswift.models.dtypes import find_dtype, own_dtype
 from tswift.models.dummy import HEADS
 from tswift.models.kinds import KINDS
+from tswift.models.linear import copied
 from tswift.models.positions import max_positions
 from tswift.models.published import carries_heads
 from tswift.models.serving import head_size
@@ -103,7 +104,7 @@ def _prospect(
         dtype=kind,
         positions=max_positions(config),
         vocab_size=text.vocab_size,
-        weight_bytes=_parameters(config, model) * kind.itemsize,
+        weight_bytes=_weights(config, model, kind, place) * kind.itemsize,
         token_bytes=_kv_width(text) * kind.itemsize,
         most_nodes=most_nodes,
         heads=heads,
@@ -111,11 +112,13 @@ def _prospect(
     )
 
 
-def _parameters(config: Any, model: str) -> int:
+def _weights(config: Any, model: str, kind: torch.dtype, place: torch.device) -> int:
+    """Weights of a model, those counted twice of which a copy will be made."""
     if getattr(config, "quantization_config", None) is not None:
         return 0
     with silence(), in_one_line(model):
-        return sum(weight.numel() for weight in skeleton(config).parameters())
+        network = skeleton(config)
+        return sum(weight.numel() for weight in network.parameters()) + copied(network, kind, place)
 
 
 def _kv_width(text: Any) -> int:

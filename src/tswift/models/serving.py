@@ -17,8 +17,11 @@ EAGER = "eager"
 def head_size(config: Any) -> int:
     """Of a model's keys and values, as its configuration tells it; the usual one where it does not."""
     text = config.get_text_config()
-    hidden, heads = (getattr(text, name, None) for name in ("hidden_size", "num_attention_heads"))
-    return int(getattr(text, "head_dim", None) or (hidden and heads and hidden // heads) or USUAL)
+    size, hidden, heads = (getattr(text, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    if type(size) is int and size > 0:
+        return size
+    told = type(hidden) is type(heads) is int and hidden >= heads > 0
+    return hidden // heads if told else USUAL
 
 
 def backend_for(attention: str, dtype: torch.dtype, place: torch.device, width: int) -> tuple[str, str]:
