@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -17,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the source distribution has no benchmarks", allow_module_level=True)
 
-from benchmarks.cheaper_drafts import Outcome, fp8, grouped, integers, table, weights, without  # noqa: E402
+from benchmarks.cheaper_drafts import Outcome, fp8, grouped, integers, main, table, weights, without  # noqa: E402
 
 
 def random_weights() -> torch.Tensor:
@@ -79,7 +78,9 @@ def test_a_table_of_two_seeds() -> None:
     assert lines[3] == "| int9 | 0.300 | 100% | 2.50 | 100% | 0.300 | ANOTHER |"
 
 
-def test_drafts_of_the_bundled_model(tmp_path: Path) -> None:
+def test_drafts_of_the_bundled_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [
         "--len",
         "60",
@@ -92,13 +93,12 @@ def test_drafts_of_the_bundled_model(tmp_path: Path) -> None:
         "--json",
         tmp_path / "out.json",
     ]
-    command = [sys.executable, "-m", "benchmarks.cheaper_drafts", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["benchmarks.cheaper_drafts", *map(str, words)])
+    assert main() == 0
     outcomes = json.loads((tmp_path / "out.json").read_text())["outcomes"]
     assert [each["variant"][:13] for each in outcomes] == ["exact, budget", "int2 in group", "without layer"]
     assert all(each["same"] and each["tokens"] == 60 for each in outcomes)
     exact, coarse, short = (each["alpha"] for each in outcomes)
     assert exact > coarse > 0  # what is lost is seen
     assert exact > short
-    assert done.stdout.count("| the same |") == 3
+    assert capsys.readouterr().out.count("| the same |") == 3

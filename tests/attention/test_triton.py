@@ -51,12 +51,17 @@ def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float32, seed=0, shar
 
 @pytest.mark.parametrize("prefix", [0, 1, 15, 16, 17, 127, 128, 129, 1000])
 def test_prefixes(prefix: int) -> None:
-    for kv_heads, group, dim, nodes in ((2, 1, 64, 1), (1, 3, 8, 2), (2, 2, 64, 41)):
+    for kv_heads, group, dim, nodes in ((2, 1, 64, 1), (1, 3, 8, 2), (1, 2, 64, 41)):
         check(kv_heads, group, dim, prefix, nodes, seed=prefix)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("dim", [8, 16, 32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [
+        *((dim, torch.float32) for dim in (8, 16, 32, 64, 80, 96, 128, 256)),
+        *((dim, dtype) for dim in (8, 80, 128, 256) for dtype in (torch.bfloat16, torch.float16)),
+    ],
+)
 def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
     check(2, 2, dim, 150, 9, dtype, seed=dim)
 
@@ -66,8 +71,7 @@ def test_group_sizes(group: int) -> None:
     check(2, group, 64, 130, 41, torch.float16, seed=group)
 
 
-@pytest.mark.parametrize("nodes", [63, 64, 65, 121, 128])
-@pytest.mark.parametrize("group", [1, 7])
+@pytest.mark.parametrize(("nodes", "group"), [(63, 1), (64, 1), (65, 1), (121, 1), (128, 1), (65, 7), (128, 7)])
 def test_trees_of_many_nodes(nodes: int, group: int) -> None:
     check(1, group, 64, 17, nodes, seed=nodes)
 
@@ -82,7 +86,7 @@ def test_any_mask(nodes: int) -> None:
 
 @pytest.mark.parametrize(("prefix", "nodes"), [(0, 1), (129, 1), (0, 200), (1, 200), (129, 200), (40, 520)])
 def test_chunks_need_no_ancestors(prefix: int, nodes: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16) if nodes <= 200 else (torch.bfloat16,):
         query, keys, values, _, scale = case(1, 2, 64, prefix, nodes, dtype)
         out = attend(query, keys, values, None, scale, nodes)
         assert error(out, dense(query, keys, values, chain(nodes), scale)) < TOLERANCE[dtype]

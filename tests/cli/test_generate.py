@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.jobs.killing import Process
 from tswift.attention.backends import choose
 
 METHODS = ["ar", "medusa", "tokenswift", "reuse"]
@@ -136,34 +137,32 @@ def test_the_bundled_prompt_is_the_default(tswift, checkpoint: Path, tmp_path: P
     assert (run["prompt"]["source"], run["prompt"]["tokens"]) == ("bundled", 1024)
 
 
-def _start(checkpoint: Path, prompt: Path, out: Path, length: int) -> subprocess.Popen[bytes]:
-    code = "import sys; from tswift.cli import main; sys.exit(main())"
-    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", length, "--method", "ar", "--out", out]
-    command = [sys.executable, "-c", code, *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=dict(os.environ))
+def _without_end(checkpoint: Path, prompt: Path, out: Path) -> list[object]:
+    return ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 4000, "--method", "ar", "--out", out]
 
 
 def test_ctrl_c_keeps_what_was_made(checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = _start(checkpoint, prompt, out, 4000)
-    assert process.stdout is not None
-    first = process.stdout.read(20)
-    process.send_signal(signal.SIGINT)
-    rest, err = process.communicate(timeout=300)
-    assert process.returncode == 130, err
-    assert b"Traceback" not in err
-    assert b"stopped by SIGINT; " in err
-    assert b"tokens are saved in" in err
+    process = Process(_without_end(checkpoint, prompt, out), tmp_path / "text")
+    process.begin()
+    process.send(signal.SIGINT)
+    assert process.wait(300) == 130, process.errors.read_text()
+    err = process.errors.read_text()
+    assert "Traceback" not in err
+    assert "stopped by SIGINT; " in err
+    assert "tokens are saved in" in err
     tokens = np.fromfile(out / "tokens.u32", "<u4").tolist()
     run = json.loads((out / "run.json").read_text())
     assert run["state"] == "interrupted"
     assert run["figures"]["tokens"] == len(tokens) < 4000
-    assert (out / "text.txt").read_bytes() == first + rest == _decoded(checkpoint, tokens).encode()
+    assert (out / "text.txt").read_bytes() == process.output.read_bytes() == _decoded(checkpoint, tokens).encode()
 
 
 def test_a_closed_pipe_ends_the_run_quietly(checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = _start(checkpoint, prompt, out, 4000)
+    command = [sys.executable, "-c", "import sys; from tswift.cli import main; sys.exit(main())"]
+    command += map(str, _without_end(checkpoint, prompt, out))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=dict(os.environ))
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.read(20)

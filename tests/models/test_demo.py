@@ -68,11 +68,11 @@ def test_every_method_writes_the_text_of_plain_decoding(params: SamplingParams, 
     demo = load(dtype=dtype, draft=DEMO_DRAFT)
     prompt = demo.encode(NOVEL.read_text())[:prefill]
     options = DraftOptions(budget=64, reuse_recent=True)
-    lengths = {name: 150 if method.gamma is None else 40 for name, method in METHODS.items()}  # chains take long
+    lengths = {name: 120 if method.gamma is None else 30 for name, method in METHODS.items()}  # chains take long
     runs = {method: decode(demo, prompt, length, method, params, options) for method, length in lengths.items()}
-    assert len(runs["ar"][0]) == 150
+    assert len(runs["ar"][0]) == 120
     assert all(text == runs["ar"][0][: lengths[method]] for method, (text, _) in runs.items())
-    assert all(runs[method][1].passes < 150 for method in ("medusa", "tokenswift"))  # something was accepted
+    assert all(runs[method][1].passes < 120 for method in ("medusa", "tokenswift"))  # something was accepted
 
 
 def test_a_prompt_of_five_thousand_tokens() -> None:
