@@ -20,8 +20,9 @@ def head_size(config: Any) -> int:
     size, hidden, heads = (getattr(text, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
     if type(size) is int and size > 0:
         return size
-    told = type(hidden) is type(heads) is int and hidden >= heads > 0
-    return hidden // heads if told else USUAL
+    if type(hidden) is int and type(heads) is int and hidden >= heads > 0:
+        return hidden // heads
+    return USUAL
 
 
 def backend_for(attention: str, dtype: torch.dtype, place: torch.device, width: int) -> tuple[str, str]:
