@@ -123,7 +123,7 @@ def test_the_text_is_plain_decodings(costs: str, recall: int) -> None:
     assert {step.choice for step in steps} == {"fixed tree", "tree auto", "cascade"}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.sampled_from(["chained", "conditioned", "autoregressive"]),
     st.sampled_from([1, 3]),
