@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tswift.drafting import recipes
 from tswift.drafting.options import AUTO, FULL, DraftOptions
@@ -53,6 +53,16 @@ _OF_REUSE = frozenset({"nodes"}) | OF_NGRAMS
 _OF_PARTIAL = frozenset({"budget", "sinks"})
 _OF_CHAINS = frozenset({"gamma", "shared_noise"})
 
+_CASCADE = Method(
+    recipes.cascade,
+    frozenset({"nodes"}) | OF_CHOICE | _OF_CHAINS | _OF_PARTIAL | {"kv"},
+    heads=True,
+    kv=("streaming", "dynamic", "partial", "snapkv"),
+    gamma=24,
+    budget=1024,
+    partial=True,
+)
+
 METHODS: dict[str, Method] = {
     "ar": Method(recipes.ar),
     "medusa": Method(recipes.medusa, _OF_TREES),
@@ -63,15 +73,7 @@ METHODS: dict[str, Method] = {
         kv=("dynamic", FULL, "partial", "streaming", "snapkv"),
         partial=True,
     ),
-    "cascade": Method(
-        recipes.cascade,
-        frozenset({"nodes"}) | OF_CHOICE | _OF_CHAINS | _OF_PARTIAL | {"kv"},
-        heads=True,
-        kv=("streaming", "dynamic", "partial", "snapkv"),
-        gamma=24,
-        budget=1024,
-        partial=True,
-    ),
+    "cascade": _CASCADE,
     "recall": Method(recipes.recall, frozenset({"nodes", "shared_noise"}) | OF_CHOICE),
     "reuse": Method(recipes.reuse, _OF_REUSE),
     "magicdec": Method(
@@ -85,15 +87,7 @@ METHODS: dict[str, Method] = {
         recipes.standalone, _OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, budget=512, draft=True
     ),
     "triforce": Method(recipes.triforce, _OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
-    "auto": Method(
-        recipes.auto,
-        frozenset({"nodes"}) | OF_CHOICE | _OF_CHAINS | _OF_PARTIAL | {"kv"},
-        heads=True,
-        kv=("streaming", "dynamic", "partial", "snapkv"),
-        gamma=24,
-        budget=1024,
-        partial=True,
-    ),
+    "auto": replace(_CASCADE, make=recipes.auto),
     "ar-reference": Method(recipes.ar, reference=True),
 }
 
