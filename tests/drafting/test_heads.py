@@ -41,9 +41,6 @@ def states_source(states, tree, shared_noise: bool) -> HeadSource:
     class GivenHeads:
         conditioned = raw = False
 
-        def memory(self, held_back):
-            return None
-
         def levels(self, hidden, lm_head, first, most):
             assert first is None
             assert torch.equal(hidden, states[0])

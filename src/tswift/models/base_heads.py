@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tswift.models.autoregressive import Memory
-
 FORMAT = "tswift-heads-1"
 
 
@@ -40,14 +38,6 @@ class Heads(nn.Module):
         self.hidden_size, self.raw = hidden_size, raw
         self.heads = nn.ModuleList(heads)
         self.count = len(self.heads)
-
-    def memory(self, held_back: int) -> Memory | None:
-        """What they keep of a text while it grows; None for heads that know of nothing but the last state.
-
-        Args:
-            held_back: newest inputs that drafting begins with, see :class:`~tswift.models.autoregressive.Memory`.
-        """
-        return None
 
     def forward(self, hidden: Tensor, embeddings: Tensor | None = None, most: int | None = None) -> Tensor:
         """States to feed to the LM head: ``[count, ..., H]``.
