@@ -93,12 +93,12 @@ def test_a_cascade_leaves_no_trace() -> None:
     decoding.prefill()
     context = decoding._context
     level = made.offering[0]._level
-    before = (list(context.text), context.kv.length, level.kv.length, context.sampler._length)
-    newest = context.sampler._newest.clone()
+    before = (list(context.text), context.kv.length, level.kv.length, context.sampler.length)
+    newest = context.sampler.newest.clone()
     with torch.inference_mode():
         made.propose(context, 50)
-    assert (context.text, context.kv.length, level.kv.length, context.sampler._length) == before
-    assert torch.equal(context.sampler._newest, newest)
+    assert (context.text, context.kv.length, level.kv.length, context.sampler.length) == before
+    assert torch.equal(context.sampler.newest, newest)
 
 
 def test_nothing_to_draw_ends_the_chain_and_no_more(monkeypatch) -> None:
