@@ -119,24 +119,28 @@ class Graphs:
         with torch.cuda.device(device):
             return cls(device, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
-    def capture(self, run: Callable[[], Forwarded]) -> Callable[[], Forwarded]:
-        """A function as a graph that can be replayed; the function itself where that fails, with the reason kept."""
+    def capture(self, run: Callable[[], Forwarded]) -> Callable[[], Forwarded] | None:
+        """A function as a graph that can be replayed; None where that fails, with the reason kept.
+
+        The function is run for real first: what it writes must be nothing that is needed still.
+        """
         if self.failure:
-            return run
+            return None
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
-                run()  # compiles kernels and sets up libraries, which a capture cannot
-            current.wait_stream(self.stream)
             graph = torch.cuda.CUDAGraph()
             try:
+                with torch.cuda.stream(self.stream):
+                    run()  # compiles kernels and sets up libraries, which a capture cannot
+                current.wait_stream(self.stream)
                 with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                     out = run()
             except Exception as error:  # decoding without graphs is slower, not wrong
                 torch.cuda.set_stream(current)
+                current.wait_stream(self.stream)
                 self.failure = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-                return run
+                return None
 
         def replay() -> Forwarded:
             graph.replay()
@@ -154,6 +158,7 @@ class StaticPass:
         layout: the model's.
         keys, values: the cache's, ``[layers, kv heads, capacity, d]``; there is room for ``nodes`` after its length.
         nodes: how many.
+        length: the cache's at present. Capturing writes to the slots behind it.
         graphs: what the model's graphs share; None where there are none, and the pass is run anew each time.
     """
 
@@ -165,6 +170,7 @@ class StaticPass:
         keys: Tensor,
         values: Tensor,
         nodes: int,
+        length: int,
         graphs: Graphs | None,
     ) -> None:
         self.nodes = nodes
@@ -174,8 +180,8 @@ class StaticPass:
         self._positions = torch.zeros_like(self._tokens)
         self._alone = torch.eye(nodes, dtype=torch.bool, device=layout.device)
         self._ancestors = self._alone.clone()
-        self._length = torch.zeros((), dtype=torch.int32, device=layout.device)
-        self._run = graphs.capture(self._forward) if graphs else self._forward
+        self._length = torch.full((), length, dtype=torch.int32, device=layout.device)
+        self._replay = graphs.capture(self._forward) if graphs else None
 
     def __call__(self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None, length: int) -> Forwarded:
         """Forward a tree; arguments as for :meth:`tswift.models.target.Target.forward`, and the cache's length.
@@ -198,6 +204,9 @@ class StaticPass:
         out = self._run()
         raw = None if out.raw is None else out.raw[:count].clone()
         return Forwarded(out.hidden[:count].clone(), [query[:, :count] for query in out.queries], raw)
+
+    def _run(self) -> Forwarded:
+        return self._replay() if self._replay else self._forward()  # not kept: a pass that holds itself lingers
 
     def _forward(self) -> Forwarded:
         attend = self._attention(self._layout, self._length, self.nodes, self._ancestors)

@@ -177,7 +177,7 @@ class Target:
         attention = cast("type[StaticAttention]", self._attention)
         compute = self._compute if self._fused or not self._compiled else self._compute_eagerly
         self._passes[kv] = [
-            StaticPass(compute, attention, self._layout, kv.keys, kv.values, size, self._graphs)
+            StaticPass(compute, attention, self._layout, kv.keys, kv.values, size, kv.length, self._graphs)
             for size in sizes(limit)
         ]
 
