@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.warping import warp
-from tswift.drafting.heads import DraftingPass, LastPass, remember
+from tswift.drafting.heads import DraftingPass, LastPass
 from tswift.drafting.plan import Plan
 from tswift.drafting.sketch import Sketch
 from tswift.drafting.source import Context
@@ -41,9 +41,6 @@ class BeamSource:
         levels: most tokens along a path.
         shared_noise: as for :class:`~tswift.drafting.heads.HeadSource`.
         plan: says whether another level pays.
-
-    Attributes:
-        memory: what the heads remember of the text; None where they remember nothing.
     """
 
     name = "heads"
@@ -59,7 +56,6 @@ class BeamSource:
     ) -> None:
         self._target, self._heads, self._reader, self._shared_noise = target, heads, reader, shared_noise
         self._levels, self._plan = levels, plan
-        self.memory = heads.memory(held_back=0 if reader.direct else 1)
         self._read: tuple[Forwarded, int] | None = None
         self.spent = 0.0
 
@@ -93,10 +89,7 @@ class BeamSource:
                 if rows != list(range(len(states))):
                     states = states[rows]
                 embeddings = self._target.embed(tokens)
-                if self.memory is None:
-                    states, out = self._heads.step(min(head, self._heads.count - 1), states, embeddings)
-                else:
-                    states, out = self.memory.step(states, embeddings)
+                states, out = self._heads.step(min(head, self._heads.count - 1), states, embeddings)
                 logits = self._target.logits(out)
                 head += 1
             branches = self._offer(sketch, context, branches, logits, level)
@@ -163,9 +156,8 @@ class BeamSource:
         return seen.scatter(1, torch.tensor(paths).to(device, non_blocking=True), True)
 
     def committed(self, context: Context, most: int) -> None:
-        """Keep the reader's cache up, and what heads remember."""
+        """Keep the reader's cache up."""
         self._reader.committed(context, most)
-        remember(self.memory, context, self._heads.raw, self._target)
 
 
 def _steps(lead: float) -> int:

@@ -12,7 +12,6 @@ from tswift.decoding.tree import DraftTree
 from tswift.decoding.warping import warp
 from tswift.drafting.levels import Level
 from tswift.drafting.source import Context
-from tswift.models.autoregressive import Memory
 from tswift.models.base_heads import Heads
 from tswift.models.costs import PassCosts
 from tswift.models.passes import Forwarded
@@ -69,21 +68,6 @@ class DraftingPass:
         self._level.committed(context, most)
 
 
-def remember(memory: Memory | None, context: Context, raw: bool, target: Target) -> None:
-    """Have heads that remember the text take notice of what was added to it.
-
-    Args:
-        memory: what they remember; None where they do not.
-        context: the decode.
-        raw: whether they start from states before the final norm.
-        target: for its embeddings.
-    """
-    if memory is not None and context.last is not None:
-        path = context.path[-memory.span :]
-        tokens = torch.tensor(context.text[-len(path) :])
-        memory.follow(context.last.states_of(path, raw), target.embed(tokens))
-
-
 class HeadSource:
     """Every level's best candidates, combined into a tree (paper, section 3.2).
 
@@ -108,7 +92,6 @@ class HeadSource:
         self._target, self._heads, self._reader, self._shared_noise = target, heads, reader, shared_noise
         self._widths = tuple(tree)
         self._guessed: _Guess | None = None
-        self._memory = heads.memory(held_back=0 if reader.direct else 1)
         levels = range(len(tree))
         if heads.conditioned:
             ranks = [(0,) * level + (rank,) for level in levels for rank in range(tree[level])]
@@ -160,10 +143,7 @@ class HeadSource:
             token = levels[0][0][0, 0]
         for index in range(len(self._widths) - len(levels)):
             embedding = self._target.embed(token)
-            if self._memory is None:
-                hidden, out = self._heads.step(index, hidden, embedding)
-            else:
-                hidden, out = self._memory.step(hidden, embedding)
+            hidden, out = self._heads.step(index, hidden, embedding)
             levels.append(self._best(self._target.logits(out.unsqueeze(0)), len(levels), seen, context))
             token = levels[-1][0][0, 0]
         tokens, scores = zip(*levels, strict=True)
@@ -179,6 +159,5 @@ class HeadSource:
         return best.indices, best.values
 
     def committed(self, context: Context, most: int) -> None:
-        """Keep the reader's cache up, and what heads remember."""
+        """Keep the reader's cache up."""
         self._reader.committed(context, most)
-        remember(self._memory, context, self._heads.raw, self._target)

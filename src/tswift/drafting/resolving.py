@@ -24,7 +24,7 @@ def resolve(name: str, target: Target, heads: Heads | None, options: DraftOption
     Raises:
         InputError: no such method, heads that it needs are missing, or a tree that does not fit the heads.
     """
-    return resolve_for(name, target.device, target.most_nodes, heads.deepest if heads else 0, options)
+    return resolve_for(name, target.device, target.most_nodes, heads.count if heads else 0, options)
 
 
 def resolve_for(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tswift.drafting.source import Context, Draft
-from tswift.models.autoregressive import Memory
 
 
 class NgramTable:
@@ -71,7 +70,6 @@ class ReuseSource:
     """
 
     name = "reuse"
-    memory: Memory | None = None  # of heads
     spent = 0.0  # what the host does hides behind the device
 
     def __init__(self, table: NgramTable, below: int, recent: bool) -> None:

@@ -77,12 +77,6 @@ class Forwarded:
         chosen = torch.tensor(nodes).to(self.hidden.device, non_blocking=True)
         return torch.stack([query.index_select(1, chosen) for query in self.queries])
 
-    def states_of(self, nodes: Sequence[int], raw: bool) -> Tensor:
-        """``[len(nodes), H]`` last hidden states of some nodes, before the final norm if they are to be ``raw``."""
-        states = self.raw if raw else self.hidden
-        assert states is not None
-        return states[torch.tensor(nodes).to(states.device, non_blocking=True)]
-
     def before_norm(self, node: int) -> Tensor:
         """``[H]`` of one node, before the final norm."""
         assert self.raw is not None

@@ -146,7 +146,7 @@ def _random(text: Any, heads: str | os.PathLike[str] | None) -> tuple[int | None
         return _described(path, text)
     with torch.device("meta"):
         found = KINDS[kind](text.hidden_size, HEADS)
-    return found.deepest, sum(weight.numel() for weight in found.parameters())
+    return found.count, sum(weight.numel() for weight in found.parameters())
 
 
 def _described(path: Path, text: Any) -> tuple[int, int]:
@@ -160,4 +160,4 @@ def _described(path: Path, text: Any) -> tuple[int, int]:
     if found.vocab_size not in (None, text.vocab_size):
         message = f"{path} was made for a vocabulary of {found.vocab_size:,}, the model has {text.vocab_size:,}"
         raise InputError(message, "--heads")
-    return found.deepest, found.parameters
+    return found.count, found.parameters
