@@ -70,9 +70,7 @@ class FusedDraw:
         nodes, vocab = logits.shape
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        rows, block, warps = tiles(nodes)
-        parts = triton.cdiv(vocab, block)
-        grid = triton.cdiv(nodes, rows), parts
+        parts = triton.cdiv(vocab, _BLOCK)
         scores = logits.new_empty(nodes, parts, dtype=torch.float64)
         drawn = logits.new_empty(nodes, parts, dtype=torch.int32)
         out = logits.new_empty(nodes, dtype=torch.int64)
@@ -81,24 +79,43 @@ class FusedDraw:
         read = (logits, tokens, positions, mask, newest, self._banned, self._reals, self._integers)
         shape = (logits.stride(0), nodes, vocab)
         some = triton.next_power_of_2(parts)
-        options = {"ROWS": rows, "BLOCK": block, "NODES": self.MOST_NODES, "TREE": nodes > 1, **self._warping}
         # a product and a sum rounded once would not be what PyTorch's two operators give
-        options |= {"num_warps": warps, "enable_fp_fusion": False}
+        options = {"BLOCK": _BLOCK, "NODES": self.MOST_NODES, "TREE": nodes > 1, "enable_fp_fusion": False}
+        options |= self._warping
         with torch.cuda.device_of(logits):
             if self._min_p:
-                kernels.top_logits[grid](*read, tops, *shape, **options)
-            kernels.draw_parts[grid](
-                *read, tops, scores, drawn, *shape, PARTS=some, MIN_P=self._min_p, NOISY=self._noisy, **options
+                rows, warps = _rows(nodes, shared=True)
+                kernels.top_logits[triton.cdiv(nodes, rows), parts](
+                    *read, tops, *shape, ROWS=rows, num_warps=warps, **options
+                )
+            rows, warps = _rows(nodes, shared=False)
+            kernels.draw_parts[triton.cdiv(nodes, rows), parts](
+                *read,
+                tops,
+                scores,
+                drawn,
+                *shape,
+                ROWS=rows,
+                PARTS=some,
+                MIN_P=self._min_p,
+                NOISY=self._noisy,
+                num_warps=warps,
+                **options,
             )
             kernels.draw_row[nodes,](scores, drawn, out, parts, PARTS=some)
         return out
 
 
-def tiles(nodes: int) -> tuple[int, int, int]:
-    """Rows and tokens that a program works on, and its warps."""
+def _rows(nodes: int, shared: bool) -> tuple[int, int]:
+    """Rows that a program works on, and its warps.
+
+    Args:
+        nodes: how many rows there are.
+        shared: whether rows together save as much reading as they take registers.
+    """
     if _INTERPRETED:  # what costs is the number of programs
-        return triton.next_power_of_2(nodes), _BLOCK, 4
-    return (1, _BLOCK, 4) if nodes == 1 else (4, _BLOCK, 8)
+        return triton.next_power_of_2(nodes), 4
+    return (4, 8) if shared and nodes > 1 else (1, 4)
 
 
 def served(params: SamplingParams) -> bool:
