@@ -1,9 +1,10 @@
 """The sampling rule in Triton kernels against the rule in PyTorch, on random rows: how many, and how many differ.
 
-On CUDA with the kernels as they run there, without it in Triton's interpreter (set TRITON_INTERPRET=1). Every tree of
-rows has sampling parameters, a text and a vocabulary of its own:
+On CUDA with the kernels as they run there, without it in Triton's interpreter (set TRITON_INTERPRET=1), where it is the
+number of launches that takes long: more nodes and smaller parts of the vocabulary make it bearable. Every tree has
+sampling parameters, a text and a vocabulary of its own:
 
-    python -m benchmarks.sampler --rows 1000000 --vocab 257-1024
+    python -m benchmarks.sampler --rows 1000000 --vocab 257-600 --nodes 512 --block 256
     python -m benchmarks.sampler --rows 5000 --vocab 128256 --nodes 41
 """
 
@@ -17,7 +18,7 @@ from random import Random
 import torch
 import triton
 
-from tswift.decoding.fused import DTYPES, mismatches, served
+from tswift.decoding.fused import DTYPES, FusedDraw, mismatches, served
 from tswift.decoding.params import SamplingParams
 
 
@@ -42,9 +43,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--vocab", default="257-1024", help="number of token ids, or the least and the most of it")
-    parser.add_argument("--nodes", type=int, default=128, help="most nodes of a tree, 1 to 128")
+    parser.add_argument("--nodes", type=int, default=128, help="most nodes of a tree")
+    parser.add_argument("--block", type=int, default=FusedDraw.BLOCK, help="tokens of a part of the vocabulary")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    FusedDraw.BLOCK, FusedDraw.MOST_NODES = options.block, triton.next_power_of_2(options.nodes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     least, *most = (int(word) for word in options.vocab.split("-"))
     random, started = Random(options.seed), time.perf_counter()

@@ -24,7 +24,6 @@ from tswift.decoding.sampling import FAR, NO_TOKEN, Sampler
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRIED = (*range(1, 9), 41, 41, 41, 41, 41, 41, 41)  # nodes of the trees with which the kernels are tried on a device
 _INTERPRETED = not isinstance(kernels.draw_row, triton.JITFunction)
-_BLOCK = 1024  # tokens of a part
 _CHECKED: dict[tuple[object, ...], str | None] = {}
 
 
@@ -39,6 +38,7 @@ class FusedDraw:
     """
 
     MOST_NODES: ClassVar[int] = 128  # of a draft tree
+    BLOCK: ClassVar[int] = 1024  # tokens of a part
 
     def __init__(self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device) -> None:
         min_p = params.min_p if params.temperature else 0.0
@@ -70,7 +70,7 @@ class FusedDraw:
         nodes, vocab = logits.shape
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        parts = triton.cdiv(vocab, _BLOCK)
+        parts = triton.cdiv(vocab, self.BLOCK)
         scores = logits.new_empty(nodes, parts, dtype=torch.float64)
         drawn = logits.new_empty(nodes, parts, dtype=torch.int32)
         out = logits.new_empty(nodes, dtype=torch.int64)
@@ -80,7 +80,7 @@ class FusedDraw:
         shape = (logits.stride(0), nodes, vocab)
         some = triton.next_power_of_2(parts)
         # a product and a sum rounded once would not be what PyTorch's two operators give
-        options = {"BLOCK": _BLOCK, "NODES": self.MOST_NODES, "TREE": nodes > 1, "enable_fp_fusion": False}
+        options = {"BLOCK": self.BLOCK, "NODES": self.MOST_NODES, "TREE": nodes > 1, "enable_fp_fusion": False}
         options |= self._warping
         with torch.cuda.device_of(logits):
             if self._min_p:
@@ -102,7 +102,7 @@ class FusedDraw:
                 num_warps=warps,
                 **options,
             )
-            kernels.draw_row[nodes,](scores, drawn, out, parts, PARTS=some)
+            kernels.draw_row[triton.cdiv(nodes, rows),](scores, drawn, out, nodes, parts, ROWS=rows, PARTS=some)
         return out
 
 
@@ -202,7 +202,7 @@ def _random_tree(sampler: Sampler, logits: Tensor, random: Random) -> tuple[Tens
     likely = logits.float().argmax(-1).tolist()
     ancestors = torch.eye(nodes, dtype=torch.bool)
     depths, tokens = [0] * nodes, [random.randrange(vocab)]
-    deep = random.random() < 0.5
+    deep = random.random() < 0.2
     for node in range(1, nodes):
         parent = max(0, node - random.randint(1, 3)) if deep else random.randrange(node)
         ancestors[node] |= ancestors[parent]

@@ -220,13 +220,14 @@ def draw_parts(
     tl.store(drawn + row * parts + part, token, mask=used)
 
 
-@triton.jit
-def draw_row(scores, drawn, out, parts, PARTS: tl.constexpr):
-    """A row's best token from those of its parts, the lowest of equal ones; grid ``(nodes,)``."""
-    row = tl.program_id(0)
+@triton.jit(do_not_specialize=["nodes", "parts"])
+def draw_row(scores, drawn, out, nodes, parts, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """A row's best token from those of its parts, the lowest of equal ones; grid ``(row blocks,)``."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.arange(0, PARTS)
-    score = tl.load(scores + row * parts + part, mask=part < parts, other=float("-inf"))
-    token = tl.load(drawn + row * parts + part, mask=part < parts, other=0)
-    best = tl.max(score, 0)
-    token = tl.min(tl.where(score == best, token, 0x7FFFFFFF), 0)
-    tl.store(out + row, tl.where(tl.abs(best) < float("inf"), token, -1).to(tl.int64))
+    mask = (row < nodes)[:, None] & (part < parts)[None, :]
+    score = tl.load(scores + row[:, None] * parts + part[None, :], mask=mask, other=float("-inf"))
+    token = tl.load(drawn + row[:, None] * parts + part[None, :], mask=mask, other=0)
+    best = tl.max(score, 1)
+    token = tl.min(tl.where(score == best[:, None], token, 0x7FFFFFFF), 1)
+    tl.store(out + row, tl.where(tl.abs(best) < float("inf"), token, -1).to(tl.int64), mask=row < nodes)
