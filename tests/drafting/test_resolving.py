@@ -56,7 +56,7 @@ def test_a_tree_that_pays_is_as_deep_as_the_heads_go(method: str, device: str) -
 
     def gamma(heads: int, tree: str | None, asked: int) -> int | None:
         options = DraftOptions(gamma=asked, tree=tree)
-        return resolve_for(method, torch.device(device), None, heads, options).gamma
+        return resolve_for(method, torch.device(device), 4, None, heads, options).gamma
 
     for heads in (2, 7, DEEPEST):
         assert gamma(heads, "auto", heads) == heads
@@ -69,4 +69,4 @@ def test_a_tree_that_pays_is_as_deep_as_the_heads_go(method: str, device: str) -
 
 def test_a_chain_that_the_attention_cannot_do() -> None:
     with pytest.raises(InputError, match=r"--gamma: must be below 16 with this attention, got 16"):
-        resolve_for("triforce", torch.device("cpu"), 16, 3, DraftOptions(inner_gamma=16))
+        resolve_for("triforce", torch.device("cpu"), 4, 16, 3, DraftOptions(inner_gamma=16))
