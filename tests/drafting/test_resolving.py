@@ -70,3 +70,14 @@ def test_a_tree_that_pays_is_as_deep_as_the_heads_go(method: str, device: str) -
 def test_a_chain_that_the_attention_cannot_do() -> None:
     with pytest.raises(InputError, match=r"--gamma: must be below 16 with this attention, got 16"):
         resolve_for("triforce", torch.device("cpu"), 4, 16, 3, DraftOptions(inner_gamma=16))
+
+
+def test_a_gpus_tree_by_head_layout_and_nodes() -> None:
+    def on_cuda(groups: int, **options) -> tuple:
+        found = resolve_for("tokenswift", torch.device("cuda"), groups, 128, 3, DraftOptions(**options))
+        return found.tree, found.nodes
+
+    assert on_cuda(4) == ((1, 3, 2, 2), 32)
+    assert on_cuda(1) == ((1, 3, 3, 3), 128)
+    assert on_cuda(4, nodes=128) == ((1, 3, 3, 3), 128)
+    assert on_cuda(4, tree=(1, 3, 3, 3)) == ((1, 3, 3, 3), 32)

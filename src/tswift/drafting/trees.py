@@ -22,27 +22,31 @@ _CPU_TREES = {"medusa": (2, 2, 2, 2), "tokenswift": (1, 2, 2, 2, 2)}
 _CUDA_TREES = ((3, 3, 3), (3, 3, 2), (3, 2, 2), (2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))
 
 
-def usual_tree(method: str, device: torch.device, levels: int, groups: int) -> tuple[int, ...]:
+def usual_tree(method: str, device: torch.device, levels: int, nodes: int) -> tuple[int, ...]:
     """Candidates per level of a method's tree, if nothing else is said.
 
     Args:
         method: ``medusa`` or ``tokenswift``; the latter's first level is the LM head's, and n-grams have a share.
-        device: where the model is.
+        device: where the model is. On a CPU the tree is always the same, and cut where it is too large.
         levels: most levels.
-        groups: query heads per KV head.
+        nodes: most nodes, root included.
     """
     if device.type == "cpu":
         return _CPU_TREES[method][:levels]
     first: tuple[int, ...] = ()
-    nodes = usual_nodes(device, groups)
     if method == "tokenswift":
         first, nodes = (1,), nodes - nodes // _NGRAMS
     trees = [(*first, *tree)[:levels] for tree in _CUDA_TREES]
-    return next(tree for tree in trees if tree_nodes(tree) <= nodes)
+    return next((tree for tree in trees if tree_nodes(tree) <= nodes), trees[-1])
 
 
 def usual_nodes(device: torch.device, groups: int) -> int:
-    """Most nodes of such a tree, root included: on CUDA as many as fill :data:`ROWS`."""
+    """Most nodes of a draft tree, if nothing else is said: on CUDA as many as fill :data:`ROWS`.
+
+    Args:
+        device: where the model is.
+        groups: query heads per KV head.
+    """
     if device.type == "cpu":
         return _CPU_NODES
     fewest, most = _CUDA_NODES
