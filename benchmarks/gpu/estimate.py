@@ -1,4 +1,4 @@
-"""Estimated milliseconds of a step on an H200, and seconds of 100,000 tokens: a cost model, in which nothing is measured.
+"""Estimated milliseconds of a step on an H200, and seconds of 100,000 tokens: a cost model, nothing of it measured.
 
 A pass is priced by the bytes that it reads, its operations, and its launches; a step by its two passes, its sampler and
 the time in which the device waits for the host. ``BEFORE`` is commit b5cc13d as REVIEW.md of issue 17 counted it,
