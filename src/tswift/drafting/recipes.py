@@ -151,9 +151,9 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     """Whatever has been the fastest of late: heads in a fixed tree, heads in one that pays, or a cascade."""
     heads, memory = models.heads, _memory(models, options)
     assert heads is not None
-    tree = usual_tree("medusa", models.target.device, heads.count)
     assert options.nodes is not None
-    nodes = min(options.nodes, usual_nodes(models.target.device))
+    nodes = min(options.nodes, usual_nodes(models.target.device, models.target.groups))
+    tree = usual_tree("medusa", models.target.device, heads.count, nodes)
     fixed = replace(options, tree=tree, gamma=None, nodes=nodes)
     chosen = replace(options, tree=AUTO, gamma=None)
     rivals = [

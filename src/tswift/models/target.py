@@ -103,6 +103,11 @@ class Target:
         return self._attention.__name__
 
     @property
+    def groups(self) -> int:
+        """Query heads per KV head."""
+        return self._layout.groups
+
+    @property
     def most_nodes(self) -> int | None:
         """Most nodes of a draft tree that the attention can do; None if there is no such limit."""
         return self._attention.MOST_NODES
