@@ -180,6 +180,7 @@ class DeviceStepper:
         self._drafted = False
         self._block.host["control"][:] = 0, _BY_RULE  # captured programs commit nothing
         self.state.load(context)
+        context.sampler.fuse(target.dtype)
         self._run_draft: Callable[[], None] | None = None
         if self._draft is not None:
             self._draft.begin(context, self._block.host, self._block.device)

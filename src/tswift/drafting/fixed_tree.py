@@ -198,7 +198,7 @@ class FixedTree:
     def nodes(self, length: int) -> int:
         """As :meth:`DeviceDraft.nodes`."""
         wanted = self._drafter.fewer(length) if self._drafter.fewer else self._drafter.limit
-        return next(size for size in self.sizes if size >= min(wanted, self._drafter.limit))
+        return max(size for size in self.sizes if size <= wanted)
 
     def shape(self, nodes: int) -> DraftTree:
         """As :meth:`DeviceDraft.shape`."""

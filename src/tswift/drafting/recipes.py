@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tswift.drafting.beams import BeamSource
@@ -19,7 +19,7 @@ from tswift.drafting.recalled import RecallSource
 from tswift.drafting.reuse import NgramTable, ReuseSource
 from tswift.drafting.rivals import Rival, RivalDrafter
 from tswift.drafting.source import Drafter
-from tswift.drafting.trees import usual_nodes, usual_tree
+from tswift.drafting.trees import usual_nodes, usual_tree, verify_nodes
 from tswift.kv.partial import PartialKV
 from tswift.kv.policies import POLICIES
 from tswift.kv.streaming import StreamingKV
@@ -85,7 +85,8 @@ def _of_heads(
     if isinstance(tree, tuple):
         source = HeadSource(models.target, heads, reader, tree, options.shared_noise)
         depth, ngrams = max(len(tree), longest), others[0] if others else None
-        return FixedTreeDrafter([source, *others], depth, options.nodes, heads=source, ngrams=ngrams)
+        fewer = _fewer(models.target, options.nodes)
+        return FixedTreeDrafter([source, *others], depth, options.nodes, heads=source, ngrams=ngrams, fewer=fewer)
     plan = Plan(models.costs)
     if options.gamma is None:
         levels = heads.count + reader.direct + (_BEYOND if heads.conditioned else 0)
@@ -95,6 +96,14 @@ def _of_heads(
     if memory is not None:
         return _recalling(options, plan, max(levels, _deepest(options)), [beams], memory)
     return PlannedDrafter(offering=[beams, *others], depth=max(levels, longest), limit=options.nodes, plan=plan)
+
+
+def _fewer(target: Target, nodes: int) -> Callable[[int], int] | None:
+    """How many of the nodes to verify with so many tokens in the cache; None where that is not known."""
+    if target.device.type != "cuda":
+        return None
+    weights = sum(weight.nbytes for weight in target.model.parameters()) / target.kv_shape.bytes_per_token
+    return lambda length: verify_nodes(length, target.groups, nodes, weights)
 
 
 def recall(models: Models, options: DraftOptions) -> Drafter:
