@@ -167,7 +167,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
     for kernel in found:
         assert kernel["spilled"] == kernel["stack"] == 0, kernel
         assert kernel["registers"] <= 128, kernel
-        assert kernel["shared"] <= 16_384, kernel
+        assert kernel["shared"] <= 32_768, kernel
         # divided as PyTorch divides, and nothing rounded once where it rounds twice: only logarithms fuse
         assert kernel["div.full"] == kernel["div.approx"] == 0, kernel
         assert kernel["kernel"] == "draw_parts" or kernel["fma.rn.f64"] == 0, kernel
