@@ -146,7 +146,7 @@ def fused_sampler_fault(
                 wrong += mismatches(short, vocab_size, nodes, dtype, device, random)
             _CHECKED[key] = f"{wrong} of {sum(TRIED)} rows drew another token than the rule" if wrong else None
         except Exception as error:  # whatever it is that a compiler or a driver dislikes
-            _CHECKED[key] = f"{type(error).__name__}: {str(error).strip()[:200]}"
+            _CHECKED[key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
     return _CHECKED[key]
 
 
@@ -167,7 +167,10 @@ def mismatches(
 def odd_rows(rows: int, vocab_size: int, dtype: torch.dtype, random: Random) -> Tensor:
     """Logits ``[rows, V]``, peaked and flat, some with ties, impossible tokens, NaN, infinity, or huge or tiny ones."""
     generator = torch.Generator().manual_seed(random.getrandbits(63))
-    logits = torch.randn(rows, vocab_size, generator=generator)
+    # some tokens are likely everywhere, so that it matters which are penalised along a path
+    logits = torch.randn(rows, vocab_size, generator=generator) + 2 * torch.randn(vocab_size, generator=generator)
+    # subnormal numbers, but those of bfloat16 in Triton's interpreter, which misreads them
+    tiny = 1e-30 if _INTERPRETED and dtype == torch.bfloat16 else torch.finfo(dtype).tiny / 100
     for row in logits:
         token = random.randrange(vocab_size)
         row *= random.choice((0.1, 1.0, 3.0, 10.0))
@@ -181,7 +184,7 @@ def odd_rows(rows: int, vocab_size: int, dtype: torch.dtype, random: Random) -> 
         elif kind == 3:
             row[row < row[token]] = -math.inf
         elif kind == 4:
-            row *= random.choice((1e-42, 1e-6, 1e4, 1e37))
+            row *= random.choice((tiny, 1e-6, 1e4, 1e37))
         elif kind in (5, 6):
             row.round_()
         elif kind in (7, 8):
