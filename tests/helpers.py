@@ -146,6 +146,7 @@ class ToyTarget:
         self.device, self.dtype = torch.device("cpu"), torch.float64
         self.kv_shape = KVShape(1, 1, 1, self.dtype, self.device)
         self.forwarded_nodes: list[int] = []
+        self.replays = False
 
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor) -> Forwarded:
         values = tokens.double().view(1, -1, 1)

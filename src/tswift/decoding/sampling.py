@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +18,11 @@ from tswift.decoding.noise import gumbel
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.warping import warp
 
+if TYPE_CHECKING:
+    from tswift.decoding.fused import FusedDraw
+
 NO_TOKEN = -1  # drawn where there is nothing to draw; in a draft tree, a candidate that does not exist
-_FAR = -(1 << 62)  # position of a token that is not in the text
+FAR = -(1 << 62)  # position of a token that is not in the text
 
 
 class Sampler:
@@ -37,6 +41,7 @@ class Sampler:
         newest: ``[V]`` int64, the position of each token's last occurrence in the text; changed in place. Nothing is
             kept there unless tokens are penalised.
         length: tokens in the text so far.
+        fault: why :meth:`fuse` has left the drawing to PyTorch; None if it has not.
     """
 
     _BLOCK = 16  # noise is computed for this many positions at a time
@@ -44,9 +49,11 @@ class Sampler:
     def __init__(self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device) -> None:
         self.seed, self.length = seed, 0
         self._tokens = torch.arange(vocab_size, device=device)
-        self.newest = torch.full((vocab_size,), _FAR, dtype=torch.int64, device=device)
+        self.newest = torch.full((vocab_size,), FAR, dtype=torch.int64, device=device)
         self._blocks: dict[int, Tensor] = {}
         self._banned: dict[tuple[int, ...], Tensor] = {}
+        self._fused: dict[tuple[SamplingParams, torch.dtype], FusedDraw] = {}
+        self.fault: str | None = None
         self.params = params
 
     @property
@@ -69,6 +76,28 @@ class Sampler:
         twin.newest = self.newest.clone()
         return twin
 
+    def fuse(self, dtype: torch.dtype, interpreted: bool = False) -> None:
+        """Have :meth:`draw_rows` use Triton kernels on CUDA, for logits of this dtype and the parameters as they are.
+
+        They are used if they draw the same on this device, which is tried once, and waited for: not while a CUDA graph
+        is captured. Otherwise ``fault`` tells why not.
+
+        Args:
+            dtype: of the logits.
+            interpreted: use them without CUDA, too, in Triton's interpreter.
+        """
+        device = self._tokens.device
+        if device.type != "cuda" and not interpreted:
+            return
+        try:
+            from tswift.decoding.fused import FusedDraw, fused_sampler_fault
+        except ImportError:
+            self.fault = "triton is not installed"
+            return
+        self.fault = fused_sampler_fault(self.params, len(self._tokens), dtype, device)
+        if self.fault is None:
+            self._fused[self.params, dtype] = FusedDraw(self.params, self.seed, len(self._tokens), device)
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""
         if self.params.penalises and tokens:
@@ -87,7 +116,7 @@ class Sampler:
         """
         if self.params.penalises:
             appended = torch.arange(len(tokens), device=tokens.device) < count
-            self.newest.scatter_reduce_(0, self._ids(tokens), positions.where(appended, _FAR), "amax")
+            self.newest.scatter_reduce_(0, self._ids(tokens), positions.where(appended, FAR), "amax")
 
     def _ids(self, tokens: Tensor) -> Tensor:
         """Token ids to index with."""
@@ -183,6 +212,9 @@ class Sampler:
         Returns:
             ``[n]`` int64, ``NO_TOKEN`` where there is nothing to draw.
         """
+        fused = self._fused.get((self.params, logits.dtype))
+        if fused is not None and len(logits) <= fused.MOST_NODES:
+            return fused(logits, tokens, positions, ancestors, self.newest)
         return _best(self.scores(logits, self.seen(tokens, positions, ancestors), positions + 1))
 
     def draw_with_leads(

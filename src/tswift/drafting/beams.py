@@ -53,14 +53,14 @@ class BeamSource:
         shared_noise: bool,
         plan: Plan,
     ) -> None:
-        self._target, self._heads, self._reader, self._shared_noise = target, heads, reader, shared_noise
+        self._target, self._heads, self.reader, self._shared_noise = target, heads, reader, shared_noise
         self._levels, self._plan = levels, plan
         self._read: tuple[Forwarded, int] | None = None
         self.spent = 0.0
 
     def start(self, context: Context) -> None:
         """Have the device make the pass that the heads start from."""
-        self._read = self._reader.read(context)
+        self._read = self.reader.read(context)
 
     def propose(self, sketch: Sketch, context: Context) -> None:
         """Offer candidates below the likeliest branches."""
@@ -70,7 +70,7 @@ class BeamSource:
         (forwarded, node), self._read = self._read, None
         hidden = forwarded.hidden[node]
         begin = forwarded.before_norm(node) if self._heads.raw else hidden
-        self.spent = self._reader.price(self._plan.costs, context)
+        self.spent = self.reader.price(self._plan.costs, context)
         place = torch.tensor([context.position]).to(hidden.device, non_blocking=True)
         seen = context.sampler.seen(place, place, torch.ones(1, 1, dtype=torch.bool, device=hidden.device))
         draft = self._told if self._heads.conditioned else self._untold
@@ -80,7 +80,7 @@ class BeamSource:
         states, branches = begin.unsqueeze(0), [(0, 0)]
         head = 0
         for level in range(min(self._levels, sketch.depth)):
-            if level == 0 and self._reader.direct:
+            if level == 0 and self.reader.direct:
                 logits, paths = self._target.logits(hidden.unsqueeze(0)), None
             else:
                 rows, tokens, paths = self._sent(sketch, branches)
@@ -93,11 +93,11 @@ class BeamSource:
             branches = self._offer(sketch, context, branches, logits, _seen(seen, paths), level)
             if not self._worth(sketch, branches, context):
                 return
-            if level == 0 and self._reader.direct:
+            if level == 0 and self.reader.direct:
                 branches = [(node, 0) for node, _ in branches]
 
     def _untold(self, sketch: Sketch, context: Context, begin: Tensor, hidden: Tensor, seen: Tensor | None) -> None:
-        first = hidden if self._reader.direct else None
+        first = hidden if self.reader.direct else None
         logits = self._heads.levels(begin, self._target.logits, first, self._levels)
         branches: list[_Branch] = [(0, 0)]
         for level in range(min(len(logits), sketch.depth)):
@@ -140,7 +140,7 @@ class BeamSource:
                 if not math.isfinite(value):
                     break
                 step = _steps(abs(value - (values[0] if rank else values[1] if len(values) > 1 else -math.inf)))
-                about = (min(level, 1) if self._reader.direct else 1, rank, step)
+                about = (min(level, 1) if self.reader.direct else 1, rank, step)
                 guess = _GUESSES[rank][min(step, 4)]
                 child = sketch.offer(node, int(token), self.name, about, guess)
                 if child is not None:
@@ -155,7 +155,7 @@ class BeamSource:
 
     def committed(self, context: Context, most: int) -> None:
         """Keep the reader's cache up."""
-        self._reader.committed(context, most)
+        self.reader.committed(context, most)
 
 
 def _seen(seen: Tensor | None, paths: Tensor | None) -> Tensor | None:

@@ -53,6 +53,7 @@ class FullLevel:
     def cache(self, context: Context) -> KVBuffer:
         """That of the decode itself."""
         self._held = context.kv.length
+        self.target.prepare(context.kv, 1)
         return context.kv
 
     def leave(self, context: Context) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from tswift.drafting.beams import BeamSource
 from tswift.drafting.cascade import CascadeSource
 from tswift.drafting.chain import ChainSource
+from tswift.drafting.fixed_tree import FixedTreeDrafter
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
 from tswift.drafting.levels import CHUNK, FullLevel, Level, OwnLevel, PartialLevel
 from tswift.drafting.options import AUTO, FULL, MEASURED, DraftOptions
@@ -83,7 +84,8 @@ def _of_heads(
     longest = NGRAM if others else 0
     if isinstance(tree, tuple):
         source = HeadSource(models.target, heads, reader, tree, options.shared_noise)
-        return Drafter([source, *others], max(len(tree), longest), options.nodes)
+        depth, ngrams = max(len(tree), longest), others[0] if others else None
+        return FixedTreeDrafter([source, *others], depth, options.nodes, heads=source, ngrams=ngrams)
     plan = Plan(models.costs)
     if options.gamma is None:
         levels = heads.count + reader.direct + (_BEYOND if heads.conditioned else 0)
@@ -149,9 +151,9 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     """Whatever has been the fastest of late: heads in a fixed tree, heads in one that pays, or a cascade."""
     heads, memory = models.heads, _memory(models, options)
     assert heads is not None
-    tree = usual_tree("medusa", models.target.device, heads.count)
     assert options.nodes is not None
-    nodes = min(options.nodes, usual_nodes(models.target.device))
+    nodes = min(options.nodes, usual_nodes(models.target.device, models.target.groups))
+    tree = usual_tree("medusa", models.target.device, heads.count, nodes)
     fixed = replace(options, tree=tree, gamma=None, nodes=nodes)
     chosen = replace(options, tree=AUTO, gamma=None)
     rivals = [

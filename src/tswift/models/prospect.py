@@ -38,6 +38,7 @@ class Prospect:
         vocab_size: number of logits.
         weight_bytes: of its weights, heads apart; 0 where nobody can say.
         token_bytes: of one token's keys and values, at least.
+        groups: query heads per KV head; 1 where the configuration does not say.
         most_nodes: most nodes of a draft tree; None where there is no limit, or it is not known yet.
         heads: how many tokens its heads draft one after another; None where nobody can say.
         heads_bytes: of their weights.
@@ -50,6 +51,7 @@ class Prospect:
     vocab_size: int
     weight_bytes: int
     token_bytes: int
+    groups: int
     most_nodes: int | None
     heads: int | None
     heads_bytes: int
@@ -106,6 +108,7 @@ def _prospect(
         vocab_size=text.vocab_size,
         weight_bytes=_weights(config, model, kind, place) * kind.itemsize,
         token_bytes=_kv_width(text) * kind.itemsize,
+        groups=_groups(text),
         most_nodes=most_nodes,
         heads=heads,
         heads_bytes=parameters * kind.itemsize,
@@ -124,6 +127,11 @@ def _weights(config: Any, model: str, kind: torch.dtype, place: torch.device) ->
 def _kv_width(text: Any) -> int:
     """Elements of one token's keys and values; of one KV head where the configuration does not say how many."""
     return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or 1) * head_size(text))
+
+
+def _groups(text: Any) -> int:
+    heads, kv_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    return int(heads) // int(kv_heads or heads) if heads else 1
 
 
 def _heads(model: str, config: Any, heads: str | os.PathLike[str] | None) -> tuple[int | None, int]:

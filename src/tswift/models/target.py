@@ -24,7 +24,7 @@ from tswift.kv.full import FullKV
 from tswift.models.inspection import first_broken
 from tswift.models.layers import Unserved, survey
 from tswift.models.outputs import output_of
-from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, sizes
+from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
 from tswift.models.positions import max_positions
 from tswift.models.tap import Tap
 
@@ -88,6 +88,11 @@ class Target:
         return self._attention.STATIC and not self.special and not self.split
 
     @property
+    def taps(self) -> bool:
+        """Whether passes also give the states before the final norm."""
+        return self._tap is not None
+
+    @property
     def graphs(self) -> str | None:
         """Why passes are not replayed as CUDA graphs although they could be; None if nothing went wrong."""
         return self._graphs.failure or None if self._graphs else None
@@ -96,6 +101,11 @@ class Target:
     def attention(self) -> str:
         """Name of the attention."""
         return self._attention.__name__
+
+    @property
+    def groups(self) -> int:
+        """Query heads per KV head."""
+        return self._layout.groups
 
     @property
     def most_nodes(self) -> int | None:
@@ -164,22 +174,36 @@ class Target:
         On CUDA this captures a graph for each of a few sizes; elsewhere a replayed pass is run like any other. There
         must always be room for ``limit`` nodes behind the cache's length.
         """
-        if not self.replays or kv in self._passes:
-            return
-        if self.device.type == "cuda" and self._graphs is None:
+        if self.replays and kv not in self._passes:
+            self._passes[kv] = [StaticPass(self.compute_static, self.capture, kv, size) for size in sizes(limit)]
+
+    def capture(self, run: Callable[[], T]) -> Callable[[], T]:
+        """A program over tensors that stay in place as one CUDA graph; as it is elsewhere, or where that fails."""
+        if self._graphs is None:
+            if self.device.type != "cuda":
+                return run
             self._graphs = Graphs.on(self.device)
             # a graph that stays: PyTorch cannot go on with a pool whose graphs have all gone
             self._anchor = FullKV(self.kv_shape, 1)
-            self._prepare(self._anchor, 1)
-        self._prepare(kv, limit)
+            self.prepare(self._anchor, 1)
+        return self._graphs.capture(run)
 
-    def _prepare(self, kv: KVBuffer, limit: int) -> None:
+    def compute_static(
+        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, length: Tensor, ancestors: Tensor | None
+    ) -> Forwarded:
+        """As :meth:`forward`, with the cache's length on the device (``[]`` int32): one graph of it serves any length.
+
+        The attention has to be one that :attr:`replays`.
+        """
         attention = cast("type[StaticAttention]", self._attention)
+
+        def write(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            attention.store(kv.keys[layer], kv.values[layer], keys, values, length)
+            return kv.keys[layer], kv.values[layer]
+
+        attend = attention(self._layout, length, len(tokens), ancestors)
         compute = self._compute if self._fused or not self._compiled else self._compute_eagerly
-        self._passes[kv] = [
-            StaticPass(compute, attention, self._layout, kv.keys, kv.values, size, kv.length, self._graphs)
-            for size in sizes(limit)
-        ]
+        return compute(tokens, positions, Pass(write, attend))
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
