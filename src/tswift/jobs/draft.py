@@ -46,8 +46,11 @@ def weights_for(methods: Sequence[str], asked: str | None) -> str | None:
         asked: what was typed, ``none`` for nothing; or None.
 
     Raises:
-        InputError: no such method, or one was typed and none drafts with the model itself.
+        InputError: no such method or kind, or one was typed and none of the methods drafts with the model itself.
     """
+    kinds = (UNQUANTISED, *quantizing.KINDS)
+    if asked is not None and asked not in kinds:
+        raise InputError(f"no {asked!r:.40}; there are {', '.join(kinds)}", quantizing.DRAFT_OPTION)
     if asked is not None and not any(find_method(method).partial for method in methods):
         one = f"{methods[0]} does not draft with the model itself"
         message = one if len(methods) == 1 else f"none of {', '.join(methods)} drafts with the model itself"

@@ -5,7 +5,6 @@ Also a copy of a loaded model with weights of fewer bits, for its drafting passe
 
 from __future__ import annotations
 
-import logging
 from copy import deepcopy
 from typing import Any
 
@@ -106,14 +105,10 @@ def weight_only(kind: str, config: Any, place: torch.device, dtype: torch.dtype,
         raise InputError("works in float32, bfloat16 and float16, not in float64", option)
     if kind == "int4" and (place.type != "cuda" or dtype != torch.bfloat16):
         raise InputError("int4 needs a CUDA device and bfloat16", option)
-    logged = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # it tells of whatever it was not built for
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
     except ImportError:
         raise InputError("needs torchao: pip install 'tswift[quantize]'", option) from None
-    finally:
-        logging.disable(logged)
     # settings of the whole process are not torchao's to change: the model's own passes go by them
     alone = {"set_inductor_config": False}
     if kind == "int8":
