@@ -41,6 +41,7 @@ class Models:
 
     Attributes:
         target: the model whose tokens are wanted.
+        drafting: what drafting passes of the target run on: itself, or a copy of it with weights of fewer bits.
         heads: its heads, if it has any.
         draft: a smaller model with the same vocabulary, if there is one.
         positions: most tokens of prompt and text together.
@@ -48,6 +49,7 @@ class Models:
     """
 
     target: Target
+    drafting: Target
     heads: Heads | None
     draft: Target | None
     positions: int
@@ -66,7 +68,7 @@ def medusa(models: Models, options: DraftOptions) -> Drafter:
 
 def tokenswift(models: Models, options: DraftOptions) -> Drafter:
     """A drafting pass of the target, heads on it, and n-grams of the text."""
-    reader = DraftingPass(_self_level(models.target, options))
+    reader = DraftingPass(_self_level(models.drafting, options))
     return _of_heads(models, options, reader, _reuse_sources(options, below=1), _memory(models, options))
 
 
@@ -149,7 +151,7 @@ def _cascade(models: Models, options: DraftOptions, memory: Recall | None) -> Pl
         recalled = [RecallSource(memory, plan, options.nodes)]
         guessing = RecallSource(memory, inner.plan, inner.limit)
         inner = replace(inner, offering=[*inner.offering, guessing], depth=INNER_NODES - 1)
-    level = _self_level(models.target, options, chain=options.gamma, nodes=inner.limit)
+    level = _self_level(models.drafting, options, chain=options.gamma, nodes=inner.limit)
     source = CascadeSource(level, inner, options.shared_noise, plan)
     deepest = min(options.gamma, options.nodes - 1)
     offering = [source, *recalled]
@@ -189,7 +191,7 @@ def _reuse_sources(options: DraftOptions, below: int) -> list[ReuseSource]:
 
 def magicdec(models: Models, options: DraftOptions) -> Drafter:
     """A chain decoded by the target itself over less than its full cache, as a rule."""
-    return _chain("self", _self_level(models.target, options, chain=options.gamma), options, Drafter())
+    return _chain("self", _self_level(models.drafting, options, chain=options.gamma), options, Drafter())
 
 
 def standalone(models: Models, options: DraftOptions) -> Drafter:
@@ -206,7 +208,7 @@ def triforce(models: Models, options: DraftOptions) -> Drafter:
     scratch = options.gamma + inner.limit
     assert options.budget is not None
     retrieved = PartialKV(models.target.kv_shape, options.budget, options.sinks, POLICIES["retrieval"], scratch)
-    return _chain("retrieval", PartialLevel(models.target, retrieved, inner.limit), options, inner)
+    return _chain("retrieval", PartialLevel(models.drafting, retrieved, inner.limit), options, inner)
 
 
 def _self_level(target: Target, options: DraftOptions, chain: int | None = 0, nodes: int = 1) -> Level:

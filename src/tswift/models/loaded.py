@@ -32,6 +32,9 @@ class LoadedModel:
         weights: hash of all weights, where that took all of the ranks; None where it can be had at any time.
         draft: a smaller model that drafts for it, if one was asked for. Every rank holds the whole of it.
         draft_name: as the user named that.
+        drafting: the model itself with weights of fewer bits, for its drafting passes; None where those run on it.
+        draft_weights: its kind: ``int8``, ``fp8`` or ``int4``.
+        draft_layers: of ``drafting``, as ``layers``.
     """
 
     name: str
@@ -47,6 +50,9 @@ class LoadedModel:
     weights: str | None = None
     draft: Target | None = None
     draft_name: str | None = None
+    drafting: Target | None = None
+    draft_weights: str | None = None
+    draft_layers: str | None = None
 
     @property
     def layers(self) -> str:
@@ -86,9 +92,15 @@ class LoadedModel:
             "quantization": self.quantization,
             "ranks": self.ranks.count,
             **({} if self.draft is None else {"draft": {"name": self.draft_name}}),
+            **(
+                {}
+                if self.drafting is None
+                else {"draft_weights": self.draft_weights, "draft_layers": self.draft_layers}
+            ),
         }
 
     def besides(self) -> str:
         """What is out of the ordinary, to be said after the rest."""
         quantized = f", weights quantised ({self.quantization})" if self.quantization else ""
-        return quantized + (f", split over {self.ranks.count} ranks" if self.ranks.count > 1 else "")
+        drafts = "" if self.drafting is None else f", drafting passes in {self.draft_weights}"
+        return quantized + drafts + (f", split over {self.ranks.count} ranks" if self.ranks.count > 1 else "")
