@@ -148,14 +148,12 @@ class Sampler:
     def noise(self, positions: Sequence[int] | Tensor) -> Tensor:
         """Gumbel noise ``[n, V]`` (float64) for tokens to be drawn at these positions; zero at temperature 0.
 
-        Positions that are a tensor on a CUDA device are neither copied nor waited for.
+        Noise at positions on the device is computed anew, without a wait; of a sequence it is kept, by blocks.
         """
         if self.params.temperature == 0:
             return torch.zeros((), dtype=torch.float64, device=self._tokens.device)
         if isinstance(positions, Tensor):
-            if positions.device.type != "cpu":
-                return gumbel(self.seed, positions, self._tokens)
-            positions = positions.tolist()
+            return gumbel(self.seed, positions, self._tokens)
         rows = [self._block(position // self._BLOCK)[position % self._BLOCK] for position in positions]
         return torch.stack(rows)
 
