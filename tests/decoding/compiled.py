@@ -68,7 +68,7 @@ class Compiler:
             "grid": self.grid,
             "warps": compiled.metadata.num_warps,
             "shared": compiled.metadata.shared,
-            **{name: ptx.count(name) for name in ("div.rn.f64", "div.full", "div.approx", "fma.rn.f64")},
+            **{name: ptx.count(name) for name in ("div.rn.f64", "div.full", "div.approx", "fma.rn.f64", ".ftz.f32")},
             **assembled(ptx),
         }
         print(json.dumps(found), flush=True)

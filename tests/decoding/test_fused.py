@@ -96,7 +96,7 @@ def test_the_kernels_rank_candidates_by_the_rule(dtype: torch.dtype) -> None:
         assert fused.misranked(params, vocab, rows, dtype, CPU, count, random) == 0, (params, vocab, rows, count)
 
 
-@pytest.mark.parametrize("change", [*CHANGES.keys() - {"window"}])
+@pytest.mark.parametrize("change", [change for change in CHANGES if change != "window"])
 def test_the_comparison_sees_candidates_by_something_else(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = fused.FusedRule
     monkeypatch.setattr(fused, "FusedRule", lambda params, seed, *rest: right(*CHANGES[change](params, seed), *rest))
@@ -212,5 +212,5 @@ def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
         assert kernel["registers"] <= 128, kernel
         assert kernel["shared"] <= 32_768, kernel
         # divided as PyTorch divides, and nothing rounded once where it rounds twice: only logarithms fuse
-        assert kernel["div.full"] == kernel["div.approx"] == 0, kernel
+        assert kernel["div.full"] == kernel["div.approx"] == kernel[".ftz.f32"] == 0, kernel
         assert kernel["kernel"] == "rank_parts" or kernel["fma.rn.f64"] == 0, kernel
