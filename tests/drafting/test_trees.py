@@ -1,19 +1,61 @@
-"""The usual trees, by device."""
+"""Default trees and node counts, by device and head layout."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tswift.drafting.trees import usual_nodes, usual_tree
+from tswift.drafting.trees import ROWS, tree_nodes, usual_nodes, usual_tree, verify_nodes
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("method", ["medusa", "tokenswift"])
 def test_no_more_levels_than_there_are(method: str, device: str) -> None:
-    whole = usual_tree(method, torch.device(device), 99)
-    assert usual_tree(method, torch.device(device), 2) == whole[:2] != whole
+    whole = usual_tree(method, torch.device(device), 99, 128)
+    assert usual_tree(method, torch.device(device), 2, 128) == whole[:2] != whole
 
 
-def test_a_gpu_verifies_more() -> None:
-    assert usual_nodes(torch.device("cuda")) > usual_nodes(torch.device("cpu"))
+def test_nodes_fill_the_rows_of_a_kv_head() -> None:
+    assert [usual_nodes(CUDA, groups) for groups in (MHA, LLAMA, QWEN_7B, 64)] == [128, 32, 18, 8]
+    assert usual_nodes(CPU, LLAMA) == usual_nodes(CPU, QWEN_7B) == 8
+
+
+def test_the_papers_tree_where_it_fits() -> None:
+    assert usual_tree("tokenswift", CUDA, 9, 128) == (1, 3, 3, 3)
+    assert usual_tree("medusa", CUDA, 9, 128) == (3, 3, 3)
+    assert usual_tree("tokenswift", CUDA, 9, 32) == (1, 3, 2, 2)
+    assert usual_tree("medusa", CUDA, 9, 32) == (3, 3, 2)
+    assert usual_tree("tokenswift", CPU, 9, 128) == (1, 2, 2, 2, 2)
+
+
+@pytest.mark.parametrize("nodes", range(8, 129))
+def test_ngrams_have_a_share_and_no_tree_is_cut(nodes: int) -> None:
+    assert tree_nodes(usual_tree("medusa", CUDA, 9, nodes)) <= nodes
+    assert tree_nodes(usual_tree("tokenswift", CUDA, 9, nodes)) <= nodes - nodes // 4
+
+
+def test_where_no_tree_fits_the_smallest_is_cut() -> None:
+    assert usual_tree("tokenswift", CUDA, 9, 2) == (1, 1, 1, 1)
+
+
+def test_nodes_of_a_tree() -> None:
+    assert [tree_nodes(tree) for tree in ((), (1, 3, 3, 3), (1, 3, 3, 2), (3, 3, 3))] == [1, 41, 32, 40]
+
+
+def test_fewer_nodes_as_the_text_grows() -> None:
+    weight_tokens = 15.0e9 / 131_072  # LLaMA3.1-8B in bfloat16
+    found = [verify_nodes(context, LLAMA, 128, weight_tokens) for context in (0, 4096, 20_000, 50_000, 100_000)]
+    assert found == sorted(found, reverse=True)
+    assert found[:2] == [128, 128]
+    assert 32 < found[-1] < found[2]
+    # the keys alone, of an endless text: 1.2 times the rows that cost nothing
+    assert verify_nodes(10**9, LLAMA, 128, weight_tokens) == int(1.2 * ROWS / LLAMA)
+
+
+def test_never_more_nodes_than_asked_for_and_never_none() -> None:
+    for context in (0, 4096, 100_000):
+        assert verify_nodes(context, LLAMA, 32, 1e5) == 32
+        assert verify_nodes(context, 1000, 32, 0.0) == 1

@@ -101,11 +101,7 @@ SharedNoise = Annotated[
 ]
 HeadsFile = Annotated[
     str | None,
-    option(
-        _DRAFTING,
-        "chained, conditioned, autoregressive or a file. (default: heads.safetensors by the model)",
-        "--heads",
-    ),
+    option(_DRAFTING, "chained, conditioned or a file. (default: heads.safetensors by the model)", "--heads"),
 ]
 
 DraftModel = Annotated[

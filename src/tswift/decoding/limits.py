@@ -153,7 +153,7 @@ def check_ahead(
     """
     seen = foresee(model, device=device, dtype=dtype, attention=attention, heads=heads, draft_weights=draft_weights)
     if seen.heads is not None or not find_method(method).with_heads:
-        options = resolve_for(method, seen.device, seen.most_nodes, seen.heads or 0, options)
+        options = resolve_for(method, seen.device, seen.groups, seen.most_nodes, seen.heads or 0, options)
     loads = seen.weight_bytes, seen.heads_bytes
     need = _need(prompt, length, method, options, seen.token_bytes, seen.vocab_size, *loads)
     need = replace(need, copy_bytes=seen.copy_bytes)

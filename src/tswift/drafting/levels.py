@@ -54,6 +54,7 @@ class FullLevel:
         """That of the decode itself."""
         self.target.prepare(context.kv, 1)  # a copy with weights of fewer bits has passes of its own
         self._held = context.kv.length
+        self.target.prepare(context.kv, 1)
         return context.kv
 
     def leave(self, context: Context) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tswift.drafting.beams import BeamSource
 from tswift.drafting.cascade import CascadeSource
 from tswift.drafting.chain import ChainSource
+from tswift.drafting.fixed_tree import FixedTreeDrafter
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
 from tswift.drafting.levels import CHUNK, FullLevel, Level, OwnLevel, PartialLevel
 from tswift.drafting.options import AUTO, FULL, MEASURED, DraftOptions
@@ -18,7 +19,7 @@ from tswift.drafting.recalled import RecallSource
 from tswift.drafting.reuse import NgramTable, ReuseSource
 from tswift.drafting.rivals import Rival, RivalDrafter
 from tswift.drafting.source import Drafter
-from tswift.drafting.trees import usual_nodes, usual_tree
+from tswift.drafting.trees import usual_nodes, usual_tree, verify_nodes
 from tswift.kv.partial import PartialKV
 from tswift.kv.policies import POLICIES
 from tswift.kv.streaming import StreamingKV
@@ -85,7 +86,9 @@ def _of_heads(
     longest = NGRAM if others else 0
     if isinstance(tree, tuple):
         source = HeadSource(models.target, heads, reader, tree, options.shared_noise)
-        return Drafter([source, *others], max(len(tree), longest), options.nodes)
+        depth, ngrams = max(len(tree), longest), others[0] if others else None
+        fewer = _fewer(models.target, options.nodes)
+        return FixedTreeDrafter([source, *others], depth, options.nodes, heads=source, ngrams=ngrams, fewer=fewer)
     plan = Plan(models.costs)
     if options.gamma is None:
         levels = heads.count + reader.direct + (_BEYOND if heads.conditioned else 0)
@@ -95,6 +98,14 @@ def _of_heads(
     if memory is not None:
         return _recalling(options, plan, max(levels, _deepest(options)), [beams], memory)
     return PlannedDrafter(offering=[beams, *others], depth=max(levels, longest), limit=options.nodes, plan=plan)
+
+
+def _fewer(target: Target, nodes: int) -> Callable[[int], int] | None:
+    """How many of the nodes to verify with so many tokens in the cache; None where that is not known."""
+    if target.device.type != "cuda":
+        return None
+    weights = sum(weight.nbytes for weight in target.model.parameters()) / target.kv_shape.bytes_per_token
+    return lambda length: verify_nodes(length, target.groups, nodes, weights)
 
 
 def recall(models: Models, options: DraftOptions) -> Drafter:
@@ -151,9 +162,9 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     """Whatever has been the fastest of late: heads in a fixed tree, heads in one that pays, or a cascade."""
     heads, memory = models.heads, _memory(models, options)
     assert heads is not None
-    tree = usual_tree("medusa", models.target.device, heads.deepest)
     assert options.nodes is not None
-    nodes = min(options.nodes, usual_nodes(models.target.device))
+    nodes = min(options.nodes, usual_nodes(models.target.device, models.target.groups))
+    tree = usual_tree("medusa", models.target.device, heads.count, nodes)
     fixed = replace(options, tree=tree, gamma=None, nodes=nodes)
     chosen = replace(options, tree=AUTO, gamma=None)
     rivals = [

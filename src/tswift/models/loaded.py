@@ -9,7 +9,7 @@ from tswift.errors import InputError
 from tswift.models.base_heads import Heads
 from tswift.models.dtypes import dtype_name
 from tswift.models.ranks import ALONE, Ranks
-from tswift.models.serving import EAGER
+from tswift.models.serving import EAGER, running
 from tswift.models.source import in_one_line, silence
 from tswift.models.target import Target
 
@@ -25,7 +25,7 @@ class LoadedModel:
         heads: heads that draft for it, if it has any.
         eos_ids: token ids that end a text.
         attention: the backend in use.
-        layers: ``eager`` or ``compiled``, and why what should be in use is not.
+        prepared: ``eager`` or ``compiled``, and why what should be in use is not, when the model was loaded.
         simulated: its weights are random, so that times mean something and texts do not.
         quantization: what its weights were quantised by; None if they were not. Plain decoding is this model's own.
         ranks: those that hold it together.
@@ -43,7 +43,7 @@ class LoadedModel:
     heads: Heads | None
     eos_ids: tuple[int, ...]
     attention: str = "sdpa"
-    layers: str = EAGER
+    prepared: str = EAGER
     simulated: bool = False
     quantization: str | None = None
     ranks: Ranks = ALONE
@@ -53,6 +53,11 @@ class LoadedModel:
     drafting: Target | None = None
     draft_weights: str | None = None
     draft_layers: str | None = None
+
+    @property
+    def layers(self) -> str:
+        """``eager`` or ``compiled``, and why what should be in use is not, by all passes so far."""
+        return running(self.target, self.prepared)
 
     def encode(self, text: str, bare: bool = False) -> list[int]:
         """The token ids of a prompt, with the first token the model wants before any text, if it wants one.

@@ -28,7 +28,7 @@ from tswift.models.prospect import foresee
 from tswift.models.published import carries_heads
 from tswift.models.quantizing import cheaper_copy
 from tswift.models.ranks import ALONE, Ranks
-from tswift.models.serving import backend_for, compiled, head_size
+from tswift.models.serving import backend_for, compiled
 from tswift.models.shapes import PREFIX, refuse_shape
 from tswift.models.source import DEMO, find_source, in_one_line, read_config, silence
 from tswift.models.target import Target
@@ -167,7 +167,7 @@ def _simulated(
 ) -> LoadedModel:
     """A published shape with random weights and random heads; or with the heads of a file, if one is named."""
     config, kind = read_config(model), dtype_for(dtype, place)
-    backend, note = backend_for(attention, kind, place, head_size(config))
+    backend, note = backend_for(attention, kind, place, config)
     wanted = "chained" if heads is None else str(heads)
     path = None if wanted in KINDS else heads_path(wanted, None)
     with silence(), in_one_line(model):

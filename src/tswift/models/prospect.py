@@ -40,6 +40,7 @@ class Prospect:
         vocab_size: number of logits.
         weight_bytes: of its weights, heads apart; 0 where nobody can say.
         token_bytes: of one token's keys and values, at least.
+        groups: query heads per KV head; 1 where the configuration does not say.
         most_nodes: most nodes of a draft tree; None where there is no limit, or it is not known yet.
         heads: how many tokens its heads draft one after another; None where nobody can say.
         heads_bytes: of their weights.
@@ -53,6 +54,7 @@ class Prospect:
     vocab_size: int
     weight_bytes: int
     token_bytes: int
+    groups: int
     most_nodes: int | None
     heads: int | None
     heads_bytes: int
@@ -119,6 +121,7 @@ def _prospect(
         vocab_size=text.vocab_size,
         weight_bytes=weight_bytes,
         token_bytes=_kv_width(text) * kind.itemsize,
+        groups=_groups(text),
         most_nodes=most_nodes,
         heads=heads,
         heads_bytes=parameters * kind.itemsize,
@@ -145,6 +148,11 @@ def _kv_width(text: Any) -> int:
     return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or 1) * head_size(text))
 
 
+def _groups(text: Any) -> int:
+    heads, kv_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    return int(heads) // int(kv_heads or heads) if heads else 1
+
+
 def _heads(model: str, config: Any, heads: str | os.PathLike[str] | None) -> tuple[int | None, int]:
     """How many tokens the heads draft one after another, and their parameters."""
     _, folder = find_source(model)
@@ -165,7 +173,7 @@ def _random(text: Any, heads: str | os.PathLike[str] | None) -> tuple[int | None
         return _described(path, text)
     with torch.device("meta"):
         found = KINDS[kind](text.hidden_size, HEADS)
-    return found.deepest, sum(weight.numel() for weight in found.parameters())
+    return found.count, sum(weight.numel() for weight in found.parameters())
 
 
 def _described(path: Path, text: Any) -> tuple[int, int]:
@@ -179,4 +187,4 @@ def _described(path: Path, text: Any) -> tuple[int, int]:
     if found.vocab_size not in (None, text.vocab_size):
         message = f"{path} was made for a vocabulary of {found.vocab_size:,}, the model has {text.vocab_size:,}"
         raise InputError(message, "--heads")
-    return found.deepest, found.parameters
+    return found.count, found.parameters
