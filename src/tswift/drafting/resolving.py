@@ -24,8 +24,8 @@ def resolve(name: str, target: Target, heads: Heads | None, options: DraftOption
     Raises:
         InputError: no such method, heads that it needs are missing, or a tree that does not fit the heads.
     """
-    deepest = heads.deepest if heads else 0
-    return resolve_for(name, target.device, target.groups, target.most_nodes, deepest, options)
+    count = heads.count if heads else 0
+    return resolve_for(name, target.device, target.groups, target.most_nodes, count, options)
 
 
 def resolve_for(
