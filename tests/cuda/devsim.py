@@ -1,6 +1,6 @@
-"""Tensors that say they are on CUDA and hold data of the host: what mixes devices fails, what waits or copies is counted.
+"""Tensors that say they are on CUDA and hold data of the host: mixes of devices fail, waits and copies are counted.
 
-It patches PyTorch for the whole process, so it is run in a process of its own: ``python -m tests.cuda.table``. Import it
+It patches PyTorch for the whole process, so it runs in a process of its own: ``python -m tests.cuda.table``. Import it
 before the package, whose decorators take up ``torch.inference_mode`` as it is then.
 """
 

@@ -1,4 +1,4 @@
-"""Prints what a step of every method asks of the host and of a CUDA device, by simulation: ``python -m tests.cuda.table``.
+"""Counts what a step of every method asks of the host and of a CUDA device, simulated: ``python -m tests.cuda.table``.
 
 Medians of single steps; kernels inside CUDA graphs are not counted, a replay of a graph is one launch.
 """
@@ -13,7 +13,7 @@ import time
 from statistics import median
 from typing import Any
 
-import tests.cuda.devsim  # isort: skip  # before the package
+import tests.cuda.devsim  # noqa: F401  # isort: skip  # before the package
 import torch
 
 import tests.helpers as helpers
