@@ -50,6 +50,7 @@ class Target:
         kv_shape: what one token's keys and values take; of a model that is split over ranks, this one's part.
         tried: whether steps on the device have been held against the host's; see :mod:`tswift.decoding.trust`.
         distrust: what was wrong with them then; None for nothing.
+        sampler_fault: why a GPU draws tokens without the sampler's kernels; None if it uses them, or there is no GPU.
 
     Raises:
         Unserved: the layers want something that cannot be done.
@@ -67,6 +68,7 @@ class Target:
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
         self.tried = False
         self.distrust: str | None = None
+        self.sampler_fault: str | None = None
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
         config, lm_head = model.config.get_text_config(), model.get_output_embeddings()
