@@ -121,7 +121,7 @@ class TritonAttention:
                 num_stages=run.stages,
                 maxnreg=run.registers,
             )
-            block = 8 if _INTERPRETED else 1  # a GPU has programs enough for every row, an interpreter has not
+            block = 32 if _INTERPRETED else 1  # a GPU has programs enough for every row, an interpreter has not
             combine_chunks[triton.cdiv(rows, block), self._kv_heads](
                 outs,
                 lses,
