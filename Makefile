@@ -4,11 +4,11 @@ VENV ?= .venv
 # what `pip -c` holds versions to; on a CUDA machine: make setup CONSTRAINTS=/dev/null
 CONSTRAINTS ?= constraints.txt
 LEN ?= 2000
-OUT ?= runs/gpu
+OUT ?= runs/gpu/out
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup run test lint bench gate demo-model demo-draft gpu
+.PHONY: setup run test lint bench gate demo-model demo-draft gpu gpu-dry
 
 setup: $(STAMP)
 
@@ -50,18 +50,16 @@ demo-model: setup
 demo-draft: setup
 	$(BIN)/python -m tswift.training.demo_draft --corpus $(CORPUS) --out src/tswift/models/demo/draft
 
-# What needs a CUDA device, with the interpreter at hand: PyTorch for CUDA is the machine's own. The GPU tests, then the
-# figures in what is left of GPU_SECONDS; every file lands in OUT. Fails if a test or a section of the figures failed.
+# Tests and measurements on a CUDA device, with the interpreter at hand: PyTorch for CUDA is the machine's own. Figures
+# are kept in runs/gpu as they are made; OUT gets the report and two archives. Fails if a section failed.
 GPU_SECONDS ?= 530
-GPU_TESTS_SECONDS ?= 150
+COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null)
+CACHE ?= $(wildcard results/h200/cache.tgz)
 GPU_FLAGS ?=
+GPU_RUN = PYTHONPATH=src PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 $(PYTHON) -m benchmarks.gpu --out $(OUT) $(GPU_FLAGS)
 gpu:
-	mkdir -p $(OUT)
-	rm -f $(OUT)/gpu-tests.xml
-	@began=$$(date +%s); export PYTHONPATH=src PYTHONUNBUFFERED=1; \
-	timeout --signal=INT --kill-after=10 $(GPU_TESTS_SECONDS) \
-	  $(PYTHON) -m pytest -m gpu tests/test_gpu.py --durations=10 --junitxml=$(OUT)/gpu-tests.xml; tests=$$?; \
-	measure="$(PYTHON) -m benchmarks.gpu --out $(OUT) $(GPU_FLAGS)"; \
-	$$measure --seconds $$(($(GPU_SECONDS) - $$(date +%s) + began)); figures=$$?; \
-	if [ $$figures -gt 2 ]; then $$measure --resume; figures=1; fi; \
-	exit $$((tests ? tests : figures))
+	$(GPU_RUN) --seconds $(GPU_SECONDS) $(if $(COMMIT),--commit $(COMMIT)) $(if $(CACHE),--cache $(CACHE))
+
+# every section of it on the CPU, in tiny sizes
+gpu-dry:
+	$(GPU_RUN) --dry

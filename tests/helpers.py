@@ -73,9 +73,6 @@ def tiny_heads(dtype: torch.dtype = torch.float64, count: int = 3, kind: str = "
         heads = KINDS[kind](HIDDEN, count)
         for head in heads.heads:
             torch.nn.init.normal_(head.linear.weight, std=0.2)
-            if kind == "autoregressive":
-                torch.nn.init.normal_(head.attention.weight, std=0.3)
-                torch.nn.init.normal_(head.output.weight, std=0.2)
     return heads.to(dtype).eval().requires_grad_(False)
 
 
@@ -149,6 +146,7 @@ class ToyTarget:
         self.device, self.dtype = torch.device("cpu"), torch.float64
         self.kv_shape = KVShape(1, 1, 1, self.dtype, self.device)
         self.forwarded_nodes: list[int] = []
+        self.replays = False
 
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor) -> Forwarded:
         values = tokens.double().view(1, -1, 1)

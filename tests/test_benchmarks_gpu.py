@@ -1,259 +1,249 @@
-"""benchmarks/gpu: a dry run on the CPU writes all that a GPU gets, and what fails does not take the rest along."""
+"""benchmarks/gpu: a dry run leaves what a borrowed machine hands back, and a failed section takes no other along."""
 
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[1]
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the source distribution has no benchmarks", allow_module_level=True)
 
-from benchmarks.gpu import report, session  # noqa: E402
-from benchmarks.gpu.__main__ import sections  # noqa: E402
-from benchmarks.gpu.scale import DRY, FULL  # noqa: E402
-from benchmarks.gpu.targets import verdicts  # noqa: E402
+from benchmarks.gpu import __main__ as command  # noqa: E402
+from benchmarks.gpu.estimate import before, floor, step  # noqa: E402
+from benchmarks.gpu.measure import SECTIONS, integrated  # noqa: E402
+from benchmarks.gpu.report import markdown, targets  # noqa: E402
 from benchmarks.gpu.timing import covered  # noqa: E402
-from tswift.benchmarking.look import available  # noqa: E402
-from tswift.models.shapes import SHAPES  # noqa: E402
+from tswift.models.shapes import shape_config, shape_of, skeleton  # noqa: E402
 
-SECTIONS = ["passes tiny-llama", "loop", "passes tiny-qwen", "demo", "peer", "simulated"]
+TABLES = {
+    "equality": {"tests"},
+    "probe": {"loaded", "idle", "pass", "memory", "attention", "products", "sampler"},
+    "passes": {"prepared", "passes"},
+    "steps": {"estimate", "steps", "integrated from steps"},
+    "simulated": {"simulated"},
+    "shapes": {"loaded", "prepared", "passes"},
+    "generate": {"loaded", "generate"},
+}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a dry run leaves."""
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a dry run hands back."""
     folder = tmp_path_factory.mktemp("gpu")
-    (folder / report.TESTS).write_text(
-        '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1" time="2.5">'
-        '<testcase name="test_fine"/><testcase name="test_broken"><failure/></testcase></testsuite></testsuites>'
-    )
-    command = [sys.executable, "-m", "benchmarks.gpu", "--dry", "--published", "h200", "--out", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == (folder / session.MARKDOWN).read_text().strip()
-    return folder
+    arguments = ["--dry", "--work", str(folder / "work"), "--out", str(folder / "out"), "--commit", "abc"]
+    line = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout + (folder / "work" / "gpu.log").read_text()
+    return folder / "out"
 
 
 @pytest.fixture(scope="module")
-def content(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / session.JSON).read_text())
+def content(out: Path) -> dict[str, Any]:
+    return json.loads((out / "gpu.json").read_text())
 
 
-def test_every_section_is_done(content: dict[str, Any]) -> None:
-    assert [(each["name"], each["state"]) for each in content["sections"]] == [(name, "done") for name in SECTIONS]
-    assert [each for each in content["left_out"] if each["what"] != "plots"] == []
-    assert content["dry"]
+def test_the_borrowed_machine_hands_back_every_file(out: Path) -> None:
+    """It takes at most 8, of 16 MiB each."""
+    assert sorted(path.name for path in out.iterdir()) == ["cache.tgz", "gpu.json", "gpu.md", "gpu.tgz"]
+    assert max(path.stat().st_size for path in out.iterdir()) <= 16 * 2**20
+    with tarfile.open(out / "gpu.tgz") as tar:
+        assert sorted(tar.getnames()) == ["figures.jsonl", "gpu.json", "gpu.log", "gpu.md"]
 
 
-def test_every_pass_is_timed_against_both_floors(content: dict[str, Any]) -> None:
-    for name, modes in (("tiny-llama", ["as loaded", "compiled"]), ("tiny-qwen", ["as loaded"])):
-        cells = content["passes"][name]["cells"]
-        wanted = [("verify", context, nodes) for context in DRY.contexts for nodes in DRY.nodes]
-        found = [(cell["mode"], cell["pass"], cell["context"], cell["nodes"]) for cell in cells]
-        assert found == [(mode, *each) for mode in modes for each in [*wanted, ("draft", DRY.budget, 1)]]
-        for cell in cells:
-            assert len(cell["seconds"]) == DRY.rounds
-            assert min(cell["seconds"]) <= cell["median"] <= max(cell["seconds"])
-            assert cell["floors"]["measured"] > cell["floors"]["published"] > 0
+def test_every_section_is_done_and_leaves_nothing_out(content: dict[str, Any]) -> None:
+    assert content["sections"] == dict.fromkeys(command.SECTIONS, "done")
+    assert list(command.SECTIONS) == ["equality", *SECTIONS]
+    for section, tables in TABLES.items():
+        found = [figure for figure in content["figures"] if figure["section"] == section]
+        assert {figure["table"] for figure in found} - {"begun", "ended"} == tables
+        assert not [figure for figure in found if figure.get("error")]
+    assert content["commit"] == "abc"
 
 
-def test_the_loop_stands_at_its_context_and_accepts_the_published_share(content: dict[str, Any]) -> None:
-    methods = content["loop"]["methods"]
-    assert methods["ar"]["tokens_per_step"] == methods["ar"]["nodes"] == 1
-    assert set(methods["tokenswift"]["passes"]) == {"verify", "draft"}
-    assert methods["tokenswift"]["simulated_alpha"] == 0.84
-    assert methods["tokenswift"]["tokens_per_step"] == pytest.approx(4 * 0.84 + 1, abs=0.8)
-    for found in methods.values():
-        assert found["beyond_passes"] == pytest.approx(found["median"] - sum(found["passes"].values()))
-        assert found["busy"] is None
+def test_the_equality_tests_have_run(content: dict[str, Any]) -> None:
+    outcomes = {each["test"]: each["outcome"] for each in content["figures"] if each["section"] == "equality"}
+    assert set(outcomes.values()) == {"passed", "skipped"}
+    names = list(outcomes)
+    assert names[0] == "test_nothing_of_the_core_is_done_without"
+    float32 = "test_the_bundled_model_writes_the_text_of_plain_decoding_in_float32[tokenswift]"
+    assert outcomes[float32] == "passed"
+    assert names.index(float32) < names.index("test_what_differs_in_bfloat16_is_rounding")
 
 
-def test_the_peer_is_unmodified_and_makes_its_tokens(content: dict[str, Any]) -> None:
-    theirs, ours = content["peer"]["theirs"], content["loop"]["methods"]["ar, greedy"]
-    assert theirs["attention"] == "sdpa"
-    assert not theirs["compiled"]
-    assert len(theirs["seconds"]) == DRY.peer_tokens // 2
-    assert content["peer"]["x"] == pytest.approx(theirs["per_token"] / ours["mean"])
-
-
-def test_texts_lie_in_folders_of_their_own(folder: Path, content: dict[str, Any]) -> None:
-    for name, file, simulated in (
-        ("demo-100k", "bench.json", False),
-        ("tiny-llama-simulated", "bench-simulated.json", True),
-    ):
-        bench, summary = json.loads((folder / name / file).read_text()), content["texts"][name]
-        assert bench["simulated"] == summary["simulated"] == simulated
-        assert [point["len"] for point in summary["points"]] == list(DRY.lens)
-        assert summary["explained"] is (None if simulated else True)
-        assert summary["state"] == "finished"
-
-
-def test_the_report_says_it_all(folder: Path, content: dict[str, Any]) -> None:
-    text = (folder / session.MARKDOWN).read_text()
-    for part in (
-        "# tswift on",
-        "(dry run)",
-        "## Targets",
-        "## Passes: tiny-llama, compiled",
-        "## Steps of the loop: tiny-llama at 300 tokens",
-        "tokenswift (simulated, alpha 0.84)",
-        "## Peer: tiny-llama at 300 tokens",
-        "## To 40 tokens: demo",
-        "## To 40 tokens: shape:tiny-llama (simulated, alpha 0.84)",
-        "failed: test_broken",
-        "| rates, published | 4.80 TB/s, 989 TFLOP/s |",
-        f"| git_commit | {content['environment']['git_commit']} |",
-        "python -m benchmarks.gpu --dry --published h200",
-    ):
-        assert part in text, part
-    assert content["tests"]["failures"] == 1
-    assert (folder / report.PLOT).is_file() == available()
-
-
-# What follows has no model.
-
-
-def a_session(folder: Path, scale: Any = FULL, seconds: float = 500.0) -> session.Session:
-    content: dict[str, Any] = {"deadline": time.time() + seconds, "sections": [], "left_out": [], "found": []}
-    return session.Session(folder, scale, torch.device("cpu"), content, lambda content: "text")
-
-
-def refuse() -> None:
-    raise AssertionError("no restart was due")
-
-
-def part(name: str, what: Any = None, needs: float = 0.0, most: float = 100.0) -> session.Section:
-    def run(shared: session.Session) -> str | None:
-        shared.content["found"].append(name)
-        return what() if what else None
-
-    return session.Section(name, needs, most, run)
-
-
-def states(shared: session.Session) -> list[tuple[str, str]]:
-    kept = json.loads((shared.folder / session.JSON).read_text())
-    assert kept == shared.content | {"ended": kept["ended"]}
-    return [(each["name"], each["state"]) for each in kept["sections"]]
-
-
-def test_a_section_that_fails_is_told_of_and_the_next_one_runs(tmp_path: Path) -> None:
-    shared = a_session(tmp_path)
-
-    def fail() -> None:
-        raise RuntimeError("first line\nsecond line")
-
-    session.run_sections([part("a", fail), part("b")], shared, refuse)
-    assert states(shared) == [("a", "failed"), ("b", "done")]
-    assert shared.content["left_out"] == [{"what": "a", "why": "failed: RuntimeError: first line"}]
-    assert "second line" in (tmp_path / session.LOG).read_text()
-
-
-def test_a_section_beyond_its_time_is_cut(tmp_path: Path) -> None:
-    shared = a_session(tmp_path)
-
-    def sleep() -> None:
-        try:
-            time.sleep(20)
-        except Exception:  # as a library would that tries something else then
-            pytest.fail("swallowed")
-
-    started = time.monotonic()
-    session.run_sections([part("a", sleep, most=1.0), part("b"), part("c", lambda: "half")], shared, refuse)
-    assert time.monotonic() - started < 10
-    assert states(shared) == [("a", "cut short"), ("b", "done"), ("c", "cut short")]
-
-
-def test_what_needs_more_time_than_is_left_is_left_out(tmp_path: Path) -> None:
-    shared = a_session(tmp_path, seconds=60)
-    session.run_sections([part("a", needs=80), part("b", needs=20)], shared, refuse)
-    assert states(shared) == [("a", "left out"), ("b", "done")]
-    assert shared.content["left_out"][0]["what"] == "a"
-
-
-def test_a_new_process_goes_on_after_what_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared, restarted = a_session(tmp_path), []
-    with monkeypatch.context() as patch:
-        patch.setattr(session, "tidy", lambda device: False)
-        session.run_sections([part("a")], shared, lambda: restarted.append("yes"))
-    assert restarted == ["yes"]
-    session.run_sections([part("a"), part("b")], shared, refuse)
-    assert shared.content["found"] == ["a", "b"]
-
-
-def test_a_section_that_ended_the_process_is_not_run_again(tmp_path: Path) -> None:
-    """As a crash in a driver would; what was there at that moment is what the next process reads."""
-    shared = a_session(tmp_path)
-    shared.content["running"] = "never seen"
-
-    def copy() -> None:
-        assert json.loads((tmp_path / session.JSON).read_text())["running"] == "a"
-        shared.content["found"].append("copied")
-
-    session.run_sections([part("a", copy), part("never seen"), part("b")], shared, refuse)
-    assert states(shared) == [("never seen", "failed"), ("a", "done"), ("b", "done")]
-    assert shared.content["found"] == ["a", "copied", "b"]
-
-
-def test_everything_asked_for_is_a_section() -> None:
-    names = [section.name for section in sections(FULL)]
-    assert sorted(names) == sorted(
-        [*(f"passes {name}" for name in SHAPES if "tiny" not in name), *SECTIONS[1:2], *SECTIONS[3:]]
-    )
-    assert FULL.contexts == (4096, 20_000, 40_000, 60_000, 80_000, 100_000)
-    assert FULL.nodes == (1, 41, 121)
-
-
-@pytest.mark.parametrize(("slower", "met"), [(1.0, True), (1.3, False)])
-def test_targets_are_met_or_missed(slower: float, met: bool) -> None:
-    def cell(kind: str, context: int, nodes: int, milliseconds: float) -> dict[str, Any]:
-        floors = {"measured": 10.0 * context / 4096}
-        return {
-            "mode": "as loaded",
-            "pass": kind,
-            "context": context,
-            "nodes": nodes,
-            "median": milliseconds,
-            "floors": floors,
-        }
-
-    cells = [
-        cell("verify", 4096, 1, 11.0),
-        cell("verify", 4096, 41, 12.0),
-        cell("verify", 8192, 1, 22.8 * slower),
-        cell("verify", 8192, 41, 27.0 * slower**2),
-        cell("draft", 4096, 1, 11.4 * slower),
+def test_steps_are_a_real_texts(content: dict[str, Any]) -> None:
+    """N-grams are found, and as much is accepted as was asked for."""
+    rows = [figure for figure in content["figures"] if figure["table"] == "steps"]
+    assert [(row["method"], row["nodes"], row["context"]) for row in rows[:4]] == [
+        ("ar", "default", 1100),
+        ("ar", "default", 1200),
+        ("tokenswift", "default", 1100),
+        ("tokenswift", "default", 1200),
     ]
-    host = {"ar": {"beyond_device": 9e-5 * slower}, "tokenswift": {"beyond_device": None}}
-    content = {
-        "scale": {"judged": ["one", "two"], "nodes": [1, 41], "main": "one", "place": 60_000},
-        "passes": {"one": {"cells": cells}},
-        "loop": {"methods": host},
-        "peer": {"x": 1.6 / slower},
-    }
-    found = {(each.target, each.where): each for each in verdicts(content)}
-    for key, measured in (
-        (("AR step over its floor", "one"), 1.14 * slower),
-        (("41 nodes over an AR step", "one"), 27 / 22.8 * slower),
-        (("draft pass over its floor", "one"), 1.14 * slower),
-        (("host's share of a step", "ar"), 9e-5 * slower),
-        (("AR faster than transformers' generate", "one at 60,000 tokens"), 1.6 / slower),
+    assert [(row["tree"], row["tokens"]) for row in rows[:2]] == [(1, 1), (1, 1)]
+    for row in rows[2:4]:
+        assert 6 < row["tree"] <= 8  # heads have 6 of the 8 nodes
+        assert row["tokens"] == pytest.approx(4.6, abs=0.4)
+
+
+def test_the_report_has_every_table(out: Path, content: dict[str, Any]) -> None:
+    text = (out / "gpu.md").read_text()
+    assert text == markdown(content)
+    for part in (
+        "(dry run",
+        "## Targets",
+        "## Estimate: ",
+        "nothing of it measured",
+        "## steps: integrated from steps",
     ):
-        assert found[key].measured == pytest.approx(measured)
-        assert found[key].met is met, key
-        assert found[key].cells[-1].startswith("met" if met else "MISSED by"), key
-    unknown = [found["AR step over its floor", "two"], found["host's share of a step", "tokenswift"]]
-    assert [(each.met, each.cells[-1]) for each in unknown] == [(None, "not measured")] * 2
+        assert part in text
+
+
+# What follows runs no model.
+
+
+def fake(body: str) -> list[str]:
+    """A process that writes figures with ``note`` and does what else is wanted."""
+    note = "import json, os, time\ndef note(**x): open(os.environ['GPU_FOLDER'] + '/figures.jsonl', 'a').write("
+    return [sys.executable, "-c", f"{note}json.dumps(x) + chr(10))\n{body}"]
+
+
+def section(name: str, between: str = "", until: str = "time.time() + 5", why: str | None = None) -> str:
+    began = f"note(section={name!r}, table='begun', until={until})"
+    return f"{began}\n{between}\nnote(section={name!r}, table='ended', seconds=0, why={why!r})\n"
+
+
+def session(folder: Path, monkeypatch: pytest.MonkeyPatch, bodies: list[str], seconds: float = 60.0) -> Any:
+    """A session whose processes are fakes, one after another."""
+    made = command.Session(folder, folder / "out", True, time.time() + seconds, {"command": "x"})
+    (folder / "cache").mkdir()
+    made.out.mkdir()
+    (folder / "figures.jsonl").write_text("")
+    waiting = iter(bodies)
+    monkeypatch.setattr(command, "command", lambda session, sections: fake(next(waiting)))
+    return made
+
+
+def test_a_section_that_fails_or_ends_its_process_takes_no_other_along(tmp_path: Path, monkeypatch: Any) -> None:
+    bodies = [section("probe", why="RuntimeError: no") + section("passes", "os._exit(9)"), section("steps")]
+    made = session(tmp_path, monkeypatch, bodies)
+    command.run_sections(made, {"probe": 5, "passes": 5, "steps": 5})
+    assert list(made.states.items()) == [
+        ("probe", "failed: RuntimeError: no"),
+        ("passes", "killed: the process ended with 9"),
+        ("steps", "done"),
+    ]
+    assert json.loads((made.out / "gpu.json").read_text())["sections"] == made.states
+
+
+def test_a_section_that_hangs_is_killed_and_what_it_found_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(command, "_GRACE", 0.3)
+    hangs = "note(section='probe', table='memory', TBps=4.5)\ntime.sleep(60)"
+    made = session(tmp_path, monkeypatch, [section("probe", hangs, "time.time() + 0.2"), section("steps")])
+    command.run_sections(made, {"probe": 5, "steps": 5})
+    assert made.states == {"probe": "killed: the process ended with -9", "steps": "done"}
+    assert "| 4.5 |" in (made.out / "gpu.md").read_text()
+
+
+def test_tests_that_take_too_long_are_interrupted(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(command, "_GRACE", 0.5)
+    body = "try: time.sleep(60)\nexcept KeyboardInterrupt: os._exit(2)"
+    made = session(tmp_path, monkeypatch, [body, section("probe")])
+    command.run_sections(made, {"equality": 2, "probe": 5})
+    assert made.states == {"equality": "cut short", "probe": "done"}
+
+
+def test_without_time_nothing_is_begun(tmp_path: Path, monkeypatch: Any) -> None:
+    made = session(tmp_path, monkeypatch, [], seconds=15)
+    command.run_sections(made, {"probe": 5, "steps": 5})
+    assert made.states == dict.fromkeys(("probe", "steps"), "left out: no time")
+
+
+def test_an_archive_leaves_out_the_largest_where_all_would_be_too_much(tmp_path: Path) -> None:
+    for name, size in (("a", 100), ("b", 30_000), ("c", 90_000), ("d", 10)):
+        (tmp_path / name).write_bytes(random.Random(name).randbytes(size))
+    files, target = list(tmp_path.iterdir()), tmp_path / "x.tgz"
+    assert command.archive(target, tmp_path, files, limit=64_000) == [tmp_path / "c"]
+    assert target.stat().st_size <= 64_000
+    with tarfile.open(target) as tar:
+        assert sorted(tar.getnames()) == ["a", "b", "d"]
+
+
+def test_caches_are_taken_up_by_the_next_run(tmp_path: Path, monkeypatch: Any) -> None:
+    kernel = tmp_path / "first" / "cache" / "triton" / "kernel.cubin"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_bytes(b"code")
+    command.archive(tmp_path / "cache.tgz", tmp_path / "first", [kernel])
+    monkeypatch.setattr(command, "run_sections", lambda session, sections: None)
+    work = tmp_path / "second"
+    assert command.main(["--work", str(work), "--cache", str(tmp_path / "cache.tgz")]) == 0
+    assert (work / "cache" / "triton" / "kernel.cubin").read_bytes() == b"code"
+    with tarfile.open(work / "out" / "cache.tgz") as tar:
+        assert tar.getnames() == ["cache/triton/kernel.cubin"]
+
+
+@pytest.mark.parametrize(("slower", "verdict"), [(1.0, "met"), (1.3, "MISSED")])
+def test_targets_are_met_or_missed(slower: float, verdict: str) -> None:
+    def passed(kind: str, context: int, nodes: int, milliseconds: float, x: float) -> dict[str, Any]:
+        about = {"section": "passes", "table": "passes", "kind": kind, "context": context, "nodes": nodes}
+        return {**about, "ms": milliseconds, "x": x}
+
+    assert {row["measured, worst"] for row in targets([])} == {"not measured"}
+    text = {"section": "steps", "table": "integrated from steps", "method": "tokenswift", "seconds": 200 * slower}
+    figures = [
+        passed("verify", 4096, 1, 4.0, 1.1),
+        passed("verify", 4096, 32, 4.2 * slower, 1.15),
+        passed("verify", 100_000, 1, 7.0, 1.15 * slower),
+        passed("draft", 4096, 1, 4.0, 1.2 * slower),
+        {"section": "probe", "table": "idle", "method": "ar", "idle ms": 0.09 * slower},
+        text,
+        text | {"seconds": 900.0},  # of other trees than the default
+    ]
+    found = targets(figures)
+    assert [row["verdict"] for row in found] == [verdict] * 5
+    measured = [row["measured, worst"] for row in found]
+    assert measured == pytest.approx(
+        [max(1.1, 1.15 * slower), 1.05 * slower, 1.2 * slower, 0.09 * slower, 200 * slower]
+    )
+
+
+def test_a_text_is_integrated_over_its_contexts() -> None:
+    linear = {context: 1e-3 + 1e-8 * context for context in (4000, 50_000, 100_000)}
+    assert integrated(linear, 4000, 100_000) == pytest.approx(100_000 * (1e-3 + 1e-8 * 54_000))
+    assert integrated({4000: 2e-3, 100_000: 2e-3}, 4000, 100_000) == pytest.approx(200)
 
 
 def test_gaps_between_kernels_count_only_if_a_host_could_have_made_them() -> None:
     assert covered([(10, 20), (21, 30), (0, 5), (12, 15)], bridge=1) == 25
     assert covered([(0, 10), (4, 6), (30, 40)], bridge=5) == 20
     assert covered([], bridge=5) == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "draft", "verify", "sampler", "idle", "whole"),
+    [(0, 5.3, 8.7, 0.4, 1.0, 15.4), (1, 5.3, 12.4, 0.9, 1.4, 20.0)],
+)
+def test_the_estimate_reproduces_the_review_of_the_code_before(
+    column: int, draft: float, verify: float, sampler: float, idle: float, whole: float
+) -> None:
+    """Section 3 of issue 17's REVIEW.md, milliseconds at the mean context of 54K tokens."""
+    config = shape_config("llama3.1-8b")
+    shape = shape_of(skeleton(config), 2)
+    found = {name: 1e3 * each for name, each in step(shape, config.vocab_size, before()[column], 54_096, 4096).items()}
+    assert found["draft pass"] + found["heads, top-k"] == pytest.approx(draft, rel=0.03)
+    assert found["verification"] == pytest.approx(verify, rel=0.03)
+    assert found["sampler"] == pytest.approx(sampler, rel=0.03)
+    assert found["idle"] == pytest.approx(idle, rel=0.03)
+    assert found["step"] == pytest.approx(whole, rel=0.03)
+    assert found["ar"] == pytest.approx(7.0, rel=0.03)
+    least = {name: 1e3 * each for name, each in floor(shape, 54_096, 4096).items()}
+    assert least["draft pass"] + least["heads, top-k"] == pytest.approx(3.26, rel=0.01)
+    assert least["verification"] == pytest.approx(4.60, rel=0.01)

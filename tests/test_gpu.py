@@ -1,9 +1,13 @@
-"""What needs a CUDA device: `make gpu`. On other machines these are skipped."""
+"""What needs a CUDA device, in order of value: `make gpu` gives them a limited time. Elsewhere they are skipped.
+
+With GPU_DRY=1 those that can be tried on a CPU, in tiny sizes, with kernels interpreted.
+"""
 
 from __future__ import annotations
 
 import os
 from copy import deepcopy
+from functools import lru_cache
 
 import pytest
 import torch
@@ -12,7 +16,6 @@ import tswift
 from tests.attention.oracle import case, chain, dense
 from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
 from tswift.attention.layout import Layout
-from tswift.attention.sdpa import TreeAttention
 from tswift.decoding.audit import audit
 from tswift.decoding.generation import begin
 from tswift.decoding.noise import noise_bits
@@ -24,27 +27,73 @@ from tswift.jobs.prompt import read_prompt
 from tswift.models.loaded import LoadedModel
 from tswift.models.target import Target
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+CUDA = torch.cuda.is_available()
+DRY = os.environ.get("GPU_DRY") == "1" and not CUDA
+DEVICE = "cpu" if DRY else "cuda"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (CUDA or DRY), reason="no CUDA device")]
+cuda_only = pytest.mark.skipif(not CUDA, reason="needs CUDA itself")
+
+# Small ones in a dry run.
+TEXT = 10 if DRY else 2000
+PROMPT = 32 if DRY else 1024
+SOME = ("ar", "tokenswift") if DRY else tuple(METHODS)  # of the methods
 
 
-def test_the_noise_has_the_same_bits_everywhere() -> None:
-    tokens = torch.arange(5000)
-    assert torch.equal(noise_bits(7, range(40), tokens), noise_bits(7, range(40), tokens.cuda()).cpu())
+@lru_cache(maxsize=1)  # one model fits anywhere, and its kernels are compiled once
+def bundled(dtype: str, draft: bool = False) -> LoadedModel:
+    return tswift.load("demo", device=DEVICE, dtype=dtype, draft="demo-draft" if draft and not DRY else None)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)],
-)
-def test_attention_against_float64(dtype: torch.dtype, tolerance: float) -> None:
-    torch.manual_seed(1)
-    query, keys, values = (torch.randn(heads, rows, 64).to(dtype) for heads, rows in ((8, 5), (2, 20005), (2, 20005)))
-    ancestors = torch.ones(5, 5, dtype=torch.bool).tril()
-    layout = Layout(2, 4, dtype, torch.device("cuda"))
-    ours = TreeAttention(layout, 20000, 5, ancestors.cuda())(query.cuda(), keys.cuda(), values.cuda(), 0.125)
-    wide = [x.double() for x in (query, keys, values)]
-    exact = TreeAttention(Layout(2, 4, torch.float64, torch.device("cpu")), 20000, 5, ancestors)(*wide, 0.125)
-    assert (ours.cpu().double() - exact).abs().max() < tolerance
+def demo_prompt(model: LoadedModel) -> list[int]:
+    return model.encode(read_prompt(None))[:PROMPT]
+
+
+def demo_text(model: LoadedModel, method: str, length: int, seed: int = 1) -> list[int]:
+    return tokens_of(list(begin(model, demo_prompt(model), length, method=method, seed=seed).steps()))[:length]
+
+
+def sampling_of(model: LoadedModel) -> SamplingParams:
+    """Parameters as ``begin`` has them: the end of the text is never drawn."""
+    return SamplingParams(banned=model.eos_ids)
+
+
+def core_missing(model: LoadedModel) -> str:
+    """What of the core is done without: decoding is right then, too, but slow."""
+    made = (model.attention, model.layers, model.target.graphs)
+    return "" if made == ("triton", "compiled", None) else str(made)
+
+
+@cuda_only
+def test_nothing_of_the_core_is_done_without() -> None:
+    model = bundled("float32", draft=True)
+    twice = [demo_text(model, "tokenswift", 60) for _ in range(2)]  # the first one's graphs are gone by the second
+    assert twice[0] == twice[1]
+    assert not core_missing(model)
+
+
+@pytest.mark.parametrize("method", SOME[1:])
+def test_the_bundled_model_writes_the_text_of_plain_decoding_in_float32(method: str) -> None:
+    model = bundled("float32", draft=True)
+    plain = plain_text()
+    assert len(plain) == TEXT
+    assert demo_text(model, method, TEXT) == plain
+
+
+@lru_cache
+def plain_text() -> list[int]:
+    return demo_text(bundled("float32", draft=True), "ar", TEXT)
+
+
+@cuda_only
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+def test_replayed_passes_write_the_text_of_others(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bundled("float32", draft=True)
+    if not model.target.replays:
+        pytest.skip(f"{model.attention} attention has no passes to replay")
+    replayed = demo_text(model, method, 500)
+    assert not core_missing(model)
+    monkeypatch.setattr(Target, "prepare", lambda self, kv, limit: None)
+    assert demo_text(model, method, 500) == replayed
 
 
 # kv heads, query heads per KV head, head size
@@ -61,58 +110,22 @@ TRITON_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 
 @pytest.fixture
 def triton_attention():
     backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if os.environ.get("TRITON_INTERPRET") == "1" and not DRY:
         pytest.skip("TRITON_INTERPRET=1: the kernels would be interpreted")
     return backend
 
 
 def on_device(*shape, dtype: torch.dtype, sharp: float = 4.0):
     """A case on the GPU, its scores spread out so that some keys matter among 100,000."""
-    return case(*shape, dtype=dtype, sharp=sharp, device="cuda")
+    return case(*shape, dtype=dtype, sharp=sharp, device=DEVICE)
 
 
 def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return ((out.double() - exact).abs().max() / exact.abs().max()).item()
 
 
-@pytest.mark.parametrize(
-    ("model", "dtype"),
-    # every further combination is another kernel to compile, of which a call has time for some dozens
-    [*((model, torch.bfloat16) for model in LAYOUTS), ("qwen2.5-7b", torch.float32), ("qwen2.5-7b", torch.float16)],
-)
-@pytest.mark.parametrize("prefix", [20_000, 100_000])
-@pytest.mark.parametrize("nodes", [1, 41])
-def test_triton_against_float64(triton_attention, model, prefix, nodes, dtype) -> None:
-    kv_heads, group, size = LAYOUTS[model]
-    query, keys, values, ancestors, scale = on_device(kv_heads, group, size, prefix, nodes, dtype=dtype)
-    layout = Layout(kv_heads, group, dtype, query.device)
-    out = triton_attention.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale)
-    assert relative_error(out, dense(query, keys, values, ancestors, scale)) < TRITON_TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize(
-    ("size", "dtype"),
-    [*((size, torch.bfloat16) for size in (8, 64, 80, 96, 256)), (64, torch.float32), (96, torch.float32)],
-)
-def test_triton_head_sizes(triton_attention, size, dtype) -> None:
-    query, keys, values, ancestors, scale = on_device(2, 3, size, 3000, 128, dtype=dtype, sharp=1.0)
-    layout = Layout(2, 3, dtype, query.device)
-    for given in (ancestors, None):
-        out = triton_attention.TritonAttention(layout, 3000, 128, given)(query, keys, values, scale)
-        seen = chain(128, "cuda") if given is None else given
-        assert relative_error(out, dense(query, keys, values, seen, scale)) < TRITON_TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", TRITON_TOLERANCE)
-def test_triton_reads_a_chunk_of_the_prompt(triton_attention, dtype) -> None:
-    query, keys, values, _, scale = on_device(8, 4, 128, 8192, 512, dtype=dtype, sharp=1.0)
-    out = triton_attention.TritonAttention(Layout(8, 4, dtype, query.device), 8192, 512, None)(
-        query, keys, values, scale
-    )
-    assert relative_error(out, dense(query, keys, values, chain(512, "cuda"), scale)) < TRITON_TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", TRITON_TOLERANCE)
+@cuda_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None:
     """Captured at one length, replayed at others; storing the new keys and values is part of the graph."""
     nodes, capacity = 41, 30_100
@@ -146,6 +159,46 @@ def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None
         assert relative_error(out, exact) < TRITON_TOLERANCE[dtype]
 
 
+@cuda_only
+def test_what_differs_in_bfloat16_is_rounding() -> None:
+    """The audit, which must see through another seed's text, explains every text, the same or not."""
+    model = bundled("bfloat16")
+    assert not core_missing(model)
+    prompt, params, length = demo_prompt(model), sampling_of(model), 1000
+    for method in METHODS:
+        if not METHODS[method].draft:  # a second model would have to be compiled
+            assert audit(model.target, prompt, demo_text(model, method, length), params, 1).ok, method
+    assert not audit(model.target, prompt, demo_text(model, "ar", length, seed=2), params, 1).ok
+
+
+def test_the_noise_has_the_same_bits_everywhere() -> None:
+    tokens = torch.arange(5000)
+    assert torch.equal(noise_bits(7, range(40), tokens), noise_bits(7, range(40), tokens.to(DEVICE)).cpu())
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "prefix", "nodes"),
+    # every combination of model, dtype and nodes is another kernel to compile, of which there is time for a dozen
+    [
+        *(("llama3.1-8b", torch.bfloat16, prefix, nodes) for nodes in (1, 32) for prefix in (20_000, 100_000)),
+        *((model, torch.bfloat16, 100_000, 18) for model in LAYOUTS if model != "llama3.1-8b"),
+        ("llama3.1-8b", torch.bfloat16, 100_000, 128),
+        *(("qwen2.5-7b", dtype, 20_000, 18) for dtype in (torch.float32, torch.float16)),
+    ],
+)
+def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes) -> None:
+    kv_heads, group, size = LAYOUTS[model]
+    if DRY and (nodes > 18 or prefix == 20_000):
+        pytest.skip("interpreted kernels are slow")
+    if DRY:
+        kv_heads, size, prefix = 1, 16, prefix // 500
+    query, keys, values, ancestors, scale = on_device(kv_heads, group, size, prefix, nodes, dtype=dtype)
+    layout = Layout(kv_heads, group, dtype, query.device)
+    out = triton_attention.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale)
+    assert relative_error(out, dense(query, keys, values, ancestors, scale)) < TRITON_TOLERANCE[dtype]
+
+
+@cuda_only
 def test_triton_never_waits_for_the_device(triton_attention) -> None:
     query, keys, values, ancestors, scale = on_device(2, 6, 128, 5000, 41, dtype=torch.bfloat16)
     layout = Layout(2, 6, torch.bfloat16, query.device)
@@ -159,6 +212,49 @@ def test_triton_never_waits_for_the_device(triton_attention) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@cuda_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_triton_reads_a_chunk_of_the_prompt(triton_attention, dtype) -> None:
+    query, keys, values, _, scale = on_device(8, 4, 128, 8192, 512, dtype=dtype, sharp=1.0)
+    out = triton_attention.TritonAttention(Layout(8, 4, dtype, query.device), 8192, 512, None)(
+        query, keys, values, scale
+    )
+    assert relative_error(out, dense(query, keys, values, chain(512, "cuda"), scale)) < TRITON_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_every_method_writes_the_text_of_plain_decoding(dtype: torch.dtype) -> None:
+    """With PyTorch's attention, and no graphs."""
+    target = Target(deepcopy(tiny_llama("gqa", dtype)).to(DEVICE))
+    heads = deepcopy(tiny_heads(dtype)).to(DEVICE)
+    draft = Target(deepcopy(tiny_llama("mqa", dtype, layers=1)).to(DEVICE))
+    params, options = SamplingParams(window=20, min_p=0.02), DraftOptions(budget=64)
+    texts = [
+        tokens_of(
+            decode_steps(
+                target, make_drafter(name, target, heads, options, draft), random_prompt(30), params, 3, TEXT // 10
+            )
+        )
+        for name in SOME
+    ]
+    assert texts == [texts[0]] * len(SOME)
+
+
+@cuda_only
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [*((size, torch.bfloat16) for size in (64, 80, 256)), (96, torch.float32)],
+)
+def test_triton_head_sizes(triton_attention, size, dtype) -> None:
+    query, keys, values, ancestors, scale = on_device(2, 3, size, 3000, 128, dtype=dtype, sharp=1.0)
+    layout = Layout(2, 3, dtype, query.device)
+    for given in (ancestors, None):
+        out = triton_attention.TritonAttention(layout, 3000, 128, given)(query, keys, values, scale)
+        seen = chain(128, DEVICE) if given is None else given
+        assert relative_error(out, dense(query, keys, values, seen, scale)) < TRITON_TOLERANCE[dtype]
+
+
+@cuda_only
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_flash_against_float64(model, dtype) -> None:
@@ -171,76 +267,3 @@ def test_flash_against_float64(model, dtype) -> None:
         query, keys, values, scale
     )
     assert relative_error(out, dense(query, keys, values, ancestors, scale)) < TRITON_TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_every_method_writes_the_text_of_plain_decoding(dtype: torch.dtype) -> None:
-    target = Target(deepcopy(tiny_llama("gqa", dtype)).to("cuda"))
-    heads = deepcopy(tiny_heads(dtype)).to("cuda")
-    draft = Target(deepcopy(tiny_llama("mqa", dtype, layers=1)).to("cuda"))
-    params, options = SamplingParams(window=20, min_p=0.02), DraftOptions(budget=64)
-    texts = [
-        tokens_of(
-            decode_steps(target, make_drafter(name, target, heads, options, draft), random_prompt(30), params, 3, 200)
-        )
-        for name in METHODS
-    ]
-    assert texts == [texts[0]] * len(METHODS)
-
-
-def bundled(dtype: str) -> LoadedModel:
-    return tswift.load("demo", device="cuda", dtype=dtype, draft="demo-draft")
-
-
-def demo_prompt(model: LoadedModel) -> list[int]:
-    return model.encode(read_prompt(None))[:1024]
-
-
-def demo_text(model: LoadedModel, method: str, length: int, seed: int = 1) -> list[int]:
-    return tokens_of(list(begin(model, demo_prompt(model), length, method=method, seed=seed).steps()))[:length]
-
-
-def sampling_of(model: LoadedModel) -> SamplingParams:
-    """Parameters as ``begin`` has them: the end of the text is never drawn."""
-    return SamplingParams(banned=model.eos_ids)
-
-
-def test_nothing_of_the_core_is_done_without() -> None:
-    """Decoding is right without graphs and compiled layers, too; this says so if that is what it does here."""
-    model = bundled("bfloat16")
-    assert (model.attention, model.layers) == ("triton", "compiled")
-    twice = [demo_text(model, "tokenswift", 60) for _ in range(2)]  # the first one's graphs are gone by the second
-    assert twice[0] == twice[1]
-    assert model.target.graphs is None
-
-
-def test_the_bundled_model_writes_the_text_of_plain_decoding_in_float32() -> None:
-    model = bundled("float32")
-    texts = {method: demo_text(model, method, 2000) for method in METHODS}
-    plain = texts.pop("ar")
-    assert len(plain) == 2000
-    for method, text in texts.items():
-        assert text == plain, method
-
-
-def test_what_differs_in_bfloat16_is_rounding() -> None:
-    """The audit, which must see through another seed's text, explains every text, the same or not."""
-    model = bundled("bfloat16")
-    prompt, params = demo_prompt(model), sampling_of(model)
-    for method in METHODS:
-        assert audit(model.target, prompt, demo_text(model, method, 1000), params, 1).ok, method
-    assert not audit(model.target, prompt, demo_text(model, "ar", 1000, seed=2), params, 1).ok
-
-
-@pytest.mark.parametrize("method", ["ar", "tokenswift"])
-def test_replayed_passes_write_the_text_of_others(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = bundled("float32")
-    if not model.target._attention.STATIC:
-        pytest.skip(f"{model.attention} attention has no passes to replay")
-    run = begin(model, demo_prompt(model), 500, method=method, seed=1)
-    replayed = tokens_of(list(run.steps()))
-    assert model.target._passes[run.decoding._context.kv]
-    monkeypatch.setattr(Target, "prepare", lambda self, kv, limit: None)
-    other = begin(model, demo_prompt(model), 500, method=method, seed=1)
-    assert tokens_of(list(other.steps())) == replayed
-    assert other.decoding._context.kv not in model.target._passes

@@ -1,12 +1,12 @@
-"""What this project can do on a GPU, in one call: ``make gpu`` (development only).
+"""What this project does on a GPU, in one call within nine minutes: ``make gpu`` (development only).
 
-Costs of passes against their floor, the host's share of a step, transformers' generate beside ours, and texts of
-100,000 tokens. Everything goes into one folder, and what was measured is there whatever ends the run.
+    python -m benchmarks.gpu --out runs/gpu/out --seconds 530
+    python -m benchmarks.gpu --dry              # tiny shapes on the CPU: does it run at all?
+    python -m benchmarks.gpu.estimate           # what the cost model expects
 
-    python -m benchmarks.gpu --out runs/gpu --seconds 480
-    python -m benchmarks.gpu --out /tmp/dry --dry           # tiny shapes on the CPU: does it run at all?
+One process writes reports and archives; others measure, and append every figure to one file at once, so that nothing is
+lost when one of them is killed.
 """
 
-import time
-
-BEGAN = time.time()  # before torch is imported, which takes its seconds of the limit
+FIGURES = "figures.jsonl"
+LEAST = 10.0  # seconds; with less left no section is begun

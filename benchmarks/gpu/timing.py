@@ -1,9 +1,10 @@
-"""Seconds on the device, and how long it was busy."""
+"""Seconds on the device, and what it did in them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -14,45 +15,56 @@ _BRIDGE = 5.0  # microseconds; kernels that are queued already follow each other
 
 
 def interleaved(
-    runs: Mapping[Key, Callable[[], Any]], rounds: int, warmups: int, device: torch.device
-) -> dict[Key, list[float]]:
-    """Seconds that each of several runs keeps the device busy, in rounds of one of each.
+    runs: Mapping[Key, Callable[[], Any]], rounds: int, device: torch.device, warmups: int = 3
+) -> dict[Key, float]:
+    """Median seconds that each of several runs keeps the device busy, in rounds of one of each.
 
     On CUDA nothing is waited for before all are queued: the host is ahead of the device then, and the time between a
     run's two events is the device's own. A run must not wait for the device itself.
     """
+    mark, wait = _clock(device)
     for _ in range(warmups):
         for run in runs.values():
             run()
-    if device.type != "cuda":
-        return _by_clock(runs, rounds)
-    torch.cuda.synchronize(device)
-    marks: dict[Key, list[tuple[Any, Any]]] = {key: [] for key in runs}
+    wait()
+    marks: list[tuple[Key, Any, Any]] = []
     for _ in range(rounds):
         for key, run in runs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+            start = mark()
             run()
-            end.record()
-            marks[key].append((start, end))
-    torch.cuda.synchronize(device)
-    return {key: [start.elapsed_time(end) / 1e3 for start, end in each] for key, each in marks.items()}
+            marks.append((key, start, mark()))
+    wait()
+    between = (lambda a, b: a.elapsed_time(b) / 1e3) if device.type == "cuda" else (lambda a, b: b - a)
+    return {key: median(between(start, end) for each, start, end in marks if each == key) for key in runs}
 
 
-def _by_clock(runs: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[float]]:
-    seconds: dict[Key, list[float]] = {key: [] for key in runs}
-    for _ in range(rounds):
-        for key, run in runs.items():
-            started = time.perf_counter()
-            run()
-            seconds[key].append(time.perf_counter() - started)
-    return seconds
-
-
-def busy_seconds(run: Callable[[], Any], device: torch.device) -> float | None:
-    """Seconds in which a CUDA device had something to do during a run, graphs' own gaps included; None on the CPU."""
+def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[], None]]:
     if device.type != "cuda":
-        return None
+        return time.perf_counter, lambda: None
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    return mark, torch.cuda.synchronize
+
+
+def replayed(run: Callable[[], Any], device: torch.device) -> float:
+    """Median seconds of a run on the device, replayed as a CUDA graph so that no launch shows."""
+    if device.type != "cuda":
+        return interleaved({"": run}, 1, device, warmups=1)[""]
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return interleaved({"": graph.replay}, 20, device)[""]
+
+
+def kernels(run: Callable[[], Any], device: torch.device) -> list[tuple[str, float, float]]:
+    """What a CUDA device did during a run: name, beginning and end in microseconds of each kernel and copy."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -60,13 +72,13 @@ def busy_seconds(run: Callable[[], Any], device: torch.device) -> float | None:
         run()
         torch.cuda.synchronize(device)
     events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
-    kernels = [event.time_range for event in events if not getattr(event, "is_user_annotation", False)]
-    if not kernels:
+    events = [event for event in events if not getattr(event, "is_user_annotation", False)]
+    if not events:
         raise RuntimeError("the profiler saw no kernel")
-    return covered(((kernel.start, kernel.end) for kernel in kernels), _BRIDGE) / 1e6
+    return [(event.name, event.time_range.start, event.time_range.end) for event in events]
 
 
-def covered(intervals: Iterable[tuple[float, float]], bridge: float) -> float:
+def covered(intervals: Iterable[tuple[float, float]], bridge: float = _BRIDGE) -> float:
     """Length of what the intervals cover together, and of the gaps of at most ``bridge`` between them."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):

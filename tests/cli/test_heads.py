@@ -29,12 +29,6 @@ def test_heads_of_ours(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyp
     assert said(tswift("heads", "inspect", tmp_path)) == found  # the folder they are in
 
 
-def test_one_layer_for_any_number_of_tokens(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    tiny_heads(kind="autoregressive").save(tmp_path / "heads.safetensors")
-    found = said(tswift("heads", "inspect", tmp_path))
-    assert (found["kind"], found["heads"]) == ("autoregressive", "one, trained for 3 steps")
-
-
 def test_heads_of_ours_as_json(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "medusa.safetensors"
     medusa_heads(layers=2).save(path, torch.float32)
@@ -45,7 +39,6 @@ def test_heads_of_ours_as_json(tswift, tmp_path: Path) -> None:  # type: ignore[
         "layout": "tswift",
         "kind": "medusa",
         "count": 3,
-        "deepest": 3,
         "hidden_size": HIDDEN,
         "vocab_size": VOCAB,
         "raw": False,
@@ -84,6 +77,10 @@ BAD = {
     "text": (lambda path: path.write_text("no heads, but long enough to hold a length"), "is broken or no safetensors"),
     "another format": (lambda path: save_file(WHOLE, path, about(format="x")), "holds heads of format x"),
     "another kind": (lambda path: save_file(WHOLE, path, about(kind="x")), "tswift-heads-1, kind x"),
+    "a kind of old": (
+        lambda path: save_file(WHOLE, path, about(kind="autoregressive")),
+        "kind autoregressive; known are tswift-heads-1 and chained, conditioned, medusa",
+    ),
     "a tensor lost": (lambda path: save_file(PARTS, path, about()), "has not the tensors of 1 chained heads"),
     "more heads": (lambda path: save_file(WHOLE, path, about(count=2)), "has not the tensors of 2 chained heads"),
     "far more heads": (lambda path: save_file(WHOLE, path, about(count=10**15)), "it has 1000000000000000 heads"),

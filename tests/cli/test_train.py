@@ -96,7 +96,7 @@ def test_a_signal_while_heads_are_judged(tswift, tiny: Tiny, monkeypatch: pytest
 
 
 CHEAP = {
-    "--kind odd": "--kind: is one of chained, conditioned, autoregressive, got 'odd'",
+    "--kind odd": "--kind: is one of chained, conditioned, got 'odd'",
     "--objective both": "--objective: is one of text, distill, got 'both'",
     "--dtype float16": "--dtype: is one of auto, float32, float64, bfloat16, got 'float16'",
     "--heads-count 0": "--heads-count: must be at least 1, got 0",

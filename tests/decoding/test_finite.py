@@ -27,7 +27,7 @@ from tswift.decoding.audit import audit
 from tswift.decoding.finite import NotFinite
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import NOTHING, Sampler
+from tswift.decoding.sampling import NO_TOKEN, Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.decoding.warping import warp
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
@@ -70,13 +70,13 @@ def test_a_row_with_nan_or_infinity_draws_nothing(name: str, vocab: int) -> None
     fine = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1))
     seen = torch.rand(6, vocab, generator=torch.Generator().manual_seed(2)) < 0.3 if params.penalises else None
     plain = Sampler(params, 3, vocab, CPU).draw(fine, seen, range(6))
-    assert NOTHING not in plain
+    assert NO_TOKEN not in plain
     best, worst = int(fine[2].argmax()), int(fine[2, 4:].argmin()) + 4  # below are banned ids
     for values in ({best: NAN}, {worst: NAN}, {worst: INF}, {best: INF, worst: INF}, {best: NAN, worst: INF}):
         logits = fine.clone()
         for token, value in values.items():
             logits[2, token] = value
-        wanted = [*plain[:2], NOTHING, *plain[3:]]  # the other rows are as they were
+        wanted = [*plain[:2], NO_TOKEN, *plain[3:]]  # the other rows are as they were
         assert Sampler(params, 3, vocab, CPU).draw(logits, seen, range(6)) == wanted, values
     for value in (NAN, INF, -INF):
         logits = fine.clone()
@@ -342,5 +342,5 @@ def test_a_walk_that_does_not_look_at_what_was_drawn() -> None:
     run = Decoding(target, random_prompt(9), parameters(), 1, drafter, 90, walk)
     with pytest.raises(NotFinite, match="position 33 are NaN"):
         list(run.steps())
-    assert drawn[-2:] == [[NOTHING] * 4, [NOTHING]]
+    assert drawn[-2:] == [[NO_TOKEN] * 4, [NO_TOKEN]]
     assert len(drawn) == 8

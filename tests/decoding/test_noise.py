@@ -47,6 +47,21 @@ def test_noise_bits_are_splitmix64_of_seed_position_and_token(seed: int, positio
     assert bits == expected_bits(seed, position, token)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(-(2**70), 2**70),
+    st.lists(st.integers(0, 2**40), min_size=1, max_size=5),
+    st.lists(st.integers(0, 2**31), min_size=1, max_size=5),
+)
+def test_noise_of_positions_on_the_device_is_that_of_integers(
+    seed: int, positions: list[int], tokens: list[int]
+) -> None:
+    ids, places = torch.tensor(tokens), torch.tensor(positions)
+    expected = [[expected_bits(seed, position, token) for token in tokens] for position in positions]
+    assert [[bits & MASK for bits in row] for row in noise_bits(seed, places, ids).tolist()] == expected
+    assert torch.equal(gumbel(seed, places, ids), gumbel(seed, positions, ids))
+
+
 def test_noise_bits_are_pinned() -> None:
     """A text made with one version is made again with the next: these values never change."""
     bits = noise_bits(1, [0, 7, 100_000], torch.tensor([0, 1, 128_255]))

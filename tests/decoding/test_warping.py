@@ -20,6 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 from tests.helpers import PLAIN
+from tswift.decoding import warping
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.warping import warp
 
@@ -89,6 +90,26 @@ def test_flat_distributions_need_more_of_the_vocabulary_than_top_p_sorts_first()
     for vocab in (129, 1025, 5000):
         for top_p in (0.5, 0.9, 0.9999):
             check_warp(dataclasses.replace(PLAIN, top_p=top_p), vocab, vocab, 0.01)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([1, 3, 127, 128, 129, 1500]),
+    st.floats(0.0, 6.0),
+    st.sampled_from([1, 2, 16]),
+    st.one_of(st.sampled_from([1e-12, 0.1, 0.25, 0.5, 0.999999]), st.floats(1e-6, 0.9999)),
+)
+def test_top_p_keeps_the_same_with_all_probabilities_sorted(seed, vocab, scale, steps, top_p) -> None:
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+    logits = (logits * steps).round() / steps  # ties
+    logits[3, seed % vocab] = math.nan if seed % 2 else -math.inf
+    probs = logits.softmax(-1)
+    some, every = warping._enough(probs, top_p), warping._sorted(probs)
+    dropped = warping._too_much(probs, top_p, some)
+    assert torch.equal(dropped, warping._too_much(probs, top_p, every))
+    warped = warp(logits.clone(), None, dataclasses.replace(PLAIN, top_p=top_p))
+    torch.testing.assert_close(warped, logits.masked_fill(dropped, -math.inf), rtol=0, atol=0, equal_nan=True)
 
 
 def test_something_is_always_kept() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from random import Random
-
 import pytest
 import torch
 
@@ -18,7 +15,6 @@ from tests.helpers import (
     tiny_heads,
     tiny_target,
 )
-from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
@@ -27,9 +23,7 @@ from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.source import Context
 from tswift.kv.full import FullKV
-from tswift.models.autoregressive_heads import AutoregressiveHeads
 from tswift.models.passes import Forwarded
-from tswift.training.loss import hidden_states
 
 
 def states_source(states, tree, shared_noise: bool) -> HeadSource:
@@ -46,9 +40,6 @@ def states_source(states, tree, shared_noise: bool) -> HeadSource:
 
     class GivenHeads:
         conditioned = raw = False
-
-        def memory(self, held_back):
-            return None
 
         def levels(self, hidden, lm_head, first, most):
             assert first is None
@@ -154,62 +145,16 @@ def test_conditioned_heads_are_told_the_best_candidate_before(limit: int) -> Non
     assert len(tree) == min(limit, 1 + 3 + 3)
 
 
-@pytest.mark.parametrize("kind", ["conditioned", "autoregressive"])
 @pytest.mark.parametrize("method", ["medusa", "tokenswift"])
-def test_heads_that_are_told_change_no_token(method: str, kind: str) -> None:
+def test_heads_that_are_told_change_no_token(method: str) -> None:
     target, params = tiny_target(), SamplingParams(min_p=0.02, window=16)
     tree = (2, 3, 2) if method == "medusa" else (2, 2, 3, 2)
     options = DraftOptions(tree=tree, nodes=20, budget=64)
-    drafter = make_drafter(method, target, tiny_heads(kind=kind), options)
+    drafter = make_drafter(method, target, tiny_heads(kind="conditioned"), options)
     steps = decode_steps(target, drafter, random_prompt(30), params, 2, 150)
     wanted = decode_method("ar", target, random_prompt(30), params, 2, 150)
     assert [token for step in steps for token in step.tokens] == wanted
     assert len(steps) < 150
-
-
-@pytest.mark.parametrize(("method", "tree"), [("medusa", (2, 1, 1, 1, 1)), ("tokenswift", (1, 2, 1, 1, 1, 1))])
-def test_autoregressive_heads_draft_from_what_the_text_is(method: str, tree: tuple[int, ...]) -> None:
-    """To any depth, by what they remember of passes whose accepted paths differ."""
-    target, params = tiny_target(), SamplingParams(min_p=0.05, penalty=1)
-    heads = AutoregressiveHeads(32, 2, window=6).double()
-    heads.load_state_dict(tiny_heads(kind="autoregressive").state_dict())
-    drafter = make_drafter(method, target, heads, DraftOptions(tree=tree, nodes=8, ngrams=0))
-    source, prompt, drafted = drafter.sources[0], random_prompt(5), []
-    propose = source.propose
-
-    def spy(grown: DraftTree, context: Context) -> None:
-        propose(grown, context)
-        drafted.append((list(context.text), list(grown.tokens), list(grown.parents)))
-
-    source.propose = spy
-    random = Random(1)
-
-    def walk(tree: DraftTree, drawn: Sequence[int]) -> list[int]:
-        path = [0]
-        while random.random() < 0.6 and (below := [n for n, up in enumerate(tree.parents) if up == path[-1]]):
-            path.append(random.choice(below))
-        return path
-
-    steps = list(Decoding(target, prompt, params, 4, drafter, 60, walk).steps())
-    assert {step.accepted for step in steps} >= {0, 1, 2, 3}
-    sampler = Sampler(params, 4, VOCAB, torch.device("cpu"))
-    for text, tokens, parents in drafted:
-        path, node = [], 0
-        while node in parents:  # the best candidate comes first
-            node = parents.index(node)
-            path.append(tokens[node])
-        assert len(path) == min(len(tree), 60 + len(prompt) - len(text) - 1)
-        by_lm_head = method == "tokenswift"
-        base, by_layer = len(text) - 2 + by_lm_head, path[by_lm_head:]
-        if not by_layer:
-            continue
-        # as training sees the same text, drafted tokens included
-        whole = torch.tensor([*text, *path])
-        hidden, embedded = hidden_states(target, whole[None])[0, : base + 1], target.embed(whole)
-        told = torch.stack([embedded[1 + step : base + 2 + step] for step in range(len(by_layer))])
-        logits = target.logits(heads(hidden, told)[:, -1])
-        places = range(base + 2, base + 2 + len(by_layer))
-        assert sampler.scores(logits, None, places).argmax(-1).tolist() == by_layer
 
 
 @pytest.mark.parametrize("budget", [64, 4096])

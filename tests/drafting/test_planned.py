@@ -24,13 +24,10 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.models.autoregressive import Memory
-from tswift.models.autoregressive_heads import AutoregressiveHeads
-from tswift.training.loss import hidden_states
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
 GREEDY = SamplingParams(temperature=0)
-KINDS = ("chained", "conditioned", "autoregressive", "medusa")
+KINDS = ("chained", "conditioned", "medusa")
 AUTO = DraftOptions(tree="auto", budget=64)
 
 
@@ -60,30 +57,6 @@ def test_trees_that_pay_change_no_token(kind: str, method: str, params: Sampling
     steps = decode_steps(tiny_target(), drafter(method, kind), prompt, params, 5, 120)
     assert tokens_of(steps) == plain(params)
     assert len({step.nodes for step in steps}) > 1  # chosen anew in every step
-
-
-@pytest.mark.parametrize("method", ["medusa", "tokenswift", "cascade"])
-def test_what_heads_remember_is_the_text(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Memory] = []
-    own = AutoregressiveHeads.memory
-
-    def spy(heads: AutoregressiveHeads, held_back: int) -> Memory:
-        made.append(own(heads, held_back))
-        return made[-1]
-
-    monkeypatch.setattr(AutoregressiveHeads, "memory", spy)
-    target, heads, prompt = tiny_target(), heads_of("autoregressive"), random_prompt(50, 3)
-    held_back = 0 if method == "tokenswift" else 1
-    options = DraftOptions(budget=64) if method == "cascade" else AUTO
-    for length in (1, 7, 90):
-        made.clear()
-        steps = decode_steps(target, drafter(method, "autoregressive", options), prompt, PARAMS, 5, length)
-        text = torch.tensor([*prompt, *tokens_of(steps)])
-        whole = own(heads, held_back)
-        hidden = hidden_states(target, text[None])[0]
-        whole.follow(hidden[:-1], target.embed(text[1:]))
-        said = [memory.step(hidden[-1:], target.embed(text[:1]))[1] for memory in (made[-1], whole)]
-        torch.testing.assert_close(*said, rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=15, deadline=None)
@@ -120,12 +93,12 @@ def test_a_cascade_leaves_no_trace() -> None:
     decoding.prefill()
     context = decoding._context
     level = made.offering[0]._level
-    before = (list(context.text), context.kv.length, level.kv.length, context.sampler._length)
-    newest = context.sampler._newest.clone()
+    before = (list(context.text), context.kv.length, level.kv.length, context.sampler.length)
+    newest = context.sampler.newest.clone()
     with torch.inference_mode():
         made.propose(context, 50)
-    assert (context.text, context.kv.length, level.kv.length, context.sampler._length) == before
-    assert torch.equal(context.sampler._newest, newest)
+    assert (context.text, context.kv.length, level.kv.length, context.sampler.length) == before
+    assert torch.equal(context.sampler.newest, newest)
 
 
 def test_nothing_to_draw_ends_the_chain_and_no_more(monkeypatch) -> None:

@@ -10,7 +10,6 @@ from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.resolving import resolve, resolve_for
 from tswift.errors import InputError
-from tswift.models.autoregressive_heads import DEEPEST
 
 
 def resolved(method: str, **options) -> DraftOptions:
@@ -56,17 +55,23 @@ def test_a_tree_that_pays_is_as_deep_as_the_heads_go(method: str, device: str) -
 
     def gamma(heads: int, tree: str | None, asked: int) -> int | None:
         options = DraftOptions(gamma=asked, tree=tree)
-        return resolve_for(method, torch.device(device), None, heads, options).gamma
+        return resolve_for(method, torch.device(device), 4, None, heads, options).gamma
 
-    for heads in (2, 7, DEEPEST):
+    for heads in (2, 7):
         assert gamma(heads, "auto", heads) == heads
-        if heads < DEEPEST:
-            with pytest.raises(InputError, match=rf"--gamma: must be between \d and {heads} for {method}"):
-                gamma(heads, "auto", heads + 1)
+        with pytest.raises(InputError, match=rf"--gamma: must be between \d and {heads} for {method}"):
+            gamma(heads, "auto", heads + 1)
     with pytest.raises(InputError, match=rf"--gamma: must be between \d and [34] for {method}, got 7"):
         gamma(7, None, 7)
 
 
 def test_a_chain_that_the_attention_cannot_do() -> None:
     with pytest.raises(InputError, match=r"--gamma: must be below 16 with this attention, got 16"):
-        resolve_for("triforce", torch.device("cpu"), 16, 3, DraftOptions(inner_gamma=16))
+        resolve_for("triforce", torch.device("cpu"), 4, 16, 3, DraftOptions(inner_gamma=16))
+
+
+def test_a_gpus_nodes_by_head_layout() -> None:
+    def on_cuda(groups: int, **options) -> int | None:
+        return resolve_for("tokenswift", torch.device("cuda"), groups, 128, 3, DraftOptions(**options)).nodes
+
+    assert (on_cuda(4), on_cuda(1), on_cuda(4, nodes=128)) == (32, 128, 128)

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 
 from tests.helpers import HIDDEN, tiny_heads
 from tswift.errors import InputError
-from tswift.models.autoregressive_heads import AutoregressiveHeads
 from tswift.models.heads import load_heads
 from tswift.models.kinds import KINDS
 from tswift.models.refining_heads import ChainedHeads
@@ -48,12 +47,6 @@ def cut_in_its_header(path):
     path.write_bytes(path.read_bytes()[:40])
 
 
-def one_layer(path, **metadata):
-    heads = AutoregressiveHeads(8, 2, inner=4)
-    about = {"format": "tswift-heads-1", **heads.about()} | metadata
-    save_file(heads.state_dict(), path, metadata={"tswift": json.dumps(about)})
-
-
 BAD = {
     "another hidden size": lambda path: saved(path, 16),
     "truncated": truncated,
@@ -71,13 +64,8 @@ BAD = {
     "wrong shapes": lambda path: saved(path, hidden_size=9),
     "a count that is none": lambda path: saved(path, count="two"),
     "a size that is none": lambda path: saved(path, hidden_size=None),
-    "no window": lambda path: one_layer(path, window=1),
-    "a window that is none": lambda path: one_layer(path, window=2.5),
-    "an inner width of nothing": lambda path: one_layer(path, inner=0),
-    "other query heads": lambda path: one_layer(path, queries=2),
-    "far too many query heads": lambda path: one_layer(path, queries=1 << 30),
-    "trained for too many steps": lambda path: one_layer(path, count=65),
-    "eps of nothing": lambda path: one_layer(path, eps=None),
+    "a kind that there is no more": lambda path: saved(path, kind="autoregressive"),
+    "eps of nothing": lambda path: saved(path, eps=None),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from random import Random
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.helpers import (
     decode_steps,
     drafter_of,
     random_prompt,
+    random_tree,
     tiny_draft,
     tiny_heads,
     tiny_llama,
@@ -75,8 +77,11 @@ def test_every_method_writes_the_text_of_plain_decoding(method: str) -> None:
         for target in (tiny_target(), static_target())
     ]
     assert tokens_of(steps[1]) == tokens_of(plain)
+    if method == "tokenswift":
+        return  # on the device some nodes are reserved for n-grams; see tests/decoding/test_device_step.py
     assert [step.accepted for step in steps[0]] == [step.accepted for step in steps[1]]
-    assert [step.nodes for step in steps[0]] == [step.nodes for step in steps[1]]
+    # at the end the host makes trees no deeper than is left to write; on the device their shape is fixed
+    assert [step.nodes for step in steps[0]][:-3] == [step.nodes for step in steps[1]][:-3]
 
 
 def test_passes_are_prepared_and_taken() -> None:
@@ -119,19 +124,27 @@ def test_passes_go_with_their_cache() -> None:
     assert not target._passes
 
 
-@pytest.mark.parametrize("mistake", ["ancestors", "length", "tokens"])
-def test_the_equality_above_sees_what_is_left_from_the_pass_before(monkeypatch, mistake: str) -> None:
-    target = static_target()
-    prompt = random_prompt(30)
-    decoding = Decoding(target, prompt, PARAMS, 3, drafter_of("tokenswift", target, OPTIONS), 60)
-    decoding.prefill()
-    kv = decoding._context.kv
-    for static in target._passes[kv]:
-        kept = getattr(static, f"_{mistake}").clone()
-        run = static._run
-        static._run = lambda static=static, kept=kept, run=run: (getattr(static, f"_{mistake}").copy_(kept), run())[1]
-    plain = decode_steps(tiny_target(), drafter_of("ar", tiny_target(), OPTIONS), prompt, PARAMS, 3, 60)
-    assert tokens_of(list(decoding.steps())) != tokens_of(plain)
+@pytest.mark.parametrize("mistake", ["ancestors", "length", "tokens", "positions", None])
+def test_a_replayed_pass_is_the_pass_itself(mistake: str | None) -> None:
+    """And what is left in place from the pass before shows."""
+    target, kv = static_target(), FullKV(tiny_target().kv_shape, 60)
+    target.prefill(random_prompt(20), kv)
+    target.prepare(kv, 8)
+    trees = [random_tree(8, Random(seed)) for seed in (1, 2)]
+    for tree in trees:
+        parts = torch.tensor(tree.tokens), torch.tensor(tree.depths) + kv.length, tree.ancestors()
+        exact = tiny_target().forward(parts[0], parts[1], kv, parts[2]).hidden
+        replayed = target.forward(parts[0], parts[1], kv, parts[2]).hidden
+        assert torch.allclose(exact, replayed, atol=1e-12) == (mistake is None or tree is trees[0])
+        kv.length += 1
+        if mistake:
+            for static in target._passes[kv]:
+                name, run = f"_{mistake}", static._run
+                kept = getattr(static, name).clone()
+                static._run = lambda static=static, name=name, kept=kept, run=run: (
+                    getattr(static, name).copy_(kept),
+                    run(),
+                )[1]
 
 
 def test_too_many_nodes_are_refused() -> None:
@@ -257,8 +270,7 @@ def test_a_prompt_is_forwarded_the_same_way_whatever_is_prepared() -> None:
     """Or plain decoding and other methods would begin with different keys and values."""
     target = static_target()
     decoding = Decoding(target, random_prompt(30), PARAMS, 3, drafter_of("tokenswift", target, OPTIONS), 60)
-    seen = []
-    right = target.prepare
-    target.prepare = lambda kv, limit: (seen.append(kv.length), right(kv, limit))[1]
+    chunks, prepared = target.chunks, []
+    target.chunks = lambda tokens, kv: (prepared.append(kv in target._passes), chunks(tokens, kv))[1]
     decoding.prefill()
-    assert seen == [29]
+    assert prepared == [False]

@@ -43,11 +43,7 @@ def in_one_piece(heads: Heads, objective: str) -> tuple[Tensor, Tensor]:
     losses, hits, state = [], [], hidden[:, :USED]
     for index in range(COUNT):
         told = embedded[:, 1 + index : 1 + index + USED] if heads.conditioned else None
-        if heads.kind == "autoregressive":  # each place has a window of its own: checked in its own test
-            each = torch.stack([embedded[:, 1 + i : 1 + i + USED] for i in range(index + 1)])
-            out = heads(state, each)[index]
-        else:
-            state, out = heads.step(index, state, told)
+        state, out = heads.step(index, state, told)
         logits = model.lm_head(out)
         follows = IDS[:, 2 + index : 2 + index + USED]
         goal = F.one_hot(follows, VOCAB).double() if objective == "text" else own[:, 1 + index : 1 + index + USED]

@@ -88,8 +88,7 @@ def test_every_heads_loss_falls_and_alpha_rises(tiny: Tiny, tmp_path: Path, kind
         assert after.top[head][2] > before.top[head][2]
         assert after.top[head] == sorted(after.top[head])
     assert after.alpha > before.alpha + 0.08
-    depth = 5 if kind == "autoregressive" else 4  # it drafts further than it was trained to
-    assert after.tokens_per_step == pytest.approx(1 + depth * after.alpha, abs=0.15)
+    assert after.tokens_per_step == pytest.approx(1 + 4 * after.alpha, abs=0.15)
     assert (tiny.model / "model.safetensors").read_bytes() == before_weights
     # what was measured is the file, and the file is what generate takes
     model = tswift.load(plan.model, heads=tmp_path / "out" / HEADS)

@@ -49,7 +49,7 @@ def _lines(found: Description) -> list[tuple[str, str]]:
         ("file", found.path),
         ("layout", found.layout),
         ("kind", found.kind),
-        ("heads", str(found.count) if found.deepest == found.count else f"one, trained for {found.count} steps"),
+        ("heads", str(found.count)),
         ("hidden size", f"{found.hidden_size:,}"),
         ("LM heads", own),
         ("start from", f"the state {'before' if found.raw else 'after'} the model's final norm"),

@@ -101,11 +101,7 @@ SharedNoise = Annotated[
 ]
 HeadsFile = Annotated[
     str | None,
-    option(
-        _DRAFTING,
-        "chained, conditioned, autoregressive or a file. (default: heads.safetensors by the model)",
-        "--heads",
-    ),
+    option(_DRAFTING, "chained, conditioned or a file. (default: heads.safetensors by the model)", "--heads"),
 ]
 
 DraftModel = Annotated[
@@ -114,6 +110,16 @@ DraftModel = Annotated[
         _DRAFTING,
         "Smaller model with the same vocabulary, for methods that draft with one. (default: demo-draft for demo)",
         "--draft-model",
+    ),
+]
+
+DraftWeights = Annotated[
+    str | None,
+    option(
+        _DRAFTING,
+        "int8, fp8 or int4: drafting passes of the model run on a copy that torchao quantises; never changes the text. "
+        "(default: none)",
+        "--draft-weights",
     ),
 ]
 
@@ -161,7 +167,7 @@ _OF_DRAFTING = (
     "costs",
     "recall",
 )
-_OF_MODEL = ("heads", "model", "draft_model", "device", "dtype", "attention")
+_OF_MODEL = ("heads", "model", "draft_model", "draft_weights", "device", "dtype", "attention")
 
 
 def given(context: typer.Context, names: Sequence[str]) -> dict[str, Any]:

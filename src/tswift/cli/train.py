@@ -27,13 +27,11 @@ def train(
     documents: schedule.Documents = None,
     held_out: schedule.HeldOut = None,
     kind: Annotated[
-        str | None, options.option(_HEADS, "conditioned, chained or autoregressive. (default: conditioned)", "--kind")
+        str | None, options.option(_HEADS, "conditioned or chained. (default: conditioned)", "--kind")
     ] = None,
     heads_count: Annotated[
         int | None,
-        options.option(
-            _HEADS, "How many; how far an autoregressive one is trained to draft. (default: 3)", "--heads-count"
-        ),
+        options.option(_HEADS, "How many. (default: 3)", "--heads-count"),
     ] = None,
     objective: Annotated[
         str | None,

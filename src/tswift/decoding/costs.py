@@ -115,13 +115,10 @@ def _level(target: Target, heads: Heads) -> Callable[[], object]:
     tokens = torch.zeros(_ROWS, dtype=torch.int64, device=target.device)
     sampler = Sampler(SamplingParams(), 0, target.vocab_size, target.device)
     alone = torch.eye(_ROWS, dtype=torch.bool, device=target.device)
-    memory = heads.memory(held_back=0)
 
     def run() -> object:
         out = states
-        if memory is not None:
-            _, out = memory.step(states, target.embed(tokens))
-        elif heads.conditioned:
+        if heads.conditioned:
             _, out = heads.step(0, states, target.embed(tokens))
         return sampler.draw_with_leads(target.logits(out), sampler.seen(tokens, tokens, alone), [0] * _ROWS)
 

@@ -11,6 +11,7 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.ranked import AgreedDrafter, in_step
 from tswift.decoding.step import Step, Walk
+from tswift.decoding.trust import try_steps
 from tswift.drafting.making import make_drafter
 from tswift.drafting.methods import find_method
 from tswift.drafting.options import MEASURED, DraftOptions
@@ -97,6 +98,8 @@ def begin(
             raise InputError(f"must be at least {len(written) + 1:,}, got {length:,}{so_far}", "--len")
         if not prompt:
             raise InputError("has no tokens", "--prompt")
+        if model.target.device.type == "cuda":
+            try_steps(model.target)
         target = model.target.reference() if find_method(method).reference else model.target
         resolved = resolve(method, target, model.heads, options)
         need = check(target, len(prompt), length, method, resolved, draft=model.draft)
@@ -110,7 +113,8 @@ def begin(
     with ranks.alike():
         # clocks of ranks differ, and what they were told of costs does not
         drafting = resolved if ranks.count == 1 or not resolved.costs else replace(resolved, costs="nominal")
-        drafter = make_drafter(method, target, model.heads, drafting, model.draft, len(prompt) + length, costs)
+        positions = len(prompt) + length
+        drafter = make_drafter(method, target, model.heads, drafting, model.draft, positions, costs, model.drafting)
         if ranks.count > 1:
             drafter = AgreedDrafter(drafter, ranks)
         decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written)

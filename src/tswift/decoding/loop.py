@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.finite import not_finite
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
@@ -60,6 +61,9 @@ class Decoding:
         self._context = Context([*prompt, *written], sampler, self._kv)
         self._last = len(prompt) + length  # positions that may be committed
         self._prefilled = False
+        self._stepper: DeviceStepper | None = None
+        self._plain: DeviceStepper | None = None
+        self._aside: Context | None = None  # what plain steps in between go on with
 
     def prefill(self, show: Show | None = None, along: Sequence[Decoding] = ()) -> float:
         """Forward the text so far, all but its last token, which is the first draft's root.
@@ -93,9 +97,6 @@ class Decoding:
             each._kv.take(self._kv)
         self._target.synchronize()
         prefilled = time.perf_counter() - started
-        # not before: the text's keys and values must not depend on the sizes that a method prepares
-        for each in together:
-            self._target.prepare(each._kv, each._drafter.limit)
         started = time.perf_counter() - prefilled
         for each in together:
             context = each._context
@@ -103,6 +104,8 @@ class Decoding:
                 context.path = range(len(context.last.hidden))
             each._drafter.committed(context)
             each._prefilled = True
+            if self._target.replays:
+                each._stepper = DeviceStepper(self._target, context, each._drafter)
         self._target.synchronize()
         return time.perf_counter() - started
 
@@ -118,7 +121,7 @@ class Decoding:
         if not left:
             raise RuntimeError("the steps of a decode can be taken once")
         while left > 0:
-            step = self._step(self._context, self._drafter, left, stop, self._walk)
+            step = self._step(self._stepper, self._context, self._drafter, left, stop, self._walk)
             left = 0 if step.tokens[-1] in stop else left - len(step.tokens)
             yield step
 
@@ -134,18 +137,35 @@ class Decoding:
         Call it between two steps. Text, KV cache and the steps to come are as if it had not been called. It goes no
         further than one token beyond the length asked for.
         """
-        own = self._context
-        kv = self._kv
-        aside = replace(own, text=list(own.text), sampler=own.sampler.copy())
+        own, kv, plain = self._context, self._kv, Drafter()
         held = kv.length
-        plain = Drafter()
+        if self._aside is None or self._stepper is None:
+            self._aside = replace(own, text=list(own.text), sampler=own.sampler.copy())
+            stepper = self._plain = DeviceStepper(self._target, self._aside, plain) if self._stepper else None
+        else:  # a captured program goes on with the tensors that it was captured with
+            self._aside.text[:] = own.text
+            self._aside.sampler.newest.copy_(own.sampler.newest)
+            stepper = self._plain
+            assert stepper is not None
+            stepper.state.load(self._aside)
+        aside = self._aside
         try:
-            return [self._step(aside, plain, 1, (), None) for _ in range(min(count, self._last - held))]
+            return [self._step(stepper, aside, plain, 1, (), None) for _ in range(min(count, self._last - held))]
         finally:
             kv.length = held
 
-    def _step(self, context: Context, drafter: Drafter, wanted: int, stop: Collection[int], walk: Walk | None) -> Step:
+    def _step(
+        self,
+        stepper: DeviceStepper | None,
+        context: Context,
+        drafter: Drafter,
+        wanted: int,
+        stop: Collection[int],
+        walk: Walk | None,
+    ) -> Step:
         try:
+            if stepper is not None:
+                return stepper.step(wanted, stop, walk)
             return advance(self._target, context, drafter, wanted, stop, walk)
         except Undrawn as nothing:
             params = context.sampler.params

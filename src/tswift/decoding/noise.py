@@ -30,26 +30,36 @@ def _shift(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def noise_bits(seed: int, positions: Sequence[int], tokens: Tensor) -> Tensor:
-    """64 random bits for each (position, token id): a pure function of the three integers.
-
-    Args:
-        seed: any integer, taken modulo 2^64.
-        positions: ``n`` positions in the text.
-        tokens: ``[m]`` int64 token ids, or ``[n, m]`` for others at each position.
-
-    Returns:
-        ``[n, m]`` int64.
-    """
-    streams = [_splitmix(_splitmix(seed & _MASK) + _GOLDEN * (position + 1) & _MASK) for position in positions]
-    start = torch.tensor([[_signed(stream)] for stream in streams]).to(tokens.device, non_blocking=True)
-    value = start + tokens * _signed(_GOLDEN)
+def _mixed(value: Tensor) -> Tensor:
+    """As :func:`_splitmix`, of int64."""
     value = (value ^ _shift(value, 30)) * _signed(_MIX_1)
     value = (value ^ _shift(value, 27)) * _signed(_MIX_2)
     return value ^ _shift(value, 31)
 
 
-def gumbel(seed: int, positions: Sequence[int], tokens: Tensor) -> Tensor:
+def seed_stream(seed: int) -> int:
+    """What stands for a seed (any integer, taken modulo 2^64) in the noise of its positions: an int64."""
+    return _signed(_splitmix(seed & _MASK))
+
+
+def noise_bits(seed: int, positions: Sequence[int] | Tensor, tokens: Tensor) -> Tensor:
+    """64 random bits for each (position, token id): a pure function of the three integers.
+
+    Args:
+        seed: any integer, taken modulo 2^64.
+        positions: ``n`` positions in the text; as an int64 tensor on the tokens' device nothing is copied to it.
+        tokens: ``[m]`` int64 token ids, or ``[n, m]`` for others at each position.
+
+    Returns:
+        ``[n, m]`` int64.
+    """
+    if not isinstance(positions, Tensor):
+        positions = torch.tensor(list(positions), dtype=torch.int64).to(tokens.device, non_blocking=True)
+    start = _mixed((positions + 1) * _signed(_GOLDEN) + seed_stream(seed))
+    return _mixed(start[:, None] + tokens * _signed(_GOLDEN))
+
+
+def gumbel(seed: int, positions: Sequence[int] | Tensor, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise ``[n, m]`` (float64) for each (position, token id); never infinite."""
     # 52 bits and a half: the largest value is still below 1 in float64
     uniform = (_shift(noise_bits(seed, positions, tokens), 12).double() + 0.5) * 2.0**-52

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +18,11 @@ from tswift.decoding.noise import gumbel
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.warping import warp
 
-NOTHING = -1  # drawn where there is nothing to draw
+if TYPE_CHECKING:
+    from tswift.decoding.fused import FusedRule
+
+NO_TOKEN = -1  # drawn where there is nothing to draw; in a draft tree, a candidate that does not exist
+FAR = -(1 << 62)  # position of a token that is not in the text
 
 
 class Sampler:
@@ -31,38 +36,104 @@ class Sampler:
 
     Raises:
         ValueError: a banned id outside the vocabulary.
+
+    Attributes:
+        newest: ``[V]`` int64, the position of each token's last occurrence in the text; changed in place. Nothing is
+            kept there unless tokens are penalised.
+        length: tokens in the text so far.
+        fault: why :meth:`fuse` has left the drawing, or the ranking of candidates, to PyTorch; None if it has not.
     """
 
     _BLOCK = 16  # noise is computed for this many positions at a time
 
     def __init__(self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device) -> None:
+        self.seed, self.length = seed, 0
+        self._tokens = torch.arange(vocab_size, device=device)
+        self.newest = torch.full((vocab_size,), FAR, dtype=torch.int64, device=device)
+        self._blocks: dict[int, Tensor] = {}
+        self._banned: dict[tuple[int, ...], Tensor] = {}
+        self._fused: dict[tuple[SamplingParams, torch.dtype, int], FusedRule] = {}  # by candidates of a row, 0: draws
+        self.fault: str | None = None
+        self.params = params
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters. To set them may copy to the device, so that no draw has to."""
+        return self._params
+
+    @params.setter
+    def params(self, params: SamplingParams) -> None:
+        vocab_size = len(self._tokens)
         if any(not 0 <= token < vocab_size for token in params.banned):
             raise ValueError(f"banned ids must be below the vocabulary's size {vocab_size}, got {params.banned}")
-        self.params, self.seed = params, seed
-        self._tokens = torch.arange(vocab_size, device=device)
-        self._newest = torch.full((vocab_size,), -(1 << 62), dtype=torch.int64, device=device)
-        self._length = 0
-        self._blocks: dict[int, Tensor] = {}
+        if params.banned not in self._banned:
+            self._banned[params.banned] = torch.tensor(params.banned, dtype=torch.int64).to(self._tokens.device)
+        self._params = params
 
     def copy(self) -> Sampler:
         """A sampler in the same state, whose text grows by itself from here on."""
         twin = copy(self)
-        twin._newest = self._newest.clone()
+        twin.newest = self.newest.clone()
         return twin
+
+    def fuse(self, dtype: torch.dtype, candidates: int = 0, interpreted: bool = False) -> None:
+        """Have :meth:`draw_rows` use Triton kernels on CUDA, for logits of this dtype and the parameters as they are.
+
+        They are used if they draw the same on this device, which is tried once, and waited for: not while a CUDA graph
+        is captured. Otherwise ``fault`` tells why not.
+
+        Args:
+            dtype: of the logits.
+            candidates: how many will be asked for in :meth:`candidates`, which is then to use kernels, too; 0 for none.
+            interpreted: use them without CUDA, too, in Triton's interpreter.
+        """
+        device = self._tokens.device
+        if device.type != "cuda" and not interpreted:
+            return
+        try:
+            from tswift.decoding.fused import FusedRule, fused_sampler_fault
+        except ImportError:
+            self.fault = "triton is not installed"
+            return
+        about, rule = (self.params, len(self._tokens), dtype, device), None
+        self.fault = None
+        for count in {0, min(candidates, len(self._tokens))}:
+            fault = fused_sampler_fault(*about, count)
+            if fault is None:
+                rule = rule or FusedRule(self.params, self.seed, len(self._tokens), device)
+                self._fused[self.params, dtype, count] = rule
+            self.fault = self.fault or fault
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""
         if self.params.penalises and tokens:
-            ids = torch.tensor(tokens).to(self._newest.device, non_blocking=True)
-            positions = torch.arange(self._length, self._length + len(tokens), device=self._newest.device)
-            self._newest.scatter_reduce_(0, ids, positions, "amax")
-        self._length += len(tokens)
+            ids = torch.tensor(tokens).to(self.newest.device, non_blocking=True)
+            positions = torch.arange(self.length, self.length + len(tokens), device=self.newest.device)
+            self.newest.scatter_reduce_(0, ids, positions, "amax")
+        self.length += len(tokens)
+
+    def extend_rows(self, tokens: Tensor, positions: Tensor, count: Tensor) -> None:
+        """As :meth:`extend`, of tokens on the device, without a wait: ``length`` is the caller's to move on.
+
+        Args:
+            tokens: ``[m]`` int64; those after the first ``count`` may be anything, ``NO_TOKEN`` included.
+            positions: ``[m]`` int64, where in the text they are.
+            count: 0-d int64, how many of them are appended.
+        """
+        if self.params.penalises:
+            appended = torch.arange(len(tokens), device=tokens.device) < count
+            self.newest.scatter_reduce_(0, self._ids(tokens), positions.where(appended, FAR), "amax")
+
+    def _ids(self, tokens: Tensor) -> Tensor:
+        """Token ids to index with."""
+        return tokens.clamp(0, len(self._tokens) - 1)
 
     def seen(self, tokens: Tensor, positions: Tensor, ancestors: Tensor) -> Tensor | None:
         """Which tokens each draft node penalises: those among the last ``window`` up to and including the node.
 
         Args:
-            tokens: ``[n]`` token of each node, the root (the text's last token) first.
+            tokens: ``[n]`` token of each node, the root (the text's last token) first. Of a node that is ``NO_TOKEN``
+                and of those below it, the result means nothing.
             positions: ``[n]`` position of each node's token in the text.
             ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself.
 
@@ -72,17 +143,23 @@ class Sampler:
         if not self.params.penalises:
             return None
         window = self.params.window
-        seen = self._newest > (positions - window)[:, None]
+        seen = self.newest > (positions - window)[:, None]
         if len(tokens) > 1:
+            tokens = self._ids(tokens)
             near = ancestors & (positions[:, None] - positions < window)
             # what is not near is replaced by the node's own token, so that nothing has to be counted
             seen.scatter_(1, torch.where(near, tokens, tokens[:, None]), True)
         return seen
 
-    def noise(self, positions: Sequence[int]) -> Tensor:
-        """Gumbel noise ``[n, V]`` (float64) for tokens to be drawn at these positions; zero at temperature 0."""
+    def noise(self, positions: Sequence[int] | Tensor) -> Tensor:
+        """Gumbel noise ``[n, V]`` (float64) for tokens to be drawn at these positions; zero at temperature 0.
+
+        Noise at positions on the device is computed anew, without a wait; of a sequence it is kept, by blocks.
+        """
         if self.params.temperature == 0:
             return torch.zeros((), dtype=torch.float64, device=self._tokens.device)
+        if isinstance(positions, Tensor):
+            return gumbel(self.seed, positions, self._tokens)
         rows = [self._block(position // self._BLOCK)[position % self._BLOCK] for position in positions]
         return torch.stack(rows)
 
@@ -109,34 +186,81 @@ class Sampler:
             self._blocks[index] = block
         return block
 
-    def scores(self, logits: Tensor, seen: Tensor | None, positions: Sequence[int]) -> Tensor:
-        """What the rule takes the argmax of: ``[n, V]`` float64 from logits ``[n, V]`` of tokens at ``positions``."""
-        return warp(logits.to(torch.float64, copy=True), seen, self.params) + self.noise(positions)
+    def warp(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        """What the filters and the penalty leave of logits ``[n, V]`` of any dtype: ``[n, V]`` float64."""
+        return warp(logits.to(torch.float64, copy=True), seen, self.params, self._banned[self.params.banned])
 
-    def draw(self, logits: Tensor, seen: Tensor | None, positions: Sequence[int]) -> list[int]:
+    def scores(self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor) -> Tensor:
+        """What the rule takes the argmax of: ``[n, V]`` float64 from logits ``[n, V]`` of tokens at ``positions``."""
+        return self.warp(logits, seen) + self.noise(positions)
+
+    def draw(self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor) -> list[int]:
         """The tokens at ``positions``, one for each row of ``logits`` ``[n, V]``.
 
-        A row with NaN or infinity, or with no token left, draws ``NOTHING``; a banned token's logit is not looked at.
+        A row with NaN or infinity, or with no token left, draws ``NO_TOKEN``; a banned token's logit is not looked at.
         It shows in the best score, whatever the filters, and comes along with the tokens.
         """
-        scores = self.scores(logits, seen, positions)
-        return self._drawn(scores)
+        return _best(self.scores(logits, seen, positions)).tolist()
+
+    def draw_rows(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor) -> Tensor:
+        """As :meth:`draw`, the token drawn after every node of a draft tree; on a device nothing is waited for.
+
+        All that is read is where the logits are, ``newest`` too, so a CUDA graph can be captured of it and replayed.
+
+        Args:
+            logits: ``[n, V]``.
+            tokens: ``[n]``, as for :meth:`seen`.
+            positions: ``[n]``, of the nodes' own tokens: the drawn ones come next.
+            ancestors: ``[n, n]``, as for :meth:`seen`.
+
+        Returns:
+            ``[n]`` int64, ``NO_TOKEN`` where there is nothing to draw.
+        """
+        fused = self._fused.get((self.params, logits.dtype, 0))
+        if fused is not None and len(logits) <= fused.MOST_NODES:
+            return fused.draw(logits, tokens, positions, ancestors, self.newest)
+        return _best(self.scores(logits, self.seen(tokens, positions, ancestors), positions + 1))
 
     def draw_with_leads(
-        self, logits: Tensor, seen: Tensor | None, positions: Sequence[int]
+        self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor
     ) -> tuple[list[int], list[tuple[int, float]]]:
         """As :meth:`draw`, and for each row the runner-up and the lead over it in score."""
-        scores = self.scores(logits, seen, positions)
-        values, tokens = (each.tolist() for each in scores.topk(2))
+        best = self.scores(logits, seen, positions).topk(2)
         drawn, others = [], []
-        for (first, second), (best, next_best) in zip(tokens, values, strict=True):
-            drawn.append(first if math.isfinite(best) else NOTHING)
-            others.append((second, best - next_best))
+        # together, as each tolist waits for the device; float64 holds every token id
+        for (first, second), (highest, next_best) in torch.stack([best.indices.double(), best.values], 1).tolist():
+            drawn.append(int(first) if math.isfinite(highest) else NO_TOKEN)
+            others.append((int(second), highest - next_best))
         return drawn, others
 
-    @staticmethod
-    def _drawn(scores: Tensor) -> list[int]:
-        # not scores.max(-1): on a few thousand tokens PyTorch calls all threads together for that, and not for argmax
-        drawn = scores.argmax(-1, keepdim=True)
-        found = torch.cat([drawn, scores.gather(-1, drawn)], dim=-1).tolist()
-        return [int(token) if math.isfinite(best) else NOTHING for token, best in found]
+    def candidates(
+        self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens most likely to be drawn, as guessed from a draft's logits; nothing is waited for.
+
+        Args:
+            logits: ``[n, V]``.
+            seen: ``[n, V]`` bool, or ``[1, V]`` for all rows: the tokens in the penalty window; None for none.
+            positions: ``[n]``, where the tokens will be drawn: they are ranked with the noise of that place. None to
+                rank them without, by what is likely.
+            count: how many of each row.
+
+        Returns:
+            ``[n, count]`` tokens, best first, and their scores (float64), ``-inf`` for a token that is never drawn.
+            Fewer columns where the vocabulary has no more.
+        """
+        count = min(count, logits.shape[-1])
+        fused = self._fused.get((self.params, logits.dtype, count))
+        alike = (seen is None or len(seen) in (1, len(logits))) and (positions is None or len(positions) == len(logits))
+        if fused is not None and alike and not isinstance(positions, Sequence):
+            return fused.candidates(logits, seen, positions, count)
+        scores = self.warp(logits, seen) if positions is None else self.scores(logits, seen, positions)
+        best = scores.topk(count)
+        return best.indices, best.values
+
+
+def _best(scores: Tensor) -> Tensor:
+    # not scores.max(-1): on a few thousand tokens PyTorch calls all threads together for that, and not for argmax
+    drawn = scores.argmax(-1, keepdim=True)
+    best = scores.gather(-1, drawn)
+    return torch.where(best.abs() < math.inf, drawn, NO_TOKEN).squeeze(-1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tswift.decoding.sampling import NOTHING
+from tswift.decoding.sampling import NO_TOKEN
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.source import Context, Drafter
 from tswift.models.passes import Forwarded
@@ -84,11 +84,11 @@ def advance(
     with torch.inference_mode():
         tree = drafter.propose(context, wanted)
         forwarded, drawn, path, others = _verify(target, context, tree, walk, leads)
-        if len(tree) > 1 and any(drawn[node] == NOTHING for node in path):
+        if len(tree) > 1 and any(drawn[node] == NO_TOKEN for node in path):
             # not yet a fault: a drafted token can be too much for the model, and its NaN spreads in the pass
             tree = DraftTree(context.text[-1], limit=1)
             forwarded, drawn, path, others = _verify(target, context, tree, walk, leads)
-        if drawn[path[-1]] == NOTHING:
+        if drawn[path[-1]] == NO_TOKEN:
             raise Undrawn(target.logits(forwarded.hidden)[0])
         new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
         context.kv.commit(path)

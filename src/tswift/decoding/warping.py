@@ -10,7 +10,7 @@ from torch import Tensor
 from tswift.decoding.params import SamplingParams
 
 
-def warp(logits: Tensor, seen: Tensor | None, params: SamplingParams) -> Tensor:
+def warp(logits: Tensor, seen: Tensor | None, params: SamplingParams, banned: Tensor | None = None) -> Tensor:
     """Apply the filters and the penalty to rows of logits.
 
     Order, as in the reference: banned ids, temperature, contextual penalty, min-p, eta, top-k, top-p. At temperature 0
@@ -20,16 +20,21 @@ def warp(logits: Tensor, seen: Tensor | None, params: SamplingParams) -> Tensor:
         logits: ``[n, V]`` float64; changed in place.
         seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
         params: the sampling parameters.
+        banned: ``params.banned`` as int64 on the logits' device; where it is not given, it is copied there.
 
     Returns:
         ``[n, V]`` float64, unnormalised log-probabilities, ``-inf`` where a token is dropped.
     """
     if params.banned:
-        logits.index_fill_(-1, torch.tensor(params.banned).to(logits.device, non_blocking=True), -math.inf)
+        if banned is None:
+            banned = torch.tensor(params.banned).to(logits.device, non_blocking=True)
+        logits.index_fill_(-1, banned, -math.inf)
+    # divisors are tensors: by a number CUDA does not divide, but multiplies by its reciprocal, which rounds otherwise
     if params.temperature not in (0, 1):
-        logits /= params.temperature
+        logits /= logits.new_full((), params.temperature)
     if seen is not None:
-        logits = torch.where(seen, torch.where(logits > 0, logits / params.penalty, logits * params.penalty), logits)
+        lower = torch.where(logits > 0, logits / logits.new_full((), params.penalty), logits * params.penalty)
+        logits = torch.where(seen, lower, logits)
     if params.temperature == 0:
         return logits
     if params.min_p > 0:
@@ -53,14 +58,28 @@ def _keep_eta(logits: Tensor, epsilon: float) -> Tensor:
 
 
 def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    # a token stays if the more likely ones together do not reach top_p yet; only as many are sorted as it takes
     probs = logits.softmax(-1)
-    vocab = logits.shape[-1]
+    # on the CPU only as many are sorted as it takes; elsewhere to find that out would be a wait for the device
+    best = _enough(probs, top_p) if probs.device.type == "cpu" else _sorted(probs)
+    return logits.masked_fill(_too_much(probs, top_p, best), -math.inf)
+
+
+def _too_much(probs: Tensor, top_p: float, best: Tensor) -> Tensor:
+    """Which tokens go: those whose more likely ones (``best``, in order) together reach ``top_p`` without them."""
+    kept = (best.cumsum(-1) - best < top_p).sum(-1, keepdim=True).clamp_(min=1)  # of a row with NaN none reaches it
+    return probs < best.gather(-1, kept - 1)
+
+
+def _sorted(probs: Tensor) -> Tensor:
+    return probs.sort(-1, descending=True).values
+
+
+def _enough(probs: Tensor, top_p: float) -> Tensor:
+    """The largest probabilities of each row in order, as many as it takes for ``top_p`` in all of them."""
+    vocab = probs.shape[-1]
     count = min(128, vocab)
     while True:
         best = probs.topk(count).values
-        if count == vocab or bool((best.sum(-1) >= top_p).all()):
-            break
+        if count == vocab or bool((best.cumsum(-1)[:, -1] >= top_p).all()):
+            return best
         count = min(8 * count, vocab)
-    kept = (best.cumsum(-1) - best < top_p).sum(-1, keepdim=True).clamp_(min=1)  # of a row with NaN none reaches it
-    return logits.masked_fill(probs < best.gather(-1, kept - 1), -math.inf)

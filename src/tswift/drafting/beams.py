@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tswift.decoding.warping import warp
-from tswift.drafting.heads import DraftingPass, LastPass, remember
+from tswift.drafting.heads import DraftingPass, LastPass
 from tswift.drafting.plan import Plan
 from tswift.drafting.sketch import Sketch
 from tswift.drafting.source import Context
@@ -41,9 +40,6 @@ class BeamSource:
         levels: most tokens along a path.
         shared_noise: as for :class:`~tswift.drafting.heads.HeadSource`.
         plan: says whether another level pays.
-
-    Attributes:
-        memory: what the heads remember of the text; None where they remember nothing.
     """
 
     name = "heads"
@@ -57,15 +53,14 @@ class BeamSource:
         shared_noise: bool,
         plan: Plan,
     ) -> None:
-        self._target, self._heads, self._reader, self._shared_noise = target, heads, reader, shared_noise
+        self._target, self._heads, self.reader, self._shared_noise = target, heads, reader, shared_noise
         self._levels, self._plan = levels, plan
-        self.memory = heads.memory(held_back=0 if reader.direct else 1)
         self._read: tuple[Forwarded, int] | None = None
         self.spent = 0.0
 
     def start(self, context: Context) -> None:
         """Have the device make the pass that the heads start from."""
-        self._read = self._reader.read(context)
+        self._read = self.reader.read(context)
 
     def propose(self, sketch: Sketch, context: Context) -> None:
         """Offer candidates below the likeliest branches."""
@@ -75,42 +70,39 @@ class BeamSource:
         (forwarded, node), self._read = self._read, None
         hidden = forwarded.hidden[node]
         begin = forwarded.before_norm(node) if self._heads.raw else hidden
-        self.spent = self._reader.price(self._plan.costs, context)
-        if self._heads.conditioned:
-            self._told(sketch, context, begin, hidden)
-        else:
-            self._untold(sketch, context, begin, hidden)
+        self.spent = self.reader.price(self._plan.costs, context)
+        place = torch.tensor([context.position]).to(hidden.device, non_blocking=True)
+        seen = context.sampler.seen(place, place, torch.ones(1, 1, dtype=torch.bool, device=hidden.device))
+        draft = self._told if self._heads.conditioned else self._untold
+        draft(sketch, context, begin, hidden, seen)
 
-    def _told(self, sketch: Sketch, context: Context, begin: Tensor, hidden: Tensor) -> None:
+    def _told(self, sketch: Sketch, context: Context, begin: Tensor, hidden: Tensor, seen: Tensor | None) -> None:
         states, branches = begin.unsqueeze(0), [(0, 0)]
         head = 0
         for level in range(min(self._levels, sketch.depth)):
-            if level == 0 and self._reader.direct:
-                logits = self._target.logits(hidden.unsqueeze(0))
+            if level == 0 and self.reader.direct:
+                logits, paths = self._target.logits(hidden.unsqueeze(0)), None
             else:
-                tokens = torch.tensor([sketch.tokens[node] for node, _ in branches])
-                rows = [row for _, row in branches]
-                if rows != list(range(len(states))):
-                    states = states[rows]
+                rows, tokens, paths = self._sent(sketch, branches)
+                if [row for _, row in branches] != list(range(len(states))):
+                    states = states.index_select(0, rows)
                 embeddings = self._target.embed(tokens)
-                if self.memory is None:
-                    states, out = self._heads.step(min(head, self._heads.count - 1), states, embeddings)
-                else:
-                    states, out = self.memory.step(states, embeddings)
+                states, out = self._heads.step(min(head, self._heads.count - 1), states, embeddings)
                 logits = self._target.logits(out)
                 head += 1
-            branches = self._offer(sketch, context, branches, logits, level)
+            branches = self._offer(sketch, context, branches, logits, _seen(seen, paths), level)
             if not self._worth(sketch, branches, context):
                 return
-            if level == 0 and self._reader.direct:
+            if level == 0 and self.reader.direct:
                 branches = [(node, 0) for node, _ in branches]
 
-    def _untold(self, sketch: Sketch, context: Context, begin: Tensor, hidden: Tensor) -> None:
-        first = hidden if self._reader.direct else None
+    def _untold(self, sketch: Sketch, context: Context, begin: Tensor, hidden: Tensor, seen: Tensor | None) -> None:
+        first = hidden if self.reader.direct else None
         logits = self._heads.levels(begin, self._target.logits, first, self._levels)
         branches: list[_Branch] = [(0, 0)]
         for level in range(min(len(logits), sketch.depth)):
-            branches = self._offer(sketch, context, branches, logits[level : level + 1], level)
+            paths = None if seen is None or level == 0 else self._sent(sketch, branches)[2]
+            branches = self._offer(sketch, context, branches, logits[level : level + 1], _seen(seen, paths), level)
             if not branches:
                 return
 
@@ -121,22 +113,26 @@ class BeamSource:
         return bool(branches) and self._plan.worth(expected, costs.level + costs.node(context.kv.length))
 
     def _offer(
-        self, sketch: Sketch, context: Context, branches: Sequence[_Branch], logits: Tensor, level: int
+        self,
+        sketch: Sketch,
+        context: Context,
+        branches: Sequence[_Branch],
+        logits: Tensor,
+        seen: Tensor | None,
+        level: int,
     ) -> list[_Branch]:
         """Offer the best candidates below every branch; returns the branches to go on with.
 
         Args:
             branches: nodes to go on from.
             logits: ``[branches, V]``, or one row for all.
+            seen: ``[branches, V]`` or one row for all, as for :meth:`~tswift.decoding.sampling.Sampler.candidates`.
             level: of the candidates, 0 for those below the root.
         """
         self.spent += self._plan.costs.level
         sampler, place = context.sampler, context.position + 1 + level
-        scores = warp(logits.to(torch.float64, copy=True), self._seen(sketch, context, branches), sampler.params)
-        if self._shared_noise:
-            scores = scores + sampler.noise([place])
-        best = scores.topk(min(_WIDTH, scores.shape[-1]))
-        found = torch.stack([best.indices.double(), best.values], dim=1).tolist()
+        best = sampler.candidates(logits, seen, [place] if self._shared_noise else None, _WIDTH)
+        found = torch.stack([best[0].double(), best[1]], dim=1).tolist()  # the level's one wait for the device
         offered: list[_Branch] = []
         for row, (node, _) in enumerate(branches):
             tokens, values = found[min(row, len(found) - 1)]
@@ -144,28 +140,29 @@ class BeamSource:
                 if not math.isfinite(value):
                     break
                 step = _steps(abs(value - (values[0] if rank else values[1] if len(values) > 1 else -math.inf)))
-                about = (min(level, 1) if self._reader.direct else 1, rank, step)
+                about = (min(level, 1) if self.reader.direct else 1, rank, step)
                 guess = _GUESSES[rank][min(step, 4)]
                 child = sketch.offer(node, int(token), self.name, about, guess)
                 if child is not None:
                     offered.append((child, row))
         return sorted(offered, key=lambda branch: -sketch.reach[branch[0]])[:_BRANCHES]
 
-    def _seen(self, sketch: Sketch, context: Context, branches: Sequence[_Branch]) -> Tensor | None:
-        """``[branches, V]``: what the penalty will find in its window."""
-        sampler, device = context.sampler, self._target.device
-        place = torch.tensor([context.position]).to(device, non_blocking=True)
-        seen = sampler.seen(place, place, torch.ones(1, 1, dtype=torch.bool, device=device))
-        if seen is None or branches[0][0] == 0:
-            return seen
-        paths = [sketch.path(node) for node, _ in branches]
-        seen = seen.expand(len(paths), -1).contiguous() if len(paths) > 1 else seen
-        return seen.scatter(1, torch.tensor(paths).to(device, non_blocking=True), True)
+    def _sent(self, sketch: Sketch, branches: Sequence[_Branch]) -> tuple[Tensor, Tensor, Tensor]:
+        """The branches' rows ``[n]``, tokens ``[n]`` and paths from the root ``[n, depth]``, in one copy."""
+        packed = torch.tensor([[row, sketch.tokens[node], *sketch.path(node)] for node, row in branches])
+        sent = packed.to(self._target.device, non_blocking=True)
+        return sent[:, 0], sent[:, 1], sent[:, 2:]
 
     def committed(self, context: Context, most: int) -> None:
-        """Keep the reader's cache up, and what heads remember."""
-        self._reader.committed(context, most)
-        remember(self.memory, context, self._heads.raw, self._target)
+        """Keep the reader's cache up."""
+        self.reader.committed(context, most)
+
+
+def _seen(seen: Tensor | None, paths: Tensor | None) -> Tensor | None:
+    """What the penalty finds in its window after these drafted paths; ``seen`` is ``[1, V]``, after the root."""
+    if seen is None or paths is None:
+        return seen
+    return seen.repeat(len(paths), 1).scatter_(1, paths, True)
 
 
 def _steps(lead: float) -> int:

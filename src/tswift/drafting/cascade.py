@@ -15,7 +15,6 @@ from tswift.drafting.plan import Plan
 from tswift.drafting.planned import PlannedDrafter
 from tswift.drafting.sketch import Sketch
 from tswift.drafting.source import Context
-from tswift.models.autoregressive import Memory
 
 _INNER, _LEVELS = 8, 3  # nodes of a step on the level, and levels of heads, for judging whether another one pays
 _AGREES = 0.9  # about how many of its tokens are those that the target draws over everything
@@ -38,7 +37,6 @@ class CascadeSource:
     """
 
     name = "self"
-    memory: Memory | None = None  # of heads: those that draft the chain have one of their own
 
     def __init__(self, level: Level, drafter: PlannedDrafter, shared_noise: bool, plan: Plan) -> None:
         self._level, self.drafter, self._shared_noise, self._plan = level, drafter, shared_noise, plan
@@ -56,8 +54,7 @@ class CascadeSource:
         if not self._shared_noise:
             aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
         try:
-            with self.drafter.apart():
-                self._decode(sketch, aside, held)
+            self._decode(sketch, aside, held)
         except Undrawn:  # not for a draft to complain of: the target's own pass will tell
             pass
         finally:

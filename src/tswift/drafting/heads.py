@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from tswift.decoding.device_step import DeviceState
+from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
-from tswift.decoding.warping import warp
-from tswift.drafting.levels import Level
+from tswift.drafting.levels import Level, PartialLevel
 from tswift.drafting.source import Context
-from tswift.models.autoregressive import Memory
+from tswift.kv.partial import PartialKV
 from tswift.models.base_heads import Heads
 from tswift.models.costs import PassCosts
 from tswift.models.passes import Forwarded
 from tswift.models.target import Target
 
 _Guess = tuple[Tensor, Tensor]  # [levels, k] tokens and their scores (float64), best first
+_States = tuple[Tensor, Tensor | None]  # [H] last hidden state, and the one before the final norm where there is one
 
 
 class LastPass:
     """The state of the pass that drew the root: no pass of its own, but the state knows nothing of the root."""
 
     direct = False
+    partial: PartialKV | None = None
 
     def read(self, context: Context) -> tuple[Forwarded, int] | None:
         """The pass and its node, of the token before the root; None before the first pass."""
         return None if context.last is None else (context.last, context.node)
+
+    def on_device(self, context: Context, state: DeviceState) -> Callable[[], _States]:
+        """A program that reads the state from what the last verification left on the device."""
+
+        def read() -> _States:
+            raw = None if state.raw is None else state.raw.index_select(0, state.last)[0]
+            return state.hidden.index_select(0, state.last)[0], raw
+
+        return read
 
     def price(self, costs: PassCosts, context: Context) -> float:
         """Seconds of reading it."""
@@ -60,6 +72,23 @@ class DraftingPass:
         position = torch.tensor([context.position]).to(target.device, non_blocking=True)
         return target.forward(root, position, self._level.cache(context), None), 0
 
+    @property
+    def partial(self) -> PartialKV | None:
+        """The partial cache that the pass reads; None if it reads the full one."""
+        return self._level.kv if isinstance(self._level, PartialLevel) else None
+
+    def on_device(self, context: Context, state: DeviceState) -> Callable[[], _States]:
+        """A program that makes the pass over the root that the last verification left on the device."""
+        target, kv = self._level.target, self.partial or context.kv
+        length = state.length if self.partial is None else self.partial.device_length
+
+        def read() -> _States:
+            assert length is not None
+            forwarded = target.compute_static(state.tokens[:1], state.position, kv, length, None)
+            return forwarded.hidden[0], None if forwarded.raw is None else forwarded.raw[0]
+
+        return read
+
     def price(self, costs: PassCosts, context: Context) -> float:
         """Seconds of the pass."""
         return costs.seconds(1, self._level.keys or context.kv.length)
@@ -67,21 +96,6 @@ class DraftingPass:
     def committed(self, context: Context, most: int) -> None:
         """Keep the cache up."""
         self._level.committed(context, most)
-
-
-def remember(memory: Memory | None, context: Context, raw: bool, target: Target) -> None:
-    """Have heads that remember the text take notice of what was added to it.
-
-    Args:
-        memory: what they remember; None where they do not.
-        context: the decode.
-        raw: whether they start from states before the final norm.
-        target: for its embeddings.
-    """
-    if memory is not None and context.last is not None:
-        path = context.path[-memory.span :]
-        tokens = torch.tensor(context.text[-len(path) :])
-        memory.follow(context.last.states_of(path, raw), target.embed(tokens))
 
 
 class HeadSource:
@@ -105,10 +119,9 @@ class HeadSource:
     def __init__(
         self, target: Target, heads: Heads, reader: LastPass | DraftingPass, tree: Sequence[int], shared_noise: bool
     ) -> None:
-        self._target, self._heads, self._reader, self._shared_noise = target, heads, reader, shared_noise
+        self._target, self._heads, self.reader, self._shared_noise = target, heads, reader, shared_noise
         self._widths = tuple(tree)
         self._guessed: _Guess | None = None
-        self._memory = heads.memory(held_back=0 if reader.direct else 1)
         levels = range(len(tree))
         if heads.conditioned:
             ranks = [(0,) * level + (rank,) for level in levels for rank in range(tree[level])]
@@ -118,18 +131,37 @@ class HeadSource:
             # few side steps first, and early ones: a late one is reached only if all before it was right
             self._paths = sorted(product(*map(range, tree)), key=lambda path: (sum(path), [-rank for rank in path]))
 
+    @property
+    def levels(self) -> int:
+        """Tokens drafted along a path."""
+        return len(self._widths)
+
+    @property
+    def width(self) -> int:
+        """Candidates of each level in :meth:`guess`."""
+        return min(max(self._widths), self.vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self._target.vocab_size
+
+    def shape(self, limit: int) -> DraftTree:
+        """The tree of up to ``limit`` nodes, with the rank of each candidate in its level in place of the token."""
+        tree = DraftTree(0, limit)
+        for path in self._paths:
+            tree.add(path, self.name)
+        return tree
+
     def start(self, context: Context) -> None:
         """Have the device guess every level; nothing is waited for."""
-        read = self._reader.read(context)
+        read = self.reader.read(context)
         if read is None:
             return
         forwarded, node = read
-        hidden = forwarded.hidden[node]
-        begin = forwarded.before_norm(node) if self._heads.raw else hidden
-        place = torch.tensor([context.position]).to(hidden.device, non_blocking=True)
-        seen = context.sampler.seen(place, place, torch.ones(1, 1, dtype=torch.bool, device=hidden.device))
-        guess = self._told if self._heads.conditioned else self._untold
-        self._guessed = guess(begin, hidden if self._reader.direct else None, seen, context)
+        raw, first = None if forwarded.raw is None else forwarded.raw[node], context.position + 1
+        places = range(first, first + len(self._widths))
+        self._guessed = self.guess(forwarded.hidden[node], raw, context.text[-1], places, context.sampler)
 
     def propose(self, tree: DraftTree, context: Context) -> None:
         """Add the combinations of the levels' best candidates."""
@@ -148,37 +180,53 @@ class HeadSource:
             if all(rank < len(level) for rank, level in zip(path, levels, strict=False)):
                 tree.add([level[rank] for rank, level in zip(path, levels, strict=False)], self.name)
 
-    def _untold(self, hidden: Tensor, first: Tensor | None, seen: Tensor | None, context: Context) -> _Guess:
-        logits = self._heads.levels(hidden, self._target.logits, first, len(self._widths))
-        return self._best(logits, 0, seen, context)
+    def guess(
+        self,
+        hidden: Tensor,
+        raw: Tensor | None,
+        root: int | Tensor,
+        places: Sequence[int] | Tensor,
+        sampler: Sampler,
+    ) -> _Guess:
+        """The best candidates of every level; nothing is waited for, and a CUDA graph can be captured of it.
 
-    def _told(self, hidden: Tensor, first: Tensor | None, seen: Tensor | None, context: Context) -> _Guess:
-        token: int | Tensor = context.text[-1]
-        levels: list[_Guess] = []
+        Args:
+            hidden: ``[H]`` last hidden state.
+            raw: the same before the final norm; for heads that start there.
+            root: the text's last token.
+            places: of each level, the position of its tokens in the text; numbers, or ``[levels]`` on the device.
+            sampler: the sampling rule.
+
+        Returns:
+            ``[levels, width]`` tokens, best first, and their scores, ``-inf`` for a token that is never drawn.
+        """
+        begin = raw if self._heads.raw else hidden
+        assert begin is not None
+        root_place = (
+            places[:1] - 1
+            if isinstance(places, Tensor)
+            else torch.tensor([places[0] - 1]).to(hidden.device, non_blocking=True)
+        )
+        seen = sampler.seen(root_place, root_place, torch.ones(1, 1, dtype=torch.bool, device=hidden.device))
+        levels = self.levels
+
+        def best(logits: Tensor, start: int, end: int) -> _Guess:
+            return sampler.candidates(logits, seen, places[start:end] if self._shared_noise else None, self.width)
+
+        first = hidden if self.reader.direct else None
+        if not self._heads.conditioned:
+            return best(self._heads.levels(begin, self._target.logits, first, levels), 0, levels)
+        found: list[_Guess] = []
         if first is not None:
-            levels.append(self._best(self._target.logits(first.unsqueeze(0)), 0, seen, context))
-            token = levels[0][0][0, 0]
-        for index in range(len(self._widths) - len(levels)):
-            embedding = self._target.embed(token)
-            if self._memory is None:
-                hidden, out = self._heads.step(index, hidden, embedding)
-            else:
-                hidden, out = self._memory.step(hidden, embedding)
-            levels.append(self._best(self._target.logits(out.unsqueeze(0)), len(levels), seen, context))
-            token = levels[-1][0][0, 0]
-        tokens, scores = zip(*levels, strict=True)
+            found.append(best(self._target.logits(first.unsqueeze(0)), 0, 1))
+            root = found[0][0][0, 0]
+        for index in range(levels - len(found)):
+            begin, out = self._heads.step(index, begin, self._target.embed(root))
+            found.append(best(self._target.logits(out.unsqueeze(0)), len(found), len(found) + 1))
+            root = found[-1][0][0, 0]
+        tokens, scores = zip(*found, strict=True)
         return torch.cat(tokens), torch.cat(scores)
 
-    def _best(self, logits: Tensor, first: int, seen: Tensor | None, context: Context) -> _Guess:
-        """The best tokens of consecutive levels from ``first`` on, given their logits ``[levels, V]``; best first."""
-        sampler, root = context.sampler, context.position
-        scores = warp(logits.to(torch.float64, copy=True), seen, sampler.params)
-        if self._shared_noise:
-            scores = scores + sampler.noise(range(root + 1 + first, root + 1 + first + len(logits)))
-        best = scores.topk(min(max(self._widths), scores.shape[-1]))
-        return best.indices, best.values
-
     def committed(self, context: Context, most: int) -> None:
-        """Keep the reader's cache up, and what heads remember."""
-        self._reader.committed(context, most)
-        remember(self._memory, context, self._heads.raw, self._target)
+        """Keep the reader's cache up."""
+        self.reader.committed(context, most)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +11,6 @@ from tswift.drafting.calibration import Calibration
 from tswift.drafting.plan import Plan
 from tswift.drafting.sketch import Sketch
 from tswift.drafting.source import Context, Drafter
-from tswift.models.autoregressive import Memory
 
 
 class PricedSource(Protocol):
@@ -20,11 +18,9 @@ class PricedSource(Protocol):
 
     Attributes:
         spent: seconds that the last proposal took, by the plan's costs.
-        memory: what its heads remember of the text; None where they remember nothing, or there are none.
     """
 
     spent: float
-    memory: Memory | None
 
     def start(self, context: Context) -> None:
         """As :meth:`Source.start`."""
@@ -72,18 +68,6 @@ class PlannedDrafter(Drafter):
             sketch.learn(context.text[length:])
             self.plan.learn(len(context.text) - length)
             self._sketched = None
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Within it texts are gone on with that are taken back: what the sources remember stays as it was before."""
-        own = [(source, source.memory) for source in self.offering]
-        try:
-            for source, memory in own:
-                source.memory = memory and memory.copy()
-            yield
-        finally:
-            for source, memory in own:
-                source.memory = memory
 
     def keep_up(self, context: Context, most: int) -> None:
         """As :meth:`Drafter.keep_up`."""

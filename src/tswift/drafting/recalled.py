@@ -9,7 +9,6 @@ from tswift.drafting.plan import Plan
 from tswift.drafting.recall import Guess, Recall
 from tswift.drafting.sketch import Sketch
 from tswift.drafting.source import Context
-from tswift.models.autoregressive import Memory
 
 _WIDTH = 3  # candidates offered below a node
 _ROUND = 8  # nodes asked about at a time
@@ -49,7 +48,6 @@ class RecallSource:
     """
 
     name = "reuse"
-    memory: Memory | None = None  # of heads
 
     def __init__(self, recall: Recall, plan: Plan, limit: int) -> None:
         self._recall, self._plan, self._limit = recall, plan, limit

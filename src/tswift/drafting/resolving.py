@@ -24,17 +24,19 @@ def resolve(name: str, target: Target, heads: Heads | None, options: DraftOption
     Raises:
         InputError: no such method, heads that it needs are missing, or a tree that does not fit the heads.
     """
-    return resolve_for(name, target.device, target.most_nodes, heads.deepest if heads else 0, options)
+    count = heads.count if heads else 0
+    return resolve_for(name, target.device, target.groups, target.most_nodes, count, options)
 
 
 def resolve_for(
-    name: str, device: torch.device, most_nodes: int | None, heads: int, options: DraftOptions
+    name: str, device: torch.device, groups: int, most_nodes: int | None, heads: int, options: DraftOptions
 ) -> DraftOptions:
     """As :func:`resolve`, for a model that need not be there.
 
     Args:
         name: of the method.
         device: where the model will be.
+        groups: its query heads per KV head.
         most_nodes: most nodes of a draft tree that its attention can do; None if there is no such limit.
         heads: how many tokens its heads draft one after another.
         options: as asked for.
@@ -73,7 +75,7 @@ def resolve_for(
         raise InputError("must be at least 1 for recall, which drafts from nothing else", "--recall")
     if name == "reuse" and not options.ngrams:
         raise InputError("must be at least 1 for reuse, which drafts from nothing else", "--ngrams")
-    default = min(_AUTO_NODES, most_nodes or _AUTO_NODES) if chooses else usual_nodes(device)
+    default = min(_AUTO_NODES, most_nodes or _AUTO_NODES) if chooses else usual_nodes(device, groups)
     nodes = (options.nodes or default) if "nodes" in method.uses else None
     if nodes and most_nodes and nodes > most_nodes:
         raise InputError(f"must be at most {most_nodes} with this attention, got {nodes}", "--nodes")

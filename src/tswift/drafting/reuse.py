@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tswift.drafting.source import Context, Draft
-from tswift.models.autoregressive import Memory
 
 
 class NgramTable:
@@ -24,6 +23,7 @@ class NgramTable:
         self.n, self.k, self.most = n, k, most
         self._counts: dict[tuple[int, ...], int] = {}  # those counted last come last
         self._best: dict[int, list[tuple[int, ...]]] = {}
+        self.changed: set[int] = set()  # first tokens whose continuations changed since somebody cleared this
 
     def __len__(self) -> int:
         """How many n-grams are counted."""
@@ -32,6 +32,7 @@ class NgramTable:
     def count(self, ngram: Sequence[int]) -> None:
         """Count one n-gram once more."""
         gram = tuple(ngram)
+        self.changed.add(gram[0])
         count = self._counts.pop(gram, 0) + 1
         self._counts[gram] = count
         best = self._best.setdefault(gram[0], [])
@@ -49,6 +50,7 @@ class NgramTable:
 
     def _forget(self) -> None:
         """Halve the table."""
+        self.changed.update(self._best)
         # sorting keeps the order of equals. Whatever is not among the best ranks below them, and goes before them
         rarest = sorted(self._counts, key=self._counts.__getitem__)
         for gram in rarest[: len(rarest) - self.most // 2]:
@@ -71,12 +73,25 @@ class ReuseSource:
     """
 
     name = "reuse"
-    memory: Memory | None = None  # of heads
     spent = 0.0  # what the host does hides behind the device
 
     def __init__(self, table: NgramTable, below: int, recent: bool) -> None:
         self._table, self._below, self._recent = table, below, recent
         self._counted = 0  # tokens whose n-grams are in the table
+
+    @property
+    def most_nodes(self) -> int:
+        """Most nodes of a tree that the continuations of one token take."""
+        return self._table.k * (self._table.n - 1)
+
+    def changed(self) -> list[int]:
+        """The first tokens whose continuations have changed since the last call."""
+        firsts, self._table.changed = list(self._table.changed), set()
+        return firsts
+
+    def continuations(self, first: int) -> list[tuple[int, ...]]:
+        """As :meth:`NgramTable.continuations`."""
+        return self._table.continuations(first)
 
     def start(self, context: Context) -> None:
         """Count the n-grams that have become complete, or have left the penalty window."""

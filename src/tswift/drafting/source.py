@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.kv.buffer import KVBuffer
+from tswift.kv.full import FullKV
 from tswift.models.passes import Forwarded
+
+if TYPE_CHECKING:
+    from tswift.decoding.device_step import DeviceState
 
 
 @dataclass
@@ -84,6 +89,45 @@ class Source(Protocol):
         """Take notice of the text having grown, by prefill or by a step; the next step commits at most ``most``."""
 
 
+class DeviceDraft(Protocol):
+    """A draft tree that the device makes by itself, in a shape known in advance; used by one decode.
+
+    Attributes:
+        sizes: the numbers of nodes, rising, that a verification can be asked for; the first is 1.
+        sources: of each node the draft source, by name; empty for the root.
+    """
+
+    sizes: Sequence[int]
+    sources: Sequence[str]
+
+    def sections(self) -> dict[str, int]:
+        """How many integers it wants of the block that the host sends in each step, by name."""
+
+    def begin(self, context: Context, host: dict[str, NDArray[Any]], device: dict[str, Tensor]) -> None:
+        """Start with a prefilled decode; ``host`` and ``device`` are the two ends of its sections."""
+
+    def draft(self) -> None:
+        """Program: write the candidates for the next tree into the state. It commits nothing."""
+
+    def complete(self) -> None:
+        """Program, before verification: add what came with the block."""
+
+    def append(self, kv: FullKV, slots: Tensor, count: Tensor) -> None:
+        """Program, after verification: the first ``count`` ``[1]`` of these slots ``[m]`` hold committed tokens now."""
+
+    def prepare(self, context: Context) -> None:
+        """On the host: write the next block while the device drafts."""
+
+    def committed(self, count: int) -> None:
+        """On the host: so many tokens were committed."""
+
+    def nodes(self, length: int) -> int:
+        """How many nodes to verify with ``length`` tokens in the cache; one of ``sizes``."""
+
+    def shape(self, nodes: int) -> DraftTree:
+        """The tree's shape; its tokens mean nothing."""
+
+
 class TextMemory(Protocol):
     """What sources know of a text, and share."""
 
@@ -118,6 +162,10 @@ class Drafter:
         for source in self.sources:
             source.propose(tree, context)
         return tree
+
+    def on_device(self, state: DeviceState) -> DeviceDraft | None:
+        """How the device drafts by itself with this state; None if the host has to propose trees."""
+        return None
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
         """Take notice of the pass over the next chunk of a prompt."""

@@ -49,6 +49,7 @@ class PartialKV(KVBuffer):
         self._aging: deque[int] = deque()  # slots that new tokens take when none is free, the oldest first
         slots = self.capacity if shape.placed else 0
         self._places = torch.zeros(shape.layers, shape.heads, slots, dtype=torch.int64, device=shape.device)
+        self.device_length: Tensor | None = None  # [] int32, where programs on the device append
 
     @property
     def room(self) -> int:
@@ -90,6 +91,8 @@ class PartialKV(KVBuffer):
         Where the policy renews, there are at most ``room`` of them.
         """
         places = range(self.copied, full.length)
+        if not places:
+            return
         slots = [self._slot(place) for place in places]
         kept = dict(zip(slots, places, strict=True))  # of many at once the oldest may be overwritten already
         where, source = (
@@ -106,6 +109,34 @@ class PartialKV(KVBuffer):
             self._places[:, :, where] = source
         self._held = self.length = max(self._held, max(slots, default=-1) + 1)
         self.copied = full.length
+
+    def track(self) -> None:
+        """Keep the length on the device from now on, where :meth:`append_rows` moves it."""
+        self.device_length = torch.full((), self.length, dtype=torch.int32, device=self.shape.device)
+
+    def next_slots(self, count: int) -> list[int]:
+        """The slots that the next ``count`` tokens go to; scratch where a selection comes first."""
+        slots = [*self._free[-count:][::-1], *self._aging][:count]
+        return slots + [self.capacity - 1] * (count - len(slots))
+
+    def append_rows(self, full: KVBuffer, places: Tensor, count: Tensor, slots: Tensor) -> None:
+        """On the device, copy the first ``count`` ``[1]`` tokens of ``places`` ``[m]`` in the full cache to ``slots``.
+
+        Nothing is waited for; the host learns of it by :meth:`appended`.
+        """
+        assert self.device_length is not None
+        kept = torch.arange(len(places), device=places.device) < count
+        where = torch.where(kept, slots, self.capacity - 1)  # scratch takes what is not kept
+        for own, theirs in ((self.keys, full.keys), (self.values, full.values)):
+            own.index_copy_(2, where, theirs.index_select(2, places))
+        reached = torch.where(kept, slots + 1, 0).amax()
+        self.device_length.copy_(torch.maximum(self.device_length, reached))
+
+    def appended(self, count: int) -> None:
+        """The device has appended so many tokens."""
+        slots = [self._slot(place) for place in range(self.copied, self.copied + count)]
+        self._held = self.length = max(self._held, max(slots, default=-1) + 1)
+        self.copied += count
 
     def _slot(self, place: int) -> int:
         """Where a new token goes."""
@@ -143,6 +174,8 @@ class PartialKV(KVBuffer):
         self.keys[:, :, :held] = full.keys.gather(2, order)
         self.values[:, :, :held] = full.values.gather(2, order)
         self._held = self.length = held
+        if self.device_length is not None:
+            self.device_length.fill_(held)
         self.copied = text
         empty = [*range(held, self.budget)[::-1]]
         if self.policy.renews:  # new tokens take empty slots first, then those of the selected, the last ones first

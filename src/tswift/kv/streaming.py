@@ -72,16 +72,18 @@ class StreamingKV(KVBuffer):
         ring = self.budget - self.sinks
         # of many at once the oldest are overwritten by the newest: they need not be moved
         staying = [place for place in range(before, after) if place < self.budget or place >= after - ring]
-        slots = [self._slot(place) for place in staying]
+        kept = {self._slot(place): place for place in staying}
         self.settled = after
         newer = range(after, self.seen)
-        moves = dict(zip(slots, staying, strict=True)) | {self._held + place - after: place for place in newer}
-        moves = {slot: place for slot, place in moves.items() if slot != place + offset}
-        self._places[slots] = torch.tensor(staying, device=self._places.device)
+        moves = kept | {self._held + place - after: place for place in newer}
+        moves = {slot: place + offset for slot, place in moves.items() if slot != place + offset}
+        parts: list[list[int]] = [[*kept.keys()], [*kept.values()], [*moves.keys()], [*moves.values()]]
+        packed = torch.tensor([each for part in parts for each in part])  # one copy to the device
+        sent = packed.to(self.keys.device, non_blocking=True).split([*map(len, parts)])
+        self._places.index_copy_(0, sent[0], sent[1])
         if moves:
-            where, source = (torch.tensor(list(each)).to(self.keys.device) for each in (moves.keys(), moves.values()))
             for buffer in (self.keys, self.values):
-                buffer.index_copy_(2, where, buffer.index_select(2, source + offset))
+                buffer.index_copy_(2, sent[2], buffer.index_select(2, sent[3]))
         self.length = self._held + self.seen - after
 
     def _slot(self, place: int) -> int:

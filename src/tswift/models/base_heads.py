@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tswift.models.autoregressive import Memory
-
 FORMAT = "tswift-heads-1"
 
 
@@ -27,7 +25,7 @@ class Heads(nn.Module):
     Attributes:
         kind: name in the heads file.
         conditioned: whether a head is told the token drafted just before the one it guesses.
-        count: number of heads; of those that are fed with what they say, for how many steps they were trained to be.
+        count: number of heads.
         base: what tells the model that they were made for; None if nobody said.
     """
 
@@ -40,19 +38,6 @@ class Heads(nn.Module):
         self.hidden_size, self.raw = hidden_size, raw
         self.heads = nn.ModuleList(heads)
         self.count = len(self.heads)
-
-    @property
-    def deepest(self) -> int:
-        """Most tokens that they draft one after another."""
-        return self.count
-
-    def memory(self, held_back: int) -> Memory | None:
-        """What they keep of a text while it grows; None for heads that know of nothing but the last state.
-
-        Args:
-            held_back: newest inputs that drafting begins with, see :class:`~tswift.models.autoregressive.Memory`.
-        """
-        return None
 
     def forward(self, hidden: Tensor, embeddings: Tensor | None = None, most: int | None = None) -> Tensor:
         """States to feed to the LM head: ``[count, ..., H]``.

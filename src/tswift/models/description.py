@@ -14,7 +14,6 @@ from safetensors import safe_open
 
 from tswift.errors import InputError
 from tswift.models.attached import heads_path
-from tswift.models.autoregressive_heads import DEEPEST, AutoregressiveHeads
 from tswift.models.heads import check_about, is_ours
 from tswift.models.kinds import build
 from tswift.models.published import Stored, find_published, headers
@@ -27,9 +26,8 @@ class Description:
     Attributes:
         path: the file or folder.
         layout: who writes them so: ``tswift``, ``TokenSwift`` or ``Medusa``.
-        kind: ``chained``, ``conditioned``, ``autoregressive`` or ``medusa``.
-        count: heads; of autoregressive ones, steps that they were trained for.
-        deepest: most tokens that they draft one after another.
+        kind: ``chained``, ``conditioned`` or ``medusa``.
+        count: heads.
         hidden_size: of the model that they go with.
         vocab_size: of their own LM heads; None where they share the model's.
         raw: whether they start from the state before the model's final norm.
@@ -42,7 +40,6 @@ class Description:
     layout: str
     kind: str
     count: int
-    deepest: int
     hidden_size: int
     vocab_size: int | None
     raw: bool
@@ -98,7 +95,6 @@ def _of(path: Path, layout: str, about: Mapping[str, Any], tensors: Mapping[str,
         layout=layout,
         kind=about["kind"],
         count=about["count"],
-        deepest=DEEPEST if about["kind"] == AutoregressiveHeads.kind else about["count"],
         hidden_size=about["hidden_size"],
         vocab_size=about.get("vocab_size"),
         raw=about.get("raw", False),

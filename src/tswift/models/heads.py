@@ -10,14 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tswift.errors import InputError
-from tswift.models.autoregressive_heads import AutoregressiveHeads
 from tswift.models.base_heads import FORMAT, Heads
 from tswift.models.kinds import KINDS, build
 from tswift.models.medusa_heads import MedusaHeads
 
 _KINDS = (*KINDS, MedusaHeads.kind)
 PICKLES = (".pt", ".pth", ".bin")
-MOST_STEPS = 64  # that heads which are fed with what they say can have been trained for
 
 
 def is_ours(path: Path) -> bool:
@@ -84,20 +82,16 @@ def check_about(about: Any, path: Path, tensors: int) -> None:
     if not isinstance(about, dict):
         raise _no_heads(path, "its metadata are no JSON object")
     if about["format"] != FORMAT or not isinstance(about["kind"], str) or about["kind"] not in _KINDS:
-        raise InputError(f"{path} holds heads of format {about['format']!s:.40}, kind {about['kind']!s:.40}", "--heads")
+        held = f"holds heads of format {about['format']!s:.40}, kind {about['kind']!s:.40}"
+        raise InputError(f"{path} {held}; known are {FORMAT} and {', '.join(_KINDS)}", "--heads")
     size, count, base = about["hidden_size"], about["count"], about.get("base")
     eps, layers, vocab = about.get("eps"), about.get("layers", 0), about.get("vocab_size", 1)  # each kind has its own
-    one = about["kind"] == AutoregressiveHeads.kind  # for any number of tokens
-    most = MOST_STEPS if one else tensors
-    if type(size) is not int or not 0 < size < 1 << 31 or type(count) is not int or not 0 < count <= most:
+    if type(size) is not int or not 0 < size < 1 << 31 or type(count) is not int or not 0 < count <= tensors:
         raise _no_heads(path, f"it says it has {count!r:.40} heads for hidden size {size!r:.40}")
     if about["kind"] in KINDS and not (isinstance(eps, (int, float)) and 0 <= eps < 1):
         raise _no_heads(path, f"its eps is {eps!r:.40}")
     if type(layers) is not int or not 0 <= layers <= tensors or type(vocab) is not int or not 0 < vocab < 1 << 31:
         raise _no_heads(path, f"it says it has {layers!r:.40} layers and a vocabulary of {vocab!r:.40}")
-    for name, least in (("window", 2), ("inner", 1), ("queries", 1)) if one else ():
-        if type(about[name]) is not int or not least <= about[name] < 1 << 31:
-            raise _no_heads(path, f"its {name} is {about[name]!r:.40}")
     if not (base is None or isinstance(base, str)):
         raise _no_heads(path, f"its base model is {base!r:.40}")
 

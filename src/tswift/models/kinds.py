@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tswift.models.autoregressive_heads import AutoregressiveHeads
 from tswift.models.base_heads import Heads
 from tswift.models.medusa_heads import MedusaHeads
 from tswift.models.refining_heads import ChainedHeads, ConditionedHeads
 
 # Those that can be made for any model: they need its LM head and nothing of their own.
-KINDS: dict[str, type[ChainedHeads] | type[ConditionedHeads] | type[AutoregressiveHeads]] = {
-    kind.kind: kind for kind in (ChainedHeads, ConditionedHeads, AutoregressiveHeads)
+KINDS: dict[str, type[ChainedHeads] | type[ConditionedHeads]] = {
+    kind.kind: kind for kind in (ChainedHeads, ConditionedHeads)
 }
 
 
@@ -28,7 +27,4 @@ def build(about: Mapping[str, Any]) -> Heads:
         raise TypeError(f"raw is {raw!r:.40}")
     if about["kind"] == MedusaHeads.kind:
         return MedusaHeads(about["hidden_size"], about["count"], about["vocab_size"], about["layers"])
-    if about["kind"] == AutoregressiveHeads.kind:
-        shape = {name: about[name] for name in ("window", "inner", "queries")}
-        return AutoregressiveHeads(about["hidden_size"], about["count"], about["eps"], raw, **shape)
     return KINDS[about["kind"]](about["hidden_size"], about["count"], about["eps"], raw)

@@ -6,16 +6,19 @@ in place and takes the cache's length from the device, so that one CUDA graph of
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from tswift.attention.layout import Attention, Layout, StaticAttention
+from tswift.attention.layout import Attention
 from tswift.attention.special import SpecialAttention
+from tswift.kv.buffer import KVBuffer
 
+T = TypeVar("T")
 Write = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _SIZES = (1, 8, 16, 32, 48, 64, 96)
@@ -62,7 +65,7 @@ class Forwarded:
 
     Attributes:
         hidden: ``[n, H]`` last hidden states, after the final norm.
-        queries: per layer ``[query heads, n, head_dim]``, rotated; good until the next prepared pass over any cache.
+        queries: per layer ``[query heads, >= n, head_dim]``, rotated; good until the next prepared pass over any cache.
         raw: ``[n, H]``, before the final norm; None where nobody asked for it.
     """
 
@@ -77,19 +80,14 @@ class Forwarded:
         chosen = torch.tensor(nodes).to(self.hidden.device, non_blocking=True)
         return torch.stack([query.index_select(1, chosen) for query in self.queries])
 
-    def states_of(self, nodes: Sequence[int], raw: bool) -> Tensor:
-        """``[len(nodes), H]`` last hidden states of some nodes, before the final norm if they are to be ``raw``."""
-        states = self.raw if raw else self.hidden
-        assert states is not None
-        return states[torch.tensor(nodes).to(states.device, non_blocking=True)]
-
     def before_norm(self, node: int) -> Tensor:
         """``[H]`` of one node, before the final norm."""
         assert self.raw is not None
         return self.raw[node]
 
 
-Compute = Callable[[Tensor, Tensor, Pass], Forwarded]
+Compute = Callable[[Tensor, Tensor, KVBuffer, Tensor, "Tensor | None"], Forwarded]
+Capture = Callable[[Callable[[], Forwarded]], Callable[[], Forwarded]]
 
 
 def sizes(limit: int) -> list[int]:
@@ -119,18 +117,23 @@ class Graphs:
         with torch.cuda.device(device):
             return cls(device, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
-    def capture(self, run: Callable[[], Forwarded]) -> Callable[[], Forwarded]:
-        """A function as a graph that can be replayed; the function itself where that fails, with the reason kept."""
+    def capture(self, run: Callable[[], T]) -> Callable[[], T]:
+        """A program as a graph that can be replayed; the program itself where that fails, with the reason kept.
+
+        Args:
+            run: reads and writes tensors that stay in place. It is run once for real before the capture, so what that
+                changes has to be scratch. What it returns is written anew by every replay.
+        """
         if self.failure:
             return run
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
-            self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
-                run()  # compiles kernels and sets up libraries, which a capture cannot
-            current.wait_stream(self.stream)
-            graph = torch.cuda.CUDAGraph()
             try:
+                self.stream.wait_stream(current)
+                with torch.cuda.stream(self.stream):
+                    run()  # compiles kernels and sets up libraries, which a capture cannot
+                current.wait_stream(self.stream)
+                graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                     out = run()
             except Exception as error:  # decoding without graphs is slower, not wrong
@@ -138,7 +141,7 @@ class Graphs:
                 self.failure = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
                 return run
 
-        def replay() -> Forwarded:
+        def replay() -> T:
             graph.replay()
             return out
 
@@ -149,33 +152,29 @@ class StaticPass:
     """A pass over one cache for trees of up to ``nodes`` nodes; smaller ones are filled up with nodes by themselves.
 
     Args:
-        compute: forwards ``[nodes]`` tokens at ``[nodes]`` positions.
-        attention: one that reads the cache's length on the device.
-        layout: the model's.
-        keys, values: the cache's, ``[layers, kv heads, capacity, d]``; there is room for ``nodes`` after its length.
+        compute: :meth:`tswift.models.target.Target.compute_static`.
+        capture: :meth:`tswift.models.target.Target.capture`.
+        kv: the cache; there is room for ``nodes`` behind its length.
         nodes: how many.
-        graphs: what the model's graphs share; None where there are none, and the pass is run anew each time.
     """
 
-    def __init__(
-        self,
-        compute: Compute,
-        attention: type[StaticAttention],
-        layout: Layout,
-        keys: Tensor,
-        values: Tensor,
-        nodes: int,
-        graphs: Graphs | None,
-    ) -> None:
-        self.nodes = nodes
-        self._compute, self._attention, self._layout = compute, attention, layout
-        self._keys, self._values = keys, values
-        self._tokens = torch.zeros(nodes, dtype=torch.int64, device=layout.device)
-        self._positions = torch.zeros_like(self._tokens)
-        self._alone = torch.eye(nodes, dtype=torch.bool, device=layout.device)
-        self._ancestors = self._alone.clone()
-        self._length = torch.zeros((), dtype=torch.int32, device=layout.device)
-        self._run = graphs.capture(self._forward) if graphs else self._forward
+    def __init__(self, compute: Compute, capture: Capture, kv: KVBuffer, nodes: int) -> None:
+        device = kv.shape.device
+        self.nodes, self._capacity = nodes, kv.capacity
+        self._tokens = tokens = torch.zeros(nodes, dtype=torch.int64, device=device)
+        self._positions = positions = torch.zeros_like(tokens)
+        self._alone = torch.eye(nodes, dtype=torch.bool, device=device)
+        self._ancestors = ancestors = self._alone.clone()
+        # the capture's warm-up writes keys and values: to scratch slots, which are those behind the length
+        self._length = length = torch.full((), kv.length, dtype=torch.int32, device=device)
+        owner = weakref.ref(kv)  # passes are kept by their cache, which has to be free to go
+
+        def run() -> Forwarded:
+            held = owner()
+            assert held is not None
+            return compute(tokens, positions, held, length, ancestors)
+
+        self._run = capture(run)
 
     def __call__(self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None, length: int) -> Forwarded:
         """Forward a tree; arguments as for :meth:`tswift.models.target.Target.forward`, and the cache's length.
@@ -183,9 +182,8 @@ class StaticPass:
         Raises:
             ValueError: there is no room for all ``nodes`` behind the cache's length.
         """
-        slots = self._keys.shape[2]
-        if length + self.nodes > slots:
-            raise ValueError(f"a pass of {self.nodes} nodes does not fit behind {length} of {slots} slots")
+        if length + self.nodes > self._capacity:
+            raise ValueError(f"a pass of {self.nodes} nodes does not fit behind {length} of {self._capacity} slots")
         count = len(tokens)
         self._tokens[:count].copy_(tokens)
         self._positions[:count].copy_(positions)
@@ -197,12 +195,4 @@ class StaticPass:
         self._length.fill_(length)
         out = self._run()
         raw = None if out.raw is None else out.raw[:count].clone()
-        return Forwarded(out.hidden[:count].clone(), [query[:, :count] for query in out.queries], raw)
-
-    def _forward(self) -> Forwarded:
-        attend = self._attention(self._layout, self._length, self.nodes, self._ancestors)
-        return self._compute(self._tokens, self._positions, Pass(self._write, attend))
-
-    def _write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self._attention.store(self._keys[layer], self._values[layer], keys, values, self._length)
-        return self._keys[layer], self._values[layer]
+        return Forwarded(out.hidden[:count].clone(), out.queries, raw)

@@ -24,13 +24,15 @@ from tswift.kv.full import FullKV
 from tswift.models.inspection import first_broken
 from tswift.models.layers import Unserved, survey
 from tswift.models.outputs import output_of
-from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, sizes
+from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
 from tswift.models.positions import max_positions
 from tswift.models.tap import Tap
 
 Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
 _CHUNK = 512  # prompt tokens forwarded at a time
-_APART = {2: 0.1, 4: 1e-3, 8: 1e-9}  # compiled layers may round so differently, by bytes of an element
+ROUNDING = {2: 0.1, 4: 1e-3, 8: 1e-9}  # passes may differ by so much of a norm, by bytes of an element
+_TRIED = ((0, 1), (0, 8), (5, 3), (37, 17), (130, 32))  # tokens held, and nodes, that compiled layers are tried with
+_RECOMPILES = 64  # of a function; torch allows 8, and all models share the functions
 
 
 class Target:
@@ -46,6 +48,8 @@ class Target:
         special: what its layers want of their attention that the backend has not, in words; empty for nothing.
         split: whether ranks hold the model together; passes are collective then, and are not replayed.
         kv_shape: what one token's keys and values take; of a model that is split over ranks, this one's part.
+        tried: whether steps on the device have been held against the host's; see :mod:`tswift.decoding.trust`.
+        distrust: what was wrong with them then; None for nothing.
 
     Raises:
         Unserved: the layers want something that cannot be done.
@@ -59,7 +63,10 @@ class Target:
         self._anchor: KVBuffer | None = None
         self._tap: Tap | None = None
         self._compiled = self._fused = False  # layers have compiled code; prepared passes use it
+        self._failures = 0  # functions that could not be compiled before the layers were
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
+        self.tried = False
+        self.distrust: str | None = None
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
         config, lm_head = model.config.get_text_config(), model.get_output_embeddings()
@@ -85,17 +92,27 @@ class Target:
     @property
     def replays(self) -> bool:
         """Whether prepared passes can be replayed while the text grows."""
-        return self._attention.STATIC and not self.special and not self.split
+        return self._attention.STATIC and not self.special and not self.split and self.distrust is None
+
+    @property
+    def taps(self) -> bool:
+        """Whether passes also give the states before the final norm."""
+        return self._tap is not None
 
     @property
     def graphs(self) -> str | None:
         """Why passes are not replayed as CUDA graphs although they could be; None if nothing went wrong."""
-        return self._graphs.failure or None if self._graphs else None
+        return self.distrust or (self._graphs.failure or None if self._graphs else None)
 
     @property
     def attention(self) -> str:
         """Name of the attention."""
         return self._attention.__name__
+
+    @property
+    def groups(self) -> int:
+        """Query heads per KV head."""
+        return self._layout.groups
 
     @property
     def most_nodes(self) -> int | None:
@@ -116,31 +133,48 @@ class Target:
         """
         if torch._dynamo.config.disable:
             return "torch.compile is switched off"
-        self._compiled = True
+        self._compiled, self._failures = True, _failures()
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILES)
+        # without it products of one row, which only read weights, do not reach the bandwidth of the memory
+        options = {"coordinate_descent_tuning": True} if backend == "inductor" else None
         try:
             for layer in self._decoder.layers:
-                layer.compile(backend=backend)
+                layer.compile(backend=backend, options=options)
             apart = self._apart()
         except Exception as error:  # compilers fail in many ways, and none of them is needed
             return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        if not apart <= _APART[self.dtype.itemsize]:
+        if not apart <= ROUNDING[self.dtype.itemsize]:
             return f"compiled layers gave other hidden states ({apart:.2g} of their norm)"
         self._fused = True
         return None
 
+    @property
+    def uncompiled(self) -> str | None:
+        """Why some of the layers' functions run eagerly although they were compiled; None if none is known to."""
+        if not self._fused:
+            return None
+        reasons = torch._dynamo.utils.counters["unimplemented"]
+        limits = [reason for reason in reasons if "limit" in reason]  # hit by another model, it holds for this one
+        if not limits and _failures() <= self._failures:
+            return None
+        return [*(limits or reasons), "a function could not be compiled"][0].splitlines()[0][:200]
+
     @torch.inference_mode()
     def _apart(self) -> float:
-        """How far compiled passes over few nodes are from eager ones, as a share of the hidden states' norm."""
-        worst = 0.0
-        for held, count in ((0, 1), (0, 8), (8, 3)):
+        """How far compiled passes are from eager ones at most, as a share of the norm of a node's hidden state."""
+        apart = []
+        for held, count in _TRIED:
+            text = (torch.arange(held + count, device=self.device) * 7919 + 13) % self.vocab_size
             places = torch.arange(held, held + count, device=self.device)
+            chain = torch.ones(count, count, dtype=torch.bool, device=self.device).tril_()
             found = []
             for compute in (self._compute_eagerly, self._compute):
                 kv = FullKV(self.kv_shape, held + count)
-                self.prefill(list(range(held)), kv)
-                found.append(compute(places, places, self._pass(places, kv, None)).hidden.double())
-            worst = max(worst, float((found[1] - found[0]).norm() / found[0].norm()))
-        return worst
+                self.prefill(text[:held].tolist(), kv)
+                found.append(compute(text[held:], places, self._pass(places, kv, chain)).hidden.double())
+            apart.append(((found[1] - found[0]).norm(dim=-1) / found[0].norm(dim=-1)).max())
+        return float(torch.stack(apart).max())  # NaN if any is
 
     @torch.inference_mode()
     def tap(self) -> None:
@@ -164,22 +198,36 @@ class Target:
         On CUDA this captures a graph for each of a few sizes; elsewhere a replayed pass is run like any other. There
         must always be room for ``limit`` nodes behind the cache's length.
         """
-        if not self.replays or kv in self._passes:
-            return
-        if self.device.type == "cuda" and self._graphs is None:
+        if self.replays and kv not in self._passes:
+            self._passes[kv] = [StaticPass(self.compute_static, self.capture, kv, size) for size in sizes(limit)]
+
+    def capture(self, run: Callable[[], T]) -> Callable[[], T]:
+        """A program over tensors that stay in place as one CUDA graph; as it is elsewhere, or where that fails."""
+        if self._graphs is None:
+            if self.device.type != "cuda":
+                return run
             self._graphs = Graphs.on(self.device)
             # a graph that stays: PyTorch cannot go on with a pool whose graphs have all gone
             self._anchor = FullKV(self.kv_shape, 1)
-            self._prepare(self._anchor, 1)
-        self._prepare(kv, limit)
+            self.prepare(self._anchor, 1)
+        return self._graphs.capture(run)
 
-    def _prepare(self, kv: KVBuffer, limit: int) -> None:
+    def compute_static(
+        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, length: Tensor, ancestors: Tensor | None
+    ) -> Forwarded:
+        """As :meth:`forward`, with the cache's length on the device (``[]`` int32): one graph of it serves any length.
+
+        The attention has to be one that :attr:`replays`.
+        """
         attention = cast("type[StaticAttention]", self._attention)
+
+        def write(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            attention.store(kv.keys[layer], kv.values[layer], keys, values, length)
+            return kv.keys[layer], kv.values[layer]
+
+        attend = attention(self._layout, length, len(tokens), ancestors)
         compute = self._compute if self._fused or not self._compiled else self._compute_eagerly
-        self._passes[kv] = [
-            StaticPass(compute, attention, self._layout, kv.keys, kv.values, size, self._graphs)
-            for size in sizes(limit)
-        ]
+        return compute(tokens, positions, Pass(write, attend))
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
@@ -274,3 +322,9 @@ class Target:
             if show is not None:
                 show(kv.length - held, len(tokens))
         return last
+
+
+def _failures() -> int:
+    """How many functions the compiler has given up on so far; they run eagerly."""
+    frames = torch._dynamo.utils.counters["frames"]
+    return frames["total"] - frames["ok"]

@@ -156,8 +156,8 @@ class TrainPlan(Schedule):
     """A training of heads on a frozen model.
 
     Attributes:
-        kind: ``chained``, ``conditioned`` or ``autoregressive``.
-        heads_count: how many heads; steps that an autoregressive one is unrolled for.
+        kind: ``chained`` or ``conditioned``.
+        heads_count: how many heads.
         objective: ``text`` or ``distill``.
         alpha_tokens: tokens decoded after each held-out prompt to measure alpha, before and after; 0 for none.
 

@@ -1,0 +1,224 @@
+"""The process that measures: sections in the order given, each until its time is up.
+
+python -m benchmarks.gpu.measure --folder runs/gpu --until 1700000000 passes=60 steps=70
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.gpu import LEAST, probe
+from benchmarks.gpu.estimate import estimate
+from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, at_context, noisy
+from benchmarks.gpu.timing import interleaved
+from tswift.benchmarking.machine import measured
+from tswift.benchmarking.roofline import pass_seconds
+from tswift.decoding.generation import Generation
+from tswift.decoding.params import SamplingParams
+from tswift.jobs.environment import environment
+from tswift.kv.full import FullKV
+from tswift.kv.partial import PartialKV
+from tswift.models.dummy import random_network
+from tswift.models.memory import available_bytes
+from tswift.models.shapes import PREFIX, shape_config, shape_of
+
+_GREEDY = SamplingParams(temperature=0.0, min_p=0.0, penalty=1.0)
+_ROOM = 4e9  # bytes left free beside the caches
+_PER_STEP = 12  # tokens for which there is room, per timed step
+_PEER_TOKENS = 32
+
+
+def passes(run: Run) -> None:
+    """Passes of the main shape."""
+    _passes(run, run.scale.main, run.scale.contexts, run.scale.nodes)
+
+
+def shapes(run: Run) -> None:
+    """A few passes of the other shapes."""
+    for name in run.scale.others:
+        if run.late(run.scale.load):
+            return
+        _passes(run, name, run.scale.contexts[:3], run.scale.nodes[:1] + run.scale.nodes[2:5:2])
+
+
+def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ...]) -> None:
+    """Milliseconds of a pass and its logits beside its floor, and of the draft pass over a partial cache."""
+    target, most = run.model(name).target, max(nodes)
+    free = (available_bytes(target.device) or 1e15) - (_ROOM if run.device.type == "cuda" else 0.0)
+    slots = min(free / target.kv_shape.bytes_per_token, target.max_positions)
+    contexts = tuple(context for context in contexts if context + most <= slots)
+    if not contexts:
+        return run.note("left out", why=f"{name}: too little memory for any cache")
+    full, partial = FullKV(target.kv_shape, max(contexts) + most), PartialKV(target.kv_shape, run.scale.budget)
+    started = time.perf_counter()
+    for kv, limit in ((full, most), (partial, 1)):
+        noisy(kv)
+        target.prepare(kv, limit)
+    target.synchronize()
+    run.note("prepared", shape=name, seconds=time.perf_counter() - started, graphs=target.graphs)
+    shape = shape_of(target.model, target.dtype.itemsize)
+    for context in contexts:
+        if run.late():
+            return None
+        runs = {("verify", context, count): probe.one_pass(target, full, count, context) for count in nodes}
+        if context == contexts[0]:
+            runs["draft", run.scale.budget, 1] = probe.one_pass(target, partial, 1, run.scale.budget)
+        for (kind, held, count), seconds in interleaved(runs, run.scale.rounds, run.device).items():
+            floor = float(pass_seconds(shape, run.machine, held, 1))
+            about = {"shape": name, "kind": kind, "context": held, "nodes": count}
+            run.note("passes", **about, ms=1e3 * seconds, floor=1e3 * floor, x=seconds / floor)
+    return None
+
+
+def steps(run: Run) -> None:
+    """Real steps at several contexts, and what they come to over the whole text."""
+    run.note("estimate", markdown=estimate(run.scale.main, ALPHA).markdown())
+    model, prefill = run.model(run.scale.main), min(run.scale.contexts)
+    for method, nodes in (("ar", None), *(("tokenswift", count) for count in run.scale.step_nodes)):
+        found: dict[int, float] = {}
+        about = {"method": method, "nodes": nodes or "default", "simulated alpha": None if method == "ar" else ALPHA}
+        for context in run.scale.contexts:
+            if run.late():
+                break
+            decode = at_context(model, method, context, _PER_STEP * run.scale.steps, nodes)
+            figures = _timed(run, decode)
+            found[context] = figures["ms"] / 1e3 / figures["tokens"]
+            run.note("steps", **about, context=context, **figures)
+            del decode
+            run.tidy()
+        if len(found) > 1:
+            seconds = integrated(found, prefill, TOKENS)
+            run.note("integrated from steps", **about, contexts=len(found), prefill=prefill, seconds=seconds)
+
+
+def _timed(run: Run, decode: Generation) -> dict[str, float]:
+    """Median milliseconds of a decode's next steps, after some that are not counted, and means of what they did."""
+    steps = decode.steps()
+    for _ in range(max(2, run.scale.steps // 3)):
+        next(steps)
+    marks, taken = [time.perf_counter()], []
+    for _ in range(run.scale.steps):
+        taken.append(next(steps))
+        marks.append(time.perf_counter())
+    seconds = median(after - before for before, after in pairwise(marks))
+    tokens = mean(len(step.tokens) for step in taken)
+    return {"ms": 1e3 * seconds, "tree": mean(step.nodes for step in taken), "tokens": tokens}
+
+
+def integrated(per_token: Mapping[int, float], prefill: int, tokens: int) -> float:
+    """Seconds of a text from those per token at some contexts: straight lines between them, and beyond the last one."""
+    contexts = sorted(per_token)
+    seconds = [per_token[context] for context in contexts]
+    slope = max(0.0, (seconds[-1] - seconds[-2]) / (contexts[-1] - contexts[-2]))
+    places = prefill + tokens * (np.arange(1000) + 0.5) / 1000
+    beyond = np.maximum(0, places - contexts[-1])
+    return float(tokens * np.mean(np.interp(places, contexts, seconds) + slope * beyond))
+
+
+def simulated(run: Run) -> None:
+    """A text with simulated acceptance, step by step, as far as it comes."""
+    wanted, prefill = run.scale.text, min(run.scale.contexts)
+    steps = at_context(run.model(run.scale.main), "tokenswift", prefill, wanted).steps()
+    started, tokens, shown = time.perf_counter(), 0, 0
+    for count, step in enumerate(steps, 1):
+        tokens += len(step.tokens)
+        last = tokens >= wanted or run.late()
+        if last or tokens - shown >= wanted // 10:
+            shown, seconds = tokens, time.perf_counter() - started
+            run.note("simulated", alpha=ALPHA, tokens=tokens, steps=count, seconds=seconds, rate=tokens / seconds)
+        if last:
+            break
+
+
+class _Watch(BaseStreamer):
+    """Notes when each token of ``generate`` arrives; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def generate(run: Run) -> None:
+    """Our greedy plain decoding, then transformers' own generate, unmodified and not compiled, at the same context."""
+    name, context = PREFIX + run.scale.main, run.scale.peer
+    decode = at_context(run.model(run.scale.main), "ar", context, _PER_STEP * run.scale.steps, params=_GREEDY)
+    ours = _timed(run, decode)["ms"]
+    run.note("generate", what="tswift, ar", context=context, ms=ours, x=1.0)
+    del decode
+    run.drop_model()
+    config, watch = shape_config(name), _Watch()
+    network = random_network(config, torch.bfloat16, run.device, name).eval()
+    network.generation_config.eos_token_id = None  # random weights must not end the text early
+    ids = torch.randint(config.vocab_size, (1, context), device=run.device)
+    own = {"do_sample": False, "disable_compile": True, "attention_mask": torch.ones_like(ids)}
+    network.generate(ids, max_new_tokens=_PEER_TOKENS, streamer=watch, **own)
+    times = watch.times[-_PEER_TOKENS // 2 :]
+    theirs = 1e3 * mean(after - before for before, after in pairwise(times))
+    run.note("generate", what="transformers, generate", context=context, ms=theirs, x=theirs / ours)
+
+
+SECTIONS: dict[str, Callable[[Run], None]] = {
+    "probe": probe.measure,
+    "passes": passes,
+    "steps": steps,
+    "simulated": simulated,
+    "shapes": shapes,
+    "generate": generate,
+}
+
+
+def main() -> int:
+    """Measure; what a section raises is noted, and the next one begins."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu.measure")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--until", type=float, required=True, help="seconds since the epoch")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("sections", nargs="+", help="NAME=SECONDS")
+    args = parser.parse_args()
+    transformers_logging.set_verbosity_error()
+    if args.dry:
+        add_tiny_shapes()
+    run = Run(args.folder, DRY if args.dry else Scale(), torch.device("cpu" if args.dry else "cuda"))
+    run.machine = measured(run.device, torch.bfloat16)
+    about: dict[str, Any] = {**environment(run.device), **asdict(run.machine)}
+    run.note("environment", **about)
+    for name, seconds in (section.split("=") for section in args.sections):
+        if args.until - time.time() < LEAST:
+            break
+        run.section, run.until = name, min(args.until, time.time() + float(seconds))
+        run.note("begun", until=run.until)
+        started, why = time.time(), None
+        try:
+            SECTIONS[name](run)
+        except Exception as error:
+            traceback.print_exc()
+            why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+        run.note("ended", seconds=time.time() - started, why=why)
+        try:
+            run.tidy()
+        except RuntimeError:  # after an illegal access every call fails: a new process goes on
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

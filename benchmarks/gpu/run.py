@@ -1,0 +1,178 @@
+"""What the measuring sections share: how much is measured, the model at hand, and the file that figures go to."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.gpu import FIGURES
+from tswift.benchmarking.roofline import Machine
+from tswift.benchmarking.simulated import SimulatedWalk
+from tswift.decoding.generation import Generation, begin
+from tswift.drafting.options import DraftOptions
+from tswift.kv.buffer import KVBuffer
+from tswift.kv.full import FullKV
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
+from tswift.models.passes import Forwarded
+from tswift.models.shapes import PREFIX, SHAPES
+from tswift.models.target import Target
+
+ALPHA = 0.9  # simulated acceptance
+TOKENS = 100_000  # of the text whose time is integrated
+_WORDS = 500  # tokens that texts are made of, so that n-grams come again
+_SPREAD = 4.0  # of their logits, so that random weights draw them and no others
+_FORWARDED = 64  # tokens of a prompt that are really forwarded
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    main: str = "llama3.1-8b"  # shape of which everything is measured
+    others: tuple[str, ...] = ("yarn-llama2-7b-128k", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-1.5b")
+    contexts: tuple[int, ...] = (4096, 100_000, 50_000, 20_000, 75_000, 35_000)  # tokens, in order of value
+    nodes: tuple[int, ...] = (1, 8, 16, 24, 32, 48, 64)  # of verification passes
+    tree: int = 32  # nodes of the pass whose kernels are looked at
+    step_nodes: tuple[int | None, ...] = (None, 16, 64)  # --nodes of real steps; None for the default
+    rows: tuple[int, ...] = (1, 8, 16, 32, 48, 64, 128)  # of matrix products
+    budget: int = 4096  # tokens of the partial cache that a draft pass reads
+    rounds: int = 20  # timed passes of each kind
+    steps: int = 30  # timed steps of each kind
+    text: int = 20_000  # tokens with simulated acceptance
+    peer: int = 8192  # tokens of the prompt of transformers' generate
+    load: float = 45.0  # seconds that one more shape takes
+
+
+DRY = Scale(
+    main="tiny-llama",
+    others=("tiny-mha",),
+    contexts=(1100, 1200),  # n-grams are taken from what has left the penalty's window of 1,024
+    nodes=(1, 8),
+    tree=8,
+    step_nodes=(None, 4),
+    rows=(1, 8),
+    budget=128,
+    rounds=2,
+    steps=3,
+    text=40,
+    peer=48,
+    load=0.0,
+)
+
+
+def add_tiny_shapes() -> None:
+    """Make the shapes of a dry run known."""
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 4096}
+    for name, kv_heads in (("tiny-llama", 2), ("tiny-mha", 4)):
+        SHAPES[name] = LlamaConfig(
+            **sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=kv_heads, dtype="bfloat16"
+        )
+
+
+class Run:
+    """A process that measures.
+
+    Attributes:
+        section: the one under way.
+        until: its end, in seconds since the epoch.
+        machine: the device's rates, as measured.
+    """
+
+    def __init__(self, folder: Path, scale: Scale, device: torch.device) -> None:
+        self.folder, self.scale, self.device = folder, scale, device
+        self.section, self.until, self.machine = "about", 0.0, Machine(1.0, 1.0)
+        self._model: LoadedModel | None = None
+
+    def late(self, seconds: float = 0.0) -> bool:
+        """Whether fewer seconds are left to the section; it is noted then that something is left out."""
+        if self.until - time.time() < seconds:
+            self.note("left out", why="its time was up")
+            return True
+        return False
+
+    def note(self, table: str, **values: Any) -> None:
+        """Write one figure, or one row of figures, at once."""
+        with (self.folder / FIGURES).open("a") as file:
+            file.write(json.dumps({"section": self.section, "table": table, **values}) + "\n")
+
+    def model(self, name: str) -> LoadedModel:
+        """A shape with random weights; the one before is let go of."""
+        if self._model is None or self._model.name != PREFIX + name:
+            self.drop_model()
+            started = time.perf_counter()
+            self._model = model = load(PREFIX + name, device=str(self.device))
+            if self.device.type == "cpu":  # decode as on a GPU, by programs, without the slow interpreter
+                from tests.models.test_passes import LengthOnDevice
+
+                model.target._attention = LengthOnDevice
+            rows = model.target.model.get_output_embeddings().weight[: _words(model)]
+            with torch.inference_mode():  # hidden states are as long as the root of their size
+                rows.mul_(_SPREAD / float(rows.double().std()) / model.target.hidden_size**0.5)
+            model.target.synchronize()
+            about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "heads")}
+            self.note("loaded", **about, graphs=model.target.graphs, seconds=time.perf_counter() - started)
+        return self._model
+
+    def drop_model(self) -> None:
+        """Let go of the model."""
+        self._model = None
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Let go of memory."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+
+def at_context(
+    model: LoadedModel, method: str, context: int, length: int, nodes: int | None = None, **settings: Any
+) -> Generation:
+    """A decode that stands at so many tokens without having forwarded them: most of its cache is noise.
+
+    Its text is made of few tokens, so that n-grams are found as in a real one. If it drafts, acceptance is simulated.
+    """
+    ids = torch.randint(_words(model), (context + 1,), generator=torch.Generator().manual_seed(1)).tolist()
+    walk = None if method == "ar" else lambda depth: SimulatedWalk(ALPHA, depth)
+    decode = begin(model, ids, length, method=method, options=DraftOptions(nodes=nodes), walk=walk, **settings)
+    with _skipped_prefill(model.target):
+        decode.decoding.prefill()
+    return decode
+
+
+def _words(model: LoadedModel) -> int:
+    return min(_WORDS, model.target.vocab_size // 16)
+
+
+def noisy(kv: KVBuffer) -> None:
+    """Fill a cache with noise."""
+    kv.keys.normal_()
+    kv.values.normal_()
+
+
+@contextmanager
+def _skipped_prefill(target: Target) -> Iterator[None]:
+    """Have the target fill caches with noise and forward no more than the last tokens of a prompt."""
+    forward = target.chunks
+
+    def chunks(tokens: Sequence[int], kv: FullKV) -> Iterator[Forwarded]:
+        noisy(kv)
+        kv.length = max(0, len(tokens) - _FORWARDED)
+        yield from forward(tokens[kv.length :], kv)
+
+    target.chunks = chunks  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del target.chunks

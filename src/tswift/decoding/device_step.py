@@ -1,0 +1,332 @@
+"""A decoding step whose state stays on the device: two programs, drafting and verification, and one wait of the host.
+
+The step in :mod:`tswift.decoding.step` sends a tree, waits for the drawn tokens and commits them by many launches. Here
+the verification program does all of that itself: pass, sampling rule, walk, commit. On CUDA each program is one graph.
+The state that it reads and writes stays in place, so one graph serves every step of a decode. A step::
+
+    host    launch draft | look up n-grams, send a block | launch verification | wait  | read the result, next draft ...
+    device       draft program                           | verification program        | next draft ...
+
+A program is warmed up and captured with ``wanted`` = 0 in the block from the host, for which nothing is committed.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tswift.decoding.step import Step, Undrawn, Walk
+from tswift.decoding.tree import DraftTree
+from tswift.drafting.source import Context, DeviceDraft, Drafter
+from tswift.kv.full import FullKV
+from tswift.models.passes import Forwarded, sizes
+from tswift.models.target import Target
+
+_CONTROL = 2  # numbers of the block's first section: tokens wanted, and the node to accept up to (or _BY_RULE)
+_BY_RULE = -1
+
+
+class HostBlock:
+    """Integers that the host sends to the device in one copy per step, in named sections.
+
+    Args:
+        sections: numbers of each section.
+        device: where they go.
+    """
+
+    def __init__(self, sections: dict[str, int], device: torch.device) -> None:
+        total = sum(sections.values())
+        # page-locked memory: the copy is asynchronous, and the wait at the end of every step says when it is over
+        self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(total, dtype=torch.int64, device=device)
+        self._sent = np.zeros(total, np.int64)
+        self._array = self._host.numpy()
+        self.host: dict[str, np.ndarray] = {}
+        self.device: dict[str, Tensor] = {}
+        start = 0
+        for name, count in sections.items():
+            self.host[name] = self._array[start : start + count]
+            self.device[name] = self._device[start : start + count]
+            start += count
+
+    def send(self) -> None:
+        """Copy what the host wrote to the device; nothing if that is what it has."""
+        if not np.array_equal(self._array, self._sent):
+            self._device.copy_(self._host, non_blocking=True)
+            self._sent[:] = self._array
+
+
+@dataclass
+class DeviceState:
+    """What one step leaves on the device for the next; every tensor is written in place.
+
+    Attributes:
+        tokens: ``[n]`` int64 of the draft tree, root first; -1 where there is no candidate.
+        parents: ``[n]`` int64, indices of nodes; the root's is 0.
+        position: ``[1]`` int64, the root's position: how many tokens the full cache holds.
+        length: ``[]`` int32, the same for the attention.
+        hidden: ``[n, H]`` last hidden states of the last verification.
+        raw: the same before the final norm; None where the model does not give them.
+        last: ``[1]`` int64, the node of the last verification that drew the root.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    position: Tensor
+    length: Tensor
+    hidden: Tensor
+    raw: Tensor | None
+    last: Tensor
+
+    @classmethod
+    def allocate(cls, target: Target, nodes: int) -> DeviceState:
+        """For trees of up to ``nodes`` nodes."""
+        device = target.device
+        hidden = torch.zeros(nodes, target.hidden_size, dtype=target.dtype, device=device)
+        return cls(
+            torch.full((nodes,), -1, dtype=torch.int64, device=device),
+            torch.zeros(nodes, dtype=torch.int64, device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros((), dtype=torch.int32, device=device),
+            hidden,
+            torch.zeros_like(hidden) if target.taps else None,
+            torch.zeros(1, dtype=torch.int64, device=device),
+        )
+
+    @torch.inference_mode()
+    def load(self, context: Context) -> None:
+        """Take over a decode from the host."""
+        if context.last is not None:
+            self.hidden[0] = context.last.hidden[context.node]
+            if self.raw is not None and context.last.raw is not None:
+                self.raw[0] = context.last.raw[context.node]
+        self.tokens[0].fill_(context.text[-1])
+        self.position.fill_(context.position)
+        self.length.fill_(context.position)
+        self.last.zero_()
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """What a verification program committed: new tokens, the nodes they were drawn after, and the pass itself.
+
+    Attributes:
+        tokens: the accepted draft and the one drawn after it; empty if there was nothing to draw.
+        path: as many nodes, root first.
+        live: nodes of the tree that carried a token.
+        forwarded: the pass.
+        logits: ``[n, V]`` of it, good until the next program runs.
+    """
+
+    tokens: list[int]
+    path: list[int]
+    live: int
+    forwarded: Forwarded
+    logits: Tensor
+
+
+def ancestors_of(parents: Tensor, depth: int) -> Tensor:
+    """Ancestors of every node of a tree, made on the device.
+
+    Args:
+        parents: ``[n]`` int64; the root is node 0 and its own parent.
+        depth: most edges between a node and the root.
+
+    Returns:
+        ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself.
+    """
+    count = len(parents)
+    line = torch.arange(count, device=parents.device)
+    lines = [line]
+    for _ in range(min(depth, count - 1)):
+        line = parents[line]
+        lines.append(line)
+    found = torch.zeros(count, count, dtype=torch.bool, device=parents.device)
+    return found.scatter_(1, torch.stack(lines, dim=1), True)
+
+
+class DeviceStepper:
+    """Takes the steps of one decode by programs on the device.
+
+    Args:
+        target: the model; its attention reads the cache's length on the device.
+        context: the decode, prefilled. Steps move it on.
+        drafter: how to draft. If it gives a :class:`~tswift.drafting.source.DeviceDraft`, drafting is a program, too;
+            otherwise the host proposes a tree, which is sent with the block.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, target: Target, context: Context, drafter: Drafter) -> None:
+        assert isinstance(context.kv, FullKV)
+        self._target, self._context, self._drafter, self._kv = target, context, drafter, context.kv
+        self._limit, self._depth, self._sampler = drafter.limit, drafter.depth, context.sampler
+        self.state = DeviceState.allocate(target, self._limit)
+        self._draft: DeviceDraft | None = drafter.on_device(self.state)
+        own = self._draft.sections() if self._draft else {"tokens": self._limit - 1, "parents": self._limit - 1}
+        self._block = HostBlock({"control": _CONTROL, **own}, target.device)
+        control = self._block.device["control"]
+        self._wanted, self._forced = control[:1], control[1:]
+        longest = min(self._depth + 1, self._limit)
+        self._result = torch.zeros(2 + 2 * longest, dtype=torch.int64, device=target.device)
+        self._answer = torch.zeros(len(self._result), dtype=torch.int64, pin_memory=target.device.type == "cuda")
+        self._event = torch.cuda.Event() if target.device.type == "cuda" else None
+        self._drafted = False
+        self._block.host["control"][:] = 0, _BY_RULE  # captured programs commit nothing
+        self.state.load(context)
+        context.sampler.fuse(target.dtype)
+        self._run_draft: Callable[[], None] | None = None
+        if self._draft is not None:
+            self._draft.begin(context, self._block.host, self._block.device)
+            self._run_draft = target.capture(self._draft.draft)
+        self._block.send()
+        # not a bound method: where graphs fail, it would hold this object and the cache until garbage is collected
+        own_self = weakref.proxy(self)
+        self._programs = {
+            nodes: target.capture(partial(DeviceStepper._verify, own_self, nodes))
+            for nodes in (self._draft.sizes if self._draft else sizes(self._limit))
+        }
+        self.state.load(context)  # a warm-up leaves its hidden states
+        target.synchronize()  # the block is free to be written again
+
+    @torch.inference_mode()
+    def step(self, wanted: int, stop: Collection[int] = (), walk: Walk | None = None) -> Step:
+        """Take a step: at least one token is added to the text.
+
+        Args:
+            wanted: most tokens to add.
+            stop: tokens that end the text.
+            walk: as for :class:`~tswift.decoding.loop.Decoding`; it must not look at what was drawn.
+
+        Raises:
+            Undrawn: there is none to add; the text and the cache are as they were.
+        """
+        started = time.perf_counter()
+        wanted = min(wanted, self._depth + 1)
+        nodes, forced, sources = self._propose(wanted, walk)
+        found = self._verified(nodes, wanted, forced)
+        if not found.path and found.live > 1:
+            # not yet a fault: a drafted token can be too much for the model, and its NaN spreads in the pass
+            found = self._verified(1, wanted, _BY_RULE)
+        if not found.path:
+            raise Undrawn(found.logits[0])
+        context, new, path, count = self._context, found.tokens, found.path, len(found.path)
+        context.text += new
+        context.kv.length += count
+        context.sampler.length += count
+        context.last, context.path, context.logits = found.forwarded, path, found.logits
+        if self._draft is not None:
+            self._draft.committed(count)
+        self._drafter.committed(context)
+        if self._draft is not None:
+            self._launch_draft()
+        ends = [index for index, token in enumerate(new) if token in stop]
+        kept = new[: ends[0] + 1] if ends else new
+        accepted = min(count - 1, len(kept))
+        seconds = time.perf_counter() - started
+        return Step(tuple(kept), accepted, sources[path[accepted]], found.live, seconds, choice=self._drafter.choice)
+
+    def _launch_draft(self) -> None:
+        assert self._run_draft is not None
+        self._run_draft()
+        self._drafted = True
+
+    def _propose(self, wanted: int, walk: Walk | None) -> tuple[int, int, Sequence[str]]:
+        """Have a tree made or send one: nodes of the program, the node to accept up to, and the nodes' sources."""
+        if self._draft is not None:
+            if not self._drafted:
+                self._launch_draft()
+            self._drafted = False
+            self._draft.prepare(self._context)  # the device is drafting meanwhile
+            nodes = 1 if wanted == 1 else self._draft.nodes(self._kv.length)
+            return nodes, _forced(walk, self._draft.shape(nodes), wanted), self._draft.sources
+        tree = self._drafter.propose(self._context, wanted)
+        tokens, parents = self._block.host["tokens"], self._block.host["parents"]
+        count = len(tree)
+        tokens[: count - 1], tokens[count - 1 :] = tree.tokens[1:], -1
+        parents[: count - 1], parents[count - 1 :] = tree.parents[1:], 0
+        return next(size for size in self._programs if size >= count), _forced(walk, tree, wanted), tree.sources
+
+    def _verified(self, nodes: int, wanted: int, forced: int) -> _Verified:
+        """Run the verification program and wait for it."""
+        self._block.host["control"][:] = wanted, forced
+        self._block.send()
+        queries, logits = self._programs[nodes]()
+        self._answer.copy_(self._result, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+            self._event.synchronize()  # the one wait of a step
+        count, live, *rest = self._answer.tolist()
+        tokens, path = rest[:count], rest[len(rest) // 2 :][:count]
+        state = self.state
+        raw = None if state.raw is None else state.raw[:nodes]
+        return _Verified(tokens, path, live, Forwarded(state.hidden[:nodes], queries, raw), logits)
+
+    def _verify(self, nodes: int) -> tuple[list[Tensor], Tensor]:
+        """The verification program for trees of ``nodes`` nodes: all of a step that the target decides.
+
+        Returns:
+            The queries of every layer and the logits ``[nodes, V]``, good until the next program runs.
+        """
+        state, target, sampler = self.state, self._target, self._sampler
+        if self._draft is not None:
+            self._draft.complete()
+        else:
+            state.tokens[1:].copy_(self._block.device["tokens"])
+            state.parents[1:].copy_(self._block.device["parents"])
+        tokens, parents = state.tokens[:nodes], state.parents[:nodes]
+        ancestors = ancestors_of(parents, self._depth)
+        depths = ancestors.sum(1) - 1
+        positions = state.position + depths
+        kv = self._kv
+        forwarded = target.compute_static(tokens.clamp(min=0), positions, kv, state.length, ancestors)
+        logits = target.logits(forwarded.hidden)
+        drawn = sampler.draw_rows(logits, tokens, positions, ancestors)
+        # a node is reached if it and all its ancestors carry what their parents drew; the root is reached anyway
+        index = torch.arange(nodes, device=target.device)
+        carried = (tokens == drawn[parents]) | (index == 0)
+        reached = (carried | ~ancestors).all(1) & (depths < self._wanted)
+        by_rule = torch.where(reached, depths, -1).argmax(0, keepdim=True)
+        last = torch.where(self._forced >= 0, self._forced, by_rule)  # [1]; a 0-d index would be read by the host
+        final, count = drawn[last], depths[last] + 1
+        count = torch.where((final < 0) | (self._wanted <= 0), 0, count)
+        longest = min(self._depth + 1, nodes)
+        steps = torch.arange(longest, device=target.device)
+        place = torch.where(ancestors[last][0], depths, nodes)  # of the path's nodes; the others go to a spare entry
+        path = torch.zeros(nodes + 1, dtype=torch.int64, device=target.device).scatter_(0, place, index)[:longest]
+        following = tokens[torch.cat([path[1:], path[:1]])].clamp(min=0)
+        emitted = torch.where(steps < count - 1, following, final)
+        slots = state.position + steps
+        kept = state.position + torch.where(steps < count, path, steps)
+        for buffer in (kv.keys, kv.values):
+            buffer.index_copy_(2, slots, buffer.index_select(2, kept))
+        sampler.extend_rows(emitted, slots + 1, count)
+        if self._draft is not None:
+            self._draft.append(kv, slots, count)
+        state.hidden[:nodes].copy_(forwarded.hidden)
+        if state.raw is not None and forwarded.raw is not None:
+            state.raw[:nodes].copy_(forwarded.raw)
+        moved = count > 0
+        state.last.copy_(torch.where(moved, last, state.last))
+        state.tokens[:1].copy_(torch.where(moved, final, state.tokens[:1]))
+        state.position.add_(count)
+        state.length.copy_(state.position[0])
+        half = (len(self._result) - 2) // 2
+        self._result[:2].copy_(torch.cat([count, (tokens >= 0).sum(0, keepdim=True)]))
+        self._result[2 : 2 + longest].copy_(emitted)
+        self._result[2 + half : 2 + half + longest].copy_(path)
+        return forwarded.queries, logits
+
+
+def _forced(walk: Walk | None, tree: DraftTree, wanted: int) -> int:
+    """The node that a given walk accepts up to."""
+    if walk is None:
+        return _BY_RULE
+    path = walk(tree, ())
+    return path[min(len(path), wanted) - 1]

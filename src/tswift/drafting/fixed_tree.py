@@ -1,0 +1,223 @@
+"""A draft tree of a fixed shape that the device fills by itself: candidates of heads, and n-grams in reserved nodes.
+
+Which node carries which candidate is known in advance, so the tree's parents are constants, and no candidate has to be
+seen by the host before it is verified. N-grams are kept by first token in a table on the device (paper, section 3.4),
+whose rows the host updates while the device drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tswift.decoding.device_step import DeviceState
+from tswift.decoding.tree import DraftTree
+from tswift.drafting.heads import HeadSource
+from tswift.drafting.reuse import ReuseSource
+from tswift.drafting.source import Context, DeviceDraft, Drafter
+from tswift.kv.full import FullKV
+from tswift.kv.partial import PartialKV
+from tswift.models.passes import sizes
+
+_SHARE = 4  # of the nodes that heads and n-grams have in common, n-grams get one in so many
+
+
+class NgramRows:
+    """For every first token the tree of its most frequent continuations, in rows of one table on the device.
+
+    Args:
+        source: counts the n-grams of the text.
+        vocab_size: number of token ids V.
+        nodes: nodes of a row.
+        updates: rows that can be updated in a step; more are copied apart from the block.
+        device: where the table is.
+
+    Attributes:
+        tokens: ``[V + 1, nodes]`` int64, -1 where a row has fewer nodes; the last row stands for no token.
+        parents: ``[V + 1, nodes]`` int64: 0 for the first token, i + 1 for the row's node i.
+    """
+
+    def __init__(self, source: ReuseSource, vocab_size: int, nodes: int, updates: int, device: torch.device) -> None:
+        self._source, self._nothing, self.nodes, self._updates = source, vocab_size, nodes, updates
+        self.tokens = torch.full((vocab_size + 1, nodes), -1, dtype=torch.int64, device=device)
+        self.parents = torch.zeros_like(self.tokens)
+
+    def sections(self) -> dict[str, int]:
+        """Its part of the block that the host sends."""
+        return {"rows": self._updates, "trees": 2 * self._updates * self.nodes}
+
+    def prepare(self, context: Context, host: dict[str, np.ndarray]) -> None:
+        """Count new n-grams, and put the rows that changed into the block."""
+        self._source.start(context)
+        firsts = self._source.changed()
+        if len(firsts) > self._updates:  # a prompt, or the table has forgotten the rarest
+            for table, found in zip((self.tokens, self.parents), self._trees(firsts), strict=True):
+                table[torch.tensor(firsts, device=table.device)] = torch.from_numpy(found).to(table.device)
+            firsts = []
+        host["rows"][:] = [*firsts, *[self._nothing] * (self._updates - len(firsts))]
+        trees = host["trees"].reshape(2, self._updates, self.nodes)
+        trees[0], trees[1] = -1, 0
+        if firsts:
+            trees[0, : len(firsts)], trees[1, : len(firsts)] = self._trees(firsts)
+
+    def _trees(self, firsts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of tokens and parents for first tokens."""
+        tokens = np.full((len(firsts), self.nodes), -1, np.int64)
+        parents = np.zeros((len(firsts), self.nodes), np.int64)
+        for row, first in enumerate(firsts):
+            tree = DraftTree(first, self.nodes + 1)
+            for tail in self._source.continuations(first):
+                tree.add(tail, ReuseSource.name)
+            tokens[row, : len(tree) - 1] = tree.tokens[1:]
+            parents[row, : len(tree) - 1] = tree.parents[1:]
+        return tokens, parents
+
+    def update(self, device: dict[str, Tensor]) -> None:
+        """Take the changed rows from the block."""
+        trees = device["trees"].view(2, self._updates, self.nodes)
+        self.tokens.index_copy_(0, device["rows"], trees[0])
+        self.parents.index_copy_(0, device["rows"], trees[1])
+
+    def of(self, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and parents ``[nodes]`` of the row of a first token ``[1]``; -1 has none."""
+        row = torch.where(first < 0, self._nothing, first)
+        return self.tokens.index_select(0, row)[0], self.parents.index_select(0, row)[0]
+
+
+@dataclass
+class FixedTreeDrafter(Drafter):
+    """Heads in a tree of fixed shape, and n-grams of the text in what is left of its nodes.
+
+    Attributes:
+        heads: the source of candidates; the first of the sources.
+        ngrams: the source of n-grams; None for none.
+        fewer: how many nodes to verify with so many tokens in the cache; None for always all.
+    """
+
+    heads: HeadSource | None = None
+    ngrams: ReuseSource | None = None
+    fewer: Callable[[int], int] | None = None
+
+    def on_device(self, state: DeviceState) -> DeviceDraft | None:
+        """As :meth:`Drafter.on_device`."""
+        assert self.heads is not None
+        return FixedTree(self, self.heads, state)
+
+
+class FixedTree:
+    """The tree of a :class:`FixedTreeDrafter`, drafted on the device; see :class:`~tswift.drafting.source.DeviceDraft`.
+
+    Nodes are in order of promise, so that the first n of them are a tree, too.
+    """
+
+    def __init__(self, drafter: FixedTreeDrafter, heads: HeadSource, state: DeviceState) -> None:
+        self._drafter, self._heads, self._state = drafter, heads, state
+        device = state.tokens.device
+        ranks = heads.shape(drafter.limit)  # a tree whose tokens are ranks
+        reserved = 0
+        if drafter.ngrams is not None:
+            room = drafter.limit - len(ranks)
+            reserved = min(max(room, drafter.limit // _SHARE), drafter.ngrams.most_nodes)
+            ranks = heads.shape(drafter.limit - reserved)
+        order = _interleave(len(ranks), reserved)
+        place = {node: index for index, node in enumerate(order)}  # of the heads' nodes: 0 .. ; of n-grams: -1, -2 ..
+        self.sources: Sequence[str] = [
+            "" if node == 0 else heads.name if node > 0 else ReuseSource.name for node in order
+        ]
+        drafted = [node for node in order if node > 0]
+        parents = [0 if node == 0 else place[ranks.parents[node]] if node > 0 else place[1] for node in order]
+        self._parents = parents
+        self._live = torch.tensor([place[node] for node in drafted], device=device)
+        self._candidates = torch.tensor(
+            [heads.width * (ranks.depths[node] - 1) + ranks.tokens[node] for node in drafted], device=device
+        )
+        self._levels = torch.arange(1, heads.levels + 1, device=device)
+        self._rows: NgramRows | None = None
+        if reserved and drafter.ngrams is not None:
+            updates = drafter.depth + 1
+            self._rows = NgramRows(drafter.ngrams, heads.vocab_size, reserved, updates, device)
+            self._reserved = torch.tensor([place[-1 - index] for index in range(reserved)], device=device)
+            self._anchors = torch.tensor([place[1], *(place[-1 - index] for index in range(reserved))], device=device)
+        state.parents[: len(parents)].copy_(torch.tensor(parents))
+        self._partial: PartialKV | None = None
+        self.sizes: Sequence[int] = sizes(drafter.limit)
+        self._shapes: dict[int, DraftTree] = {}
+
+    def sections(self) -> dict[str, int]:
+        """As :meth:`DeviceDraft.sections`."""
+        own = {"slots": min(self._drafter.depth + 1, self._drafter.limit)} if self._heads.reader.partial else {}
+        return own | (self._rows.sections() if self._rows else {})
+
+    def begin(self, context: Context, host: dict[str, np.ndarray], device: dict[str, Tensor]) -> None:
+        """As :meth:`DeviceDraft.begin`."""
+        self._host, self._device, self._sampler = host, device, context.sampler
+        self._partial = self._heads.reader.partial
+        if self._partial is not None:
+            self._partial.track()
+        self._read = self._heads.reader.on_device(context, self._state)
+        self.prepare(context)
+
+    def draft(self) -> None:
+        """As :meth:`DeviceDraft.draft`."""
+        hidden, raw = self._read()
+        places = self._state.position + self._levels
+        tokens, scores = self._heads.guess(hidden, raw, self._state.tokens[0], places, self._sampler)
+        # fewer tokens than the widest level wants are left by the filters, or there are no more
+        tokens = torch.where(scores == -torch.inf, -1, tokens).flatten()
+        self._state.tokens.index_copy_(0, self._live, tokens[self._candidates])
+
+    def complete(self) -> None:
+        """As :meth:`DeviceDraft.complete`."""
+        if self._rows is None:
+            return
+        self._rows.update(self._device)
+        tokens, parents = self._rows.of(self._state.tokens[self._anchors[:1]])
+        self._state.tokens.index_copy_(0, self._reserved, tokens)
+        self._state.parents.index_copy_(0, self._reserved, self._anchors[parents])
+
+    def append(self, kv: FullKV, slots: Tensor, count: Tensor) -> None:
+        """As :meth:`DeviceDraft.append`."""
+        if self._partial is not None:
+            self._partial.append_rows(kv, slots, count, self._device["slots"][: len(slots)])
+
+    def prepare(self, context: Context) -> None:
+        """As :meth:`DeviceDraft.prepare`."""
+        if self._partial is not None:
+            self._host["slots"][:] = self._partial.next_slots(len(self._host["slots"]))
+        if self._rows is not None:
+            self._rows.prepare(context, self._host)
+
+    def committed(self, count: int) -> None:
+        """As :meth:`DeviceDraft.committed`."""
+        if self._partial is not None:
+            self._partial.appended(count)
+
+    def nodes(self, length: int) -> int:
+        """As :meth:`DeviceDraft.nodes`."""
+        wanted = self._drafter.fewer(length) if self._drafter.fewer else self._drafter.limit
+        return max(size for size in self.sizes if size <= wanted)
+
+    def shape(self, nodes: int) -> DraftTree:
+        """As :meth:`DeviceDraft.shape`."""
+        if nodes not in self._shapes:
+            tree = DraftTree(0, nodes)
+            for node in range(1, min(nodes, len(self._parents))):
+                tree.grow(self._parents[node], node, self.sources[node])
+            self._shapes[nodes] = tree
+        return self._shapes[nodes]
+
+
+def _interleave(drafted: int, reserved: int) -> list[int]:
+    """The order of a tree's nodes: those of the heads, 0 the root, with n-grams' nodes -1, -2 ... spread among them."""
+    order: list[int] = []
+    given = 0
+    for node in range(drafted):
+        order.append(node)
+        while node and given < reserved * node // max(1, drafted - 1):
+            given += 1
+            order.append(-given)
+    return order

@@ -1,0 +1,176 @@
+"""Decoding by graphs, whose captures are emulated on the CPU: the text of plain decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+
+from tests.cuda import capture
+from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.step import Step
+from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
+from tswift.kv.full import FullKV
+from tswift.models.passes import Graphs
+from tswift.models.target import Target
+
+PARAMS = SamplingParams(min_p=0.02, window=24)
+OPTIONS = DraftOptions(tree=(1, 3, 2, 2), nodes=20, budget=64, costs="nominal")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch):
+    """Makes graphs be captured, though on the CPU; gives what is to be used for each model."""
+    capture.emulate(monkeypatch.setattr)
+    return lambda: Graphs.on(CPU)
+
+
+def target_of(graphs, layers: int = 2, kind: str = "gqa") -> Target:
+    target = Target(tiny_llama(kind, torch.float64, layers=layers), capture.StaticAttention)
+    if graphs is not None:
+        target._graphs = graphs()
+    return target
+
+
+def decoded(graphs, method: str, kind: str, options: DraftOptions, prompt: int, length: int) -> list[Step]:
+    if method == "medusa" and isinstance(options.tree, tuple):
+        options = dataclasses.replace(options, tree=options.tree[-3:])
+    target, draft = target_of(graphs), target_of(graphs, layers=1, kind="mqa")
+    drafter = make_drafter(method, target, tiny_heads(kind=kind), options, draft)
+    steps = decode_steps(target, drafter, random_prompt(prompt), PARAMS, 3, length)
+    assert target.graphs is None
+    assert draft.graphs is None
+    return steps
+
+
+def same(graphs, method: str, kind: str, options: DraftOptions, prompt: int = 90, length: int = 24) -> None:
+    plain = decoded(None, method, kind, options, prompt, length)
+    captured = decoded(graphs, method, kind, options, prompt, length)
+    assert tokens_of(captured) == tokens_of(plain)
+    assert [step.accepted for step in captured] == [step.accepted for step in plain]
+    assert [step.nodes for step in captured] == [step.nodes for step in plain]
+
+
+HEADS = [name for name, method in METHODS.items() if name in ("medusa", "tokenswift", "cascade", "auto")]
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [(name, kind) for name in METHODS for kind in ("chained", "conditioned")[: 1 + (name in HEADS)]]
+)
+def test_every_method_writes_the_same_text(graphs, method: str, kind: str) -> None:
+    same(graphs, method, kind, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("method", "kv"),
+    [(name, kv) for name, method in METHODS.items() for kv in method.kv[1:]],
+)
+def test_every_partial_cache(graphs, method: str, kv: str) -> None:
+    same(graphs, method, "chained", dataclasses.replace(OPTIONS, kv=kv))
+
+
+@pytest.mark.parametrize("kind", ["chained", "conditioned"])
+@pytest.mark.parametrize("method", ["medusa", "tokenswift"])
+def test_trees_that_are_chosen_anew(graphs, method: str, kind: str) -> None:
+    same(graphs, method, kind, dataclasses.replace(OPTIONS, tree="auto"))
+
+
+@pytest.mark.parametrize(("prompt", "nodes"), [(1, 2), (2, 20), (20, 1 + 3), (63, 41), (200, 128)])
+@pytest.mark.parametrize("method", ["reuse", "tokenswift"])
+def test_lengths_and_numbers_of_nodes(graphs, method: str, prompt: int, nodes: int) -> None:
+    same(graphs, method, "chained", dataclasses.replace(OPTIONS, nodes=nodes), prompt)
+
+
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_a_capture_leaves_the_prompt_alone(graphs, nodes: int) -> None:
+    """Whatever the warm-up of a capture writes, it writes behind the text."""
+    target = target_of(graphs)
+    kv = FullKV(target.kv_shape, 60)
+    target.prefill(random_prompt(30), kv)
+    before = kv.keys[:, :, :30].clone(), kv.values[:, :, :30].clone()
+    target.prepare(kv, nodes)
+    assert torch.equal(kv.keys[:, :, :30], before[0])
+    assert torch.equal(kv.values[:, :, :30], before[1])
+
+
+def test_a_warm_up_that_fails_is_told_of(graphs, monkeypatch) -> None:
+    def broken(*given):
+        raise RuntimeError("no kernel for this\nand more")
+
+    target = target_of(graphs)
+    monkeypatch.setattr(capture.StaticAttention, "store", broken)
+    target.prepare(FullKV(target.kv_shape, 60), 8)
+    assert target.graphs == "no kernel for this"
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_memory_goes_with_its_cache_at_once(graphs, captured: bool) -> None:
+    target = target_of(graphs if captured else None)
+    kv = FullKV(target.kv_shape, 60)
+    target.prepare(kv, 8)
+    gone = [weakref.ref(static) for static in target._passes[kv]]
+    gc.collect()
+    gc.disable()
+    try:
+        del kv
+        assert [each() for each in gone] == [None] * len(gone)
+    finally:
+        gc.enable()
+
+
+def captured(graphs, run):
+    """A function as a graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=graphs.pool):
+        out = run()
+    return graph, out
+
+
+def test_a_replay_reads_and_writes_the_same_memory(graphs) -> None:
+    given, kept, number = torch.tensor([1.0]), torch.tensor([5.0]), 2
+    graph, out = captured(graphs(), lambda: kept.add_(given * number))
+    assert kept.tolist() == [5]  # a capture executes nothing
+    given.fill_(4)
+    number = 3  # too late
+    graph.replay()
+    graph.replay()
+    assert kept.tolist() == [21]
+    assert out.data_ptr() == kept.data_ptr()
+
+
+def test_a_replay_destroys_what_other_graphs_gave(graphs) -> None:
+    shared, given = graphs(), torch.tensor([1.0])
+    one, first = captured(shared, lambda: given * 2)
+    two, second = captured(shared, lambda: given.long() + 3)
+    alone, apart = captured(graphs(), lambda: given * 7)
+    assert first.isnan().all()
+    for graph in (alone, one, two):
+        graph.replay()
+    assert second.tolist() == [4]
+    assert first.isnan().all()
+    assert apart.tolist() == [7]
+    one.replay()
+    assert first.tolist() == [2]
+    assert second.item() < -(1 << 60)
+
+
+def test_a_graph_may_read_what_an_earlier_one_gave(graphs) -> None:
+    shared, given = graphs(), torch.tensor([1.0])
+    one, first = captured(shared, lambda: given * 2)
+    two, second = captured(shared, lambda: first + 3)
+    one.replay()
+    two.replay()
+    assert second.tolist() == [5]
+
+
+@pytest.mark.parametrize("wait", [lambda x: x.item(), lambda x: x.nonzero(), lambda x: torch.cuda.synchronize()])
+def test_what_waits_cannot_be_captured(graphs, wait) -> None:
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        captured(graphs(), lambda: wait(torch.ones(1)))

@@ -1,0 +1,229 @@
+"""Steps whose state stays on the device: the same text and the same acceptance as steps driven by the host."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import (
+    decode_steps,
+    medusa_heads,
+    random_prompt,
+    random_tree,
+    tiny_draft,
+    tiny_heads,
+    tiny_llama,
+    tiny_target,
+    tokens_of,
+)
+from tests.models.test_passes import LengthOnDevice, static_target
+from tswift.benchmarking.simulated import SimulatedWalk
+from tswift.decoding.device_step import ancestors_of
+from tswift.decoding.finite import NotFinite
+from tswift.decoding.loop import Decoding
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
+from tswift.drafting.fixed_tree import FixedTree
+from tswift.drafting.making import make_drafter
+from tswift.drafting.options import DraftOptions
+from tswift.kv.partial import PartialKV
+from tswift.models.target import Target
+
+PARAMS = SamplingParams(min_p=0.02, window=24)
+ROOMY = DraftOptions(tree=(1, 3, 2, 2), nodes=128, budget=64)  # room for every candidate and every n-gram
+
+
+def drafter(method: str, target: Target, options: DraftOptions, kind: str = "chained"):
+    heads = medusa_heads() if kind == "medusa" else tiny_heads(kind=kind)
+    if method == "medusa" and options.tree:
+        options = DraftOptions(**{**options.__dict__, "tree": options.tree[-3:]})
+    return make_drafter(method, target, heads, options, tiny_draft())
+
+
+def on_host_and_device(method, options=ROOMY, kind="chained", params=PARAMS, length=150, prompt=90, stop=()):
+    return [
+        decode_steps(target, drafter(method, target, options, kind), random_prompt(prompt), params, 3, length, stop)
+        for target in (tiny_target(), static_target())
+    ]
+
+
+@pytest.mark.parametrize("kind", ["chained", "conditioned", "medusa"])
+@pytest.mark.parametrize("method", ["medusa", "tokenswift"])
+def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(method: str, kind: str) -> None:
+    host, device = on_host_and_device(method, kind=kind)
+    assert tokens_of(device) == tokens_of(host)
+    assert [step.accepted for step in device] == [step.accepted for step in host]
+    assert max(step.accepted for step in host) > 1
+
+
+@pytest.mark.parametrize("params", [SamplingParams(window=24), SamplingParams(temperature=0.0, penalty=1.0)])
+@pytest.mark.parametrize("kv", ["dynamic", "partial", "streaming", "snapkv", "full"])
+def test_every_cache_that_drafting_reads(kv: str, params: SamplingParams) -> None:
+    host, device = on_host_and_device("tokenswift", DraftOptions(**{**ROOMY.__dict__, "kv": kv}), params=params)
+    assert tokens_of(device) == tokens_of(host)
+    assert [step.accepted for step in device] == [step.accepted for step in host]
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 30, 63, 64, 65, 200])
+def test_every_length_of_prompt(prompt: int) -> None:
+    host, device = on_host_and_device("tokenswift", prompt=prompt, length=80)
+    assert tokens_of(device) == tokens_of(host)
+    assert [step.accepted for step in device] == [step.accepted for step in host]
+
+
+def test_ngrams_are_accepted_on_the_device() -> None:
+    """Greedy text repeats itself: what is reused is counted the same."""
+    greedy = SamplingParams(temperature=0.0, penalty=1.0)
+    host, device = on_host_and_device("tokenswift", params=greedy, length=300)
+    assert tokens_of(device) == tokens_of(host)
+    assert [(step.accepted, step.source) for step in device] == [(step.accepted, step.source) for step in host]
+    assert sum(step.source == "reuse" for step in device) > 5
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 5, 8, 20, 41])
+def test_trees_of_any_size(nodes: int) -> None:
+    host, device = on_host_and_device("tokenswift", DraftOptions(tree=(1, 3, 2, 2), nodes=nodes, budget=64))
+    assert tokens_of(device) == tokens_of(host)
+    assert max(step.nodes for step in device) <= nodes
+
+
+def test_a_text_ends_at_a_stop_token_or_at_its_length() -> None:
+    stop = tokens_of(on_host_and_device("ar", length=60)[0])[40]
+    for method in ("ar", "medusa", "tokenswift", "recall"):
+        host, device = on_host_and_device(method, length=60, stop=(stop,))
+        assert tokens_of(device) == tokens_of(host)
+        assert tokens_of(device)[-1] == stop
+        assert len(tokens_of(on_host_and_device(method, length=61)[1])) == 61
+
+
+@pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift"])
+def test_plain_steps_in_between_leave_no_trace(method: str) -> None:
+    target = static_target()
+    prompt = random_prompt(40)
+    decoding = Decoding(target, prompt, PARAMS, 3, drafter(method, target, ROOMY), 60)
+    steps, probes = [], []
+    for step in decoding.steps():
+        steps.append(step)
+        if len(tokens_of(steps)) < 55:
+            probes.append((len(tokens_of(steps)), tokens_of(decoding.plain(4))))
+    plain = tokens_of(on_host_and_device("ar", length=64, prompt=40)[0])
+    assert tokens_of(steps) == plain[:60]
+    assert all(found == plain[start : start + len(found)] for start, found in probes)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+@pytest.mark.parametrize("method", ["medusa", "tokenswift", "reuse", "magicdec"])
+def test_a_given_acceptance_is_met(method: str, alpha: float) -> None:
+    accepted = []
+    for target in (tiny_target(), static_target()):
+        made = drafter(method, target, ROOMY)
+        walk = SimulatedWalk(alpha, made.depth)
+        steps = list(Decoding(target, random_prompt(90), PARAMS, 3, made, 150, walk).steps())
+        accepted.append([step.accepted for step in steps[:20]])
+        assert len(tokens_of(steps)) == 150
+    if method != "reuse":  # whose trees depend on the text, which is no draw here
+        assert accepted[0] == accepted[1]
+
+
+@given(st.integers(1, 60), st.randoms(use_true_random=False))
+def test_ancestors_are_those_of_the_tree(nodes: int, random: Random) -> None:
+    tree = random_tree(nodes, random)
+    parents = torch.tensor([0, *tree.parents[1:]])
+    assert torch.equal(ancestors_of(parents, max(tree.depths)), tree.ancestors())
+
+
+def test_a_candidate_that_breaks_the_model_does_not_end_the_text() -> None:
+    """A drafted token whose embedding is NaN spoils the whole pass; the root alone is then drawn from."""
+    plain = tokens_of(on_host_and_device("ar")[0])
+    absent = next(token for token in range(97) if token not in plain[:60])
+    network = tiny_llama("gqa", torch.float64)
+    network.model.embed_tokens.weight.data[absent] = float("nan")
+    target = Target(network, LengthOnDevice)
+
+    class Poison(FixedTree):
+        def draft(self) -> None:
+            super().draft()
+            self._state.tokens[2] = absent
+
+    made = drafter("tokenswift", target, ROOMY)
+    made.on_device = lambda state: Poison(made, made.heads, state)
+    prompt = [token for token in random_prompt(90) if token != absent]
+    exact = decode_steps(tiny_target(), drafter("ar", tiny_target(), ROOMY), prompt, PARAMS, 3, 40)
+    if absent in tokens_of(exact):
+        pytest.skip("the text has the token")
+    assert tokens_of(decode_steps(target, made, prompt, PARAMS, 3, 40)) == tokens_of(exact)
+
+
+def test_nothing_to_draw_is_said_and_commits_nothing() -> None:
+    network = tiny_llama("gqa", torch.float64)
+    target = Target(network, LengthOnDevice)
+    decoding = Decoding(target, random_prompt(40), PARAMS, 3, drafter("tokenswift", target, ROOMY), 60)
+    steps = decoding.steps()
+    next(steps)
+    network.lm_head.weight.data.fill_(float("nan"))
+    length, text = decoding._context.kv.length, list(decoding._context.text)
+    with pytest.raises(NotFinite):
+        list(steps)
+    assert (decoding._context.kv.length, decoding._context.text) == (length, text)
+
+
+@pytest.mark.parametrize("mistake", ["gather", "length", "penalty", "ancestors", "walk", "root"])
+def test_the_equality_above_sees_a_mistake(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    plain = tokens_of(on_host_and_device("ar")[0])
+    target = static_target()
+    decoding = Decoding(target, random_prompt(90), PARAMS, 3, drafter("tokenswift", target, ROOMY), 150)
+    decoding.prefill()
+    stepper = decoding._stepper
+    assert stepper is not None
+    run = dict(stepper._programs)
+
+    def planted(nodes: int):
+        kv, state = decoding._context.kv, stepper.state
+        before = {"length": state.length.clone(), "root": state.tokens[0].clone()}
+        keys = kv.keys.clone()
+        out = run[nodes]()
+        if mistake == "length":
+            state.length.copy_(before["length"])
+        elif mistake == "root":
+            state.tokens[0].copy_(before["root"])
+        elif mistake == "gather":
+            end = kv.length + int(stepper._result[0])
+            kv.keys[:, :, kv.length : end] = keys[:, :, kv.length : end]
+        return out
+
+    if mistake == "penalty":
+        monkeypatch.setattr(Sampler, "extend_rows", lambda *given: None)
+    elif mistake == "ancestors":
+        right = target.compute_static
+        monkeypatch.setattr(
+            target,
+            "compute_static",
+            lambda tokens, positions, kv, length, ancestors: right(tokens, positions, kv, length, None),
+        )
+    elif mistake == "walk":
+        monkeypatch.setattr(stepper, "_forced", torch.tensor([1]))
+    else:
+        for nodes in run:
+            stepper._programs[nodes] = lambda nodes=nodes: planted(nodes)
+    assert tokens_of(list(decoding.steps())) != plain
+
+
+def test_a_partial_cache_holds_the_same_by_either_way() -> None:
+    """Tokens appended on the device lie where the host would have put them."""
+    held = []
+    for target in (tiny_target(), static_target()):
+        made = drafter("tokenswift", target, ROOMY)
+        decoding = Decoding(target, random_prompt(90), PARAMS, 3, made, 150)
+        list(decoding.steps())
+        kv = made.heads.reader.partial if hasattr(made, "heads") else None
+        assert isinstance(kv, PartialKV)
+        held.append(kv)
+    host, device = held
+    assert (host.length, host.copied, host.selections) == (device.length, device.copied, device.selections)
+    assert host.selections > 2
+    assert int(device.device_length) == device.length
+    assert torch.allclose(host.keys[:, :, : host.length], device.keys[:, :, : host.length], atol=1e-9)
