@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.architectures import ARCHITECTURES
 from tests.attention.oracle import blind_to_siblings, case, chain, dense
 from tests.attention.test_special import DIM, GROUP, KV_HEADS, WANTS
 from tests.attention.test_special import dense as special_dense
-from tests.helpers import random_tree, tiny_llama
+from tests.helpers import random_tree
 from tswift.attention.backends import why_not
 from tswift.attention.layout import Layout
-from tswift.attention.special import Wants
+from tswift.attention.special import SpecialAttention, Wants
 from tswift.kv.full import FullKV
 from tswift.models.target import Target
 
@@ -305,14 +306,17 @@ def test_store_keeps_within_the_capacity() -> None:
     assert keys[:, 8:].eq(1).all()
 
 
-def test_a_model_reads_the_same() -> None:
+@pytest.mark.parametrize("name", ["Llama, GQA", "Gemma 2 (windows, soft caps)", "gpt-oss (windows, sinks)"])
+def test_a_model_reads_the_same(monkeypatch, name: str) -> None:
     """A prompt and a draft tree through a whole model, with stock operators and with the kernel."""
-    target = Target(tiny_llama("gqa", torch.float32))
+    target = Target(ARCHITECTURES[name].make(97))
     tree = random_tree(7, Random(2))
     tokens, depths = torch.tensor(tree.tokens), torch.tensor(tree.depths)
     hidden = []
     for attention in (target._attention, backend.TritonAttention):
         target._attention = attention
+        if attention.WANTS:
+            monkeypatch.setattr(SpecialAttention, "__call__", None)  # all layers are the kernel's
         kv = FullKV(target.kv_shape, 100)
         target.prefill(list(range(60)), kv)
         hidden.append(target.forward(tokens, 60 + depths, kv, tree.ancestors()).hidden)

@@ -57,6 +57,7 @@ class TritonAttention:
     """
 
     STATIC: ClassVar[bool] = True
+    WANTS: ClassVar[bool] = True
     MOST_NODES: ClassVar[int | None] = MOST_NODES
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
