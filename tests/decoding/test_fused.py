@@ -149,7 +149,7 @@ def test_a_decode_with_the_kernels_is_one_without(method: str, monkeypatch: pyte
         drafter = make_drafter(method, target, tiny_heads(torch.float32), options)
         steps.append(decode_steps(target, drafter, random_prompt(30), params, 3, 30))
         monkeypatch.setattr(Sampler, "fuse", interpreted)
-    assert faults == [None]
+    assert set(faults) == {None}
     assert tokens_of(steps[0]) == tokens_of(steps[1])
     assert [step.accepted for step in steps[0]] == [step.accepted for step in steps[1]]
 
