@@ -78,9 +78,15 @@ def test_the_question_shapes_the_draft() -> None:
 
 
 def test_a_cheaper_draft_stands_beside_that_of_the_models_own_bits() -> None:
-    question = Question(alpha=0.9, draft_bits=4)
+    question = Question(alpha=0.9, draft_weights="int4")
     plain, own, cheap = forecast(LLAMA, A100, question, 131_072).decodes
     assert (plain.draft_bits, own.draft_bits, cheap.draft_bits) == (None, 16, 4)
+    assert (plain.draft_weights, own.draft_weights, cheap.draft_weights) == (None, None, "int4")
+    eight, fp8 = (
+        forecast(LLAMA, A100, Question(alpha=0.9, draft_weights=kind), 131_072).decodes[2] for kind in ("int8", "fp8")
+    )
+    assert eight.draft_bits == 8
+    assert cheap.step_seconds < eight.step_seconds == fp8.step_seconds < own.step_seconds
     assert own == forecast(LLAMA, A100, Question(alpha=0.9), 131_072).decodes[1]
     spared = (LLAMA.read - 128_256 * 4096) * 1.5  # bytes; the LM head keeps its 16 bits
     assert own.step_seconds - cheap.step_seconds == pytest.approx(spared / A100.bandwidth)
@@ -89,16 +95,14 @@ def test_a_cheaper_draft_stands_beside_that_of_the_models_own_bits() -> None:
         assert each.step_seconds * each.passes == pytest.approx(each.floor_seconds)
         assert each.needed == pytest.approx(each.tokens_per_step / each.speedup, rel=1e-4)  # passes are rounded up
     assert own.even_alpha is None
-    even = Question(alpha=cheap.even_alpha, draft_bits=4)
+    even = Question(alpha=cheap.even_alpha, draft_weights="int4")
     assert forecast(LLAMA, A100, even, 131_072).decodes[2].speedup == pytest.approx(own.speedup, rel=1e-4)
     notes = forecast(LLAMA, A100, question, 131_072).grids("label")[2].notes
     assert f"is as quick at alpha {cheap.even_alpha:.2f} as one of 16 bits at 0.9." in notes[-1]
 
 
-def test_a_draft_of_the_models_own_bits_is_no_cheaper() -> None:
-    _, own, same = forecast(LLAMA, A100, Question(alpha=0.6, draft_bits=16), 131_072).decodes
-    assert (own.speedup, same.even_alpha) == (same.speedup, pytest.approx(0.6))
-    *_, hopeless = forecast(LLAMA, A100, Question(alpha=0.0, draft_bits=4), 131_072).decodes
+def test_a_draft_that_is_never_right_has_nothing_to_lose() -> None:
+    *_, hopeless = forecast(LLAMA, A100, Question(alpha=0.0, draft_weights="int4"), 131_072).decodes
     assert hopeless.even_alpha == 0.0
 
 
@@ -123,7 +127,7 @@ def test_contexts_go_as_far_as_the_model() -> None:
         ({"length": -3}, "--len: must be at least 1, got -3"),
         ({"depth": 0}, "--depth: must be"),
         ({"budget": 0}, "--budget: must be"),
-        ({"alpha": 0.5, "draft_bits": 5}, "--draft-bits: is one of 4, 8, 16, got 5"),
+        ({"alpha": 0.5, "draft_weights": "int5"}, "--draft-weights: no 'int5'; there are int8, fp8, int4"),
         ({"alpha": 1.5}, "--alpha: must be between 0 and 1, got 1.5"),
         ({"alpha": float("nan")}, "--alpha: must be between 0 and 1, got nan"),
     ],

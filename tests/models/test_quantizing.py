@@ -8,7 +8,6 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import tswift
+from tests import fake_torchao
 from tests.cli.conftest import tswift as run_tswift  # noqa: F401
 from tests.models.loads import refuse
 from tswift.drafting.methods import METHODS
@@ -111,19 +111,10 @@ def test_what_cannot_be_quantised(checkpoint: Path, quantised: str, monkeypatch:
     refuse(model, r"needs torchao: pip install 'tswift\[quantize\]'", "--quantize", quantize="int8", device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("kind", "wanted"), [("int8", ("Int8WeightOnlyConfig", {})), ("fp8", ("Float8WeightOnlyConfig", {}))]
-)
-def test_what_transformers_is_told(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kind: str, wanted: tuple[str, dict[str, object]]
-) -> None:
+@pytest.mark.parametrize(("kind", "wanted"), [("int8", "Int8WeightOnlyConfig"), ("fp8", "Float8WeightOnlyConfig")])
+def test_what_transformers_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kind: str, wanted: str) -> None:
     """Without torchao: what is asked of it, and that the rest goes its way."""
-    names = ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "Int4WeightOnlyConfig")
-    torchao = ModuleType("torchao.quantization")
-    for name in names:
-        setattr(torchao, name, lambda name=name, **asked: (name, asked))
-    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
-    monkeypatch.setitem(sys.modules, "torchao.quantization", torchao)
+    fake_torchao.install(monkeypatch)
     monkeypatch.setattr("transformers.TorchAoConfig", lambda config: config)
     right, told = AutoModelForCausalLM.from_pretrained, {}
 
@@ -133,11 +124,12 @@ def test_what_transformers_is_told(
 
     monkeypatch.setattr(opening.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     model = load(str(checkpoint), device="cpu", quantize=kind)
-    assert told["config"] == wanted
+    assert told["config"] == (wanted, {"set_inductor_config": False})  # the process is ours
     assert model.about()["quantization"] == f"{kind}, torchao"
     config, cuda = model.target.model.config, torch.device("cuda")
     name, asked = quantizer("int4", config, cuda, torch.bfloat16)
-    assert (name, asked) == ("Int4WeightOnlyConfig", {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"})
+    layout = {"group_size": 128, "int4_packing_format": "tile_packed_to_4d", "set_inductor_config": False}
+    assert (name, asked) == ("Int4WeightOnlyConfig", layout)
 
 
 @pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")
@@ -161,7 +153,7 @@ def test_torchao(checkpoint: Path, run_tswift, tmp_path: Path, kind: str) -> Non
     assert 0 < (quantised_logits - own).abs().max() < 0.1 * own.std()
     shutil.copytree(checkpoint, tmp_path / "saved", ignore=shutil.ignore_patterns("model.safetensors", "config.json"))
     model.target.model.save_pretrained(tmp_path / "saved")
-    saved = load(str(tmp_path / "saved"), device="cpu")  # quantised by its own configuration
+    saved = load(str(tmp_path / "saved"), device="cpu", draft=str(checkpoint))  # quantised by its own configuration
     assert saved.about()["quantization"] == "torchao"
     assert texts(saved) == found
 

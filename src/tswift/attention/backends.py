@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
 
 import torch
+from torch import Tensor
 
-from tswift.attention.layout import Attention, Layout
+from tswift.attention.layout import Attention, Layout, StaticAttention
+from tswift.attention.sdpa import TreeAttention
 from tswift.errors import InputError
 
 
 def _sdpa() -> type[Attention]:
-    from tswift.attention.sdpa import TreeAttention
-
     return TreeAttention
 
 
@@ -45,6 +47,11 @@ BACKENDS: dict[str, Callable[[], type[Attention]]] = {
 
 USUAL = 64  # head size
 _HALVES = (torch.bfloat16, torch.float16)
+# Tried before a backend is used: keys held, nodes, and whether these are a tree; more on a GPU, which is quick at it.
+# Each size of a tree may be a kernel of its own, which has to be compiled: these are sizes that decoding uses, nearly.
+_TRIED = ((0, 1, False), (1, 3, True), (130, 17, False), (517, 32, True))
+_TRIED_ON_CUDA = (*_TRIED, (37, 17, True), (8191, 1, False))
+_LEAST = 2e-5  # backends may differ by this from sdpa, as a share of the largest output, however precise the dtype
 
 
 def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str | None:
@@ -98,16 +105,62 @@ def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USU
     return name
 
 
-def fails(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str | None:
-    """Why a backend that should serve does not, in one line: a kernel is launched. None if it does."""
-    layout = Layout(1, 1, dtype, device)
+def fails(
+    name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL, heads: tuple[int, int] = (1, 1)
+) -> str | None:
+    """Why a backend that should serve does not, in one line; None if it does.
+
+    What it computes of random rows, over odd numbers of keys, is held against sdpa's attention in float64.
+
+    Args:
+        name: a key of :data:`BACKENDS`.
+        dtype: of the model.
+        device: where it is.
+        width: the model's head size.
+        heads: its KV heads, and query heads per KV head.
+    """
     try:
-        query, keys, values = torch.ones(3, 1, 1, width, dtype=dtype, device=device)
-        out = BACKENDS[name]()(layout, 0, 1, None)(query, keys, values, 1.0)
-        return None if bool((out == 1).all()) else f"{name} attention computes nonsense here"
+        apart = _apart(BACKENDS[name](), Layout(*heads, dtype, device), width)
     except Exception as error:  # compilers, drivers and libraries have many ways to fail
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"{name} attention fails here ({lines[0][:200]})"
+    if apart <= max(4 * torch.finfo(dtype).eps, _LEAST):
+        return None
+    return f"{name} attention computes nonsense here (off by {apart:.2g} of the largest output)"
+
+
+def _apart(backend: type[Attention], layout: Layout, width: int) -> float:
+    """How far a backend's outputs are from sdpa's at most, as a share of the largest."""
+    device = layout.device
+    tried = _TRIED_ON_CUDA if device.type == "cuda" else _TRIED
+    slots = max(held + nodes for held, nodes, _ in tried) + 1
+    source = torch.Generator(device).manual_seed(0)
+    both = torch.randn(2, layout.kv_heads, slots, width, generator=source, device=device).to(layout.dtype)
+    rows = torch.randn(32, layout.kv_heads * layout.groups, width, generator=source, device=device).to(layout.dtype)
+    exact, apart = replace(layout, dtype=torch.float64), []
+    for held, nodes, tree in tried:
+        ancestors = _binary(nodes).to(device) if tree else None
+        query, end, scale = rows[:nodes].transpose(0, 1), held + nodes, width**-0.5
+        keys, values = both[:, :, :end]
+        wanted = TreeAttention(exact, held, nodes, ancestors)(query.double(), keys.double(), values.double(), scale)
+        length: int | Tensor = held
+        if backend.STATIC:  # as in passes that are replayed: after the length there is anything
+            length = torch.full((), held, dtype=torch.int32, device=device)
+            room = torch.full_like(both, torch.nan)
+            room[:, :, :held] = both[:, :, :held]
+            cast("type[StaticAttention]", backend).store(room[0], room[1], keys[:, held:], values[:, held:], length)
+            keys, values = room
+        found = backend(layout, length, nodes, ancestors)(query, keys, values, scale)
+        apart.append((found.double() - wanted).abs().max() / wanted.abs().max())
+    return float(torch.stack(apart).max())  # NaN if any is
+
+
+def _binary(nodes: int) -> Tensor:
+    """``[nodes, nodes]`` ancestors in a tree whose nodes have two children each."""
+    ancestors = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        ancestors[node] |= ancestors[(node - 1) // 2]
+    return ancestors
 
 
 def _plain(dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ from tswift.benchmarking.roofline import Drafting, Machine, decode_seconds
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import find_method
 from tswift.drafting.options import FULL
+from tswift.models.quantizing import BITS
 from tswift.models.shapes import Shape, routed, shape_of
 
 _EVERYTHING = 1 << 62  # tokens of a budget that is none
@@ -74,8 +75,9 @@ def floor_of(lineup: Lineup, machine: Machine) -> Floor | None:
         if kind.draft and lineup.model.draft is not None:
             small = lineup.model.draft
             extra_bytes += passes * shape_of(small.model, small.dtype.itemsize).weight_bytes
-        budget = None
+        budget, bits = None, None
         if kind.partial:
+            bits = BITS[lineup.model.draft_weights] if lineup.model.draft_weights else None
             budget = _EVERYTHING if options.kv == FULL else options.budget
-        drafting[variant.label] = Drafting(budget, extra_bytes, passes)
+        drafting[variant.label] = Drafting(budget, extra_bytes, passes, bits)
     return Floor(shape_of(network, lineup.model.target.dtype.itemsize), machine, drafting)

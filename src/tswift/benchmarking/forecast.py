@@ -19,6 +19,7 @@ from tswift.benchmarking.roofline import (
     pass_seconds,
 )
 from tswift.errors import InputError
+from tswift.models.quantizing import BITS
 from tswift.models.shapes import Shape
 
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
@@ -49,6 +50,7 @@ class DecodeFloor:
         speedup: plain decoding's floor over it.
         step_seconds: the least time of a step, on the average.
         needed: tokens per step with which it would be as quick as plain decoding.
+        draft_weights: how those of the draft are quantised; None for not at all.
         draft_bits: of the weights that the draft reads, the LM head's apart; None where nothing is drafted.
         even_alpha: the alpha at which a cheaper draft is as quick as one of the model's own bits at the alpha asked
             for; None where there is no cheaper one.
@@ -62,6 +64,7 @@ class DecodeFloor:
     speedup: float
     step_seconds: float
     needed: float
+    draft_weights: str | None = None
     draft_bits: int | None = None
     even_alpha: float | None = None
 
@@ -133,7 +136,7 @@ class Forecast:
         rows = [
             [
                 method_name(each.method),
-                NOTHING if each.draft_bits is None else f"{each.draft_bits} bits",
+                NOTHING if each.draft_bits is None else each.draft_weights or f"{each.draft_bits} bits",
                 NOTHING if each.alpha is None else f"{each.alpha:g}",
                 f"{each.tokens_per_step:.2f}",
                 f"{each.needed:.2f}",
@@ -158,7 +161,7 @@ class Forecast:
                 "drafted along a path."
             )
         notes += [
-            f"A draft of {each.draft_bits} bits (but for the LM head; scales are not counted) is as quick at alpha "
+            f"A draft in {each.draft_weights} (but for the LM head; scales are not counted) is as quick at alpha "
             f"{each.even_alpha:.2f} as one of {8 * self.shape.itemsize} bits at {each.alpha:g}. What alpha it has is "
             "not predicted."
             for each in self.decodes
@@ -221,7 +224,8 @@ def _decodes(shape: Shape, machine: Machine, question: Question) -> tuple[Decode
     passes = math.ceil(length / per_step)
     heads = (question.depth - 1) * shape.hidden_size**2 * shape.itemsize
     own_bits, own_step = 8 * shape.itemsize, 0.0
-    for bits in (own_bits,) if question.draft_bits is None else (own_bits, question.draft_bits):
+    for kind in (None,) if question.draft_weights is None else (None, question.draft_weights):
+        bits = own_bits if kind is None else BITS[kind]
         drafting = Drafting(question.budget, heads, bits=bits)
         seconds = decode_seconds(shape, machine, prefill, length, passes, passes * max(question.nodes), drafting)
         step, even = seconds / passes, None
@@ -230,7 +234,7 @@ def _decodes(shape: Shape, machine: Machine, question: Question) -> tuple[Decode
         own_step = own_step or step
         needed = step * length / plain
         found.append(
-            DecodeFloor("tokenswift", alpha, per_step, passes, seconds, plain / seconds, step, needed, bits, even)
+            DecodeFloor("tokenswift", alpha, per_step, passes, seconds, plain / seconds, step, needed, kind, bits, even)
         )
     return tuple(found)
 

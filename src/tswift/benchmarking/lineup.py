@@ -18,7 +18,7 @@ from tswift.drafting.methods import OF_CHOICE, find_method, used
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.resolving import resolve
 from tswift.errors import InputError, renamed
-from tswift.jobs.draft import draft_for
+from tswift.jobs.draft import draft_for, weights_for
 from tswift.jobs.settings import refuse_unused, sampling_params, used_options
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
@@ -38,6 +38,8 @@ class Entry:
         drafting: fields of ``DraftOptions`` but ``tree`` that were given; each goes to the methods that use it.
         trees: draft trees by method; one under ``""`` goes to all methods that use a tree.
         draft_model: None for the bundled one, where a method needs one and the model is the bundled one.
+        draft_weights: ``int8``, ``fp8`` or ``int4``, for the methods that draft with the model itself; ``none`` is
+            what None is.
         simulate_alpha: the share of drafted tokens that is accepted, whatever is drawn; None for what is drawn.
     """
 
@@ -48,6 +50,7 @@ class Entry:
     heads: str | None = None
     model: str = DEMO
     draft_model: str | None = None
+    draft_weights: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
@@ -191,6 +194,7 @@ def line_up(entry: Entry, prompt: int = 1, length: int = 1, option: str = "--mod
     refuse_share(entry.simulate_alpha, drafting, choosing)
     how: dict[str, Any] = {name: getattr(entry, name) for name in ("device", "dtype", "attention", "heads")}
     how["draft"] = draft_for(entry.methods, entry.model, entry.draft_model)
+    how["draft_weights"] = weights_for(entry.methods, entry.draft_weights)
     try:
         for method, each in asked.items():
             check_ahead(entry.model, prompt, length, method, each, **how, option=option)

@@ -197,7 +197,11 @@ def _workload(lineup: Lineup, prompts: Sequence[Prompt], plan: Plan) -> dict[str
     # only where there is something to say, so that other workloads keep the hashes they have had
     simulated = {"simulated": lineup.simulated} if lineup.simulated else {}
     draft = lineup.model.draft
-    drafts = {"draft_model": {**about["draft"], "weights": fingerprint_of(draft.model)}} if draft else {}
+    drafts: dict[str, Any] = (
+        {"draft_model": {**about["draft"], "weights": fingerprint_of(draft.model)}} if draft else {}
+    )
+    if lineup.model.drafting is not None:
+        drafts["draft_weights"] = lineup.model.draft_weights
     renamed = {"variants": lineup.renamed} if lineup.renamed else {}
     return {
         "model": about["name"],

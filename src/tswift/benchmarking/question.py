@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tswift.errors import InputError
+from tswift.models.quantizing import DRAFT_OPTION, KINDS
 
 NODES = (1, 41)  # a plain pass, and the paper's draft tree with its root
-BITS = (4, 8, 16)  # of a cheaper draft's weights
 _MOST = 1_000_000_000
 
 
@@ -23,7 +23,7 @@ class Question:
         alpha: the share of drafted tokens that is accepted; None leaves the drafting method out.
         depth: tokens drafted along a path: the paper's gamma + 1, by which alpha is divided.
         budget: tokens of the partial KV cache.
-        draft_bits: also tell of a draft whose weights take so many bits, the LM head's apart; None does not.
+        draft_weights: also tell of a draft with such weights, as for :func:`tswift.load`; None does not.
 
     Raises:
         InputError: a value outside its range.
@@ -36,7 +36,7 @@ class Question:
     alpha: float | None = None
     depth: int = 4
     budget: int = 4096
-    draft_bits: int | None = None
+    draft_weights: str | None = None
 
     def __post_init__(self) -> None:
         for option, values in (
@@ -53,5 +53,5 @@ class Question:
                 raise InputError(f"must be at most {_MOST:,}, got {max(values):,}", option)
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise InputError(f"must be between 0 and 1, got {self.alpha}", "--alpha")
-        if self.draft_bits is not None and self.draft_bits not in BITS:
-            raise InputError(f"is one of {', '.join(map(str, BITS))}, got {self.draft_bits}", "--draft-bits")
+        if self.draft_weights is not None and self.draft_weights not in KINDS:
+            raise InputError(f"no {self.draft_weights!r}; there are {', '.join(KINDS)}", DRAFT_OPTION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from tswift.cli.verify import verify
 from tswift.errors import Fault, InputError
 
 _TRACEBACK = "TSWIFT_TRACEBACK"
+_TALKATIVE = ("torchao", "torch.utils._pytree")  # of what torchao was not built for: transformers imports it if it can
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 app.command()(generate)
@@ -64,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stderr; 130 interrupted, 143 and 129 stopped by SIGTERM and SIGHUP; 141 nobody reads stdout any more.
     """
     open_closed()
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _command().main(args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words])

@@ -82,6 +82,7 @@ def bench(
     recall: options.Recall = None,
     heads: options.HeadsFile = None,
     draft_model: options.DraftModel = None,
+    draft_weights: options.DraftWeights = None,
     model: options.ModelOrShape = "demo",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",

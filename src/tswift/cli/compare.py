@@ -44,6 +44,7 @@ def compare(
     recall: options.Recall = None,
     heads: options.HeadsFile = None,
     draft_model: options.DraftModel = None,
+    draft_weights: options.DraftWeights = None,
     model: options.Model = "demo",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",

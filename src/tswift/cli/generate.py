@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ASKED = (
     *("length", "method", "prompt", "prefill", "seed", "stop_at_eos", "chat", "system", "preset"),
-    *("heads", "draft_model", "device", "dtype", "attention", "quantize", "out"),
+    *("heads", "draft_model", "draft_weights", "device", "dtype", "attention", "quantize", "out"),
 )
 _NOT_OF_A_RUN = ("out", "resume", "discard_damaged", "verify", "quiet", "no_progress")
 
@@ -81,6 +81,7 @@ def generate(
     recall: options.Recall = None,
     heads: options.HeadsFile = None,
     draft_model: options.DraftModel = None,
+    draft_weights: options.DraftWeights = None,
     model: options.Model = "demo",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",

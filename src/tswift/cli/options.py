@@ -113,6 +113,16 @@ DraftModel = Annotated[
     ),
 ]
 
+DraftWeights = Annotated[
+    str | None,
+    option(
+        _DRAFTING,
+        "int8, fp8 or int4: drafting passes of the model run on a copy that torchao quantises; never changes the text. "
+        "(default: none)",
+        "--draft-weights",
+    ),
+]
+
 Model = Annotated[str, typer.Option(help="demo (the bundled model), a folder or a hub id.", rich_help_panel=_MODEL)]
 ModelOrShape = Annotated[
     str,
@@ -157,7 +167,7 @@ _OF_DRAFTING = (
     "costs",
     "recall",
 )
-_OF_MODEL = ("heads", "model", "draft_model", "device", "dtype", "attention")
+_OF_MODEL = ("heads", "model", "draft_model", "draft_weights", "device", "dtype", "attention")
 
 
 def given(context: typer.Context, names: Sequence[str]) -> dict[str, Any]:

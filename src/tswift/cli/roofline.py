@@ -62,9 +62,13 @@ def roofline(
         int | None,
         options.option(_DECODE, "Tokens of the partial KV cache, with --alpha. (default: 4096)", "--budget"),
     ] = None,
-    draft_bits: Annotated[
-        int | None,
-        options.option(_DECODE, "Also a draft whose weights have 4, 8 or 16 bits, with --alpha.", "--draft-bits"),
+    draft_weights: Annotated[
+        str | None,
+        options.option(
+            _DECODE,
+            "Also with drafting passes in int8, fp8 or int4, as generate takes it, with --alpha.",
+            "--draft-weights",
+        ),
     ] = None,
     json: options.Json = None,
 ) -> None:
@@ -72,7 +76,7 @@ def roofline(
 
     Nothing is downloaded or built but the model's configuration.
     """
-    of_drafts = {"depth": depth, "budget": budget, "draft_bits": draft_bits}
+    of_drafts: dict[str, Any] = {"depth": depth, "budget": budget, "draft_weights": draft_weights}
     given = {name: value for name, value in of_drafts.items() if value is not None}
     if given and alpha is None:
         raise InputError("goes with --alpha", f"--{next(iter(given)).replace('_', '-')}")

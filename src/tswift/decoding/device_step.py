@@ -180,6 +180,7 @@ class DeviceStepper:
         self._drafted = False
         self._block.host["control"][:] = 0, _BY_RULE  # captured programs commit nothing
         self.state.load(context)
+        context.sampler.fuse(target.dtype)
         self._run_draft: Callable[[], None] | None = None
         if self._draft is not None:
             self._draft.begin(context, self._block.host, self._block.device)
@@ -191,6 +192,7 @@ class DeviceStepper:
             nodes: target.capture(partial(DeviceStepper._verify, own_self, nodes))
             for nodes in (self._draft.sizes if self._draft else sizes(self._limit))
         }
+        self.state.load(context)  # a warm-up leaves its hidden states
         target.synchronize()  # the block is free to be written again
 
     @torch.inference_mode()

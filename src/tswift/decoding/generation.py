@@ -110,7 +110,8 @@ def begin(
     with ranks.alike():
         # clocks of ranks differ, and what they were told of costs does not
         drafting = resolved if ranks.count == 1 or not resolved.costs else replace(resolved, costs="nominal")
-        drafter = make_drafter(method, target, model.heads, drafting, model.draft, len(prompt) + length, costs)
+        positions = len(prompt) + length
+        drafter = make_drafter(method, target, model.heads, drafting, model.draft, positions, costs, model.drafting)
         if ranks.count > 1:
             drafter = AgreedDrafter(drafter, ranks)
         decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written)

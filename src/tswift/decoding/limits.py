@@ -29,8 +29,8 @@ class Need:
         full_bytes: bytes of the full KV cache, slots for the draft tree included.
         partial_bytes: bytes of the partial KV cache that drafting reads; 0 if there is none.
         logits_bytes: bytes of one pass's scores.
-        weight_bytes, heads_bytes, draft_bytes: bytes of what is to be loaded first, model, heads and draft model; 0 for
-            what is there already.
+        weight_bytes, heads_bytes, draft_bytes, copy_bytes: bytes of what is to be loaded first, model, heads, draft
+            model and a copy of the model with weights of fewer bits; 0 for what is there already.
         draft_kv_bytes: bytes of the draft model's KV cache, at least; 0 if there is none.
         recall_bytes: bytes of what is kept to be recalled, in the machine's own memory whatever the device; 0 for none.
     """
@@ -42,6 +42,7 @@ class Need:
     weight_bytes: int = 0
     heads_bytes: int = 0
     draft_bytes: int = 0
+    copy_bytes: int = 0
     draft_kv_bytes: int = 0
     recall_bytes: int = 0
 
@@ -53,7 +54,7 @@ class Need:
     @property
     def loaded_bytes(self) -> int:
         """Bytes of what is to be loaded."""
-        return self.weight_bytes + self.heads_bytes + self.draft_bytes
+        return self.weight_bytes + self.heads_bytes + self.draft_bytes + self.copy_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -69,6 +70,7 @@ class Need:
             "weights": self.weight_bytes,
             "heads": self.heads_bytes,
             "draft model": self.draft_bytes,
+            "draft weights": self.copy_bytes,
             "KV": self.full_bytes,
             "drafting KV": self.partial_bytes,
             "draft model's KV": self.draft_kv_bytes,
@@ -127,6 +129,7 @@ def check_ahead(
     attention: str = "auto",
     heads: str | os.PathLike[str] | None = None,
     draft: str | None = None,
+    draft_weights: str | None = None,
     option: str = "--len",
 ) -> Need:
     """What a decode needs at least, weights included: before the model is loaded. See :func:`tswift.load` for that.
@@ -140,19 +143,20 @@ def check_ahead(
         length: tokens.
         method: one of ``METHODS``.
         options: as asked for.
-        device, dtype, attention, heads, draft: as for :func:`tswift.load`. A draft model that the method does not need
-            is not looked at.
+        device, dtype, attention, heads, draft, draft_weights: as for :func:`tswift.load`. A draft model that the method
+            does not need is not looked at.
         option: what the user gave the length with, for the error.
 
     Raises:
         InputError: more positions or memory than there are, no such model, heads that are none, that were made for
             another model or that the method lacks, or options that do not fit.
     """
-    seen = foresee(model, device=device, dtype=dtype, attention=attention, heads=heads)
+    seen = foresee(model, device=device, dtype=dtype, attention=attention, heads=heads, draft_weights=draft_weights)
     if seen.heads is not None or not find_method(method).with_heads:
         options = resolve_for(method, seen.device, seen.groups, seen.most_nodes, seen.heads or 0, options)
     loads = seen.weight_bytes, seen.heads_bytes
     need = _need(prompt, length, method, options, seen.token_bytes, seen.vocab_size, *loads)
+    need = replace(need, copy_bytes=seen.copy_bytes)
     _refuse_positions(f"at least {prompt:,} prompt tokens", length, need, seen.positions, option)
     if draft is not None and find_method(method).draft:
         small = foresee_draft(draft, seen, attention)

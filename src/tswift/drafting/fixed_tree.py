@@ -135,6 +135,7 @@ class FixedTree:
         self._candidates = torch.tensor(
             [heads.width * (ranks.depths[node] - 1) + ranks.tokens[node] for node in drafted], device=device
         )
+        self._levels = torch.arange(1, heads.levels + 1, device=device)
         self._rows: NgramRows | None = None
         if reserved and drafter.ngrams is not None:
             updates = drafter.depth + 1
@@ -163,8 +164,8 @@ class FixedTree:
     def draft(self) -> None:
         """As :meth:`DeviceDraft.draft`."""
         hidden, raw = self._read()
-        root, position = self._state.tokens[0], self._state.position
-        tokens, scores = self._heads.guess(hidden, raw, root, position, self._sampler)
+        places = self._state.position + self._levels
+        tokens, scores = self._heads.guess(hidden, raw, self._state.tokens[0], places, self._sampler)
         # fewer tokens than the widest level wants are left by the filters, or there are no more
         tokens = torch.where(scores == -torch.inf, -1, tokens).flatten()
         self._state.tokens.index_copy_(0, self._live, tokens[self._candidates])
@@ -198,7 +199,7 @@ class FixedTree:
     def nodes(self, length: int) -> int:
         """As :meth:`DeviceDraft.nodes`."""
         wanted = self._drafter.fewer(length) if self._drafter.fewer else self._drafter.limit
-        return next(size for size in self.sizes if size >= min(wanted, self._drafter.limit))
+        return max(size for size in self.sizes if size <= wanted)
 
     def shape(self, nodes: int) -> DraftTree:
         """As :meth:`DeviceDraft.shape`."""

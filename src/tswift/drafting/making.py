@@ -23,6 +23,7 @@ def make_drafter(
     draft: Target | None = None,
     positions: int | None = None,
     costs: PassCosts = NOMINAL,
+    drafting: Target | None = None,
 ) -> Drafter:
     """The drafter of a method, for one decode.
 
@@ -34,6 +35,7 @@ def make_drafter(
         draft: a smaller model with the same vocabulary, if there is one.
         positions: most tokens of prompt and text together; None for as many as the models can do.
         costs: what passes cost, for methods that choose which ones pay.
+        drafting: what drafting passes of the model run on; None for itself.
 
     Raises:
         InputError: as :func:`resolve`, or there is no smaller model where one is needed.
@@ -41,7 +43,8 @@ def make_drafter(
     method, options = find_method(name), resolve(name, target, heads, options)
     if method.draft and draft is None:
         raise InputError(f"{name} drafts with a smaller model, and there is none", "--draft-model")
-    return method.make(recipes.Models(target, heads, draft, positions or target.max_positions, costs), options)
+    models = recipes.Models(target, drafting or target, heads, draft, positions or target.max_positions, costs)
+    return method.make(models, options)
 
 
 def partial_slots(name: str, options: DraftOptions) -> int:

@@ -22,7 +22,7 @@ class Method:
         kv: what it can read while drafting; the first is the default.
         gamma: length of its chain, if not said otherwise; None if it drafts none.
         budget: tokens of its partial cache, if not said otherwise.
-        partial: whether it keeps a partial cache of the target, unless drafting reads the full one.
+        partial: whether passes of the target draft: over a partial cache of it, unless drafting reads the full one.
         heads: whether it needs heads though it has no tree of theirs to choose.
         draft: whether it needs a smaller model.
         reference: it reads the text as reference implementations do, slowly, to be measured beside ``ar``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tswift.drafting.beams import BeamSource
@@ -19,7 +19,7 @@ from tswift.drafting.recalled import RecallSource
 from tswift.drafting.reuse import NgramTable, ReuseSource
 from tswift.drafting.rivals import Rival, RivalDrafter
 from tswift.drafting.source import Drafter
-from tswift.drafting.trees import usual_nodes, usual_tree
+from tswift.drafting.trees import usual_nodes, usual_tree, verify_nodes
 from tswift.kv.partial import PartialKV
 from tswift.kv.policies import POLICIES
 from tswift.kv.streaming import StreamingKV
@@ -41,6 +41,7 @@ class Models:
 
     Attributes:
         target: the model whose tokens are wanted.
+        drafting: what drafting passes of the target run on: itself, or a copy of it with weights of fewer bits.
         heads: its heads, if it has any.
         draft: a smaller model with the same vocabulary, if there is one.
         positions: most tokens of prompt and text together.
@@ -48,6 +49,7 @@ class Models:
     """
 
     target: Target
+    drafting: Target
     heads: Heads | None
     draft: Target | None
     positions: int
@@ -66,7 +68,7 @@ def medusa(models: Models, options: DraftOptions) -> Drafter:
 
 def tokenswift(models: Models, options: DraftOptions) -> Drafter:
     """A drafting pass of the target, heads on it, and n-grams of the text."""
-    reader = DraftingPass(_self_level(models.target, options))
+    reader = DraftingPass(_self_level(models.drafting, options))
     return _of_heads(models, options, reader, _reuse_sources(options, below=1), _memory(models, options))
 
 
@@ -85,7 +87,8 @@ def _of_heads(
     if isinstance(tree, tuple):
         source = HeadSource(models.target, heads, reader, tree, options.shared_noise)
         depth, ngrams = max(len(tree), longest), others[0] if others else None
-        return FixedTreeDrafter([source, *others], depth, options.nodes, heads=source, ngrams=ngrams)
+        fewer = _fewer(models.target, options.nodes)
+        return FixedTreeDrafter([source, *others], depth, options.nodes, heads=source, ngrams=ngrams, fewer=fewer)
     plan = Plan(models.costs)
     if options.gamma is None:
         levels = heads.count + reader.direct + (_BEYOND if heads.conditioned else 0)
@@ -95,6 +98,14 @@ def _of_heads(
     if memory is not None:
         return _recalling(options, plan, max(levels, _deepest(options)), [beams], memory)
     return PlannedDrafter(offering=[beams, *others], depth=max(levels, longest), limit=options.nodes, plan=plan)
+
+
+def _fewer(target: Target, nodes: int) -> Callable[[int], int] | None:
+    """How many of the nodes to verify with so many tokens in the cache; None where that is not known."""
+    if target.device.type != "cuda":
+        return None
+    weights = sum(weight.nbytes for weight in target.model.parameters()) / target.kv_shape.bytes_per_token
+    return lambda length: verify_nodes(length, target.groups, nodes, weights)
 
 
 def recall(models: Models, options: DraftOptions) -> Drafter:
@@ -140,7 +151,7 @@ def _cascade(models: Models, options: DraftOptions, memory: Recall | None) -> Pl
         recalled = [RecallSource(memory, plan, options.nodes)]
         guessing = RecallSource(memory, inner.plan, inner.limit)
         inner = replace(inner, offering=[*inner.offering, guessing], depth=INNER_NODES - 1)
-    level = _self_level(models.target, options, chain=options.gamma, nodes=inner.limit)
+    level = _self_level(models.drafting, options, chain=options.gamma, nodes=inner.limit)
     source = CascadeSource(level, inner, options.shared_noise, plan)
     deepest = min(options.gamma, options.nodes - 1)
     offering = [source, *recalled]
@@ -153,7 +164,7 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     assert heads is not None
     assert options.nodes is not None
     nodes = min(options.nodes, usual_nodes(models.target.device, models.target.groups))
-    tree = usual_tree("medusa", models.target.device, heads.count, nodes)
+    tree = usual_tree("medusa", models.target.device, heads.count)
     fixed = replace(options, tree=tree, gamma=None, nodes=nodes)
     chosen = replace(options, tree=AUTO, gamma=None)
     rivals = [
@@ -180,7 +191,7 @@ def _reuse_sources(options: DraftOptions, below: int) -> list[ReuseSource]:
 
 def magicdec(models: Models, options: DraftOptions) -> Drafter:
     """A chain decoded by the target itself over less than its full cache, as a rule."""
-    return _chain("self", _self_level(models.target, options, chain=options.gamma), options, Drafter())
+    return _chain("self", _self_level(models.drafting, options, chain=options.gamma), options, Drafter())
 
 
 def standalone(models: Models, options: DraftOptions) -> Drafter:
@@ -197,7 +208,7 @@ def triforce(models: Models, options: DraftOptions) -> Drafter:
     scratch = options.gamma + inner.limit
     assert options.budget is not None
     retrieved = PartialKV(models.target.kv_shape, options.budget, options.sinks, POLICIES["retrieval"], scratch)
-    return _chain("retrieval", PartialLevel(models.target, retrieved, inner.limit), options, inner)
+    return _chain("retrieval", PartialLevel(models.drafting, retrieved, inner.limit), options, inner)
 
 
 def _self_level(target: Target, options: DraftOptions, chain: int | None = 0, nodes: int = 1) -> Level:

@@ -40,6 +40,7 @@ class Recorded:
             compiler and float32: another machine has none, perhaps, or the text is checked in another dtype.
         heads: kind and number of the heads that drafted; None if the model had none.
         quantize: how its weights were quantised while it was loaded; None if they were not.
+        draft_weights: how those of drafting passes were quantised; None if they were not.
         draft: name of the smaller model that drafted; None if there was none.
     """
 
@@ -57,6 +58,7 @@ class Recorded:
     attention: str
     heads: str | None
     quantize: str | None
+    draft_weights: str | None
     draft: str | None
 
 
@@ -219,13 +221,13 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
         "method": asked["method"],
         "model": model["name"],
         **{name: model[name] for name in ("device", "dtype", "attention", "heads")},
-        "quantize": asked.get("quantize"),
+        **{name: asked.get(name) for name in ("quantize", "draft_weights")},
         "draft": None if model.get("draft") is None else model["draft"]["name"],
     }
     if fields["attention"] == "native":
         fields["attention"] = "auto"
     for name, value in fields.items():
         kind = int if name in ("seed", "length") else SamplingParams if name == "params" else str
-        if not (isinstance(value, kind) or (name in ("heads", "quantize", "draft") and value is None)):
+        if not (isinstance(value, kind) or (name in ("heads", "quantize", "draft_weights", "draft") and value is None)):
             raise ValueError(f"its {name} is {value!r:.40}")
     return fields

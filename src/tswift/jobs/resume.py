@@ -11,7 +11,7 @@ from tswift.decoding.generation import begin
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import AUTO, DraftOptions
 from tswift.errors import InputError
-from tswift.jobs.draft import about_draft, draft_for
+from tswift.jobs.draft import about_draft, draft_for, weights_for
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RECORD, RunFolder
 from tswift.jobs.job import FINISHED, Job
@@ -26,7 +26,7 @@ from tswift.models.shapes import refuse_shape
 
 OPTION = "--resume"
 # None of them changes a token. Memory may want nodes and budget lower.
-_MAY_CHANGE = ("length", "nodes", "budget", "draft_model")
+_MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "draft_weights")
 _MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
 _CALLED = {"length": "len"}
 
@@ -115,6 +115,7 @@ def _resumed(
         "command": list(command),
         "drafting": used_options(run.method, generation.options),
         "draft": draft,
+        "draft_weights": model.draft_weights,
         "environment": environment(model.target.device),
     }
     resumed = [*run.record.get("resumed", ()), session]
@@ -148,6 +149,7 @@ def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any], free: Sequence[st
     kept = {name: record["drafting"].get(name) for name in ("kv", *(("tree", "recall") if auto else ()))}
     refuse_unused([run.method], {**kept, **drafting} if drafting else {})
     draft_for([run.method], run.model, asked.get("draft_model", run.draft))
+    weights_for([run.method], asked.get("draft_weights", run.draft_weights))
     for name, value in asked.items():
         own = known.get(name)
         if name in ("device", "dtype", "attention") and value == record["model"][name]:
@@ -183,6 +185,7 @@ def _load(run: Recorded, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel:
         heads=asked.get("heads", run.record["options"]["heads"]),
         quantize=run.quantize,
         draft=asked.get("draft_model", run.draft),
+        draft_weights=weights_for([run.method], asked.get("draft_weights", run.draft_weights)),
         ranks=ranks,
     )
     found, known = identity(model), run.record["model"]

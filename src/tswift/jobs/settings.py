@@ -16,7 +16,7 @@ from tswift.drafting.methods import OF_CHOICE, OF_NGRAMS, find_method, used
 from tswift.drafting.options import FULL, DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.chat import read_system, refuse_with_chat, render
-from tswift.jobs.draft import about_draft, draft_for
+from tswift.jobs.draft import about_draft, draft_for, weights_for
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RunFolder, default_path
 from tswift.jobs.job import Job
@@ -45,6 +45,7 @@ class Settings:
         drafting: fields of ``DraftOptions`` that were given. One that the method does not use is refused.
         model: None for the preset's, or the bundled one.
         draft_model: None for the bundled one, where the method needs one and the model is the bundled one.
+        draft_weights: ``int8``, ``fp8`` or ``int4``; ``none`` is what None is.
         out: folder for the run; None for one named after the time and the method.
     """
 
@@ -62,6 +63,7 @@ class Settings:
     heads: str | None = None
     model: str | None = None
     draft_model: str | None = None
+    draft_weights: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
@@ -87,6 +89,7 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     name = DEMO if settings.model is None else settings.model
     how: dict[str, Any] = {
         "draft": draft_for([settings.method], name, settings.draft_model),
+        "draft_weights": weights_for([settings.method], settings.draft_weights),
         "device": settings.device,
         "dtype": settings.dtype,
         "attention": settings.attention,

@@ -10,6 +10,7 @@ from tswift.attention.backends import BACKENDS
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.models.dtypes import dtype_name
+from tswift.models.joined import join, separate
 from tswift.models.layers import Unserved
 from tswift.models.linear import quicken
 from tswift.models.shapes import PREFIX
@@ -18,7 +19,7 @@ from tswift.models.target import Target
 _TRIED = 24  # tokens that a model is tried with
 
 
-def adapted(network: Any, model: str, backend: str) -> Target:
+def adapted(network: Any, model: str, backend: str, joined: bool | None = None) -> Target:
     """The model with our attention, once both have been seen to give the same logits.
 
     Whatever an architecture does that ours does not know of shows here.
@@ -27,6 +28,7 @@ def adapted(network: Any, model: str, backend: str) -> Target:
         network: a causal language model of transformers.
         model: its name.
         backend: a key of :data:`~tswift.attention.backends.BACKENDS`.
+        joined: whether linear layers with the same input become one product; None for on CUDA only.
 
     Raises:
         InputError: they do not, or there are no finite ones; or its layers want what we cannot do.
@@ -37,12 +39,15 @@ def adapted(network: Any, model: str, backend: str) -> Target:
     network.set_attn_implementation("eager")  # the one that does all a model asks for; sdpa passes over soft caps
     with torch.inference_mode():
         wanted = network(ids.unsqueeze(0), use_cache=False).logits[0].double()
+    if joined or (joined is None and network.device.type == "cuda"):
+        join(network)
     quicken(network)
     try:
         target = Target(network, BACKENDS[backend]())
         if not (wanted.amax(-1) < torch.inf).all():
             raise _not_finite(target, model, ids.tolist())
         ours = _tried(target, ids)
+        separate(network)
     except Unserved as error:
         reason = f"{model} ({network.config.model_type}) has {error}, which tswift cannot serve exactly yet"
         raise InputError(reason, "--model") from None

@@ -50,6 +50,13 @@ def quicken(network: nn.Module) -> None:
         layer.__dict__["ordered"] = ordered  # past nn.Module, for which it would be a buffer
 
 
+def slow(network: nn.Module) -> None:
+    """Make linear layers PyTorch's own again, for their weights to be changed."""
+    for module in [module for module in network.modules() if type(module) is OneDNNLinear]:
+        module.__class__ = nn.Linear  # type: ignore[assignment]
+        del module.__dict__["ordered"]
+
+
 def copied(network: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
     """Weights that :func:`quicken` would copy of a network, were it in this dtype and on this device; at most."""
     if dtype != torch.float32 or device.type != "cpu":

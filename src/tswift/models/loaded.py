@@ -9,7 +9,7 @@ from tswift.errors import InputError
 from tswift.models.base_heads import Heads
 from tswift.models.dtypes import dtype_name
 from tswift.models.ranks import ALONE, Ranks
-from tswift.models.serving import EAGER
+from tswift.models.serving import EAGER, running
 from tswift.models.source import in_one_line, silence
 from tswift.models.target import Target
 
@@ -25,13 +25,16 @@ class LoadedModel:
         heads: heads that draft for it, if it has any.
         eos_ids: token ids that end a text.
         attention: the backend in use.
-        layers: ``eager`` or ``compiled``, and why what should be in use is not.
+        prepared: ``eager`` or ``compiled``, and why what should be in use is not, when the model was loaded.
         simulated: its weights are random, so that times mean something and texts do not.
         quantization: what its weights were quantised by; None if they were not. Plain decoding is this model's own.
         ranks: those that hold it together.
         weights: hash of all weights, where that took all of the ranks; None where it can be had at any time.
         draft: a smaller model that drafts for it, if one was asked for. Every rank holds the whole of it.
         draft_name: as the user named that.
+        drafting: the model itself with weights of fewer bits, for its drafting passes; None where those run on it.
+        draft_weights: its kind: ``int8``, ``fp8`` or ``int4``.
+        draft_layers: of ``drafting``, as ``layers``.
     """
 
     name: str
@@ -40,13 +43,21 @@ class LoadedModel:
     heads: Heads | None
     eos_ids: tuple[int, ...]
     attention: str = "sdpa"
-    layers: str = EAGER
+    prepared: str = EAGER
     simulated: bool = False
     quantization: str | None = None
     ranks: Ranks = ALONE
     weights: str | None = None
     draft: Target | None = None
     draft_name: str | None = None
+    drafting: Target | None = None
+    draft_weights: str | None = None
+    draft_layers: str | None = None
+
+    @property
+    def layers(self) -> str:
+        """``eager`` or ``compiled``, and why what should be in use is not, by all passes so far."""
+        return running(self.target, self.prepared)
 
     def encode(self, text: str, bare: bool = False) -> list[int]:
         """The token ids of a prompt, with the first token the model wants before any text, if it wants one.
@@ -81,9 +92,15 @@ class LoadedModel:
             "quantization": self.quantization,
             "ranks": self.ranks.count,
             **({} if self.draft is None else {"draft": {"name": self.draft_name}}),
+            **(
+                {}
+                if self.drafting is None
+                else {"draft_weights": self.draft_weights, "draft_layers": self.draft_layers}
+            ),
         }
 
     def besides(self) -> str:
         """What is out of the ordinary, to be said after the rest."""
         quantized = f", weights quantised ({self.quantization})" if self.quantization else ""
-        return quantized + (f", split over {self.ranks.count} ranks" if self.ranks.count > 1 else "")
+        drafts = "" if self.drafting is None else f", drafting passes in {self.draft_weights}"
+        return quantized + drafts + (f", split over {self.ranks.count} ranks" if self.ranks.count > 1 else "")

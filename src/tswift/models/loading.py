@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from transformers.utils import CONFIG_NAME, cached_file
 
+from tswift.attention.backends import BACKENDS
 from tswift.errors import InputError, renamed
+from tswift.models import quantizing
 from tswift.models.adapting import adapted
 from tswift.models.attached import attach, heads_path
 from tswift.models.devices import place_for
@@ -22,9 +24,11 @@ from tswift.models.kinds import KINDS
 from tswift.models.linear import quicken
 from tswift.models.loaded import LoadedModel
 from tswift.models.opening import eos_ids_of, open_checkpoint
+from tswift.models.prospect import foresee
 from tswift.models.published import carries_heads
+from tswift.models.quantizing import cheaper_copy
 from tswift.models.ranks import ALONE, Ranks
-from tswift.models.serving import backend_for, compiled, head_size
+from tswift.models.serving import backend_for, compiled
 from tswift.models.shapes import PREFIX, refuse_shape
 from tswift.models.source import DEMO, find_source, in_one_line, read_config, silence
 from tswift.models.target import Target
@@ -39,6 +43,7 @@ def load(
     heads: str | os.PathLike[str] | None = None,
     quantize: str | None = None,
     draft: str | None = None,
+    draft_weights: str | None = None,
     ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Load a model for decoding.
@@ -61,6 +66,9 @@ def load(
             the quantised model. None leaves them as they are in the checkpoint.
         draft: a smaller model with the same vocabulary, to draft for it: ``demo-draft`` (the bundled one), a folder or
             a hub id. It comes to the model's device, in its dtype, with the same attention.
+        draft_weights: ``int8``, ``fp8`` or ``int4``: let drafting passes of the model run on a copy of it whose linear
+            layers have weights quantised by torchao, all but the LM head, and which shares all else. What is decoded is
+            the model as it is.
         ranks: from :func:`tswift.models.ranks.join`, to hold the model together with other processes. All of them have
             to call this; what the first asks for counts.
 
@@ -69,13 +77,23 @@ def load(
         Gone: another rank is not there any more.
     """
     named = {"--model": model, "--device": device, "--dtype": dtype, "--attention": attention}
-    for option, name in (named if draft is None else {**named, DRAFT_OPTION: draft}).items():
+    maybe = {DRAFT_OPTION: draft, quantizing.DRAFT_OPTION: draft_weights}
+    named.update((option, name) for option, name in maybe.items() if name is not None)
+    for option, name in named.items():
         if not isinstance(name, str):
             raise InputError(f"wants a name, got {name!r:.40}", option)
     with ranks.together():
-        asked = ranks.share((model, device, dtype, attention, heads, quantize, draft))
-        model, device, dtype, attention, heads, quantize, draft = asked
+        asked = ranks.share((model, device, dtype, attention, heads, quantize, draft, draft_weights))
+        model, device, dtype, attention, heads, quantize, draft, draft_weights = asked
+        if draft_weights is not None:  # what cannot be quantised is refused before it is loaded
+            if ranks.count > 1:
+                raise InputError("quantised weights cannot be split over ranks yet", quantizing.DRAFT_OPTION)
+            if quantize is not None:
+                raise InputError(f"the model's weights are quantised already ({quantize})", quantizing.DRAFT_OPTION)
+            foresee(model, device=device, dtype=dtype, attention=attention, heads=heads, draft_weights=draft_weights)
         loaded = _load(model, device, dtype, attention, heads, quantize, ranks)
+        if draft_weights is not None:
+            loaded = _with_copy(loaded, draft_weights)
         return loaded if draft is None else replace(loaded, draft=_draft(draft, loaded, attention), draft_name=draft)
 
 
@@ -113,6 +131,17 @@ def _load(
     )
 
 
+def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
+    """A loaded model with a copy of fewer bits for its drafting passes."""
+    target = loaded.target
+    with silence():
+        drafting = Target(cheaper_copy(target.model, kind), BACKENDS[loaded.attention]())
+    if loaded.heads is not None and loaded.heads.raw:
+        drafting.tap()
+    layers = compiled(drafting, "")
+    return replace(loaded, drafting=drafting, draft_weights=kind, draft_layers=layers)
+
+
 def _draft(draft: str, loaded: LoadedModel, attention: str) -> Target:
     """The smaller model that drafts for a loaded one; its own heads, if it has any, are not looked at."""
     target = loaded.target
@@ -138,7 +167,7 @@ def _simulated(
 ) -> LoadedModel:
     """A published shape with random weights and random heads; or with the heads of a file, if one is named."""
     config, kind = read_config(model), dtype_for(dtype, place)
-    backend, note = backend_for(attention, kind, place, head_size(config))
+    backend, note = backend_for(attention, kind, place, config)
     wanted = "chained" if heads is None else str(heads)
     path = None if wanted in KINDS else heads_path(wanted, None)
     with silence(), in_one_line(model):

@@ -16,7 +16,7 @@ from tswift.models.dtypes import own_dtype
 from tswift.models.hub import hub
 from tswift.models.quantizing import own_quantization, quantizer
 from tswift.models.ranks import ALONE, OPTION, Ranks
-from tswift.models.serving import backend_for, head_size
+from tswift.models.serving import backend_for
 from tswift.models.shapes import routed
 from tswift.models.source import find_source, in_one_line, read_config, silence
 from tswift.models.splitting import plan
@@ -68,7 +68,7 @@ def open_checkpoint(
     """
     source, folder = find_source(model)
     config = read_config(model)
-    backend, note = backend_for(attention, own_dtype(config) if kind == "auto" else kind, place, head_size(config))
+    backend, note = backend_for(attention, own_dtype(config) if kind == "auto" else kind, place, config)
     quantization, how, tokenizer = own_quantization(config), dict[str, Any](), None
     with silence(), hub(folder is None), in_one_line(model):
         if folder is not None:

@@ -11,6 +11,7 @@ import torch
 
 from tswift.attention.backends import BACKENDS, choose
 from tswift.errors import InputError, renamed
+from tswift.models import quantizing
 from tswift.models.attached import heads_path
 from tswift.models.description import Description, describe
 from tswift.models.devices import find_device
@@ -21,6 +22,7 @@ from tswift.models.kinds import KINDS
 from tswift.models.linear import copied
 from tswift.models.positions import max_positions
 from tswift.models.published import carries_heads
+from tswift.models.quantizing import copied_bytes, weight_only
 from tswift.models.serving import head_size
 from tswift.models.shapes import PREFIX, skeleton
 from tswift.models.source import find_source, in_one_line, read_config, silence
@@ -42,6 +44,7 @@ class Prospect:
         most_nodes: most nodes of a draft tree; None where there is no limit, or it is not known yet.
         heads: how many tokens its heads draft one after another; None where nobody can say.
         heads_bytes: of their weights.
+        copy_bytes: of a copy with weights of fewer bits; 0 for none.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Prospect:
     most_nodes: int | None
     heads: int | None
     heads_bytes: int
+    copy_bytes: int = 0
 
 
 def foresee(
@@ -64,6 +68,7 @@ def foresee(
     dtype: str = "auto",
     attention: str = "auto",
     heads: str | os.PathLike[str] | None = None,
+    draft_weights: str | None = None,
 ) -> Prospect:
     """What :func:`tswift.load` would load; see there for the arguments.
 
@@ -77,7 +82,7 @@ def foresee(
         kind = own_dtype(config) if place.type == "cuda" or model.startswith(PREFIX) else torch.float32
     text = config.get_text_config()
     count, parameters = _random(text, heads) if model.startswith(PREFIX) else _heads(model, config, heads)
-    return _prospect(model, config, place, kind, attention, count, parameters)
+    return _prospect(model, config, place, kind, attention, count, parameters, draft_weights)
 
 
 def foresee_draft(draft: str, target: Prospect, attention: str = "auto") -> Prospect:
@@ -95,33 +100,47 @@ def foresee_draft(draft: str, target: Prospect, attention: str = "auto") -> Pros
 
 
 def _prospect(
-    model: str, config: Any, place: torch.device, kind: torch.dtype, attention: str, heads: int | None, parameters: int
+    model: str,
+    config: Any,
+    place: torch.device,
+    kind: torch.dtype,
+    attention: str,
+    heads: int | None,
+    parameters: int,
+    draft_weights: str | None = None,
 ) -> Prospect:
     text, most_nodes = config.get_text_config(), None
     if attention != "auto":  # what that chooses may give way to another
         most_nodes = BACKENDS[choose(attention, kind, place, head_size(config))]().MOST_NODES
+    weight_bytes, copy_bytes = _weights(config, model, kind, place, draft_weights)
     return Prospect(
         name=model,
         device=place,
         dtype=kind,
         positions=max_positions(config),
         vocab_size=text.vocab_size,
-        weight_bytes=_weights(config, model, kind, place) * kind.itemsize,
+        weight_bytes=weight_bytes,
         token_bytes=_kv_width(text) * kind.itemsize,
         groups=_groups(text),
         most_nodes=most_nodes,
         heads=heads,
         heads_bytes=parameters * kind.itemsize,
+        copy_bytes=copy_bytes,
     )
 
 
-def _weights(config: Any, model: str, kind: torch.dtype, place: torch.device) -> int:
-    """Weights of a model, those counted twice of which a copy will be made."""
+def _weights(
+    config: Any, model: str, kind: torch.dtype, place: torch.device, draft_weights: str | None
+) -> tuple[int, int]:
+    """Bytes of a model's weights, those counted twice that will be held in another order too; and of a cheaper copy."""
+    if draft_weights is not None:
+        weight_only(draft_weights, config, place, kind, quantizing.DRAFT_OPTION)
     if getattr(config, "quantization_config", None) is not None:
-        return 0
+        return 0, 0
     with silence(), in_one_line(model):
         network = skeleton(config)
-        return sum(weight.numel() for weight in network.parameters()) + copied(network, kind, place)
+        count = sum(weight.numel() for weight in network.parameters()) + copied(network, kind, place)
+        return count * kind.itemsize, 0 if draft_weights is None else copied_bytes(network, draft_weights)
 
 
 def _kv_width(text: Any) -> int:

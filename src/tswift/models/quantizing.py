@@ -1,16 +1,25 @@
-"""Weights of fewer bits: what a checkpoint says of its own, and what torchao makes of others while they are loaded."""
+"""Weights of fewer bits: what a checkpoint says of its own, and what torchao makes of others while they are loaded.
+
+Also a copy of a loaded model with weights of fewer bits, for its drafting passes to run on.
+"""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from tswift.errors import InputError
+from tswift.models.linear import slow
 
-OPTION = "--quantize"
-KINDS = ("int8", "fp8", "int4")
+OPTION, DRAFT_OPTION = "--quantize", "--draft-weights"
+BITS = {"int8": 8, "fp8": 8, "int4": 4}  # of a weight, by kind; its scales apart
+KINDS = tuple(BITS)
 _GROUP = 128  # weights of a row that share a scale, in int4
+_TILE = 1024, 8  # inputs and outputs that int4 weights are filled up to a multiple of
 
 
 def own_quantization(config: Any) -> str | None:
@@ -34,24 +43,77 @@ def quantizer(kind: str, config: Any, place: torch.device, dtype: torch.dtype) -
     Raises:
         InputError: no such kind, none for this model, device or dtype, or torchao is not installed.
     """
+    how = weight_only(kind, config, place, dtype)
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(how)
+
+
+def cheaper_copy(network: PreTrainedModel, kind: str) -> PreTrainedModel:
+    """A copy of a model in which the weights of the decoder's linear layers are quantised.
+
+    It shares all else with the model, the embeddings and the LM head among them: nothing else takes memory twice.
+
+    Args:
+        network: the model, whole.
+        kind: one of ``KINDS``.
+
+    Raises:
+        InputError: as :func:`quantizer`.
+    """
+    place, dtype = network.get_input_embeddings().weight.device, network.dtype
+    how = weight_only(kind, network.config, place, dtype, DRAFT_OPTION)
+    from torchao.quantization import quantize_
+
+    whole = network.get_input_embeddings(), network.get_output_embeddings()
+    shared = [*network.parameters(), *network.buffers(), *whole]
+    twin = deepcopy(network, {id(each): each for each in shared})
+    for module in twin.modules():
+        module._forward_pre_hooks.clear()  # the model's own tap
+    slow(twin.get_decoder())
+    quantize_(twin.get_decoder(), how)
+    return twin
+
+
+def copied_bytes(network: PreTrainedModel, kind: str) -> int:
+    """Bytes that :func:`cheaper_copy` takes beside the model, of which the weights' shapes are looked at alone."""
+    count = 0
+    for layer in network.get_decoder().modules():
+        if isinstance(layer, nn.Linear):
+            rows, width = layer.weight.shape
+            if kind == "int4":
+                if width % _GROUP == 0:  # else torchao leaves the layer alone
+                    rows, width = rows + -rows % _TILE[1], width + -width % _TILE[0]
+                    count += rows * width // 2 + rows * width // _GROUP * 4
+            else:
+                count += rows * width + rows * 4
+    return count
+
+
+def weight_only(kind: str, config: Any, place: torch.device, dtype: torch.dtype, option: str = OPTION) -> Any:
+    """What torchao has to be told; arguments and errors as for :func:`quantizer`.
+
+    Args:
+        option: the one that asks for it, for errors.
+    """
     if kind not in KINDS:
-        raise InputError(f"no {kind!r}; there are {', '.join(KINDS)}", OPTION)
+        raise InputError(f"no {kind!r}; there are {', '.join(KINDS)}", option)
     own = own_quantization(config)
     if own is not None:
-        raise InputError(f"the model's weights are quantised already ({own})", OPTION)
+        raise InputError(f"the model's weights are quantised already ({own})", option)
     if dtype == torch.float64:
-        raise InputError("works in float32, bfloat16 and float16, not in float64", OPTION)
+        raise InputError("works in float32, bfloat16 and float16, not in float64", option)
     if kind == "int4" and (place.type != "cuda" or dtype != torch.bfloat16):
-        raise InputError("int4 needs a CUDA device and bfloat16", OPTION)
+        raise InputError("int4 needs a CUDA device and bfloat16", option)
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
     except ImportError:
-        raise InputError("needs torchao: pip install 'tswift[quantize]'", OPTION) from None
-    from transformers import TorchAoConfig
-
+        raise InputError("needs torchao: pip install 'tswift[quantize]'", option) from None
+    # settings of the whole process are not torchao's to change: the model's own passes go by them
+    alone = {"set_inductor_config": False}
     if kind == "int8":
-        return TorchAoConfig(Int8WeightOnlyConfig())
+        return Int8WeightOnlyConfig(**alone)
     if kind == "fp8":
-        return TorchAoConfig(Float8WeightOnlyConfig())
+        return Float8WeightOnlyConfig(**alone)
     # the layout of PyTorch's own product; torchao's plain one needs a library more
-    return TorchAoConfig(Int4WeightOnlyConfig(group_size=_GROUP, int4_packing_format="tile_packed_to_4d"))
+    return Int4WeightOnlyConfig(group_size=_GROUP, int4_packing_format="tile_packed_to_4d", **alone)

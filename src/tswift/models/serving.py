@@ -25,24 +25,33 @@ def head_size(config: Any) -> int:
     return USUAL
 
 
-def backend_for(attention: str, dtype: torch.dtype, place: torch.device, width: int) -> tuple[str, str]:
+def heads_of(config: Any) -> tuple[int, int]:
+    """A model's KV heads and query heads per KV head, as its configuration tells them; one each where it does not."""
+    text = config.get_text_config()
+    heads, kv_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if type(heads) is int and type(kv_heads) is int and heads >= kv_heads > 0 == heads % kv_heads:
+        return kv_heads, heads // kv_heads
+    return 1, 1
+
+
+def backend_for(attention: str, dtype: torch.dtype, place: torch.device, config: Any) -> tuple[str, str]:
     """The attention backend that a name stands for, and what is to be said if it is not the one that should serve here.
+
+    It serves if what it computes of random rows is what sdpa computes.
 
     Args:
         attention: the name.
         dtype: of the model.
         place: where it will be.
-        width: its head size.
+        config: the model's.
 
     Raises:
         InputError: there is no such backend, or the one that is named cannot serve.
     """
+    width = head_size(config)
     backend = choose(attention, dtype, place, width)
-    reason = None
-    if backend == "native":
-        reason = fails(backend, dtype, place, width)
-    elif place.type == "cuda" and backend != "sdpa":
-        reason = fails(backend, dtype, place)
+    tried = backend != "sdpa" and (backend == "native" or place.type == "cuda")
+    reason = fails(backend, dtype, place, width, heads_of(config)) if tried else None
     if reason is None:
         return backend, ""
     if attention != "auto":
@@ -51,7 +60,7 @@ def backend_for(attention: str, dtype: torch.dtype, place: torch.device, width: 
 
 
 def compiled(target: Target, note: str) -> str:
-    """Compile the layers where that helps, and say what came of it.
+    """Compile the layers where that helps, and say what came of it, as far as passes do not show it later.
 
     Fusing pays where passes are replayed, on CUDA. On the CPU compiled layers were slower than eager ones: 5.0 ms
     instead of 4.4 for a pass of the bundled model over 8 nodes.
@@ -63,5 +72,11 @@ def compiled(target: Target, note: str) -> str:
         return f"{EAGER}, as {note}" if note else EAGER
     reason = target.compile()
     target.prepare(FullKV(target.kv_shape, 1), 1)  # shows whether graphs can be captured
-    words = "compiled" if reason is None else f"{EAGER}, as they could not be compiled: {reason}"
+    return "compiled" if reason is None else f"{EAGER}, as they could not be compiled: {reason}"
+
+
+def running(target: Target, words: str) -> str:
+    """What :func:`compiled` said, and what the passes that were prepared since have shown."""
+    if target.uncompiled is not None:
+        words = f"{words} in part, as the compiler stopped: {target.uncompiled}"
     return words if target.graphs is None else f"{words}; no CUDA graphs: {target.graphs}"

@@ -31,6 +31,8 @@ from tswift.models.tap import Tap
 Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
 _CHUNK = 512  # prompt tokens forwarded at a time
 _APART = {2: 0.1, 4: 1e-3, 8: 1e-9}  # compiled layers may round so differently, by bytes of an element
+_TRIED = ((0, 1), (0, 8), (5, 3), (37, 17), (130, 32))  # tokens held, and nodes, that compiled layers are tried with
+_RECOMPILES = 64  # of a function; torch allows 8, and all models share the functions
 
 
 class Target:
@@ -59,6 +61,7 @@ class Target:
         self._anchor: KVBuffer | None = None
         self._tap: Tap | None = None
         self._compiled = self._fused = False  # layers have compiled code; prepared passes use it
+        self._failures = 0  # functions that could not be compiled before the layers were
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
@@ -126,10 +129,14 @@ class Target:
         """
         if torch._dynamo.config.disable:
             return "torch.compile is switched off"
-        self._compiled = True
+        self._compiled, self._failures = True, _failures()
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILES)
+        # without it products of one row, which only read weights, do not reach the bandwidth of the memory
+        options = {"coordinate_descent_tuning": True} if backend == "inductor" else None
         try:
             for layer in self._decoder.layers:
-                layer.compile(backend=backend)
+                layer.compile(backend=backend, options=options)
             apart = self._apart()
         except Exception as error:  # compilers fail in many ways, and none of them is needed
             return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
@@ -138,19 +145,32 @@ class Target:
         self._fused = True
         return None
 
+    @property
+    def uncompiled(self) -> str | None:
+        """Why some of the layers' functions run eagerly although they were compiled; None if none is known to."""
+        if not self._fused:
+            return None
+        reasons = torch._dynamo.utils.counters["unimplemented"]
+        limits = [reason for reason in reasons if "limit" in reason]  # hit by another model, it holds for this one
+        if not limits and _failures() <= self._failures:
+            return None
+        return [*(limits or reasons), "a function could not be compiled"][0].splitlines()[0][:200]
+
     @torch.inference_mode()
     def _apart(self) -> float:
-        """How far compiled passes over few nodes are from eager ones, as a share of the hidden states' norm."""
-        worst = 0.0
-        for held, count in ((0, 1), (0, 8), (8, 3)):
+        """How far compiled passes are from eager ones at most, as a share of the norm of a node's hidden state."""
+        apart = []
+        for held, count in _TRIED:
+            text = (torch.arange(held + count, device=self.device) * 7919 + 13) % self.vocab_size
             places = torch.arange(held, held + count, device=self.device)
+            chain = torch.ones(count, count, dtype=torch.bool, device=self.device).tril_()
             found = []
             for compute in (self._compute_eagerly, self._compute):
                 kv = FullKV(self.kv_shape, held + count)
-                self.prefill(list(range(held)), kv)
-                found.append(compute(places, places, self._pass(places, kv, None)).hidden.double())
-            worst = max(worst, float((found[1] - found[0]).norm() / found[0].norm()))
-        return worst
+                self.prefill(text[:held].tolist(), kv)
+                found.append(compute(text[held:], places, self._pass(places, kv, chain)).hidden.double())
+            apart.append(((found[1] - found[0]).norm(dim=-1) / found[0].norm(dim=-1)).max())
+        return float(torch.stack(apart).max())  # NaN if any is
 
     @torch.inference_mode()
     def tap(self) -> None:
@@ -298,3 +318,9 @@ class Target:
             if show is not None:
                 show(kv.length - held, len(tokens))
         return last
+
+
+def _failures() -> int:
+    """How many functions the compiler has given up on so far; they run eagerly."""
+    frames = torch._dynamo.utils.counters["frames"]
+    return frames["total"] - frames["ok"]

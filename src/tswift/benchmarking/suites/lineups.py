@@ -16,7 +16,7 @@ from tswift.drafting.methods import find_method
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.resolving import resolve
 from tswift.errors import InputError
-from tswift.jobs.draft import draft_for
+from tswift.jobs.draft import draft_for, weights_for
 from tswift.jobs.settings import refuse_unused, sampling_params
 from tswift.models.draft import DRAFT_OPTION
 from tswift.models.loaded import LoadedModel
@@ -129,6 +129,7 @@ def _load(suite: Suite, asked: Asked) -> LoadedModel:
     """The model, with a smaller one where one is asked for, or is there anyway."""
     how = dict(asked.model)
     name, typed = how.pop("model"), how.pop("draft_model", None)
+    how["draft_weights"] = weights_for(suite.methods, how.get("draft_weights"))
     check_ahead(name, 1, 1, BASELINE, DraftOptions(), option="--model", **how)
     try:
         return load(name, **how, draft=draft_for(suite.methods, name, typed))

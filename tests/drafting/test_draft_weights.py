@@ -1,0 +1,73 @@
+"""Drafting passes on a copy of the target: the text is plain decoding's, whatever the copy's weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fake_torchao import broken, change, garbage, rounded
+from tests.helpers import decode_method, decode_steps, random_prompt, tiny_draft, tiny_heads, tiny_target, tokens_of
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
+from tswift.models.costs import NOMINAL
+from tswift.models.target import Target
+
+PARAMS = SamplingParams(min_p=0.02)
+SELF_DRAFTING = [name for name, method in METHODS.items() if method.partial]
+KV = [(name, kv) for name in SELF_DRAFTING for kv in (METHODS[name].kv or (None,))]
+
+
+def copy_of(target: Target, how: Callable[[Tensor], Tensor]) -> Target:
+    network = deepcopy(target.model)
+    change(network.get_decoder(), how)
+    return Target(network)
+
+
+def test_which_methods_draft_with_the_target() -> None:
+    assert SELF_DRAFTING == ["tokenswift", "cascade", "magicdec", "triforce", "auto"]
+
+
+@pytest.mark.parametrize("how", [rounded, garbage, broken])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("method", "kv"), KV)
+def test_the_text_is_plain_decodings(
+    method: str, kv: str | None, dtype: torch.dtype, how: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompt = tiny_target(dtype=dtype), random_prompt(80, 6)
+    copied = copy_of(target, how)
+    passes = []
+    monkeypatch.setattr(copied, "forward", lambda *given: passes.append(1) or Target.forward(copied, *given))
+    options = DraftOptions(kv=kv, budget=64, sinks=4, nodes=12 if "nodes" in METHODS[method].uses else None)
+    heads, draft = tiny_heads(dtype), tiny_draft(dtype)
+    drafter = make_drafter(method, target, heads, options, draft, costs=NOMINAL, drafting=copied)
+    steps = decode_steps(target, drafter, prompt, PARAMS, 1, 60)
+    assert tokens_of(steps) == decode_method("ar", target, prompt, PARAMS, 1, 60)
+    assert passes
+
+
+@pytest.mark.parametrize("kv", ["full", "streaming"])
+def test_a_better_copy_is_right_more_often(kv: str) -> None:
+    """Over all keys a copy that is none drafts what will be drawn."""
+    target, prompt, options = tiny_target(), random_prompt(80, 6), DraftOptions(kv=kv, budget=64, gamma=5)
+    found = []
+    for copied in (copy_of(target, Tensor.clone), copy_of(target, rounded), copy_of(target, garbage)):
+        drafter = make_drafter("magicdec", target, None, options, drafting=copied)
+        found.append(sum(step.accepted for step in decode_steps(target, drafter, prompt, PARAMS, 1, 90)))
+    assert min(found[:2]) > found[2]
+    if kv == "full":
+        assert found[0] == 75 >= found[1]
+
+
+def test_the_small_model_of_standalone_and_others_heads_are_no_drafting_passes() -> None:
+    target = tiny_target()
+    copied = copy_of(target, garbage)
+    copied.forward = None  # type: ignore[assignment]
+    for method in sorted(set(METHODS) - set(SELF_DRAFTING)):
+        drafter = make_drafter(method, target, tiny_heads(), DraftOptions(budget=64), tiny_draft(), drafting=copied)
+        assert len(tokens_of(decode_steps(target, drafter, random_prompt(80, 6), PARAMS, 1, 20))) == 20

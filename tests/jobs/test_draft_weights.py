@@ -1,0 +1,111 @@
+"""``--draft-weights`` in a job: who takes it, what is kept of it, and that a resumed run may have another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import fake_torchao
+from tests.benchmarking.helpers import MACHINE
+from tswift.benchmarking.floor import floor_of
+from tswift.benchmarking.lineup import Entry, line_up
+from tswift.benchmarking.measure import Plan, header
+from tswift.benchmarking.prompts import Prompt
+from tswift.benchmarking.schema import bench_schema, complaints
+from tswift.benchmarking.suites.catalogue import find_suite
+from tswift.benchmarking.suites.lineups import Asked, prepare
+from tswift.errors import InputError
+from tswift.jobs.draft import weights_for
+from tswift.jobs.resume import resume
+from tswift.jobs.settings import Settings, start
+
+WORDS = ["tswift"]
+
+
+@pytest.fixture(autouse=True)
+def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torchao.install(monkeypatch)
+
+
+def _settings(checkpoint: Path, tmp_path: Path, **changes: object) -> Settings:
+    (tmp_path / "prompt.txt").write_text("The ship had lain three days becalmed, and nobody spoke.")
+    asked = {"length": 20, "method": "magicdec", "prompt": str(tmp_path / "prompt.txt"), "model": str(checkpoint)}
+    return Settings(**{**asked, "device": "cpu", "out": tmp_path / "run", **changes})  # type: ignore[arg-type]
+
+
+def _record(tmp_path: Path) -> dict:  # type: ignore[type-arg]
+    return json.loads((tmp_path / "run" / "run.json").read_text())
+
+
+def test_who_takes_it() -> None:
+    assert weights_for(["ar", "tokenswift"], "int8") == "int8"
+    assert weights_for(["triforce"], "fp8") == "fp8"
+    assert weights_for(["cascade"], "none") is None
+    assert weights_for(["ar"], None) is None
+    for method in ("ar", "medusa", "reuse", "recall", "standalone", "ar-reference"):
+        with pytest.raises(InputError, match=rf"^--draft-weights: {method} does not draft with the model itself$"):
+            weights_for([method], "int8")
+    with pytest.raises(InputError, match=r"^--draft-weights: none of ar, medusa drafts with the model itself$"):
+        weights_for(["ar", "medusa"], "none")
+
+
+def test_a_run_says_so_and_goes_on_with_another(checkpoint: Path, tmp_path: Path) -> None:
+    job = start(_settings(checkpoint, tmp_path, draft_weights="int8"), WORDS)
+    assert "drafting passes in int8" in job.statement()[0]
+    job.run(lambda *given: None)
+    record = _record(tmp_path)
+    assert record["options"]["draft_weights"] == record["model"]["draft_weights"] == "int8"
+    assert record["model"]["quantization"] is None
+    lengths = {"none": 30, "fp8": 40, None: 50}
+    for kind, length in lengths.items():
+        asked = {"length": length, **({} if kind is None else {"draft_weights": kind})}
+        going_on = resume(tmp_path / "run", asked, False, WORDS)
+        assert going_on is not None
+        assert (going_on.model.drafting is None) is (kind == "none")
+        going_on.run(lambda *given: None)
+    assert [session["draft_weights"] for session in _record(tmp_path)["resumed"]] == [None, "fp8", "int8"]
+    plain = start(_settings(checkpoint, tmp_path, method="ar", length=50, out=tmp_path / "plain"), WORDS)
+    plain.run(lambda *given: None)
+    assert going_on.tokens == plain.tokens
+    assert "draft_weights" not in json.loads((tmp_path / "plain" / "run.json").read_text())["model"]
+
+
+def test_a_run_begun_without_goes_on_with(checkpoint: Path, tmp_path: Path) -> None:
+    start(_settings(checkpoint, tmp_path), WORDS).run(lambda *given: None)
+    going_on = resume(tmp_path / "run", {"length": 25, "draft_weights": "int8"}, False, WORDS)
+    assert going_on is not None
+    assert going_on.model.draft_weights == "int8"
+    going_on.run(lambda *given: None)
+    with pytest.raises(InputError, match=r"^--draft-weights: no 'int9'; there are none, int8, fp8, int4$"):
+        resume(tmp_path / "run", {"length": 30, "draft_weights": "int9"}, False, WORDS)
+
+
+def test_it_is_refused_where_no_pass_of_the_model_drafts(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^--draft-weights: reuse does not draft with the model itself$"):
+        start(_settings(checkpoint, tmp_path, method="reuse", draft_weights="int8"), WORDS)
+    start(_settings(checkpoint, tmp_path, method="ar"), WORDS).run(lambda *given: None)
+    for length in (20, 25):  # finished, and gone on with
+        with pytest.raises(InputError, match=r"^--draft-weights: ar does not draft with the model itself$"):
+            resume(tmp_path / "run", {"length": length, "draft_weights": "int8"}, False, WORDS)
+    with pytest.raises(InputError, match=r"^--draft-weights: none of ar, medusa drafts with the model itself$"):
+        line_up(Entry(("ar", "medusa"), model=str(checkpoint), draft_weights="int8"))
+    figure = find_suite("table12")
+    with pytest.raises(InputError, match=r"^--draft-weights: no 'int9'"):
+        prepare(figure, Asked({"model": str(checkpoint), "device": "cpu", "draft_weights": "int9"}), Plan(lens=(50,)))
+
+
+def test_methods_side_by_side(checkpoint: Path) -> None:
+    methods = ("ar", "medusa", "magicdec")
+    entry = Entry(methods, model=str(checkpoint), device="cpu", drafting={"budget": 64}, draft_weights="int8")
+    lineup = line_up(entry)
+    floor = floor_of(lineup, MACHINE)
+    assert floor is not None
+    assert [floor.drafting[method].bits for method in methods] == [None, None, 8]
+    prompt, plan = Prompt("p", tuple(range(1, 9))), Plan(prefills=(8,), lens=(20,), warmup=0)
+    measurement = header(lineup, [prompt], plan, WORDS, MACHINE)
+    assert measurement["workload"]["draft_weights"] == "int8"
+    assert not [line for line in complaints(measurement, bench_schema()) if "draft_weights" in line]
+    plain = header(line_up(Entry(methods, model=str(checkpoint), device="cpu")), [prompt], plan, WORDS, MACHINE)
+    assert "draft_weights" not in plain["workload"]

@@ -1,0 +1,185 @@
+"""A copy of the model with weights of fewer bits, for drafting passes: what it shares, and what it takes."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tswift
+from tests import fake_torchao
+from tests.conftest import make_checkpoint
+from tests.models.loads import refuse
+from tswift.decoding import limits
+from tswift.decoding.limits import check_ahead
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
+from tswift.errors import InputError
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
+from tswift.models.medusa_heads import MedusaHeads
+from tswift.models.prospect import foresee
+from tswift.models.ranks import Ranks
+
+OPTIONS = DraftOptions(nodes=12, budget=64, sinks=4)
+needs_torchao = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")
+
+
+def text(model: LoadedModel, method: str, length: int = 70) -> list[int]:
+    prompt = model.encode("The ship had lain three days becalmed, and the captain")
+    steps = tswift.generate(model, prompt, length, method=method, options=OPTIONS)
+    return list(itertools.chain.from_iterable(step.tokens for step in steps))
+
+
+def pointers(module: nn.Module) -> dict[str, int]:
+    return {name: weight.data_ptr() for name, weight in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
+def test_all_but_the_decoders_linear_layers_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    given = fake_torchao.install(monkeypatch)
+    model = load(str(make_checkpoint(tmp_path / "m", **changes)), device="cpu", draft_weights="int8")
+    assert model.drafting is not None
+    assert given == [("Int8WeightOnlyConfig", {"set_inductor_config": False})]
+    whole, copied = model.target.model, model.drafting.model
+    own, theirs = pointers(whole), pointers(copied)
+    assert own.keys() == theirs.keys()
+    linear = {f"{name}.weight" for name, each in whole.model.named_modules() if isinstance(each, nn.Linear)}
+    assert {name for name in own if own[name] != theirs[name]} == {f"model.{name}" for name in linear}
+    assert len(linear) == 2 * 7
+    assert copied.get_output_embeddings() is whole.get_output_embeddings()
+    assert copied.get_input_embeddings() is whole.get_input_embeddings()
+    assert model.drafting.kv_shape == model.target.kv_shape
+    about = model.about()
+    assert (about["draft_weights"], about["draft_layers"], about["quantization"]) == ("int8", "eager", None)
+    assert model.besides() == ", drafting passes in int8"
+
+
+def test_layers_that_onednn_computes_are_copied_as_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torchao.install(monkeypatch)
+    model = load(device="cpu", draft_weights="fp8", dtype="float32")
+    assert model.drafting is not None
+    kinds = {type(each).__name__ for each in model.drafting.model.model.modules() if isinstance(each, nn.Linear)}
+    assert kinds == {"Linear"}
+    assert model.drafting.model.lm_head is model.target.model.lm_head
+    assert text(model, "tokenswift") == text(load(device="cpu", dtype="float32"), "ar")
+
+
+@pytest.mark.parametrize("how", [fake_torchao.rounded, fake_torchao.garbage, fake_torchao.broken])
+def test_every_method_draws_the_models_own_text(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, how) -> None:
+    plain = text(load(str(checkpoint), device="cpu"), "ar")
+    fake_torchao.install(monkeypatch, how)
+    model = load(str(checkpoint), device="cpu", draft=str(checkpoint), draft_weights="int8")
+    assert all(text(model, method) == plain for method in METHODS)
+
+
+def test_heads_that_start_before_the_final_norm(checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
+    """The copy gives them its own states, and leaves the model's alone."""
+    heads = MedusaHeads(32, 2, 320)
+    heads.raw = True
+    monkeypatch.setattr("tswift.models.loading.attach", lambda path, target: (target.tap(), heads.eval())[1])
+    fake_torchao.install(monkeypatch)
+    model = load(str(checkpoint), device="cpu", draft_weights="int8")
+    assert model.drafting is not None
+    for target in (model.target, model.drafting):
+        norm = target.model.model.norm
+        assert len(norm._forward_pre_hooks) == 1
+        zero = torch.zeros(1, dtype=torch.int64)
+        forwarded = target.forward(zero, zero, tswift.kv.full.FullKV(target.kv_shape, 1), None)
+        assert torch.equal(norm(forwarded.raw), forwarded.hidden)
+    assert text(model, "tokenswift") == text(model, "ar")
+
+
+def test_what_it_takes_is_foreseen(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torchao.install(monkeypatch)
+    linear = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 64 * 32)  # weights of 2 layers
+    rows = 2 * (2 * 32 + 2 * 16 + 2 * 64 + 32)
+    assert foresee(str(checkpoint)).copy_bytes == 0
+    ask = {"device": "cpu", "draft_weights": "int8"}
+    ahead = check_ahead(str(checkpoint), 3, 50, "tokenswift", OPTIONS, **ask)
+    plain = check_ahead(str(checkpoint), 3, 50, "tokenswift", OPTIONS, device="cpu")
+    assert ahead.copy_bytes == linear + 4 * rows
+    assert ahead.total_bytes == plain.total_bytes + ahead.copy_bytes
+    assert "draft weights" in str(ahead)
+    assert "draft weights" not in str(plain)
+    monkeypatch.setattr(limits, "available_bytes", lambda device: plain.total_bytes)
+    check_ahead(str(checkpoint), 3, 50, "tokenswift", OPTIONS, device="cpu")
+    with pytest.raises(InputError, match="draft weights"):
+        check_ahead(str(checkpoint), 3, 50, "tokenswift", OPTIONS, **ask)
+
+
+def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLaMA3.1-8b: 6.98e9 weights in linear layers; in int4 with a scale and a zero for each 128."""
+    fake_torchao.install(monkeypatch)
+    monkeypatch.setattr("tswift.models.prospect.find_device", torch.device)
+    found = {
+        kind: foresee("shape:llama3.1-8b", device="cuda", draft_weights=kind).copy_bytes
+        for kind in ("int8", "fp8", "int4")
+    }
+    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+    assert found["int8"] == found["fp8"] == pytest.approx(weights, rel=1e-3)
+    assert found["int4"] == weights // 2 + weights // 128 * 4
+    # 11,008 inputs are filled up to 11,264
+    padded = 32 * (4 * 4096 * 4096 + 2 * 4096 * 11_008 + 4096 * 11_264)
+    yarn = foresee("shape:yarn-llama2-7b-128k", device="cuda", draft_weights="int4").copy_bytes
+    assert yarn == padded // 2 + padded // 128 * 4
+
+
+def test_what_cannot_be_copied(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torchao.install(monkeypatch)
+    model, option = str(checkpoint), "--draft-weights"
+    refuse(model, "no 'int3'; there are int8, fp8, int4", option, draft_weights="int3")
+    refuse(model, "wants a name, got 8", option, draft_weights=8)  # type: ignore[arg-type]
+    refuse(model, "not in float64", option, draft_weights="int8", dtype="float64")
+    refuse(model, "int4 needs a CUDA device and bfloat16", option, draft_weights="int4", device="cpu")
+    refuse(model, r"quantised already \(int8\)", option, draft_weights="int8", quantize="int8", device="cpu")
+    with monkeypatch.context() as split:
+        split.setattr(Ranks, "share", lambda self, asked: asked)
+        refuse(model, "cannot be split over ranks", option, draft_weights="int8", ranks=Ranks(0, 2))  # type: ignore
+    monkeypatch.setattr("tswift.models.loading._load", None)  # all of it is said before anything is loaded
+    refuse(model, "not in float64", option, draft_weights="int8", dtype="float64")
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    refuse(model, r"needs torchao: pip install 'tswift\[quantize\]'", option, draft_weights="int8", device="cpu")
+
+
+def test_a_checkpoint_that_is_quantised_has_no_cheaper_copy(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_torchao.install(monkeypatch)
+    folder = make_checkpoint(tmp_path / "m")
+    config = (folder / "config.json").read_text().replace("{", '{"quantization_config": {"quant_method": "gptq"},', 1)
+    (folder / "config.json").write_text(config)
+    refuse(str(folder), r"quantised already \(gptq\)", "--draft-weights", draft_weights="int8", device="cpu")
+
+
+def test_random_weights_can_be_copied(tiny_shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For times: every method runs."""
+    fake_torchao.install(monkeypatch)
+    model = load("shape:tiny", draft_weights="int8")
+    assert model.drafting is not None
+    assert text(model, "tokenswift", 20) == text(model, "ar", 20)
+
+
+@needs_torchao
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_torchao(checkpoint: Path, kind: str, dtype: str) -> None:
+    process = torch.get_float32_matmul_precision(), torch._inductor.config.coordinate_descent_tuning
+    model = load(str(checkpoint), device="cpu", draft=str(checkpoint), draft_weights=kind, dtype=dtype)
+    assert model.drafting is not None
+    assert (torch.get_float32_matmul_precision(), torch._inductor.config.coordinate_descent_tuning) == process
+    layers = [each for each in model.drafting.model.model.modules() if isinstance(each, nn.Linear)]
+    parts = [getattr(each.weight, name) for each in layers for name in ("qdata", "scale")]
+    assert all(part.dtype in (torch.int8, torch.float8_e4m3fn) for part in parts[::2])
+    foreseen = foresee(str(checkpoint), device="cpu", dtype=dtype, draft_weights=kind).copy_bytes
+    assert foreseen == sum(part.nbytes for part in parts)
+    if dtype == "float32":
+        assert all(text(model, method) == text(model, "ar") for method in METHODS)
+    assert model.drafting.compile(backend="aot_eager") is None  # as where passes are replayed
