@@ -26,6 +26,22 @@ from tswift.models.target import Target
 
 _NAMED = 14  # kernels told of by name
 _PROFILED = 10  # steps whose kernels are recorded
+# Of the attention kernel: rows and keys of a tile, warps, stages, registers.
+_CONFIGURATIONS = [
+    (16, 32, 4, 3),
+    (16, 64, 4, 3),
+    (16, 64, 4, 4),
+    (32, 64, 4, 3),
+    (64, 32, 4, 2),
+    (64, 64, 4, 2),
+    (64, 64, 4, 3),
+    (128, 32, 8, 3),
+    (128, 32, 8, 4, 128),
+    (128, 64, 8, 2),
+    (128, 64, 8, 3),
+    (256, 32, 8, 3),
+    (256, 32, 16, 3),
+]
 _BEYOND_CACHE = 200 << 20  # bytes of weights that no L2 holds
 
 
@@ -110,39 +126,41 @@ def memory(run: Run) -> None:
 
 
 def attention(run: Run) -> None:
-    """One layer's attention of the main shape by nodes, context and configuration of the kernel."""
-    from tswift.attention.triton import TritonAttention
+    """One layer's attention of the main shape by nodes and context, in the kernel's own configuration and in others."""
+    from tswift.attention import triton as backend
 
     config = shape_config(PREFIX + run.scale.main)
     heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-    layout_dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
-    layout = Layout(heads, config.num_attention_heads // heads, layout_dtype, run.device)
+    dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
+    layout = Layout(heads, config.num_attention_heads // heads, dtype, run.device)
     contexts = (max(run.scale.contexts), min(run.scale.contexts))
-    made = {"dtype": layout.dtype, "device": run.device}
+    made = {"dtype": dtype, "device": run.device}
     keys, values = torch.randn(2, heads, contexts[0] + 128, size, **made)
-    for nodes in run.scale.nodes:
-        query = torch.randn(nodes, config.num_attention_heads, size, **made).transpose(0, 1)
-        ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=run.device).tril()
-        for name, settings in configurations(TritonAttention, layout, nodes, size).items():
-            for context in contexts:
-                if run.late():
-                    return
-                length = torch.tensor(context, dtype=torch.int32, device=run.device)
-                about = {"nodes": nodes, "configuration": name, "context": context}
-                try:
-                    attend = TritonAttention(layout, length, nodes, ancestors, **settings)
-                    seconds = replayed(partial(attend, query, keys, values, size**-0.5), run.device)
-                except Exception as error:  # a tile that does not fit: the next one may
-                    run.note("attention", **about, error=f"{type(error).__name__}: {str(error)[:100]}")
-                    break
-                rate = 2 * context * heads * size * layout.dtype.itemsize / seconds / 1e12
-                run.note("attention", **about, us=1e6 * seconds, TBps=rate)
-
-
-def configurations(attention: Any, layout: Layout, nodes: int, size: int) -> dict[str, dict[str, Any]]:
-    """Configurations of the kernel to try, by name: further arguments of the attention, which may offer none."""
-    offered: Callable[..., dict[str, dict[str, Any]]] | None = getattr(attention, "configurations", None)
-    return {"default": {}, **(offered(layout, nodes, size) if offered else {})}
+    usual, tried = backend.configuration, [] if run.device.type == "cpu" else _CONFIGURATIONS
+    for others in (False, True):  # what is in use first, at all numbers of nodes
+        for nodes in run.scale.nodes:
+            rows = nodes * layout.groups
+            query = torch.randn(nodes, config.num_attention_heads, size, **made).transpose(0, 1)
+            ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=run.device).tril()
+            for tile in tried if others else [None]:
+                if tile and not (rows <= tile[0] <= 4 * rows or rows > tile[0] >= 64):
+                    continue
+                for context in contexts:
+                    if run.late():
+                        return
+                    length = torch.tensor(context, dtype=torch.int32, device=run.device)
+                    about = {"nodes": nodes, "configuration": str(tile or "in use"), "context": context}
+                    try:
+                        backend.configuration = (lambda *_, tile=tile: backend.Configuration(*tile)) if tile else usual
+                        attend = backend.TritonAttention(layout, length, nodes, ancestors)
+                        seconds = replayed(partial(attend, query, keys, values, size**-0.5), run.device)
+                    except Exception as error:  # a tile that does not fit: the next one may
+                        run.note("attention", **about, error=f"{type(error).__name__}: {str(error)[:100]}")
+                        break
+                    finally:
+                        backend.configuration = usual
+                    rate = 2 * context * heads * size * dtype.itemsize / seconds / 1e12
+                    run.note("attention", **about, us=1e6 * seconds, TBps=rate)
 
 
 def products(run: Run) -> None:

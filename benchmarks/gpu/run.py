@@ -30,7 +30,7 @@ from tswift.models.target import Target
 ALPHA = 0.9  # simulated acceptance
 TOKENS = 100_000  # of the text whose time is integrated
 _WORDS = 500  # tokens that texts are made of, so that n-grams come again
-_LOUDER = 3.0  # factor of their rows of the LM head, so that random weights draw them
+_SPREAD = 4.0  # of their logits, so that random weights draw them and no others
 _FORWARDED = 64  # tokens of a prompt that are really forwarded
 
 
@@ -56,7 +56,7 @@ class Scale:
 DRY = Scale(
     main="tiny-llama",
     others=("tiny-mha",),
-    contexts=(80, 300),
+    contexts=(1100, 1200),  # n-grams are taken from what has left the penalty's window of 1,024
     nodes=(1, 8),
     tree=8,
     step_nodes=(None, 4),
@@ -72,7 +72,7 @@ DRY = Scale(
 
 def add_tiny_shapes() -> None:
     """Make the shapes of a dry run known."""
-    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 1024}
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 4096}
     for name, kv_heads in (("tiny-llama", 2), ("tiny-mha", 4)):
         SHAPES[name] = LlamaConfig(
             **sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=kv_heads, dtype="bfloat16"
@@ -111,8 +111,13 @@ class Run:
             self.drop_model()
             started = time.perf_counter()
             self._model = model = load(PREFIX + name, device=str(self.device))
-            with torch.inference_mode():
-                model.target.model.get_output_embeddings().weight[:_WORDS].mul_(_LOUDER)
+            if self.device.type == "cpu":  # decode as on a GPU, by programs, without the slow interpreter
+                from tests.models.test_passes import LengthOnDevice
+
+                model.target._attention = LengthOnDevice
+            rows = model.target.model.get_output_embeddings().weight[: _words(model)]
+            with torch.inference_mode():  # hidden states are as long as the root of their size
+                rows.mul_(_SPREAD / float(rows.double().std()) / model.target.hidden_size**0.5)
             model.target.synchronize()
             about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "heads")}
             self.note("loaded", **about, graphs=model.target.graphs, seconds=time.perf_counter() - started)
@@ -138,13 +143,16 @@ def at_context(
 
     Its text is made of few tokens, so that n-grams are found as in a real one. If it drafts, acceptance is simulated.
     """
-    words = min(_WORDS, model.target.vocab_size // 4)
-    ids = torch.randint(words, (context + 1,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = torch.randint(_words(model), (context + 1,), generator=torch.Generator().manual_seed(1)).tolist()
     walk = None if method == "ar" else lambda depth: SimulatedWalk(ALPHA, depth)
     decode = begin(model, ids, length, method=method, options=DraftOptions(nodes=nodes), walk=walk, **settings)
     with _skipped_prefill(model.target):
         decode.decoding.prefill()
     return decode
+
+
+def _words(model: LoadedModel) -> int:
+    return min(_WORDS, model.target.vocab_size // 16)
 
 
 def noisy(kv: KVBuffer) -> None:
