@@ -67,7 +67,7 @@ def on_the_host(prompt: int, length: int) -> list[int]:
     return tokens_of(decode_steps(target, drafter, random_prompt(prompt), PARAMS, 3, length))
 
 
-def same(graphs, method: str, kind: str, options: DraftOptions, prompt: int = 90, length: int = 24) -> None:
+def same(graphs, method: str, kind: str, options: DraftOptions, prompt: int = 90, length: int = 20) -> None:
     plain = decoded(None, method, kind, options, prompt, length)
     captured = decoded(graphs, method, kind, options, prompt, length)
     assert tokens_of(captured) == tokens_of(plain) == on_the_host(prompt, length)
@@ -87,7 +87,7 @@ def test_every_method_writes_the_same_text(graphs, method: str, kind: str) -> No
 
 @pytest.mark.parametrize(
     ("method", "kv"),
-    [(name, kv) for name, method in METHODS.items() for kv in method.kv[1:]],
+    [(name, kv) for name, method in METHODS.items() for kv in method.kv[1:] if name != "auto"],  # its are cascade's
 )
 def test_every_partial_cache(graphs, method: str, kv: str) -> None:
     same(graphs, method, "chained", dataclasses.replace(OPTIONS, kv=kv))
