@@ -18,7 +18,7 @@ from random import Random
 import torch
 import triton
 
-from tswift.decoding.fused import DTYPES, FusedDraw, mismatches, served
+from tswift.decoding.fused import DTYPES, FusedRule, mismatches, served
 from tswift.decoding.params import SamplingParams
 
 
@@ -44,10 +44,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--vocab", default="257-1024", help="number of token ids, or the least and the most of it")
     parser.add_argument("--nodes", type=int, default=128, help="most nodes of a tree")
-    parser.add_argument("--block", type=int, default=FusedDraw.BLOCK, help="tokens of a part of the vocabulary")
+    parser.add_argument("--block", type=int, default=FusedRule.BLOCK, help="tokens of a part of the vocabulary")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    FusedDraw.BLOCK, FusedDraw.MOST_NODES = options.block, triton.next_power_of_2(options.nodes)
+    FusedRule.BLOCK, FusedRule.MOST_NODES = options.block, triton.next_power_of_2(options.nodes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     least, *most = (int(word) for word in options.vocab.split("-"))
     random, started = Random(options.seed), time.perf_counter()

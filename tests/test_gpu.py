@@ -34,14 +34,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (CUDA or DRY), reason="no 
 cuda_only = pytest.mark.skipif(not CUDA, reason="needs CUDA itself")
 
 # Small ones in a dry run.
-TEXT = 20 if DRY else 2000
-PROMPT = 64 if DRY else 1024
+TEXT = 10 if DRY else 2000
+PROMPT = 32 if DRY else 1024
 SOME = ("ar", "tokenswift") if DRY else tuple(METHODS)  # of the methods
 
 
 @lru_cache(maxsize=1)  # one model fits anywhere, and its kernels are compiled once
 def bundled(dtype: str, draft: bool = False) -> LoadedModel:
-    return tswift.load("demo", device=DEVICE, dtype=dtype, draft="demo-draft" if draft else None)
+    return tswift.load("demo", device=DEVICE, dtype=dtype, draft="demo-draft" if draft and not DRY else None)
 
 
 def demo_prompt(model: LoadedModel) -> list[int]:
@@ -159,12 +159,13 @@ def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None
         assert relative_error(out, exact) < TRITON_TOLERANCE[dtype]
 
 
+@cuda_only
 def test_what_differs_in_bfloat16_is_rounding() -> None:
     """The audit, which must see through another seed's text, explains every text, the same or not."""
     model = bundled("bfloat16")
-    assert DRY or not core_missing(model)
-    prompt, params, length = demo_prompt(model), sampling_of(model), TEXT // 2
-    for method in SOME:
+    assert not core_missing(model)
+    prompt, params, length = demo_prompt(model), sampling_of(model), 1000
+    for method in METHODS:
         if not METHODS[method].draft:  # a second model would have to be compiled
             assert audit(model.target, prompt, demo_text(model, method, length), params, 1).ok, method
     assert not audit(model.target, prompt, demo_text(model, "ar", length, seed=2), params, 1).ok
@@ -187,7 +188,7 @@ def test_the_noise_has_the_same_bits_everywhere() -> None:
 )
 def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes) -> None:
     kv_heads, group, size = LAYOUTS[model]
-    if DRY and nodes > 18:
+    if DRY and (nodes > 18 or prefix == 20_000):
         pytest.skip("interpreted kernels are slow")
     if DRY:
         kv_heads, size, prefix = 1, 16, prefix // 500

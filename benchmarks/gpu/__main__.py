@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import shlex
@@ -70,21 +69,22 @@ class Session:
                 continue
         return found
 
-    def keep(self) -> None:
-        """Write everything that is handed back."""
+    def keep(self, caches: bool) -> None:
+        """Write everything that is handed back; the caches, which are large, where they have grown."""
         content = {**self.about, "dry": self.dry, "sections": self.states, "figures": self.figures()}
         for name, text in (("gpu.json", json.dumps(content, indent=0)), ("gpu.md", markdown(content))):
             (self.work / name).write_text(text)
             shutil.copy(self.work / name, self.out / name)
         archive(self.out / "gpu.tgz", self.work, [path for path in self.work.iterdir() if path.is_file()])
-        cached = [path for path in (self.work / "cache").rglob("*") if path.is_file()]
-        archive(self.out / "cache.tgz", self.work, cached)
+        if caches:
+            cached = [path for path in (self.work / "cache").rglob("*") if path.is_file()]
+            archive(self.out / "cache.tgz", self.work, cached)
 
     def close(self, section: str, state: str) -> None:
         """Note how a section ended, and keep all that is there."""
         self.states[section] = state
         print(f"[{self.deadline - time.time():5.0f} s left] {section}: {state}", file=sys.stderr, flush=True)
-        self.keep()
+        self.keep(caches=section in ("equality", "passes"))
 
 
 def archive(target: Path, root: Path, files: Sequence[Path], limit: int = LARGEST) -> list[Path]:
@@ -95,11 +95,10 @@ def archive(target: Path, root: Path, files: Sequence[Path], limit: int = LARGES
         room -= sizes[path]
         if room >= 0:
             kept.append(path)
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as tar:
+    with tarfile.open(target.with_suffix(".new"), "w:gz", compresslevel=6) as tar:
         for path in kept:
             tar.add(path, path.relative_to(root))
-    target.write_bytes(buffer.getvalue())
+    target.with_suffix(".new").replace(target)  # a run that is killed meanwhile leaves the one before
     return [path for path in files if path not in kept]
 
 
@@ -203,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = shlex.join(["python", "-m", "benchmarks.gpu", *(sys.argv[1:] if argv is None else argv)])
     session.about = {"command": words, "commit": args.commit, "cache": str(args.cache or "")}
     run_sections(session, {name: SECTIONS[name] for name in SECTIONS if name in names})
-    session.keep()
+    session.keep(caches=True)
     print((session.out / "gpu.md").read_text())
     return 1 if any(state.startswith(("failed", "killed")) for state in session.states.values()) else 0
 

@@ -2,7 +2,7 @@
 
 A pass is priced by the bytes that it reads, its operations, and its launches; a step by its two passes, its sampler and
 the time in which the device waits for the host. ``BEFORE`` is commit b5cc13d as REVIEW.md of issue 17 counted it,
-``AFTER`` is today's code. The default tree is read from the code; the other counts are the fields of ``Counts``.
+``AFTER`` is today's code. The default nodes are read from the code; the other counts are the fields of ``Counts``.
 
     python -m benchmarks.gpu.estimate --shape llama3.1-8b --alpha 0.9
 """
@@ -17,7 +17,7 @@ import torch
 
 from tswift.benchmarking.grid import Grid
 from tswift.benchmarking.roofline import MACHINES, pass_seconds
-from tswift.drafting.trees import tree_nodes, usual_nodes, usual_tree
+from tswift.drafting.trees import usual_nodes
 from tswift.models.passes import sizes
 from tswift.models.shapes import SHAPES, Shape, shape_config, shape_of, skeleton
 
@@ -52,6 +52,7 @@ class Counts:
         sampler_bytes: bytes moved per logit of a step.
         sampler_launches: launches of the sampler.
         tail: seconds of heads, warping and top-k after the draft pass, beyond reading the heads.
+        commit, ar_commit: small kernels that complete the tree, walk it and commit, in the verification's graph.
         idle: seconds per step in which the device waits.
         idle_per_node: the same, for each node.
         ar_idle: seconds per step of plain decoding.
@@ -71,6 +72,8 @@ class Counts:
     idle: float = 0.73e-3
     idle_per_node: float = 6.6e-6
     ar_idle: float = 0.21e-3
+    commit: int = 0  # they are launched one by one: part of idle
+    ar_commit: int = 0
     draft_bits: int = 16
 
 
@@ -93,10 +96,12 @@ def after(shape: Shape) -> list[Counts]:
         rows_per_read=128,  # one program holds all row blocks
         sampler_bytes=4.0,  # a fused kernel that reads logits of two bytes twice
         sampler_launches=10,
-        tail=0.1e-3,  # in the draft pass's graph
-        idle=0.1e-3,
+        tail=79 * (GAP + SMALL) + 0.05e-3,  # in the draft pass's graph; operators counted on a CPU, and a top-k's sort
+        idle=0.1e-3,  # from the end of one program to the launch of the next: aimed at
         idle_per_node=0.0,
-        ar_idle=0.05e-3,
+        ar_idle=0.1e-3,
+        commit=53,  # operators counted on a CPU
+        ar_commit=29,
     )
     return [code, replace(code, name=f"{code.name}, int8 drafts", draft_bits=8)]
 
@@ -128,9 +133,11 @@ def step(shape: Shape, vocabulary: int, counts: Counts, context: float, budget: 
         "heads, top-k": counts.tail + HEADS * shape.hidden_size**2 * shape.itemsize / ACHIEVED,
         "verification": pass_time(shape, counts, context, counts.padded),
         "sampler": sampler(counts.nodes),
+        "walk, commit": counts.commit * (GAP + SMALL),
         "idle": counts.idle + counts.idle_per_node * counts.nodes,
     }
-    ar = pass_time(shape, counts, context, 1) + sampler(1) + counts.ar_idle
+    beside = counts.ar_commit * (GAP + SMALL) + counts.ar_idle
+    ar = pass_time(shape, counts, context, 1) + sampler(1) + beside
     return {**parts, "step": sum(parts.values()), "ar": ar}
 
 
@@ -138,7 +145,8 @@ def floor(shape: Shape, context: float, budget: int) -> dict[str, float]:
     """As :func:`step`, of bytes at the published bandwidth alone."""
     heads = HEADS * shape.hidden_size**2 * shape.itemsize / PUBLISHED.bandwidth
     draft, verify = (float(pass_seconds(shape, PUBLISHED, each, 1)) for each in (min(budget, context), context))
-    parts = {"draft pass": draft, "heads, top-k": heads, "verification": verify, "sampler": 0.0, "idle": 0.0}
+    parts = {"draft pass": draft, "heads, top-k": heads, "verification": verify}
+    parts |= dict.fromkeys(("sampler", "walk, commit", "idle"), 0.0)
     return {**parts, "step": sum(parts.values()), "ar": verify}
 
 
@@ -173,13 +181,10 @@ def estimate(name: str, alpha: float, tokens: int = 100_000, prefill: int = 4096
             "draft pass / its floor": f"{draft:.2f}",
         }
     rows = [[row, *(column[row] for column in columns.values())] for row in columns["floor"]]
-    groups = shape.query_heads // shape.kv_heads
-    tree = usual_tree("tokenswift", torch.device("cuda"), DEPTH, usual_nodes(torch.device("cuda"), groups))
     notes = [
         f"Estimated, nothing of it measured: one H200, bfloat16, alpha {alpha:g} ({per_step:g} tokens a step), from "
         f"{prefill:,} to {prefill + tokens:,} tokens; means over the text. Floor: bytes at the published "
         f"{PUBLISHED.bandwidth / 1e12:g} TB/s. Before: commit b5cc13d.",
-        f"Default tree of today's code: {','.join(map(str, tree))}, {tree_nodes(tree)} nodes and n-grams.",
     ]
     return Grid(f"Estimate: {name}, {tokens:,} tokens on an H200", ["", *columns], rows, left=1, notes=notes)
 

@@ -1,6 +1,6 @@
 """The process that measures: sections in the order given, each until its time is up.
 
-python -m benchmarks.gpu.measure --folder runs/gpu passes=60 steps=70
+python -m benchmarks.gpu.measure --folder runs/gpu --until 1700000000 passes=60 steps=70
 """
 
 from __future__ import annotations
@@ -23,25 +23,22 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.gpu import LEAST, probe
 from benchmarks.gpu.estimate import estimate
-from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, at_context
+from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, at_context, noisy
 from benchmarks.gpu.timing import interleaved
-from benchmarks.passes import grown
 from tswift.benchmarking.machine import measured
-from tswift.benchmarking.roofline import MACHINES, pass_seconds
+from tswift.benchmarking.roofline import pass_seconds
 from tswift.decoding.generation import Generation
 from tswift.decoding.params import SamplingParams
 from tswift.jobs.environment import environment
-from tswift.kv.buffer import KVBuffer
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
 from tswift.models.dummy import random_network
 from tswift.models.memory import available_bytes
 from tswift.models.shapes import PREFIX, shape_config, shape_of
-from tswift.models.target import Target
 
-GREEDY = SamplingParams(temperature=0.0, min_p=0.0, penalty=1.0)
+_GREEDY = SamplingParams(temperature=0.0, min_p=0.0, penalty=1.0)
 _ROOM = 4e9  # bytes left free beside the caches
-_PER_STEP = 6  # tokens for which there is room, per step
+_PER_STEP = 12  # tokens for which there is room, per timed step
 _PEER_TOKENS = 32
 
 
@@ -53,88 +50,59 @@ def passes(run: Run) -> None:
 def shapes(run: Run) -> None:
     """A few passes of the other shapes."""
     for name in run.scale.others:
-        if run.left < run.scale.load:
-            return run.fill_up()
+        if run.late(run.scale.load):
+            return
         _passes(run, name, run.scale.contexts[:3], run.scale.nodes[:1] + run.scale.nodes[2:5:2])
-    return None
 
 
 def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ...]) -> None:
     """Milliseconds of a pass and its logits beside its floor, and of the draft pass over a partial cache."""
-    target = run.model(name).target
-    free = available_bytes(target.device)
-    each, room = target.kv_shape.bytes_per_token, _ROOM if target.device.type == "cuda" else 0.0
-    contexts = tuple(
-        context
-        for context in contexts
-        if context + max(nodes) <= target.max_positions
-        and (free is None or (context + max(nodes)) * each + room <= free)
-    )
+    target, most = run.model(name).target, max(nodes)
+    free = (available_bytes(target.device) or 1e15) - (_ROOM if run.device.type == "cuda" else 0.0)
+    slots = min(free / target.kv_shape.bytes_per_token, target.max_positions)
+    contexts = tuple(context for context in contexts if context + most <= slots)
     if not contexts:
-        return run.note("left out", why=f"{name}: no context fits")
-    full, partial = FullKV(target.kv_shape, max(contexts) + max(nodes)), PartialKV(target.kv_shape, run.scale.budget)
-    for kv in (full, partial):
-        kv.keys.normal_()
-        kv.values.normal_()
+        return run.note("left out", why=f"{name}: too little memory for any cache")
+    full, partial = FullKV(target.kv_shape, max(contexts) + most), PartialKV(target.kv_shape, run.scale.budget)
     started = time.perf_counter()
-    target.prepare(full, max(nodes))
-    target.prepare(partial, 1)
+    for kv, limit in ((full, most), (partial, 1)):
+        noisy(kv)
+        target.prepare(kv, limit)
     target.synchronize()
     run.note("prepared", shape=name, seconds=time.perf_counter() - started, graphs=target.graphs)
     shape = shape_of(target.model, target.dtype.itemsize)
     for context in contexts:
-        if run.late:
-            return run.fill_up()
-        runs: dict[tuple[str, int, int], Callable[[], Any]] = {
-            ("verify", context, count): one_pass(target, full, count, context) for count in nodes
-        }
+        if run.late():
+            return None
+        runs = {("verify", context, count): probe.one_pass(target, full, count, context) for count in nodes}
         if context == contexts[0]:
-            runs["draft", run.scale.budget, 1] = one_pass(target, partial, 1, run.scale.budget)
+            runs["draft", run.scale.budget, 1] = probe.one_pass(target, partial, 1, run.scale.budget)
         for (kind, held, count), seconds in interleaved(runs, run.scale.rounds, run.device).items():
             floor = float(pass_seconds(shape, run.machine, held, 1))
-            published = float(pass_seconds(shape, MACHINES["h200"], held, 1))
-            figures = {"ms": 1e3 * seconds, "floor ms": 1e3 * floor, "x": seconds / floor}
-            run.note("passes", shape=name, kind=kind, context=held, nodes=count, **figures, h200=1e3 * published)
+            about = {"shape": name, "kind": kind, "context": held, "nodes": count}
+            run.note("passes", **about, ms=1e3 * seconds, floor=1e3 * floor, x=seconds / floor)
     return None
-
-
-def one_pass(target: Target, kv: KVBuffer, nodes: int, length: int) -> Callable[[], Any]:
-    """A pass of so many nodes over the first ``length`` tokens of a cache, and its logits; ready to be queued."""
-    tree = grown(nodes)
-    tokens = torch.tensor(tree.tokens, device=target.device)
-    positions = torch.tensor(tree.depths, device=target.device) + length
-    ancestors = tree.ancestors().to(target.device)
-
-    def forward() -> None:
-        kv.length = length
-        target.logits(target.forward(tokens, positions, kv, ancestors).hidden)
-
-    return forward
 
 
 def steps(run: Run) -> None:
     """Real steps at several contexts, and what they come to over the whole text."""
     run.note("estimate", markdown=estimate(run.scale.main, ALPHA).markdown())
-    model = run.model(run.scale.main)
+    model, prefill = run.model(run.scale.main), min(run.scale.contexts)
     for method, nodes in (("ar", None), *(("tokenswift", count) for count in run.scale.step_nodes)):
         found: dict[int, float] = {}
+        about = {"method": method, "nodes": nodes or "default", "simulated alpha": None if method == "ar" else ALPHA}
         for context in run.scale.contexts:
-            if run.late:
+            if run.late():
                 break
-            simulated = method != "ar"
-            room = (2 * run.scale.steps) * _PER_STEP
-            decode = at_context(model, method, context, room, nodes=nodes, simulated=simulated)
+            decode = at_context(model, method, context, _PER_STEP * run.scale.steps, nodes)
             figures = _timed(run, decode)
             found[context] = figures["ms"] / 1e3 / figures["tokens"]
-            run.note("steps", method=method, nodes=nodes or "default", context=context, simulated=simulated, **figures)
+            run.note("steps", **about, context=context, **figures)
             del decode
             run.tidy()
         if len(found) > 1:
-            seconds = integrated(found, run.scale.prefill, TOKENS)
-            about = {"tokens": TOKENS, "prefill": run.scale.prefill, "contexts": len(found), "alpha": ALPHA}
-            run.note("integrated from steps", method=method, nodes=nodes or "default", seconds=seconds, **about)
-    if run.late:
-        run.fill_up()
+            seconds = integrated(found, prefill, TOKENS)
+            run.note("integrated from steps", **about, contexts=len(found), prefill=prefill, seconds=seconds)
 
 
 def _timed(run: Run, decode: Generation) -> dict[str, float]:
@@ -142,14 +110,13 @@ def _timed(run: Run, decode: Generation) -> dict[str, float]:
     steps = decode.steps()
     for _ in range(max(2, run.scale.steps // 3)):
         next(steps)
-    taken, seconds, before = [], [], time.perf_counter()
+    marks, taken = [time.perf_counter()], []
     for _ in range(run.scale.steps):
         taken.append(next(steps))
-        now = time.perf_counter()
-        seconds.append(now - before)
-        before = now
+        marks.append(time.perf_counter())
+    seconds = median(after - before for before, after in pairwise(marks))
     tokens = mean(len(step.tokens) for step in taken)
-    return {"ms": 1e3 * median(seconds), "tree": mean(step.nodes for step in taken), "tokens": tokens}
+    return {"ms": 1e3 * seconds, "tree": mean(step.nodes for step in taken), "tokens": tokens}
 
 
 def integrated(per_token: Mapping[int, float], prefill: int, tokens: int) -> float:
@@ -164,19 +131,17 @@ def integrated(per_token: Mapping[int, float], prefill: int, tokens: int) -> flo
 
 def simulated(run: Run) -> None:
     """A text with simulated acceptance, step by step, as far as it comes."""
-    scale = run.scale
-    steps = at_context(run.model(scale.main), "tokenswift", scale.prefill, scale.text, simulated=True).steps()
-    started, tokens, count, shown = time.perf_counter(), 0, 0, 0
-    for step in steps:
-        tokens, count = tokens + len(step.tokens), count + 1
-        last = tokens >= scale.text or run.late
-        if last or tokens - shown >= scale.text // 10:
+    wanted, prefill = run.scale.text, min(run.scale.contexts)
+    steps = at_context(run.model(run.scale.main), "tokenswift", prefill, wanted).steps()
+    started, tokens, shown = time.perf_counter(), 0, 0
+    for count, step in enumerate(steps, 1):
+        tokens += len(step.tokens)
+        last = tokens >= wanted or run.late()
+        if last or tokens - shown >= wanted // 10:
             shown, seconds = tokens, time.perf_counter() - started
             run.note("simulated", alpha=ALPHA, tokens=tokens, steps=count, seconds=seconds, rate=tokens / seconds)
         if last:
             break
-    if tokens < scale.text:
-        run.fill_up()
 
 
 class _Watch(BaseStreamer):
@@ -194,29 +159,21 @@ class _Watch(BaseStreamer):
 
 def generate(run: Run) -> None:
     """Our greedy plain decoding, then transformers' own generate, unmodified and not compiled, at the same context."""
-    scale = run.scale
-    decode = at_context(run.model(scale.main), "ar", scale.peer, 2 * scale.steps * _PER_STEP, params=GREEDY)
+    name, context = PREFIX + run.scale.main, run.scale.peer
+    decode = at_context(run.model(run.scale.main), "ar", context, _PER_STEP * run.scale.steps, params=_GREEDY)
     ours = _timed(run, decode)["ms"]
-    run.note("generate", what="tswift, ar", context=scale.peer, ms=ours, x=1.0)
+    run.note("generate", what="tswift, ar", context=context, ms=ours, x=1.0)
     del decode
-    run._model = None
-    run.tidy()
-    config, name = shape_config(PREFIX + scale.main), PREFIX + scale.main
+    run.drop_model()
+    config, watch = shape_config(name), _Watch()
     network = random_network(config, torch.bfloat16, run.device, name).eval()
     network.generation_config.eos_token_id = None  # random weights must not end the text early
-    ids = torch.randint(config.vocab_size, (1, scale.peer), generator=torch.Generator().manual_seed(1)).to(run.device)
-    watch = _Watch()
-    network.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=_PEER_TOKENS,
-        do_sample=False,
-        disable_compile=True,
-        streamer=watch,
-    )
+    ids = torch.randint(config.vocab_size, (1, context), device=run.device)
+    own = {"do_sample": False, "disable_compile": True, "attention_mask": torch.ones_like(ids)}
+    network.generate(ids, max_new_tokens=_PEER_TOKENS, streamer=watch, **own)
     times = watch.times[-_PEER_TOKENS // 2 :]
     theirs = 1e3 * mean(after - before for before, after in pairwise(times))
-    run.note("generate", what="transformers, generate", context=scale.peer, ms=theirs, x=theirs / ours)
+    run.note("generate", what="transformers, generate", context=context, ms=theirs, x=theirs / ours)
 
 
 SECTIONS: dict[str, Callable[[Run], None]] = {
@@ -240,12 +197,10 @@ def main() -> int:
     transformers_logging.set_verbosity_error()
     if args.dry:
         add_tiny_shapes()
-    device = torch.device("cpu" if args.dry else "cuda")
-    run = Run(args.folder, DRY if args.dry else Scale(), device)
-    run.section = "about"
-    run.machine = measured(device, torch.bfloat16)
-    run.note("environment", **environment(device))
-    run.note("rates", **asdict(run.machine))
+    run = Run(args.folder, DRY if args.dry else Scale(), torch.device("cpu" if args.dry else "cuda"))
+    run.machine = measured(run.device, torch.bfloat16)
+    about: dict[str, Any] = {**environment(run.device), **asdict(run.machine)}
+    run.note("environment", **about)
     for name, seconds in (section.split("=") for section in args.sections):
         if args.until - time.time() < LEAST:
             break

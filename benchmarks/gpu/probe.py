@@ -1,4 +1,4 @@
-"""Where the time goes: memory rates, kernels of a pass, tiles of the attention, products, the sampler, idle gaps."""
+"""Where the time goes: idle gaps, kernels of a pass, memory rates, tiles of the attention, products, the sampler."""
 
 from __future__ import annotations
 
@@ -13,38 +13,71 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks.gpu.run import ALPHA, Run, at_context
+from benchmarks.gpu.run import Run, at_context, noisy
 from benchmarks.gpu.timing import covered, interleaved, kernels, replayed
+from benchmarks.passes import grown
 from tswift.attention.layout import Layout
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
+from tswift.kv.buffer import KVBuffer
 from tswift.kv.full import FullKV
 from tswift.models.shapes import PREFIX, shape_config
+from tswift.models.target import Target
 
 _NAMED = 14  # kernels told of by name
 _PROFILED = 10  # steps whose kernels are recorded
+# Of the attention kernel: rows and keys of a tile, warps, stages, registers.
+_CONFIGURATIONS = [
+    (16, 32, 4, 3),
+    (16, 64, 4, 3),
+    (16, 64, 4, 4),
+    (32, 64, 4, 3),
+    (64, 32, 4, 2),
+    (64, 64, 4, 2),
+    (64, 64, 4, 3),
+    (128, 32, 8, 3),
+    (128, 32, 8, 4, 128),
+    (128, 64, 8, 2),
+    (128, 64, 8, 3),
+    (256, 32, 8, 3),
+    (256, 32, 16, 3),
+]
 _BEYOND_CACHE = 200 << 20  # bytes of weights that no L2 holds
 
 
 def measure(run: Run) -> None:
     """All parts, the most telling first; one that fails does not take the rest along."""
     for part in (idle, by_kernel, memory, attention, products, sampler):
-        if run.late:
-            return run.fill_up()
+        if run.late():
+            return
         try:
             part(run)
         except Exception as error:
             traceback.print_exc()
             run.note("left out", why=f"{part.__name__}: {type(error).__name__}: {str(error)[:200]}")
         run.tidy()
-    return None
+
+
+def one_pass(target: Target, kv: KVBuffer, nodes: int, length: int) -> Callable[[], Any]:
+    """A pass of so many nodes over the first ``length`` tokens of a cache, and its logits; ready to be queued."""
+    tree = grown(nodes)
+    tokens = torch.tensor(tree.tokens, device=target.device)
+    positions = torch.tensor(tree.depths, device=target.device) + length
+    ancestors = tree.ancestors().to(target.device)
+
+    def forward() -> None:
+        kv.length = length
+        target.logits(target.forward(tokens, positions, kv, ancestors).hidden)
+
+    return forward
 
 
 def idle(run: Run) -> None:
     """How much of a real step the device has nothing to do."""
-    model, context, count = run.model(run.scale.main), run.scale.contexts[-1], run.scale.steps
+    model, count = run.model(run.scale.main), run.scale.steps
+    context = sorted(run.scale.contexts)[len(run.scale.contexts) // 2]
     for method in ("tokenswift", "ar"):
-        steps = at_context(model, method, context, 24 * count, simulated=method != "ar").steps()
+        steps = at_context(model, method, context, 24 * count).steps()
         _take(steps, count)
         started = time.perf_counter()
         _take(steps, count)
@@ -54,7 +87,7 @@ def idle(run: Run) -> None:
             seen = kernels(partial(_take, steps, _PROFILED), run.device)
             busy = covered((start, end) for _, start, end in seen) / 1e6 / _PROFILED
             figures = {"busy ms": 1e3 * busy, "idle ms": 1e3 * (wall - busy), "kernels": len(seen) / _PROFILED}
-        run.note("idle", method=method, context=context, alpha=ALPHA, ms=1e3 * wall, **figures)
+        run.note("idle", method=method, context=context, ms=1e3 * wall, **figures)
 
 
 def _take(steps: Iterator[Any], count: int) -> None:
@@ -64,77 +97,70 @@ def _take(steps: Iterator[Any], count: int) -> None:
 
 def by_kernel(run: Run) -> None:
     """What a pass consists of: microseconds by kernel."""
-    from benchmarks.gpu.measure import one_pass
-
     target = run.model(run.scale.main).target
     few, many = min(run.scale.contexts), max(run.scale.contexts)
     kv = FullKV(target.kv_shape, many + run.scale.tree)
-    kv.keys.normal_()
-    kv.values.normal_()
+    noisy(kv)
     target.prepare(kv, run.scale.tree)
     for context, nodes in ((many, run.scale.tree), (many, 1), (few, 1)):
         step = one_pass(target, kv, nodes, context)
         seconds = interleaved({"": step}, run.scale.rounds, run.device)[""]
         run.note("pass", context=context, nodes=nodes, ms=1e3 * seconds)
-        if run.device.type != "cuda":
-            continue
         times, often = Counter[str](), Counter[str]()
-        for name, start, end in kernels(step, run.device):
+        for name, start, end in kernels(step, run.device) if run.device.type == "cuda" else ():
             times[name] += end - start
             often[name] += 1
-        for name, microseconds in times.most_common(_NAMED):
-            run.note(
-                "kernels", context=context, nodes=nodes, kernel=name[:80], count=often[name], us=round(microseconds, 1)
-            )
+        for name, us in times.most_common(_NAMED):
+            run.note("kernels", context=context, nodes=nodes, kernel=name[:80], count=often[name], us=us)
 
 
 def memory(run: Run) -> None:
     """Rates of reading: from memory, and again and again from the L2."""
-    cuda = run.device.type == "cuda"
-    big = torch.ones(1 << (30 if cuda else 18), device=run.device)
+    million = 1 << (20 if run.device.type == "cuda" else 10)
+    big = torch.ones(1024 * million, device=run.device)
     run.note("memory", what="DRAM, sum", TBps=big.nbytes / replayed(big.sum, run.device) / 1e12)
-    del big
     for megabytes in (8, 16, 24, 32):
-        part = torch.ones(megabytes << (18 if cuda else 8), device=run.device).expand(64, -1)
-        rate = 4 * part.numel() / replayed(lambda part=part: part.sum(1), run.device) / 1e12
+        part = big[: megabytes * million // 4].expand(64, -1)
+        rate = 4 * part.numel() / replayed(partial(part.sum, 1), run.device) / 1e12
         run.note("memory", what=f"L2, {megabytes} MB read 64 times", TBps=rate)
 
 
 def attention(run: Run) -> None:
-    """One layer's attention of the main shape by nodes, context and configuration of the kernel."""
-    from tswift.attention.triton import TritonAttention
+    """One layer's attention of the main shape by nodes and context, in the kernel's own configuration and in others."""
+    from tswift.attention import triton as backend
 
     config = shape_config(PREFIX + run.scale.main)
     heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-    groups = config.num_attention_heads // heads
     dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
-    layout = Layout(heads, groups, dtype, run.device)
+    layout = Layout(heads, config.num_attention_heads // heads, dtype, run.device)
     contexts = (max(run.scale.contexts), min(run.scale.contexts))
-    keys, values = torch.randn(2, heads, contexts[0] + 128, size, device=run.device).to(dtype)
-    for nodes in run.scale.nodes:
-        query = torch.randn(nodes, heads * groups, size, device=run.device).to(dtype).transpose(0, 1)
-        ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=run.device).tril()
-        for name, settings in configurations(TritonAttention, layout, nodes, size).items():
-            for context in contexts:
-                if run.late:
-                    return run.fill_up()
-                length = torch.tensor(context, dtype=torch.int32, device=run.device)
-                about = {"nodes": nodes, "configuration": name, "context": context}
-                try:
-                    attend = TritonAttention(layout, length, nodes, ancestors, **settings)
-                    seconds = replayed(partial(attend, query, keys, values, size**-0.5), run.device)
-                except Exception as error:  # a tile that does not fit: the next one may
-                    run.note("attention", **about, error=f"{type(error).__name__}: {str(error)[:100]}")
-                    break
-                moved = 2 * context * heads * size * dtype.itemsize
-                run.note("attention", **about, us=1e6 * seconds, TBps=moved / seconds / 1e12)
-    return None
-
-
-def configurations(attention: Any, layout: Layout, nodes: int, size: int) -> dict[str, dict[str, Any]]:
-    """Configurations of the kernel to try, by name: further arguments of the attention, which may offer none."""
-    offered: Callable[..., dict[str, dict[str, Any]]] | None = getattr(attention, "configurations", None)
-    return {"default": {}} if offered is None else {"default": {}, **offered(layout, nodes, size)}
+    made = {"dtype": dtype, "device": run.device}
+    keys, values = torch.randn(2, heads, contexts[0] + 128, size, **made)
+    usual, tried = backend.configuration, [] if run.device.type == "cpu" else _CONFIGURATIONS
+    for others in (False, True):  # what is in use first, at all numbers of nodes
+        for nodes in run.scale.nodes:
+            rows = nodes * layout.groups
+            query = torch.randn(nodes, config.num_attention_heads, size, **made).transpose(0, 1)
+            ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=run.device).tril()
+            for tile in tried if others else [None]:
+                if tile and not (rows <= tile[0] <= 4 * rows or rows > tile[0] >= 64):
+                    continue
+                for context in contexts:
+                    if run.late():
+                        return
+                    length = torch.tensor(context, dtype=torch.int32, device=run.device)
+                    about = {"nodes": nodes, "configuration": str(tile or "in use"), "context": context}
+                    try:
+                        backend.configuration = (lambda *_, tile=tile: backend.Configuration(*tile)) if tile else usual
+                        attend = backend.TritonAttention(layout, length, nodes, ancestors)
+                        seconds = replayed(partial(attend, query, keys, values, size**-0.5), run.device)
+                    except Exception as error:  # a tile that does not fit: the next one may
+                        run.note("attention", **about, error=f"{type(error).__name__}: {str(error)[:100]}")
+                        break
+                    finally:
+                        backend.configuration = usual
+                    rate = 2 * context * heads * size * dtype.itemsize / seconds / 1e12
+                    run.note("attention", **about, us=1e6 * seconds, TBps=rate)
 
 
 def products(run: Run) -> None:
@@ -142,27 +168,25 @@ def products(run: Run) -> None:
     config = shape_config(PREFIX + run.scale.main)
     hidden, inner = config.hidden_size, config.intermediate_size
     kv = hidden // config.num_attention_heads * config.num_key_value_heads
-    sizes = {
-        "gate+up": (2 * inner, hidden),
-        "down": (hidden, inner),
-        "qkv": (hidden + 2 * kv, hidden),
-        "o": (hidden, hidden),
-        "lm_head": (config.vocab_size, hidden),
-        "q": (hidden, hidden),
-        "k": (kv, hidden),
-        "gate": (inner, hidden),
-    }
+    joined = {"gate+up": (2 * inner, hidden), "down": (hidden, inner), "qkv": (hidden + 2 * kv, hidden)}
+    alone = {"q": (hidden, hidden), "k": (kv, hidden), "gate": (inner, hidden)}
+    sizes = {**joined, "o": (hidden, hidden), "lm_head": (config.vocab_size, hidden), **alone}
+    made = {"dtype": torch.bfloat16, "device": run.device}
     for name, (out, width) in sizes.items():
-        copies = max(1, _BEYOND_CACHE // (2 * out * width)) if run.device.type == "cuda" else 1
-        weights = torch.randn(copies, out, width, device=run.device).to(torch.bfloat16)
+        copies = _BEYOND_CACHE // (2 * out * width) if run.device.type == "cuda" else 0
+        weights = torch.randn(max(1, copies), out, width, **made)
         for rows in run.scale.rows:
-            if run.late:
-                return run.fill_up()
-            x = torch.randn(rows, width, device=run.device).to(torch.bfloat16)
-            seconds = replayed(lambda w=weights, x=x: [linear(x, each) for each in w], run.device) / copies
+            if run.late():
+                return
+            x = torch.randn(rows, width, **made)
+            seconds = replayed(partial(_multiply, x, weights), run.device) / len(weights)
             rate = 2 * out * width / seconds / 1e12
             run.note("products", product=name, rows=rows, us=1e6 * seconds, TBps=rate)
-    return None
+
+
+def _multiply(x: Tensor, weights: Tensor) -> None:
+    for each in weights:
+        linear(x, each)
 
 
 def sampler(run: Run) -> None:
@@ -174,24 +198,17 @@ def sampler(run: Run) -> None:
         logits = torch.randn(nodes, vocabulary, device=run.device).to(torch.bfloat16)
         tokens = torch.arange(nodes, device=run.device)
         ancestors = torch.eye(nodes, dtype=torch.bool, device=run.device)
-        draw = partial(_draw, sampler, logits, tokens, ancestors)
-        for _ in range(3):
-            draw()
-        started = time.perf_counter()
-        for _ in range(run.scale.rounds):
-            draw()
-        wall = (time.perf_counter() - started) / run.scale.rounds
-        run.note("sampler", nodes=nodes, what="draw, wall", us=1e6 * wall)
-        if not hasattr(sampler, "draw_rows"):
-            continue
-        for what in ("eager", "fused"):
+        for timed in range(2):
+            started = time.perf_counter()
+            for _ in range(run.scale.rounds):
+                sampler.draw(logits, sampler.seen(tokens, tokens, ancestors), [7] * nodes)
+            if timed:
+                wall = (time.perf_counter() - started) / run.scale.rounds
+                run.note("sampler", nodes=nodes, what="draw, wall", us=1e6 * wall)
+        for what in ("eager", "fused") if hasattr(sampler, "draw_rows") else ():
             if what == "fused":
                 sampler.fuse(torch.bfloat16)
             rows = partial(sampler.draw_rows, logits, tokens, tokens, ancestors)
             run.note(
                 "sampler", nodes=nodes, what=f"rows, {what}", us=1e6 * replayed(rows, run.device), why=sampler.fault
             )
-
-
-def _draw(sampler: Sampler, logits: Tensor, tokens: Tensor, ancestors: Tensor) -> None:
-    sampler.draw(logits, sampler.seen(tokens, tokens, ancestors), [7] * len(tokens))

@@ -22,7 +22,7 @@ def markdown(content: Mapping[str, Any]) -> str:
             continue
         if key[1] == "estimate":
             parts.append(rows[-1]["markdown"].strip())
-        elif key[1] in ("environment", "rates"):
+        elif key[1] == "environment":
             parts.append(_table(key[1], [{"what": name, "value": value} for name, value in _shown(rows[-1]).items()]))
         else:
             parts.append(_table(f"{key[0]}: {key[1]}", [_shown(row) for row in rows]))

@@ -18,8 +18,8 @@ from benchmarks.gpu import FIGURES
 from tswift.benchmarking.roofline import Machine
 from tswift.benchmarking.simulated import SimulatedWalk
 from tswift.decoding.generation import Generation, begin
-from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
+from tswift.kv.buffer import KVBuffer
 from tswift.kv.full import FullKV
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
@@ -30,90 +30,57 @@ from tswift.models.target import Target
 ALPHA = 0.9  # simulated acceptance
 TOKENS = 100_000  # of the text whose time is integrated
 _WORDS = 500  # tokens that texts are made of, so that n-grams come again
-_LOUDER = 3.0  # their rows of the LM head, so that random weights draw them
+_SPREAD = 4.0  # of their logits, so that random weights draw them and no others
 _FORWARDED = 64  # tokens of a prompt that are really forwarded
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-        main: shape of which everything is measured.
-        others: shapes of which passes are measured.
-        contexts: tokens in the cache, in order of value.
-        nodes: of verification passes.
-        tree: nodes of the verification pass whose kernels are looked at.
-        step_nodes: ``--nodes`` of real steps; None for the default.
-        budget: tokens of the partial cache that a draft pass reads.
-        rounds: timed passes of each kind.
-        steps: timed steps of each kind.
-        prefill: tokens of the prompt of long texts.
-        text: tokens of the simulated text.
-        peer: tokens of the prompt of transformers' generate.
-        rows: of matrix products.
-        load: seconds that a further shape takes to load, compile and measure; with less left it is left out.
-    """
-
-    main: str = "llama3.1-8b"
+    main: str = "llama3.1-8b"  # shape of which everything is measured
     others: tuple[str, ...] = ("yarn-llama2-7b-128k", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-1.5b")
-    contexts: tuple[int, ...] = (4096, 100_000, 50_000, 20_000, 75_000, 35_000)
-    nodes: tuple[int, ...] = (1, 8, 16, 24, 32, 48, 64)
-    tree: int = 32
-    step_nodes: tuple[int | None, ...] = (None, 16, 64)
-    budget: int = 4096
-    rounds: int = 20
-    steps: int = 30
-    prefill: int = 4096
-    text: int = 20_000
-    peer: int = 8192
-    rows: tuple[int, ...] = (1, 8, 16, 32, 48, 64, 128)
-    load: float = 45.0
+    contexts: tuple[int, ...] = (4096, 100_000, 50_000, 20_000, 75_000, 35_000)  # tokens, in order of value
+    nodes: tuple[int, ...] = (1, 8, 16, 24, 32, 48, 64)  # of verification passes
+    tree: int = 32  # nodes of the pass whose kernels are looked at
+    step_nodes: tuple[int | None, ...] = (None, 16, 64)  # --nodes of real steps; None for the default
+    rows: tuple[int, ...] = (1, 8, 16, 32, 48, 64, 128)  # of matrix products
+    budget: int = 4096  # tokens of the partial cache that a draft pass reads
+    rounds: int = 20  # timed passes of each kind
+    steps: int = 30  # timed steps of each kind
+    text: int = 20_000  # tokens with simulated acceptance
+    peer: int = 8192  # tokens of the prompt of transformers' generate
+    load: float = 45.0  # seconds that one more shape takes
 
 
 DRY = Scale(
     main="tiny-llama",
     others=("tiny-mha",),
-    contexts=(80, 300),
+    contexts=(1100, 1200),  # n-grams are taken from what has left the penalty's window of 1,024
     nodes=(1, 8),
     tree=8,
     step_nodes=(None, 4),
+    rows=(1, 8),
     budget=128,
     rounds=2,
     steps=3,
-    prefill=80,
     text=40,
     peer=48,
-    rows=(1, 8),
     load=0.0,
 )
 
 
 def add_tiny_shapes() -> None:
     """Make the shapes of a dry run known."""
-    tiny = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": False,
-        "bos_token_id": 7,
-        "eos_token_id": 7,
-        "dtype": "bfloat16",
-    }
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 4096}
     for name, kv_heads in (("tiny-llama", 2), ("tiny-mha", 4)):
-        SHAPES[name] = LlamaConfig(**tiny, num_key_value_heads=kv_heads)
+        SHAPES[name] = LlamaConfig(
+            **sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=kv_heads, dtype="bfloat16"
+        )
 
 
 class Run:
     """A process that measures.
-
-    Args:
-        folder: of the figures.
-        scale: how much is measured.
-        device: where.
 
     Attributes:
         section: the one under way.
@@ -123,43 +90,43 @@ class Run:
 
     def __init__(self, folder: Path, scale: Scale, device: torch.device) -> None:
         self.folder, self.scale, self.device = folder, scale, device
-        self.section, self.until = "", 0.0
-        self.machine = Machine(1.0, 1.0)
+        self.section, self.until, self.machine = "about", 0.0, Machine(1.0, 1.0)
         self._model: LoadedModel | None = None
 
-    @property
-    def left(self) -> float:
-        """Seconds left to the section."""
-        return self.until - time.time()
-
-    @property
-    def late(self) -> bool:
-        """Whether the section's time is up; what is left of it is left out then."""
-        return self.left < 0
+    def late(self, seconds: float = 0.0) -> bool:
+        """Whether fewer seconds are left to the section; it is noted then that something is left out."""
+        if self.until - time.time() < seconds:
+            self.note("left out", why="its time was up")
+            return True
+        return False
 
     def note(self, table: str, **values: Any) -> None:
         """Write one figure, or one row of figures, at once."""
-        line = json.dumps({"section": self.section, "table": table, **values})
         with (self.folder / FIGURES).open("a") as file:
-            file.write(line + "\n")
-
-    def fill_up(self) -> None:
-        """Note that the section ended early."""
-        self.note("left out", why="its time was up")
+            file.write(json.dumps({"section": self.section, "table": table, **values}) + "\n")
 
     def model(self, name: str) -> LoadedModel:
         """A shape with random weights; the one before is let go of."""
-        wanted = PREFIX + name
-        if self._model is None or self._model.name != wanted:
-            self._model = None
-            self.tidy()
+        if self._model is None or self._model.name != PREFIX + name:
+            self.drop_model()
             started = time.perf_counter()
-            self._model = model = load(wanted, device=str(self.device))
-            with torch.inference_mode():
-                model.target.model.get_output_embeddings().weight[:_WORDS].mul_(_LOUDER)
+            self._model = model = load(PREFIX + name, device=str(self.device))
+            if self.device.type == "cpu":  # decode as on a GPU, by programs, without the slow interpreter
+                from tests.models.test_passes import LengthOnDevice
+
+                model.target._attention = LengthOnDevice
+            rows = model.target.model.get_output_embeddings().weight[: _words(model)]
+            with torch.inference_mode():  # hidden states are as long as the root of their size
+                rows.mul_(_SPREAD / float(rows.double().std()) / model.target.hidden_size**0.5)
             model.target.synchronize()
-            self.note("loaded", **model.about(), seconds=time.perf_counter() - started, graphs=model.target.graphs)
+            about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "heads")}
+            self.note("loaded", **about, graphs=model.target.graphs, seconds=time.perf_counter() - started)
         return self._model
+
+    def drop_model(self) -> None:
+        """Let go of the model."""
+        self._model = None
+        self.tidy()
 
     def tidy(self) -> None:
         """Let go of memory."""
@@ -170,34 +137,28 @@ class Run:
 
 
 def at_context(
-    model: LoadedModel,
-    method: str,
-    context: int,
-    length: int,
-    *,
-    nodes: int | None = None,
-    params: SamplingParams | None = None,
-    simulated: bool = False,
+    model: LoadedModel, method: str, context: int, length: int, nodes: int | None = None, **settings: Any
 ) -> Generation:
     """A decode that stands at so many tokens without having forwarded them: most of its cache is noise.
 
-    Its text is made of few tokens, so that n-grams are found as often as in a real one.
+    Its text is made of few tokens, so that n-grams are found as in a real one. If it drafts, acceptance is simulated.
     """
-    generator = torch.Generator().manual_seed(1)
-    words = min(_WORDS, model.target.vocab_size // 4)
-    ids = torch.randint(words, (context + 1,), generator=generator).tolist()
-    run = begin(
-        model,
-        ids,
-        length,
-        method=method,
-        params=params or SamplingParams(),
-        options=DraftOptions(nodes=nodes),
-        walk=(lambda depth: SimulatedWalk(ALPHA, depth)) if simulated else None,
-    )
+    ids = torch.randint(_words(model), (context + 1,), generator=torch.Generator().manual_seed(1)).tolist()
+    walk = None if method == "ar" else lambda depth: SimulatedWalk(ALPHA, depth)
+    decode = begin(model, ids, length, method=method, options=DraftOptions(nodes=nodes), walk=walk, **settings)
     with _skipped_prefill(model.target):
-        run.decoding.prefill()
-    return run
+        decode.decoding.prefill()
+    return decode
+
+
+def _words(model: LoadedModel) -> int:
+    return min(_WORDS, model.target.vocab_size // 16)
+
+
+def noisy(kv: KVBuffer) -> None:
+    """Fill a cache with noise."""
+    kv.keys.normal_()
+    kv.values.normal_()
 
 
 @contextmanager
@@ -206,8 +167,7 @@ def _skipped_prefill(target: Target) -> Iterator[None]:
     forward = target.chunks
 
     def chunks(tokens: Sequence[int], kv: FullKV) -> Iterator[Forwarded]:
-        kv.keys.normal_()
-        kv.values.normal_()
+        noisy(kv)
         kv.length = max(0, len(tokens) - _FORWARDED)
         yield from forward(tokens[kv.length :], kv)
 

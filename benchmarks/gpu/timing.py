@@ -1,4 +1,4 @@
-"""Seconds on the device, and how long it was busy."""
+"""Seconds on the device, and what it did in them."""
 
 from __future__ import annotations
 
@@ -22,43 +22,45 @@ def interleaved(
     On CUDA nothing is waited for before all are queued: the host is ahead of the device then, and the time between a
     run's two events is the device's own. A run must not wait for the device itself.
     """
+    mark, wait = _clock(device)
     for _ in range(warmups):
         for run in runs.values():
             run()
-    found: dict[Key, list[float]] = {key: [] for key in runs}
-    if device.type != "cuda":
-        for _ in range(rounds):
-            for key, run in runs.items():
-                started = time.perf_counter()
-                run()
-                found[key].append(time.perf_counter() - started)
-        return {key: median(seconds) for key, seconds in found.items()}
-    torch.cuda.synchronize(device)
+    wait()
     marks: list[tuple[Key, Any, Any]] = []
     for _ in range(rounds):
         for key, run in runs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+            start = mark()
             run()
-            end.record()
-            marks.append((key, start, end))
-    torch.cuda.synchronize(device)
-    for key, start, end in marks:
-        found[key].append(start.elapsed_time(end) / 1e3)
-    return {key: median(seconds) for key, seconds in found.items()}
+            marks.append((key, start, mark()))
+    wait()
+    between = (lambda a, b: a.elapsed_time(b) / 1e3) if device.type == "cuda" else (lambda a, b: b - a)
+    return {key: median(between(start, end) for each, start, end in marks if each == key) for key in runs}
 
 
-def replayed(run: Callable[[], Any], device: torch.device, rounds: int = 20) -> float:
+def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[], None]]:
+    if device.type != "cuda":
+        return time.perf_counter, lambda: None
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    return mark, torch.cuda.synchronize
+
+
+def replayed(run: Callable[[], Any], device: torch.device) -> float:
     """Median seconds of a run on the device, replayed as a CUDA graph so that no launch shows."""
-    for _ in range(3 if device.type == "cuda" else 1):
+    if device.type != "cuda":
+        return interleaved({"": run}, 1, device, warmups=1)[""]
+    for _ in range(3):
         run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        run = graph.replay
-    return interleaved({"": run}, rounds if device.type == "cuda" else 1, device, warmups=0)[""]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return interleaved({"": graph.replay}, 20, device)[""]
 
 
 def kernels(run: Callable[[], Any], device: torch.device) -> list[tuple[str, float, float]]:

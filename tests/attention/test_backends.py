@@ -9,7 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.models.test_passes import LengthOnDevice
 from tswift.attention.backends import BACKENDS, choose, fails, why_not
+from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.errors import InputError
 
@@ -118,14 +120,54 @@ def test_what_cannot_be_chosen(name, message) -> None:
         choose(name, torch.bfloat16, torch.device("cpu"))
 
 
-def test_a_kernel_that_cannot_be_launched_is_told_in_a_line(monkeypatch) -> None:
-    cpu = torch.device("cpu")
-    assert fails("sdpa", torch.float32, cpu) is None
+@pytest.fixture
+def served(monkeypatch):
+    """Why an attention cannot serve, on the CPU in float32."""
 
-    def broken(self, query, keys, values, scale):
-        raise RuntimeError("Failed to find C compiler.\nand more")
+    def tell(attention: type, heads: tuple[int, int] = (2, 3)) -> str | None:
+        monkeypatch.setitem(BACKENDS, "own", lambda: attention)
+        return fails("own", torch.float32, torch.device("cpu"), 16, heads)
 
-    monkeypatch.setattr(TreeAttention, "__call__", broken)
-    assert fails("sdpa", torch.float32, cpu) == "sdpa attention fails here (Failed to find C compiler.)"
-    monkeypatch.setattr(TreeAttention, "__call__", lambda self, query, keys, values, scale: query + 1)
-    assert fails("sdpa", torch.float32, cpu) == "sdpa attention computes nonsense here"
+    return tell
+
+
+@pytest.mark.parametrize("attention", [TreeAttention, LengthOnDevice, ReferenceAttention])
+def test_attention_that_computes_what_sdpa_does(served, attention) -> None:
+    assert served(attention) is None
+    assert served(attention, (1, 1)) is None
+
+
+def test_a_kernel_that_cannot_be_launched_is_told_in_a_line(served) -> None:
+    class Broken(TreeAttention):
+        def __call__(self, query, keys, values, scale):
+            raise RuntimeError("Failed to find C compiler.\nand more")
+
+    assert served(Broken) == "own attention fails here (Failed to find C compiler.)"
+
+
+@pytest.mark.parametrize("wrong", [1.001, torch.nan])
+@pytest.mark.parametrize("nodes", [1, 3, 17, 32])
+def test_attention_that_lies_in_one_element(served, nodes: int, wrong: float) -> None:
+    class Lying(TreeAttention):
+        def __init__(self, *given) -> None:
+            super().__init__(*given)
+            self.lies = given[2] == nodes
+
+        def __call__(self, query, keys, values, scale):
+            out = super().__call__(query, keys, values, scale)
+            if self.lies:
+                largest = out.abs().argmax()
+                out.view(-1)[largest] *= wrong
+            return out
+
+    assert "own attention computes nonsense here (off by " in served(Lying)
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_keys_that_are_stored_in_the_wrong_place(served, off: int) -> None:
+    class Misplaced(LengthOnDevice):
+        @staticmethod
+        def store(keys, values, new_keys, new_values, length) -> None:
+            LengthOnDevice.store(keys, values, new_keys, new_values, (length + off).clamp_min(0))
+
+    assert "computes nonsense" in served(Misplaced)

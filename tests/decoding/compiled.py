@@ -68,7 +68,7 @@ class Compiler:
             "grid": self.grid,
             "warps": compiled.metadata.num_warps,
             "shared": compiled.metadata.shared,
-            **{name: ptx.count(name) for name in ("div.rn.f64", "div.full", "div.approx", "fma.rn.f64")},
+            **{name: ptx.count(name) for name in ("div.rn.f64", "div.full", "div.approx", "fma.rn.f64", ".ftz.f32")},
             **assembled(ptx),
         }
         print(json.dumps(found), flush=True)
@@ -98,9 +98,12 @@ def main(capability: str, dtype: str, nodes: str) -> None:
     tokens = torch.zeros(count, dtype=torch.int64)
     ancestors, newest = torch.zeros(count, count, dtype=torch.bool), torch.zeros(VOCAB, dtype=torch.int64)
     for label, params in PARAMS.items():
-        for name in ("top_logits", "draw_parts", "draw_row"):
+        for name in ("top_logits", "rank_parts", "rank_rows"):
             setattr(fused.kernels, name, Compiler(KERNELS[name], int(capability), f"{dtype}, {nodes} nodes, {label}"))
-        fused.FusedDraw(params, 1, VOCAB, device)(logits, tokens, tokens, ancestors, newest)
+        rule = fused.FusedRule(params, 1, VOCAB, device)
+        rule.draw(logits, tokens, tokens, ancestors, newest)
+        if count <= 4:
+            rule.candidates(logits, newest[None] > 0, tokens, 3)
 
 
 PARAMS = {
@@ -109,7 +112,7 @@ PARAMS = {
     "all": SamplingParams(temperature=0.7, banned=(1,)),
     "no min-p": SamplingParams(temperature=0.7, min_p=0.0),
 }
-KERNELS = {name: getattr(fused.kernels, name) for name in ("top_logits", "draw_parts", "draw_row")}
+KERNELS = {name: getattr(fused.kernels, name) for name in ("top_logits", "rank_parts", "rank_rows")}
 
 if __name__ == "__main__":
     for case in sys.argv[1:]:

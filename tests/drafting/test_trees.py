@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tswift.drafting.trees import ROWS, tree_nodes, usual_nodes, usual_tree, verify_nodes
+from tswift.drafting.trees import ROWS, usual_nodes, usual_tree, verify_nodes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head
@@ -14,35 +14,13 @@ LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("method", ["medusa", "tokenswift"])
 def test_no_more_levels_than_there_are(method: str, device: str) -> None:
-    whole = usual_tree(method, torch.device(device), 99, 128)
-    assert usual_tree(method, torch.device(device), 2, 128) == whole[:2] != whole
+    whole = usual_tree(method, torch.device(device), 99)
+    assert usual_tree(method, torch.device(device), 2) == whole[:2] != whole
 
 
 def test_nodes_fill_the_rows_of_a_kv_head() -> None:
     assert [usual_nodes(CUDA, groups) for groups in (MHA, LLAMA, QWEN_7B, 64)] == [128, 32, 18, 8]
     assert usual_nodes(CPU, LLAMA) == usual_nodes(CPU, QWEN_7B) == 8
-
-
-def test_the_papers_tree_where_it_fits() -> None:
-    assert usual_tree("tokenswift", CUDA, 9, 128) == (1, 3, 3, 3)
-    assert usual_tree("medusa", CUDA, 9, 128) == (3, 3, 3)
-    assert usual_tree("tokenswift", CUDA, 9, 32) == (1, 3, 2, 2)
-    assert usual_tree("medusa", CUDA, 9, 32) == (3, 3, 2)
-    assert usual_tree("tokenswift", CPU, 9, 128) == (1, 2, 2, 2, 2)
-
-
-@pytest.mark.parametrize("nodes", range(8, 129))
-def test_ngrams_have_a_share_and_no_tree_is_cut(nodes: int) -> None:
-    assert tree_nodes(usual_tree("medusa", CUDA, 9, nodes)) <= nodes
-    assert tree_nodes(usual_tree("tokenswift", CUDA, 9, nodes)) <= nodes - nodes // 4
-
-
-def test_where_no_tree_fits_the_smallest_is_cut() -> None:
-    assert usual_tree("tokenswift", CUDA, 9, 2) == (1, 1, 1, 1)
-
-
-def test_nodes_of_a_tree() -> None:
-    assert [tree_nodes(tree) for tree in ((), (1, 3, 3, 3), (1, 3, 3, 2), (3, 3, 3))] == [1, 41, 32, 40]
 
 
 def test_fewer_nodes_as_the_text_grows() -> None:

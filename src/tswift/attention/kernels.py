@@ -1,9 +1,9 @@
-"""The Triton kernels of tree attention: parts of the keys, what the parts make together, and storing new keys.
+"""The Triton kernels of tree attention: chunks of the keys, what the chunks make together, and storing new keys.
 
 A row is one query head at one node; the rows of a KV head are numbered node by node, so that a block of rows is a run
-of nodes. Scores are kept in powers of two: their factor is multiplied by log2(e), and a part's log-sum-exp is base 2.
-Between the kernels, ``outs`` is ``[parts, kv heads, rows, d]`` and ``lses`` ``[parts, kv heads, rows]``, both float32.
-Only :mod:`tswift.attention.triton` imports this module.
+of nodes. Scores are kept in powers of two: their factor is multiplied by log2(e), and a chunk's log-sum-exp is base 2.
+Between the kernels, ``outs`` is ``[chunks, kv heads, rows, d]`` and ``lses`` ``[chunks, kv heads, rows]``, both
+float32. Only :mod:`tswift.attention.triton` imports this module.
 """
 
 from __future__ import annotations
@@ -11,28 +11,56 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Chunks are 1, 2 and 8 times as long as the first one: NEAR of the first length, MIDDLE of the second, then the third.
+NEAR = 16
+MIDDLE = 24
+_NEAR = tl.constexpr(NEAR)
+_MIDDLE = tl.constexpr(MIDDLE)
+
 
 @triton.jit
-def _tile(
+def _chunk_start(chunk, CHUNK: tl.constexpr):
+    """The first slot of a chunk."""
+    near = tl.minimum(chunk, _NEAR)
+    middle = tl.minimum(tl.maximum(chunk - _NEAR, 0), _MIDDLE)
+    far = tl.maximum(chunk - _NEAR - _MIDDLE, 0)
+    return CHUNK * (near + 2 * middle + 8 * far)
+
+
+@triton.jit
+def _chunks_before(end, CHUNK: tl.constexpr):
+    """How many chunks begin before a slot."""
+    units = tl.cdiv(end, CHUNK)
+    middle = tl.maximum(units - _NEAR, 0)
+    far = tl.maximum(middle - 2 * _MIDDLE, 0)
+    return tl.minimum(units, _NEAR) + tl.minimum((middle + 1) // 2, _MIDDLE) + (far + 7) // 8
+
+
+@triton.jit
+def _attend_tile(
     tile,
     query,
     keys,
     values,
     top,
     total,
-    out,
+    mixed,
     node,
     low,
     high,
+    farthest,
     prefix,
     end,
     keys_slot,
     values_slot,
     scale,
+    cap,
     HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
     TREE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -58,14 +86,22 @@ def _tile(
         key = key.to(tl.float32)
         value = value.to(tl.float32)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if SOFTCAP:
+        scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)  # cap * tanh
     if MASKED:
         column = slots - prefix
         if TREE:
             word = tl.where((column < 64)[None, :], low[:, None], high[:, None])
             bit = (word >> (column & 63).to(tl.int64)[None, :]) & 1
-            visible = (column < 0)[None, :] | ((bit != 0) & (slots < end)[None, :])
+            visible = (bit != 0) & (slots < end)[None, :]
+            if WINDOW:
+                visible = tl.where((column < 0)[None, :], slots[None, :] > farthest[:, None], visible)
+            else:
+                visible = (column < 0)[None, :] | visible
         else:
             visible = column[None, :] <= node[:, None]
+            if WINDOW:
+                visible = visible & (slots[None, :] > farthest[:, None])
         scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
     base = highest
@@ -74,16 +110,17 @@ def _tile(
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
-    out = tl.dot(weights.to(value.dtype), value, out * shrink[:, None], input_precision="ieee")
-    return highest, total, out
+    mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+    return highest, total, mixed
 
 
 @triton.jit(do_not_specialize=["nodes"])
-def attend_part(
+def attend_chunk(
     query,
     keys,
     values,
     bits,
+    depths,
     length,
     outs,
     lses,
@@ -94,23 +131,38 @@ def attend_part(
     values_head,
     values_slot,
     scale,
+    cap,
     nodes,
     GROUPS: tl.constexpr,
     HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
     TREE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """One block of rows over one part of the keys of one KV head; grid ``(row blocks, parts, kv heads)``.
+    """One block of rows over one chunk of the keys of one KV head; grid ``(row blocks, kv heads, chunks)``.
 
-    Blocks of rows are the fastest axis, so that programs which read the same keys run together and find them in L2.
+    The newest chunks, which are the longest, go first, so that short ones fill the gaps that they leave at the end.
     """
     block = tl.program_id(0)
-    part = tl.program_id(1)
-    head = tl.program_id(2)
-    parts = tl.num_programs(1)
+    head = tl.program_id(1)
+    prefix = tl.load(length).to(tl.int32)
+    lowest = prefix - WINDOW + 1
+    end = prefix + nodes
+    if not TREE:
+        lowest += block * ROWS // GROUPS
+        end = tl.minimum(end, prefix + (block * ROWS + ROWS - 1) // GROUPS + 1)  # no row sees past its own node
+    chunk = _chunks_before(end, CHUNK) - 1 - tl.program_id(2)
+    start = _chunk_start(chunk, CHUNK)
+    stop = tl.minimum(_chunk_start(chunk + 1, CHUNK), end)
+    if WINDOW:
+        start = tl.maximum(start, lowest)
+    if (chunk < 0) | (start >= stop):
+        return
     row = block * ROWS + tl.arange(0, ROWS)
     node = row // GROUPS
     used = node < nodes
@@ -120,103 +172,132 @@ def attend_part(
     rows = tl.load(query_at, mask=used[:, None] & (dims < HEAD)[None, :], other=0.0)
     if WIDE:
         rows = rows.to(tl.float32)
-    prefix = tl.load(length).to(tl.int32)
-    if TREE:
-        end = prefix + nodes
-        low = tl.load(bits + 2 * node, mask=used, other=0)
-        high = tl.load(bits + 2 * node + 1, mask=used, other=0)
-    else:
-        end = prefix + tl.minimum(nodes, (block * ROWS + ROWS - 1) // GROUPS + 1)  # no row sees past its own node
-        low = node
-        high = node
-    tiles = tl.cdiv(end, KEYS)
-    first = part * tiles // parts
-    last = (part + 1) * tiles // parts
-    plain = tl.minimum(prefix // KEYS, last)  # tiles before it hold prefix only, which everyone sees
     keys += head.to(tl.int64) * keys_head
     values += head.to(tl.int64) * values_head
-
+    low = node
+    high = node
+    farthest = node
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, WIDTH], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    begin = start // KEYS
+    last = tl.cdiv(stop, KEYS)
     for masked in tl.static_range(2):
-        start = first
-        stop = plain
         if masked:
-            start = tl.maximum(first, plain)
-            stop = last
-        for tile in range(start, stop):
-            top, total, out = _tile(
+            if TREE:  # loaded here, as registers are scarce in the loop before
+                low = tl.load(bits + 2 * node, mask=used, other=0)
+                high = tl.load(bits + 2 * node + 1, mask=used, other=0)
+            if WINDOW:
+                depth = node
+                if TREE:
+                    depth = tl.load(depths + node, mask=used, other=0)
+                farthest = prefix + depth - WINDOW
+            until = last
+        elif WINDOW:
+            until = begin
+        else:
+            until = tl.minimum(prefix // KEYS, last)  # tiles before it hold prefix only, which everyone sees
+        for tile in range(begin, until):
+            top, total, mixed = _attend_tile(
                 tile,
                 rows,
                 keys,
                 values,
                 top,
                 total,
-                out,
+                mixed,
                 node,
                 low,
                 high,
+                farthest,
                 prefix,
                 end,
                 keys_slot,
                 values_slot,
                 scale,
+                cap,
                 HEAD,
                 WIDTH,
                 KEYS,
                 TREE,
+                WINDOW,
+                SOFTCAP,
                 masked,
                 WIDE,
             )
+        begin = tl.maximum(begin, until)
+    total = tl.where(total == 0.0, 1.0, total)  # of a chunk a row saw nothing: log-sum-exp -inf, it weighs nothing
+    place = (chunk * tl.num_programs(1) + head).to(tl.int64) * nodes * GROUPS + row
+    out_at = outs + place[:, None] * HEAD + dims[None, :]
+    wanted = row < nodes * GROUPS  # as `used`, which would take registers in the loops
+    tl.store(out_at, mixed / total[:, None], mask=wanted[:, None] & (dims < HEAD)[None, :])
+    tl.store(lses + place, top + tl.log2(total), mask=wanted)
 
-    total = tl.where(total == 0.0, 1.0, total)  # a part that saw nothing: its log-sum-exp is -inf, it weighs nothing
-    out = out / total[:, None]
-    lse = top + tl.log2(total)
-    place = (part * tl.num_programs(2) + head).to(tl.int64) * nodes * GROUPS + row
-    tl.store(outs + place[:, None] * HEAD + dims[None, :], out, mask=used[:, None] & (dims < HEAD)[None, :])
-    tl.store(lses + place, lse, mask=used)
 
-
-@triton.jit(do_not_specialize=["rows", "parts"])
-def combine_parts(
+@triton.jit(do_not_specialize=["nodes"])
+def combine_chunks(
     outs,
     lses,
     out,
+    depths,
+    sinks,
+    length,
     out_head,
     out_node,
-    rows,
-    parts,
+    nodes,
     GROUPS: tl.constexpr,
     HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    MOST_PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    TREE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """Weigh what the parts found for a block of rows by their log-sum-exps; grid ``(row blocks, kv heads)``."""
+    """Weigh what the chunks found for a block of rows by their log-sum-exps; grid ``(row blocks, kv heads)``.
+
+    ``CHUNKS`` are read at a time, always the same ones together. Those that a row does not see were not written.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
-    used = row < rows
-    stride = tl.num_programs(1) * rows
-    place = head * rows + row
-    every = tl.arange(0, MOST_PARTS)
-    there = used[:, None] & (every < parts)[None, :]
-    lse = tl.load(lses + every[None, :] * stride + place[:, None], mask=there, other=float("-inf"))
-    top = tl.where(used, tl.max(lse, 1), 0.0)  # finite: a node sees itself
-    total = tl.where(used, tl.sum(tl.exp2(lse - top[:, None]), 1), 1.0)
+    node = row // GROUPS
+    used = node < nodes
+    prefix = tl.load(length).to(tl.int32)
+    depth = node
+    end = prefix + node + 1
+    if TREE:
+        end = prefix + nodes + 0 * node
+        if WINDOW:
+            depth = tl.load(depths + node, mask=used, other=0)
+    last = _chunks_before(end, CHUNK)
+    first = tl.zeros_like(last)
+    if WINDOW:
+        first = _chunks_before(tl.maximum(prefix + depth - WINDOW + 2, 1), CHUNK) - 1
     dims = tl.arange(0, WIDTH)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(0, parts, PARTS):
-        some = start + tl.arange(0, PARTS)
-        at = some[None, :] * stride + place[:, None]
-        held = used[:, None] & (some < parts)[None, :]
-        share = tl.exp2(tl.load(lses + at, mask=held, other=float("-inf")) - top[:, None])
-        found_at = outs + at.to(tl.int64)[:, :, None] * HEAD + dims[None, None, :]
+    heads = head * GROUPS + row % GROUPS
+    if sinks is not None:
+        top = tl.load(sinks + heads, mask=used, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    begin = tl.min(tl.where(used, first, tl.max(last, 0)), 0) // CHUNKS * CHUNKS
+    for start in range(begin, tl.max(tl.where(used, last, 0), 0), CHUNKS):
+        chunk = start + tl.arange(0, CHUNKS)
+        held = used[:, None] & (chunk[None, :] >= first[:, None]) & (chunk[None, :] < last[:, None])
+        place = (chunk[None, :] * tl.num_programs(1) + head).to(tl.int64) * nodes * GROUPS + row[:, None]
+        lse = tl.load(lses + place, mask=held, other=float("-inf"))
+        found_at = outs + place[:, :, None] * HEAD + dims[None, None, :]
         found = tl.load(found_at, mask=held[:, :, None] & (dims < HEAD)[None, None, :], other=0.0)
-        mixed += tl.sum(share[:, :, None] * found, 1)
-    out_at = out + (head * GROUPS + row % GROUPS).to(tl.int64) * out_head + (row // GROUPS).to(tl.int64) * out_node
-    done = (mixed / total[:, None]).to(out.dtype.element_ty)
+        highest = tl.maximum(top, tl.max(lse, 1))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        share = tl.exp2(lse - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(share, 1)
+        mixed = mixed * shrink[:, None] + tl.sum(share[:, :, None] * found, 1)
+        top = highest
+    out_at = out + heads.to(tl.int64) * out_head + node.to(tl.int64) * out_node
+    done = (mixed / tl.where(used, total, 1.0)[:, None]).to(out.dtype.element_ty)
     tl.store(out_at[:, None] + dims[None, :], done, mask=used[:, None] & (dims < HEAD)[None, :])
 
 

@@ -192,6 +192,7 @@ class DeviceStepper:
             nodes: target.capture(partial(DeviceStepper._verify, own_self, nodes))
             for nodes in (self._draft.sizes if self._draft else sizes(self._limit))
         }
+        self.state.load(context)  # a warm-up leaves its hidden states
         target.synchronize()  # the block is free to be written again
 
     @torch.inference_mode()

@@ -23,12 +23,15 @@ from tswift.decoding.sampling import FAR, NO_TOKEN, Sampler
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRIED = (*range(1, 9), 41, 41, 41, 41, 41, 41, 41)  # nodes of the trees with which the kernels are tried on a device
-_INTERPRETED = not isinstance(kernels.draw_row, triton.JITFunction)
+RANKED = (1, 1, 1, 4, 4, 16)  # rows with which the ranking of candidates is
+_INTERPRETED = not isinstance(kernels.rank_rows, triton.JITFunction)
 _CHECKED: dict[tuple[object, ...], str | None] = {}
 
 
-class FusedDraw:
-    """Draws what :meth:`Sampler.draw_rows` draws, for parameters that :func:`served` approves of.
+class FusedRule:
+    """Draws what :meth:`Sampler.draw_rows` draws, and ranks candidates, for parameters that :func:`served` approves of.
+
+    Logits are float32, bfloat16 or float16, and every other tensor is int64, or bool where it is a mask.
 
     Args:
         params: the sampling parameters.
@@ -38,11 +41,12 @@ class FusedDraw:
     """
 
     MOST_NODES: ClassVar[int] = 128  # of a draft tree
+    MOST_CANDIDATES: ClassVar[int] = 16  # of a row; they are looked for one after the other
     BLOCK: ClassVar[int] = 1024  # tokens of a part
 
     def __init__(self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device) -> None:
-        min_p = params.min_p if params.temperature else 0.0
-        reals = [params.temperature, params.penalty, math.log(min_p) if min_p else 0.0]
+        self._min_p, self._noisy, self._penalises = _min_p(params) > 0, params.temperature > 0, params.penalises
+        reals = [params.temperature, params.penalty, math.log(_min_p(params)) if self._min_p else 0.0]
         self._reals = torch.tensor(reals, dtype=torch.float64).to(device)
         self._integers = torch.tensor([seed_stream(seed), params.window], dtype=torch.int64).to(device)
         self._banned = None
@@ -50,60 +54,86 @@ class FusedDraw:
             self._banned = torch.zeros(vocab_size, dtype=torch.int8)
             self._banned[list(params.banned)] = 1
             self._banned = self._banned.to(device)
-        self._warping = {
-            "BANNED": bool(params.banned),
-            "SCALED": params.temperature not in (0, 1),
-            "PENALISED": params.penalises,
-        }
-        self._min_p, self._noisy = min_p > 0, params.temperature > 0
+        self._scaled = params.temperature not in (0, 1)
 
-    def __call__(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor, newest: Tensor) -> Tensor:
-        """As :meth:`Sampler.draw_rows`, for at most 128 nodes.
+    def draw(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor, newest: Tensor) -> Tensor:
+        """As :meth:`Sampler.draw_rows`, for at most 128 nodes; ``newest`` is the sampler's."""
+        penalty = (1 + (len(tokens) > 1)) if self._penalises else 0
+        mask = ancestors.contiguous().view(torch.int8)
+        drawn, _ = self._best(logits, (tokens, positions, mask, newest, None), penalty, self._noisy, 1, drawn=True)
+        return drawn.squeeze(1)
 
-        Args:
-            logits: ``[n, V]`` float32, bfloat16 or float16.
-            tokens: ``[n]`` int64.
-            positions: ``[n]`` int64.
-            ancestors: ``[n, n]`` bool.
-            newest: the sampler's.
-        """
-        nodes, vocab = logits.shape
+    def candidates(
+        self, logits: Tensor, seen: Tensor | None, positions: Tensor | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`Sampler.candidates`. Of equal ones the lowest comes first; a NaN is told as infinity."""
+        penalty, mask = 0, None
+        if seen is not None:
+            penalty, mask = 3, seen.contiguous().view(torch.int8)
+        noisy = self._noisy and positions is not None
+        return self._best(logits, (None, positions, None, None, mask), penalty, noisy, count, drawn=False)
+
+    def _best(
+        self, logits: Tensor, given: tuple[Tensor | None, ...], penalty: int, noisy: bool, count: int, drawn: bool
+    ) -> tuple[Tensor, Tensor]:
+        rows, vocab = logits.shape
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         parts = triton.cdiv(vocab, self.BLOCK)
-        scores = logits.new_empty(nodes, parts, dtype=torch.float64)
-        drawn = logits.new_empty(nodes, parts, dtype=torch.int32)
-        out = logits.new_empty(nodes, dtype=torch.int64)
-        tops = torch.empty_like(scores) if self._min_p else None
-        mask = ancestors.contiguous().view(torch.int8)
-        read = (logits, tokens, positions, mask, newest, self._banned, self._reals, self._integers)
-        shape = (logits.stride(0), nodes, vocab)
-        some = triton.next_power_of_2(parts)
-        # a product and a sum rounded once would not be what PyTorch's two operators give
-        options = {"BLOCK": self.BLOCK, "NODES": self.MOST_NODES, "TREE": nodes > 1, "enable_fp_fusion": False}
-        options |= self._warping
+        tops = logits.new_empty(rows, parts, dtype=torch.float64) if self._min_p else None
+        scores = logits.new_empty(rows, parts * count, dtype=torch.float64)
+        ranked = logits.new_empty(rows, parts * count, dtype=torch.int32)
+        best_scores = logits.new_empty(rows, count, dtype=torch.float64)
+        best_tokens = logits.new_empty(rows, count, dtype=torch.int64)
+        seen = given[-1]
+        seen_stride = vocab if seen is not None and len(seen) > 1 else 0
+        arguments = (
+            logits, *given, self._banned, self._reals, self._integers, logits.stride(0), seen_stride, rows, vocab
+        )  # fmt: skip
+        options = {
+            "BLOCK": self.BLOCK,
+            "NODES": self.MOST_NODES,
+            "BANNED": self._banned is not None,
+            "SCALED": self._scaled,
+            "PENALTY": penalty,
+            # a product and a sum rounded once would not be what PyTorch's two operators give
+            "enable_fp_fusion": False,
+        }
         with torch.cuda.device_of(logits):
             if self._min_p:
-                rows, warps = _rows(nodes, shared=True)
-                kernels.top_logits[triton.cdiv(nodes, rows), parts](
-                    *read, tops, *shape, ROWS=rows, num_warps=warps, **options
+                block, warps = _rows(rows, shared=True)
+                kernels.top_logits[triton.cdiv(rows, block), parts](
+                    *arguments, tops, ROWS=block, num_warps=warps, **options
                 )
-            rows, warps = _rows(nodes, shared=False)
-            kernels.draw_parts[triton.cdiv(nodes, rows), parts](
-                *read,
+            block, warps = _rows(rows, shared=False)
+            blocks = triton.cdiv(rows, block)
+            kernels.rank_parts[blocks, parts](
+                *arguments,
                 tops,
                 scores,
-                drawn,
-                *shape,
-                ROWS=rows,
-                PARTS=some,
+                ranked,
+                ROWS=block,
+                PARTS=triton.next_power_of_2(parts),
+                COUNT=count,
                 MIN_P=self._min_p,
-                NOISY=self._noisy,
+                NOISY=noisy,
+                AHEAD=int(drawn),
                 num_warps=warps,
                 **options,
             )
-            kernels.draw_row[triton.cdiv(nodes, rows),](scores, drawn, out, nodes, parts, ROWS=rows, PARTS=some)
-        return out
+            kernels.rank_rows[blocks,](
+                scores,
+                ranked,
+                best_scores,
+                best_tokens,
+                rows,
+                parts * count,
+                ROWS=block,
+                FOUND=triton.next_power_of_2(parts * count),
+                COUNT=count,
+                DRAWN=drawn,
+            )
+        return best_tokens, best_scores
 
 
 def _rows(nodes: int, shared: bool) -> tuple[int, int]:
@@ -118,36 +148,59 @@ def _rows(nodes: int, shared: bool) -> tuple[int, int]:
     return (4, 8) if shared and nodes > 1 else (1, 4)
 
 
+def _min_p(params: SamplingParams) -> float:
+    return params.min_p if params.temperature else 0.0
+
+
 def served(params: SamplingParams) -> bool:
     """Whether the kernels have all that these parameters ask for: top-k, top-p and eta they have not."""
     return params.temperature == 0 or (params.top_k == 0 and params.top_p == 1 and params.eta == 0)
 
 
 def fused_sampler_fault(
-    params: SamplingParams, vocab_size: int, dtype: torch.dtype, device: torch.device
+    params: SamplingParams, vocab_size: int, dtype: torch.dtype, device: torch.device, candidates: int = 0
 ) -> str | None:
     """Why the kernels are not to be used for such parameters; None if they are.
 
     They are compared with the rule in PyTorch on the device itself, on some hundred rows with all that is odd; once for
     every dtype, vocabulary, and set of kernels that parameters need. It takes as long as they take to compile.
+
+    Args:
+        params: the sampling parameters.
+        vocab_size: number of token ids.
+        dtype: of the logits.
+        device: where they will be.
+        candidates: look at how so many candidates of a row are ranked, with noise and without; 0 looks at the drawing.
     """
     if not served(params):
         return "top-k, top-p and eta have no kernel"
     if dtype not in DTYPES:
         return f"the kernels do not read {str(dtype).removeprefix('torch.')}"
+    if candidates > FusedRule.MOST_CANDIDATES:
+        return f"the kernels rank at most {FusedRule.MOST_CANDIDATES} candidates"
     scaled = params.temperature not in (0, 1)
-    kind = (params.temperature > 0, scaled, params.penalises, params.min_p > 0, bool(params.banned))
-    key = (dtype, vocab_size, device, *kind)
+    kind = (params.temperature > 0, scaled, params.penalises, _min_p(params) > 0, bool(params.banned))
+    key = (candidates, dtype, vocab_size, device, *kind)
     if key not in _CHECKED:
         try:
-            random, wrong = Random(0), 0
-            for index, nodes in enumerate(TRIED):
-                short = replace(params, window=random.randint(1, 5)) if params.penalises and index % 2 else params
-                wrong += mismatches(short, vocab_size, nodes, dtype, device, random)
-            _CHECKED[key] = f"{wrong} of {sum(TRIED)} rows drew another token than the rule" if wrong else None
+            _CHECKED[key] = _disagreement(params, vocab_size, dtype, device, candidates)
         except Exception as error:  # whatever it is that a compiler or a driver dislikes
             _CHECKED[key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
     return _CHECKED[key]
+
+
+def _disagreement(
+    params: SamplingParams, vocab_size: int, dtype: torch.dtype, device: torch.device, candidates: int
+) -> str | None:
+    random, wrong = Random(0), 0
+    if candidates:
+        for rows in RANKED:
+            wrong += misranked(params, vocab_size, rows, dtype, device, candidates, random)
+        return f"{wrong} of {sum(RANKED)} rows had other candidates than by the rule" if wrong else None
+    for index, nodes in enumerate(TRIED):
+        short = replace(params, window=random.randint(1, 5)) if params.penalises and index % 2 else params
+        wrong += mismatches(short, vocab_size, nodes, dtype, device, random)
+    return f"{wrong} of {sum(TRIED)} rows drew another token than the rule" if wrong else None
 
 
 def mismatches(
@@ -159,9 +212,47 @@ def mismatches(
     logits = odd_rows(nodes, vocab_size, dtype, random)
     tree = _random_tree(sampler, logits, random)
     rows, tokens, positions, ancestors = (each.to(device) for each in (logits, *tree))
-    fused = FusedDraw(params, seed, vocab_size, device)
-    drawn = fused(rows, tokens, positions, ancestors, sampler.newest)
+    fused = FusedRule(params, seed, vocab_size, device)
+    drawn = fused.draw(rows, tokens, positions, ancestors, sampler.newest)
     return int((drawn != sampler.draw_rows(rows, tokens, positions, ancestors)).sum())
+
+
+def misranked(
+    params: SamplingParams,
+    vocab_size: int,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    count: int,
+    random: Random,
+) -> int:
+    """Of random rows, those whose candidates by the kernels are not those by the rule, with noise or without.
+
+    What is equal may come in any order, and a score may be off by its last place: candidates are but guesses.
+    """
+    seed = random.getrandbits(64)
+    sampler = Sampler(params, seed, vocab_size, device)
+    fused = FusedRule(params, seed, vocab_size, device)
+    logits = odd_rows(rows, vocab_size, dtype, random).to(device)
+    generator = torch.Generator().manual_seed(random.getrandbits(63))
+    seen = torch.rand(random.choice((1, rows)), vocab_size, generator=generator).to(device) < random.random()
+    place = random.choice((0, 7, 5000, 1 << 40))
+    count = min(count, vocab_size)
+    wrong = torch.zeros(rows, dtype=torch.bool, device=device)
+    for places in (None, torch.arange(place, place + rows, device=device)):
+        given = (logits, seen if params.penalises else None, places, count)
+        scores = sampler.warp(*given[:2]) if places is None else sampler.scores(logits, given[1], places)
+        best = scores.topk(count).values
+        tokens, theirs = fused.candidates(*given)
+        own, real = scores.gather(1, tokens), best > -math.inf
+        alone = ((tokens[:, :, None] == tokens[:, None]) & real[:, None]).sum(-1) == 1
+        same = _close(theirs, best) & (~real | (_close(own, best) & alone))
+        wrong |= (scores.amax(-1) < math.inf) & ~same.all(-1)  # what is broken is no guess
+    return int(wrong.sum())
+
+
+def _close(one: Tensor, other: Tensor) -> Tensor:
+    return torch.isclose(one, other, rtol=1e-12, atol=1e-12)
 
 
 def odd_rows(rows: int, vocab_size: int, dtype: torch.dtype, random: Random) -> Tensor:

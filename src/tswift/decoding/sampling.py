@@ -19,7 +19,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.decoding.warping import warp
 
 if TYPE_CHECKING:
-    from tswift.decoding.fused import FusedDraw
+    from tswift.decoding.fused import FusedRule
 
 NO_TOKEN = -1  # drawn where there is nothing to draw; in a draft tree, a candidate that does not exist
 FAR = -(1 << 62)  # position of a token that is not in the text
@@ -41,7 +41,7 @@ class Sampler:
         newest: ``[V]`` int64, the position of each token's last occurrence in the text; changed in place. Nothing is
             kept there unless tokens are penalised.
         length: tokens in the text so far.
-        fault: why :meth:`fuse` has left the drawing to PyTorch; None if it has not.
+        fault: why :meth:`fuse` has left the drawing, or the ranking of candidates, to PyTorch; None if it has not.
     """
 
     _BLOCK = 16  # noise is computed for this many positions at a time
@@ -52,7 +52,7 @@ class Sampler:
         self.newest = torch.full((vocab_size,), FAR, dtype=torch.int64, device=device)
         self._blocks: dict[int, Tensor] = {}
         self._banned: dict[tuple[int, ...], Tensor] = {}
-        self._fused: dict[tuple[SamplingParams, torch.dtype], FusedDraw] = {}
+        self._fused: dict[tuple[SamplingParams, torch.dtype, int], FusedRule] = {}  # by candidates of a row, 0: draws
         self.fault: str | None = None
         self.params = params
 
@@ -76,7 +76,7 @@ class Sampler:
         twin.newest = self.newest.clone()
         return twin
 
-    def fuse(self, dtype: torch.dtype, interpreted: bool = False) -> None:
+    def fuse(self, dtype: torch.dtype, candidates: int = 0, interpreted: bool = False) -> None:
         """Have :meth:`draw_rows` use Triton kernels on CUDA, for logits of this dtype and the parameters as they are.
 
         They are used if they draw the same on this device, which is tried once, and waited for: not while a CUDA graph
@@ -84,19 +84,25 @@ class Sampler:
 
         Args:
             dtype: of the logits.
+            candidates: how many will be asked for in :meth:`candidates`, which is then to use kernels, too; 0 for none.
             interpreted: use them without CUDA, too, in Triton's interpreter.
         """
         device = self._tokens.device
         if device.type != "cuda" and not interpreted:
             return
         try:
-            from tswift.decoding.fused import FusedDraw, fused_sampler_fault
+            from tswift.decoding.fused import FusedRule, fused_sampler_fault
         except ImportError:
             self.fault = "triton is not installed"
             return
-        self.fault = fused_sampler_fault(self.params, len(self._tokens), dtype, device)
-        if self.fault is None:
-            self._fused[self.params, dtype] = FusedDraw(self.params, self.seed, len(self._tokens), device)
+        about, rule = (self.params, len(self._tokens), dtype, device), None
+        self.fault = None
+        for count in {0, min(candidates, len(self._tokens))}:
+            fault = fused_sampler_fault(*about, count)
+            if fault is None:
+                rule = rule or FusedRule(self.params, self.seed, len(self._tokens), device)
+                self._fused[self.params, dtype, count] = rule
+            self.fault = self.fault or fault
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""
@@ -148,14 +154,12 @@ class Sampler:
     def noise(self, positions: Sequence[int] | Tensor) -> Tensor:
         """Gumbel noise ``[n, V]`` (float64) for tokens to be drawn at these positions; zero at temperature 0.
 
-        Positions that are a tensor on a CUDA device are neither copied nor waited for.
+        Noise at positions on the device is computed anew, without a wait; of a sequence it is kept, by blocks.
         """
         if self.params.temperature == 0:
             return torch.zeros((), dtype=torch.float64, device=self._tokens.device)
         if isinstance(positions, Tensor):
-            if positions.device.type != "cpu":
-                return gumbel(self.seed, positions, self._tokens)
-            positions = positions.tolist()
+            return gumbel(self.seed, positions, self._tokens)
         rows = [self._block(position // self._BLOCK)[position % self._BLOCK] for position in positions]
         return torch.stack(rows)
 
@@ -212,9 +216,9 @@ class Sampler:
         Returns:
             ``[n]`` int64, ``NO_TOKEN`` where there is nothing to draw.
         """
-        fused = self._fused.get((self.params, logits.dtype))
+        fused = self._fused.get((self.params, logits.dtype, 0))
         if fused is not None and len(logits) <= fused.MOST_NODES:
-            return fused(logits, tokens, positions, ancestors, self.newest)
+            return fused.draw(logits, tokens, positions, ancestors, self.newest)
         return _best(self.scores(logits, self.seen(tokens, positions, ancestors), positions + 1))
 
     def draw_with_leads(
@@ -245,8 +249,13 @@ class Sampler:
             ``[n, count]`` tokens, best first, and their scores (float64), ``-inf`` for a token that is never drawn.
             Fewer columns where the vocabulary has no more.
         """
+        count = min(count, logits.shape[-1])
+        fused = self._fused.get((self.params, logits.dtype, count))
+        alike = (seen is None or len(seen) in (1, len(logits))) and (positions is None or len(positions) == len(logits))
+        if fused is not None and alike and not isinstance(positions, Sequence):
+            return fused.candidates(logits, seen, positions, count)
         scores = self.warp(logits, seen) if positions is None else self.scores(logits, seen, positions)
-        best = scores.topk(min(count, scores.shape[-1]))
+        best = scores.topk(count)
         return best.indices, best.values
 
 

@@ -135,6 +135,7 @@ class FixedTree:
         self._candidates = torch.tensor(
             [heads.width * (ranks.depths[node] - 1) + ranks.tokens[node] for node in drafted], device=device
         )
+        self._levels = torch.arange(1, heads.levels + 1, device=device)
         self._rows: NgramRows | None = None
         if reserved and drafter.ngrams is not None:
             updates = drafter.depth + 1
@@ -154,6 +155,7 @@ class FixedTree:
     def begin(self, context: Context, host: dict[str, np.ndarray], device: dict[str, Tensor]) -> None:
         """As :meth:`DeviceDraft.begin`."""
         self._host, self._device, self._sampler = host, device, context.sampler
+        context.sampler.fuse(self._heads.dtype, self._heads.width)
         self._partial = self._heads.reader.partial
         if self._partial is not None:
             self._partial.track()
@@ -163,8 +165,8 @@ class FixedTree:
     def draft(self) -> None:
         """As :meth:`DeviceDraft.draft`."""
         hidden, raw = self._read()
-        root, position = self._state.tokens[0], self._state.position
-        tokens, scores = self._heads.guess(hidden, raw, root, position, self._sampler)
+        places = self._state.position + self._levels
+        tokens, scores = self._heads.guess(hidden, raw, self._state.tokens[0], places, self._sampler)
         # fewer tokens than the widest level wants are left by the filters, or there are no more
         tokens = torch.where(scores == -torch.inf, -1, tokens).flatten()
         self._state.tokens.index_copy_(0, self._live, tokens[self._candidates])

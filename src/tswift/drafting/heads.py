@@ -132,6 +132,16 @@ class HeadSource:
             self._paths = sorted(product(*map(range, tree)), key=lambda path: (sum(path), [-rank for rank in path]))
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return self._target.dtype
+
+    @property
+    def levels(self) -> int:
+        """Tokens drafted along a path."""
+        return len(self._widths)
+
+    @property
     def width(self) -> int:
         """Candidates of each level in :meth:`guess`."""
         return min(max(self._widths), self.vocab_size)
@@ -154,9 +164,9 @@ class HeadSource:
         if read is None:
             return
         forwarded, node = read
-        position = torch.tensor([context.position]).to(forwarded.hidden.device, non_blocking=True)
-        raw = None if forwarded.raw is None else forwarded.raw[node]
-        self._guessed = self.guess(forwarded.hidden[node], raw, context.text[-1], position, context.sampler)
+        raw, first = None if forwarded.raw is None else forwarded.raw[node], context.position + 1
+        places = range(first, first + len(self._widths))
+        self._guessed = self.guess(forwarded.hidden[node], raw, context.text[-1], places, context.sampler)
 
     def propose(self, tree: DraftTree, context: Context) -> None:
         """Add the combinations of the levels' best candidates."""
@@ -176,7 +186,12 @@ class HeadSource:
                 tree.add([level[rank] for rank, level in zip(path, levels, strict=False)], self.name)
 
     def guess(
-        self, hidden: Tensor, raw: Tensor | None, root: int | Tensor, position: Tensor, sampler: Sampler
+        self,
+        hidden: Tensor,
+        raw: Tensor | None,
+        root: int | Tensor,
+        places: Sequence[int] | Tensor,
+        sampler: Sampler,
     ) -> _Guess:
         """The best candidates of every level; nothing is waited for, and a CUDA graph can be captured of it.
 
@@ -184,7 +199,7 @@ class HeadSource:
             hidden: ``[H]`` last hidden state.
             raw: the same before the final norm; for heads that start there.
             root: the text's last token.
-            position: ``[1]`` int64, where that is.
+            places: of each level, the position of its tokens in the text; numbers, or ``[levels]`` on the device.
             sampler: the sampling rule.
 
         Returns:
@@ -192,22 +207,25 @@ class HeadSource:
         """
         begin = raw if self._heads.raw else hidden
         assert begin is not None
-        alone = torch.ones(1, 1, dtype=torch.bool, device=hidden.device)
-        seen = sampler.seen(position, position, alone)
-        levels = torch.arange(1, len(self._widths) + 1, device=hidden.device)
-        places = position + levels if self._shared_noise else None
+        root_place = (
+            places[:1] - 1
+            if isinstance(places, Tensor)
+            else torch.tensor([places[0] - 1]).to(hidden.device, non_blocking=True)
+        )
+        seen = sampler.seen(root_place, root_place, torch.ones(1, 1, dtype=torch.bool, device=hidden.device))
+        levels = self.levels
 
         def best(logits: Tensor, start: int, end: int) -> _Guess:
-            return sampler.candidates(logits, seen, None if places is None else places[start:end], self.width)
+            return sampler.candidates(logits, seen, places[start:end] if self._shared_noise else None, self.width)
 
         first = hidden if self.reader.direct else None
         if not self._heads.conditioned:
-            return best(self._heads.levels(begin, self._target.logits, first, len(levels)), 0, len(levels))
+            return best(self._heads.levels(begin, self._target.logits, first, levels), 0, levels)
         found: list[_Guess] = []
         if first is not None:
             found.append(best(self._target.logits(first.unsqueeze(0)), 0, 1))
             root = found[0][0][0, 0]
-        for index in range(len(levels) - len(found)):
+        for index in range(levels - len(found)):
             begin, out = self._heads.step(index, begin, self._target.embed(root))
             found.append(best(self._target.logits(out.unsqueeze(0)), len(found), len(found) + 1))
             root = found[-1][0][0, 0]

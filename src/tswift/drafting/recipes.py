@@ -164,7 +164,7 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     assert heads is not None
     assert options.nodes is not None
     nodes = min(options.nodes, usual_nodes(models.target.device, models.target.groups))
-    tree = usual_tree("medusa", models.target.device, heads.count, nodes)
+    tree = usual_tree("medusa", models.target.device, heads.count)
     fixed = replace(options, tree=tree, gamma=None, nodes=nodes)
     chosen = replace(options, tree=AUTO, gamma=None)
     rivals = [

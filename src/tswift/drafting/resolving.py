@@ -54,7 +54,7 @@ def resolve_for(
         raise InputError(f"{name} drafts with heads and the model has none; use ar or reuse", "--method")
     if "tree" in method.uses:
         levels = heads + method.by_lm_head
-        usual = usual_tree(name, device, levels, options.nodes or usual_nodes(device, groups))
+        usual = usual_tree(name, device, levels)
         tree = options.tree or usual
         if options.gamma is not None:
             least, most = 1 - method.by_lm_head, (levels if tree == AUTO else len(usual)) - method.by_lm_head

@@ -8,36 +8,25 @@ add 2% to a step's tokens and more to its time.
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 
 ROWS = 128  # of a KV head in a CUDA pass, for which reading the keys takes as long as multiplying them
 _CUDA_NODES = (8, 128)  # fewest and most
 _SLACK = 0.2  # a verification may take so much longer than a pass over one node
-_NGRAMS = 4  # tokenswift leaves one node in so many to n-grams
 _CPU_NODES = 8
-_CPU_TREES = {"medusa": (2, 2, 2, 2), "tokenswift": (1, 2, 2, 2, 2)}
-# Large to small, the paper's first: the first one that fits is used. Wider early levels were better in few nodes.
-_CUDA_TREES = ((3, 3, 3), (3, 3, 2), (3, 2, 2), (2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))
+_TREES: dict[str, dict[str, tuple[int, ...]]] = {
+    "cuda": {"medusa": (3, 3, 3), "tokenswift": (1, 3, 3, 3)},  # the paper's
+    "cpu": {"medusa": (2, 2, 2, 2), "tokenswift": (1, 2, 2, 2, 2)},
+}
 
 
-def usual_tree(method: str, device: torch.device, levels: int, nodes: int) -> tuple[int, ...]:
-    """Candidates per level of a method's tree, if nothing else is said.
+def usual_tree(method: str, device: torch.device, levels: int) -> tuple[int, ...]:
+    """Candidates per level of a method's tree, if nothing else is said: at most ``levels``.
 
-    Args:
-        method: ``medusa`` or ``tokenswift``; the latter's first level is the LM head's, and n-grams have a share.
-        device: where the model is. On a CPU the tree is always the same, and cut where it is too large.
-        levels: most levels.
-        nodes: most nodes, root included.
+    A tree with more nodes than are to be verified is cut to its most promising ones, which is better than fewer
+    candidates per level.
     """
-    if device.type == "cpu":
-        return _CPU_TREES[method][:levels]
-    first: tuple[int, ...] = ()
-    if method == "tokenswift":
-        first, nodes = (1,), nodes - nodes // _NGRAMS
-    trees = [(*first, *tree)[:levels] for tree in _CUDA_TREES]
-    return next((tree for tree in trees if tree_nodes(tree) <= nodes), trees[-1])
+    return _TREES["cpu" if device.type == "cpu" else "cuda"][method][:levels]
 
 
 def usual_nodes(device: torch.device, groups: int) -> int:
@@ -51,11 +40,6 @@ def usual_nodes(device: torch.device, groups: int) -> int:
         return _CPU_NODES
     fewest, most = _CUDA_NODES
     return min(most, max(fewest, ROWS // groups))
-
-
-def tree_nodes(tree: tuple[int, ...]) -> int:
-    """Nodes of a tree with so many candidates per level, root included."""
-    return 1 + sum(prod(tree[: depth + 1]) for depth in range(len(tree)))
 
 
 def verify_nodes(context: int, groups: int, most: int, weight_tokens: float) -> int:

@@ -1,0 +1,137 @@
+"""What a step of every method asks of the host and of a CUDA device, by simulation: ``python -m tests.cuda.table``.
+
+Medians of single steps. Kernels inside CUDA graphs are not counted: a replay of a graph is one launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from statistics import median
+from typing import Any
+
+from tests.cuda.devsim import Simulator, moved  # isort: skip  # before the package
+import torch
+
+import tests.helpers as helpers
+from tests.cuda.capture import LOG, StaticAttention
+from tswift.decoding.loop import Decoding
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
+from tswift.models.passes import Forwarded
+from tswift.models.target import Target
+
+PROMPT, WARM = 70, 4
+COUNTS = ("waits", "sent", "fetched", "kernels", "launches", "nbytes")
+TITLES = ("waits", "copies to the device", "copies from it", "kernels outside graphs", "graph launches", "MB")
+_WITH_HEADS = ("medusa", "tokenswift", "cascade", "auto")
+CASES = [(name, kind) for name in METHODS for kind in ("chained", "conditioned")[: 1 + (name in _WITH_HEADS)]]
+
+
+def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: bool) -> Decoding:
+    """A decode of a tiny model, with default options where these do not ask for more text than there is."""
+    put = (lambda module: moved(copy.deepcopy(module))) if simulated else copy.deepcopy
+    dtype = torch.float32
+    target = Target(put(helpers.tiny_llama("gqa", dtype)), StaticAttention)
+    draft = Target(put(helpers.tiny_llama("mqa", dtype, layers=1)), StaticAttention)
+    options = DraftOptions(budget=128, nodes=nodes, costs="nominal")
+    drafter = make_drafter(method, target, put(helpers.tiny_heads(dtype, kind=kind)), options, draft)
+    prompt = helpers.random_prompt(PROMPT)
+    params = SamplingParams(window=24, min_p=0.02)
+    return Decoding(target, prompt, params, 3, drafter, 40 * (WARM + steps))
+
+
+def measure(method: str, kind: str, steps: int, nodes: int | None = None) -> dict[str, Any]:
+    """What single steps do, the text they write, and where they wait and copy."""
+    rows, tokens, places = [], [], {name: set[str]() for name in COUNTS[:3]}
+    with Simulator(), torch.no_grad():
+        decoding = _decoding(method, kind, steps, nodes, simulated=True)
+        running = decoding.steps()
+        for index in range(WARM + steps):
+            LOG.clear()
+            LOG.on = index >= WARM
+            step = next(running)
+            LOG.on = False
+            tokens += step.tokens
+            if index >= WARM:
+                rows.append([sum(LOG.waits.values()), sum(LOG.sent.values()), sum(LOG.fetched.values())])
+                rows[-1] += [LOG.kernels, LOG.launches, LOG.nbytes]
+                for name, found in places.items():
+                    found.update(getattr(LOG, name))
+        target = decoding._target
+        assert target.graphs is None, target.graphs
+    counts = {name: median(column) for name, column in zip(COUNTS, zip(*rows, strict=True), strict=True)}
+    found = {name: sorted(each) for name, each in places.items()}
+    return {"method": method, "kind": kind, "counts": counts, "places": found, "tokens": tokens}
+
+
+def plain(length: int) -> list[int]:
+    """What plain decoding writes, without a simulated device."""
+    decoding = _decoding("ar", "chained", length, None, simulated=False)
+    running = decoding.steps()
+    return [token for _ in range(length) for token in next(running).tokens]
+
+
+def host_seconds(method: str, kind: str, steps: int) -> float:
+    """Of a step on this CPU where the model's passes compute nothing: what the host needs around them, about."""
+
+    def nothing(target: Target, tokens: torch.Tensor, *given: Any) -> Forwarded:
+        shape = target.kv_shape
+        hidden = torch.zeros(len(tokens), target.hidden_size, dtype=target.dtype)
+        heads = shape.heads * target._layout.groups
+        return Forwarded(hidden, [torch.zeros(heads, len(tokens), shape.head_dim)] * shape.layers)
+
+    right, Target._compute = Target._compute, nothing
+    try:
+        running = _decoding(method, kind, steps, None, simulated=False).steps()
+        taken = []
+        for _ in range(WARM + steps):
+            started = time.process_time()
+            next(running)
+            taken.append(time.process_time() - started)
+    finally:
+        Target._compute = right
+    return median(taken[WARM:])
+
+
+def main() -> None:
+    """Print the table, or all figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--nodes", type=int, help="of a tree at most; by default as on CUDA")
+    parser.add_argument("--vocab", type=int, default=helpers.VOCAB)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--places", action="store_true", help="also print where it waits and copies")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    helpers.VOCAB = given.vocab
+    cases = [case for case in CASES if case[0] in given.methods.split(",")]
+    found = []
+    for method, kind in cases:
+        found.append(measure(method, kind, given.steps, given.nodes))
+        if not given.json:
+            # with many logits it would be this CPU's time for those
+            found[-1]["host"] = host_seconds(method, kind, 5 * given.steps) if given.vocab < 1000 else torch.nan
+            print(f"{method}, {kind}", file=sys.stderr, flush=True)
+    if given.json:
+        json.dump({"plain": plain(max(len(each["tokens"]) for each in found)), "found": found}, sys.stdout)
+        return
+    print(f"| method | heads | {' | '.join(TITLES)} | host, ms |\n| --- | --- |{' ---: |' * (len(TITLES) + 1)}")
+    for each in found:
+        *counts, nbytes = each["counts"].values()
+        kind = each["kind"] if each["method"] in _WITH_HEADS else ""
+        figures = [f"{count:g}" for count in counts] + [f"{nbytes / 1e6:.3g}", f"{each['host'] * 1e3:.2f}"]
+        print(f"| {each['method']} | {kind} | {' | '.join(figures)} |")
+    for each in found if given.places else ():
+        print(f"\n{each['method']}, {each['kind']}")
+        for name, places in each["places"].items():
+            print(f"  {name}: {', '.join(places)}")
+
+
+if __name__ == "__main__":
+    main()

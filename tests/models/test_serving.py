@@ -1,0 +1,124 @@
+"""Attention and compiled layers that are not to be trusted: their twins take over, and the records say why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tswift
+from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_target, tokens_of
+from tests.models.loads import refuse
+from tests.models.test_passes import OPTIONS, PARAMS, static_target
+from tswift.attention.backends import why_not
+from tswift.attention.native import NativeAttention
+from tswift.models.loaded import LoadedModel
+from tswift.models.serving import heads_of
+from tswift.models.target import Target
+
+native = pytest.mark.skipif(why_not("native", torch.float32, torch.device("cpu")) is not None, reason="no compiler")
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """One that has compiled nothing before, nor given up on anything afterwards."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def text(target: Target, method: str = "tokenswift") -> list[int]:
+    return tokens_of(decode_steps(target, drafter_of(method, target, OPTIONS), random_prompt(30), PARAMS, 3, 60))
+
+
+def layers(target: Target) -> str:
+    return LoadedModel("tiny", None, target, None, (), prepared="compiled").about()["layers"]
+
+
+@native
+def test_attention_that_lies_in_one_element_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = NativeAttention.__call__
+
+    def lying(self, query, keys, values, scale):
+        out = right(self, query, keys, values, scale)
+        if query.shape[1] == 17:
+            out[0, 5, 7] += 1
+        return out
+
+    trusted = tswift.load(device="cpu")
+    assert trusted.about()["attention"] == "native"
+    monkeypatch.setattr(NativeAttention, "__call__", lying)
+    model = tswift.load(device="cpu")
+    assert model.about()["attention"] == "sdpa"
+    assert "as native attention computes nonsense here (off by " in model.about()["layers"]
+    refuse("demo", "native attention computes nonsense here", "--attention", attention="native")
+    texts = [tokens_of(list(tswift.generate(each, "The ship", 40, seed=1))) for each in (model, trusted)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("rows", "wrong"), [(1, 1.5), (3, 1.5), (17, 1.5), (32, torch.nan)])
+def test_compiled_layers_that_lie_in_one_row_are_not_used(compiler, rows: int, wrong: float) -> None:
+    def lying(graph, inputs):
+        def run(*given):
+            outs = graph.forward(*given)
+            for out in outs:
+                if isinstance(out, torch.Tensor) and out.dim() == 3 and out.shape[1] == rows:
+                    out[:, -1] *= wrong
+            return outs
+
+        return run
+
+    target = static_target()
+    assert "compiled layers gave other hidden states" in target.compile(backend=lying)
+    assert text(target) == text(tiny_target())
+
+
+def test_layers_that_are_compiled_are_said_to_be(compiler) -> None:
+    target = static_target()
+    assert target.compile(backend="eager") is None
+    text(target)
+    assert layers(target) == "compiled"
+    assert torch._dynamo.config.recompile_limit >= 64
+
+
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+def test_what_the_compiler_gives_up_on_is_told(compiler, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr("tswift.models.target._RECOMPILES", 1)
+    torch._dynamo.config.recompile_limit = 1
+    target = static_target()
+    assert target.compile(backend="eager") is None
+    assert text(target, method) == text(tiny_target(), "ar")
+    told = "compiled in part, as the compiler stopped: Dynamo recompile limit exceeded"
+    assert layers(target) == told
+    other = static_target()  # the same functions: nothing is tried anew
+    torch._dynamo.utils.counters["frames"].clear()
+    assert other.compile(backend="eager") is None
+    assert layers(other) == told
+
+
+def test_a_function_that_cannot_be_compiled_is_told(compiler) -> None:
+    target = static_target()
+    assert target.compile(backend="eager") is None
+    torch._dynamo.utils.counters["frames"]["total"] += 1
+    assert layers(target).startswith("compiled in part, as the compiler stopped: ")
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        ({"num_attention_heads": 32, "num_key_value_heads": 8}, (8, 4)),
+        ({"num_attention_heads": 4, "num_key_value_heads": 4}, (4, 1)),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, (1, 1)),
+        ({"num_attention_heads": 4, "num_key_value_heads": 0}, (1, 1)),
+        ({"num_attention_heads": 4, "num_key_value_heads": None}, (1, 1)),
+        ({}, (1, 1)),
+    ],
+)
+def test_heads_by_the_configuration(config: dict[str, object], heads: tuple[int, int]) -> None:
+    text = SimpleNamespace(**config)
+    assert heads_of(SimpleNamespace(get_text_config=lambda: text)) == heads
