@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 
+from tests import fake_torchao
 from tests.cuda import capture
 from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tiny_target, tokens_of
 from tswift.decoding.audit import audit
@@ -229,3 +230,25 @@ def test_a_graph_may_read_what_an_earlier_one_gave(graphs) -> None:
 def test_what_waits_cannot_be_captured(graphs, wait) -> None:
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         captured(graphs(), lambda: wait(torch.ones(1)))
+
+
+@pytest.mark.parametrize("kv", ["full", "dynamic", "snapkv", "streaming"])
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.partial])
+def test_drafting_passes_on_a_copy(graphs, method: str, kv: str) -> None:
+    """A copy of the model with other weights has graphs of its own, beside the model's."""
+    if kv not in (METHODS[method].kv or ("dynamic",)):
+        pytest.skip(f"{method} does not read that")
+    options, prompt = dataclasses.replace(OPTIONS, kv=kv if METHODS[method].kv else None), random_prompt(90)
+    found = []
+    for asked in (None, graphs):
+        target, copied, draft = target_of(asked), target_of(asked), target_of(asked, layers=1, kind="mqa")
+        fake_torchao.change(copied.model.get_decoder(), fake_torchao.rounded)
+        drafter = make_drafter(method, target, tiny_heads(), options, draft, drafting=copied)
+        found.append(decode_steps(target, drafter, prompt, PARAMS, 3, 24))
+        assert target.graphs is copied.graphs is None
+    plain, captured = found
+    assert tokens_of(captured) == tokens_of(plain)
+    assert [step.accepted for step in captured] == [step.accepted for step in plain]
+    target = target_of(None)
+    ar = decode_steps(target, make_drafter("ar", target, None, OPTIONS), prompt, PARAMS, 3, 24)
+    assert tokens_of(captured) == tokens_of(ar)

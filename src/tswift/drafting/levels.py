@@ -52,7 +52,6 @@ class FullLevel:
 
     def cache(self, context: Context) -> KVBuffer:
         """That of the decode itself."""
-        self.target.prepare(context.kv, 1)  # a copy with weights of fewer bits has passes of its own
         self._held = context.kv.length
         self.target.prepare(context.kv, 1)
         return context.kv
