@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -108,11 +109,15 @@ def test_any_shape(kv_heads, group, dim, prefix, nodes, seed, dtype, sharp) -> N
 def test_chunks_of_all_three_sizes(monkeypatch, prefix: int) -> None:
     """Of 16, 32 and 128 keys: from 256 and from 1,024 keys on."""
     monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
-    monkeypatch.setattr(backend, "MOST_NODES", 5)
     check(1, 2, 256, prefix, 5, seed=prefix)
-    query, keys, values, _, scale = case(1, 2, 256, prefix, 9, torch.float16)  # a long chain, with longer chunks
-    out = attend(query, keys, values, None, scale, 9)
-    assert error(out, dense(query, keys, values, chain(9), scale)) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("prefix", [0, 500, 700])
+def test_longer_chunks_of_a_long_chain(monkeypatch, prefix: int) -> None:
+    monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
+    query, keys, values, _, scale = case(1, 2, 256, prefix, 130, torch.float16)
+    out = attend(query, keys, values, None, scale, 130)
+    assert error(out, dense(query, keys, values, chain(130), scale)) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -200,6 +205,16 @@ def test_chunks_by_position() -> None:
     assert [backend.chunk_size(heads) for heads in (1, 4, 8, 12, 32, 64)] == [256, 256, 256, 512, 1024, 1024]
 
 
+@pytest.fixture
+def products(monkeypatch) -> None:
+    """Products of NumPy, which the interpreter uses, whose rows do not depend on how many there are.
+
+    Its BLAS has another kernel for small products with a transposed matrix.
+    """
+    right = np.matmul
+    monkeypatch.setattr(np, "matmul", lambda a, b, **given: right(a, np.ascontiguousarray(b), **given))
+
+
 def same_bits(p0: int, group: int, dim: int, dtype: torch.dtype, path: int, counts) -> None:
     """A path's nodes, one by one as plain decoding has them, against passes over chains and trees that hold them."""
     made = torch.Generator().manual_seed(p0 + group)
@@ -230,27 +245,27 @@ def same_bits(p0: int, group: int, dim: int, dtype: torch.dtype, path: int, coun
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("p0", [0, 1, 31, 250, 256, 505])
-def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(p0: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("p0", [0, 30, 253, 508])
+def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(products, p0: int, dtype: torch.dtype) -> None:
     """The nodes' own keys cross a border of tiles or chunks at some of these lengths."""
-    same_bits(p0, 2, 64, dtype, 12, (1, 3, 8, 12, 13, 41, 128))
+    same_bits(p0, 2, 64, dtype, 6, (1, 3, 7, 41, 128))
 
 
 @pytest.mark.parametrize(
     ("group", "dim", "dtype"), [(1, 80, torch.float32), (4, 128, torch.float16), (7, 256, torch.float16)]
 )
-def test_so_it_has_in_other_layouts(group: int, dim: int, dtype: torch.dtype) -> None:
+def test_so_it_has_in_other_layouts(products, group: int, dim: int, dtype: torch.dtype) -> None:
     same_bits(510, group, dim, dtype, 4, (2, 5, 33))
 
 
-def test_so_it_has_where_chunks_grow(monkeypatch) -> None:
-    monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 64)
-    for p0 in (64 * 16 - 2, 64 * 64 - 3):
-        same_bits(p0, 1, 64, torch.float16, 5, (2, 9))
+def test_so_it_has_where_chunks_grow(monkeypatch, products) -> None:
+    monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 32)
+    for p0 in (32 * 16 - 2, 32 * 64 - 2):
+        same_bits(p0, 1, 128, torch.float16, 4, (2, 9))
 
 
 @pytest.mark.parametrize("dependence", ["chunks by the number of nodes", "tiles by the number of nodes"])
-def test_the_check_sees_an_order_that_depends_on_the_pass(monkeypatch, dependence: str) -> None:
+def test_the_check_sees_an_order_that_depends_on_the_pass(monkeypatch, products, dependence: str) -> None:
     if dependence.startswith("chunks"):
         sizes = iter([64, 32] * 20)
         monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: next(sizes))

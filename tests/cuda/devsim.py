@@ -1,6 +1,6 @@
-"""Tensors that say they are on CUDA and hold data of the host: mixes of devices fail, waits and copies are counted.
+"""Tensors that say they are on CUDA and hold data of the host: a mix of devices fails, waits and copies are counted.
 
-It patches PyTorch for the whole process, so it runs in a process of its own: ``python -m tests.cuda.table``. Import it
+It patches PyTorch for the whole process, so it is run in one of its own: ``python -m tests.cuda.table``. Import it
 before the package, whose decorators take up ``torch.inference_mode`` as it is then.
 """
 
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.cuda.capture import _EMPTY, LOG, WAITS, emulate, refuse, site, waited
+from tests.cuda.capture import _EMPTY, LOG, WAITS, emulate, leaves, mapped, refuse, site, tensors, under_way, waited
 
 CUDA = torch.device("cuda", 0)
 _VIEWS = {
@@ -96,8 +95,8 @@ def fetched(blocking: bool = True) -> None:
     refuse("a copy to the host")
     if LOG.on:
         LOG.fetched[site()] += 1
-        if blocking:
-            waited()
+    if blocking:
+        waited()
 
 
 def sent(blocking: bool) -> None:
@@ -105,8 +104,8 @@ def sent(blocking: bool) -> None:
     refuse("a copy from the host")
     if LOG.on:
         LOG.sent[site()] += 1
-        if blocking:
-            waited()
+    if blocking:
+        waited()
 
 
 def _there(device: object) -> bool:
@@ -115,11 +114,11 @@ def _there(device: object) -> bool:
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.overloadpacket.__name__
-    leaves = tree_leaves((args, kwargs))
-    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    parts = leaves((args, kwargs))
+    given = [leaf for leaf in parts if isinstance(leaf, Tensor)]
     ours = [tensor for tensor in given if isinstance(tensor, Device)]
     hosts = [tensor for tensor in given if not isinstance(tensor, Device)]
-    device = kwargs.get("device") or next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+    device = kwargs.get("device") or next((leaf for leaf in parts if isinstance(leaf, torch.device)), None)
     if name in _INDEXING and ours:
         index = [each for each in args[1] if each is not None]
         if any(not isinstance(each, Device) or each.dtype == torch.bool for each in index):
@@ -136,7 +135,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
     if name == "_pin_memory":
         return args[0]
-    out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    out = func(*mapped(plain, args), **mapped(plain, kwargs))
     if name == "copy_":
         there, blocking = isinstance(args[0], Device), not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         crosses = there != isinstance(args[1], Device)
@@ -145,17 +144,15 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         crosses, blocking = name == "_to_copy" and there != bool(ours), not kwargs.get("non_blocking")
     if crosses:
         (sent if there else fetched)(blocking)
+        if not blocking:
+            under_way(args[1] if name == "copy_" else args[0], out)
     elif LOG.on and there and name not in _VIEWS and name not in _EMPTY:
         LOG.kernels += 1
-        LOG.nbytes += sum(map(_nbytes, [tensor.elem for tensor in ours] + _tensors(out)))
+        LOG.nbytes += sum(map(_nbytes, [tensor.elem for tensor in ours] + tensors(out)))
     if func._schema.is_mutable:
         same = {id(tensor.elem): tensor for tensor in ours}
-        return tree_map(lambda leaf: same[id(leaf)] if id(leaf) in same else _wrapped(leaf) if there else leaf, out)
-    return tree_map(_wrapped, out) if there else out
-
-
-def _tensors(nest: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
+        return mapped(lambda leaf: same[id(leaf)] if id(leaf) in same else _wrapped(leaf) if there else leaf, out)
+    return mapped(_wrapped, out) if there else out
 
 
 def _wrapped(leaf: Any) -> Any:

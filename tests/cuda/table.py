@@ -1,6 +1,6 @@
-"""Counts what a step of every method asks of the host and of a CUDA device, simulated: ``python -m tests.cuda.table``.
+"""What a step of every method asks of the host and of a CUDA device, by simulation: ``python -m tests.cuda.table``.
 
-Medians of single steps; kernels inside CUDA graphs are not counted, a replay of a graph is one launch.
+Medians of single steps. Kernels inside CUDA graphs are not counted: a replay of a graph is one launch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import time
 from statistics import median
 from typing import Any
 
-import tests.cuda.devsim  # noqa: F401  # isort: skip  # before the package
+from tests.cuda.devsim import Simulator, moved  # isort: skip  # before the package
 import torch
 
 import tests.helpers as helpers
 from tests.cuda.capture import LOG, StaticAttention
-from tests.cuda.devsim import Simulator, moved
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.making import make_drafter
@@ -34,24 +33,24 @@ _WITH_HEADS = ("medusa", "tokenswift", "cascade", "auto")
 CASES = [(name, kind) for name in METHODS for kind in ("chained", "conditioned")[: 1 + (name in _WITH_HEADS)]]
 
 
-def _decoding(method: str, kind: str, steps: int, simulated: bool) -> Decoding:
+def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: bool) -> Decoding:
     """A decode of a tiny model, with default options where these do not ask for more text than there is."""
     put = (lambda module: moved(copy.deepcopy(module))) if simulated else copy.deepcopy
     dtype = torch.float32
     target = Target(put(helpers.tiny_llama("gqa", dtype)), StaticAttention)
     draft = Target(put(helpers.tiny_llama("mqa", dtype, layers=1)), StaticAttention)
-    options = DraftOptions(budget=128, costs="nominal")
+    options = DraftOptions(budget=128, nodes=nodes, costs="nominal")
     drafter = make_drafter(method, target, put(helpers.tiny_heads(dtype, kind=kind)), options, draft)
     prompt = helpers.random_prompt(PROMPT)
     params = SamplingParams(window=24, min_p=0.02)
     return Decoding(target, prompt, params, 3, drafter, 40 * (WARM + steps))
 
 
-def measure(method: str, kind: str, steps: int) -> dict[str, Any]:
+def measure(method: str, kind: str, steps: int, nodes: int | None = None) -> dict[str, Any]:
     """What single steps do, the text they write, and where they wait and copy."""
     rows, tokens, places = [], [], {name: set[str]() for name in COUNTS[:3]}
     with Simulator(), torch.no_grad():
-        decoding = _decoding(method, kind, steps, simulated=True)
+        decoding = _decoding(method, kind, steps, nodes, simulated=True)
         running = decoding.steps()
         for index in range(WARM + steps):
             LOG.clear()
@@ -73,7 +72,7 @@ def measure(method: str, kind: str, steps: int) -> dict[str, Any]:
 
 def plain(length: int) -> list[int]:
     """What plain decoding writes, without a simulated device."""
-    decoding = _decoding("ar", "chained", length, simulated=False)
+    decoding = _decoding("ar", "chained", length, None, simulated=False)
     running = decoding.steps()
     return [token for _ in range(length) for token in next(running).tokens]
 
@@ -89,7 +88,7 @@ def host_seconds(method: str, kind: str, steps: int) -> float:
 
     right, Target._compute = Target._compute, nothing
     try:
-        running = _decoding(method, kind, steps, simulated=False).steps()
+        running = _decoding(method, kind, steps, None, simulated=False).steps()
         taken = []
         for _ in range(WARM + steps):
             started = time.process_time()
@@ -104,6 +103,7 @@ def main() -> None:
     """Print the table, or all figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--nodes", type=int, help="of a tree at most; by default as on CUDA")
     parser.add_argument("--vocab", type=int, default=helpers.VOCAB)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--places", action="store_true", help="also print where it waits and copies")
@@ -113,7 +113,7 @@ def main() -> None:
     cases = [case for case in CASES if case[0] in given.methods.split(",")]
     found = []
     for method, kind in cases:
-        found.append(measure(method, kind, given.steps))
+        found.append(measure(method, kind, given.steps, given.nodes))
         if not given.json:
             # with many logits it would be this CPU's time for those
             found[-1]["host"] = host_seconds(method, kind, 5 * given.steps) if given.vocab < 1000 else torch.nan

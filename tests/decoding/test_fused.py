@@ -13,9 +13,14 @@ from random import Random
 import pytest
 import torch
 
+from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
+from tests.models.test_passes import LengthOnDevice
 from tswift.attention.backends import why_not
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NO_TOKEN, Sampler
+from tswift.drafting.making import make_drafter
+from tswift.drafting.options import DraftOptions
+from tswift.models.target import Target
 
 fused = pytest.importorskip("tswift.decoding.fused", reason="triton is not installed")
 CPU = torch.device("cpu")
@@ -128,6 +133,25 @@ def test_a_sampler_ranks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     assert one.candidates(logits, None, [4], 3)[0].shape == (2, 3)
     assert one.candidates(logits[:1], seen, None, 3)[0].shape == (2, 3)
     assert calls == [3] * 6
+
+
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+def test_a_decode_with_the_kernels_is_one_without(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, options = SamplingParams(min_p=0.02, window=24), DraftOptions(nodes=20, budget=64)
+    fuse, faults, steps = Sampler.fuse, [], []
+
+    def interpreted(self, dtype, candidates=0):
+        fuse(self, dtype, max(1, candidates), interpreted=True)
+        faults.append(self.fault)
+
+    for _ in range(2):
+        target = Target(tiny_llama("gqa", torch.float32), LengthOnDevice)
+        drafter = make_drafter(method, target, tiny_heads(torch.float32), options)
+        steps.append(decode_steps(target, drafter, random_prompt(30), params, 3, 30))
+        monkeypatch.setattr(Sampler, "fuse", interpreted)
+    assert faults == [None]
+    assert tokens_of(steps[0]) == tokens_of(steps[1])
+    assert [step.accepted for step in steps[0]] == [step.accepted for step in steps[1]]
 
 
 def test_rows_of_nothing_and_ties() -> None:

@@ -41,7 +41,7 @@ class Sampler:
         newest: ``[V]`` int64, the position of each token's last occurrence in the text; changed in place. Nothing is
             kept there unless tokens are penalised.
         length: tokens in the text so far.
-        fault: why :meth:`fuse` has left the drawing to PyTorch; None if it has not.
+        fault: why :meth:`fuse` has left the drawing, or the ranking of candidates, to PyTorch; None if it has not.
     """
 
     _BLOCK = 16  # noise is computed for this many positions at a time

@@ -155,6 +155,7 @@ class FixedTree:
     def begin(self, context: Context, host: dict[str, np.ndarray], device: dict[str, Tensor]) -> None:
         """As :meth:`DeviceDraft.begin`."""
         self._host, self._device, self._sampler = host, device, context.sampler
+        context.sampler.fuse(self._heads.dtype, self._heads.width)
         self._partial = self._heads.reader.partial
         if self._partial is not None:
             self._partial.track()

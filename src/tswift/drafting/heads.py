@@ -132,6 +132,11 @@ class HeadSource:
             self._paths = sorted(product(*map(range, tree)), key=lambda path: (sum(path), [-rank for rank in path]))
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return self._target.dtype
+
+    @property
     def levels(self) -> int:
         """Tokens drafted along a path."""
         return len(self._widths)

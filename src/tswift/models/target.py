@@ -30,7 +30,7 @@ from tswift.models.tap import Tap
 
 Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
 _CHUNK = 512  # prompt tokens forwarded at a time
-_APART = {2: 0.1, 4: 1e-3, 8: 1e-9}  # compiled layers may round so differently, by bytes of an element
+ROUNDING = {2: 0.1, 4: 1e-3, 8: 1e-9}  # passes may differ by so much of a norm, by bytes of an element
 _TRIED = ((0, 1), (0, 8), (5, 3), (37, 17), (130, 32))  # tokens held, and nodes, that compiled layers are tried with
 _RECOMPILES = 64  # of a function; torch allows 8, and all models share the functions
 
@@ -48,6 +48,9 @@ class Target:
         special: what its layers want of their attention that the backend has not, in words; empty for nothing.
         split: whether ranks hold the model together; passes are collective then, and are not replayed.
         kv_shape: what one token's keys and values take; of a model that is split over ranks, this one's part.
+        tried: whether steps on the device have been held against the host's; see :mod:`tswift.decoding.trust`.
+        distrust: what was wrong with them then; None for nothing.
+        sampler_fault: why a GPU draws tokens without the sampler's kernels; None if it uses them, or there is no GPU.
 
     Raises:
         Unserved: the layers want something that cannot be done.
@@ -63,6 +66,9 @@ class Target:
         self._compiled = self._fused = False  # layers have compiled code; prepared passes use it
         self._failures = 0  # functions that could not be compiled before the layers were
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
+        self.tried = False
+        self.distrust: str | None = None
+        self.sampler_fault: str | None = None
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
         config, lm_head = model.config.get_text_config(), model.get_output_embeddings()
@@ -88,7 +94,7 @@ class Target:
     @property
     def replays(self) -> bool:
         """Whether prepared passes can be replayed while the text grows."""
-        return self._attention.STATIC and not self.special and not self.split
+        return self._attention.STATIC and not self.special and not self.split and self.distrust is None
 
     @property
     def taps(self) -> bool:
@@ -98,7 +104,7 @@ class Target:
     @property
     def graphs(self) -> str | None:
         """Why passes are not replayed as CUDA graphs although they could be; None if nothing went wrong."""
-        return self._graphs.failure or None if self._graphs else None
+        return self.distrust or (self._graphs.failure or None if self._graphs else None)
 
     @property
     def attention(self) -> str:
@@ -140,7 +146,7 @@ class Target:
             apart = self._apart()
         except Exception as error:  # compilers fail in many ways, and none of them is needed
             return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        if not apart <= _APART[self.dtype.itemsize]:
+        if not apart <= ROUNDING[self.dtype.itemsize]:
             return f"compiled layers gave other hidden states ({apart:.2g} of their norm)"
         self._fused = True
         return None

@@ -1,0 +1,199 @@
+"""What does the compiler make of the Triton kernels, for GPUs that are not here? (development only)
+
+Every launch that the attention backend would make is compiled instead, and assembled once more for the assembler's
+account of registers and spills. Prints a Markdown table, or a JSON line per kernel. TRITON_INTERPRET must not be set.
+
+    python -m benchmarks.kernels
+    python -m benchmarks.kernels --json --case 90,bfloat16,8,4,128,32,tree --case 80,float16,2,2,256,1,chain
+
+A case is compute capability, dtype, KV heads, query heads per KV head, head size, nodes, ``tree`` or ``chain``, and
+optionally ``window`` and ``softcap``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tswift.attention import triton as backend
+from tswift.attention.layout import Layout
+from tswift.attention.special import Wants
+
+NAMES = ("attend_chunk", "combine_chunks", "store_new")
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    int: "i32",
+    float: "fp32",
+}
+# KB of shared memory of a multiprocessor and of a program at most, programs and threads at most
+LIMITS = {80: (164, 163, 32, 2048), 90: (228, 227, 32, 2048)}
+SHAPES = [  # llama3.1-8b, qwen2.5-7b, yarn-llama2-7b; the bundled models' head size, padded ones, gemma's
+    *(("bfloat16", 8, 4, 128, nodes, kind) for nodes, kind in ((1, "chain"), (8, "tree"), (16, "tree"), (32, "tree"))),
+    *(("bfloat16", 8, 4, 128, nodes, kind) for nodes, kind in ((48, "tree"), (128, "tree"), (512, "chain"))),
+    *(("bfloat16", 4, 7, 128, nodes, "tree") for nodes in (8, 18, 36)),
+    *(("bfloat16", 32, 1, 128, nodes, "tree") for nodes in (16, 48, 128)),
+    *(("float16", 8, 4, 128, nodes, "tree") for nodes in (16, 32, 48)),
+    *(("bfloat16", 2, 4, 64, nodes, "tree") for nodes in (4, 16, 32, 64)),
+    *(("bfloat16", 8, 1, 80, nodes, "tree") for nodes in (64, 128)),
+    *(("bfloat16", 4, 2, 256, nodes, "tree") for nodes in (8, 16, 32, 64)),
+    *(("bfloat16", 8, 4, 128, nodes, "tree", "window") for nodes in (4, 32, 48)),
+    *(("bfloat16", 4, 2, 256, nodes, "tree", "softcap") for nodes in (8, 32)),
+    ("bfloat16", 4, 2, 256, 32, "tree", "window", "softcap"),
+    *(("float32", 4, 7, size, nodes, "tree") for size in (64, 96, 256) for nodes in (2, 32)),
+]
+
+
+class Compiler:
+    """Stands in a kernel's place: to launch it is to compile it."""
+
+    def __init__(self, name: str, capability: int, found: list[dict[str, Any]]) -> None:
+        self.name, self.kernel, self.capability, self.found = name, getattr(backend, name), capability, found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Compiler:
+        return self
+
+    def __call__(self, *args: Any, **given: Any) -> None:
+        """Compile for arguments like these."""
+        options = {name: given.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in given}
+        given |= dict(zip(self.kernel.arg_names, args, strict=False))
+        fixed, signature, aligned = {}, {}, {}
+        for place, parameter in enumerate(self.kernel.params):
+            name, value = parameter.name, given[parameter.name]
+            if parameter.is_constexpr or value is None:
+                fixed[name], signature[name] = value, "constexpr"
+                continue
+            tensor = isinstance(value, Tensor)
+            signature[name] = TYPES[value.dtype if tensor else type(value)]
+            whole = tensor or isinstance(value, int)
+            if whole and not parameter.do_not_specialize and (value.data_ptr() if tensor else value) % 16 == 0:
+                aligned[(place,)] = [["tt.divisibility", 16]]
+        compiled = triton.compile(
+            ASTSource(self.kernel, signature, fixed, aligned),
+            target=GPUTarget("cuda", self.capability, 32),
+            options={name: value for name, value in options.items() if value is not None},
+        )
+        ptx = compiled.asm["ptx"]
+        self.found.append(
+            {"kernel": self.name, "capability": self.capability}
+            | {name: given.get(name) for name in ("HEAD", "GROUPS", "ROWS", "KEYS", "TREE", "WINDOW", "SOFTCAP")}
+            | {"warps": compiled.metadata.num_warps, "stages": compiled.metadata.num_stages}
+            | resources(ptx, self.capability, compiled.metadata.num_warps, compiled.metadata.shared)
+            | {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "copies": ptx.count("cp.async.cg")}
+        )
+
+
+def resources(ptx: str, capability: int, warps: int, shared: int) -> dict[str, int]:
+    """What a program takes of a multiprocessor, in bytes where it is memory, and how many programs fit into one."""
+    target = f"sm_{capability}" + ("a" if capability >= 90 else "")  # as Triton has it
+    assembler = Path(nvidia.__file__).parent / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [assembler, "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = int(re.findall(r"Used (\d+) registers", said)[0])
+    stores, loads = map(int, re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)[0])
+    total, _, most, threads = LIMITS[capability]
+    by_registers = 65_536 // (-(-registers // 8) * 8 * 32 * warps)
+    fit = min(most, threads // (32 * warps), by_registers, total * 1024 // (shared + 1024))
+    return {"registers": registers, "spills": stores + loads, "shared": shared, "programs": fit}
+
+
+def compiled(
+    capability: int, dtype: str, kv_heads: int, groups: int, size: int, nodes: int, kind: str, *more: str
+) -> Iterator[dict[str, Any]]:
+    """The kernels of one pass."""
+    found: list[dict[str, Any]] = []
+    kept = {name: getattr(backend, name) for name in (*NAMES, "_generation")}
+    try:
+        for name in NAMES:
+            setattr(backend, name, Compiler(name, capability, found))
+        backend._generation = lambda device: capability // 10
+        type_ = getattr(torch, dtype)
+        query = torch.zeros(nodes, kv_heads * groups, size, dtype=type_).transpose(0, 1)
+        keys, new = (torch.zeros(kv_heads, many, size, dtype=type_) for many in (1024, nodes))
+        ancestors = torch.ones(nodes, nodes, dtype=torch.bool).tril() if kind == "tree" else None
+        length = torch.zeros((), dtype=torch.int32)
+        wants = Wants(4096 if "window" in more else None, 50.0 if "softcap" in more else None)
+        attention = backend.TritonAttention(Layout(kv_heads, groups, type_, query.device), length, nodes, ancestors)
+        attention(query, keys, keys, 1.0, wants)
+        backend.TritonAttention.store(keys, keys, new, new, length)
+    finally:
+        for name, value in kept.items():
+            setattr(backend, name, value)
+    for each in found:
+        yield {"dtype": dtype, "nodes": nodes} | each
+
+
+def table(found: list[dict[str, Any]]) -> Iterator[str]:
+    """Markdown; a kernel that several passes share is shown once."""
+    columns = ("kernel", "dtype", "head size", "for", "rows", "keys per tile", "warps", "stages")
+    columns += tuple(
+        f"sm_{capability} {name}" for capability in LIMITS for name in ("registers", "spills", "KB", "fit")
+    )
+    rows: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for each in found:
+        words = ["tree" if each["TREE"] else "chain"] if each["TREE"] is not None else []
+        words += ["window"] if each["WINDOW"] else []
+        words += ["soft cap"] if each["SOFTCAP"] else []
+        words += [f"{each['GROUPS']} heads"] if each["GROUPS"] else []
+        layout = (each["ROWS"], each["KEYS"] or "", each["warps"], each["stages"])
+        key = (each["kernel"], each["dtype"], each["HEAD"], ", ".join(words), *layout)
+        rows.setdefault(key, {})[each["capability"]] = each
+    yield "| " + " | ".join(columns) + " |"
+    yield "| --- | --- | ---: | --- |" + " ---: |" * (len(columns) - 4)
+    for key, by in sorted(rows.items(), key=lambda row: [str(x).rjust(4) for x in row[0]]):
+        cells = [str(cell) for cell in key]
+        for capability in LIMITS:
+            each = by.get(capability)
+            cells += (
+                ["", "", "", ""]
+                if each is None
+                else [
+                    str(each["registers"]),
+                    str(each["spills"]),
+                    f"{each['shared'] / 1024:.1f}",
+                    str(each["programs"]),
+                ]
+            )
+        yield "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="a JSON line per kernel instead of a table")
+    parser.add_argument("--case", action="append", default=[], help="as told in the file's docstring")
+    args = parser.parse_args()
+    cases: list[tuple[Any, ...]] = [
+        tuple(int(word) if word.isdigit() else word for word in case.split(",")) for case in args.case
+    ]
+    found = []
+    for case in cases or [(capability, *shape) for shape in SHAPES for capability in LIMITS]:
+        for each in compiled(*case):
+            found.append(each)
+            if args.json:
+                print(json.dumps(each), flush=True)
+    if not args.json:
+        print(*table(found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

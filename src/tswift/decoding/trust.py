@@ -1,0 +1,119 @@
+"""Steps on the device are seen to be right before they are used: they are held against the host's once for a model.
+
+A kernel or a captured graph may be wrong on a card, driver or library that nobody has tried it on. Where that shows,
+the model's passes are not replayed: decoding is slower then and not wrong, and the reason is in every record.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+
+from tswift.decoding.device_step import DeviceStepper
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
+from tswift.decoding.step import Undrawn
+from tswift.decoding.tree import DraftTree
+from tswift.drafting.source import Context, Drafter
+from tswift.kv.full import FullKV
+from tswift.models.target import ROUNDING, Target
+
+_TRIED = ((1, 3), (37, 8), (130, 32))  # tokens of the prompt, none a round number, and nodes of the trees
+_STEPS = 12
+_DEPTH = 6
+
+
+class _Guesses:
+    """Proposes what is known to come with other tokens beside it, and random trees where nothing is known."""
+
+    name = "guesses"
+
+    def __init__(self, known: list[int], random: Random, vocab_size: int) -> None:
+        self._known, self._random, self._vocab_size = known, random, vocab_size
+        self.tree = DraftTree(0)
+
+    def start(self, context: Context) -> None:
+        """Nothing to start."""
+
+    def propose(self, tree: DraftTree, context: Context) -> None:
+        """Fill the tree."""
+        self.tree, start = tree, len(context.text)
+        right = self._known[start : start + self._random.randint(0, _DEPTH)]
+        for _ in range(self._random.randrange(10)):
+            path = right[: self._random.randint(0, _DEPTH)]
+            tree.add([*path, self._random.randrange(self._vocab_size)], self.name)
+        tree.add(right, self.name)
+
+    def committed(self, context: Context, most: int) -> None:
+        """Nothing to keep."""
+
+
+@torch.inference_mode()
+def try_steps(target: Target, params: SamplingParams) -> None:
+    """Have a model whose passes could be replayed do without, if steps on the device are not those of the host.
+
+    Steps are tried once for every model, in a second or so. ``params`` are those that a decode will draw with: why it
+    does so without the sampler's kernels is left in ``target.sampler_fault``.
+    """
+    if not target.replays:
+        return
+    if not target.tried:
+        target.tried = True
+        try:
+            target.distrust = _difference(target)
+        except Exception as error:  # compilers, drivers and libraries have many ways to fail
+            target.distrust = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    sampler = Sampler(params, 0, target.vocab_size, target.device)
+    sampler.fuse(target.dtype)
+    target.sampler_fault = sampler.fault
+
+
+def _difference(target: Target) -> str | None:
+    """What steps on the device do that the host's would not."""
+    for seed, (length, nodes) in enumerate(_TRIED):
+        random = Random(seed)
+        prompt = [random.randrange(target.vocab_size) for _ in range(length)]
+        known = [*prompt]
+        for drafter in (Drafter(), Drafter([_Guesses(known, random, target.vocab_size)], _DEPTH, nodes)):
+            found = _steps(target, prompt, drafter, seed)
+            if isinstance(found, str):
+                return found
+            known += found[len(known) :]
+    return None
+
+
+def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> list[int] | str:
+    """Prompt and text by some steps on the device; or what is wrong with them."""
+    params = SamplingParams(window=20)
+    sampler, twin = (Sampler(params, seed, target.vocab_size, target.device) for _ in range(2))
+    kv = FullKV(target.kv_shape, len(prompt) + _STEPS * (_DEPTH + 1) + drafter.limit)
+    target.prefill(prompt[:-1], kv)
+    context = Context([*prompt], sampler, kv)
+    for each in (sampler, twin):
+        each.extend(prompt)
+    stepper = DeviceStepper(target, context, drafter)
+    for _ in range(_STEPS):
+        held = kv.length
+        try:
+            new = stepper.step(_DEPTH + 1).tokens
+        except Undrawn:
+            break  # random weights may give nothing to draw from; the host would say so, too
+        tree = drafter.sources[0].tree if drafter.sources else DraftTree(context.text[held])  # type: ignore[attr-defined]
+        places = torch.tensor(tree.depths, device=target.device) + held
+        assert context.logits is not None
+        seen = twin.seen(torch.tensor(tree.tokens, device=target.device), places, tree.ancestors().to(target.device))
+        drawn = twin.draw(context.logits[: len(tree)], seen, (places + 1).tolist())
+        path = tree.walk(drawn)
+        if list(new) != [*(tree.tokens[node] for node in path[1:]), drawn[path[-1]]]:
+            return f"a step on the device over {held:,} tokens drew others than the rule"
+        twin.extend(new)
+    fresh = FullKV(target.kv_shape, kv.length)
+    target.prefill(context.text[:-1], fresh)
+    for ours, theirs in ((kv.keys, fresh.keys), (kv.values, fresh.values)):
+        exact = theirs[:, :, : kv.length].float()
+        apart = (ours[:, :, : kv.length].float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-6)
+        worst = apart.mean((0, 1)).amax().item() if kv.length else 0.0
+        if not worst <= ROUNDING[target.dtype.itemsize]:
+            return f"steps on the device leave other keys and values ({worst:.2g} of their norm)"
+    return context.text

@@ -1,0 +1,69 @@
+"""The Triton kernels, compiled for GPUs that are not here: the interpreter takes more than the compiler does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+# compute capability, dtype, KV heads, query heads per KV head, head size, nodes, kind; see benchmarks/kernels.py
+PLAIN, TREE, WIDER, SEVEN, OLDER, OLDER_TREE, SINGLE, LARGE, SPECIAL = CASES = [
+    "90,bfloat16,8,4,128,1,chain",
+    "90,bfloat16,8,4,128,32,tree",
+    "90,bfloat16,8,4,128,48,tree",
+    "90,bfloat16,4,7,128,18,tree",
+    "80,bfloat16,8,4,128,1,chain",
+    "80,bfloat16,8,4,128,32,tree",
+    "90,float32,4,7,96,41,tree",
+    "80,float16,4,2,256,32,tree",
+    "90,bfloat16,4,2,256,32,tree,window,softcap",
+]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory) -> dict[str, list[dict]]:
+    """By case: the kernel that attends, the one that combines, the one that stores."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels", "--json"]
+    command += [word for case in CASES for word in ("--case", case)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == 3 * len(CASES)
+    return {case: lines[3 * index : 3 * index + 3] for index, case in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_spills_and_all_fits(kernels, case: str) -> None:
+    for kernel in kernels[case]:
+        assert kernel["spills"] == 0, kernel
+        assert kernel["registers"] <= 255
+        assert kernel["shared"] <= (163 if kernel["capability"] == 80 else 227) * 1024
+        assert kernel["programs"] >= 1
+    if case.startswith("80"):
+        assert kernels[case][0]["shared"] <= 99 * 1024  # all that small GPUs have
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "programs"),
+    [(PLAIN, 16, 4), (TREE, 128, 2), (WIDER, 256, 1), (SEVEN, 128, 2), (OLDER, 16, 3), (OLDER_TREE, 128, 1)],
+)
+def test_how_many_programs_a_multiprocessor_takes(kernels, case: str, rows: int, programs: int) -> None:
+    attend = kernels[case][0]
+    assert (attend["ROWS"], attend["programs"]) == (rows, programs)
+
+
+def test_products_are_done_by_tensor_cores_and_keys_copied_ahead(kernels) -> None:
+    for case in CASES:
+        attend = kernels[case][0]
+        if case == SINGLE:
+            assert attend["mma"] == attend["wgmma"] == 0  # that would be TF32
+            continue
+        assert attend["wgmma" if attend["capability"] == 90 and attend["ROWS"] >= 64 else "mma"] > 0
+        assert attend["copies"] > 0
