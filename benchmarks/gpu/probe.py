@@ -88,7 +88,7 @@ def idle(run: Run) -> None:
             seen = kernels(partial(_take, steps, _PROFILED), run.device)
             busy = covered((start, end) for _, start, end in seen) / 1e6 / _PROFILED
             figures = {"busy ms": 1e3 * busy, "idle ms": 1e3 * (wall - busy), "kernels": len(seen) / _PROFILED}
-        run.note("idle", method=method, context=context, ms=1e3 * wall, **figures)
+        run.note("idle", method=method, context=context, ms=1e3 * wall, **figures, layers=model.layers)
 
 
 def _take(steps: Iterator[Any], count: int) -> None:
