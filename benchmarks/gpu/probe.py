@@ -43,6 +43,7 @@ _CONFIGURATIONS = [
     (256, 32, 8, 3),
     (256, 32, 16, 3),
 ]
+_CANDIDATES = 3  # per row
 _BEYOND_CACHE = 200 << 20  # bytes of weights that no L2 holds
 
 
@@ -205,7 +206,7 @@ def _multiply(x: Tensor, weights: Tensor) -> None:
 def sampler(run: Run) -> None:
     """Microseconds of drawing a token after every node of a tree: by the wall with its wait, and on the device."""
     vocabulary = shape_config(PREFIX + run.scale.main).vocab_size
-    for nodes in run.scale.nodes:
+    for nodes in (*run.scale.nodes[:1], 4, *run.scale.nodes[1:]):  # 4: levels of a tree
         sampler = Sampler(SamplingParams(banned=(3,)), 0, vocabulary, run.device)
         sampler.extend(list(range(min(400, vocabulary))))
         logits = torch.randn(nodes, vocabulary, device=run.device).to(torch.bfloat16)
