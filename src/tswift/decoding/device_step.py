@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tswift.decoding.sampling import Sampler
 from tswift.decoding.step import Step, Undrawn, Walk
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.source import Context, DeviceDraft, Drafter
-from tswift.kv.full import FullKV
 from tswift.models.passes import Forwarded, sizes
 from tswift.models.target import Target
 
@@ -70,8 +70,8 @@ class DeviceState:
     Attributes:
         tokens: ``[n]`` int64 of the draft tree, root first; -1 where there is no candidate.
         parents: ``[n]`` int64, indices of nodes; the root's is 0.
-        position: ``[1]`` int64, the root's position: how many tokens the full cache holds.
-        length: ``[]`` int32, the same for the attention.
+        position: ``[1]`` int64, the root's position in the text.
+        length: ``[]`` int32, how many tokens the cache holds; the root's slot.
         hidden: ``[n, H]`` last hidden states of the last verification.
         raw: the same before the final norm; None where the model does not give them.
         last: ``[1]`` int64, the node of the last verification that drew the root.
@@ -109,7 +109,7 @@ class DeviceState:
                 self.raw[0] = context.last.raw[context.node]
         self.tokens[0].fill_(context.text[-1])
         self.position.fill_(context.position)
-        self.length.fill_(context.position)
+        self.length.fill_(context.kv.length)
         self.last.zero_()
 
 
@@ -177,14 +177,13 @@ class DeviceStepper:
 
     Args:
         target: the model; its attention reads the cache's length on the device.
-        context: the decode, prefilled. Steps move it on.
+        context: the decode, prefilled. Steps move it on. Its cache is one that the target :meth:`serves`.
         drafter: how to draft. If it gives a :class:`~tswift.drafting.source.DeviceDraft`, drafting is a program, too;
             otherwise the host proposes a tree, which is sent with the block.
     """
 
     @torch.inference_mode()
     def __init__(self, target: Target, context: Context, drafter: Drafter) -> None:
-        assert isinstance(context.kv, FullKV)
         self._target, self._context, self._drafter, self._kv = target, context, drafter, context.kv
         self._limit, self._depth, self._sampler = drafter.limit, drafter.depth, context.sampler
         self.state = DeviceState.allocate(target, self._limit)
@@ -239,7 +238,7 @@ class DeviceStepper:
             raise Undrawn(found.logits[0])
         context, new, path, count = self._context, found.tokens, found.path, len(found.path)
         context.text += new
-        context.kv.length += count
+        context.kv.advance(count)
         context.sampler.length += count
         context.last, context.path, context.logits = found.forwarded, path, found.logits
         if self._draft is not None:
@@ -252,6 +251,19 @@ class DeviceStepper:
         accepted = min(count - 1, len(kept))
         seconds = time.perf_counter() - started
         return Step(tuple(kept), accepted, sources[path[accepted]], found.live, seconds, choice=self._drafter.choice)
+
+    @torch.inference_mode()
+    def restart(self, text: list[int], sampler: Sampler) -> None:
+        """Go on from where another decode of the same prompt, over the same cache, stands.
+
+        Args:
+            text: its text, which steps append to.
+            sampler: its sampler, which is copied.
+        """
+        context = self._context
+        context.text, context.sampler.length = text, sampler.length
+        context.sampler.newest.copy_(sampler.newest)
+        self.state.load(context)
 
     def _launch_draft(self) -> None:
         assert self._run_draft is not None
@@ -315,16 +327,16 @@ class DeviceStepper:
         count = torch.where((final < 0) | (self._wanted <= 0), 0, depths[last] + 1)
         longest = min(self._depth + 1, nodes)
         steps = self._index[:longest]
-        slots, path, emitted = state.position + steps, steps, final
+        slots, path, emitted = state.length + steps, steps, final
         if nodes > 1:
             place = torch.where(ancestors[last][0], depths, nodes)  # nodes that are not on the path go to a spare entry
             path = torch.zeros(nodes + 1, dtype=torch.int64, device=target.device).scatter_(0, place, index)[:longest]
             following = tokens[path.roll(-1)].clamp(min=0)
             emitted = torch.where(steps < count - 1, following, final)
-            kept = state.position + torch.where(steps < count, path, steps)
+            kept = state.length + torch.where(steps < count, path, steps)
             for buffer in (kv.keys, kv.values):
                 buffer.index_copy_(2, slots, buffer.index_select(2, kept))
-        sampler.extend_rows(emitted, slots + 1, count)
+        sampler.extend_rows(emitted, state.position + 1 + steps, count)
         if self._draft is not None:
             self._draft.append(kv, slots, count)
         state.hidden[:nodes].copy_(forwarded.hidden)
@@ -334,7 +346,7 @@ class DeviceStepper:
         state.last.copy_(torch.where(moved, last, state.last))
         state.tokens[:1].copy_(torch.where(moved, final, state.tokens[:1]))
         state.position.add_(count)
-        state.length.copy_(state.position[0])
+        state.length.add_(count[0])
         half = (len(self._result) - 2) // 2
         self._result[:2].copy_(torch.cat([count, (tokens >= 0).sum(0, keepdim=True)]))
         self._result[2 : 2 + longest].copy_(emitted)

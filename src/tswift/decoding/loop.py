@@ -63,7 +63,6 @@ class Decoding:
         self._prefilled = False
         self._stepper: DeviceStepper | None = None
         self._plain: DeviceStepper | None = None
-        self._aside: Context | None = None  # what plain steps in between go on with
 
     def prefill(self, show: Show | None = None, along: Sequence[Decoding] = ()) -> float:
         """Forward the text so far, all but its last token, which is the first draft's root.
@@ -139,18 +138,13 @@ class Decoding:
         """
         own, kv, plain = self._context, self._kv, Drafter()
         held = kv.length
-        if self._aside is None or self._stepper is None:
-            self._aside = replace(own, text=list(own.text), sampler=own.sampler.copy())
-            stepper = self._plain = DeviceStepper(self._target, self._aside, plain) if self._stepper else None
-        else:  # a captured program goes on with the tensors that it was captured with
-            self._aside.text[:] = own.text
-            self._aside.sampler.newest.copy_(own.sampler.newest)
-            stepper = self._plain
-            assert stepper is not None
-            stepper.state.load(self._aside)
-        aside = self._aside
+        aside = replace(own, text=list(own.text), sampler=own.sampler.copy())
+        if self._stepper is not None and self._plain is None:
+            self._plain = DeviceStepper(self._target, aside, plain)
+        elif self._plain is not None:  # a captured program goes on with the tensors that it was captured with
+            self._plain.restart(aside.text, own.sampler)
         try:
-            return [self._step(stepper, aside, plain, 1, (), None) for _ in range(min(count, self._last - held))]
+            return [self._step(self._plain, aside, plain, 1, (), None) for _ in range(min(count, self._last - held))]
         finally:
             kv.length = held
 

@@ -6,12 +6,16 @@ turn have been drafted, by a model that is smaller still (TriForce, Sun et al., 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from tswift.decoding.step import Undrawn, advance
+from tswift.decoding.device_step import DeviceStepper
+from tswift.decoding.step import Step, Undrawn, advance
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.levels import Level
 from tswift.drafting.source import Context, Drafter
+from tswift.kv.buffer import KVBuffer
 
 
 class ChainSource:
@@ -28,6 +32,7 @@ class ChainSource:
     def __init__(self, name: str, level: Level, gamma: int, drafter: Drafter, shared_noise: bool) -> None:
         self.name = name
         self._level, self._gamma, self.drafter, self._shared_noise = level, gamma, drafter, shared_noise
+        self._stepper: DeviceStepper | None = None
 
     def start(self, context: Context) -> None:
         """Nothing: the host has to see each token before the next is decoded."""
@@ -38,13 +43,10 @@ class ChainSource:
         if not wanted:
             return
         root = len(context.text)
-        kv = self._level.cache(context)
-        aside = replace(context.aside(kv), last=None, path=())
-        if not self._shared_noise:
-            aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
+        step = self._steps(context, self._level.cache(context))
         try:
             while (drafted := len(context.text) - root) < wanted:
-                advance(self._level.target, aside, self.drafter, wanted - drafted)
+                step(wanted - drafted)
         except Undrawn:  # not for a draft to complain of: the target's own pass will tell
             pass
         finally:
@@ -52,6 +54,20 @@ class ChainSource:
             chain = context.text[root:]
             del context.text[root:]
         tree.add(chain, self.name)
+
+    def _steps(self, context: Context, kv: KVBuffer) -> Callable[[int], Step]:
+        """What takes a step of at most so many tokens, beginning with the text as it is."""
+        target = self._level.target
+        if self._stepper is not None:  # captured programs go on with the tensors that they were captured with
+            self._stepper.restart(context.text, context.sampler)
+            return self._stepper.step
+        aside = replace(context.aside(kv), last=None, path=())
+        if not self._shared_noise:
+            aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
+        if target.replays and target.serves(kv):
+            self._stepper = DeviceStepper(target, aside, self.drafter)
+            return self._stepper.step
+        return partial(advance, target, aside, self.drafter)
 
     def committed(self, context: Context, most: int) -> None:
         """Keep the level's cache up."""

@@ -19,7 +19,7 @@ from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.reuse import ReuseSource
 from tswift.drafting.source import Context, DeviceDraft, Drafter
-from tswift.kv.full import FullKV
+from tswift.kv.buffer import KVBuffer
 from tswift.kv.partial import PartialKV
 from tswift.models.passes import sizes
 
@@ -180,7 +180,7 @@ class FixedTree:
         self._state.tokens.index_copy_(0, self._reserved, tokens)
         self._state.parents.index_copy_(0, self._reserved, self._anchors[parents])
 
-    def append(self, kv: FullKV, slots: Tensor, count: Tensor) -> None:
+    def append(self, kv: KVBuffer, slots: Tensor, count: Tensor) -> None:
         """As :meth:`DeviceDraft.append`."""
         if self._partial is not None:
             self._partial.append_rows(kv, slots, count, self._device["slots"][: len(slots)])

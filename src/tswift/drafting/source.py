@@ -12,7 +12,6 @@ from torch import Tensor
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.kv.buffer import KVBuffer
-from tswift.kv.full import FullKV
 from tswift.models.passes import Forwarded
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class DeviceDraft(Protocol):
     def complete(self) -> None:
         """Program, before verification: add what came with the block."""
 
-    def append(self, kv: FullKV, slots: Tensor, count: Tensor) -> None:
+    def append(self, kv: KVBuffer, slots: Tensor, count: Tensor) -> None:
         """Program, after verification: the first ``count`` ``[1]`` of these slots ``[m]`` hold committed tokens now."""
 
     def prepare(self, context: Context) -> None:

@@ -81,4 +81,8 @@ class KVBuffer:
             chosen = torch.tensor(slots).to(self.keys.device, non_blocking=True) + self.length
             for buffer in (self.keys, self.values):
                 buffer[:, :, self.length : self.length + count] = buffer.index_select(2, chosen)
+        self.advance(count)
+
+    def advance(self, count: int) -> None:
+        """Keep the first ``count`` scratch slots."""
         self.length += count

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -47,10 +45,10 @@ class StreamingKV(KVBuffer):
     def _held(self) -> int:
         return min(self.settled, self.budget)
 
-    def commit(self, slots: Sequence[int]) -> None:
+    def advance(self, count: int) -> None:
         """As for any cache; the tokens can be taken back until they are settled."""
-        super().commit(slots)
-        self.seen += len(slots)
+        super().advance(count)
+        self.seen += count
 
     def take_back(self, seen: int) -> None:
         """Forget all tokens of the text but the first ``seen``, of which none is settled that would go.
