@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,3 +72,21 @@ def test_the_small_model_of_standalone_and_others_heads_are_no_drafting_passes()
     for method in sorted(set(METHODS) - set(SELF_DRAFTING)):
         drafter = make_drafter(method, target, tiny_heads(), DraftOptions(budget=64), tiny_draft(), drafting=copied)
         assert len(tokens_of(decode_steps(target, drafter, random_prompt(80, 6), PARAMS, 1, 20))) == 20
+
+
+def test_a_cascade_decodes_more_where_its_passes_cost_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree that it is verified in costs what it did."""
+    target, prompt = tiny_target(), random_prompt(80, 6)
+    copied, passes, found = copy_of(target, Tensor.clone), [], []
+    monkeypatch.setattr(copied, "forward", lambda *given: passes.append(1) or Target.forward(copied, *given))
+    for share in (0.05, 1.0, 20.0):
+        costs = replace(NOMINAL, base=tuple(share * each for each in NOMINAL.base), level=share * NOMINAL.level)
+        options = DraftOptions(budget=64, nodes=24)
+        drafter = make_drafter(
+            "cascade", target, tiny_heads(), options, costs=NOMINAL, drafting=copied, draft_costs=costs
+        )
+        passes.clear()
+        steps = decode_steps(target, drafter, prompt, PARAMS, 1, 90)
+        assert tokens_of(steps) == decode_method("ar", target, prompt, PARAMS, 1, 90)
+        found.append(len(passes) / len(steps))
+    assert found[0] > found[1] > found[2]

@@ -16,7 +16,7 @@ import tswift
 from tests import fake_torchao
 from tests.conftest import make_checkpoint
 from tests.models.loads import refuse
-from tswift.decoding import limits
+from tswift.decoding import costs, limits
 from tswift.decoding.limits import check_ahead
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
@@ -197,6 +197,7 @@ def test_torchao(checkpoint: Path, kind: str, dtype: str) -> None:
     assert all(part.dtype in (torch.int8, torch.float8_e4m3fn) for part in parts[::2])
     foreseen = foresee(str(checkpoint), device="cpu", dtype=dtype, draft_weights=kind).copy_bytes
     assert foreseen == sum(part.nbytes for part in parts)
+    assert costs._key(model.drafting, None) != costs._key(model.target, None)  # other passes, other costs
     if dtype == "float32":
         assert all(text(model, method) == text(model, "ar") for method in METHODS)
     assert model.drafting.compile(backend="aot_eager") is None  # as where passes are replayed

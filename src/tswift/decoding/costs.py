@@ -152,7 +152,9 @@ def _key(target: Target, heads: Heads | None) -> str:
         target.attention,
         heads and heads.about(),
         torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads(),
-        str(sorted({type(module).__name__ for module in target.model.modules()})),  # quantised ones have other names
+        # quantised ones have other names
+        str(sorted({type(module).__name__ for module in target.model.modules()})),
+        str(sorted({type(weight).__name__ for weight in target.model.parameters()})),
     ]
     return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -104,9 +104,11 @@ def begin(
         target = model.target.reference() if find_method(method).reference else model.target
         resolved = resolve(method, target, model.heads, options)
         need = check(target, len(prompt), length, method, resolved, draft=model.draft)
-    costs = NOMINAL
+    costs, draft_costs = NOMINAL, None
     if resolved.costs == MEASURED and ranks.count == 1:
         costs = costs_of(target, model.heads)
+        if model.drafting is not None and find_method(method).partial:
+            draft_costs = costs_of(model.drafting, model.heads)
     elif resolved.costs == MEASURED:  # by all together, and of one mind
         with ranks.together():
             costs = ranks.share(measure(target, model.heads))
@@ -114,7 +116,8 @@ def begin(
         # clocks of ranks differ, and what they were told of costs does not
         drafting = resolved if ranks.count == 1 or not resolved.costs else replace(resolved, costs="nominal")
         positions = len(prompt) + length
-        drafter = make_drafter(method, target, model.heads, drafting, model.draft, positions, costs, model.drafting)
+        copied = model.drafting, draft_costs
+        drafter = make_drafter(method, target, model.heads, drafting, model.draft, positions, costs, *copied)
         if ranks.count > 1:
             drafter = AgreedDrafter(drafter, ranks)
         decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written)

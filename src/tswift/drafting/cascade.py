@@ -28,7 +28,7 @@ class CascadeSource:
 
     Args:
         level: the target and what it reads.
-        drafter: what the chain is drafted from.
+        drafter: what the chain is drafted from; it plans by what passes on the level cost.
         shared_noise: draw the chain's tokens with the noise the target will draw with; otherwise take the likeliest.
         plan: of the tree that it is verified in.
 
@@ -63,7 +63,7 @@ class CascadeSource:
 
     def _decode(self, sketch: Sketch, aside: Context, held: int) -> None:
         """Decode the chain and offer it, as long as that pays; ``held`` keys are what it is verified over."""
-        node, keys, costs = 0, self._level.keys or held, self._plan.costs
+        node, keys, costs = 0, self._level.keys or held, self.drafter.plan.costs
         while sketch.depths[node] < sketch.depth and self._worth(sketch.reach[node], keys, held):
             step = advance(self._level.target, aside, self.drafter, sketch.depth - sketch.depths[node], leads=True)
             self.spent += self.drafter.spent + costs.seconds(step.nodes, keys)
@@ -81,9 +81,9 @@ class CascadeSource:
         """Whether another step over ``keys`` keys pays, to be verified over ``held``."""
         if reach == 1:
             return True
-        costs = self._plan.costs
+        costs = self.drafter.plan.costs
         step = costs.seconds(_INNER, keys) + _LEVELS * costs.level
-        return self._plan.worth(_AGREES * self._usual * reach, step + self._usual * costs.node(held))
+        return self._plan.worth(_AGREES * self._usual * reach, step + self._usual * self._plan.costs.node(held))
 
     def committed(self, context: Context, most: int) -> None:
         """Keep the level's cache up."""

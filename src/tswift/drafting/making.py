@@ -24,6 +24,7 @@ def make_drafter(
     positions: int | None = None,
     costs: PassCosts = NOMINAL,
     drafting: Target | None = None,
+    draft_costs: PassCosts | None = None,
 ) -> Drafter:
     """The drafter of a method, for one decode.
 
@@ -36,6 +37,7 @@ def make_drafter(
         positions: most tokens of prompt and text together; None for as many as the models can do.
         costs: what passes cost, for methods that choose which ones pay.
         drafting: what drafting passes of the model run on; None for itself.
+        draft_costs: what those cost; None for as much as others.
 
     Raises:
         InputError: as :func:`resolve`, or there is no smaller model where one is needed.
@@ -43,7 +45,8 @@ def make_drafter(
     method, options = find_method(name), resolve(name, target, heads, options)
     if method.draft and draft is None:
         raise InputError(f"{name} drafts with a smaller model, and there is none", "--draft-model")
-    models = recipes.Models(target, drafting or target, heads, draft, positions or target.max_positions, costs)
+    positions = positions or target.max_positions
+    models = recipes.Models(target, drafting or target, heads, draft, positions, costs, draft_costs or costs)
     return method.make(models, options)
 
 

@@ -46,6 +46,7 @@ class Models:
         draft: a smaller model with the same vocabulary, if there is one.
         positions: most tokens of prompt and text together.
         costs: what passes cost, for methods that choose which ones pay.
+        draft_costs: what drafting passes of the target cost.
     """
 
     target: Target
@@ -54,6 +55,7 @@ class Models:
     draft: Target | None
     positions: int
     costs: PassCosts
+    draft_costs: PassCosts
 
 
 def ar(models: Models, options: DraftOptions) -> Drafter:
@@ -143,7 +145,8 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
 def _cascade(models: Models, options: DraftOptions, memory: Recall | None) -> PlannedDrafter:
     assert options.gamma is not None
     assert options.nodes is not None
-    inner = medusa(models, replace(options, tree=AUTO, gamma=None, nodes=INNER_NODES, recall=0))
+    verified = replace(models, costs=models.draft_costs)  # by the level's passes
+    inner = medusa(verified, replace(options, tree=AUTO, gamma=None, nodes=INNER_NODES, recall=0))
     assert isinstance(inner, PlannedDrafter)
     plan = Plan(models.costs)
     recalled: list[PricedSource] = []
