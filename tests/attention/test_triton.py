@@ -11,10 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.architectures import ARCHITECTURES
 from tests.attention.oracle import blind_to_siblings, case, chain, dense
-from tests.helpers import random_tree, tiny_llama
+from tests.attention.test_special import DIM, GROUP, KV_HEADS, WANTS
+from tests.attention.test_special import dense as special_dense
+from tests.helpers import random_tree
 from tswift.attention.backends import why_not
 from tswift.attention.layout import Layout
+from tswift.attention.special import SpecialAttention, Wants
 from tswift.kv.full import FullKV
 from tswift.models.target import Target
 
@@ -302,15 +306,55 @@ def test_store_keeps_within_the_capacity() -> None:
     assert keys[:, 8:].eq(1).all()
 
 
-def test_a_model_reads_the_same() -> None:
+@pytest.mark.parametrize("name", ["Llama, GQA", "Gemma 2 (windows, soft caps)", "gpt-oss (windows, sinks)"])
+def test_a_model_reads_the_same(monkeypatch, name: str) -> None:
     """A prompt and a draft tree through a whole model, with stock operators and with the kernel."""
-    target = Target(tiny_llama("gqa", torch.float32))
+    target = Target(ARCHITECTURES[name].make(97))
     tree = random_tree(7, Random(2))
     tokens, depths = torch.tensor(tree.tokens), torch.tensor(tree.depths)
     hidden = []
     for attention in (target._attention, backend.TritonAttention):
         target._attention = attention
+        if attention.WANTS:
+            monkeypatch.setattr(SpecialAttention, "__call__", None)  # all layers are the kernel's
         kv = FullKV(target.kv_shape, 100)
         target.prefill(list(range(60)), kv)
         hidden.append(target.forward(tokens, 60 + depths, kv, tree.ancestors()).hidden)
     torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-5)
+
+
+LONG = Wants(window=270)
+
+
+@pytest.mark.parametrize("tree", [True, False])
+@pytest.mark.parametrize(("prefix", "nodes"), [(0, 1), (0, 30), (5, 12), (61, 40), (300, 1), (600, 12)])
+@pytest.mark.parametrize("name", [*WANTS, "a long window"])
+def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool) -> None:
+    wants = WANTS.get(name, LONG)
+    query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, prefix, nodes, torch.float32, sharp=3.0)
+    ancestors = ancestors if tree else chain(nodes)
+    layout = Layout(KV_HEADS, GROUP, torch.float32, CPU)
+    wholes = torch.full((2, KV_HEADS, prefix + nodes + 50, DIM), torch.nan)
+    wholes[0, :, : prefix + nodes], wholes[1, :, : prefix + nodes] = keys, values
+    if wants.window is not None:
+        # nobody's, so not to be read, but for what shares a tile with the first key that is seen
+        wholes[:, :, : max(0, prefix - wants.window + 1) // 128 * 128] = torch.nan
+    run = backend.TritonAttention(layout, torch.tensor(prefix), nodes, ancestors if tree else None)
+    places = torch.arange(prefix).expand(KV_HEADS, -1)
+    exact = special_dense(query, keys, values, ancestors, scale, wants, places, prefix + ancestors.sum(1) - 1)
+    worst = (run(query, *wholes, scale, wants).double() - exact).abs().max() / exact.abs().max()
+    assert worst < 3 * TOLERANCE[torch.float32]
+    plain = dense(query, keys, values, ancestors, scale)
+    if wants.window is None:  # and the next layer may want nothing
+        assert error(run(query, *wholes, scale), plain) < 3 * TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_chunk_of_the_prompt_in_windows(dtype: torch.dtype) -> None:
+    query, keys, values, _, scale = case(KV_HEADS, GROUP, DIM, 70, 200, dtype)
+    layout = Layout(KV_HEADS, GROUP, dtype, CPU)
+    for wants in (Wants(window=50), WANTS["all"]):
+        out = backend.TritonAttention(layout, 70, 200, None)(query, keys, values, scale, wants)
+        places, positions = torch.arange(70).expand(KV_HEADS, -1), torch.arange(70, 270)
+        exact = special_dense(query, keys, values, chain(200), scale, wants, places, positions)
+        assert error(out, exact) < TOLERANCE[dtype]

@@ -80,7 +80,7 @@ def test_a_commit_without_its_gather_is_found_out(monkeypatch: pytest.MonkeyPatc
 
 def test_wrong_ancestors_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = device_step.ancestors_of
-    monkeypatch.setattr(device_step, "ancestors_of", lambda parents, depth: right(parents, 1))
+    monkeypatch.setattr(device_step, "ancestors_of", lambda parents, index, depth: right(parents, index, 1))
     assert tried().graphs is not None
 
 

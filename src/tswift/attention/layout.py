@@ -36,10 +36,12 @@ class Attention(Protocol):
     Attributes:
         STATIC: whether it also takes the length of the prefix as a number on the device, ``[]`` int32, with keys and
             values ``[kv heads, capacity, d]``, so that a pass can be replayed while the text grows.
+        WANTS: whether a call also takes what a layer wants besides, ``wants``, in a cache whose slots are positions.
         MOST_NODES: most nodes whose ancestors it can be told; None if there is no such limit.
     """
 
     STATIC: ClassVar[bool]
+    WANTS: ClassVar[bool]
     MOST_NODES: ClassVar[int | None]
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None: ...

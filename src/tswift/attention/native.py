@@ -46,6 +46,7 @@ class NativeAttention:
     """
 
     STATIC: ClassVar[bool] = False
+    WANTS: ClassVar[bool] = False
     MOST_NODES: ClassVar[int | None] = None
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:

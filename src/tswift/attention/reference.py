@@ -18,6 +18,7 @@ class ReferenceAttention:
     """An :class:`~tswift.attention.layout.Attention` that computes what the others do."""
 
     STATIC: ClassVar[bool] = False
+    WANTS: ClassVar[bool] = False
     MOST_NODES: ClassVar[int | None] = None
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:

@@ -20,6 +20,7 @@ class TreeAttention:
     """An :class:`~tswift.attention.layout.Attention` for every device and dtype."""
 
     STATIC: ClassVar[bool] = False
+    WANTS: ClassVar[bool] = False
     MOST_NODES: ClassVar[int | None] = None
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:

@@ -1,12 +1,13 @@
 """Attention for layers that want more than softmax over scaled products: windows, soft-capped scores, sinks.
 
-Plain products over blocks of keys, on every device. Slower than the backends where a layer sees the whole text, and
-cheap where it sees a window: keys before the window are not read.
+A backend may do them itself (:class:`WantedAttention`). Where it does not, they are plain products over blocks of
+keys, on every device: slower than the backends where a layer sees the whole text, and cheap where it sees a window, as
+keys before the window are not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +35,22 @@ class Wants:
 
     def __bool__(self) -> bool:
         return self.window is not None or self.softcap is not None or self.sinks is not None
+
+
+class WantedAttention:
+    """Attention of one pass by a backend that itself does what layers want.
+
+    Args:
+        attend: the backend's; it also takes ``wants``.
+        wants: by layer.
+    """
+
+    def __init__(self, attend: Callable[..., Tensor], wants: Sequence[Wants]) -> None:
+        self._attend, self.wants = attend, wants
+
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Attend; the layer's index, and shapes as for every attention."""
+        return self._attend(query, keys, values, scale, wants=self.wants[layer])
 
 
 class Places(Protocol):

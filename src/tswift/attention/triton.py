@@ -57,6 +57,7 @@ class TritonAttention:
     """
 
     STATIC: ClassVar[bool] = True
+    WANTS: ClassVar[bool] = True
     MOST_NODES: ClassVar[int | None] = MOST_NODES
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
@@ -121,7 +122,7 @@ class TritonAttention:
                 num_stages=run.stages,
                 maxnreg=run.registers,
             )
-            block = 8 if _INTERPRETED else 1  # a GPU has programs enough for every row, an interpreter has not
+            block = 32 if _INTERPRETED else 1  # a GPU has programs enough for every row, an interpreter has not
             combine_chunks[triton.cdiv(rows, block), self._kv_heads](
                 outs,
                 lses,

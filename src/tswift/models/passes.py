@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tswift.attention.layout import Attention
-from tswift.attention.special import SpecialAttention
+from tswift.attention.special import SpecialAttention, WantedAttention
 from tswift.kv.buffer import KVBuffer
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Pass:
 
     write: Write
     attend: Attention
-    special: SpecialAttention | None = None
+    special: SpecialAttention | WantedAttention | None = None
     queries: list[Tensor] = field(default_factory=list)
 
     def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
-from tswift.attention.special import SpecialAttention
+from tswift.attention.special import SpecialAttention, WantedAttention
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
 from tswift.models.inspection import first_broken
@@ -250,7 +250,11 @@ class Target:
 
     def _pass(self, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Pass:
         attend = self._attention(self._layout, kv.length, len(positions), ancestors)
-        special = SpecialAttention(self._layout, self._wants, kv, positions, ancestors) if self.special else None
+        special: SpecialAttention | WantedAttention | None = None
+        if self.special and self._attention.WANTS and isinstance(kv, FullKV):  # in others slots are no positions
+            special = WantedAttention(attend, self._wants)
+        elif self.special:
+            special = SpecialAttention(self._layout, self._wants, kv, positions, ancestors)
         return Pass(kv.write, attend, special)
 
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
