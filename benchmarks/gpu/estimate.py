@@ -203,8 +203,8 @@ def estimate(name: str, alpha: float, tokens: int = 100_000, prefill: int = 4096
     notes = [
         f"Estimated, nothing of it measured: one H200, bfloat16, alpha {alpha:g} ({per_step:g} tokens a step), from "
         f"{prefill:,} to {prefill + tokens:,} tokens; means over the text. Floor: bytes at the published "
-        f"{PUBLISHED.bandwidth / 1e12:g} TB/s; of the {ACHIEVED / 1e12:g} that a good kernel may reach, ratios to it are "
-        f"{ACHIEVED / PUBLISHED.bandwidth:.2f} times these. Before: commit b5cc13d.",
+        f"{PUBLISHED.bandwidth / 1e12:g} TB/s; at the {ACHIEVED / 1e12:g} that a good kernel may reach, ratios to it "
+        f"are {ACHIEVED / PUBLISHED.bandwidth:.2f} times these. Before: commit b5cc13d.",
     ]
     return Grid(f"Estimate: {name}, {tokens:,} tokens on an H200", ["", *columns], rows, left=1, notes=notes)
 
