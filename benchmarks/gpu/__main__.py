@@ -170,7 +170,9 @@ def _watch(session: Session, process: subprocess.Popen[bytes], sections: dict[st
             process.wait()
         time.sleep(0.1)
     if current == "equality":
-        words = {0: "done", 2: "cut short"}.get(code, f"failed: pytest ended with {code}")
+        passed = any(figure.get("outcome") == "passed" for figure in session.figures())
+        ends = {0: "done" if passed else "failed: no test has passed", 2: "cut short"}
+        words = ends.get(code, f"failed: pytest ended with {code}")
         session.close(current, words)
     elif current not in session.states:
         session.close(current, f"killed: the process ended with {code}")
