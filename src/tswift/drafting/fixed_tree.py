@@ -105,7 +105,7 @@ class FixedTreeDrafter(Drafter):
     def on_device(self, state: DeviceState) -> DeviceDraft | None:
         """As :meth:`Drafter.on_device`."""
         assert self.heads is not None
-        return FixedTree(self, self.heads, state)
+        return FixedTree(self, self.heads, state) if self.heads.reader.static else None
 
 
 class FixedTree:
