@@ -161,6 +161,14 @@ def test_tests_that_take_too_long_are_interrupted(tmp_path: Path, monkeypatch: A
     assert made.states == {"equality": "cut short", "probe": "done"}
 
 
+@pytest.mark.parametrize(("outcome", "state"), [("passed", "done"), ("skipped", "failed: no test has passed")])
+def test_tests_that_are_all_skipped_have_not_passed(tmp_path: Path, monkeypatch: Any, outcome: str, state: str) -> None:
+    body = f"note(section='equality', table='tests', test='x', outcome={outcome!r})"
+    made = session(tmp_path, monkeypatch, [body])
+    command.run_sections(made, {"equality": 30})
+    assert made.states == {"equality": state}
+
+
 def test_without_time_nothing_is_begun(tmp_path: Path, monkeypatch: Any) -> None:
     made = session(tmp_path, monkeypatch, [], seconds=15)
     command.run_sections(made, {"probe": 5, "steps": 5})

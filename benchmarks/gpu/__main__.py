@@ -138,10 +138,14 @@ def run_sections(session: Session, sections: dict[str, float]) -> None:
             name, seconds = next(iter(waiting.items()))
             if name == "equality":
                 waiting = {name: min(seconds, left)}
-            process = subprocess.Popen(
-                command(session, waiting), stdout=log, stderr=log, env=environment(session), start_new_session=True
-            )
-            _watch(session, process, waiting)
+            # a group of its own, to be killed with all that it starts; no session of its own, which would outlive us
+            own: dict[str, Any] = {"env": environment(session), "preexec_fn": os.setpgrp}
+            process = subprocess.Popen(command(session, waiting), stdout=log, stderr=log, **own)
+            try:
+                _watch(session, process, waiting)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def _watch(session: Session, process: subprocess.Popen[bytes], sections: dict[str, float]) -> None:
@@ -170,7 +174,9 @@ def _watch(session: Session, process: subprocess.Popen[bytes], sections: dict[st
             process.wait()
         time.sleep(0.1)
     if current == "equality":
-        words = {0: "done", 2: "cut short"}.get(code, f"failed: pytest ended with {code}")
+        passed = any(figure.get("outcome") == "passed" for figure in session.figures())
+        ends = {0: "done" if passed else "failed: no test has passed", 2: "cut short"}
+        words = ends.get(code, f"failed: pytest ended with {code}")
         session.close(current, words)
     elif current not in session.states:
         session.close(current, f"killed: the process ended with {code}")

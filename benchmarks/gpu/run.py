@@ -50,7 +50,7 @@ class Scale:
     steps: int = 30  # timed steps of each kind
     text: int = 20_000  # tokens with simulated acceptance
     peer: int = 8192  # tokens of the prompt of transformers' generate
-    load: float = 45.0  # seconds that one more shape takes
+    load: float = 60.0  # seconds that one more shape takes
 
 
 DRY = Scale(
