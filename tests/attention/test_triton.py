@@ -245,7 +245,7 @@ def test_so_it_has_in_other_layouts(products, group: int, dim: int, dtype: torch
 def test_so_it_has_where_chunks_grow(monkeypatch, products) -> None:
     monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
     for p0 in (16 * 16 - 2, 16 * 64 - 2):
-        assert other_bits(attend, p0, 1, 256, torch.float16, 3, (2, 5)) == []
+        assert other_bits(attend, p0, 1, 256, torch.float16, 3, (4,)) == []
 
 
 @pytest.mark.parametrize("dependence", ["chunks by the number of nodes", "tiles by the number of nodes"])
