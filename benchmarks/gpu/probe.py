@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -42,12 +43,13 @@ _CONFIGURATIONS = [
     (256, 32, 8, 3),
     (256, 32, 16, 3),
 ]
+_CANDIDATES = 3  # per row
 _BEYOND_CACHE = 200 << 20  # bytes of weights that no L2 holds
 
 
 def measure(run: Run) -> None:
     """All parts, the most telling first; one that fails does not take the rest along."""
-    for part in (idle, by_kernel, memory, attention, products, sampler):
+    for part in (idle, by_kernel, memory, attention, products, sampler, tiles):
         if run.late():
             return
         try:
@@ -87,7 +89,7 @@ def idle(run: Run) -> None:
             seen = kernels(partial(_take, steps, _PROFILED), run.device)
             busy = covered((start, end) for _, start, end in seen) / 1e6 / _PROFILED
             figures = {"busy ms": 1e3 * busy, "idle ms": 1e3 * (wall - busy), "kernels": len(seen) / _PROFILED}
-        run.note("idle", method=method, context=context, ms=1e3 * wall, **figures)
+        run.note("idle", method=method, context=context, ms=1e3 * wall, **figures, layers=model.layers)
 
 
 def _take(steps: Iterator[Any], count: int) -> None:
@@ -126,41 +128,53 @@ def memory(run: Run) -> None:
 
 
 def attention(run: Run) -> None:
-    """One layer's attention of the main shape by nodes and context, in the kernel's own configuration and in others."""
+    """One layer's attention of the main shape, by nodes and context."""
+    _attention(run, run.scale.nodes, [None])
+
+
+def tiles(run: Run) -> None:
+    """The same with other configurations of the kernel."""
+    nodes = (run.scale.tree, *(count for count in run.scale.nodes if count != run.scale.tree))
+    _attention(run, nodes, _CONFIGURATIONS if run.device.type == "cuda" else _CONFIGURATIONS[:1])
+
+
+def _attention(run: Run, counts: Sequence[int], tried: Sequence[tuple[int, ...] | None]) -> None:
     from tswift.attention import triton as backend
 
     config = shape_config(PREFIX + run.scale.main)
     heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
     layout = Layout(heads, config.num_attention_heads // heads, dtype, run.device)
-    contexts = (max(run.scale.contexts), min(run.scale.contexts))
+    contexts = (max(run.scale.contexts), min(run.scale.contexts)) if run.device.type == "cuda" else (60,)
     made = {"dtype": dtype, "device": run.device}
     keys, values = torch.randn(2, heads, contexts[0] + 128, size, **made)
-    usual, tried = backend.configuration, [] if run.device.type == "cpu" else _CONFIGURATIONS
-    for others in (False, True):  # what is in use first, at all numbers of nodes
-        for nodes in run.scale.nodes:
-            rows = nodes * layout.groups
-            query = torch.randn(nodes, config.num_attention_heads, size, **made).transpose(0, 1)
-            ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=run.device).tril()
-            for tile in tried if others else [None]:
-                if tile and not (rows <= tile[0] <= 4 * rows or rows > tile[0] >= 64):
-                    continue
-                for context in contexts:
-                    if run.late():
-                        return
-                    length = torch.tensor(context, dtype=torch.int32, device=run.device)
-                    about = {"nodes": nodes, "configuration": str(tile or "in use"), "context": context}
-                    try:
-                        backend.configuration = (lambda *_, tile=tile: backend.Configuration(*tile)) if tile else usual
-                        attend = backend.TritonAttention(layout, length, nodes, ancestors)
-                        seconds = replayed(partial(attend, query, keys, values, size**-0.5), run.device)
-                    except Exception as error:  # a tile that does not fit: the next one may
-                        run.note("attention", **about, error=f"{type(error).__name__}: {str(error)[:100]}")
-                        break
-                    finally:
-                        backend.configuration = usual
-                    rate = 2 * context * heads * size * dtype.itemsize / seconds / 1e12
-                    run.note("attention", **about, us=1e6 * seconds, TBps=rate)
+    usual = backend.configuration
+    for nodes, tile in product(counts, tried):
+        rows = nodes * layout.groups
+        if tile and not (rows <= tile[0] <= 2 * max(8, rows) or 64 <= tile[0] < rows):
+            continue
+        query = torch.randn(nodes, config.num_attention_heads, size, **made).transpose(0, 1)
+        ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=run.device).tril()
+        for context in contexts:
+            if run.late():
+                return
+            length = torch.tensor(context, dtype=torch.int32, device=run.device)
+            about = {"nodes": nodes, "configuration": str(tile or "in use"), "context": context}
+            try:
+                backend.configuration = partial(_fixed, backend.Configuration(*tile)) if tile else usual
+                attend = backend.TritonAttention(layout, length, nodes, ancestors)
+                seconds = replayed(partial(attend, query, keys, values, size**-0.5), run.device)
+            except Exception as error:  # a tile that does not fit: the next one may
+                run.note("attention", **about, error=f"{type(error).__name__}: {str(error)[:100]}")
+                break
+            finally:
+                backend.configuration = usual
+            rate = 2 * context * heads * size * dtype.itemsize / seconds / 1e12
+            run.note("attention", **about, us=1e6 * seconds, TBps=rate)
+
+
+def _fixed(tile: Any, *_: int) -> Any:
+    return tile
 
 
 def products(run: Run) -> None:
@@ -192,7 +206,7 @@ def _multiply(x: Tensor, weights: Tensor) -> None:
 def sampler(run: Run) -> None:
     """Microseconds of drawing a token after every node of a tree: by the wall with its wait, and on the device."""
     vocabulary = shape_config(PREFIX + run.scale.main).vocab_size
-    for nodes in run.scale.nodes:
+    for nodes in (*run.scale.nodes[:1], 4, *run.scale.nodes[1:]):  # 4: levels of a tree
         sampler = Sampler(SamplingParams(banned=(3,)), 0, vocabulary, run.device)
         sampler.extend(list(range(min(400, vocabulary))))
         logits = torch.randn(nodes, vocabulary, device=run.device).to(torch.bfloat16)
@@ -205,7 +219,7 @@ def sampler(run: Run) -> None:
             if timed:
                 wall = (time.perf_counter() - started) / run.scale.rounds
                 run.note("sampler", nodes=nodes, what="draw, wall", us=1e6 * wall)
-        for what in ("eager", "fused") if hasattr(sampler, "draw_rows") else ():
+        for what in ("eager", "fused"):
             if what == "fused":
                 sampler.fuse(torch.bfloat16)
             rows = partial(sampler.draw_rows, logits, tokens, tokens, ancestors)

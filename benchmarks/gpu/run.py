@@ -129,9 +129,9 @@ class Run:
         self.tidy()
 
     def tidy(self) -> None:
-        """Let go of memory."""
-        gc.collect()
+        """Let go of the device's memory."""
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 

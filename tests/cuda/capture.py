@@ -6,6 +6,7 @@ refused, and a replay may destroy what other graphs of its pool hold: here it al
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -227,9 +228,8 @@ def waited(place: str = "") -> None:
     """Count a wait for the device, after which all copies are over."""
     refuse("a wait")
     with _disable_current_modes():
-        for finish in _UNDER_WAY:
-            finish()
-    _UNDER_WAY.clear()
+        while _UNDER_WAY:
+            _UNDER_WAY.pop(0)()
     if LOG.on:
         LOG.waits[place or site()] += 1
 
@@ -257,12 +257,10 @@ def under_way(source: Tensor, destination: Tensor) -> None:
 
 def site() -> str:
     """Where in the package something is done: ``file:function``."""
-    import sys
-
     frame = sys._getframe(1)
     while frame is not None:
         _, found, path = frame.f_code.co_filename.rpartition("/tswift/")
-        if found:
+        if found and not frame.f_code.co_name.startswith("<"):  # a comprehension is part of its function
             return f"{path}:{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"

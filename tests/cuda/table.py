@@ -10,6 +10,7 @@ import copy
 import json
 import sys
 import time
+from math import ceil
 from statistics import median
 from typing import Any
 
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=helpers.VOCAB)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--places", action="store_true", help="also print where it waits and copies")
+    parser.add_argument("--bounds", action="store_true", help="print the counts as tests.cuda.bounds has them")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     helpers.VOCAB = given.vocab
@@ -114,10 +116,14 @@ def main() -> None:
     found = []
     for method, kind in cases:
         found.append(measure(method, kind, given.steps, given.nodes))
-        if not given.json:
+        if not (given.json or given.bounds):
             # with many logits it would be this CPU's time for those
             found[-1]["host"] = host_seconds(method, kind, 5 * given.steps) if given.vocab < 1000 else torch.nan
             print(f"{method}, {kind}", file=sys.stderr, flush=True)
+    if given.bounds:
+        for each in found:
+            print(f"    ({each['method']!r}, {each['kind']!r}): {tuple(map(ceil, each['counts'].values()))[:5]},")
+        return
     if given.json:
         json.dump({"plain": plain(max(len(each["tokens"]) for each in found)), "found": found}, sys.stdout)
         return

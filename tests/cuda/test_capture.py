@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
+import itertools
 import weakref
 
 import pytest
 import torch
 
+from tests import fake_torchao
 from tests.cuda import capture
-from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
+from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tiny_target, tokens_of
+from tswift.decoding.audit import audit
+from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.step import Step
 from tswift.drafting.making import make_drafter
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
+from tswift.drafting.source import Drafter
 from tswift.kv.full import FullKV
 from tswift.models.passes import Graphs
 from tswift.models.target import Target
@@ -39,21 +45,33 @@ def target_of(graphs, layers: int = 2, kind: str = "gqa") -> Target:
     return target
 
 
-def decoded(graphs, method: str, kind: str, options: DraftOptions, prompt: int, length: int) -> list[Step]:
+def drafter_of(method: str, kind: str, options: DraftOptions, target: Target, draft: Target) -> Drafter:
     if method == "medusa" and isinstance(options.tree, tuple):
         options = dataclasses.replace(options, tree=options.tree[-3:])
+    return make_drafter(method, target, tiny_heads(kind=kind), options, draft)
+
+
+def decoded(graphs, method: str, kind: str, options: DraftOptions, prompt: int, length: int) -> list[Step]:
     target, draft = target_of(graphs), target_of(graphs, layers=1, kind="mqa")
-    drafter = make_drafter(method, target, tiny_heads(kind=kind), options, draft)
+    drafter = drafter_of(method, kind, options, target, draft)
     steps = decode_steps(target, drafter, random_prompt(prompt), PARAMS, 3, length)
     assert target.graphs is None
     assert draft.graphs is None
     return steps
 
 
-def same(graphs, method: str, kind: str, options: DraftOptions, prompt: int = 90, length: int = 24) -> None:
+@functools.cache
+def on_the_host(prompt: int, length: int) -> list[int]:
+    """Plain decoding by passes that are made anew each time."""
+    target = tiny_target()
+    drafter = make_drafter("ar", target, None, OPTIONS)
+    return tokens_of(decode_steps(target, drafter, random_prompt(prompt), PARAMS, 3, length))
+
+
+def same(graphs, method: str, kind: str, options: DraftOptions, prompt: int = 90, length: int = 20) -> None:
     plain = decoded(None, method, kind, options, prompt, length)
     captured = decoded(graphs, method, kind, options, prompt, length)
-    assert tokens_of(captured) == tokens_of(plain)
+    assert tokens_of(captured) == tokens_of(plain) == on_the_host(prompt, length)
     assert [step.accepted for step in captured] == [step.accepted for step in plain]
     assert [step.nodes for step in captured] == [step.nodes for step in plain]
 
@@ -70,7 +88,7 @@ def test_every_method_writes_the_same_text(graphs, method: str, kind: str) -> No
 
 @pytest.mark.parametrize(
     ("method", "kv"),
-    [(name, kv) for name, method in METHODS.items() for kv in method.kv[1:]],
+    [(name, kv) for name, method in METHODS.items() for kv in method.kv[1:] if name != "auto"],  # its are cascade's
 )
 def test_every_partial_cache(graphs, method: str, kv: str) -> None:
     same(graphs, method, "chained", dataclasses.replace(OPTIONS, kv=kv))
@@ -86,6 +104,44 @@ def test_trees_that_are_chosen_anew(graphs, method: str, kind: str) -> None:
 @pytest.mark.parametrize("method", ["reuse", "tokenswift"])
 def test_lengths_and_numbers_of_nodes(graphs, method: str, prompt: int, nodes: int) -> None:
     same(graphs, method, "chained", dataclasses.replace(OPTIONS, nodes=nodes), prompt)
+
+
+def in_turns(graphs, methods: tuple[str, str]) -> list[list[Step]]:
+    target, draft = target_of(graphs), target_of(graphs, layers=1, kind="mqa")
+    decodings = [
+        Decoding(target, random_prompt(90), PARAMS, 3, drafter_of(method, "chained", OPTIONS, target, draft), 50)
+        for method in methods
+    ]
+    decodings[0].prefill(along=decodings[1:])
+    turns = list(itertools.zip_longest(*(decoding.steps() for decoding in decodings)))
+    return [[step for step in steps if step] for steps in zip(*turns, strict=True)]
+
+
+@pytest.mark.parametrize("methods", [("ar", "tokenswift"), ("tokenswift", "magicdec"), ("auto", "medusa")])
+def test_decodes_in_turns(graphs, methods: tuple[str, str]) -> None:
+    """Each one's graphs destroy what the other's have given."""
+    for captured, plain in zip(in_turns(graphs, methods), in_turns(None, methods), strict=True):
+        assert tokens_of(captured) == on_the_host(90, 50)
+        assert [step.accepted for step in captured] == [step.accepted for step in plain]
+
+
+@pytest.mark.parametrize("method", ["ar", "tokenswift", "cascade"])
+def test_plain_steps_on_the_way(graphs, method: str) -> None:
+    target, draft = target_of(graphs), target_of(graphs, layers=1, kind="mqa")
+    decoding = Decoding(target, random_prompt(90), PARAMS, 3, drafter_of(method, "chained", OPTIONS, target, draft), 30)
+    text: list[int] = []
+    for step in decoding.steps():
+        text += step.tokens
+        aside = tokens_of(decoding.plain(2))
+        assert aside == on_the_host(90, 40)[len(text) :][: len(aside)]
+    assert text == on_the_host(90, 30)
+
+
+def test_the_audit(graphs) -> None:
+    target = target_of(graphs)
+    assert audit(target, random_prompt(90), on_the_host(90, 40), PARAMS, 3).ok
+    assert not audit(target, random_prompt(90), on_the_host(90, 40), PARAMS, 4).ok
+    assert target.graphs is None
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
@@ -174,3 +230,25 @@ def test_a_graph_may_read_what_an_earlier_one_gave(graphs) -> None:
 def test_what_waits_cannot_be_captured(graphs, wait) -> None:
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         captured(graphs(), lambda: wait(torch.ones(1)))
+
+
+@pytest.mark.parametrize("kv", ["full", "dynamic", "snapkv", "streaming"])
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.partial])
+def test_drafting_passes_on_a_copy(graphs, method: str, kv: str) -> None:
+    """A copy of the model with other weights has graphs of its own, beside the model's."""
+    if kv not in (METHODS[method].kv or ("dynamic",)):
+        pytest.skip(f"{method} does not read that")
+    options, prompt = dataclasses.replace(OPTIONS, kv=kv if METHODS[method].kv else None), random_prompt(90)
+    found = []
+    for asked in (None, graphs):
+        target, copied, draft = target_of(asked), target_of(asked), target_of(asked, layers=1, kind="mqa")
+        fake_torchao.change(copied.model.get_decoder(), fake_torchao.rounded)
+        drafter = make_drafter(method, target, tiny_heads(), options, draft, drafting=copied)
+        found.append(decode_steps(target, drafter, prompt, PARAMS, 3, 24))
+        assert target.graphs is copied.graphs is None
+    plain, captured = found
+    assert tokens_of(captured) == tokens_of(plain)
+    assert [step.accepted for step in captured] == [step.accepted for step in plain]
+    target = target_of(None)
+    ar = decode_steps(target, make_drafter("ar", target, None, OPTIONS), prompt, PARAMS, 3, 24)
+    assert tokens_of(captured) == tokens_of(ar)

@@ -22,7 +22,7 @@ from tests.helpers import (
 )
 from tests.models.test_passes import LengthOnDevice, static_target
 from tswift.benchmarking.simulated import SimulatedWalk
-from tswift.decoding.device_step import ancestors_of
+from tswift.decoding.device_step import ancestors_of, reached_node
 from tswift.decoding.finite import NotFinite
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
@@ -133,7 +133,35 @@ def test_a_given_acceptance_is_met(method: str, alpha: float) -> None:
 def test_ancestors_are_those_of_the_tree(nodes: int, random: Random) -> None:
     tree = random_tree(nodes, random)
     parents = torch.tensor([0, *tree.parents[1:]])
-    assert torch.equal(ancestors_of(parents, max(tree.depths)), tree.ancestors())
+    assert torch.equal(ancestors_of(parents, torch.arange(nodes), max(tree.depths)), tree.ancestors())
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_the_path_is_that_of_the_tree(nodes: int, wanted: int, random: Random) -> None:
+    tree = random_tree(nodes, random, vocab=50)
+    drawn = [
+        random.choice([*(tree.tokens[n] for n in range(nodes) if tree.parents[n] == node), 50]) for node in range(nodes)
+    ]
+    path = tree.walk(drawn)[:wanted]
+    found = reached_node(
+        torch.tensor(tree.tokens),
+        torch.tensor([0, *tree.parents[1:]]),
+        tree.ancestors(),
+        torch.tensor(tree.depths),
+        torch.tensor(drawn),
+        torch.tensor([wanted]),
+    )
+    assert found.tolist() == path[-1:]
+
+
+def test_of_two_children_with_the_same_token_both_are_followed() -> None:
+    """As where an n-gram goes on below a candidate of the heads: the longer path counts."""
+    parents, tokens = torch.tensor([0, 0, 0, 2]), torch.tensor([9, 5, 5, 7])
+    ancestors = ancestors_of(parents, torch.arange(4), 2)
+    found = reached_node(
+        tokens, parents, ancestors, ancestors.sum(1) - 1, torch.tensor([5, 7, 7, 1]), torch.tensor([4])
+    )
+    assert found.tolist() == [3]
 
 
 def test_a_candidate_that_breaks_the_model_does_not_end_the_text() -> None:

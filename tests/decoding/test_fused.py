@@ -149,7 +149,7 @@ def test_a_decode_with_the_kernels_is_one_without(method: str, monkeypatch: pyte
         drafter = make_drafter(method, target, tiny_heads(torch.float32), options)
         steps.append(decode_steps(target, drafter, random_prompt(30), params, 3, 30))
         monkeypatch.setattr(Sampler, "fuse", interpreted)
-    assert faults == [None]
+    assert set(faults) == {None}
     assert tokens_of(steps[0]) == tokens_of(steps[1])
     assert [step.accepted for step in steps[0]] == [step.accepted for step in steps[1]]
 
@@ -178,8 +178,10 @@ def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch: pytest.MonkeyPa
     one.fuse(torch.float32, interpreted=True)
     assert one.fault is None
     assert sum(calls) == sum(fused.TRIED)
+    rules = dict(one._fused)
     one.fuse(torch.float32, interpreted=True)
     one.copy().fuse(torch.float32, interpreted=True)
+    assert one._fused == rules  # what a captured graph reads stays where it is
     assert len(calls) == len(fused.TRIED)  # once for all
     for each in (one, plain):
         each.extend([3, 4, 5])

@@ -9,6 +9,7 @@ from tests.helpers import tiny_llama
 from tests.models.test_passes import LengthOnDevice
 from tswift.decoding import device_step
 from tswift.decoding.device_step import DeviceStepper
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.trust import try_steps
 from tswift.models.target import Target
@@ -16,7 +17,7 @@ from tswift.models.target import Target
 
 def tried(dtype: torch.dtype = torch.float64) -> Target:
     target = Target(tiny_llama("gqa", dtype), LengthOnDevice)
-    try_steps(target)
+    try_steps(target, SamplingParams())
     return target
 
 
@@ -79,13 +80,13 @@ def test_a_commit_without_its_gather_is_found_out(monkeypatch: pytest.MonkeyPatc
 
 def test_wrong_ancestors_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = device_step.ancestors_of
-    monkeypatch.setattr(device_step, "ancestors_of", lambda parents, depth: right(parents, 1))
+    monkeypatch.setattr(device_step, "ancestors_of", lambda parents, index, depth: right(parents, index, 1))
     assert tried().graphs is not None
 
 
 def test_an_attention_that_misses_a_key_is_found_out() -> None:
     target = Target(tiny_llama("gqa", torch.float64), _Broken)
-    try_steps(target)
+    try_steps(target, SamplingParams())
     assert "other keys and values" in target.graphs
     assert not target.replays
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from tswift.decoding.limits import check_ahead
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
+from tswift.models.adapting import adapted
+from tswift.models.joined import JoinedLinear
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
 from tswift.models.medusa_heads import MedusaHeads
@@ -70,6 +73,20 @@ def test_layers_that_onednn_computes_are_copied_as_plain_ones(monkeypatch: pytes
     assert kinds == {"Linear"}
     assert model.drafting.model.lm_head is model.target.model.lm_head
     assert text(model, "tokenswift") == text(load(device="cpu", dtype="float32"), "ar")
+
+
+def test_joined_layers_are_copied_as_plain_ones(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA queries, keys and values are one product: the copy must not hand its inputs to the model's."""
+    fake_torchao.install(monkeypatch, fake_torchao.garbage)
+    monkeypatch.setattr("tswift.models.opening.adapted", partial(adapted, joined=True))
+    model = load(str(checkpoint), device="cpu", draft_weights="int8")
+    assert model.drafting is not None
+    whole, copied = ([type(each) for each in target.model.model.modules()] for target in (model.target, model.drafting))
+    assert whole.count(JoinedLinear) == 2 * 5
+    assert copied.count(nn.Linear) == 2 * 7
+    assert JoinedLinear not in copied
+    plain = text(load(str(checkpoint), device="cpu"), "ar")
+    assert all(text(model, method) == plain for method in ("ar", "tokenswift", "cascade", "magicdec"))
 
 
 @pytest.mark.parametrize("how", [fake_torchao.rounded, fake_torchao.garbage, fake_torchao.broken])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.architectures import ARCHITECTURES
 from tests.helpers import (
     decode_steps,
     drafter_of,
@@ -31,6 +32,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.models.passes import sizes
+from tswift.models.refining_heads import ChainedHeads
 from tswift.models.target import Target
 
 PARAMS = SamplingParams(min_p=0.02, window=24)
@@ -151,6 +153,26 @@ def test_too_many_nodes_are_refused() -> None:
     with pytest.raises(InputError, match="--nodes: must be at most 128 with this attention, got 129"):
         make_drafter("reuse", static_target(), None, DraftOptions(nodes=129))
     make_drafter("reuse", tiny_target(), None, DraftOptions(nodes=129))
+
+
+@pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
+@pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift"])
+@pytest.mark.parametrize("name", ["Mistral 7B v0.1 (sliding window)", "Gemma 2"])
+def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, method: str) -> None:
+    """Only passes over a partial cache, whose slots are in no order, are left to the host."""
+    network = ARCHITECTURES[next(known for known in ARCHITECTURES if known.startswith(name))].make(97)
+    target = Target(network, BACKENDS["triton"]())
+    assert target.special
+    assert target.replays
+    heads = ChainedHeads(target.hidden_size, 2)
+    options, prompt = DraftOptions(tree=(1, 2, 2) if method == "tokenswift" else (2, 2), budget=64), random_prompt(12)
+    texts = []
+    for each in (target, Target(network)):
+        drafter = make_drafter(method, each, heads, options if method != "ar" else DraftOptions(), None)
+        decoding = Decoding(each, prompt, SamplingParams(window=24), 3, drafter, 10)
+        texts.append(tokens_of(list(decoding.steps())))
+        assert (decoding._stepper is not None) == (each is target)
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")

@@ -148,7 +148,7 @@ def measure(
         if measurement["simulated"]:
             for sample in samples:
                 sample["simulated"] = True
-        measurement.update(samples=[*done, *samples], ended=now())
+        measurement.update(samples=[*done, *samples], ended=now(), layers=lineup.model.layers)
         keep()
 
     try:

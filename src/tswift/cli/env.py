@@ -32,11 +32,15 @@ def env(
     from tswift.benchmarking.grid import NOTHING, Grid
     from tswift.cli import records, tables
     from tswift.decoding.costs import costs_of, folder
+    from tswift.decoding.params import SamplingParams
+    from tswift.decoding.trust import try_steps
     from tswift.jobs.environment import environment
     from tswift.models.loading import load
 
     record = records.writable(json_file)
     loaded = load(model, device=device, dtype=dtype, attention=attention, heads=heads)
+    if loaded.target.device.type == "cuda":  # what is said of it is what was seen
+        try_steps(loaded.target, SamplingParams())
     found = environment(loaded.target.device)
     costs = costs_of(loaded.target, loaded.heads, again=measure)
     if record is None or record.path:
@@ -55,8 +59,9 @@ def _grid(about: dict[str, Any], costs: PassCosts, folder: str) -> Grid:
 
     rows = [[str(nodes), *(f"{1e3 * costs.seconds(nodes, keys):.2f}" for keys in _KEYS)] for nodes in costs.nodes]
     notes = [f"a level of heads takes {1e3 * costs.level:.2f} ms"] if costs.level else []
+    model = "{name}, {device}, {dtype}, attention {attention}, layers {layers}".format(**about)
     return Grid(
-        "{name}, {device}, {dtype}, attention {attention}: ms of a pass, by keys that it attends to".format(**about),
+        f"{model}: ms of a pass, by keys that it attends to",
         ["nodes", *(f"{keys:,}" for keys in _KEYS)],
         rows,
         notes=[*notes, f"remembered in {folder}; --measure measures anew"],

@@ -132,24 +132,44 @@ class _Verified:
     logits: Tensor
 
 
-def ancestors_of(parents: Tensor, depth: int) -> Tensor:
+def ancestors_of(parents: Tensor, index: Tensor, depth: int) -> Tensor:
     """Ancestors of every node of a tree, made on the device.
 
     Args:
         parents: ``[n]`` int64; the root is node 0 and its own parent.
+        index: ``[n]`` int64: 0, 1, ...
         depth: most edges between a node and the root.
 
     Returns:
         ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself.
     """
-    count = len(parents)
-    line = torch.arange(count, device=parents.device)
-    lines = [line]
-    for _ in range(min(depth, count - 1)):
-        line = parents[line]
-        lines.append(line)
-    found = torch.zeros(count, count, dtype=torch.bool, device=parents.device)
+    lines = [index]
+    for _ in range(min(depth, len(index) - 1)):
+        lines.append(parents[lines[-1]])
+    found = torch.zeros(len(index), len(index), dtype=torch.bool, device=index.device)
     return found.scatter_(1, torch.stack(lines, dim=1), True)
+
+
+def reached_node(
+    tokens: Tensor, parents: Tensor, ancestors: Tensor, depths: Tensor, drawn: Tensor, wanted: Tensor
+) -> Tensor:
+    """The last node of the path that verification accepts, found on the device; as :meth:`DraftTree.walk`.
+
+    Args:
+        tokens: ``[n]``, -1 for a node that is not there. Two children of a node may carry the same token.
+        parents: ``[n]``; the root's is itself.
+        ancestors: ``[n, n]`` bool.
+        depths: ``[n]``.
+        drawn: ``[n]``, the token drawn after each node.
+        wanted: ``[1]``, most tokens to add: a path has no more nodes.
+
+    Returns:
+        ``[1]`` int64.
+    """
+    # a node is reached if it and all its ancestors carry what their parents drew; the root is reached anyway
+    carried = (tokens == drawn[parents]) | (depths == 0)
+    reached = (carried | ~ancestors).all(1) & (depths < wanted)
+    return torch.where(reached, depths, 0).argmax(0, keepdim=True)
 
 
 class DeviceStepper:
@@ -177,6 +197,7 @@ class DeviceStepper:
         self._result = torch.zeros(2 + 2 * longest, dtype=torch.int64, device=target.device)
         self._answer = torch.zeros(len(self._result), dtype=torch.int64, pin_memory=target.device.type == "cuda")
         self._event = torch.cuda.Event() if target.device.type == "cuda" else None
+        self._index = torch.arange(self._limit, device=target.device)
         self._drafted = False
         self._block.host["control"][:] = 0, _BY_RULE  # captured programs commit nothing
         self.state.load(context)
@@ -280,32 +301,29 @@ class DeviceStepper:
         else:
             state.tokens[1:].copy_(self._block.device["tokens"])
             state.parents[1:].copy_(self._block.device["parents"])
-        tokens, parents = state.tokens[:nodes], state.parents[:nodes]
-        ancestors = ancestors_of(parents, self._depth)
+        tokens, parents, index = state.tokens[:nodes], state.parents[:nodes], self._index[:nodes]
+        ancestors = ancestors_of(parents, index, self._depth)
         depths = ancestors.sum(1) - 1
         positions = state.position + depths
         kv = self._kv
         forwarded = target.compute_static(tokens.clamp(min=0), positions, kv, state.length, ancestors)
         logits = target.logits(forwarded.hidden)
         drawn = sampler.draw_rows(logits, tokens, positions, ancestors)
-        # a node is reached if it and all its ancestors carry what their parents drew; the root is reached anyway
-        index = torch.arange(nodes, device=target.device)
-        carried = (tokens == drawn[parents]) | (index == 0)
-        reached = (carried | ~ancestors).all(1) & (depths < self._wanted)
-        by_rule = torch.where(reached, depths, -1).argmax(0, keepdim=True)
-        last = torch.where(self._forced >= 0, self._forced, by_rule)  # [1]; a 0-d index would be read by the host
-        final, count = drawn[last], depths[last] + 1
-        count = torch.where((final < 0) | (self._wanted <= 0), 0, count)
+        last = reached_node(tokens, parents, ancestors, depths, drawn, self._wanted)
+        last = torch.where(self._forced >= 0, self._forced, last)
+        final = drawn[last]
+        count = torch.where((final < 0) | (self._wanted <= 0), 0, depths[last] + 1)
         longest = min(self._depth + 1, nodes)
-        steps = torch.arange(longest, device=target.device)
-        place = torch.where(ancestors[last][0], depths, nodes)  # of the path's nodes; the others go to a spare entry
-        path = torch.zeros(nodes + 1, dtype=torch.int64, device=target.device).scatter_(0, place, index)[:longest]
-        following = tokens[torch.cat([path[1:], path[:1]])].clamp(min=0)
-        emitted = torch.where(steps < count - 1, following, final)
-        slots = state.position + steps
-        kept = state.position + torch.where(steps < count, path, steps)
-        for buffer in (kv.keys, kv.values):
-            buffer.index_copy_(2, slots, buffer.index_select(2, kept))
+        steps = self._index[:longest]
+        slots, path, emitted = state.position + steps, steps, final
+        if nodes > 1:
+            place = torch.where(ancestors[last][0], depths, nodes)  # nodes that are not on the path go to a spare entry
+            path = torch.zeros(nodes + 1, dtype=torch.int64, device=target.device).scatter_(0, place, index)[:longest]
+            following = tokens[path.roll(-1)].clamp(min=0)
+            emitted = torch.where(steps < count - 1, following, final)
+            kept = state.position + torch.where(steps < count, path, steps)
+            for buffer in (kv.keys, kv.values):
+                buffer.index_copy_(2, slots, buffer.index_select(2, kept))
         sampler.extend_rows(emitted, slots + 1, count)
         if self._draft is not None:
             self._draft.append(kv, slots, count)

@@ -98,12 +98,12 @@ def begin(
             raise InputError(f"must be at least {len(written) + 1:,}, got {length:,}{so_far}", "--len")
         if not prompt:
             raise InputError("has no tokens", "--prompt")
+        params, stop = ending(params, model.eos_ids, stop_at_eos)
         if model.target.device.type == "cuda":
-            try_steps(model.target)
+            try_steps(model.target, params)
         target = model.target.reference() if find_method(method).reference else model.target
         resolved = resolve(method, target, model.heads, options)
         need = check(target, len(prompt), length, method, resolved, draft=model.draft)
-        params, stop = ending(params, model.eos_ids, stop_at_eos)
     costs = NOMINAL
     if resolved.costs == MEASURED and ranks.count == 1:
         costs = costs_of(target, model.heads)

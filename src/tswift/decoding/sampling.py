@@ -95,13 +95,13 @@ class Sampler:
         except ImportError:
             self.fault = "triton is not installed"
             return
-        about, rule = (self.params, len(self._tokens), dtype, device), None
+        about = self.params, len(self._tokens), dtype, device
         self.fault = None
         for count in {0, min(candidates, len(self._tokens))}:
             fault = fused_sampler_fault(*about, count)
-            if fault is None:
-                rule = rule or FusedRule(self.params, self.seed, len(self._tokens), device)
-                self._fused[self.params, dtype, count] = rule
+            if fault is None and (self.params, dtype, count) not in self._fused:
+                # never replaced: what a captured graph reads has to stay where it is
+                self._fused[self.params, dtype, count] = FusedRule(self.params, self.seed, len(self._tokens), device)
             self.fault = self.fault or fault
 
     def extend(self, tokens: Sequence[int]) -> None:

@@ -50,18 +50,23 @@ class _Guesses:
 
 
 @torch.inference_mode()
-def try_steps(target: Target) -> None:
+def try_steps(target: Target, params: SamplingParams) -> None:
     """Have a model whose passes could be replayed do without, if steps on the device are not those of the host.
 
-    It is tried once for every model, in a second or so.
+    Steps are tried once for every model, in a second or so. ``params`` are those that a decode will draw with: why it
+    does so without the sampler's kernels is left in ``target.sampler_fault``.
     """
-    if not target.replays or target.tried:
+    if not target.replays:
         return
-    target.tried = True
-    try:
-        target.distrust = _difference(target)
-    except Exception as error:  # compilers, drivers and libraries have many ways to fail
-        target.distrust = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    if not target.tried:
+        target.tried = True
+        try:
+            target.distrust = _difference(target)
+        except Exception as error:  # compilers, drivers and libraries have many ways to fail
+            target.distrust = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    sampler = Sampler(params, 0, target.vocab_size, target.device)
+    sampler.fuse(target.dtype)
+    target.sampler_fault = sampler.fault
 
 
 def _difference(target: Target) -> str | None:

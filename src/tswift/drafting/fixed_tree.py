@@ -105,7 +105,7 @@ class FixedTreeDrafter(Drafter):
     def on_device(self, state: DeviceState) -> DeviceDraft | None:
         """As :meth:`Drafter.on_device`."""
         assert self.heads is not None
-        return FixedTree(self, self.heads, state)
+        return FixedTree(self, self.heads, state) if self.heads.reader.static else None
 
 
 class FixedTree:
@@ -155,6 +155,7 @@ class FixedTree:
     def begin(self, context: Context, host: dict[str, np.ndarray], device: dict[str, Tensor]) -> None:
         """As :meth:`DeviceDraft.begin`."""
         self._host, self._device, self._sampler = host, device, context.sampler
+        context.sampler.fuse(self._heads.dtype, self._heads.width)
         self._partial = self._heads.reader.partial
         if self._partial is not None:
             self._partial.track()

@@ -28,6 +28,7 @@ class LastPass:
 
     direct = False
     partial: PartialKV | None = None
+    static = True
 
     def read(self, context: Context) -> tuple[Forwarded, int] | None:
         """The pass and its node, of the token before the root; None before the first pass."""
@@ -76,6 +77,11 @@ class DraftingPass:
     def partial(self) -> PartialKV | None:
         """The partial cache that the pass reads; None if it reads the full one."""
         return self._level.kv if isinstance(self._level, PartialLevel) else None
+
+    @property
+    def static(self) -> bool:
+        """Whether the pass can be a program on the device."""
+        return self.partial is None or self._level.target.serves(self.partial)
 
     def on_device(self, context: Context, state: DeviceState) -> Callable[[], _States]:
         """A program that makes the pass over the root that the last verification left on the device."""
@@ -130,6 +136,11 @@ class HeadSource:
         else:
             # few side steps first, and early ones: a late one is reached only if all before it was right
             self._paths = sorted(product(*map(range, tree)), key=lambda path: (sum(path), [-rank for rank in path]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return self._target.dtype
 
     @property
     def levels(self) -> int:

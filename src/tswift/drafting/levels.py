@@ -52,7 +52,6 @@ class FullLevel:
 
     def cache(self, context: Context) -> KVBuffer:
         """That of the decode itself."""
-        self.target.prepare(context.kv, 1)  # a copy with weights of fewer bits has passes of its own
         self._held = context.kv.length
         self.target.prepare(context.kv, 1)
         return context.kv
@@ -127,10 +126,8 @@ class OwnLevel:
         for start in range(self.kv.seen, end, CHUNK):
             self.kv.settle()
             places = range(start, min(start + CHUNK, end))
-            tokens, positions = (
-                torch.tensor(list(each)).to(self.target.device, non_blocking=True)
-                for each in (text[places.start : places.stop], places)
-            )
+            sent = torch.tensor([text[places.start : places.stop], [*places]]).to(self.target.device, non_blocking=True)
+            tokens, positions = sent
             self.target.forward(tokens, positions, self.kv, None)
             self.kv.commit(range(len(places)))
         self.kv.settle()

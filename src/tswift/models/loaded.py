@@ -34,7 +34,7 @@ class LoadedModel:
         draft_name: as the user named that.
         drafting: the model itself with weights of fewer bits, for its drafting passes; None where those run on it.
         draft_weights: its kind: ``int8``, ``fp8`` or ``int4``.
-        draft_layers: of ``drafting``, as ``layers``.
+        draft_prepared: of ``drafting``, as ``prepared``.
     """
 
     name: str
@@ -52,7 +52,7 @@ class LoadedModel:
     draft_name: str | None = None
     drafting: Target | None = None
     draft_weights: str | None = None
-    draft_layers: str | None = None
+    draft_prepared: str = EAGER
 
     @property
     def layers(self) -> str:
@@ -92,12 +92,13 @@ class LoadedModel:
             "quantization": self.quantization,
             "ranks": self.ranks.count,
             **({} if self.draft is None else {"draft": {"name": self.draft_name}}),
-            **(
-                {}
-                if self.drafting is None
-                else {"draft_weights": self.draft_weights, "draft_layers": self.draft_layers}
-            ),
+            **self._about_drafting(),
         }
+
+    def _about_drafting(self) -> dict[str, Any]:
+        if self.drafting is None:
+            return {}
+        return {"draft_weights": self.draft_weights, "draft_layers": running(self.drafting, self.draft_prepared)}
 
     def besides(self) -> str:
         """What is out of the ordinary, to be said after the rest."""

@@ -139,7 +139,7 @@ def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
     if loaded.heads is not None and loaded.heads.raw:
         drafting.tap()
     layers = compiled(drafting, "")
-    return replace(loaded, drafting=drafting, draft_weights=kind, draft_layers=layers)
+    return replace(loaded, drafting=drafting, draft_weights=kind, draft_prepared=layers)
 
 
 def _draft(draft: str, loaded: LoadedModel, attention: str) -> Target:

@@ -79,4 +79,6 @@ def running(target: Target, words: str) -> str:
     """What :func:`compiled` said, and what the passes that were prepared since have shown."""
     if target.uncompiled is not None:
         words = f"{words} in part, as the compiler stopped: {target.uncompiled}"
-    return words if target.graphs is None else f"{words}; no CUDA graphs: {target.graphs}"
+    if target.graphs is not None:
+        words = f"{words}; no CUDA graphs: {target.graphs}"
+    return words if target.sampler_fault is None else f"{words}; sampler by PyTorch: {target.sampler_fault}"

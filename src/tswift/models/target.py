@@ -50,6 +50,7 @@ class Target:
         kv_shape: what one token's keys and values take; of a model that is split over ranks, this one's part.
         tried: whether steps on the device have been held against the host's; see :mod:`tswift.decoding.trust`.
         distrust: what was wrong with them then; None for nothing.
+        sampler_fault: why a GPU draws tokens without the sampler's kernels; None if it uses them, or there is no GPU.
 
     Raises:
         Unserved: the layers want something that cannot be done.
@@ -67,6 +68,7 @@ class Target:
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
         self.tried = False
         self.distrust: str | None = None
+        self.sampler_fault: str | None = None
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
         config, lm_head = model.config.get_text_config(), model.get_output_embeddings()
@@ -91,8 +93,9 @@ class Target:
 
     @property
     def replays(self) -> bool:
-        """Whether prepared passes can be replayed while the text grows."""
-        return self._attention.STATIC and not self.special and not self.split and self.distrust is None
+        """Whether passes over a full cache can be replayed while the text grows."""
+        serves = self._attention.STATIC and (not self.special or self._attention.WANTS)
+        return serves and not self.split and self.distrust is None
 
     @property
     def taps(self) -> bool:
@@ -198,8 +201,12 @@ class Target:
         On CUDA this captures a graph for each of a few sizes; elsewhere a replayed pass is run like any other. There
         must always be room for ``limit`` nodes behind the cache's length.
         """
-        if self.replays and kv not in self._passes:
+        if self.replays and kv not in self._passes and self.serves(kv):
             self._passes[kv] = [StaticPass(self.compute_static, self.capture, kv, size) for size in sizes(limit)]
+
+    def serves(self, kv: KVBuffer) -> bool:
+        """Whether the attention does all that the layers want over such a cache: a window wants slots in order."""
+        return not self.special or (self._attention.WANTS and isinstance(kv, FullKV))
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
         """A program over tensors that stay in place as one CUDA graph; as it is elsewhere, or where that fails."""
@@ -217,7 +224,7 @@ class Target:
     ) -> Forwarded:
         """As :meth:`forward`, with the cache's length on the device (``[]`` int32): one graph of it serves any length.
 
-        The attention has to be one that :attr:`replays`.
+        The attention has to be one that :attr:`replays` and :meth:`serves` the cache.
         """
         attention = cast("type[StaticAttention]", self._attention)
 
@@ -226,8 +233,9 @@ class Target:
             return kv.keys[layer], kv.values[layer]
 
         attend = attention(self._layout, length, len(tokens), ancestors)
+        special = WantedAttention(attend, self._wants) if self.special else None
         compute = self._compute if self._fused or not self._compiled else self._compute_eagerly
-        return compute(tokens, positions, Pass(write, attend))
+        return compute(tokens, positions, Pass(write, attend, special))
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
@@ -249,10 +257,13 @@ class Target:
     def _pass(self, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Pass:
         attend = self._attention(self._layout, kv.length, len(positions), ancestors)
         special: SpecialAttention | WantedAttention | None = None
-        if self.special and self._attention.WANTS and isinstance(kv, FullKV):  # in others slots are no positions
-            special = WantedAttention(attend, self._wants)
-        elif self.special:
-            special = SpecialAttention(self._layout, self._wants, kv, positions, ancestors)
+        if self.special:
+            known = self.serves(kv)
+            special = (
+                WantedAttention(attend, self._wants)
+                if known
+                else SpecialAttention(self._layout, self._wants, kv, positions, ancestors)
+            )
         return Pass(kv.write, attend, special)
 
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
