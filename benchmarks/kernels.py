@@ -146,7 +146,7 @@ def table(found: list[dict[str, Any]]) -> Iterator[str]:
     """Markdown; a kernel that several passes share is shown once."""
     columns = ("kernel", "dtype", "head size", "for", "rows", "keys per tile", "warps", "stages")
     columns += tuple(
-        f"sm_{capability} {name}" for capability in LIMITS for name in ("registers", "spills", "KB", "fit")
+        f"sm_{capability} {name}" for capability in LIMITS for name in ("registers", "spilled bytes", "KB", "programs")
     )
     rows: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for each in found:

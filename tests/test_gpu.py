@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 from copy import deepcopy
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 import torch
 
 import tswift
-from tests.attention.oracle import case, chain, dense
+from tests.attention.oracle import case, chain, dense, other_bits
 from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
 from tswift.attention.layout import Layout
+from tswift.attention.special import SpecialAttention, Wants
 from tswift.decoding.audit import audit
 from tswift.decoding.generation import begin
 from tswift.decoding.noise import noise_bits
@@ -24,6 +26,8 @@ from tswift.drafting.making import make_drafter
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.jobs.prompt import read_prompt
+from tswift.kv.buffer import KVShape
+from tswift.kv.full import FullKV
 from tswift.models.loaded import LoadedModel
 from tswift.models.target import Target
 
@@ -199,6 +203,33 @@ def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes) -
     layout = Layout(kv_heads, group, dtype, query.device)
     out = triton_attention.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale)
     assert relative_error(out, dense(query, keys, values, ancestors, scale)) < TRITON_TOLERANCE[dtype]
+
+
+@cuda_only
+@pytest.mark.parametrize("start", [250, 510, 4094, 20_000])
+def test_triton_gives_a_row_the_same_bits_in_every_pass(triton_attention, start) -> None:
+    """In passes of up to 16 rows, whose programs are laid out alike."""
+
+    def attend(query, keys, values, ancestors, scale, nodes, prefix):
+        layout = Layout(2, len(query) // 2, query.dtype, query.device)
+        return triton_attention.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale)
+
+    assert other_bits(attend, start, 4, 128, torch.bfloat16, 3, (2, 4), "cuda") == []
+
+
+@pytest.mark.parametrize("nodes", [1, 41])
+def test_triton_windows_soft_caps_and_sinks(triton_attention, nodes) -> None:
+    prefix = 300 if DRY else 5000
+    query, keys, values, ancestors, scale = on_device(8, 4, 128, prefix, nodes, dtype=torch.bfloat16, sharp=1.0)
+    wants = Wants(200, 2.0, torch.linspace(-1, 2, 32, device=query.device))
+    layout = Layout(8, 4, torch.bfloat16, query.device)
+    out = triton_attention.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale, wants)
+    cache = FullKV(KVShape(1, 8, 128, torch.bfloat16, query.device), prefix)
+    cache.length = prefix
+    wide = replace(layout, dtype=torch.float64)
+    plain = SpecialAttention(wide, [wants], cache, prefix - 1 + ancestors.sum(1), ancestors)
+    exact = plain(0, query.double(), keys.double(), values.double(), scale)
+    assert relative_error(out, exact) < TRITON_TOLERANCE[torch.bfloat16]
 
 
 @cuda_only

@@ -47,3 +47,47 @@ def blind_to_siblings(attend, dim, dtype):
 def chain(nodes, device="cpu"):
     """Ancestors where every node descends from all before it."""
     return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
+
+
+def other_bits(attend, start, group, dim, dtype, count, sizes, device="cpu"):
+    """Where a path's nodes have other bits in larger passes than one by one, as plain decoding has them.
+
+    Args:
+        attend: query, keys, values, ancestors, scale, nodes, prefix; keys and values may be longer than the text.
+        start: tokens before the path.
+        group: query heads per KV head, of which there are 2.
+        dim: head size.
+        dtype: of all.
+        count: nodes of the path.
+        sizes: of the passes; a path may be cut short in one, or have other nodes beside and behind it.
+        device: to calculate on.
+
+    Returns:
+        The size, and whether the pass was a tree.
+    """
+    made = torch.Generator().manual_seed(start + group)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=made).to(device, dtype)
+
+    heads, end, scale = 2 * group, start + count, dim**-0.5
+    query, keys, values = random(heads, count, dim), random(2, end, dim), random(2, end, dim)
+    plain = []
+    for at in range(count):
+        slots = slice(0, start + at + 1)
+        plain.append(attend(query[:, at : at + 1], keys[:, slots], values[:, slots], None, scale, 1, start + at))
+    differ = []
+    for nodes in sizes:
+        shown = min(nodes, count)
+        wholes = torch.full((2, 2, end + 300, dim), torch.nan, dtype=dtype, device=device)
+        wholes[0, :, :end], wholes[1, :, :end] = keys, values
+        wholes[:, :, start + shown : start + nodes] = random(2, 2, nodes - shown, dim)
+        rows = torch.cat([query[:, :shown], random(heads, nodes - shown, dim)], dim=1)
+        tree = random_tree(nodes, Random(nodes)).ancestors()
+        tree[:shown] = False
+        tree[:shown, :shown] = chain(shown)
+        for ancestors in (None, tree.to(device)):
+            out = attend(rows, *wholes, ancestors, scale, nodes, start)
+            if not torch.equal(out[:, :shown], torch.cat(plain[:shown], dim=1)):
+                differ.append((nodes, ancestors is not None))
+    return differ

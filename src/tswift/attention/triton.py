@@ -75,7 +75,8 @@ class TritonAttention:
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, wants: Wants = _NOTHING) -> Tensor:
         """Attend; shapes as for every attention. The last dimension of keys and values is contiguous.
 
-        What a layer wants besides, it can have if every token's slot is its position, the root's too.
+        What a layer wants besides, it can have if every token's slot is its position, the root's too. The scale is more
+        than 0.
         """
         if query.stride(-1) != 1:
             query = query.contiguous()
