@@ -4,8 +4,8 @@ On CUDA with the kernels as they run there, without it in Triton's interpreter (
 number of launches that takes long: more nodes and smaller parts of the vocabulary make it bearable. Every tree has
 sampling parameters, a text and a vocabulary of its own:
 
-    python -m benchmarks.sampler --rows 1000000 --vocab 257-600 --nodes 512 --block 256
-    python -m benchmarks.sampler --rows 5000 --vocab 128256 --nodes 41
+    python -m benchmarks.sampler --rows 1000000 --vocab 257-600 --nodes 1024 --block 512
+    python -m benchmarks.sampler --rows 250 --vocab 128256 --nodes 16 --block 65536
 """
 
 from __future__ import annotations
