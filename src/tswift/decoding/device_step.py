@@ -197,6 +197,7 @@ class DeviceStepper:
         self._answer = torch.zeros(len(self._result), dtype=torch.int64, pin_memory=target.device.type == "cuda")
         self._event = torch.cuda.Event() if target.device.type == "cuda" else None
         self._index = torch.arange(self._limit, device=target.device)
+        self._alone = torch.ones(1, 1, dtype=torch.bool, device=target.device)  # the ancestors of a root without a tree
         self._drafted = False
         self._block.host["control"][:] = 0, _BY_RULE  # captured programs commit nothing
         self.state.load(context)
@@ -313,44 +314,46 @@ class DeviceStepper:
         else:
             state.tokens[1:].copy_(self._block.device["tokens"])
             state.parents[1:].copy_(self._block.device["parents"])
-        tokens, parents, index = state.tokens[:nodes], state.parents[:nodes], self._index[:nodes]
-        ancestors = ancestors_of(parents, index, self._depth)
-        depths = ancestors.sum(1) - 1
+        tokens, kv, index = state.tokens[:nodes], self._kv, self._index[:nodes]
+        ancestors = self._alone if nodes == 1 else ancestors_of(state.parents[:nodes], index, self._depth)
+        depths = index if nodes == 1 else ancestors.sum(1) - 1
         positions = state.position + depths
-        kv = self._kv
         forwarded = target.compute_static(tokens.clamp(min=0), positions, kv, state.length, ancestors)
         logits = target.logits(forwarded.hidden)
         drawn = sampler.draw_rows(logits, tokens, positions, ancestors)
-        last = reached_node(tokens, parents, ancestors, depths, drawn, self._wanted)
-        last = torch.where(self._forced >= 0, self._forced, last)
-        final = drawn[last]
-        count = torch.where((final < 0) | (self._wanted <= 0), 0, depths[last] + 1)
-        longest = min(self._depth + 1, nodes)
-        steps = self._index[:longest]
-        slots, path, emitted = state.length + steps, steps, final
-        if nodes > 1:
+        steps = self._index[: min(self._depth + 1, nodes)]
+        if nodes == 1:  # plain decoding's: the fewer launches the better
+            last, path, emitted, live = index, steps, drawn, self._alone[0]
+            count = (drawn >= 0).logical_and(self._wanted > 0).long()
+        else:
+            last = reached_node(tokens, state.parents[:nodes], ancestors, depths, drawn, self._wanted)
+            last = torch.where(self._forced >= 0, self._forced, last)
+            count = torch.where((drawn[last] < 0) | (self._wanted <= 0), 0, depths[last] + 1)
             place = torch.where(ancestors[last][0], depths, nodes)  # nodes that are not on the path go to a spare entry
-            path = torch.zeros(nodes + 1, dtype=torch.int64, device=target.device).scatter_(0, place, index)[:longest]
+            path = torch.zeros(nodes + 1, dtype=torch.int64, device=target.device).scatter_(0, place, index)[
+                : len(steps)
+            ]
             following = tokens[path.roll(-1)].clamp(min=0)
-            emitted = torch.where(steps < count - 1, following, final)
+            emitted = torch.where(steps < count - 1, following, drawn[last])
             kept = state.length + torch.where(steps < count, path, steps)
             for buffer in (kv.keys, kv.values):
-                buffer.index_copy_(2, slots, buffer.index_select(2, kept))
+                buffer.index_copy_(2, state.length + steps, buffer.index_select(2, kept))
+            live = (tokens >= 0).sum(0, keepdim=True)
         sampler.extend_rows(emitted, state.position + 1 + steps, count)
         if self._draft is not None:
-            self._draft.append(kv, slots, count)
+            self._draft.append(kv, state.length + steps, count)
         state.hidden[:nodes].copy_(forwarded.hidden)
         if state.raw is not None and forwarded.raw is not None:
             state.raw[:nodes].copy_(forwarded.raw)
-        moved = count > 0
-        state.last.copy_(torch.where(moved, last, state.last))
-        state.tokens[:1].copy_(torch.where(moved, final, state.tokens[:1]))
+        state.last.copy_(last)
+        # where nothing is committed, the root stays
+        state.tokens[:1].copy_(torch.where(count > 0, drawn[last], state.tokens[:1]))
         state.position.add_(count)
         state.length.add_(count[0])
         half = (len(self._result) - 2) // 2
-        self._result[:2].copy_(torch.cat([count, (tokens >= 0).sum(0, keepdim=True)]))
-        self._result[2 : 2 + longest].copy_(emitted)
-        self._result[2 + half : 2 + half + longest].copy_(path)
+        torch.cat([count, live], out=self._result[:2])
+        self._result[2 : 2 + len(steps)].copy_(emitted)
+        self._result[2 + half : 2 + half + len(steps)].copy_(path)
         return forwarded.queries, logits
 
 
