@@ -294,7 +294,7 @@ class DeviceStepper:
         queries, logits = self._programs[nodes]()
         self._answer.copy_(self._result, non_blocking=True)
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._target.device))
             self._event.synchronize()  # the one wait of a step
         count, live, *rest = self._answer.tolist()
         tokens, path = rest[:count], rest[len(rest) // 2 :][:count]
