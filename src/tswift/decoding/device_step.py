@@ -262,7 +262,7 @@ class DeviceStepper:
             sampler: its sampler, which is copied.
         """
         context = self._context
-        context.text, context.sampler.length = text, sampler.length
+        context.text, context.sampler.length, context.last = text, sampler.length, None
         context.sampler.newest.copy_(sampler.newest)
         self.state.load(context)
 
