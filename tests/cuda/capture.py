@@ -151,11 +151,13 @@ class Capture:
 
 
 class Event:
-    """In place of ``torch.cuda.Event``."""
+    """In place of ``torch.cuda.Event``; as if the current device were not the model's, whose stream has to be named."""
 
     def __init__(self, *given: object, **named: object) -> None: ...
 
-    def record(self, stream: object = None) -> None: ...
+    def record(self, stream: object = None) -> None:
+        if stream is None:
+            raise RuntimeError("an event of the current device's stream, which need not be the model's")
 
     def wait(self, stream: object = None) -> None: ...
 

@@ -43,7 +43,7 @@ def _answers(device: torch.Tensor) -> tuple[bool, bool]:
     answer = torch.zeros(3, pin_memory=True)
     answer.copy_(device, non_blocking=True)
     before, event = answer.tolist(), torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream())
     event.synchronize()
     return before == device.elem.tolist(), answer.tolist() == device.elem.tolist()
 
@@ -81,6 +81,8 @@ def main() -> None:
             print("a mix of devices")
         if not _fails(lambda: _race(there), "page-locked memory was written"):
             print("a race for page-locked memory")
+        if not _fails(lambda: torch.cuda.Event().record(), "current device"):
+            print("an event of another device")
         if _answers(there) != (False, True):
             print("an answer that is read too early")
         for what, run in (("a wait", lambda: there.tolist()), ("a copy", lambda: here.to(CUDA, non_blocking=True))):

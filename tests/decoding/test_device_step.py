@@ -173,6 +173,44 @@ def test_of_two_children_with_the_same_token_both_are_followed() -> None:
     assert found.tolist() == [3]
 
 
+def test_a_node_that_is_not_there_is_not_what_could_not_be_drawn() -> None:
+    """Both are -1: where the root's logits are broken and those beside it are not, nothing is accepted."""
+    tokens, parents = torch.tensor([9, 5, -1, -1]), torch.tensor([0, 0, 1, 0])
+    ancestors = ancestors_of(parents, torch.arange(4), 3)
+    for drawn, last in (([-1, 3, 3, 3], 0), ([5, -1, 3, 3], 1)):
+        given = torch.tensor(drawn), torch.tensor([4])
+        assert reached_node(tokens, parents, ancestors, ancestors.sum(1) - 1, *given).tolist() == [last]
+
+
+def test_a_node_that_stands_for_none_does_not_end_the_text() -> None:
+    """It is forwarded as token 0, which may be too much for the model."""
+    prompt = [token for token in random_prompt(90) if token]
+    exact = tokens_of(decode_steps(tiny_target(), drafter("ar", tiny_target(), ROOMY), prompt, PARAMS, 3, 10))
+    assert 0 not in exact
+    network = tiny_llama("gqa", torch.float64)
+    network.model.embed_tokens.weight.data[0] = float("nan")
+    target = Target(network, LengthOnDevice)
+
+    class Empty(FixedTree):
+        def draft(self) -> None:
+            self._state.tokens[1:] = -1
+
+    made = drafter("medusa", target, ROOMY)
+    made.on_device = lambda state: Empty(made, made.heads, state)
+    steps = decode_steps(target, made, prompt, PARAMS, 3, 10)
+    assert tokens_of(steps) == exact
+    assert {step.nodes for step in steps} == {1}
+
+
+def test_the_ngrams_of_a_prompt_with_few_tokens_are_there_from_the_first_step() -> None:
+    target, prompt = static_target(), [5, 9, 7] * 5
+    made = drafter("tokenswift", target, ROOMY)
+    decoding = Decoding(target, prompt, SamplingParams(penalty=1.0), 3, made, 20)
+    decoding.prefill()
+    next(decoding.steps())
+    assert decoding._stepper._draft._rows.tokens[5, :3].tolist() == [9, 7, 5]
+
+
 def test_a_candidate_that_breaks_the_model_does_not_end_the_text() -> None:
     """A drafted token whose embedding is NaN spoils the whole pass; the root alone is then drawn from."""
     plain = tokens_of(on_host_and_device("ar")[0])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import tswift
 from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_target, tokens_of
@@ -14,6 +16,8 @@ from tests.models.loads import refuse
 from tests.models.test_passes import OPTIONS, PARAMS, static_target
 from tswift.attention.backends import why_not
 from tswift.attention.native import NativeAttention
+from tswift.kv.full import FullKV
+from tswift.models import dummy
 from tswift.models.loaded import LoadedModel
 from tswift.models.serving import heads_of
 from tswift.models.target import Target
@@ -59,6 +63,28 @@ def test_attention_that_lies_in_one_element_is_not_used(monkeypatch: pytest.Monk
     refuse("demo", "native attention computes nonsense here", "--attention", attention="native")
     texts = [tokens_of(list(tswift.generate(each, "The ship", 40, seed=1))) for each in (model, trusted)]
     assert texts[0] == texts[1]
+
+
+def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass over 48 layers of random weights in bfloat16 and one in float32: as far apart as wide models' are."""
+    monkeypatch.setattr(dummy, "_STD", 1.28 / 256**0.5)  # products gain as with a hidden size of 4096 and 0.02
+    config = LlamaConfig(
+        vocab_size=500,
+        hidden_size=256,
+        intermediate_size=896,
+        num_hidden_layers=48,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+    )
+    network = dummy.random_network(config, torch.bfloat16, torch.device("cpu"), "random")
+    narrow, wide = Target(deepcopy(network)), Target(network.float())
+    places, hidden = torch.arange(80), []
+    for target in (narrow, wide):
+        kv = FullKV(target.kv_shape, len(places))
+        hidden.append(target.forward(places, places, kv, None).hidden.double())
+    apart = ((hidden[0] - hidden[1]).norm(dim=-1) / hidden[1].norm(dim=-1)).max()
+    assert tiny_target("gqa", torch.bfloat16).rounding < apart < narrow.rounding
+    assert wide.rounding < 0.01
 
 
 @pytest.mark.parametrize(("rows", "wrong"), [(1, 1.5), (3, 1.5), (17, 1.5), (32, torch.nan)])

@@ -167,7 +167,8 @@ def reached_node(
         ``[1]`` int64.
     """
     # a node is reached if it and all its ancestors carry what their parents drew; the root is reached anyway
-    carried = (tokens == drawn[parents]) | (depths == 0)
+    # where nothing could be drawn, a node that is not there carries the same: -1
+    carried = ((tokens == drawn[parents]) & (tokens >= 0)) | (depths == 0)
     reached = (carried | ~ancestors).all(1) & (depths < wanted)
     return torch.where(reached, depths, 0).argmax(0, keepdim=True)
 
@@ -207,6 +208,8 @@ class DeviceStepper:
             self._draft.begin(context, self._block.host, self._block.device)
             self._run_draft = target.capture(self._draft.draft)
         self._block.send()
+        if self._draft is not None:
+            self._draft.complete()  # the first step sends another block, and a program need not have run by then
         # not a bound method: where graphs fail, it would hold this object and the cache until garbage is collected
         own_self = weakref.proxy(self)
         self._programs = {
@@ -232,8 +235,8 @@ class DeviceStepper:
         wanted = min(wanted, self._depth + 1)
         nodes, forced, sources = self._propose(wanted, walk)
         found = self._verified(nodes, wanted, forced)
-        if not found.path and found.live > 1:
-            # not yet a fault: a drafted token can be too much for the model, and its NaN spreads in the pass
+        if not found.path and nodes > 1:
+            # not yet a fault: a node beside the root can be too much for the model, and its NaN spreads in the pass
             found = self._verified(1, wanted, _BY_RULE)
         if not found.path:
             raise Undrawn(found.logits[0])
@@ -294,7 +297,7 @@ class DeviceStepper:
         queries, logits = self._programs[nodes]()
         self._answer.copy_(self._result, non_blocking=True)
         if self._event is not None:
-            self._event.record(torch.cuda.current_stream(self._target.device))
+            self._event.record(torch.cuda.current_stream(self._target.device))  # the default is the current device's
             self._event.synchronize()  # the one wait of a step
         count, live, *rest = self._answer.tolist()
         tokens, path = rest[:count], rest[len(rest) // 2 :][:count]

@@ -17,7 +17,7 @@ from tswift.decoding.step import Undrawn
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.source import Context, Drafter
 from tswift.kv.full import FullKV
-from tswift.models.target import ROUNDING, Target
+from tswift.models.target import Target
 
 _TRIED = ((1, 3), (37, 8), (130, 32))  # tokens of the prompt, none a round number, and nodes of the trees
 _STEPS = 12
@@ -114,6 +114,6 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
         exact = theirs[:, :, : kv.length].float()
         apart = (ours[:, :, : kv.length].float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-6)
         worst = apart.mean((0, 1)).amax().item() if kv.length else 0.0
-        if not worst <= ROUNDING[target.dtype.itemsize]:
+        if not worst <= target.rounding:
             return f"steps on the device leave other keys and values ({worst:.2g} of their norm)"
     return context.text
