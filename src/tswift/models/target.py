@@ -45,11 +45,13 @@ class Target:
     Attributes:
         vocab_size: number of logits.
         max_positions: most tokens, prompt included, that the model's position encoding was made for.
-        special: what its layers want of their attention that the backend has not, in words; empty for nothing.
+        special: what its layers want of their attention besides, in words; empty for nothing.
+        wants: the same by layer.
         split: whether ranks hold the model together; passes are collective then, and are not replayed.
         kv_shape: what one token's keys and values take; of a model that is split over ranks, this one's part.
         tried: whether steps on the device have been held against the host's; see :mod:`tswift.decoding.trust`.
         distrust: what was wrong with them then; None for nothing.
+        special_fault: why plain products do what its layers want although the backend has it; None if it does that.
         sampler_fault: why a GPU draws tokens without the sampler's kernels; None if it uses them, or there is no GPU.
 
     Raises:
@@ -68,6 +70,7 @@ class Target:
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
         self.tried = False
         self.distrust: str | None = None
+        self.special_fault: str | None = None
         self.sampler_fault: str | None = None
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
@@ -76,7 +79,7 @@ class Target:
         self.vocab_size: int = getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]
         self.hidden_size: int = config.hidden_size
         self.max_positions = max_positions(config)
-        self.special, self._wants = seen.special, seen.wants
+        self.special, self.wants = seen.special, seen.wants
         self.device, self.dtype = seen.device, seen.dtype
         self.split = (getattr(model, "tp_size", None) or 1) > 1
         heads, kv_heads, head_dim = seen.heads
@@ -94,8 +97,12 @@ class Target:
     @property
     def replays(self) -> bool:
         """Whether passes over a full cache can be replayed while the text grows."""
-        serves = self._attention.STATIC and (not self.special or self._attention.WANTS)
-        return serves and not self.split and self.distrust is None
+        return self._attention.STATIC and self._meets_wants and not self.split and self.distrust is None
+
+    @property
+    def _meets_wants(self) -> bool:
+        """Whether the attention does all that the layers want, where every token's slot is its position."""
+        return not self.special or (self._attention.WANTS and self.special_fault is None)
 
     @property
     def taps(self) -> bool:
@@ -206,7 +213,7 @@ class Target:
 
     def serves(self, kv: KVBuffer) -> bool:
         """Whether the attention does all that the layers want over such a cache: a window wants slots in order."""
-        return not self.special or (self._attention.WANTS and isinstance(kv, FullKV))
+        return not self.special or (self._meets_wants and isinstance(kv, FullKV))
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
         """A program over tensors that stay in place as one CUDA graph; as it is elsewhere, or where that fails."""
@@ -233,7 +240,7 @@ class Target:
             return kv.keys[layer], kv.values[layer]
 
         attend = attention(self._layout, length, len(tokens), ancestors)
-        special = WantedAttention(attend, self._wants) if self.special else None
+        special = WantedAttention(attend, self.wants) if self.special else None
         compute = self._compute if self._fused or not self._compiled else self._compute_eagerly
         return compute(tokens, positions, Pass(write, attend, special))
 
@@ -260,9 +267,9 @@ class Target:
         if self.special:
             known = self.serves(kv)
             special = (
-                WantedAttention(attend, self._wants)
+                WantedAttention(attend, self.wants)
                 if known
-                else SpecialAttention(self._layout, self._wants, kv, positions, ancestors)
+                else SpecialAttention(self._layout, self.wants, kv, positions, ancestors)
             )
         return Pass(kv.write, attend, special)
 
