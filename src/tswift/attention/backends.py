@@ -142,6 +142,25 @@ def fails(
     return f"{name} attention computes nonsense here (off by {apart:.2g} of the largest output)"
 
 
+def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: int, nodes: int) -> int:
+    """Bytes of what the parts of a text give in one layer of a pass, before they are merged; 0 where that is not known.
+
+    Args:
+        attention: name of the class.
+        heads: KV heads, and query heads per KV head.
+        width: head size.
+        slots: of the cache.
+        nodes: of the pass.
+    """
+    if attention != "TritonAttention":
+        return 0
+    from tswift.attention.triton import _LONG, MOST_NODES, chunk_count, chunk_size
+
+    kv_heads, groups = heads
+    chunk = chunk_size(kv_heads) * (1 if nodes <= MOST_NODES else _LONG)
+    return chunk_count(slots, chunk) * kv_heads * groups * nodes * (width + 1) * torch.float32.itemsize
+
+
 def _apart(backend: type[Attention], layout: Layout, width: int, wants: Wants) -> float:
     """How far a backend's outputs are from those of plain products at most, as a share of the largest."""
     device, asked = layout.device, dict[str, Any]()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tswift.attention.backends import partials_bytes
 from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
@@ -29,7 +30,7 @@ from tswift.models.positions import max_positions
 from tswift.models.tap import Tap
 
 Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
-_CHUNK = 512  # prompt tokens forwarded at a time
+CHUNK = 512  # prompt tokens forwarded at a time
 ROUNDING = {2: 0.1, 4: 1e-3, 8: 1e-9}  # passes may differ by so much of a norm, by bytes of an element
 _TRIED = ((0, 1), (0, 8), (5, 3), (37, 17), (130, 32))  # tokens held, and nodes, that compiled layers are tried with
 _RECOMPILES = 64  # of a function; torch allows 8, and all models share the functions
@@ -128,6 +129,11 @@ class Target:
     def most_nodes(self) -> int | None:
         """Most nodes of a draft tree that the attention can do; None if there is no such limit."""
         return self._attention.MOST_NODES
+
+    def partials_bytes(self, slots: int, nodes: int) -> int:
+        """As :func:`tswift.attention.backends.partials_bytes`."""
+        shape = self.kv_shape
+        return partials_bytes(self.attention, (shape.heads, self.groups), shape.head_dim, slots, nodes)
 
     def compile(self, backend: str = "inductor") -> str | None:
         """Have ``torch.compile`` fuse what is between the layers' matrix products, for passes prepared from now on.
@@ -319,8 +325,8 @@ class Target:
 
     def chunks(self, tokens: Sequence[int], kv: FullKV) -> Iterator[Forwarded]:
         """Forward a text in chunks, commit each, and yield its pass."""
-        for start in range(0, len(tokens), _CHUNK):
-            chunk = torch.tensor(tokens[start : start + _CHUNK], device=self.device)
+        for start in range(0, len(tokens), CHUNK):
+            chunk = torch.tensor(tokens[start : start + CHUNK], device=self.device)
             positions = torch.arange(kv.length, kv.length + len(chunk), device=self.device)
             forwarded = self.forward(chunk, positions, kv, None)
             kv.commit(range(len(chunk)))
