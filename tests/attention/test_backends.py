@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
 
+from tests.attention.oracle import chain
+from tests.attention.test_special import GROUP, KV_HEADS, SINKS, WANTS, dense
 from tests.models.test_passes import LengthOnDevice
 from tswift.attention.backends import BACKENDS, choose, fails, why_not
 from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
+from tswift.attention.special import Wants
 from tswift.errors import InputError
 
 
@@ -124,9 +129,9 @@ def test_what_cannot_be_chosen(name, message) -> None:
 def served(monkeypatch):
     """Why an attention cannot serve, on the CPU in float32."""
 
-    def tell(attention: type, heads: tuple[int, int] = (2, 3)) -> str | None:
+    def tell(attention: type, heads: tuple[int, int] = (2, 3), wants: Wants | None = None, dtype=torch.float32):
         monkeypatch.setitem(BACKENDS, "own", lambda: attention)
-        return fails("own", torch.float32, torch.device("cpu"), 16, heads)
+        return fails("own", dtype, torch.device("cpu"), 16, heads, [Wants(), wants] if wants else [Wants()])
 
     return tell
 
@@ -171,3 +176,72 @@ def test_keys_that_are_stored_in_the_wrong_place(served, off: int) -> None:
             LengthOnDevice.store(keys, values, new_keys, new_values, (length + off).clamp_min(0))
 
     assert "computes nonsense" in served(Misplaced)
+
+
+NOTHING = Wants()
+
+
+class Wanting(LengthOnDevice):
+    """Attention that does what layers want, or something near it."""
+
+    WANTS = True
+
+    def __init__(self, layout, prefix, nodes, ancestors) -> None:
+        super().__init__(layout, prefix, nodes, ancestors)
+        self.prefix, self.static = int(prefix), isinstance(prefix, torch.Tensor)
+        self.ancestors, self.tree = chain(nodes) if ancestors is None else ancestors, ancestors is not None
+
+    def understood(self, wants: Wants) -> Wants:
+        return wants
+
+    def __call__(self, query, keys, values, scale, wants=NOTHING):
+        if not wants:
+            return super().__call__(query, keys, values, scale)
+        keys, values = keys[:, : self._end], values[:, : self._end]
+        places, depths = torch.arange(self.prefix).expand(KV_HEADS, -1), self.ancestors.sum(1) - 1
+        wants = self.understood(wants)
+        return dense(query, keys, values, self.ancestors, scale, wants, places, self.prefix + depths).to(query.dtype)
+
+
+WIDE = Wants(600)
+KINDS = {**WANTS, "usual sizes": Wants(128, 50.0, SINKS), "a wide window": WIDE, "a mild cap": Wants(softcap=50.0)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", KINDS)
+def test_attention_that_does_what_layers_want(served, name: str, dtype: torch.dtype) -> None:
+    assert served(Wanting, (KV_HEADS, GROUP), KINDS[name], dtype) is None
+
+
+LIES: dict[str, tuple[Wants, Callable[[Wanting, Wants], Wants]]] = {
+    "no window": (WIDE, lambda self, wants: Wants()),
+    "no soft cap": (KINDS["a mild cap"], lambda self, wants: Wants()),
+    "no sinks": (WANTS["sinks"], lambda self, wants: Wants()),
+    "a window that is wider by one": (KINDS["usual sizes"], lambda self, wants: replace(wants, window=129)),
+    "a window that is narrower by one": (KINDS["usual sizes"], lambda self, wants: replace(wants, window=127)),
+    "sinks of other heads": (WANTS["sinks"], lambda self, wants: replace(wants, sinks=wants.sinks.flip(0))),
+    "in trees": (WIDE, lambda self, wants: Wants() if self.tree else wants),
+    "in chains": (WIDE, lambda self, wants: wants if self.tree else Wants()),
+    "in prompts": (WIDE, lambda self, wants: Wants() if len(self.ancestors) > 128 else wants),
+    "in replayed passes": (WIDE, lambda self, wants: Wants() if self.static else wants),
+    "in passes of their own": (WIDE, lambda self, wants: wants if self.static else Wants()),
+    "below the window": (WIDE, lambda self, wants: wants if self.prefix >= 600 else replace(wants, window=20)),
+    "above the window": (WIDE, lambda self, wants: Wants() if self.prefix > 600 else wants),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LIES)
+def test_attention_that_does_not_do_what_layers_want(served, monkeypatch, name: str, dtype: torch.dtype) -> None:
+    wants, lie = LIES[name]
+    monkeypatch.setattr(Wanting, "understood", lie)
+    assert "own attention computes nonsense here (off by " in served(Wanting, (KV_HEADS, GROUP), wants, dtype)
+
+
+def test_what_is_behind_the_length_shows_in_layers_that_want_something(served) -> None:
+    class Beyond(Wanting):
+        def __call__(self, query, keys, values, scale, wants=NOTHING):
+            out = super().__call__(query, keys, values, scale, wants)
+            return out + 0 * values[:, self._end :].sum() if wants else out
+
+    assert "off by nan" in served(Beyond, (KV_HEADS, GROUP), WANTS["window"])

@@ -10,13 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.architectures import ARCHITECTURES
 from tests.attention.oracle import blind_to_siblings, case, chain, dense, other_bits
 from tests.attention.test_special import DIM, GROUP, KV_HEADS, WANTS
 from tests.attention.test_special import dense as special_dense
 from tests.helpers import random_tree
-from tswift.attention.backends import why_not
+from tswift.attention.backends import partials_bytes, why_not
 from tswift.attention.layout import Layout
 from tswift.attention.special import SpecialAttention, Wants
 from tswift.kv.full import FullKV
@@ -300,6 +301,30 @@ def test_a_model_reads_the_same(monkeypatch, name: str) -> None:
         target.prefill(list(range(60)), kv)
         hidden.append(target.forward(tokens, 60 + depths, kv, tree.ancestors()).hidden)
     torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-5)
+
+
+class Made(TorchDispatchMode):
+    """Bytes of the float32 tensors that are made with the chunks as their first dimension."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows, self.total = rows, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "new_empty" and out.dtype == torch.float32 and self.rows in out.shape:
+            self.total += out.nbytes
+        return out
+
+
+@pytest.mark.parametrize(("prefix", "nodes"), [(3, 1), (1500, 7), (9000, 3), (600, 200)])
+def test_partial_results_are_as_large_as_foreseen(prefix: int, nodes: int) -> None:
+    query, keys, values, _, scale = case(KV_HEADS, GROUP, DIM, prefix, nodes, torch.bfloat16)
+    with Made(GROUP * nodes) as made:
+        attend(query, keys, values, None, scale, nodes)
+    foreseen = partials_bytes("TritonAttention", (KV_HEADS, GROUP), DIM, prefix + nodes, nodes)
+    assert made.total == foreseen
+    assert partials_bytes("TreeAttention", (KV_HEADS, GROUP), DIM, prefix + nodes, nodes) == 0
 
 
 LONG = Wants(window=270)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tswift.decoding import limits
@@ -18,6 +22,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.drafting.recall import Recall
 from tswift.errors import InputError
 from tswift.models.loading import load
+from tswift.models.prospect import Prospect
 
 CPU = torch.device("cpu")
 
@@ -146,3 +151,101 @@ def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
     for options in (DraftOptions(), DraftOptions(gamma=2)):
         with pytest.raises(InputError, match=r"^--method: medusa drafts with heads and the model has none"):
             check_ahead(str(model), 1, 1, "medusa", options)
+
+
+def on_cuda(monkeypatch: pytest.MonkeyPatch, attention: str = "") -> None:
+    """Foresee models as if they were to be on a GPU that nothing else is known of."""
+    known = limits.foresee
+
+    def foresee(*given: Any, **named: Any) -> Prospect:
+        return replace(known(*given, **named), device=torch.device("cuda"), attention=attention)
+
+    monkeypatch.setattr(limits, "foresee", foresee)
+    memory(monkeypatch, None)
+
+
+def largest(run: Callable[[], object], *operators: str) -> int:
+    """Bytes of the largest result that some operators give."""
+
+    class Watch(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket.__name__ in operators:
+                self.most = max(self.most, out.nbytes)
+            return out
+
+    with Watch() as watch:
+        run()
+    return watch.most
+
+
+EIGHT = {"prompt": 4096, "length": 100_000, "options": DraftOptions(nodes=32)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "attention", "megabytes"),
+    [
+        ({}, "tokenswift", "TritonAttention", 268.4 + 43.9),
+        ({}, "tokenswift", "", 268.4),
+        ({}, "tokenswift", "TreeAttention", 268.4),
+        ({"options": DraftOptions(nodes=128)}, "tokenswift", "TritonAttention", 268.4 + 175.4),
+        ({"options": DraftOptions(nodes=32, budget=8192)}, "tokenswift", "TritonAttention", 536.9 + 43.9),
+        ({"options": DraftOptions(nodes=32, kv="full")}, "tokenswift", "TritonAttention", 268.4 + 8.5 - 98.5),
+        ({"options": DraftOptions(nodes=32, kv="streaming")}, "tokenswift", "TritonAttention", 268.4 + 8.5 - 98.5),
+        ({"prompt": 90_000, "length": 9_000}, "reuse", "TritonAttention", 268.4 + 93.0 - 98.5),
+        ({"prompt": 100}, "reuse", "TritonAttention", 42.8),
+        ({"prompt": 100}, "ar", "", 0),
+    ],
+)
+def test_what_an_8b_model_takes_besides_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], method: str, attention: str, megabytes: float
+) -> None:
+    if attention == "TritonAttention":
+        pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
+    on_cuda(monkeypatch, attention)
+    asked = {"method": method, **EIGHT, **changes}
+    need = check_ahead("shape:llama3.1-8b", dtype="bfloat16", **asked)
+    assert need.workspace_bytes / 1e6 == pytest.approx(megabytes, abs=0.2)
+    assert need.total_bytes == sum((need.weight_bytes, need.heads_bytes, need.kv_bytes, need.logits_bytes)) + (
+        need.workspace_bytes
+    )
+
+
+def test_workspace_is_named_and_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (str(checkpoint), 1200, 2000, "tokenswift", DraftOptions(budget=1000))
+    assert check_ahead(*asked).workspace_bytes == 0
+    on_cuda(monkeypatch)
+    need = check_ahead(*asked)
+    assert need.workspace_bytes == need.partial_bytes // 2 // 1001 * 1000
+    memory(monkeypatch, need.total_bytes - 1)
+    with pytest.raises(InputError, match=r" \+ logits 0\.\d MB \+ workspace 0\.1 MB = "):
+        check_ahead(*asked)
+
+
+@pytest.mark.parametrize("kv", ["dynamic", "streaming"])
+def test_no_more_is_foreseen_than_a_decode_takes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
+    """On the CPU, which has the same queries and selections."""
+    options, prompt = DraftOptions(budget=100, kv=kv), list(range(200)) * 6
+    model = load(str(checkpoint), device="cpu")
+    decode = begin(model, prompt, 150, method="tokenswift", options=options)
+    target = model.target
+    held = 0
+
+    def watched(*given: Any) -> Any:
+        nonlocal held
+        last, out = decode.decoding._context.last, forward(*given)
+        held = max(held, sum(each.nbytes for each in [*out.queries, *(last.queries if last else [])]))
+        return out
+
+    forward = target.forward
+    monkeypatch.setattr(target, "forward", watched)
+    selected = largest(decode.decoding.prefill, "gather")
+    twin = copy(target)
+    twin.device = torch.device("cuda")
+    memory(monkeypatch, None)
+    need = limits.check(twin, len(prompt), 150, "tokenswift", decode.options)
+    assert need.workspace_bytes == max(held - need.logits_bytes, selected * (kv == "dynamic"))
+    assert selected == 100 * target.kv_shape.bytes_per_token // 2
+    assert held == 1024 * target.kv_shape.bytes_per_token // 2 * target.groups

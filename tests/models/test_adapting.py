@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import architectures
+from benchmarks.architectures import ARCHITECTURES
+from tests import fake_torchao
 from tests.models.loads import changed, refuse
-from tswift.models.loading import load
+from tswift.attention.backends import BACKENDS, why_not
+from tswift.attention.special import Wants
+from tswift.kv.full import FullKV
+from tswift.models import adapting
+from tswift.models.adapting import adapted
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import _with_copy, load
+from tswift.models.serving import compiled
 from tswift.models.target import Target
+
+NOTHING = Wants()
 
 
 @pytest.mark.parametrize(
@@ -100,3 +112,44 @@ def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monk
 
     monkeypatch.setattr(Target, "forward", wrong)
     refuse(str(tmp_path), "is not served exactly: logits differ", "--model")
+
+
+@pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
+@pytest.mark.parametrize("lies", [False, True])
+def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
+    monkeypatch: pytest.MonkeyPatch, lies: bool
+) -> None:
+    from tswift.attention.triton import TritonAttention
+
+    class Lying(TritonAttention):
+        def __call__(self, query, keys, values, scale, wants=NOTHING):
+            out = super().__call__(query, keys, values, scale, wants)
+            return out * 1.001 if wants.softcap and not wants.window else out
+
+    def network():
+        return ARCHITECTURES["Gemma 2 (windows, soft caps)"].make(97)
+
+    assert adapted(network(), "tiny", "sdpa").special_fault is None
+    monkeypatch.setattr(adapting, "_DOUBTED", ("cpu",))
+    monkeypatch.setitem(BACKENDS, "triton", lambda: Lying if lies else TritonAttention)
+    target = adapted(network(), "tiny", "triton")
+    assert target.replays == target.serves(FullKV(target.kv_shape, 1)) == (not lies)
+    model = LoadedModel("tiny", None, target, None, (), prepared=compiled(target, ""))
+    words = (
+        r"eager, as triton attention computes nonsense here \(off by 0\.001 of the largest output\) "
+        "with sliding windows of 24 tokens and soft-capped scores"
+    )
+    assert re.fullmatch(words if lies else "eager", model.about()["layers"])
+    if lies:
+        monkeypatch.setattr(Lying, "__call__", None)
+        target.prefill(list(range(60)), FullKV(target.kv_shape, 60))
+
+
+def test_a_copy_of_the_model_trusts_what_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torchao.install(monkeypatch)
+    model = load(device="cpu")
+    model.target.special_fault = "a fault"
+    copied = _with_copy(model, "int8")
+    assert copied.drafting is not None
+    assert copied.drafting.special_fault == "a fault"
+    assert copied.about()["draft_layers"] == "eager, as a fault"

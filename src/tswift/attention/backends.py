@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.sdpa import TreeAttention
+from tswift.attention.special import SpecialAttention, Wants
 from tswift.errors import InputError
+from tswift.kv.buffer import KVShape
+from tswift.kv.full import FullKV
 
 
 def _sdpa() -> type[Attention]:
@@ -47,10 +50,13 @@ BACKENDS: dict[str, Callable[[], type[Attention]]] = {
 
 USUAL = 64  # head size
 _HALVES = (torch.bfloat16, torch.float16)
+_Tried = tuple[tuple[int, int, bool], ...]
 # Tried before a backend is used: keys held, nodes, and whether these are a tree; more on a GPU, which is quick at it.
 # Each size of a tree may be a kernel of its own, which has to be compiled: these are sizes that decoding uses, nearly.
-_TRIED = ((0, 1, False), (1, 3, True), (130, 17, False), (517, 32, True))
-_TRIED_ON_CUDA = (*_TRIED, (37, 17, True), (8191, 1, False))
+_TRIED: _Tried = ((0, 1, False), (1, 3, True), (130, 17, False), (517, 32, True))
+_TRIED_ON_CUDA: _Tried = (*_TRIED, (37, 17, True), (8191, 1, False), (37, 133, False))
+_WIDEST = 8192  # a wider window is tried as this one
+_NOTHING = Wants()
 _LEAST = 2e-5  # backends may differ by this from sdpa, as a share of the largest output, however precise the dtype
 
 
@@ -106,11 +112,16 @@ def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USU
 
 
 def fails(
-    name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL, heads: tuple[int, int] = (1, 1)
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    width: int = USUAL,
+    heads: tuple[int, int] = (1, 1),
+    wants: Iterable[Wants] = (_NOTHING,),
 ) -> str | None:
     """Why a backend that should serve does not, in one line; None if it does.
 
-    What it computes of random rows, over odd numbers of keys, is held against sdpa's attention in float64.
+    What it computes of random rows, over odd numbers of keys, is held against plain products in float64.
 
     Args:
         name: a key of :data:`BACKENDS`.
@@ -118,9 +129,11 @@ def fails(
         device: where it is.
         width: the model's head size.
         heads: its KV heads, and query heads per KV head.
+        wants: what its layers want; more than nothing only of a backend that takes it.
     """
     try:
-        apart = _apart(BACKENDS[name](), Layout(*heads, dtype, device), width)
+        backend, layout = BACKENDS[name](), Layout(*heads, dtype, device)
+        apart = float(torch.tensor([_apart(backend, layout, width, each) for each in wants]).max())  # NaN if any is
     except Exception as error:  # compilers, drivers and libraries have many ways to fail
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"{name} attention fails here ({lines[0][:200]})"
@@ -129,30 +142,70 @@ def fails(
     return f"{name} attention computes nonsense here (off by {apart:.2g} of the largest output)"
 
 
-def _apart(backend: type[Attention], layout: Layout, width: int) -> float:
-    """How far a backend's outputs are from sdpa's at most, as a share of the largest."""
-    device = layout.device
-    tried = _TRIED_ON_CUDA if device.type == "cuda" else _TRIED
+def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: int, nodes: int) -> int:
+    """Bytes of what the parts of a text give in one layer of a pass, before they are merged; 0 where that is not known.
+
+    Args:
+        attention: name of the class.
+        heads: KV heads, and query heads per KV head.
+        width: head size.
+        slots: of the cache.
+        nodes: of the pass.
+    """
+    if attention != "TritonAttention":
+        return 0
+    from tswift.attention.triton import _LONG, MOST_NODES, chunk_count, chunk_size
+
+    kv_heads, groups = heads
+    chunk = chunk_size(kv_heads) * (1 if nodes <= MOST_NODES else _LONG)
+    return chunk_count(slots, chunk) * kv_heads * groups * nodes * (width + 1) * torch.float32.itemsize
+
+
+def _apart(backend: type[Attention], layout: Layout, width: int, wants: Wants) -> float:
+    """How far a backend's outputs are from those of plain products at most, as a share of the largest."""
+    device, asked = layout.device, dict[str, Any]()
+    tried, scale = _TRIED_ON_CUDA if device.type == "cuda" else _TRIED, width**-0.5
+    if wants:
+        wants = replace(wants, window=wants.window and min(wants.window, _WIDEST))
+        tried, asked = _around(wants.window), {"wants": wants}
+        scale *= max(4.0, (wants.softcap or 0) / 4)  # by smaller scores no key stands out, and no soft cap shows
     slots = max(held + nodes for held, nodes, _ in tried) + 1
     source = torch.Generator(device).manual_seed(0)
     both = torch.randn(2, layout.kv_heads, slots, width, generator=source, device=device).to(layout.dtype)
-    rows = torch.randn(32, layout.kv_heads * layout.groups, width, generator=source, device=device).to(layout.dtype)
+    most = max(nodes for _, nodes, _ in tried)
+    rows = torch.randn(most, layout.kv_heads * layout.groups, width, generator=source, device=device).to(layout.dtype)
     exact, apart = replace(layout, dtype=torch.float64), []
+    cache = FullKV(KVShape(1, layout.kv_heads, width, layout.dtype, device), 0)  # only its length counts
     for held, nodes, tree in tried:
         ancestors = _binary(nodes).to(device) if tree else None
-        query, end, scale = rows[:nodes].transpose(0, 1), held + nodes, width**-0.5
-        keys, values = both[:, :, :end]
-        wanted = TreeAttention(exact, held, nodes, ancestors)(query.double(), keys.double(), values.double(), scale)
-        length: int | Tensor = held
+        query, keys, values = rows[:nodes].transpose(0, 1), *both[:, :, : held + nodes]
+        given = query.double(), keys.double(), values.double(), scale
+        if wants:
+            depths = torch.arange(nodes, device=device) if ancestors is None else ancestors.sum(1) - 1
+            cache.length = held
+            wanted = SpecialAttention(exact, [wants], cache, depths + held, ancestors)(0, *given)
+        else:
+            wanted = TreeAttention(exact, held, nodes, ancestors)(*given)
+        found = [backend(layout, held, nodes, ancestors)(query, keys, values, scale, **asked)]
         if backend.STATIC:  # as in passes that are replayed: after the length there is anything
             length = torch.full((), held, dtype=torch.int32, device=device)
             room = torch.full_like(both, torch.nan)
             room[:, :, :held] = both[:, :, :held]
             cast("type[StaticAttention]", backend).store(room[0], room[1], keys[:, held:], values[:, held:], length)
             keys, values = room
-        found = backend(layout, length, nodes, ancestors)(query, keys, values, scale)
-        apart.append((found.double() - wanted).abs().max() / wanted.abs().max())
+            found.append(backend(layout, length, nodes, ancestors)(query, keys, values, scale, **asked))
+        apart += [(out.double() - wanted).abs().max() / wanted.abs().max() for out in found]
     return float(torch.stack(apart).max())  # NaN if any is
+
+
+def _around(window: int | None) -> _Tried:
+    """What is tried where layers want something, in the form of :data:`_TRIED`: lengths just below and above a window.
+
+    Sinks show beside few keys only, and chains of more than 128 nodes may be a kernel of their own.
+    """
+    below, above = (130, 517) if window is None else (window - 1, window + 3)
+    shapes = ((17, False), (32, True))
+    return (1, 3, True), *((held, *shape) for held in (below, above) for shape in shapes), (above, 133, False)
 
 
 def _binary(nodes: int) -> Tensor:

@@ -12,10 +12,11 @@ from tswift.drafting.methods import find_method
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.resolving import resolve_for
 from tswift.errors import InputError
+from tswift.kv.policies import POLICIES
 from tswift.models.draft import DRAFT_OPTION
 from tswift.models.memory import available_bytes, gigabytes
-from tswift.models.prospect import foresee, foresee_draft
-from tswift.models.target import Target
+from tswift.models.prospect import Prospect, foresee, foresee_draft
+from tswift.models.target import CHUNK, Target
 
 _ROWS = 3  # of scores in float64, for each node of a pass: those, what a filter makes of them, and the noise
 
@@ -33,6 +34,7 @@ class Need:
             model and a copy of the model with weights of fewer bits; 0 for what is there already.
         draft_kv_bytes: bytes of the draft model's KV cache, at least; 0 if there is none.
         recall_bytes: bytes of what is kept to be recalled, in the machine's own memory whatever the device; 0 for none.
+        workspace_bytes: bytes of temporary results, at least; 0 on the CPU.
     """
 
     positions: int
@@ -45,6 +47,7 @@ class Need:
     copy_bytes: int = 0
     draft_kv_bytes: int = 0
     recall_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -59,7 +62,7 @@ class Need:
     @property
     def total_bytes(self) -> int:
         """Bytes of everything."""
-        return self.loaded_bytes + self.kv_bytes + self.recall_bytes + self.logits_bytes
+        return self.loaded_bytes + self.kv_bytes + self.recall_bytes + self.logits_bytes + self.workspace_bytes
 
     def held_bytes(self, device: torch.device) -> int:
         """Bytes that a device holds for as long as the decode lasts: caches, and what is recalled if it is the CPU."""
@@ -76,6 +79,7 @@ class Need:
             "draft model's KV": self.draft_kv_bytes,
             "recall": self.recall_bytes,
             "logits": self.logits_bytes,
+            "workspace": self.workspace_bytes,
         }
         return " + ".join(f"{name} {gigabytes(count)}" for name, count in parts.items() if count)
 
@@ -113,6 +117,7 @@ def check(
         need = replace(
             need, draft_kv_bytes=draft_slots(method, options, need.positions) * draft.kv_shape.bytes_per_token
         )
+    need = _with_workspace(need, prompt, length, method, options, target, target.kv_shape.bytes_per_token)
     _refuse_memory(need, target.device, option)
     return need
 
@@ -163,6 +168,7 @@ def check_ahead(
         _refuse_draft_positions(f"at least {prompt:,} prompt tokens", length, need, small.positions)
         kv_bytes = draft_slots(method, options, need.positions) * small.token_bytes
         need = replace(need, draft_bytes=small.weight_bytes, draft_kv_bytes=kv_bytes)
+    need = _with_workspace(need, prompt, length, method, options, seen, seen.token_bytes)
     _refuse_memory(need, seen.device, option)
     return need
 
@@ -189,6 +195,40 @@ def _need(
         heads_bytes,
         recall_bytes=recall_bytes(method, options, prompt + length, vocab_size),
     )
+
+
+def _with_workspace(
+    need: Need,
+    prompt: int,
+    length: int,
+    method: str,
+    options: DraftOptions,
+    model: Target | Prospect,
+    token_bytes: int,
+) -> Need:
+    """The need with what a decode on CUDA holds for a while, as far as an 8B model at 100,000 tokens has 40 MB of it.
+
+    Queries of a prompt's chunk (134 MB, and two chunks' at a time), partial results of attention (44 MB for 128 rows,
+    more for a long prompt's chunks), and what a selection copies of the keys, then of the values (268 MB for 4,096
+    tokens). Less are outputs of graphs (30 MB), the table of n-grams (16 MB), and the state of a step (1 MB).
+    """
+    if model.device.type != "cuda":
+        return need
+    nodes, whole = options.nodes or (options.gamma or 0) + 1, max(0, prompt - 1) // CHUNK
+    queries = min(2, whole) * CHUNK * token_bytes // 2 * model.groups
+    prefill = queries + (model.partials_bytes(whole * CHUNK, CHUNK) if whole else 0)
+    step = model.partials_bytes(need.positions + nodes, nodes)
+    if need.partial_bytes:
+        found = find_method(method)
+        budget = options.budget or found.budget
+        policy = POLICIES[(options.kv or found.kv[0]) if "kv" in found.uses else "retrieval"]
+        selection = budget * token_bytes // 2
+        if prompt > budget:
+            prefill = max(prefill, selection)
+        if policy.renews and length > budget:  # once more, beside the graphs
+            step += selection
+    # no logits are there while the prompt is read
+    return replace(need, workspace_bytes=max(step, prefill - need.logits_bytes, 0))
 
 
 def _refuse_positions(prompt: str, length: int, need: Need, positions: int, option: str | None) -> None:

@@ -182,7 +182,9 @@ class Sampler:
         if block is None:
             first = index * self._BLOCK
             block = gumbel(self.seed, range(first, first + self._BLOCK), self._tokens)
-            self._blocks = {near: rows for near, rows in self._blocks.items() if abs(near - index) <= 2}
+            # in place, as copies of a sampler share it
+            for far in [other for other in self._blocks if abs(other - index) > 2]:
+                del self._blocks[far]
             self._blocks[index] = block
         return block
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tswift.attention.backends import BACKENDS
+from tswift.attention.backends import BACKENDS, fails
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.models.dtypes import dtype_name
@@ -17,6 +17,7 @@ from tswift.models.shapes import PREFIX
 from tswift.models.target import Target
 
 _TRIED = 24  # tokens that a model is tried with
+_DOUBTED = ("cuda",)  # devices on which nobody may have run a backend's kernels before
 
 
 def adapted(network: Any, model: str, backend: str, joined: bool | None = None) -> Target:
@@ -44,6 +45,8 @@ def adapted(network: Any, model: str, backend: str, joined: bool | None = None) 
     quicken(network)
     try:
         target = Target(network, BACKENDS[backend]())
+        if target.device.type in _DOUBTED:
+            try_special(target, backend)
         if not (wanted.amax(-1) < torch.inf).all():
             raise _not_finite(target, model, ids.tolist())
         ours = _tried(target, ids)
@@ -57,6 +60,21 @@ def adapted(network: Any, model: str, backend: str, joined: bool | None = None) 
     if not apart <= allowed * max(wanted.std().item(), 1e-6):
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "--model")
     return target
+
+
+@torch.inference_mode()
+def try_special(target: Target, backend: str) -> None:
+    """Have plain products do what layers want besides, if they do not agree with what a backend makes of it.
+
+    Every kind of layer is tried, on random rows; why the backend is not trusted is left in ``target.special_fault``.
+    """
+    if not (target.special and BACKENDS[backend]().WANTS):
+        return
+    kinds = {(each.window, each.softcap, each.sinks is None): each for each in target.wants if each}
+    shape = target.kv_shape
+    heads = shape.heads, target.groups
+    reason = fails(backend, target.dtype, target.device, shape.head_dim, heads, kinds.values())
+    target.special_fault = reason and f"{reason} with {target.special}"
 
 
 def _not_finite(target: Target, model: str, ids: list[int]) -> InputError:

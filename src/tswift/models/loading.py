@@ -136,6 +136,7 @@ def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
     target = loaded.target
     with silence():
         drafting = Target(cheaper_copy(target.model, kind), BACKENDS[loaded.attention]())
+    drafting.special_fault = target.special_fault
     if loaded.heads is not None and loaded.heads.raw:
         drafting.tap()
     layers = compiled(drafting, "")

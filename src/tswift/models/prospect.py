@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tswift.attention.backends import BACKENDS, choose
+from tswift.attention.backends import BACKENDS, choose, partials_bytes
 from tswift.errors import InputError, renamed
 from tswift.models import quantizing
 from tswift.models.attached import heads_path
@@ -23,7 +23,7 @@ from tswift.models.linear import copied
 from tswift.models.positions import max_positions
 from tswift.models.published import carries_heads
 from tswift.models.quantizing import copied_bytes, weight_only
-from tswift.models.serving import head_size
+from tswift.models.serving import head_size, heads_of
 from tswift.models.shapes import PREFIX, skeleton
 from tswift.models.source import find_source, in_one_line, read_config, silence
 
@@ -41,6 +41,8 @@ class Prospect:
         weight_bytes: of its weights, heads apart; 0 where nobody can say.
         token_bytes: of one token's keys and values, at least.
         groups: query heads per KV head; 1 where the configuration does not say.
+        kv_heads, head_size: of its keys and values; 1 KV head where the configuration does not say.
+        attention: name of the attention; empty where it is not known yet.
         most_nodes: most nodes of a draft tree; None where there is no limit, or it is not known yet.
         heads: how many tokens its heads draft one after another; None where nobody can say.
         heads_bytes: of their weights.
@@ -55,10 +57,17 @@ class Prospect:
     weight_bytes: int
     token_bytes: int
     groups: int
+    kv_heads: int
+    head_size: int
+    attention: str
     most_nodes: int | None
     heads: int | None
     heads_bytes: int
     copy_bytes: int = 0
+
+    def partials_bytes(self, slots: int, nodes: int) -> int:
+        """As :func:`tswift.attention.backends.partials_bytes`."""
+        return partials_bytes(self.attention, (self.kv_heads, self.groups), self.head_size, slots, nodes)
 
 
 def foresee(
@@ -109,9 +118,10 @@ def _prospect(
     parameters: int,
     draft_weights: str | None = None,
 ) -> Prospect:
-    text, most_nodes = config.get_text_config(), None
+    text, most_nodes, name = config.get_text_config(), None, ""
     if attention != "auto":  # what that chooses may give way to another
-        most_nodes = BACKENDS[choose(attention, kind, place, head_size(config))]().MOST_NODES
+        backend = BACKENDS[choose(attention, kind, place, head_size(config))]()
+        most_nodes, name = backend.MOST_NODES, backend.__name__
     weight_bytes, copy_bytes = _weights(config, model, kind, place, draft_weights)
     return Prospect(
         name=model,
@@ -122,6 +132,9 @@ def _prospect(
         weight_bytes=weight_bytes,
         token_bytes=_kv_width(text) * kind.itemsize,
         groups=_groups(text),
+        kv_heads=heads_of(config)[0],
+        head_size=head_size(config),
+        attention=name,
         most_nodes=most_nodes,
         heads=heads,
         heads_bytes=parameters * kind.itemsize,

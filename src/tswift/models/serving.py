@@ -68,7 +68,9 @@ def compiled(target: Target, note: str) -> str:
     if target.split:
         return f"{EAGER}, as ranks hold them together"
     if not (target.replays and target.device.type == "cuda"):
-        note = note or (f"they have {target.special}" if target.special and target.device.type == "cuda" else "")
+        note = note or target.special_fault or ""
+        if not note and target.special and target.device.type == "cuda":
+            note = f"they have {target.special}"
         return f"{EAGER}, as {note}" if note else EAGER
     reason = target.compile()
     target.prepare(FullKV(target.kv_shape, 1), 1)  # shows whether graphs can be captured

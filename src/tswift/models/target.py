@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tswift.attention.backends import partials_bytes
 from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
@@ -29,7 +30,7 @@ from tswift.models.positions import max_positions
 from tswift.models.tap import Tap
 
 Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
-_CHUNK = 512  # prompt tokens forwarded at a time
+CHUNK = 512  # prompt tokens forwarded at a time
 _ROUNDING = {2: 0.1, 4: 1e-3, 8: 1e-9}  # of a norm, by bytes of an element, for models of up to _SHALLOW layers
 _SHALLOW = 8
 _TRIED = ((0, 1), (0, 8), (5, 3), (37, 17), (130, 32))  # tokens held, and nodes, that compiled layers are tried with
@@ -46,11 +47,13 @@ class Target:
     Attributes:
         vocab_size: number of logits.
         max_positions: most tokens, prompt included, that the model's position encoding was made for.
-        special: what its layers want of their attention that the backend has not, in words; empty for nothing.
+        special: what its layers want of their attention besides, in words; empty for nothing.
+        wants: the same by layer.
         split: whether ranks hold the model together; passes are collective then, and are not replayed.
         kv_shape: what one token's keys and values take; of a model that is split over ranks, this one's part.
         tried: whether steps on the device have been held against the host's; see :mod:`tswift.decoding.trust`.
         distrust: what was wrong with them then; None for nothing.
+        special_fault: why plain products do what its layers want although the backend has it; None if it does that.
         sampler_fault: why a GPU draws tokens without the sampler's kernels; None if it uses them, or there is no GPU.
 
     Raises:
@@ -69,6 +72,7 @@ class Target:
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
         self.tried = False
         self.distrust: str | None = None
+        self.special_fault: str | None = None
         self.sampler_fault: str | None = None
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
@@ -77,7 +81,7 @@ class Target:
         self.vocab_size: int = getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]
         self.hidden_size: int = config.hidden_size
         self.max_positions = max_positions(config)
-        self.special, self._wants = seen.special, seen.wants
+        self.special, self.wants = seen.special, seen.wants
         self.device, self.dtype = seen.device, seen.dtype
         self.split = (getattr(model, "tp_size", None) or 1) > 1
         heads, kv_heads, head_dim = seen.heads
@@ -95,8 +99,12 @@ class Target:
     @property
     def replays(self) -> bool:
         """Whether passes over a full cache can be replayed while the text grows."""
-        serves = self._attention.STATIC and (not self.special or self._attention.WANTS)
-        return serves and not self.split and self.distrust is None
+        return self._attention.STATIC and self._meets_wants and not self.split and self.distrust is None
+
+    @property
+    def _meets_wants(self) -> bool:
+        """Whether the attention does all that the layers want, where every token's slot is its position."""
+        return not self.special or (self._attention.WANTS and self.special_fault is None)
 
     @property
     def taps(self) -> bool:
@@ -130,6 +138,11 @@ class Target:
     def most_nodes(self) -> int | None:
         """Most nodes of a draft tree that the attention can do; None if there is no such limit."""
         return self._attention.MOST_NODES
+
+    def partials_bytes(self, slots: int, nodes: int) -> int:
+        """As :func:`tswift.attention.backends.partials_bytes`."""
+        shape = self.kv_shape
+        return partials_bytes(self.attention, (shape.heads, self.groups), shape.head_dim, slots, nodes)
 
     def compile(self, backend: str = "inductor") -> str | None:
         """Have ``torch.compile`` fuse what is between the layers' matrix products, for passes prepared from now on.
@@ -215,7 +228,7 @@ class Target:
 
     def serves(self, kv: KVBuffer) -> bool:
         """Whether the attention does all that the layers want over such a cache: a window wants slots in order."""
-        return not self.special or (self._attention.WANTS and isinstance(kv, FullKV))
+        return not self.special or (self._meets_wants and isinstance(kv, FullKV))
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
         """A program over tensors that stay in place as one CUDA graph; as it is elsewhere, or where that fails."""
@@ -242,7 +255,7 @@ class Target:
             return kv.keys[layer], kv.values[layer]
 
         attend = attention(self._layout, length, len(tokens), ancestors)
-        special = WantedAttention(attend, self._wants) if self.special else None
+        special = WantedAttention(attend, self.wants) if self.special else None
         compute = self._compute if self._fused or not self._compiled else self._compute_eagerly
         return compute(tokens, positions, Pass(write, attend, special))
 
@@ -269,9 +282,9 @@ class Target:
         if self.special:
             known = self.serves(kv)
             special = (
-                WantedAttention(attend, self._wants)
+                WantedAttention(attend, self.wants)
                 if known
-                else SpecialAttention(self._layout, self._wants, kv, positions, ancestors)
+                else SpecialAttention(self._layout, self.wants, kv, positions, ancestors)
             )
         return Pass(kv.write, attend, special)
 
@@ -321,8 +334,8 @@ class Target:
 
     def chunks(self, tokens: Sequence[int], kv: FullKV) -> Iterator[Forwarded]:
         """Forward a text in chunks, commit each, and yield its pass."""
-        for start in range(0, len(tokens), _CHUNK):
-            chunk = torch.tensor(tokens[start : start + _CHUNK], device=self.device)
+        for start in range(0, len(tokens), CHUNK):
+            chunk = torch.tensor(tokens[start : start + CHUNK], device=self.device)
             positions = torch.arange(kv.length, kv.length + len(chunk), device=self.device)
             forwarded = self.forward(chunk, positions, kv, None)
             kv.commit(range(len(chunk)))
