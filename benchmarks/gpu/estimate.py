@@ -105,7 +105,7 @@ def before() -> list[Counts]:
 
 
 def after(shape: Shape) -> list[Counts]:
-    """Today's code: operators of its programs, views apart, as counted by a dispatch mode on a CPU; idle is aimed at."""
+    """Today's code: operators of its programs, views apart, counted by a dispatch mode on a CPU; idle is aimed at."""
     nodes = usual_nodes(torch.device("cuda"), shape.query_heads // shape.kv_heads)
     code = Counts(
         name=f"after, {nodes} nodes",
