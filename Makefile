@@ -56,10 +56,12 @@ GPU_SECONDS ?= 530
 COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null)
 CACHE ?= $(wildcard results/h200/cache.tgz)
 GPU_FLAGS ?=
-GPU_RUN = PYTHONPATH=src PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 $(PYTHON) -m benchmarks.gpu --out $(OUT) $(GPU_FLAGS)
+GPU_PYTHON ?= $(PYTHON)
+GPU_RUN = PYTHONPATH=src PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m benchmarks.gpu --out $(OUT) $(GPU_FLAGS)
 gpu:
 	$(GPU_RUN) --seconds $(GPU_SECONDS) $(if $(COMMIT),--commit $(COMMIT)) $(if $(CACHE),--cache $(CACHE))
 
 # every section of it on the CPU, in tiny sizes
-gpu-dry:
+gpu-dry: GPU_PYTHON = $(BIN)/python
+gpu-dry: setup
 	$(GPU_RUN) --dry

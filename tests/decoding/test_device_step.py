@@ -91,6 +91,15 @@ def test_trees_of_any_size(nodes: int) -> None:
     assert max(step.nodes for step in device) <= nodes
 
 
+def test_a_small_tree_is_not_filled_up_with_nodes() -> None:
+    target = static_target()
+    made = drafter("medusa", target, DraftOptions(tree=(2, 2), nodes=41))
+    decoding = Decoding(target, random_prompt(30), PARAMS, 3, made, 20)
+    decoding.prefill()
+    assert sorted(decoding._stepper._programs) == [1, 7]
+    assert {step.nodes for step in decoding.steps()} <= {1, 7}
+
+
 def test_a_text_ends_at_a_stop_token_or_at_its_length() -> None:
     stop = tokens_of(on_host_and_device("ar", length=60)[0])[40]
     for method in ("ar", "medusa", "tokenswift", "recall"):

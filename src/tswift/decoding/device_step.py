@@ -262,7 +262,7 @@ class DeviceStepper:
             sampler: its sampler, which is copied.
         """
         context = self._context
-        context.text, context.sampler.length = text, sampler.length
+        context.text, context.sampler.length, context.last = text, sampler.length, None
         context.sampler.newest.copy_(sampler.newest)
         self.state.load(context)
 
@@ -294,7 +294,7 @@ class DeviceStepper:
         queries, logits = self._programs[nodes]()
         self._answer.copy_(self._result, non_blocking=True)
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._target.device))
             self._event.synchronize()  # the one wait of a step
         count, live, *rest = self._answer.tolist()
         tokens, path = rest[:count], rest[len(rest) // 2 :][:count]

@@ -144,7 +144,7 @@ class FixedTree:
             self._anchors = torch.tensor([place[1], *(place[-1 - index] for index in range(reserved))], device=device)
         state.parents[: len(parents)].copy_(torch.tensor(parents))
         self._partial: PartialKV | None = None
-        self.sizes: Sequence[int] = sizes(drafter.limit)
+        self.sizes: Sequence[int] = sizes(len(order))
         self._shapes: dict[int, DraftTree] = {}
 
     def sections(self) -> dict[str, int]:
@@ -199,7 +199,7 @@ class FixedTree:
 
     def nodes(self, length: int) -> int:
         """As :meth:`DeviceDraft.nodes`."""
-        wanted = self._drafter.fewer(length) if self._drafter.fewer else self._drafter.limit
+        wanted = self._drafter.fewer(length) if self._drafter.fewer else self.sizes[-1]
         return max(size for size in self.sizes if size <= wanted)
 
     def shape(self, nodes: int) -> DraftTree:
