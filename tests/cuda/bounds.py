@@ -16,9 +16,9 @@ BOUNDS: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
     ("cascade", "conditioned"): (6, 13, 6, 217, 2),
     ("recall", "chained"): (2, 2, 2, 7, 1),
     ("reuse", "chained"): (1, 0, 1, 0, 1),
-    ("magicdec", "chained"): (5, 20, 5, 165, 5),
-    ("standalone", "chained"): (5, 20, 5, 198, 5),
-    ("triforce", "chained"): (16, 71, 16, 654, 16),
+    ("magicdec", "chained"): (5, 3, 5, 9, 5),
+    ("standalone", "chained"): (5, 2, 5, 6, 5),
+    ("triforce", "chained"): (16, 15, 16, 111, 16),
     ("auto", "chained"): (3, 5, 3, 73, 1),
     ("auto", "conditioned"): (3, 6, 3, 135, 1),
     ("ar-reference", "chained"): (1, 0, 1, 0, 1),
@@ -28,7 +28,6 @@ BOUNDS: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
 WAITS = frozenset(
     {
         "decoding/device_step.py:_verified",
-        "decoding/sampling.py:draw",
         "decoding/sampling.py:draw_with_leads",
         "drafting/beams.py:_offer",
         "drafting/heads.py:propose",
