@@ -14,34 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from torch import Tensor
-from triton.backends import nvidia
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from benchmarks.offline import assembled, compiled_launch
 from tswift.attention import triton as backend
 from tswift.attention.layout import Layout
 from tswift.attention.special import Wants
 
 NAMES = ("attend_chunk", "combine_chunks", "store_new")
-TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    int: "i32",
-    float: "fp32",
-}
 # KB of shared memory of a multiprocessor and of a program at most, programs and threads at most
 LIMITS = {80: (164, 163, 32, 2048), 90: (228, 227, 32, 2048)}
 SHAPES = [  # llama3.1-8b, qwen2.5-7b, yarn-llama2-7b; the bundled models' head size, padded ones, gemma's
@@ -71,24 +54,8 @@ class Compiler:
 
     def __call__(self, *args: Any, **given: Any) -> None:
         """Compile for arguments like these."""
-        options = {name: given.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in given}
+        compiled = compiled_launch(self.kernel, args, given, self.capability)
         given |= dict(zip(self.kernel.arg_names, args, strict=False))
-        fixed, signature, aligned = {}, {}, {}
-        for place, parameter in enumerate(self.kernel.params):
-            name, value = parameter.name, given[parameter.name]
-            if parameter.is_constexpr or value is None:
-                fixed[name], signature[name] = value, "constexpr"
-                continue
-            tensor = isinstance(value, Tensor)
-            signature[name] = TYPES[value.dtype if tensor else type(value)]
-            whole = tensor or isinstance(value, int)
-            if whole and not parameter.do_not_specialize and (value.data_ptr() if tensor else value) % 16 == 0:
-                aligned[(place,)] = [["tt.divisibility", 16]]
-        compiled = triton.compile(
-            ASTSource(self.kernel, signature, fixed, aligned),
-            target=GPUTarget("cuda", self.capability, 32),
-            options={name: value for name, value in options.items() if value is not None},
-        )
         ptx = compiled.asm["ptx"]
         self.found.append(
             {"kernel": self.name, "capability": self.capability}
@@ -101,19 +68,12 @@ class Compiler:
 
 def resources(ptx: str, capability: int, warps: int, shared: int) -> dict[str, int]:
     """What a program takes of a multiprocessor, in bytes where it is memory, and how many programs fit into one."""
-    target = f"sm_{capability}" + ("a" if capability >= 90 else "")  # as Triton has it
-    assembler = Path(nvidia.__file__).parent / "bin" / "ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [assembler, "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = int(re.findall(r"Used (\d+) registers", said)[0])
-    stores, loads = map(int, re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)[0])
+    taken = assembled(ptx)
+    registers = taken["registers"]
     total, _, most, threads = LIMITS[capability]
     by_registers = 65_536 // (-(-registers // 8) * 8 * 32 * warps)
     fit = min(most, threads // (32 * warps), by_registers, total * 1024 // (shared + 1024))
-    return {"registers": registers, "spills": stores + loads, "shared": shared, "programs": fit}
+    return {"registers": registers, "spills": taken["spills"], "shared": shared, "programs": fit}
 
 
 def compiled(

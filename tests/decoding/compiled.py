@@ -8,32 +8,15 @@ program.
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
 
 import torch
-import triton
-from triton.backends import nvidia
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from benchmarks.offline import assembled, compiled_launch
 from tswift.decoding import fused
 from tswift.decoding.params import SamplingParams
 
 VOCAB = 128_256
-TYPES = {
-    torch.float64: "*fp64",
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int8: "*i8",
-    int: "i32",
-}
 
 
 class Compiler:
@@ -47,20 +30,7 @@ class Compiler:
         return self.launch
 
     def launch(self, *args, **kwargs):
-        options = {name: kwargs.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in kwargs}
-        given = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
-        fixed, signature, aligned = {}, {}, {}
-        for place, parameter in enumerate(self.kernel.params):
-            name, value = parameter.name, given[parameter.name]
-            if parameter.is_constexpr or value is None:
-                fixed[name], signature[name] = value, "constexpr"
-                continue
-            tensor = isinstance(value, torch.Tensor)
-            signature[name] = TYPES[value.dtype if tensor else type(value)]
-            if not parameter.do_not_specialize and (value.data_ptr() if tensor else value) % 16 == 0:
-                aligned[(place,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, fixed, aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+        compiled = compiled_launch(self.kernel, args, kwargs, self.capability)
         ptx = compiled.asm["ptx"]
         found = {
             "kernel": self.kernel.__name__,
@@ -72,24 +42,6 @@ class Compiler:
             **assembled(ptx),
         }
         print(json.dumps(found), flush=True)
-
-
-def assembled(ptx: str) -> dict[str, int]:
-    """Registers and spilled bytes of a thread, as the assembler tells them."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        (target,) = re.findall(r"\.target (\w+)", ptx)
-        assembler = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
-        command = [assembler, "-v", f"--gpu-name={target}", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    numbers = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    registers = re.findall(r"Used (\d+) registers", said)
-    return {
-        "registers": max(map(int, registers)),
-        "stack": max(int(stack) for stack, _, _ in numbers),
-        "spilled": max(int(stores) + int(loads) for _, stores, loads in numbers),
-    }
 
 
 def main(capability: str, dtype: str, nodes: str) -> None:
