@@ -206,7 +206,7 @@ class DeviceStepper:
         self._run_draft: Callable[[], None] | None = None
         if self._draft is not None:
             self._draft.begin(context, self._block.host, self._block.device)
-            self._run_draft = target.capture(self._draft.draft)
+            self._run_draft = self._draft.target.capture(self._draft.draft)
         self._block.send()
         if self._draft is not None:
             self._draft.complete()  # the first step sends another block, and a program need not have run by then

@@ -116,6 +116,7 @@ class FixedTree:
 
     def __init__(self, drafter: FixedTreeDrafter, heads: HeadSource, state: DeviceState) -> None:
         self._drafter, self._heads, self._state = drafter, heads, state
+        self.target = heads.reads
         device = state.tokens.device
         ranks = heads.shape(drafter.limit)  # a tree whose tokens are ranks
         reserved = 0

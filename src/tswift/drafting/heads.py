@@ -74,6 +74,11 @@ class DraftingPass:
         return target.forward(root, position, self._level.cache(context), None), 0
 
     @property
+    def target(self) -> Target:
+        """The model, which may be a copy of the one that verifies."""
+        return self._level.target
+
+    @property
     def partial(self) -> PartialKV | None:
         """The partial cache that the pass reads; None if it reads the full one."""
         return self._level.kv if isinstance(self._level, PartialLevel) else None
@@ -136,6 +141,11 @@ class HeadSource:
         else:
             # few side steps first, and early ones: a late one is reached only if all before it was right
             self._paths = sorted(product(*map(range, tree)), key=lambda path: (sum(path), [-rank for rank in path]))
+
+    @property
+    def reads(self) -> Target:
+        """The model whose pass the heads start from."""
+        return self.reader.target if isinstance(self.reader, DraftingPass) else self._target
 
     @property
     def dtype(self) -> torch.dtype:

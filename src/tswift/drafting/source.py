@@ -16,6 +16,7 @@ from tswift.models.passes import Forwarded
 
 if TYPE_CHECKING:
     from tswift.decoding.device_step import DeviceState
+    from tswift.models.target import Target
 
 
 @dataclass
@@ -94,10 +95,12 @@ class DeviceDraft(Protocol):
     Attributes:
         sizes: the numbers of nodes, rising, that a verification can be asked for; the first is 1.
         sources: of each node the draft source, by name; empty for the root.
+        target: the model whose pass drafts, perhaps a quantised copy; where its graphs fail, others' need not.
     """
 
     sizes: Sequence[int]
     sources: Sequence[str]
+    target: Target
 
     def sections(self) -> dict[str, int]:
         """How many integers it wants of the block that the host sends in each step, by name."""
