@@ -143,7 +143,7 @@ def fails(
 
 
 def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: int, nodes: int) -> int:
-    """Bytes of what the parts of a text give in one layer of a pass, before they are merged; 0 where that is not known.
+    """Bytes of a layer's partial attention results, one per chunk of keys, before they are merged; 0 if unknown.
 
     Args:
         attention: name of the class.
@@ -199,7 +199,7 @@ def _apart(backend: type[Attention], layout: Layout, width: int, wants: Wants) -
 
 
 def _around(window: int | None) -> _Tried:
-    """What is tried where layers want something, in the form of :data:`_TRIED`: lengths just below and above a window.
+    """Cases to check a window with, in the form of :data:`_TRIED`: lengths just below and above it.
 
     Sinks show beside few keys only, and chains of more than 128 nodes may be a kernel of their own.
     """

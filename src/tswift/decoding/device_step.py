@@ -115,7 +115,7 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class _Verified:
-    """What a verification program committed: new tokens, the nodes they were drawn after, and the pass itself.
+    """Result of a verification program: committed tokens, the nodes they were drawn after, and the pass.
 
     Attributes:
         tokens: the accepted draft and the one drawn after it; empty if there was nothing to draw.
@@ -258,7 +258,7 @@ class DeviceStepper:
 
     @torch.inference_mode()
     def restart(self, text: list[int], sampler: Sampler) -> None:
-        """Go on from where another decode of the same prompt, over the same cache, stands.
+        """Continue from the state of another decode with the same prompt and cache.
 
         Args:
             text: its text, which steps append to.
@@ -275,7 +275,7 @@ class DeviceStepper:
         self._drafted = True
 
     def _propose(self, wanted: int, walk: Walk | None) -> tuple[int, int, Sequence[str]]:
-        """Have a tree made or send one: nodes of the program, the node to accept up to, and the nodes' sources."""
+        """Draft a tree; returns the size of the program that verifies it, the forced node, and each node's source."""
         if self._draft is not None:
             if not self._drafted:
                 self._launch_draft()
@@ -361,7 +361,7 @@ class DeviceStepper:
 
 
 def _forced(walk: Walk | None, tree: DraftTree, wanted: int) -> int:
-    """The node that a given walk accepts up to."""
+    """Last node of a simulated path, no deeper than tokens are wanted; ``_BY_RULE`` if nothing is simulated."""
     if walk is None:
         return _BY_RULE
     path = walk(tree, ())

@@ -1,4 +1,4 @@
-"""The sampling rule in two or three Triton kernels, and how it is seen that they draw what the rule draws.
+"""The sampling rule as two or three Triton kernels, and the check that they draw the same tokens.
 
 The rule itself, in float64 by PyTorch, stays :meth:`~tswift.decoding.sampling.Sampler.draw_rows`. What is here draws
 the same tokens from logits read in the model's dtype, without a float64 copy of them in memory. Only the sampler
@@ -153,7 +153,7 @@ def _min_p(params: SamplingParams) -> float:
 
 
 def served(params: SamplingParams) -> bool:
-    """Whether the kernels have all that these parameters ask for: top-k, top-p and eta they have not."""
+    """Whether the kernels support these sampling parameters; they do not support top-k, top-p and eta."""
     return params.temperature == 0 or (params.top_k == 0 and params.top_p == 1 and params.eta == 0)
 
 
@@ -206,7 +206,7 @@ def _disagreement(
 def mismatches(
     params: SamplingParams, vocab_size: int, nodes: int, dtype: torch.dtype, device: torch.device, random: Random
 ) -> int:
-    """In a random draft tree over a random text, the nodes after which the kernels do not draw what the rule draws."""
+    """Number of nodes of a random draft tree after which kernels and rule draw different tokens."""
     seed = random.getrandbits(64)
     sampler = Sampler(params, seed, vocab_size, device)
     logits = odd_rows(nodes, vocab_size, dtype, random)

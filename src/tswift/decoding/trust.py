@@ -1,4 +1,4 @@
-"""Steps on the device are seen to be right before they are used: they are held against the host's once for a model.
+"""Checks device steps against the sampling rule on the host, once per model, before they are used.
 
 A kernel or a captured graph may be wrong on a card, driver or library that nobody has tried it on. Where that shows,
 the model's passes are not replayed: decoding is slower then and not wrong, and the reason is in every record.
@@ -25,7 +25,7 @@ _DEPTH = 6
 
 
 class _Guesses:
-    """Proposes what is known to come with other tokens beside it, and random trees where nothing is known."""
+    """Draft source of the check: the known continuation among random tokens, or a random tree without one."""
 
     name = "guesses"
 
@@ -51,7 +51,7 @@ class _Guesses:
 
 @torch.inference_mode()
 def try_steps(target: Target, params: SamplingParams) -> None:
-    """Have a model whose passes could be replayed do without, if steps on the device are not those of the host.
+    """Check a model's device steps, and stop using them if they differ from the host's.
 
     Steps are tried once for every model, in a second or so. ``params`` are those that a decode will draw with: why it
     does so without the sampler's kernels is left in ``target.sampler_fault``.
@@ -70,7 +70,7 @@ def try_steps(target: Target, params: SamplingParams) -> None:
 
 
 def _difference(target: Target) -> str | None:
-    """What steps on the device do that the host's would not."""
+    """What is wrong with device steps, in one line; None if nothing is."""
     for seed, (length, nodes) in enumerate(_TRIED):
         random = Random(seed)
         prompt = [random.randrange(target.vocab_size) for _ in range(length)]
@@ -84,7 +84,7 @@ def _difference(target: Target) -> str | None:
 
 
 def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> list[int] | str:
-    """Prompt and text by some steps on the device; or what is wrong with them."""
+    """Take some device steps and check each; returns prompt and text, or what is wrong."""
     params = SamplingParams(window=20)
     sampler, twin = (Sampler(params, seed, target.vocab_size, target.device) for _ in range(2))
     kv = FullKV(target.kv_shape, len(prompt) + _STEPS * (_DEPTH + 1) + drafter.limit)

@@ -56,7 +56,7 @@ class ChainSource:
         tree.add(chain, self.name)
 
     def _steps(self, context: Context, kv: KVBuffer) -> Callable[[int], Step]:
-        """What takes a step of at most so many tokens, beginning with the text as it is."""
+        """A function that decodes one step, of at most the given number of tokens, from the current text."""
         target = self._level.target
         if self._stepper is not None:  # captured programs go on with the tensors that they were captured with
             self._stepper.restart(context.text, context.sampler)

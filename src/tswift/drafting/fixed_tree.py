@@ -27,7 +27,7 @@ _SHARE = 4  # of the nodes that heads and n-grams have in common, n-grams get on
 
 
 class NgramRows:
-    """For every first token the tree of its most frequent continuations, in rows of one table on the device.
+    """A device table of n-grams: one row per first token, with the tree of its most frequent continuations.
 
     Args:
         source: counts the n-grams of the text.
@@ -111,7 +111,8 @@ class FixedTreeDrafter(Drafter):
 class FixedTree:
     """The tree of a :class:`FixedTreeDrafter`, drafted on the device; see :class:`~tswift.drafting.source.DeviceDraft`.
 
-    Nodes are in order of promise, so that the first n of them are a tree, too.
+    Nodes are in order of promise, so that the first n of them are a tree, too. N-grams continue the best candidate of the
+    first level only; a tree made by the host has them below every candidate of that level.
     """
 
     def __init__(self, drafter: FixedTreeDrafter, heads: HeadSource, state: DeviceState) -> None:

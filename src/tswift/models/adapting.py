@@ -64,7 +64,7 @@ def adapted(network: Any, model: str, backend: str, joined: bool | None = None) 
 
 @torch.inference_mode()
 def try_special(target: Target, backend: str) -> None:
-    """Have plain products do what layers want besides, if they do not agree with what a backend makes of it.
+    """Check a backend's windows, soft caps and sinks against plain products, which take over if it differs.
 
     Every kind of layer is tried, on random rows; why the backend is not trusted is left in ``target.special_fault``.
     """

@@ -78,7 +78,7 @@ def compiled(target: Target, note: str) -> str:
 
 
 def running(target: Target, words: str) -> str:
-    """What :func:`compiled` said, and what the passes that were prepared since have shown."""
+    """How layers run, for records: the result of :func:`compiled`, and what went wrong since then."""
     if target.uncompiled is not None:
         words = f"{words} in part, as the compiler stopped: {target.uncompiled}"
     if target.graphs is not None:
