@@ -111,8 +111,8 @@ class FixedTreeDrafter(Drafter):
 class FixedTree:
     """The tree of a :class:`FixedTreeDrafter`, drafted on the device; see :class:`~tswift.drafting.source.DeviceDraft`.
 
-    Nodes are in order of promise, so that the first n of them are a tree, too. N-grams continue the best candidate of the
-    first level only; a tree made by the host has them below every candidate of that level.
+    Nodes are in order of promise, so that the first n of them are a tree, too. N-grams continue the best candidate of
+    the first level only; a tree made by the host has them below every candidate of that level.
     """
 
     def __init__(self, drafter: FixedTreeDrafter, heads: HeadSource, state: DeviceState) -> None:
