@@ -8,6 +8,10 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+# Most nodes of a pass with exact rows, and so of a path in its tree. An exact backend sums the newest keys of a node in
+# the order of their positions, and a node's result must not depend on how many of these are drafted.
+MOST_WIDTH = 64
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -38,11 +42,15 @@ class Attention(Protocol):
             values ``[kv heads, capacity, d]``, so that a pass can be replayed while the text grows.
         WANTS: whether a call also takes what a layer wants besides, ``wants``, in a cache whose slots are positions.
         MOST_NODES: most nodes whose ancestors it can be told; None if there is no such limit.
+        EXACT: whether a node's row has the same bits whatever other nodes are in the pass, wherever it stands among
+            them, and whether its ancestors are drafted or committed; in passes of up to :data:`MOST_WIDTH` nodes over a
+            cache whose slots are positions.
     """
 
     STATIC: ClassVar[bool]
     WANTS: ClassVar[bool]
     MOST_NODES: ClassVar[int | None]
+    EXACT: ClassVar[bool]
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None: ...
 

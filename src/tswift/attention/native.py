@@ -48,6 +48,7 @@ class NativeAttention:
     STATIC: ClassVar[bool] = False
     WANTS: ClassVar[bool] = False
     MOST_NODES: ClassVar[int | None] = None
+    EXACT: ClassVar[bool] = False
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         self._given = layout, int(prefix), nodes, ancestors

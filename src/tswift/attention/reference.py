@@ -20,6 +20,7 @@ class ReferenceAttention:
     STATIC: ClassVar[bool] = False
     WANTS: ClassVar[bool] = False
     MOST_NODES: ClassVar[int | None] = None
+    EXACT: ClassVar[bool] = False
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         prefix = int(prefix)

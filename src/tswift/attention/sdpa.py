@@ -22,6 +22,7 @@ class TreeAttention:
     STATIC: ClassVar[bool] = False
     WANTS: ClassVar[bool] = False
     MOST_NODES: ClassVar[int | None] = None
+    EXACT: ClassVar[bool] = False
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         prefix = int(prefix)

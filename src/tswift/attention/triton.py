@@ -59,6 +59,7 @@ class TritonAttention:
     STATIC: ClassVar[bool] = True
     WANTS: ClassVar[bool] = True
     MOST_NODES: ClassVar[int | None] = MOST_NODES
+    EXACT: ClassVar[bool] = False
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         if layout.dtype not in _DTYPES:

@@ -54,6 +54,8 @@ class Target:
         tried: whether steps on the device have been held against the host's; see :mod:`tswift.decoding.trust`.
         distrust: what was wrong with them then; None for nothing.
         special_fault: why plain products do what its layers want although the backend has it; None if it does that.
+        width: rows that every pass over the text is filled up to, so that a token's bits do not depend on how it was
+            forwarded; None if passes are as wide as they happen to be.
         sampler_fault: why a GPU draws tokens without the sampler's kernels; None if it uses them, or there is no GPU.
 
     Raises:
@@ -70,6 +72,7 @@ class Target:
         self._compiled = self._fused = False  # layers have compiled code; prepared passes use it
         self._failures = 0  # functions that could not be compiled before the layers were
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
+        self.width: int | None = None
         self.tried = False
         self.distrust: str | None = None
         self.special_fault: str | None = None
