@@ -54,6 +54,7 @@ class Entry:
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
+    exact: bool | None = None
     simulate_alpha: float | None = None
 
 
@@ -198,7 +199,7 @@ def line_up(entry: Entry, prompt: int = 1, length: int = 1, option: str = "--mod
     try:
         for method, each in asked.items():
             check_ahead(entry.model, prompt, length, method, each, **how, option=option)
-        model = load(entry.model, **how)
+        model = load(entry.model, exact=entry.exact, **how)
         variants = [
             Variant(method, method, resolve(method, model.target, model.heads, each)) for method, each in asked.items()
         ]

@@ -239,11 +239,11 @@ class HeadSource:
             return best(self._heads.levels(begin, self._target.logits, first, levels), 0, levels)
         found: list[_Guess] = []
         if first is not None:
-            found.append(best(self._target.logits(first.unsqueeze(0)), 0, 1))
+            found.append(best(self._target.open_logits(first.unsqueeze(0)), 0, 1))
             root = found[0][0][0, 0]
         for index in range(levels - len(found)):
             begin, out = self._heads.step(index, begin, self._target.embed(root))
-            found.append(best(self._target.logits(out.unsqueeze(0)), len(found), len(found) + 1))
+            found.append(best(self._target.open_logits(out.unsqueeze(0)), len(found), len(found) + 1))
             root = found[-1][0][0, 0]
         tokens, scores = zip(*found, strict=True)
         return torch.cat(tokens), torch.cat(scores)
