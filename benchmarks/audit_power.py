@@ -73,7 +73,9 @@ class Asked:
         sampler, scores = Sampler(self.params, self.seed, target.vocab_size, target.device), []
         for place, row in enumerate(logits, first):
             sampler.extend(text[sampler.length : place])
-            seen = sampler.seen(torch.tensor(text[place - 1 : place]), torch.tensor([place - 1]), torch.ones(1, 1).bool())
+            seen = sampler.seen(
+                torch.tensor(text[place - 1 : place]), torch.tensor([place - 1]), torch.ones(1, 1).bool()
+            )
             scores.append(sampler.scores(row[None], seen, [place]))
         return logits, torch.cat(scores)
 
@@ -217,7 +219,9 @@ def _table(rows: list[dict[str, object]]) -> Iterator[str]:
             mine = [row for row in rows if (row["configuration"], row["fault"]) == (name, fault)]
             changed = [row for row in mine if int(str(row["changed"]))]
             refused = sum(int(str(row["caught"])) for row in changed or mine)
-            what = f"changed {len(changed)} of {len(mine)}, caught {refused}" if changed else f"changed 0 of {len(mine)}"
+            what = (
+                f"changed {len(changed)} of {len(mine)}, caught {refused}" if changed else f"changed 0 of {len(mine)}"
+            )
             cells.append(what if changed or not refused else f"{what}; {refused} refused wrongly")
         yield f"| {fault} | " + " | ".join(cells) + " |"
 

@@ -131,9 +131,10 @@ def audit(
     """Judge every token of a text.
 
     A target whose passes have a fixed width gives the logits that decoding had, so each token is drawn exactly or is a
-    violation. Elsewhere a token may also be within rounding. How far rounding reaches is measured: at up to eight stretches of 32 tokens, from the text's start to its end, the
-    tokens are also forwarded one at a time and eight at a time, and the logits compared with those of the chunk. What
-    such differences make of the whole text is held against it: see :mod:`tswift.decoding.rounding`.
+    violation. Elsewhere a token may also be within rounding. How far rounding reaches is measured: at up to eight
+    stretches of 32 tokens, from the text's start to its end, the tokens are also forwarded one at a time and eight at a
+    time, and the logits compared with those of the chunk. The whole text is held against what such differences make of
+    it: see :mod:`tswift.decoding.rounding`.
 
     Args:
         target: the model.

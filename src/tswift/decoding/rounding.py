@@ -20,12 +20,12 @@ from torch import Tensor
 from tswift.decoding.margin import Doubt, contested
 from tswift.decoding.sampling import Sampler
 
-FALSE_ALARMS = 1e-4  # of honest texts at most this share is refused
+FALSE_ALARMS = 1e-3  # at most this share of honest texts is refused
 _SAFETY = 2.0
 _MORE = 1.25
 _DRAWS = 32  # texts that honest passes could have drawn
 _LEVELS = (0.0, 1.0, 2.0, 4.0)  # margins beyond which tokens are counted, in units of the usual difference
-_KEPT, _TOP = 8, 16  # rows kept of each comparison; logits of a row that the usual difference is taken from
+_KEPT, _TOP = 8, 32  # rows kept of each comparison; largest logits of a row, which are those that matter
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Level:
         margin: this size, a change of the logits.
         observed: how many there are.
         expected: how many rounding makes, by the measured differences.
-        most: what an honest text has more than with a probability of at most ``FALSE_ALARMS``, all levels together.
+        most: an honest text has more than this, at any level, with a probability of at most ``FALSE_ALARMS``.
     """
 
     margin: float
@@ -67,9 +67,10 @@ class Rounding:
     @property
     def usual(self) -> float:
         """Root mean square of the differences of the largest logits."""
-        if not self._sample:
-            return 0.0
-        return float(torch.cat([rows[:, :_TOP] for rows in self._sample]).double().square().mean().sqrt())
+        return float(self._best().square().mean().sqrt())
+
+    def _best(self) -> Tensor:
+        return torch.cat([rows[:, :_TOP].double() for rows in self._sample])
 
     def measure(self, logits: Tensor, other: Tensor) -> None:
         """Compare the logits ``[n, V]`` of two passes over the same tokens."""
@@ -95,6 +96,9 @@ class Rounding:
         close = contested(sampler, logits, seen, noise, drawn, self.bound) | (tokens != drawn)
         self.contested += int(close.sum())
         rows = close.nonzero().squeeze(1)
+        about = sampler, logits[rows], None if seen is None else seen[rows], noise[rows], drawn[rows]
+        # most are out of the reach of what is added below
+        rows = rows[contested(*about, _MORE * float(self._best().abs().max())) | (tokens != drawn)[rows]]
         if not len(rows):
             return
         logits, noise, drawn, tokens = logits[rows].double(), noise[rows], drawn[rows], tokens[rows]
