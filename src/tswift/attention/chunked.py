@@ -107,7 +107,11 @@ class ChunkedAttention:
 
     def _gathered(self, source: Tensor, path: Tensor) -> Tensor:
         """``[blocks, kv heads * block, 64, d]`` of ``[kv heads, slots, d]``."""
-        found = source[:, path.flatten()].to(self._wide).view(len(source), -1, self._block, *path.shape[1:], source.shape[2])
+        found = (
+            source[:, path.flatten()]
+            .to(self._wide)
+            .view(len(source), -1, self._block, *path.shape[1:], source.shape[2])
+        )
         return found.transpose(0, 1).contiguous().flatten(1, 2)
 
     def _before(
