@@ -90,8 +90,8 @@ typedef struct {
     int count;                             /* keys */
     int plain;                             /* of these come before all that may have other places: see place */
     int tail;
-    int hidden; /* whether there may be a key that a row does not see */
-    int broken; /* whether besides there is a value that is no number */
+    int shown;  /* of the keys, these first ones are seen by all rows */
+    int broken; /* whether one of the other values is no number */
     int row, rows;
     float *top, *total, *out;
 } Block;
@@ -153,7 +153,7 @@ INLINE int sees(const Call *c, const Block *b, int64_t node, int64_t from, int k
 static void hide(const Call *c, const Block *b, float *scores, int by_key, int by_row) {
     for (int r = 0; r < b->rows; r++) {
         const int64_t node = (b->row + r) % c->nodes, from = border(c, node);
-        for (int key = 0; key < b->count; key++)
+        for (int key = b->shown; key < b->count; key++)
             if (!sees(c, b, node, from, key)) scores[key * by_key + r * by_row] = -INFINITY;
     }
 }
@@ -388,7 +388,7 @@ INLINE void mix_many(const Call *c, const Block *b, const float *weights, int by
 INLINE void attend_few(const Call *c, const Block *b, const int rows) {
     _Alignas(32) float scores[FEW * TAIL];
     score_few(b, scores, rows);
-    if (b->hidden) hide(c, b, scores, 1, TAIL);
+    if (b->shown < b->count) hide(c, b, scores, 1, TAIL);
     weigh_few(c, b, scores, rows);
     if (b->broken) mix_seen(c, b, scores, 1, TAIL, 1);
     else mix_rows(b, scores, 0, b->count, 0, rows, 1, TAIL, 1);
@@ -397,7 +397,7 @@ INLINE void attend_few(const Call *c, const Block *b, const int rows) {
 INLINE void attend_many(const Call *c, const Block *b, const int vectors) {
     _Alignas(32) float scores[TAIL * TILE];
     score_many(b, scores, vectors);
-    if (b->hidden) hide(c, b, scores, vectors * LANES, 1);
+    if (b->shown < b->count) hide(c, b, scores, vectors * LANES, 1);
     weigh_many(c, b, scores, vectors);
     mix_many(c, b, scores, vectors * LANES);
 }
@@ -460,10 +460,12 @@ static Work begin(const Call *c) {
 }
 
 static int all_finite(const stored *values, int64_t count) {
-    __m256 sum = _mm256_setzero_ps();
-    for (int64_t i = 0; i < count; i += LANES) /* nothing times infinity is NaN */
-        sum = _mm256_add_ps(sum, _mm256_mul_ps(load(values + i), _mm256_setzero_ps()));
-    return !_mm256_movemask_ps(_mm256_cmp_ps(sum, sum, _CMP_UNORD_Q));
+    __m256 bad = _mm256_setzero_ps();
+    for (int64_t i = 0; i < count; i += LANES) {
+        const __m256 nothing = _mm256_mul_ps(load(values + i), _mm256_setzero_ps()); /* or else NaN */
+        bad = _mm256_or_ps(bad, _mm256_cmp_ps(nothing, nothing, _CMP_UNORD_Q));
+    }
+    return !_mm256_movemask_ps(bad);
 }
 
 static const float *widen(const stored *from, float *to, int64_t count) {
@@ -496,9 +498,10 @@ static void attend_part(const Work *w, int64_t head, int64_t index, float *wide)
             .count = count,
             .plain = tail ? (c->prefix - first) / LANES * LANES : BLOCK,
             .tail = tail,
-            .hidden = tail ? c->nodes > 1 : first >= w->nearest,
+            .shown = !tail && first >= w->nearest ? 0 : count,
         };
-        b.broken = b.hidden && !all_finite(b.values, count * WIDTH);
+        if (tail && c->nodes > 1) b.shown = w->nearest < w->farthest ? 0 : c->prefix - first;
+        b.broken = !all_finite(b.values + b.shown * WIDTH, (count - b.shown) * WIDTH);
         if (rows > FEW) {
             b.wide_keys = widen(b.keys, wide, count * WIDTH);
             b.wide_values = widen(b.values, wide + TAIL * WIDTH, count * WIDTH);
