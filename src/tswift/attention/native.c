@@ -143,18 +143,25 @@ INLINE int place(const Call *c, int64_t slot) {
     return (slot < c->prefix ? slot : c->prefix + depth(c, slot - c->prefix)) & (LANES - 1);
 }
 
-/* Nodes do not see what is beside or after them; and in the tail not what is before theirs, or else what is in it. */
-INLINE int sees(const Call *c, const Block *b, int64_t node, int64_t from, int key) {
-    const int64_t slot = b->first + key, other = slot - c->prefix;
-    if (other < 0) return b->tail == (slot >= from);
-    return c->ancestors ? c->ancestors[node * c->nodes + other] : other <= node;
+/* How many of a block's keys come before what a node sees of it: its tail or what is before that. */
+INLINE int unseen(const Call *c, const Block *b, int64_t node) {
+    const int64_t from = border(c, node);
+    return b->tail ? from - b->first : b->first < from ? 0 : b->count;
+}
+
+/* Nodes do not see what is beside or after them; what is before all nodes they do. */
+INLINE int sees(const Call *c, int64_t node, int64_t slot) {
+    const int64_t other = slot - c->prefix;
+    return other < 0 || (c->ancestors ? c->ancestors[node * c->nodes + other] : other <= node);
 }
 
 static void hide(const Call *c, const Block *b, float *scores, int by_key, int by_row) {
     for (int r = 0; r < b->rows; r++) {
-        const int64_t node = (b->row + r) % c->nodes, from = border(c, node);
-        for (int key = b->shown; key < b->count; key++)
-            if (!sees(c, b, node, from, key)) scores[key * by_key + r * by_row] = -INFINITY;
+        const int64_t node = (b->row + r) % c->nodes;
+        const int before = unseen(c, b, node), drafted = c->prefix - b->first;
+        for (int key = 0; key < before; key++) scores[key * by_key + r * by_row] = -INFINITY;
+        for (int key = drafted; key < b->count; key++)
+            if (!sees(c, node, b->first + key)) scores[key * by_key + r * by_row] = -INFINITY;
     }
 }
 
@@ -365,9 +372,9 @@ static __attribute__((noinline)) void mix_seen(
     const Call *c, const Block *b, const float *weights, int by_key, int by_row, int few
 ) {
     for (int r = 0; r < b->rows; r++) {
-        const int64_t node = (b->row + r) % c->nodes, from = border(c, node);
-        for (int key = 0; key < b->count; key++) {
-            if (!sees(c, b, node, from, key)) continue;
+        const int64_t node = (b->row + r) % c->nodes;
+        for (int key = unseen(c, b, node); key < b->count; key++) {
+            if (!sees(c, node, b->first + key)) continue;
             if (few) mix_rows(b, weights + r * by_row, key, key + 1, r, 1, by_key, by_row, 1);
             else mix_rows(b, weights + r * by_row, key, key + 1, r, 1, by_key, by_row, 0);
         }
@@ -559,7 +566,7 @@ int64_t tswift_scratch(const Call *c) {
 void tswift_attend(const Call *c) {
     Work w = begin(c);
     pack(c);
-    if (c->threads > 1 && c->kv_heads * w.parts > 1) c->parallel(take_parts, &w, c->threads, 0);
+    if (c->threads > 1 && c->kv_heads * w.parts > 2) c->parallel(take_parts, &w, c->threads, 0);
     else take_parts(&w);
     for (int64_t head = 0; head < c->kv_heads; head++)
         for (int64_t row = 0; row < c->rows; row += LANES) combine(&w, head, row);
