@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tswift
-from tswift.decoding.generation import begin
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
+from tswift.engine import begin
 from tswift.models.fingerprint import fingerprint_of
 from tswift.models.loaded import LoadedModel
 from tswift.models.source import DEMO_DRAFT

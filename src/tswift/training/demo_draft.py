@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tswift.decoding.generation import ending
 from tswift.decoding.params import SamplingParams
+from tswift.engine import ending
 from tswift.errors import InputError
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load

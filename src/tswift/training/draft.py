@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from tswift.decoding.generation import ending
 from tswift.decoding.params import SamplingParams
+from tswift.engine import ending
 from tswift.errors import Fault
 from tswift.models.loaded import LoadedModel
 from tswift.models.source import silence

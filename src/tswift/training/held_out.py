@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tswift.decoding.generation import begin
 from tswift.decoding.stats import DecodeStats
+from tswift.engine import begin
 from tswift.errors import InputError, renamed
 from tswift.models.base_heads import Heads
 from tswift.models.loaded import LoadedModel

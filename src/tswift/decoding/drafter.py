@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tswift.decoding.device_step import DeviceState
     from tswift.models.target import Target
 
+REUSE = "reuse"  # the source of reused n-grams, whose accepted tokens are counted apart
+
 
 @dataclass
 class Context:
