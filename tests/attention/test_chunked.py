@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
 from random import Random
 
 import pytest
@@ -102,7 +101,7 @@ windows = st.one_of(st.none(), st.integers(1, 200), st.sampled_from([255, 256, 3
 
 
 @pytest.mark.usefixtures("threads")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 3, 4, 8]),
@@ -196,45 +195,39 @@ def test_nodes_do_not_see_what_is_beside_them() -> None:
 
 
 def by_length(begin, end, kv_heads, window) -> Iterator[tuple[int, int]]:
-    size = -(-end // 256) * 64
+    size = -(-end // 4)
     return ((at, size) for at in range(0, end, size))
 
 
-def in_slot_order(layout, prefix, nodes, ancestors) -> ChunkedAttention:
+def in_slot_order(self, layout, prefix, nodes, ancestors, make=ChunkedAttention.__init__) -> None:
     """The tail as it lies in the cache, with the gaps that other branches leave."""
-    made = ChunkedAttention(layout, prefix, nodes, ancestors)
+    make(self, layout, prefix, nodes, ancestors)
     if ancestors is not None:
+        path, own = self._path, self._path[:, -1:]
         slots = torch.arange(prefix - MOST_WIDTH + 1, prefix + nodes)
-        lying = torch.where(torch.cat([torch.ones(nodes, MOST_WIDTH - 1), ancestors], 1).bool(), slots, -1)
-        lying.masked_fill_(lying < made._path[:nodes, :1], -1)
-        made._path = lying[made._filled]
-    return made
+        seen = torch.cat([torch.ones(nodes, MOST_WIDTH - 1, dtype=torch.bool), ancestors], dim=1)[self._filled]
+        seen &= (slots >= path[:, :1]) & (slots < own)
+        self._path = torch.cat([torch.where(seen, slots, -1), own], dim=1)
 
 
-def all_rows_at_once(left, right):
-    if isinstance(right, repeat):
-        packed = torch.bmm(left.transpose(0, 1).flatten(1, 2), next(right))
-        return packed.unflatten(1, (len(left), -1)).transpose(0, 1)
-    return torch.stack([torch.bmm(a, b) for a, b in zip(left, right, strict=True)])
+def as_many_rows_as_there_are(self, layout, prefix, nodes, ancestors, make=ChunkedAttention.__init__) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked, "_ROWS", layout.groups * nodes)
+        make(self, layout, prefix, nodes, ancestors)
 
 
 FAULTS = {
     "blocks by length": (chunked, "_borders", by_length),
-    "the tail in the order of slots": (None, "ChunkedAttention", in_slot_order),
-    "as many rows as there are": (chunked, "_products", all_rows_at_once),
+    "the tail in the order of slots": (ChunkedAttention, "__init__", in_slot_order),
+    "as many rows as there are": (ChunkedAttention, "__init__", as_many_rows_as_there_are),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_bits_see_a_fault(monkeypatch, name: str) -> None:
-    module, what, fault = FAULTS[name]
     text = Text.random(1, 1, 64, torch.float32, 1000)
     assert not differ(text, 970)
-    if module is None:
-        monkeypatch.setitem(globals(), what, fault)
-    else:
-        monkeypatch.setattr(module, what, fault)
+    right = text.drafted(970, 50, Random(1))
+    monkeypatch.setattr(*FAULTS[name])
     assert differ(text, 970)
-    close = text.attend(text.query[:, 970:], text.keys, text.values, None)
-    monkeypatch.undo()
-    torch.testing.assert_close(close, text.attend(text.query[:, 970:], text.keys, text.values, None))
+    torch.testing.assert_close(text.drafted(970, 50, Random(1)), right)  # only rounded otherwise
