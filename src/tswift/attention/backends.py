@@ -143,7 +143,7 @@ def fails(
 
 
 def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: int, nodes: int) -> int:
-    """Bytes of a layer's partial attention results, one per chunk of keys, before they are merged; 0 if unknown.
+    """Bytes of a layer's partial attention results, before they are merged; 0 if it is unknown.
 
     Args:
         attention: name of the class.
@@ -154,11 +154,11 @@ def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: in
     """
     if attention != "TritonAttention":
         return 0
-    from tswift.attention.triton import _LONG, MOST_NODES, chunk_count, chunk_size
+    from tswift.attention.triton import chunking
 
     kv_heads, groups = heads
-    chunk = chunk_size(kv_heads) * (1 if nodes <= MOST_NODES else _LONG)
-    return chunk_count(slots, chunk) * kv_heads * groups * nodes * (width + 1) * torch.float32.itemsize
+    _, chunks = chunking(kv_heads, nodes, slots)
+    return (1 + chunks) * kv_heads * groups * nodes * (width + 1) * torch.float32.itemsize
 
 
 def _apart(backend: type[Attention], layout: Layout, width: int, wants: Wants) -> float:
