@@ -29,14 +29,7 @@ _ROWS = 256  # of scores in float64 at a time, for each model
 
 @dataclass(frozen=True)
 class HeadsScores:
-    """Scores of heads on the held-out texts.
-
-    Attributes:
-        loss: of each head, in nats.
-        top: top-1 to top-3 accuracy of each head.
-        alpha: of decoding by ``tokenswift``; None if it was not measured.
-        tokens_per_step: likewise.
-    """
+    """Loss in nats and top-1 to top-3 accuracy of each head; alpha and tokens per step if they were measured."""
 
     loss: list[float]
     top: list[list[float]]
@@ -44,58 +37,49 @@ class HeadsScores:
     tokens_per_step: float | None = None
 
 
-def score_heads(target: Target, heads: Heads, rows: Sequence[np.ndarray], objective: str) -> HeadsScores:
-    """Loss and accuracy of heads on texts, ``[T]`` int64 token ids each."""
-    metrics = total([heads_loss(target, heads, torch.from_numpy(row).unsqueeze(0), objective) for row in rows])
-    return HeadsScores(metrics.mean_loss, metrics.accuracy)
-
-
 def evaluate_heads(
     model: LoadedModel,
     heads: Heads,
     rows: Sequence[np.ndarray],
     config: HeadsConfig,
+    alpha_tokens: int,
     on_progress: Callable[[int, int], None],
 ) -> HeadsScores:
-    """Loss, accuracy, and what decoding by ``tokenswift`` with its defaults accepts of the heads' drafts.
+    """Loss and accuracy of heads, and what decoding by ``tokenswift`` with its defaults accepts of their drafts.
 
     Args:
         model: the model; heads of its own are not used.
-        heads: in any dtype; copied to the model's.
-        rows: the held-out texts.
+        heads: in any dtype; a copy in the model's is evaluated.
+        rows: the held-out texts, ``[T]`` int64 token ids each.
         config: of the training.
+        alpha_tokens: tokens decoded after each text; 0 for none.
         on_progress: called with the number of tokens decoded so far, and of all.
 
     Raises:
         InputError: no memory to decode.
     """
-    heads = deepcopy(heads).to(model.target.device, model.target.dtype).eval().requires_grad_(False)
-    scores = score_heads(model.target, heads, rows, config.objective)
-    if not config.alpha_tokens:
+    target = model.target
+    heads = deepcopy(heads).to(target.device, target.dtype).eval().requires_grad_(False)
+    metrics = total([heads_loss(target, heads, torch.from_numpy(row[None]), config.objective) for row in rows])
+    scores = HeadsScores(metrics.mean_loss, metrics.accuracy)
+    if not alpha_tokens:
         return scores
-    stats, longest = DecodeStats(1), min(config.seq_len, _PROMPT, model.target.max_positions - config.alpha_tokens)
+    stats, longest = DecodeStats(1), min(config.seq_len, _PROMPT, target.max_positions - alpha_tokens)
     for row in rows:
         try:
-            with_heads, prompt = replace(model, heads=heads), row[:longest].tolist()
-            generation = begin(with_heads, prompt, config.alpha_tokens, seed=config.seed)
+            generation = begin(replace(model, heads=heads), row[:longest].tolist(), alpha_tokens, seed=config.seed)
         except InputError as error:
             raise renamed(error, {"--len": "--alpha-tokens"}) from None
         stats.depth = generation.depth
         for step in generation.steps():
             stats.add(step)
-            on_progress(stats.tokens, config.alpha_tokens * len(rows))
+            on_progress(stats.tokens, alpha_tokens * len(rows))
     return replace(scores, alpha=stats.alpha, tokens_per_step=stats.tokens_per_step)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """A draft model and its target on the same text.
-
-    Attributes:
-        loss: of the draft model, in nats per token of the text.
-        target_loss: of the target.
-        agreement: share of the positions where both draw the same token.
-    """
+    """Losses of a draft model and its target on a text, in nats per token, and how often both draw the same token."""
 
     loss: float
     target_loss: float
@@ -180,13 +164,10 @@ def _recent_logits(model: Target, text: Sequence[int], position: int, window: in
 
 
 def _same_draws(sampler: Sampler, ids: Tensor, start: int, logits: Sequence[Tensor]) -> Tensor:
-    """For each draft model, count the positions from ``start`` on where it draws the target's token.
+    """For each draft model, count the positions where it draws the target's token.
 
-    Args:
-        sampler: its text ends before ``start``; extended by ``ids``.
-        ids: ``[n + 1]`` tokens of the text.
-        start: position of the first.
-        logits: ``[n, V]`` of the target, then of each draft model.
+    The sampler's text ends before position ``start``. ``ids`` are the ``[n + 1]`` tokens from there on, which extend
+    it; ``logits`` are ``[n, V]`` of the target, then of each draft model.
     """
     nodes = len(logits[0])
     tokens = ids[:nodes]

@@ -240,7 +240,9 @@ class _Training:
             self._seconds += time.monotonic() - started
             self._log(metrics, factor)
             if config.eval_every and self._step % config.eval_every == 0 and self._share() < 1 and ranks.first:
-                self._folder.log({"step": self._step, "held_out": self._trainee.quick_scores()})
+                scores = asdict(self._trainee.evaluate(quick=True)).items()
+                found = {name: score for name, score in scores if score is not None}
+                self._folder.log({"step": self._step, "held_out": found})
             by_steps = config.save_every is not None and self._step % config.save_every == 0
             if by_steps or time.monotonic() - self._saved >= 60 * config.save_minutes:
                 self._save()

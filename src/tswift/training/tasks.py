@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +30,7 @@ from tswift.models.source import silence
 from tswift.models.target import Target
 from tswift.training.config import SHAPES, DraftConfig, HeadsConfig, TrainConfig
 from tswift.training.data import Documents, jumping_positions
-from tswift.training.evaluate import Agreement, HeadsScores, agreements, evaluate_heads, score_heads
+from tswift.training.evaluate import Agreement, HeadsScores, agreements, evaluate_heads
 from tswift.training.folder import TrainFolder
 from tswift.training.losses import CAUSAL, DraftLoss, Metrics, heads_loss
 from tswift.training.ranks import Ranks
@@ -103,21 +102,18 @@ class Trainer:
 
 
 class Trainee(ABC):
-    """What is trained for a model, and how it is evaluated.
-
-    Args:
-        module: trained in place.
-        optimizers: over its weights, with the highest learning rates.
-        name: of the weights in checkpoints.
-        ranks: the processes.
+    """What is trained for a model, and how it is evaluated. Subclasses take (config, model, documents, ranks, progress).
 
     Attributes:
         trainer: the module and its optimizers.
+        scores: the dataclass of what :meth:`evaluate` returns.
     """
 
-    scores: type  # the dataclass of what evaluate() returns
+    scores: type
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], name: str, ranks: Ranks) -> None:
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], name: str, ranks: Ranks
+    ) -> None:
         self.trainer, self._wrapped = Trainer(module, optimizers, name), ranks.wrap(module)
 
     def learn(self, ids: Tensor, key: Sequence[int], of: int = 1, last: bool = True) -> Metrics:
@@ -137,12 +133,8 @@ class Trainee(ABC):
         """Add the gradient of a micro-batch's mean loss, times a factor."""
 
     @abstractmethod
-    def quick_scores(self) -> dict[str, Any]:
-        """Scores on the held-out texts as training goes on, for the log."""
-
-    @abstractmethod
-    def evaluate(self, folder: TrainFolder | None = None) -> Any:
-        """All scores on the held-out texts: before training, or with a folder, of the result written there.
+    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Any:
+        """Scores on the held-out texts, of the result in a folder or of the module as it is; ``quick`` without alpha.
 
         Raises:
             InputError: no memory to do so.
@@ -150,22 +142,11 @@ class Trainee(ABC):
 
     @abstractmethod
     def write(self, folder: TrainFolder) -> None:
-        """Write the result.
-
-        Raises:
-            Fault: it cannot be written.
-        """
+        """Write the result."""
 
 
 class HeadsTrainee(Trainee):
-    """Heads that learn to predict what a frozen model says next.
-
-    Args:
-        config: of the training.
-        model: the model; heads of its own are not used.
-        documents: trained on, and held out.
-        ranks: the processes.
-        progress: shows how evaluation goes on.
+    """Heads that learn to predict what a frozen model says next; heads of the model's own are not used.
 
     Raises:
         InputError: measuring alpha would need more positions than the model has.
@@ -183,44 +164,30 @@ class HeadsTrainee(Trainee):
         self._rows = documents.held_out_rows(config.seq_len)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            fresh = KINDS[config.kind](target.hidden_size, config.heads_count)
-        self.heads = fresh.to(target.device, _trained_dtype(target))
+            self.heads: Heads = KINDS[config.kind](target.hidden_size, config.heads_count)
+        self.heads.to(target.device, _trained_dtype(target))
         super().__init__(self.heads, adamw(self.heads, config.lr, config.weight_decay), "heads", ranks)
 
     def _backward(self, ids: Tensor, key: Sequence[int], scale: float) -> Metrics:
         objective = self._config.objective
         return heads_loss(self._model.target, self.heads, ids, objective, scale=scale, wrapped=self._wrapped)
 
-    def quick_scores(self) -> dict[str, Any]:
-        """Loss and accuracy of each head."""
-        scores = score_heads(self._model.target, self.heads, self._rows, self._config.objective)
-        return {"loss": scores.loss, "top": scores.top}
-
-    def evaluate(self, folder: TrainFolder | None = None) -> HeadsScores:
-        """The same and alpha."""
-        heads: Heads = self.heads
-        target, when = self._model.target, "before" if folder is None else "after"
+    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> HeadsScores:
+        """Loss and accuracy of each head, and alpha."""
+        heads, target = self.heads, self._model.target
         if folder is not None:  # the file is evaluated, whose weights are rounded to bfloat16
             heads = load_heads(folder.path / HEADS, target.hidden_size, target.dtype, target.device)
-        on_progress = partial(self._progress.update, f"alpha, {when}")
-        return evaluate_heads(self._model, heads, self._rows, self._config, on_progress)
+        tokens = 0 if quick else self._config.alpha_tokens
+        on_progress = partial(self._progress.update, "alpha, before" if folder is None else "alpha, after")
+        return evaluate_heads(self._model, heads, self._rows, self._config, tokens, on_progress)
 
     def write(self, folder: TrainFolder) -> None:
         """Write the heads file."""
-        base = fingerprint_in_any_dtype(self._model.target.model)
-        folder.write(HEADS, partial(self.heads.save, base=base))
+        folder.write(HEADS, partial(self.heads.save, base=fingerprint_in_any_dtype(self._model.target.model)))
 
 
 class DraftTrainee(Trainee):
-    """A small model that learns to draw what a large one draws.
-
-    Args:
-        config: of the training.
-        model: the large one.
-        documents: trained on, and held out.
-        ranks: the processes.
-        progress: is told the size of the small model.
-    """
+    """A small model that learns to draw what a large one draws."""
 
     scores = Agreement
 
@@ -231,11 +198,12 @@ class DraftTrainee(Trainee):
         self._config, self._tokenizer = config, model.tokenizer
         self._params = ending(SamplingParams(), model.eos_ids, False)[0]
         self._rows = [row.tolist() for row in documents.held_out_rows(config.seq_len)]
-        network = draft_network(config, target).to(target.device, _trained_dtype(target))
-        network.set_attn_implementation(CAUSAL)
-        progress.say(f"draft model of {network.num_parameters():,} parameters, {config.positions:,} positions")
-        self.network, self.loss = network, DraftLoss(network, target, config.objective)
-        super().__init__(self.loss, muon(network, config.lr, config.weight_decay), "draft", ranks)
+        self.network = draft_network(config, target).to(target.device, _trained_dtype(target))
+        self.network.set_attn_implementation(CAUSAL)
+        parameters = self.network.num_parameters()
+        progress.say(f"draft model of {parameters:,} parameters, {config.positions:,} positions")
+        self.loss = DraftLoss(self.network, target, config.objective)
+        super().__init__(self.loss, muon(self.network, config.lr, config.weight_decay), "draft", ranks)
 
     def positions(self, key: Sequence[int]) -> Tensor | None:
         """Positions of a batch with jumps, so that far positions are learnt from short rows; None for 0, 1, ..."""
@@ -254,12 +222,8 @@ class DraftTrainee(Trainee):
         (loss * (scale / count)).backward()
         return Metrics(loss.detach().double().unsqueeze(0), hits.unsqueeze(0), count)
 
-    def quick_scores(self) -> dict[str, Any]:
-        """Its loss, the large model's, and how often both draw the same token."""
-        return asdict(self.evaluate())
-
-    def evaluate(self, folder: TrainFolder | None = None) -> Agreement:
-        """The same, of the model as it is or of the one in a folder."""
+    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Agreement:
+        """Losses of both models, and how often they draw the same token."""
         network = self.network
         if folder is not None:
             with silence():
