@@ -22,7 +22,7 @@ from tswift.errors import InputError
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
 from tswift.models.source import DEMO
-from tswift.training.config import DraftConfig
+from tswift.training.config import DraftConfig, Progress
 from tswift.training.evaluate import Agreement, agreements
 from tswift.training.folder import METRICS, RECORD
 from tswift.training.run import resume, train
@@ -35,7 +35,7 @@ RECENT = 512  # tokens that the draft model reads, as over a bounded cache
 STEPS = 5000
 
 
-class _Lines:
+class _Lines(Progress):
     """Prints what happens."""
 
     def say(self, message: str) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from recipes.corpus import load_documents, random_rows, split
 from tests.training.tiny import LONG, SHORT, Tiny
 from tswift.errors import InputError
+from tswift.training.config import HeadsConfig
 from tswift.training.data import Documents, jumping_positions, prepare
 
 LENGTH = 96
@@ -98,9 +99,13 @@ def test_names_that_are_no_corpus(corpus: str) -> None:
         load_documents(corpus)
 
 
-def prepared(tiny: Tiny, **changes: object) -> Documents:
+def config_of(tiny: Tiny, **changes: object) -> HeadsConfig:
+    return HeadsConfig(str(tiny.corpus), seq_len=LENGTH, **changes)  # type: ignore[arg-type]
+
+
+def prepared(tiny: Tiny, on_progress=lambda *_: None, **changes: object) -> Documents:  # type: ignore[no-untyped-def]
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    return prepare(str(tiny.corpus), tokenizer, 300, LENGTH, **changes)  # type: ignore[arg-type]
+    return prepare(config_of(tiny, **changes), tokenizer, 300, on_progress)
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +123,8 @@ def test_only_long_documents_are_kept_and_each_once(tiny: Tiny, tokens: list[lis
     found = documents.summary()
     assert (found["documents"], found["kept"], found["twice"], found["held_out"]) == (LONG + SHORT + 1, LONG, 1, 1)
     assert found["train_tokens"] == sum(len(tokens[i]) for i in documents.train)
-    assert prepared(tiny, most=9).summary()["documents"] == 9
-    assert prepared(tiny, most=1000).summary() == found
+    assert prepared(tiny, documents=9).summary()["documents"] == 9
+    assert prepared(tiny, documents=1000).summary() == found
 
 
 def test_rows_come_from_every_place_of_the_training_documents_alone(tiny: Tiny, tokens: list[list[int]]) -> None:
@@ -164,12 +169,12 @@ def test_too_few_long_documents_and_unknown_tokens(tiny: Tiny) -> None:
     with pytest.raises(InputError, match=held):
         prepared(tiny, held_out=18)
     with pytest.raises(InputError, match=r"^--model: the tokenizer has tokens that the model of 100 does not know"):
-        prepare(str(tiny.corpus), AutoTokenizer.from_pretrained(tiny.model), 100, LENGTH)
+        prepare(config_of(tiny), AutoTokenizer.from_pretrained(tiny.model), 100)
 
 
 def test_tokens_are_kept_for_the_same_tokenizer_alone(tiny: Tiny, checkpoint: Path) -> None:
     first = prepared(tiny)
-    other = prepare(str(tiny.corpus), AutoTokenizer.from_pretrained(checkpoint), 320, LENGTH)
+    other = prepare(config_of(tiny), AutoTokenizer.from_pretrained(checkpoint), 320)
     assert (first.lengths != other.lengths).any()
     again = prepared(tiny, on_progress=lambda *_: pytest.fail("tokenised twice"))
     assert again.summary() == first.summary()

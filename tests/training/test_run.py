@@ -27,10 +27,10 @@ from tswift.cli import main
 from tswift.errors import Fault, InputError
 from tswift.jobs import files
 from tswift.kv.full import FullKV
-from tswift.training.config import DraftConfig, HeadsConfig, TrainConfig
+from tswift.training.config import DraftConfig, HeadsConfig, Progress, TrainConfig
 from tswift.training.data import Documents
 from tswift.training.folder import CHECKPOINT, METRICS, RECORD, TrainFolder
-from tswift.training.run import Silent, resume, train
+from tswift.training.run import resume, train
 from tswift.training.tasks import HEADS, MODEL
 
 STEPS = 6
@@ -82,7 +82,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[type[Tra
     return folders
 
 
-class StopAt(Silent):
+class StopAt(Progress):
     """Sends a signal, or raises an error, when so many steps are done."""
 
     def __init__(self, step: int, what: int | Exception) -> None:
@@ -143,7 +143,7 @@ def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny, monkeypatch
     def trainee(**changes: object) -> DraftTrainee:
         config = draft_config(tiny, **changes)
         documents = Documents(None, np.array([]), np.array([]), np.array([]), 0, ())  # type: ignore[arg-type]
-        return DraftTrainee(config, model, documents, Ranks(), Silent())
+        return DraftTrainee(config, model, documents, Ranks(), Progress())
 
     model = tswift.load(str(tiny.model), device="cpu")
     seen, forward = [], DraftLoss.forward

@@ -15,7 +15,7 @@ import typer
 from tswift.cli import options
 from tswift.cli.codes import BAD_INPUT
 from tswift.errors import InputError
-from tswift.training.config import HeadsConfig, TrainConfig, option
+from tswift.training.config import HeadsConfig, Progress, TrainConfig, option
 
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
@@ -102,7 +102,7 @@ def _parameters(kind: type[TrainConfig]) -> list[inspect.Parameter]:
     return [inspect.Parameter(name, keyword, annotation=hint, default=default) for name, hint, default in annotated]
 
 
-class _Progress:
+class _Progress(Progress):
     """One bar at a time, with as many of its figures as there is room for."""
 
     def __init__(self, bars: Bars) -> None:

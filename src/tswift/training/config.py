@@ -1,4 +1,6 @@
-"""Settings of a training. Each field carries its range and its help; the command line is made from these classes.
+"""Settings of a training, and the progress that it reports.
+
+Each field carries its range and its help; the command line is made from these classes.
 
 Nothing here imports torch, so that ``--help`` and mistyped options need not wait for it.
 """
@@ -50,16 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def setting(
-    default: Any,
-    text: str,
-    shown: str | None = None,
-    *,
-    panel: str = "Schedule",
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    choices: tuple[str, ...] | None = None,
-    free: bool = False,
+    default: Any, text: str, shown: str | None = None, *, panel: str = "Schedule", free: bool = False, **bounds: Any
 ) -> Any:
     """A field of a configuration.
 
@@ -68,23 +61,28 @@ def setting(
         text: its help.
         shown: how the help says the default; None to print it.
         panel: where ``--help`` lists it.
-        least, above, most: its range; None is always allowed.
-        choices: the only values it can have.
         free: whether ``--resume`` may change it: it changes no weight, or only by rounding.
+        bounds: its range, as :func:`_check` takes it.
     """
     if shown is None and default not in (None, MISSING):
         shown = f"{default:g}" if isinstance(default, float) else str(default)
     text = f"{text} (default: {shown})" if shown else text
-    rule = {"help": text, "panel": panel, "least": least, "above": above, "most": most, "choices": choices}
-    return field(default=default, metadata={**rule, "free": free})
+    return field(default=default, metadata={"help": text, "panel": panel, "free": free, "bounds": bounds})
 
 
 _text = partial(setting, panel="Text")
 _model = partial(setting, panel="Model")
 _output = partial(setting, panel="Output", free=True)
+_heads = partial(setting, panel="Heads")
+_draft = partial(setting, panel="Draft model")
 _seq_len = partial(_text, text="Tokens of a row; only longer documents are used.", least=2)
 _batch = partial(setting, text="Rows forwarded together.", least=1, most=1 << 20)
 _accumulate = partial(setting, text="Batches of a step, for each process.", least=1, most=1 << 20)
+
+_CORPUS = "Folder of .parquet or .txt files, one such file, or a hub id: emozilla/pg19."
+_DTYPES = ("auto", "float32", "float64", "bfloat16")
+_ALPHA_TOKENS = "Tokens decoded after each held-out text for alpha, before and after; 0 is none."
+_SHAPE_REACH = "the shape's; 131072 for demo, 2048 for 205m"
 
 Config = TypeVar("Config", bound="TrainConfig")
 
@@ -97,9 +95,7 @@ class TrainConfig:
         InputError: a value is outside its range.
     """
 
-    corpus: str = _text(
-        MISSING, "Folder of .parquet or .txt files, one such file, or a hub id: emozilla/pg19.", free=True
-    )
+    corpus: str = _text(MISSING, _CORPUS, free=True)
     seq_len: int = _seq_len(8192)
     documents: int | None = _text(None, "Look at so many documents, evenly spread.", "all", least=2)
     held_out: int | None = _text(None, "Documents never trained on.", "4, a tenth at most", least=1)
@@ -113,12 +109,7 @@ class TrainConfig:
     seed: int = setting(0, "Of first weights and rows.", least=0, most=2**63 - 1)
     model: str = _model(DEMO, "demo, a folder or a hub id.", free=True)
     device: str = _model("auto", "auto, cpu, cuda, cuda:1 ...", free=True)
-    dtype: str = _model(
-        "auto",
-        "bfloat16, float32 or float64.",
-        "bfloat16 on CUDA, float32 on CPU",
-        choices=("auto", "float32", "float64", "bfloat16"),
-    )
+    dtype: str = _model("auto", "bfloat16, float32 or float64.", "bfloat16 on CUDA, float32 on CPU", choices=_DTYPES)
     attention: str = _model("auto", "auto, native, triton, flash or sdpa.", free=True)
     eval_every: int = _output(50, "Steps between scorings of the held-out text; 0 is none.", least=0)
     save_every: int | None = _output(None, "Steps between checkpoints.", "by time alone", least=1)
@@ -129,7 +120,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            _check(each.name, getattr(self, each.name), **each.metadata)
+            _check(each.name, getattr(self, each.name), **each.metadata["bounds"])
         if self.steps is not None and self.minutes is not None:
             raise InputError("cannot be given together with --steps", "--minutes")
         if self.model.startswith("shape:"):
@@ -177,14 +168,10 @@ class TrainConfig:
 class HeadsConfig(TrainConfig):
     """Settings of a training of heads, which draft for a model whose weights stay as they are."""
 
-    kind: str = setting("conditioned", "conditioned or chained.", panel="Heads", choices=("chained", "conditioned"))
-    heads_count: int = setting(3, "How many.", panel="Heads", least=1, most=64)
-    objective: str = setting(
-        TEXT, "text, or distill: the model's own distribution there.", panel="Heads", choices=OBJECTIVES
-    )
-    alpha_tokens: int = _output(
-        256, "Tokens decoded after each held-out text for alpha, before and after; 0 is none.", least=0
-    )
+    kind: str = _heads("conditioned", "conditioned or chained.", choices=("chained", "conditioned"))
+    heads_count: int = _heads(3, "How many.", least=1, most=64)
+    objective: str = _heads(TEXT, "text, or distill: the model's own distribution there.", choices=OBJECTIVES)
+    alpha_tokens: int = _output(256, _ALPHA_TOKENS, least=0)
 
     COMMAND: ClassVar[str] = "train"
     PANEL: ClassVar[str] = "Heads"
@@ -203,20 +190,11 @@ class DraftConfig(TrainConfig):
     accumulate: int = _accumulate(1)
     lr: float = setting(0.02, "Muon's highest learning rate; 0.15 of it is AdamW's.", above=0)
     weight_decay: float = setting(0.01, "Muon's.", least=0)
-    shape: str = setting(
-        "demo", "demo (as the bundled one), or 205m (the paper's table 11).", panel="Draft model", choices=(*SHAPES,)
+    shape: str = _draft("demo", "demo (as the bundled one), or 205m (the paper's table 11).", choices=(*SHAPES,))
+    reach: int | None = _draft(
+        None, "Positions it is made for; rows jump up to there.", _SHAPE_REACH, least=2, most=1 << 24
     )
-    reach: int | None = setting(
-        None,
-        "Positions it is made for; rows jump up to there.",
-        "the shape's; 131072 for demo, 2048 for 205m",
-        panel="Draft model",
-        least=2,
-        most=1 << 24,  # as in models.positions
-    )
-    objective: str = setting(
-        TEXT, "text, or distill: the large model's distribution.", panel="Draft model", choices=OBJECTIVES
-    )
+    objective: str = _draft(TEXT, "text, or distill: the large model's distribution.", choices=OBJECTIVES)
 
     COMMAND: ClassVar[str] = "train-draft"
     PANEL: ClassVar[str] = "Draft model"
@@ -224,14 +202,23 @@ class DraftConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seq_len > self.positions:
-            raise InputError(
-                f"is {self.seq_len:,}, the draft model is to have {self.positions:,} positions", "--seq-len"
-            )
+            message = f"is {self.seq_len:,}, the draft model is to have {self.positions:,} positions"
+            raise InputError(message, "--seq-len")
 
     @property
     def positions(self) -> int:
         """Positions that the draft model is made for."""
         return int(self.reach or SHAPES[self.shape]["max_position_embeddings"])
+
+
+class Progress:
+    """Is told how a training goes on, and shows nothing of it; subclasses do."""
+
+    def say(self, message: str) -> None:
+        """Show a line."""
+
+    def update(self, name: str, done: int, total: int, figures: str = "") -> None:
+        """Show how far a piece of work has come."""
 
 
 def option(name: str) -> str:
@@ -245,25 +232,20 @@ def _check(
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
-    choices: tuple[str, ...] | None = None,
-    **others: Any,
+    choices: tuple[str, ...] = (),
 ) -> None:
-    """Refuse a value outside the range of its field."""
-    problem = None
+    """Refuse a value outside the bounds of its field; None is in any bounds."""
     if value is None:
         return
-    if choices and value not in choices:
-        problem = f"is one of {', '.join(choices)}, got {value!r}"
-    elif most is not None and value > most:
-        problem = f"must be at most {most}, got {value}"
-    elif above is not None and not (math.isfinite(value) and value > above):
-        problem = f"must be a number above {above}, got {value}"
-    elif least is not None and isinstance(value, float) and not (math.isfinite(value) and value >= least):
-        problem = f"must be a number >= {least}, got {value}"
-    elif least is not None and value < least:
-        problem = f"must be at least {least}, got {value}"
-    if problem:
-        raise InputError(problem, option(name))
+    at_least = f"must be a number >= {least}" if isinstance(value, float) else f"must be at least {least}"
+    for wrong, message in (
+        (choices and value not in choices, f"is one of {', '.join(choices)}"),
+        (most is not None and value > most, f"must be at most {most}"),
+        (above is not None and not above < value < math.inf, f"must be a number above {above}"),
+        (least is not None and not least <= value < math.inf, at_least),
+    ):
+        if wrong:
+            raise InputError(f"{message}, got {value!r}", option(name))
 
 
 def _absolute(place: str) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from tswift.errors import InputError
 from tswift.models.hub import hub
+from tswift.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -35,15 +36,13 @@ def open_corpus(corpus: str) -> Dataset:
     """
     import datasets
 
-    files = corpus_files(corpus)
+    files, more = corpus_files(corpus), {}
+    if files:
+        more = {"data_files": files} | ({"sample_by": "document"} if files[0].endswith(".txt") else {})
+    reader = Path(files[0]).suffix.lstrip(".").replace("txt", "text") if files else corpus
     with _quiet(), hub(not files):
         try:
-            if files and files[0].endswith(".txt"):
-                rows = datasets.load_dataset("text", data_files=files, split="train", sample_by="document")
-            elif files:
-                rows = datasets.load_dataset("parquet", data_files=files, split="train")
-            else:
-                rows = datasets.load_dataset(corpus, split="train")
+            rows = datasets.load_dataset(reader, split="train", **more)
         except Exception as error:  # the hub client and the readers fail in many ways
             reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0][:200]
             where = "cannot be read" if files else "is no folder and cannot be loaded from the hub"
@@ -95,23 +94,14 @@ def clean(text: str | None) -> str:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a corpus that are longer than a row, split into training and held-out ones.
+    """The documents of a corpus that are longer than a row, split into training and held-out ones."""
 
-    Attributes:
-        rows: all tokenised documents: ``tokens``, ``digest``.
-        lengths: ``[documents]``, in tokens.
-        train: indices of the documents trained on.
-        held_out: indices of those never trained on.
-        duplicates: number of long documents left out because their text is there already.
-        prefix: tokens that the model expects before any text.
-    """
-
-    rows: Dataset
-    lengths: np.ndarray
-    train: np.ndarray
-    held_out: np.ndarray
-    duplicates: int
-    prefix: tuple[int, ...]
+    rows: Dataset  # all tokenised documents: ``tokens``, ``digest``
+    lengths: np.ndarray  # of all, in tokens
+    train: np.ndarray  # indices of the documents trained on
+    held_out: np.ndarray  # indices of those never trained on
+    duplicates: int  # long documents left out because their text is there already
+    prefix: tuple[int, ...]  # tokens that the model expects before any text
 
     def summary(self) -> dict[str, Any]:
         """Counts and a hash of the documents, for ``train.json``."""
@@ -154,44 +144,38 @@ class Documents:
 
 
 def prepare(
-    corpus: str,
+    config: TrainConfig,
     tokenizer: Any,
     vocabulary: int,
-    longer_than: int,
-    held_out: int | None = None,
-    most: int | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Documents:
     """Tokenise a corpus and split its documents.
 
     Args:
-        corpus: see :func:`open_corpus`.
+        config: its corpus, documents, seq_len and held_out are used.
         tokenizer: the model's.
         vocabulary: number of tokens that the model knows.
-        longer_than: documents of so many tokens or fewer are left out.
-        held_out: how many of the others are held out, spread evenly; None for four, or a tenth if that is less.
-        most: how many documents of the corpus are looked at, spread evenly; None for all.
         on_progress: called with the number of documents tokenised so far, and of all.
 
     Raises:
         InputError: nothing to read, or too few documents are long enough.
     """
-    rows = open_corpus(corpus)
-    if most is not None and most < len(rows):
-        rows = rows.select(np.linspace(0, len(rows) - 1, most).round().astype(int))
+    rows = open_corpus(config.corpus)
+    if config.documents is not None and config.documents < len(rows):
+        rows = rows.select(np.linspace(0, len(rows) - 1, config.documents).round().astype(int))
     rows = _tokenised(rows, tokenizer, on_progress)
     if max(rows["largest"]) >= vocabulary:
         raise InputError(f"the tokenizer has tokens that the model of {vocabulary:,} does not know", "--model")
     lengths, digests = np.asarray(rows["length"]), list(rows["digest"])
-    long = np.flatnonzero(lengths > longer_than)
+    long = np.flatnonzero(lengths > config.seq_len)
     first = {digests[int(i)]: int(i) for i in reversed(long)}
     kept = np.array(sorted(first.values()), dtype=int)
-    count = max(1, min(_HELD_OUT, len(kept) // 10)) if held_out is None else held_out
+    count = max(1, min(_HELD_OUT, len(kept) // 10)) if config.held_out is None else config.held_out
     if len(kept) <= count:
         raise InputError(
-            f"{corpus} has {len(kept):,} documents of more than {longer_than:,} tokens among {len(rows):,}, "
+            f"{config.corpus} has {len(kept):,} documents of more than {config.seq_len:,} tokens among {len(rows):,}, "
             f"and {count:,} of them would be held out; the longest has {int(lengths.max()):,}",
-            _OPTION if held_out is None else "--held-out",
+            _OPTION if config.held_out is None else "--held-out",
         )
     held = kept[((np.arange(count) + 0.5) * len(kept) / count).astype(int)]
     prefix = tuple(tokenizer("")["input_ids"])

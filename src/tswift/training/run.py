@@ -21,12 +21,12 @@ from tswift.models.fingerprint import fingerprint_of
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
 from tswift.models.memory import ran_out
-from tswift.training.config import TrainConfig
+from tswift.training.config import Progress, TrainConfig
 from tswift.training.data import Documents, corpus_files, prepare
 from tswift.training.folder import TrainFolder
 from tswift.training.losses import TOP, Metrics, total
 from tswift.training.ranks import Ranks, open_ranks
-from tswift.training.tasks import TRAINEES, Progress, Trainee, learning_rate
+from tswift.training.tasks import TRAINEES, Trainee, learning_rate
 
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
 BEFORE, AFTER = "before", "after"
@@ -40,15 +40,9 @@ _UNCHANGED = {  # what a resumed training must find as it was, and the option th
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a training.
+    """What came of a training: folder, settings, steps done, scores before and after, the signal that stopped it.
 
-    Attributes:
-        folder: where it is.
-        config: its settings.
-        steps: number of steps done.
-        before, after: scores on the held-out texts, :class:`~tswift.training.evaluate.HeadsScores` or ``Agreement``;
-            None if it was stopped before they were known, or in a process that does not write.
-        signum: the signal that stopped it; None if it ran to its end.
+    Scores are ``HeadsScores`` or ``Agreement``; None if they are not known yet, or in a process that does not write.
     """
 
     folder: Path
@@ -59,21 +53,8 @@ class Outcome:
     signum: int | None = None
 
 
-class Silent:
-    """A :class:`~tswift.training.tasks.Progress` that shows nothing."""
-
-    def say(self, message: str) -> None:
-        """Nothing."""
-
-    def update(self, name: str, done: int, total: int, figures: str = "") -> None:
-        """Nothing."""
-
-
-SILENT = Silent()
-
-
 def train(
-    config: TrainConfig, out: Path | None = None, progress: Progress = SILENT, command: Sequence[str] = ()
+    config: TrainConfig, out: Path | None = None, progress: Progress | None = None, command: Sequence[str] = ()
 ) -> Outcome:
     """Train heads, or a draft model. Under torchrun every process calls this, and the first one writes.
 
@@ -87,6 +68,7 @@ def train(
         InputError: something asked cannot be done.
         Fault: it broke on the way. Its last checkpoint can be resumed.
     """
+    progress = progress or Progress()
     folder = TrainFolder(out or default_path(config.COMMAND), config.COMMAND)
     with open_ranks(config.device) as ranks:
         if ranks.first:
@@ -105,7 +87,7 @@ def resume(
     kind: type[TrainConfig],
     path: Path,
     changes: Mapping[str, Any] | None = None,
-    progress: Progress = SILENT,
+    progress: Progress | None = None,
     command: Sequence[str] = (),
 ) -> Outcome:
     """Continue an interrupted training. On a CPU it comes to the weights of one that was not interrupted, bit for bit.
@@ -121,6 +103,7 @@ def resume(
         InputError: there is no such training, or model, corpus or settings differ.
         Fault: it broke on the way.
     """
+    progress = progress or Progress()
     folder = TrainFolder(path, kind.COMMAND)
     record = folder.read_record()
     try:
@@ -152,14 +135,18 @@ class _Training:
         command: Sequence[str],
     ) -> None:
         self._config, self._folder, self._ranks = config, folder, ranks
-        self._progress = progress = progress if ranks.first else SILENT
+        self._progress = progress = progress if ranks.first else Progress()
         self._step, self._seconds, self._saved = 0, 0.0, time.monotonic()
         corpus_files(config.corpus)  # before a model is loaded
-        model = _load(config, ranks)
+        device = find_device(ranks.device)
+        dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+        try:
+            model = load(config.model, device=str(device), dtype=dtype, attention=config.attention)
+        except InputError as error:  # heads that lie beside it are read, too
+            raise renamed(error, {"--heads": "--model"}) from None
         target = model.target
         if config.seq_len > target.max_positions:
             raise InputError(f"is {config.seq_len:,}, the model has {target.max_positions:,} positions", "--seq-len")
-        dtype = str(target.dtype).removeprefix("torch.")
         processes = f", {ranks.count} processes" * (ranks.count > 1)
         progress.say(f"model {config.model}, {target.device}, {dtype}{processes}")
         self._documents = _documents(config, model, ranks, progress)
@@ -305,28 +292,12 @@ class _Training:
             self._folder.write_record(self._record)
 
 
-def _load(config: TrainConfig, ranks: Ranks) -> LoadedModel:
-    device = find_device(ranks.device)
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
-    try:
-        return load(config.model, device=str(device), dtype=dtype, attention=config.attention)
-    except InputError as error:  # heads that lie beside it are read, too
-        raise renamed(error, {"--heads": "--model"}) from None
-
-
 def _documents(config: TrainConfig, model: LoadedModel, ranks: Ranks, progress: Progress) -> Documents:
     """The corpus; the first process tokenises it, and the others find what datasets has kept."""
     if not ranks.first:
         ranks.wait()
-    documents = prepare(
-        config.corpus,
-        model.tokenizer,
-        model.target.vocab_size,
-        config.seq_len,
-        config.held_out,
-        config.documents,
-        partial(progress.update, "tokenise"),
-    )
+    on_progress = partial(progress.update, "tokenise")
+    documents = prepare(config, model.tokenizer, model.target.vocab_size, on_progress)
     if ranks.first:
         ranks.wait()
     found = documents.summary()
@@ -347,8 +318,8 @@ def _memory_checked(folder: Path) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not ran_out(error):
             raise
-        advice = "a lower --batch or --seq-len takes less"
-        raise Fault(f"memory ran out; {advice}. Checkpoints are in {folder}") from None
+        advice = f"a lower --batch or --seq-len takes less. Checkpoints are in {folder}"
+        raise Fault(f"memory ran out; {advice}") from None
 
 
 def _scores(kind: type[TrainConfig], record: Mapping[str, Any], when: str) -> Any:

@@ -11,7 +11,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from tswift.models.kinds import KINDS
 from tswift.models.loaded import LoadedModel
 from tswift.models.source import silence
 from tswift.models.target import Target
-from tswift.training.config import SHAPES, DraftConfig, HeadsConfig, TrainConfig
+from tswift.training.config import SHAPES, DraftConfig, HeadsConfig, Progress, TrainConfig
 from tswift.training.data import Documents, jumping_positions
 from tswift.training.evaluate import Agreement, HeadsScores, agreements, evaluate_heads
 from tswift.training.folder import TrainFolder
@@ -37,16 +37,6 @@ from tswift.training.ranks import Ranks
 
 HEADS, MODEL = "heads.safetensors", "model.safetensors"
 _WARMUP_SHARE = 0.25  # most of a training in which the rate rises: table 9's 50 steps of 200
-
-
-class Progress(Protocol):
-    """Shows how a training goes on."""
-
-    def say(self, message: str) -> None:
-        """Show a line."""
-
-    def update(self, name: str, done: int, total: int, figures: str = "") -> None:
-        """Show how far a piece of work has come."""
 
 
 class Trainer:
@@ -102,7 +92,7 @@ class Trainer:
 
 
 class Trainee(ABC):
-    """What is trained for a model, and how it is evaluated. Subclasses take (config, model, documents, ranks, progress).
+    """What is trained for a model, and how it is evaluated.
 
     Attributes:
         trainer: the module and its optimizers.
@@ -111,9 +101,7 @@ class Trainee(ABC):
 
     scores: type
 
-    def __init__(
-        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], name: str, ranks: Ranks
-    ) -> None:
+    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], name: str, ranks: Ranks) -> None:
         self.trainer, self._wrapped = Trainer(module, optimizers, name), ranks.wrap(module)
 
     def learn(self, ids: Tensor, key: Sequence[int], of: int = 1, last: bool = True) -> Metrics:
