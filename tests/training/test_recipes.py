@@ -43,7 +43,9 @@ def shrink(module: object, monkeypatch: pytest.MonkeyPatch, **values: object) ->
 
 
 def test_the_recipe_makes_a_model_that_generates(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = demo.demo_config(300).to_dict() | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     shrink(demo, monkeypatch, POSITIONS=(0, 40), WINDOW=16, TEXTS=2, _ROW=48)
+    monkeypatch.setattr(demo, "demo_config", lambda vocabulary: LlamaConfig(**shape))
     plan = Plan(steps=4, tokens_per_step=128, short_row=32, long_row=64, warmup=2, long_from=0.5, heads_from=0.5)
     heads = HeadsPlan(steps=2, matrix_lr=0.01, tokens_per_step=64, rows=(32,))
     recipe = demo.Recipe(str(corpus), "Weather", plan, vocab_size=300, rows=4, chained=heads, conditioned=heads)
