@@ -15,7 +15,7 @@ from tswift.engine import begin
 from tswift.models.fingerprint import fingerprint_of
 from tswift.models.loaded import LoadedModel
 from tswift.models.source import DEMO_DRAFT
-from tswift.training.agreement import agreements
+from tswift.training.evaluate import agreements
 
 FOLDER = Path(tswift.__file__).parent / "models" / "demo" / "draft"
 NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"

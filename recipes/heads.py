@@ -1,4 +1,4 @@
-"""The heads of the bundled model: trained on what the model itself writes, to foresee its own distributions."""
+"""The heads of the bundled model: trained on text that the model itself writes, to predict its own distributions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from recipes.corpus import random_rows
 from tswift.decoding.params import SamplingParams
 from tswift.models.base_heads import Heads
 from tswift.models.target import Target
-from tswift.training.corpus import jumping_positions, random_rows
-from tswift.training.loss import DISTILL
-from tswift.training.trainer import HeadTrainer, muon, rate
+from tswift.training.config import DISTILL
+from tswift.training.data import jumping_positions
+from tswift.training.losses import heads_loss
+from tswift.training.tasks import Trainer, learning_rate
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def write_text(
     batch: int,
     log: Callable[[str], None],
 ) -> np.ndarray:
-    """Text of the model's own, sampled as it will be sampled in use, by transformers' own batched generation.
+    """Text of the model's own, sampled by transformers' batched generation as it will be sampled in use.
 
     Args:
         model: the model.
@@ -81,25 +83,31 @@ def write_text(
 def train_heads(
     model: PreTrainedModel, heads: Heads, stream: np.ndarray, plan: HeadsPlan, log: Callable[[str], None]
 ) -> None:
-    """Train ``heads`` in place to foresee the model's own distributions.
+    """Train ``heads`` in place to predict the model's own distributions.
 
     Args:
         model: the frozen base; its attention is replaced by ours.
-        heads: what is trained.
+        heads: what is trained: Muon for the matrices, AdamW for the norms.
         stream: ``[n]`` token ids.
         plan: the schedule.
         log: takes a line of progress.
     """
-    rng = np.random.default_rng(plan.seed)
-    trainer = HeadTrainer(Target(model), heads, muon(heads, plan.matrix_lr, plan.other_lr), DISTILL)
+    rng, target = np.random.default_rng(plan.seed), Target(model)
+    matrices = [weight for weight in heads.parameters() if weight.ndim == 2]
+    others = [weight for weight in heads.parameters() if weight.ndim != 2]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=plan.matrix_lr, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"),
+        torch.optim.AdamW(others, lr=plan.other_lr, weight_decay=0.0),
+    ]
+    trainer = Trainer(heads, optimizers, "heads")
     started, smooth = time.monotonic(), np.zeros(heads.count)
     for step in range(plan.steps):
         length = plan.rows[step % len(plan.rows)]
         rows = max(1, plan.tokens_per_step // length)
         ids = torch.from_numpy(random_rows(stream, rows, length, rng))
         positions = torch.from_numpy(jumping_positions(rows, length, plan.position_limit, rng)).to(model.device)
-        losses = np.array(trainer.learn(ids, positions).losses)
-        trainer.update(rate(step, step / plan.steps, plan.warmup))
+        losses = np.array(heads_loss(target, heads, ids, DISTILL, positions=positions, scale=1.0).mean_loss)
+        trainer.step(learning_rate(step, step / plan.steps, plan.warmup))
         smooth = losses if step == 0 else 0.95 * smooth + 0.05 * losses
         if step % 20 == 0 or step == plan.steps - 1:
             shown = " ".join(f"{loss:.3f}" for loss in smooth)

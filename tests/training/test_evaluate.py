@@ -10,13 +10,13 @@ from tests.helpers import tiny_llama
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.models.target import Target
-from tswift.training import agreement
-from tswift.training.agreement import agreements
+from tswift.training import evaluate
+from tswift.training.evaluate import agreements
 
 
 @pytest.mark.parametrize("params", [SamplingParams(window=9), SamplingParams(penalty=1, min_p=0)])
 def test_it_is_how_often_both_draw_the_same(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_ROWS", 7)
+    monkeypatch.setattr(evaluate, "_ROWS", 7)
     large, small = tiny_llama("gqa", torch.float64), tiny_llama("gqa", torch.float64)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -11,22 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AttentionInterface, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from recipes.corpus import random_rows
 from tswift.models.refining_heads import ChainedHeads
-from tswift.training.corpus import jumping_positions, random_rows
-
-CAUSAL = "tswift_training_causal"
-
-
-def _causal(module, query, key, value, attention_mask, scaling=None, **kwargs):  # type: ignore[no-untyped-def]
-    # transformers reads a jump in position_ids as the start of another packed text and masks across it; plain causality
-    # is wanted here, so the attention is ours.
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2), None
-
-
-AttentionInterface.register(CAUSAL, _causal)
+from tswift.training.data import jumping_positions
+from tswift.training.losses import CAUSAL
 
 
 @dataclass(frozen=True)

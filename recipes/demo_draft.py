@@ -1,4 +1,4 @@
-"""The recipe of the bundled draft model: ``python -m tswift.training.demo_draft --corpus FOLDER --out DIR``.
+"""The recipe of the bundled draft model: ``python -m recipes.demo_draft --corpus FOLDER --out DIR``.
 
 It is ``tswift train-draft`` on the documents that the bundled model was trained on, and figures of what came of it on
 the six that both never saw. A training that was stopped is gone on with.
@@ -15,18 +15,18 @@ from pathlib import Path
 
 import numpy as np
 
+from recipes.corpus import PG19, load_documents, split, token_stream
 from tswift.decoding.params import SamplingParams
 from tswift.engine import ending
 from tswift.errors import InputError
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
 from tswift.models.source import DEMO
-from tswift.training.agreement import Agreement, agreements
-from tswift.training.corpus import PG19, load_documents, token_stream
-from tswift.training.demo import divided
-from tswift.training.draft import MODEL, resume, train
-from tswift.training.draft_plan import DraftPlan
+from tswift.training.config import DraftConfig, Progress
+from tswift.training.evaluate import Agreement, agreements
 from tswift.training.folder import METRICS, RECORD
+from tswift.training.run import resume, train
+from tswift.training.tasks import MODEL
 
 FILES = (MODEL, "config.json", "tokenizer.json", "tokenizer_config.json")
 POSITIONS = (0, 10_000, 40_000, 98_000)
@@ -35,7 +35,7 @@ RECENT = 512  # tokens that the draft model reads, as over a bounded cache
 STEPS = 5000
 
 
-class _Lines:
+class _Lines(Progress):
     """Prints what happens."""
 
     def say(self, message: str) -> None:
@@ -48,23 +48,23 @@ class _Lines:
             print(f"{name} {done:,}/{total:,} {figures}", flush=True)
 
 
-def build(corpus: str, out: Path, work: Path, plan: DraftPlan, about: str = "") -> None:
+def build(corpus: str, out: Path, work: Path, config: DraftConfig, about: str = "") -> None:
     """Train, measure, and write model and card to ``out``.
 
     Args:
         corpus: folder or hub id.
         out: where the model goes.
         work: where the training is, to be gone on with.
-        plan: how to train; its corpus is taken from ``work``.
+        config: how to train; its corpus is taken from ``work``.
         about: what the corpus is, for the card.
 
     Raises:
         InputError: the training cannot be done, or was interrupted.
     """
-    kept, held = divided(load_documents(corpus))
+    kept, held = split(load_documents(corpus))
     folder = work / "train"
     begun = (folder / RECORD).exists()
-    outcome = resume(folder, {}, _Lines()) if begun else train(plan, folder, _Lines())
+    outcome = resume(DraftConfig, folder, progress=_Lines()) if begun else train(config, folder, _Lines())
     if outcome.signum is not None:
         raise InputError(f"the training was interrupted; the same command goes on with it in {folder}", "--work")
     out.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def keep_documents(corpus: str, path: Path) -> None:
 
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept, _ = divided(load_documents(corpus))
+        kept, _ = split(load_documents(corpus))
         parquet.write_table(pyarrow.table({"text": kept}), path, row_group_size=16)
 
 
@@ -107,12 +107,10 @@ def measure(model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]
         each = agreements(model.target, model.draft, text, POSITIONS, WINDOW, params, recents=(None, RECENT))
         found.append(each)
         log(f"held-out text from token {start:,}: {each}")
-    return [[_mean([text[reads][place] for text in found]) for place in range(len(POSITIONS))] for reads in range(2)]
-
-
-def _mean(each: Sequence[Agreement]) -> Agreement:
-    names = ("loss", "target_loss", "agreement")
-    return Agreement(**{name: float(np.mean([getattr(one, name) for one in each])) for name in names})
+    return [
+        [Agreement.mean([text[reads][place] for text in found]) for place in range(len(POSITIONS))]
+        for reads in range(2)
+    ]
 
 
 def _card(model: LoadedModel, folder: Path, figures: Sequence[Sequence[Agreement]], about: str, documents: int) -> str:
@@ -160,7 +158,7 @@ def main() -> None:
     parser.add_argument(
         "--corpus", default=PG19, help="folder of .parquet or .txt files, or a hub id (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "models" / "demo" / "draft")
+    parser.add_argument("--out", type=Path, default=Path("src/tswift/models/demo/draft"))
     parser.add_argument("--work", type=Path, default=Path("build/demo-draft"), help="intermediate results")
     parser.add_argument("--steps", type=int, default=STEPS, help="of 4,096 tokens")
     parser.add_argument("--about", default="", help="what the corpus is, for the model card (default: its name)")
@@ -168,10 +166,10 @@ def main() -> None:
     path = args.work / "corpus" / "kept.parquet"
     try:
         keep_documents(args.corpus, path)
-        plan = DraftPlan(
+        config = DraftConfig(
             str(path.parent), steps=args.steps, batch=8, seed=1, held_out=2, eval_every=500, save_minutes=4.0
         )
-        build(args.corpus, args.out, args.work, plan, args.about)
+        build(args.corpus, args.out, args.work, config, args.about)
     except InputError as error:
         parser.error(str(error))
 

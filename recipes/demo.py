@@ -1,4 +1,4 @@
-"""The recipe of the bundled model: ``python -m tswift.training.demo --corpus FOLDER --out DIR``.
+"""The recipe of the bundled model: ``python -m recipes.demo --corpus FOLDER --out DIR``.
 
 Every stage leaves its result in the work folder and is skipped when that is there: tokenizer, token streams, base model
 with heads trained along, text written by the model itself, heads fitted to that text, held-out loss, model card.
@@ -16,18 +16,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from recipes.corpus import PG19, load_documents, random_rows, split, token_stream
+from recipes.heads import HeadsPlan, train_heads, write_text
+from recipes.pretrain import Plan, pretrain
+from recipes.tokenizer import train_tokenizer
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
+from tswift.kv.full import FullKV
 from tswift.models.fingerprint import fingerprint_in_any_dtype
 from tswift.models.heads import load_heads
 from tswift.models.refining_heads import ChainedHeads, ConditionedHeads
-from tswift.training.corpus import PG19, load_documents, random_rows, token_stream
-from tswift.training.evaluate import held_out_losses
-from tswift.training.heads import HeadsPlan, train_heads, write_text
-from tswift.training.pretrain import Plan, pretrain
-from tswift.training.tokenizer import train_tokenizer
+from tswift.models.target import Target
 
 POSITIONS = (0, 10_000, 40_000, 100_000)
 CHAINED, CONDITIONED = HeadsPlan(steps=180, matrix_lr=0.01), HeadsPlan(steps=600, matrix_lr=0.02)
@@ -109,16 +111,33 @@ def build(out: Path, work: Path, recipe: Recipe) -> None:
     (out / "generation_config.json").unlink(missing_ok=True)
     # what was shipped is what is measured: the weights as rounded to bf16
     shipped = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
-    figures = held_out_losses(shipped, held_out, POSITIONS, log, WINDOW, TEXTS)
+    figures = held_out_losses(shipped, held_out, log)
     log(f"held-out loss by position: {figures}")
     facts = json.loads((work / "corpus.json").read_text())
     (out / "README.md").write_text(_card(shipped, recipe, facts, figures))
 
 
-def divided(documents: list[str]) -> tuple[list[str], list[str]]:
-    """The documents that are trained on, and the six that never are."""
-    held = range(0, len(documents), 41)[:6]
-    return [text for index, text in enumerate(documents) if index not in held], [documents[index] for index in held]
+def held_out_losses(model: LlamaForCausalLM, stream: np.ndarray, log: Callable[[str], None]) -> dict[int, float]:
+    """Mean next-token loss, in nats, over a window from each position on: the whole text before it is in the context.
+
+    Args:
+        model: the model; its attention is replaced by ours.
+        stream: ``[n]`` token ids nobody trained on; texts are read from several places of it.
+        log: takes a line of progress.
+    """
+    target, length = Target(model), POSITIONS[-1] + WINDOW
+    sums = dict.fromkeys(POSITIONS, 0.0)
+    for start in np.linspace(0, len(stream) - length - 1, TEXTS).astype(int):
+        ids = stream[start : start + length + 1].astype(np.int64)
+        kv = FullKV(target.kv_shape, length)
+        for position in POSITIONS:
+            target.prefill(ids[kv.length : position].tolist(), kv)
+            passes = target.chunks(ids[position : position + WINDOW].tolist(), kv)
+            hidden = torch.cat([each.hidden for each in passes])
+            goal = torch.from_numpy(ids[position + 1 : position + 1 + WINDOW]).to(target.device)
+            sums[position] += F.cross_entropy(target.logits(hidden), goal).item()
+        log(f"held-out text from token {start}: { ({p: round(s, 3) for p, s in sums.items()}) } (sums)")
+    return {position: total / TEXTS for position, total in sums.items()}
 
 
 def _claim(path: Path, recipe: Recipe) -> None:
@@ -184,7 +203,7 @@ def _streams(
 ) -> tuple[PreTrainedTokenizerFast, np.ndarray, np.ndarray]:
     if not (work / "held.npy").exists():
         documents = load_documents(corpus)
-        kept, held = divided(documents)
+        kept, held = split(documents)
         tokenizer = train_tokenizer(kept[::4], vocab_size)
         tokenizer.save_pretrained(work / "tokenizer")
         train, held_out = token_stream(kept, tokenizer), token_stream(held, tokenizer)
@@ -240,7 +259,7 @@ def main() -> None:
     parser.add_argument(
         "--corpus", default=PG19, help="folder of .parquet or .txt files, or a hub id (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "models" / "demo")
+    parser.add_argument("--out", type=Path, default=Path("src/tswift/models/demo"))
     parser.add_argument("--work", type=Path, default=Path("build/demo-model"), help="intermediate results")
     parser.add_argument("--steps", type=int, default=1100, help="steps of 8,192 tokens for the base model")
     parser.add_argument("--about", default="", help="what the corpus is, for the model card (default: its name)")
