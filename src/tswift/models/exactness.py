@@ -57,15 +57,16 @@ def fingerprint(target: Target) -> str:
     width, device = target.width, target.device
     assert width is not None
     random = torch.Generator().manual_seed(0)
-    kv = FullKV(target.kv_shape, _HELD + width)
+    before = max(0, min(_HELD, target.max_positions - width))  # learned positions end
+    kv = FullKV(target.kv_shape, before + width)
     for buffer in (kv.keys, kv.values):
-        buffer[:, :, :_HELD] = torch.randn(buffer[0, :, :_HELD].shape, generator=random).to(buffer)
+        buffer[:, :, :before] = torch.randn(buffer[0, :, :before].shape, generator=random).to(buffer)
     ids = torch.randint(target.vocab_size, (width,), generator=random).to(device)
     index = torch.arange(width, device=device)
 
-    def forward(tokens: Tensor, depths: Tensor, ancestors: Tensor | None, held: int = _HELD) -> Forwarded:
+    def forward(tokens: Tensor, depths: Tensor, ancestors: Tensor | None, held: int = before) -> Forwarded:
         kv.length = held
-        return target.forward(tokens, _HELD + depths, kv, ancestors)
+        return target.forward(tokens, before + depths, kv, ancestors)
 
     def alike() -> Forwarded:  # the same token on every row
         return forward(ids[:1].expand(width), index * 0, torch.eye(width, dtype=torch.bool, device=device))
@@ -83,17 +84,17 @@ def fingerprint(target: Target) -> str:
     for row in (1, width // 2, width - 1):
         _compare(target, (same, 0, alike), (same, row, alike), "its place in the pass")
     whole = chain()
-    written = [buffer[:, :, _HELD:].clone() for buffer in (kv.keys, kv.values)]
+    written = [buffer[:, :, before:].clone() for buffer in (kv.keys, kv.values)]
     _compare(target, (whole, 0, chain), (same, 0, alike), "other nodes")
     mixed = tree()
     for depth in {1, width // 2 - 1}:
         _compare(target, (whole, depth, chain), (mixed, 2 * depth, tree), "other nodes")
     for depth in (0, 1, 2):  # one by one, as plain decoding does
         last = index[depth : depth + 1]
-        alone = partial(forward, ids[last], last, None, _HELD + depth)
+        alone = partial(forward, ids[last], last, None, before + depth)
         _compare(target, (whole, depth, chain), (alone(), 0, alone), "its ancestors being drafted")
         for buffer, known in zip((kv.keys, kv.values), written, strict=True):
-            if not torch.equal(buffer[:, :, _HELD + depth], known[:, :, depth]):
+            if not torch.equal(buffer[:, :, before + depth], known[:, :, depth]):
                 raise Inexact("keys and values depend on a token's ancestors being drafted")
     parts = [whole.hidden, target.logits(whole.hidden)]
     bits = b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
