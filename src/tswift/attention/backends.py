@@ -74,9 +74,9 @@ def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = US
     if name == "native":
         if device.type != "cpu":
             return "native attention is for the CPU"
-        if dtype != torch.float32:
-            return f"native attention takes float32, not {_plain(dtype)}"
-        return _unbuilt(width)
+        if dtype not in (torch.float32, *_HALVES):
+            return f"native attention takes float32, bfloat16 and float16, not {_plain(dtype)}"
+        return _unbuilt(width, dtype)
     if name == "triton":
         if dtype not in (torch.float32, *_HALVES):
             return f"triton attention takes float32, bfloat16 and float16, not {_plain(dtype)}"
@@ -220,13 +220,13 @@ def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _unbuilt(width: int) -> str | None:
+def _unbuilt(width: int, dtype: torch.dtype) -> str | None:
     from tswift.attention.building import Unbuilt
     from tswift.attention.native import library, parallel_region, takes
 
     try:
         parallel_region()
-        library(width if takes(width) else USUAL)  # that one tells whether there is a compiler at all
+        library(width if takes(width) else USUAL, dtype)  # that one tells whether there is a compiler at all
     except Unbuilt as error:
         return f"native attention {error}"
     return None

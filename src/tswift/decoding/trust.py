@@ -72,6 +72,7 @@ def try_steps(target: Target, params: SamplingParams) -> None:
 def _difference(target: Target) -> str | None:
     """What is wrong with device steps, in one line; None if nothing is."""
     for seed, (length, nodes) in enumerate(_TRIED):
+        nodes = min(nodes, target.width or nodes)
         random = Random(seed)
         prompt = [random.randrange(target.vocab_size) for _ in range(length)]
         known = [*prompt]
