@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tswift.attention.layout import MOST_WIDTH, ROWS
 from tswift.kv.full import FullKV
 from tswift.models.passes import Forwarded
+from tswift.models.shapes import routed
 from tswift.models.target import Target
 
 _CPU_WIDTH = 16
@@ -120,7 +121,7 @@ def _compare(target: Target, one: _Row, other: _Row, cause: str) -> None:
 
 
 def _outputs(target: Target, run: Callable[[], Forwarded], row: int) -> list[tuple[str, Tensor, Tensor]]:
-    """Of every module without parts, in the order in which they run: name, input and output of a row."""
+    """Of every module with an input and an output per row, in the order in which they end: name, and both of a row."""
     found: list[tuple[str, Tensor, Tensor]] = []
 
     def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -130,8 +131,7 @@ def _outputs(target: Target, run: Callable[[], Forwarded], row: int) -> list[tup
 
         return hook
 
-    modules = [(name, part) for name, part in target.model.named_modules() if not next(part.children(), None)]
-    hooks = [part.register_forward_hook(keep(name)) for name, part in modules]
+    hooks = [part.register_forward_hook(keep(name)) for name, part in target.model.named_modules()]
     try:
         run()
     finally:
@@ -158,5 +158,7 @@ def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
         return "ranks hold the model together"
     if attention == "flash":
         return "flash attention sums in an order of its own"
+    if routed(target.model.config):
+        return "as many rows come to an expert as choose it"
     target.width = usual_width(target.device, target.groups)
     return None
