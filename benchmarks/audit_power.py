@@ -21,9 +21,9 @@ import torch
 
 import tswift
 from tswift.decoding.audit import Audit, audit
-from tswift.decoding.generation import begin
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
+from tswift.engine import begin
 from tswift.jobs.environment import environment, now
 from tswift.kv.full import FullKV
 from tswift.models.loaded import LoadedModel

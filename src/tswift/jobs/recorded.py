@@ -228,7 +228,7 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
         **{name: model[name] for name in ("device", "dtype", "attention", "heads")},
         **{name: asked.get(name) for name in ("quantize", "draft_weights")},
         "draft": None if model.get("draft") is None else model["draft"]["name"],
-        "exact": model["exact"] is not None,
+        "exact": model.get("exact") is not None,
         "bits": _bits(record),
     }
     if fields["attention"] == "native":
@@ -241,6 +241,6 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bits(record: dict[str, Any]) -> str | None:
-    sessions = [record["model"]["exact"], *(session["exact"] for session in record.get("resumed", ()))]
+    sessions = [record["model"].get("exact"), *(session.get("exact") for session in record.get("resumed", ()))]
     found = {None if exact is None else exact["bits"] for exact in sessions}
     return found.pop() if len(found) == 1 else None

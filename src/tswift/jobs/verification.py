@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tswift.decoding.audit import Audit, audit
-from tswift.decoding.generation import ending
-from tswift.decoding.limits import check
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
+from tswift.engine import check, ending
 from tswift.errors import InputError
 from tswift.jobs.folder import TOKENS
 from tswift.jobs.prompt import read_prompt, take

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from tswift.attention.layout import MOST_WIDTH, ROWS
 from tswift.kv.full import FullKV
 from tswift.models.passes import Forwarded
+from tswift.models.shapes import routed
 from tswift.models.target import Target
 
 _CPU_WIDTH = 16
 _LEAST_WIDTH = 8
 _HELD = 1_500  # random keys that the passes read: several chunks of every attention
+_OTHERS = (0, 99, 700)
 
 
 class Inexact(Exception):
@@ -57,15 +59,16 @@ def fingerprint(target: Target) -> str:
     width, device = target.width, target.device
     assert width is not None
     random = torch.Generator().manual_seed(0)
-    kv = FullKV(target.kv_shape, _HELD + width)
+    before = max(0, min(_HELD, target.max_positions - width))  # learned positions end
+    kv = FullKV(target.kv_shape, before + width)
     for buffer in (kv.keys, kv.values):
-        buffer[:, :, :_HELD] = torch.randn(buffer[0, :, :_HELD].shape, generator=random).to(buffer)
+        buffer[:, :, :before] = torch.randn(buffer[0, :, :before].shape, generator=random).to(buffer)
     ids = torch.randint(target.vocab_size, (width,), generator=random).to(device)
     index = torch.arange(width, device=device)
 
-    def forward(tokens: Tensor, depths: Tensor, ancestors: Tensor | None, held: int = _HELD) -> Forwarded:
+    def forward(tokens: Tensor, depths: Tensor, ancestors: Tensor | None, held: int = before) -> Forwarded:
         kv.length = held
-        return target.forward(tokens, _HELD + depths, kv, ancestors)
+        return target.forward(tokens, before + depths, kv, ancestors)
 
     def alike() -> Forwarded:  # the same token on every row
         return forward(ids[:1].expand(width), index * 0, torch.eye(width, dtype=torch.bool, device=device))
@@ -83,19 +86,20 @@ def fingerprint(target: Target) -> str:
     for row in (1, width // 2, width - 1):
         _compare(target, (same, 0, alike), (same, row, alike), "its place in the pass")
     whole = chain()
-    written = [buffer[:, :, _HELD:].clone() for buffer in (kv.keys, kv.values)]
+    written = [buffer[:, :, before:].clone() for buffer in (kv.keys, kv.values)]
     _compare(target, (whole, 0, chain), (same, 0, alike), "other nodes")
     mixed = tree()
     for depth in {1, width // 2 - 1}:
         _compare(target, (whole, depth, chain), (mixed, 2 * depth, tree), "other nodes")
     for depth in (0, 1, 2):  # one by one, as plain decoding does
         last = index[depth : depth + 1]
-        alone = partial(forward, ids[last], last, None, _HELD + depth)
+        alone = partial(forward, ids[last], last, None, before + depth)
         _compare(target, (whole, depth, chain), (alone(), 0, alone), "its ancestors being drafted")
         for buffer, known in zip((kv.keys, kv.values), written, strict=True):
-            if not torch.equal(buffer[:, :, _HELD + depth], known[:, :, depth]):
+            if not torch.equal(buffer[:, :, before + depth], known[:, :, depth]):
                 raise Inexact("keys and values depend on a token's ancestors being drafted")
     parts = [whole.hidden, target.logits(whole.hidden)]
+    parts += [forward(ids, index, None, held).hidden for held in _OTHERS]  # one pass may round alike by chance
     bits = b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
     return hashlib.sha256(bits).hexdigest()[:16]
 
@@ -119,7 +123,7 @@ def _compare(target: Target, one: _Row, other: _Row, cause: str) -> None:
 
 
 def _outputs(target: Target, run: Callable[[], Forwarded], row: int) -> list[tuple[str, Tensor, Tensor]]:
-    """Of every module without parts, in the order in which they run: name, input and output of a row."""
+    """Of every module with an input and an output per row, in the order in which they end: name, and both of a row."""
     found: list[tuple[str, Tensor, Tensor]] = []
 
     def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -129,8 +133,7 @@ def _outputs(target: Target, run: Callable[[], Forwarded], row: int) -> list[tup
 
         return hook
 
-    modules = [(name, part) for name, part in target.model.named_modules() if not next(part.children(), None)]
-    hooks = [part.register_forward_hook(keep(name)) for name, part in modules]
+    hooks = [part.register_forward_hook(keep(name)) for name, part in target.model.named_modules()]
     try:
         run()
     finally:
@@ -157,5 +160,7 @@ def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
         return "ranks hold the model together"
     if attention == "flash":
         return "flash attention sums in an order of its own"
+    if routed(target.model.config):
+        return "as many rows come to an expert as choose it"
     target.width = usual_width(target.device, target.groups)
     return None
