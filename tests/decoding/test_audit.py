@@ -100,19 +100,19 @@ def test_exact_passes_leave_nothing_to_rounding() -> None:
     """In bfloat16 every token of an exact text is drawn exactly, and the closest of all changes is a violation."""
     model = tswift.load(dtype="bfloat16", exact=True)
     prompt = model.encode(NOVEL.read_text())[:300]
-    run = begin(model, prompt, 300, method="medusa", seed=11)
+    run = begin(model, prompt, 300, method="medusa", seed=3)
     tokens = [token for step in run.steps() for token in step.tokens]
-    found = audit(model.target, prompt, tokens, run.params, 11)
+    found = audit(model.target, prompt, tokens, run.params, 3)
     assert (found.ok, found.exact, found.width) == (True, 300, model.target.width)
     assert (found.measured, found.bound, found.levels, found.contested) == (0, 0, (), 0)
     model.target.width = None
-    near = audit(model.target, prompt, tokens, run.params, 11)  # the same text by other passes
+    near = audit(model.target, prompt, tokens, run.params, 3)  # the same text by other passes
     assert near.ok
     assert near.within  # of these tokens the exact audit is to refuse the other one
     model.target.width = found.width
     for finding in near.within:
         changed = [*tokens[: finding.index], finding.drawn]
-        (violation,) = audit(model.target, prompt, changed, run.params, 11).violations
+        (violation,) = audit(model.target, prompt, changed, run.params, 3).violations
         assert (violation.index, violation.drawn) == (finding.index, finding.token)
         assert violation.margin is not None
         assert 0 < violation.margin < near.bound
