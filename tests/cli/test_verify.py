@@ -65,9 +65,9 @@ def test_a_run(tswift, run: Path, tmp_path: Path) -> None:  # type: ignore[no-un
     assert found["seconds"] > 0
 
 
-def test_an_exact_run(tswift, checkpoint: Path, prompt: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_an_exact_run(tswift, prompt: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "run"
-    words = ["--model", checkpoint, "--prompt", prompt, "--len", 60, "--dtype", "bfloat16", *SAMPLING]
+    words = ["--model", "demo", "--prompt", prompt, "--len", 60, "--dtype", "bfloat16", *SAMPLING]
     assert tswift("generate", *words, "--out", out, "--quiet").code == 0
     found = json.loads(tswift("verify", out, "--json", "-").out)
     assert (found["ok"], found["exact"], found["within_rounding"], found["note"]) == (True, 60, 0, None)
