@@ -145,16 +145,14 @@ def test_lengths_about_those_of_chunks_and_stretches(prompt_length: int) -> None
 
 
 @given(first=st.integers(0, 2000), length=st.integers(1, 3000))
-def test_stretches_cover_the_end_and_do_not_overlap(first: int, length: int) -> None:
+def test_stretches_have_whole_chunks_behind_them(first: int, length: int) -> None:
     nodes = first + length
     starts = stretches(first, nodes)
-    assert 1 <= len(starts) <= 8
-    assert starts[-1] + min(32, nodes) == nodes or 32 <= length < 64
-    assert all(later - earlier >= 32 for earlier, later in pairwise(starts))
-    assert starts[0] >= min(first, max(0, nodes - 32))
-    if length >= 64:
-        assert starts[0] == first
-        assert len(starts) == min(8, length // 32)
+    assert len(starts) == min(8, max(1, length // 256))
+    assert starts[0] == min(first, max(0, nodes - 256))
+    assert all(later - earlier >= 256 for earlier, later in pairwise(starts))
+    assert starts[-1] + 256 <= max(256, nodes)
+    assert length < 512 or starts[-1] + 256 == nodes
 
 
 def test_a_large_vocabulary_is_judged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
