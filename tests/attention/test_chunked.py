@@ -24,14 +24,6 @@ BORDERS = [0, *(border + MOST_WIDTH for border in (0, 256, 512, 768, 1024, 2048,
 NOTHING = Wants()
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 @dataclass
 class Text:
     """Queries, keys and values of a text, ``[heads, length, d]``; its end is drafted in some passes."""
@@ -100,8 +92,7 @@ lengths = st.builds(lambda border, by: max(0, border + by), st.sampled_from(BORD
 windows = st.one_of(st.none(), st.integers(1, 200), st.sampled_from([255, 256, 320, 321, 1000, 2047, 2048, 4000]))
 
 
-@pytest.mark.usefixtures("threads")
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 3, 4, 8]),
@@ -125,6 +116,16 @@ def test_rows_have_the_same_bits_in_every_pass(
 def test_a_path_of_the_greatest_depth_across_each_border(start: int, dtype: torch.dtype) -> None:
     start = max(0, start - 30)
     assert not differ(Text.random(2, 3, 16, dtype, start + MOST_WIDTH), start, trees=1)
+
+
+@pytest.mark.parametrize(("dtype", "kv_heads", "groups"), [(torch.bfloat16, 1, 1), (torch.float32, 2, 3)])
+def test_two_threads(dtype: torch.dtype, kv_heads: int, groups: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert not differ(Text.random(kv_heads, groups, 64, dtype, 2116), 2108, trees=2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_sharp_rows_have_the_same_bits() -> None:
