@@ -201,15 +201,16 @@ def by_length(begin, end, kv_heads, window) -> Iterator[tuple[int, int]]:
     return ((at, size) for at in range(0, end, size))
 
 
-def in_slot_order(self, layout, prefix, nodes, ancestors, make=ChunkedAttention.__init__) -> None:
-    """The tail as it lies in the cache, with the gaps that other branches leave."""
+def with_gaps(self, layout, prefix, nodes, ancestors, make=ChunkedAttention.__init__) -> None:
+    """The tail with the gaps of other branches and, as gaps alone may do nothing, the draft before the text."""
     make(self, layout, prefix, nodes, ancestors)
     if ancestors is not None:
         path, own = self._path, self._path[:, -1:]
         slots = torch.arange(prefix - MOST_WIDTH + 1, prefix + nodes)
         seen = torch.cat([torch.ones(nodes, MOST_WIDTH - 1, dtype=torch.bool), ancestors], dim=1)
         seen &= (slots >= path[:, :1]) & (slots < own)
-        self._path = torch.cat([torch.where(seen, slots, -1), own], dim=1)
+        lying = torch.where(seen, slots, -1).roll(nodes, 1)
+        self._path = torch.cat([lying, own], dim=1)
 
 
 def all_rows_at_once(left, right):
@@ -224,7 +225,7 @@ def all_rows_at_once(left, right):
 PRODUCTS = chunked._products
 FAULTS = {
     "blocks by length": (chunked, "_borders", by_length),
-    "the tail in the order of slots": (ChunkedAttention, "__init__", in_slot_order),
+    "the tail with gaps": (ChunkedAttention, "__init__", with_gaps),
     "as many rows as there are": (chunked, "_products", all_rows_at_once),
 }
 
