@@ -1,4 +1,4 @@
-"""In passes of a fixed width every method writes the text of plain decoding, in 16 bits too, cut and resumed anywhere."""
+"""In passes of a fixed width every method writes the text of plain decoding, in 16 bits too, wherever it is resumed."""
 
 from __future__ import annotations
 
