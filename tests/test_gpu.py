@@ -19,12 +19,12 @@ from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, t
 from tswift.attention.layout import Layout
 from tswift.attention.special import SpecialAttention, Wants
 from tswift.decoding.audit import audit
-from tswift.decoding.generation import begin
 from tswift.decoding.noise import noise_bits
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.making import make_drafter
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
+from tswift.engine import begin
 from tswift.jobs.prompt import read_prompt
 from tswift.kv.buffer import KVShape
 from tswift.kv.full import FullKV

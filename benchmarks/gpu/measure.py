@@ -28,8 +28,8 @@ from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, 
 from benchmarks.gpu.timing import interleaved
 from tswift.benchmarking.machine import measured
 from tswift.benchmarking.roofline import pass_seconds
-from tswift.decoding.generation import Generation
 from tswift.decoding.params import SamplingParams
+from tswift.engine import Generation
 from tswift.jobs.environment import environment
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV

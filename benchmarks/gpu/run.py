@@ -17,8 +17,8 @@ from transformers import LlamaConfig
 from benchmarks.gpu import FIGURES
 from tswift.benchmarking.roofline import Machine
 from tswift.benchmarking.simulated import SimulatedWalk
-from tswift.decoding.generation import Generation, begin
 from tswift.drafting.options import DraftOptions
+from tswift.engine import Generation, begin
 from tswift.kv.buffer import KVBuffer
 from tswift.kv.full import FullKV
 from tswift.models.loaded import LoadedModel

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from tests.helpers import PLAIN, drafter_of, random_prompt, tiny_target
 from tswift.benchmarking.lanes import Lane, interleave, slice_goals
-from tswift.decoding.generation import Generation
-from tswift.decoding.limits import Need
 from tswift.decoding.loop import Decoding
 from tswift.drafting.options import DraftOptions
+from tswift.engine import Generation, Need
 
 
 def lane_of(method: str, length: int, seed: int = 3) -> Lane:

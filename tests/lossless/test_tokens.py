@@ -1,4 +1,4 @@
-"""In passes of a fixed width every method writes the text of plain decoding, in 16 bits too, wherever it is resumed."""
+"""In passes of a fixed width every method writes plain decoding's text, in 16 bits too, cut and resumed anywhere."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 import tswift
 from tests.helpers import decode, drafter_of, random_prompt, tiny_draft, tiny_heads
 from tests.lossless.models import DTYPES, KINDS, exact_target
-from tswift.decoding.generation import begin
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.making import make_drafter
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
+from tswift.engine import begin
 from tswift.models.loaded import LoadedModel
 from tswift.models.source import DEMO_DRAFT
 

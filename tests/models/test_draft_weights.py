@@ -17,9 +17,9 @@ from tests import fake_torchao
 from tests.conftest import make_checkpoint
 from tests.models.loads import refuse
 from tswift.decoding import costs, limits
-from tswift.decoding.limits import check_ahead
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
+from tswift.engine import check_ahead
 from tswift.errors import InputError
 from tswift.models.adapting import adapted
 from tswift.models.joined import JoinedLinear

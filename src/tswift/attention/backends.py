@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.attention.special import SpecialAttention, Wants
@@ -111,6 +112,14 @@ def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USU
     return name
 
 
+def exact_for(attention: type[Attention], width: int) -> type[Attention]:
+    """What attends in exact passes: the backend itself, or stock operators where it has none for heads of a size."""
+    from tswift.attention.native import NativeAttention, takes
+
+    left = attention is NativeAttention and not takes(width)  # to operators whose rows are not exact
+    return attention if attention.EXACT and not left else ChunkedAttention
+
+
 def fails(
     name: str,
     dtype: torch.dtype,
@@ -143,7 +152,7 @@ def fails(
 
 
 def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: int, nodes: int) -> int:
-    """Bytes of a layer's partial attention results, one per chunk of keys, before they are merged; 0 if unknown.
+    """Bytes of a layer's partial attention results, before they are merged; 0 if it is unknown.
 
     Args:
         attention: name of the class.
@@ -154,11 +163,11 @@ def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: in
     """
     if attention != "TritonAttention":
         return 0
-    from tswift.attention.triton import _LONG, MOST_NODES, chunk_count, chunk_size
+    from tswift.attention.triton import chunking
 
     kv_heads, groups = heads
-    chunk = chunk_size(kv_heads) * (1 if nodes <= MOST_NODES else _LONG)
-    return chunk_count(slots, chunk) * kv_heads * groups * nodes * (width + 1) * torch.float32.itemsize
+    _, chunks = chunking(kv_heads, nodes, slots)
+    return (1 + chunks) * kv_heads * groups * nodes * (width + 1) * torch.float32.itemsize
 
 
 def _apart(backend: type[Attention], layout: Layout, width: int, wants: Wants) -> float:

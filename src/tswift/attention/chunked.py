@@ -114,7 +114,7 @@ class ChunkedAttention:
         begin = 0 if window is None else max(0, self._prefix - window + 1)
         end = last - MOST_WIDTH + 1
         wide = rows.new_empty(0), rows.new_empty(0)
-        for at, size in _borders(begin, end, window):
+        for at, size in _borders(begin, end, len(keys), window):
             if wide[0].numel() != len(keys) * size * width:
                 wide = rows.new_ones(len(keys), size, width), rows.new_ones(len(keys), size, width + 1)
             read = slice(max(at, begin), min(at + size, end))
@@ -133,12 +133,13 @@ class ChunkedAttention:
         return top, out
 
 
-def _borders(begin: int, end: int, window: int | None) -> Iterator[tuple[int, int]]:
-    """Where the blocks that slots from ``begin`` to ``end`` lie in start, and their sizes.
+def _borders(begin: int, end: int, kv_heads: int, window: int | None) -> Iterator[tuple[int, int]]:
+    """Where the blocks start that hold the slots from ``begin`` to ``end``, and their sizes.
 
-    They grow with the text, or a short one would have to be filled up to a large block; those of a window stay small.
+    Sizes grow with the text, or a short one would have to be filled up to a large block. A window's blocks stay small,
+    and those of many heads, which leave a CPU's cache otherwise. All are powers of two.
     """
-    most = _MOST if window is None or window >= _MOST else _LEAST
+    most = _LEAST if window is not None and window < _MOST else max(_LEAST, _MOST >> (kv_heads - 1).bit_length())
     at = begin // most * most
     while at < end:
         size = min(max(at, _LEAST), most)

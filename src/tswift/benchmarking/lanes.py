@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tswift.decoding.generation import Generation
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.step import Step
+from tswift.engine import Generation
 
 
 @dataclass

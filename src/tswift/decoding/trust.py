@@ -11,11 +11,11 @@ from random import Random
 import torch
 
 from tswift.decoding.device_step import DeviceStepper
+from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.step import Undrawn
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.source import Context, Drafter
 from tswift.kv.full import FullKV
 from tswift.models.target import Target
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tswift.decoding.drafter import Context
 from tswift.drafting.heads import DraftingPass, LastPass
 from tswift.drafting.plan import Plan
 from tswift.drafting.sketch import Sketch
-from tswift.drafting.source import Context
 from tswift.models.base_heads import Heads
 from tswift.models.passes import Forwarded
 from tswift.models.target import Target

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.device_step import DeviceState
+from tswift.decoding.drafter import Context
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.levels import Level, PartialLevel
-from tswift.drafting.source import Context
 from tswift.kv.partial import PartialKV
 from tswift.models.base_heads import Heads
 from tswift.models.costs import PassCosts

@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tswift.decoding.generation import begin
-from tswift.decoding.limits import check_ahead
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import OF_CHOICE, OF_NGRAMS, find_method, used
 from tswift.drafting.options import FULL, DraftOptions
+from tswift.engine import begin, check_ahead
 from tswift.errors import InputError
 from tswift.jobs.chat import read_system, refuse_with_chat, render
 from tswift.jobs.draft import about_draft, draft_for, weights_for

@@ -58,9 +58,9 @@ def load(
         dtype: ``float32``, ``float64``, ``bfloat16`` or ``float16``; ``auto`` is float32 on the CPU, the checkpoint's
             own on CUDA, and bfloat16 for a shape.
         attention: ``triton`` (CUDA; float32, bfloat16, float16), ``flash`` (CUDA with flash-attn installed; bfloat16,
-            float16), ``native`` (x86 CPUs where there is a C compiler; float32), ``sdpa`` (everything), or ``auto``:
-            triton or native where they can serve, sdpa elsewhere. With triton the layers are compiled, and passes are
-            replayed as CUDA graphs.
+            float16), ``native`` (x86 CPUs where there is a C compiler; float32, bfloat16, float16), ``sdpa``
+            (everything), or ``auto``: triton or native where they can serve, sdpa elsewhere. With triton the layers are
+            compiled, and passes are replayed as CUDA graphs.
         heads: a heads file, of ours or one of Medusa's; a folder with one, or with a whole model that carries heads; or
             a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's folder. None takes
             ``heads.safetensors`` there, if it exists, or the heads that the model carries. A shape has random heads of

@@ -10,11 +10,10 @@ from tswift.benchmarking.lineup import Lineup, Variant
 from tswift.benchmarking.measure import Plan
 from tswift.benchmarking.measurement import BASELINE, REFERENCE
 from tswift.benchmarking.suites.suite import AXIS, Choice, Suite
-from tswift.decoding.generation import ending
-from tswift.decoding.limits import check, check_ahead
 from tswift.drafting.methods import find_method
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.resolving import resolve
+from tswift.engine import check, check_ahead, ending
 from tswift.errors import InputError
 from tswift.jobs.draft import draft_for, weights_for
 from tswift.jobs.settings import refuse_unused, sampling_params
