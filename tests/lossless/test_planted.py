@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from tests.attention.test_chunked import FAULTS as ATTENTION
-from tests.lossless.models import DTYPES, WIDE, exact_target
+from tests.lossless.models import DTYPES, WIDE, exact_target, network
 from tests.lossless.test_bits import same
+from tswift.attention.chunked import ChunkedAttention
+from tswift.attention.sdpa import TreeAttention
 from tswift.kv.buffer import KVBuffer
 from tswift.models import target as module
+from tswift.models.exactness import fingerprint
 from tswift.models.target import Target
 
 HELD = 1100  # several blocks
@@ -60,30 +63,41 @@ def wrong_slots(patch: Patch) -> None:
 
 
 def stock_attention(patch: Patch) -> None:
-    from tswift.attention.sdpa import TreeAttention
-
     patch.setattr(exact_target(WIDE, torch.float32), "_exact", TreeAttention)
 
 
-FAULTS: dict[str, Callable[[Patch], None]] = {
+ROUNDED: dict[str, Callable[[Patch], None]] = {
     **{name: in_attention(name) for name in ATTENTION},
-    **{
-        fault.__name__: fault
-        for fault in (
-            wide_verification,
-            narrow_plain_passes,
-            large_chunks,
-            bare_lm_head,
-            wrong_slots,
-            stock_attention,
-        )
-    },
+    "stock attention": stock_attention,
+    "wrong slots committed": wrong_slots,
+}
+OF_WIDTH: dict[str, Callable[[Patch], None]] = {
+    "wider verification": wide_verification,
+    "plain passes over one row": narrow_plain_passes,
+    "large chunks of a prompt": large_chunks,
+    "LM head over as many rows as there are": bare_lm_head,
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", ROUNDED)
 def test_bits_see_it(name: str, monkeypatch: Patch) -> None:
-    targets = [exact_target(WIDE, dtype) for dtype in DTYPES]
-    assert all(same(target, HELD, 7) for target in targets)
-    FAULTS[name](monkeypatch)
-    print(name, [same(target, HELD, 7) for target in targets])
+    target = exact_target(WIDE, torch.float32)
+    assert same(target, HELD, 7)
+    ROUNDED[name](monkeypatch)
+    assert not same(target, HELD, 7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OF_WIDTH)
+def test_bits_see_another_width(name: str, dtype: torch.dtype, monkeypatch: Patch) -> None:
+    """Products whose bits depend on the number of rows: with some on every machine, here with each."""
+    model = network("Llama, GQA", dtype)
+    for part in model.modules():
+        if isinstance(part, torch.nn.Linear):
+            part.register_forward_hook(lambda part, given, out: out + out * (out.shape[-2] * torch.finfo(dtype).eps))
+    target = Target(model, ChunkedAttention)
+    target.width = 16
+    fingerprint(target)
+    assert same(target, 70, 7)
+    OF_WIDTH[name](monkeypatch)
+    assert not same(target, 70, 7)
