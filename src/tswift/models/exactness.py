@@ -163,6 +163,6 @@ def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
     if attention == "flash":
         return "flash attention sums in an order of its own"
     if routed(target.model.config):
-        return "as many rows come to an expert as choose it"
+        return "an expert takes as many rows as choose it"
     target.width = usual_width(target.device, target.groups)
     return None
