@@ -99,7 +99,9 @@ def fingerprint(target: Target) -> str:
             if not torch.equal(buffer[:, :, before + depth], known[:, :, depth]):
                 raise Inexact("keys and values depend on a token's ancestors being drafted")
     parts = [whole.hidden, target.logits(whole.hidden)]
-    parts += [forward(ids, index, None, held).hidden for held in _OTHERS]  # one pass may round alike by chance
+    parts += [
+        forward(ids, index, None, held).hidden for held in _OTHERS if held <= before
+    ]  # one pass may round alike by chance
     bits = b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
     return hashlib.sha256(bits).hexdigest()[:16]
 
@@ -161,6 +163,6 @@ def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
     if attention == "flash":
         return "flash attention sums in an order of its own"
     if routed(target.model.config):
-        return "as many rows come to an expert as choose it"
+        return "an expert takes as many rows as choose it"
     target.width = usual_width(target.device, target.groups)
     return None
