@@ -494,8 +494,7 @@ static void attend_part(const Work *w, int64_t head, int64_t index, float *wide)
     for (int64_t r = 0; r < PADDED(rows); r++) top[r] = -FLT_MAX; /* minus infinity from itself would be NaN */
     for (int64_t first = start, count; first < end; first += count) {
         count = tail ? end - first : BLOCK;
-        /* the part before this one comes next */
-        const int64_t next = tail ? first : first + BLOCK < end ? first + BLOCK : part_start(index ? index - 1 : 0);
+        const int64_t next = first + 2 * BLOCK <= held ? first + BLOCK : first;
         Block b = {
             .keys = keys + first * WIDTH,
             .values = values + first * WIDTH,
@@ -523,15 +522,15 @@ static void attend_part(const Work *w, int64_t head, int64_t index, float *wide)
     }
 }
 
-/* What every thread does. The longest parts, at the end, come first. */
+/* What every thread does. The short parts come last, so that no thread waits long for the others. */
 static void take_parts(void *given) {
     Work *w = given;
     const Call *c = w->call;
-    const int64_t tasks = c->kv_heads * w->parts;
+    const int64_t tasks = c->kv_heads * w->parts, from = w->parts > NEAR ? NEAR : 0;
     const int64_t worker = __atomic_fetch_add(&w->workers, 1, __ATOMIC_RELAXED);
     float *wide = found(w, c->kv_heads, 0) + worker * WIDENED;
     for (int64_t task; (task = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED)) < tasks;)
-        attend_part(w, task / w->parts, w->parts - 1 - task % w->parts, wide);
+        attend_part(w, task / w->parts, (task + from) % w->parts, wide);
 }
 
 /* Weigh what the parts of a head found for up to eight rows by their sums of weights. */
