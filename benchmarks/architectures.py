@@ -22,7 +22,7 @@ import transformers
 from transformers.utils import logging
 
 import tswift
-from recipes.tokenizer import train_tokenizer
+from recipes.corpus import train_tokenizer
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
