@@ -11,7 +11,7 @@ import torch
 
 import tswift
 from tests.helpers import decode, drafter_of, random_prompt, tiny_draft, tiny_heads
-from tests.lossless.models import DTYPES, KINDS, ExactOnDevice, exact_target
+from tests.lossless.models import DTYPES, KINDS, WIDE, ExactOnDevice, exact_target
 from tswift.attention.chunked import ChunkedAttention
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
@@ -63,9 +63,9 @@ def text_of(model, prompt, length, method, params, seed=1, options=None, written
 )
 def test_every_method_writes_the_text_of_plain_decoding(dtype, params, seed, trees) -> None:
     model, prompt = demo(dtype), novel(90)
-    plain = text_of(model, prompt, 100, "ar", params, seed)
+    plain = text_of(model, prompt, 60, "ar", params, seed)
     for method in NAMES:
-        assert text_of(model, prompt, 70, method, params, seed, trees.get(method)) == plain[:70], method
+        assert text_of(model, prompt, 60, method, params, seed, trees.get(method)) == plain, method
 
 
 def test_without_it_texts_part_in_bfloat16() -> None:
@@ -77,14 +77,14 @@ def test_without_it_texts_part_in_bfloat16() -> None:
     assert any(parted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != WIDE])  # for which there are heads
 def test_random_models(kind: str) -> None:
     """Trees, chains and n-grams over heads of any mind, in each dtype by another rule."""
     rules = SamplingParams(min_p=0.02, window=24), GREEDY, SamplingParams(min_p=0, top_p=0.8, penalty=1)
     for dtype, params in zip(DTYPES, rules, strict=True):
         target, prompt = exact_target(kind, dtype), random_prompt(50, 3)
         plain = decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 40)
-        for method in ("medusa", "tokenswift", "magicdec", "triforce"):
+        for method in ("medusa", "tokenswift", "magicdec"):
             drafter = make_drafter(method, target, tiny_heads(dtype), TREES[method], tiny_draft(dtype))
             assert decode(target, drafter, prompt, params, 4, 40) == plain, (dtype, method)
 
