@@ -13,7 +13,9 @@ optionally ``window`` and ``softcap``.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,7 +65,18 @@ class Compiler:
             | {"warps": compiled.metadata.num_warps, "stages": compiled.metadata.num_stages}
             | resources(ptx, self.capability, compiled.metadata.num_warps, compiled.metadata.shared)
             | {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "copies": ptx.count("cp.async.cg")}
+            | {"arithmetic": arithmetic(ptx)}
         )
+
+
+def arithmetic(ptx: str) -> str:
+    """A hash of what is done with floating-point numbers, and exchanged between threads, in its order.
+
+    Kernels that have it in common round alike, if their threads hold the same elements.
+    """
+    found = re.findall(r"^\s*(?:@%p\d+ )?(\w+[\w.:]*)\s.*;", ptx, re.MULTILINE)
+    kept = [each for each in found if re.search(r"\.(f|bf)(16|32)|shfl\.sync\.bfly", each)]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
 
 
 def resources(ptx: str, capability: int, warps: int, shared: int) -> dict[str, int]:
