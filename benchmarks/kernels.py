@@ -30,18 +30,20 @@ NAMES = ("attend_chunk", "combine_chunks", "store_new")
 # KB of shared memory of a multiprocessor and of a program at most, programs and threads at most
 LIMITS = {80: (164, 163, 32, 2048), 90: (228, 227, 32, 2048)}
 SHAPES = [  # llama3.1-8b, qwen2.5-7b, yarn-llama2-7b; the bundled models' head size, padded ones, gemma's
-    *(("bfloat16", 8, 4, 128, nodes, kind) for nodes, kind in ((1, "chain"), (8, "tree"), (16, "tree"), (32, "tree"))),
-    *(("bfloat16", 8, 4, 128, nodes, kind) for nodes, kind in ((48, "tree"), (128, "tree"), (512, "chain"))),
-    *(("bfloat16", 4, 7, 128, nodes, "tree") for nodes in (8, 18, 36)),
-    *(("bfloat16", 32, 1, 128, nodes, "tree") for nodes in (16, 48, 128)),
-    *(("float16", 8, 4, 128, nodes, "tree") for nodes in (16, 32, 48)),
-    *(("bfloat16", 2, 4, 64, nodes, "tree") for nodes in (4, 16, 32, 64)),
+    *(
+        ("bfloat16", 8, 4, 128, nodes, kind)
+        for nodes, kind in ((1, "chain"), (8, "tree"), (32, "tree"), (512, "chain"))
+    ),
+    *(("bfloat16", 4, 7, 128, nodes, "tree") for nodes in (8, 18)),
+    *(("bfloat16", 32, 1, 128, nodes, "tree") for nodes in (16, 128)),
+    *(("float16", 8, 4, 128, nodes, "tree") for nodes in (16, 32)),
+    *(("bfloat16", 2, 4, 64, nodes, "tree") for nodes in (4, 32)),
     *(("bfloat16", 8, 1, 80, nodes, "tree") for nodes in (64, 128)),
-    *(("bfloat16", 4, 2, 256, nodes, "tree") for nodes in (8, 16, 32, 64)),
-    *(("bfloat16", 8, 4, 128, nodes, "tree", "window") for nodes in (4, 32, 48)),
-    *(("bfloat16", 4, 2, 256, nodes, "tree", "softcap") for nodes in (8, 32)),
-    ("bfloat16", 4, 2, 256, 32, "tree", "window", "softcap"),
-    *(("float32", 4, 7, size, nodes, "tree") for size in (64, 96, 256) for nodes in (2, 32)),
+    *(("bfloat16", 4, 2, 256, nodes, "tree") for nodes in (8, 64)),
+    *(("bfloat16", 8, 4, 128, nodes, "tree", "window") for nodes in (4, 32)),
+    *(("bfloat16", 4, 2, 256, nodes, "tree", "softcap") for nodes in (8, 64)),
+    *(("bfloat16", 4, 2, 256, nodes, "tree", "window", "softcap") for nodes in (8, 64)),
+    *(("float32", 4, 7, size, 2, "tree") for size in (64, 96, 256)),
 ]
 
 

@@ -222,6 +222,8 @@ def configuration(rows: int, width: int, itemsize: int, generation: int) -> Conf
     if itemsize == 4:  # multiplied outside the tensor cores, and bound by that: keys may well be read again
         return Configuration(16, min(64, max(16, 2048 // width)), warps=8, stages=2)
     keys, widest = min(64, max(16, 4096 // width)), {8: 64, 9: 256, 12: 64}.get(generation, 0)
+    if width > 128 and generation != 9:
+        return Configuration(32, keys, warps=4, stages=3)
     if rows <= 64 or width > widest:
         return Configuration(64, keys, warps=4, stages=3)
     return Configuration(128, keys, warps=8, stages=3, registers=128 if generation == 9 and width <= 128 else None)
