@@ -19,9 +19,9 @@ are committed, and however long the text grows. That is so because all borders a
   rows and all keys of a tile, so that the instructions that a row goes through are the same ones in the same order.
   tests/attention/test_offline_compile.py compares the code. The compiler may fuse no product with a sum by itself.
 
-Not exact are longer chains, a prompt's, from 129 nodes on, whose chunks are 32 times as long, or their partial results
-would take more memory than the keys; and in trees nodes more than 63 below the root. No GPU has confirmed any of this
-yet; the interpreter has.
+Not exact are passes of more than 128 nodes, a prompt's, whose chunks are 32 times as long, or their partial results
+would take more memory than the keys; and in trees nodes more than 64 below the root. No GPU has confirmed any of this
+yet; the interpreter has, and the compiled code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tswift.attention.kernels import MIDDLE, NEAR, attend_chunk, combine_chunks,
 from tswift.attention.layout import MOST_WIDTH, Layout
 from tswift.attention.special import Wants
 
-_PROMPT = 128  # nodes; a chain of more is a prompt's
+_PROMPT = 128  # nodes; a pass of more is over a prompt
 _LONG = 32  # times as long are the chunks of a prompt
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTERPRETED = not isinstance(attend_chunk, triton.JITFunction)
