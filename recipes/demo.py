@@ -26,8 +26,8 @@ from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.models.fingerprint import fingerprint_in_any_dtype
-from tswift.models.heads import load_heads
-from tswift.models.refining_heads import ChainedHeads, ConditionedHeads
+from tswift.models.heads import ChainedHeads, ConditionedHeads
+from tswift.models.heads_files import load_heads
 from tswift.models.target import Target
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

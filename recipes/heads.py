@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from recipes.corpus import random_rows
 from tswift.decoding.params import SamplingParams
-from tswift.models.base_heads import Heads
+from tswift.models.heads import Heads
 from tswift.models.target import Target
 from tswift.training.config import DISTILL
 from tswift.training.data import jumping_positions

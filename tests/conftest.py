@@ -32,7 +32,7 @@ def make_checkpoint(folder: Path, **changes: object) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from recipes.corpus import train_tokenizer
-    from tswift.models.refining_heads import ChainedHeads
+    from tswift.models.heads import ChainedHeads
 
     tokenizer = train_tokenizer(SENTENCES, 320)
     settings: dict[str, object] = {

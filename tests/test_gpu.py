@@ -21,8 +21,7 @@ from tswift.attention.special import SpecialAttention, Wants
 from tswift.decoding.audit import audit
 from tswift.decoding.noise import noise_bits
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.making import make_drafter
-from tswift.drafting.methods import METHODS
+from tswift.drafting.methods import METHODS, make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
 from tswift.jobs.prompt import read_prompt

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tswift import engine
+from tswift.drafting.history import Recall
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.recall import Recall
 from tswift.engine import Need, begin, check_ahead
 from tswift.errors import InputError
 from tswift.models.loading import load

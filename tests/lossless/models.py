@@ -16,7 +16,7 @@ from tests.helpers import VOCAB
 from tswift.attention.chunked import ChunkedAttention
 from tswift.decoding.tree import DraftTree
 from tswift.kv.full import FullKV
-from tswift.models.exactness import fingerprint, set_width
+from tswift.models.adapting import fingerprint, set_width
 from tswift.models.linear import quicken
 from tswift.models.target import Target
 

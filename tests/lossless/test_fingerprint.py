@@ -13,7 +13,7 @@ from tests.cli.conftest import prompt, tswift  # noqa: F401
 from tests.lossless.models import DTYPES, network
 from tswift.attention.chunked import ChunkedAttention
 from tswift.errors import InputError
-from tswift.models.exactness import Inexact, fingerprint
+from tswift.models.adapting import Inexact, fingerprint
 from tswift.models.loading import load
 from tswift.models.source import silence
 from tswift.models.target import Target

@@ -14,7 +14,7 @@ from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.kv.buffer import KVBuffer
 from tswift.models import target as module
-from tswift.models.exactness import fingerprint
+from tswift.models.adapting import fingerprint
 from tswift.models.target import Target
 
 HELD = 1100  # several blocks

@@ -15,8 +15,7 @@ from tests.lossless.models import DTYPES, KINDS, WIDE, ExactOnDevice, exact_targ
 from tswift.attention.chunked import ChunkedAttention
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.making import make_drafter
-from tswift.drafting.methods import METHODS
+from tswift.drafting.methods import METHODS, make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
 from tswift.models.loaded import LoadedModel

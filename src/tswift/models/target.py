@@ -24,12 +24,8 @@ from tswift.attention.sdpa import TreeAttention
 from tswift.attention.special import SpecialAttention, WantedAttention
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
-from tswift.models.inspection import first_broken
-from tswift.models.layers import Unserved, survey
-from tswift.models.outputs import output_of
+from tswift.models.hf import Tap, Unserved, first_broken, max_positions, output_of, survey
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
-from tswift.models.positions import max_positions
-from tswift.models.tap import Tap
 
 Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
 CHUNK = 512  # prompt tokens forwarded at a time

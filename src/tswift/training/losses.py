@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from tswift.kv.full import FullKV
-from tswift.models.base_heads import Heads
+from tswift.models.heads import Heads
 from tswift.models.target import Target
 from tswift.training.config import DISTILL, TEXT
 

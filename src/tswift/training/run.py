@@ -16,11 +16,10 @@ from tswift.errors import Fault, InputError, renamed
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import default_path
 from tswift.jobs.signals import Signals, Stopped
-from tswift.models.devices import find_device
+from tswift.models.devices import find_device, ran_out
 from tswift.models.fingerprint import fingerprint_of
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
-from tswift.models.memory import ran_out
 from tswift.training.config import Progress, TrainConfig
 from tswift.training.data import Documents, corpus_files, prepare
 from tswift.training.folder import TrainFolder

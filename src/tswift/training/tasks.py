@@ -21,10 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from tswift.decoding.params import SamplingParams
 from tswift.engine import ending
 from tswift.errors import Fault, InputError
-from tswift.models.base_heads import Heads
 from tswift.models.fingerprint import fingerprint_in_any_dtype
-from tswift.models.heads import load_heads
-from tswift.models.kinds import KINDS
+from tswift.models.heads import KINDS, Heads
+from tswift.models.heads_files import load_heads
 from tswift.models.loaded import LoadedModel
 from tswift.models.source import silence
 from tswift.models.target import Target
