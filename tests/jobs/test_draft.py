@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import make_checkpoint
 from tswift import engine
 from tswift.benchmarking.lineup import Entry, line_up
-from tswift.drafting.making import draft_slots
+from tswift.drafting.methods import draft_slots
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, check_ahead
 from tswift.errors import InputError

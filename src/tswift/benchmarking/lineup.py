@@ -12,16 +12,15 @@ from tswift.benchmarking.measurement import BASELINE, DRAFTLESS
 from tswift.benchmarking.simulated import SimulatedWalk, refuse_share
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import OF_CHOICE, find_method, used
+from tswift.drafting.methods import OF_CHOICE, find_method, resolve, used
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.resolving import resolve
 from tswift.engine import begin, check_ahead, ending
 from tswift.errors import InputError, renamed
 from tswift.jobs.draft import draft_for, weights_for
 from tswift.jobs.settings import refuse_unused, sampling_params, used_options
+from tswift.models.devices import available_bytes, gigabytes
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
-from tswift.models.memory import available_bytes, gigabytes
 from tswift.models.source import DEMO
 
 DEFAULT_METHODS = ("ar", "medusa", "tokenswift")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tswift.benchmarking.roofline import Machine
-from tswift.models.memory import available_bytes
+from tswift.models.devices import available_bytes
 
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**32}  # beyond any processor's caches
 _TRIES = 5

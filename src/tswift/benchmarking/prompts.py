@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tswift.errors import InputError, renamed
 from tswift.jobs.prompt import read_prompt
-from tswift.models.hub import hub
 from tswift.models.loaded import LoadedModel
+from tswift.models.source import hub
 
 PG19 = "emozilla/pg19"  # on the hub, as parquet; the test split holds 100 books
 _OPTION = "--prompts"

@@ -10,9 +10,8 @@ from tswift.benchmarking.lineup import Lineup, Variant
 from tswift.benchmarking.measure import Plan
 from tswift.benchmarking.measurement import BASELINE, REFERENCE
 from tswift.benchmarking.suites.suite import AXIS, Choice, Suite
-from tswift.drafting.methods import find_method
+from tswift.drafting.methods import find_method, resolve
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.resolving import resolve
 from tswift.engine import check, check_ahead, ending
 from tswift.errors import InputError
 from tswift.jobs.draft import draft_for, weights_for
