@@ -17,7 +17,7 @@ from tests.benchmarking.helpers import make_measurement
 from tswift.benchmarking import look
 from tswift.benchmarking.report import csv_report, markdown_report, write_measurement, write_reports
 from tswift.errors import InputError
-from tswift.jobs import files
+from tswift.jobs import folder as files
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = make_measurement()

@@ -15,7 +15,7 @@ class Killed(BaseException):
 
 
 class FaultyOs:
-    """The ``os`` of :mod:`tswift.jobs.files`, where call ``at`` (from 1) of those that change files goes wrong.
+    """The ``os`` of :mod:`tswift.jobs.folder`, where call ``at`` (from 1) of those that change files goes wrong.
 
     Args:
         at: which call; 0 for none.

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tswift.errors import InputError
-from tswift.jobs.chat import read_system, refuse_with_chat, render
+from tswift.jobs.prompt import read_system, refuse_with_chat, render
 
 # the special token of the tests' tokenizer, as templates begin with their model's first token
 TEMPLATE = (

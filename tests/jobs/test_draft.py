@@ -17,9 +17,8 @@ from tswift.drafting.methods import draft_slots
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, check_ahead
 from tswift.errors import InputError
-from tswift.jobs.draft import draft_for
 from tswift.jobs.resume import resume
-from tswift.jobs.settings import Settings, start
+from tswift.jobs.settings import Settings, draft_for, start
 from tswift.models.loading import load
 from tswift.models.prospect import foresee
 

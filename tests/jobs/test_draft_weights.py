@@ -17,9 +17,8 @@ from tswift.benchmarking.schema import bench_schema, complaints
 from tswift.benchmarking.suites.catalogue import find_suite
 from tswift.benchmarking.suites.lineups import Asked, prepare
 from tswift.errors import InputError
-from tswift.jobs.draft import weights_for
 from tswift.jobs.resume import resume
-from tswift.jobs.settings import Settings, start
+from tswift.jobs.settings import Settings, start, weights_for
 
 WORDS = ["tswift"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.faults import FaultyOs
-from tswift.jobs import files
-from tswift.jobs.files import AppendedFile, refuse_other, write_whole
+from tswift.jobs import folder as files
+from tswift.jobs.folder import AppendedFile, refuse_other, write_whole
 
 
 @pytest.mark.parametrize("fault", ["full", "broken"])

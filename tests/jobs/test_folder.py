@@ -13,9 +13,16 @@ import pytest
 
 from tswift.errors import InputError
 from tswift.jobs import folder as module
-from tswift.jobs.folder import FolderGone, RunFolder, SaveFailed, bytes_of, checksum, default_path
-from tswift.jobs.journal import parse_journal
-from tswift.jobs.lock import Lock, in_use
+from tswift.jobs.folder import (
+    Lock,
+    RunFolder,
+    SaveFailed,
+    bytes_of,
+    checksum,
+    default_path,
+    in_use,
+    parse_journal,
+)
 from tswift.jobs.recorded import read_saved
 
 
@@ -131,14 +138,14 @@ def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path, name: 
 def test_a_folder_that_went_is_noticed(folder: RunFolder) -> None:
     folder.append([1, 2], "one two", nothing)
     shutil.rmtree(folder.path)
-    with pytest.raises(FolderGone, match="was removed or moved"):
+    with pytest.raises(SaveFailed, match="was removed or moved"):
         folder.checkpoint({})
 
 
 def test_a_folder_that_was_moved_is_noticed(folder: RunFolder, tmp_path: Path) -> None:
     folder.append([1, 2], "one two", nothing)
     folder.path.rename(tmp_path / "moved")
-    with pytest.raises(FolderGone):
+    with pytest.raises(SaveFailed):
         folder.checkpoint({})
 
 

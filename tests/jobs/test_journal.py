@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tswift.jobs.journal import Checkpoint, parse_journal
+from tswift.jobs.folder import Checkpoint, parse_journal
 
 COUNTERS = st.dictionaries(st.sampled_from(["passes", "seconds", "reused"]), st.integers(0, 9) | st.floats(0, 9))
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.jobs.killing import Process, kill_and_resume, left_alone, result
 from tswift.jobs import folder
-from tswift.jobs.listing import list_runs
+from tswift.jobs.recorded import list_runs
 
 
 @pytest.fixture

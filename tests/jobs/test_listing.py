@@ -11,7 +11,7 @@ import pytest
 
 from tswift.errors import InputError
 from tswift.jobs.folder import RunFolder
-from tswift.jobs.listing import list_runs
+from tswift.jobs.recorded import list_runs
 
 
 def made(path: Path, state: str, started: str, **more: Any) -> RunFolder:

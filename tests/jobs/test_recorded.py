@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
-from tswift.jobs.folder import bytes_of, checksum
-from tswift.jobs.journal import Checkpoint
+from tswift.jobs.folder import Checkpoint, bytes_of, checksum
 from tswift.jobs.prompt import fingerprint
 from tswift.jobs.recorded import check_ids, read_run, read_saved, read_tokens
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tswift.jobs.signals import Signals, Stopped
+from tswift.jobs.job import Signals, Stopped
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from recipes.corpus import train_tokenizer
-from tswift.jobs.text import TextStream
+from tswift.jobs.prompt import TextStream
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
 from tswift.cli import main
 from tswift.errors import Fault, InputError
-from tswift.jobs import files
+from tswift.jobs import folder as files
 from tswift.kv.full import FullKV
 from tswift.training.config import DraftConfig, HeadsConfig, Progress, TrainConfig
 from tswift.training.data import Documents

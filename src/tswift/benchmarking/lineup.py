@@ -16,8 +16,7 @@ from tswift.drafting.methods import OF_CHOICE, find_method, resolve, used
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, check_ahead, ending
 from tswift.errors import InputError, renamed
-from tswift.jobs.draft import draft_for, weights_for
-from tswift.jobs.settings import refuse_unused, sampling_params, used_options
+from tswift.jobs.settings import draft_for, refuse_unused, sampling_params, used_options, weights_for
 from tswift.models.devices import available_bytes, gigabytes
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load

@@ -19,7 +19,7 @@ from tswift.benchmarking.measurement import FILE, encode, file_name, simulation
 from tswift.benchmarking.statistics import FIGURES, summarise
 from tswift.benchmarking.tables import grids, source
 from tswift.errors import InputError
-from tswift.jobs.files import write_whole
+from tswift.jobs.folder import write_whole
 
 
 def write_reports(measurement: Mapping[str, Any], folder: Path, paper: bool, plots: bool) -> list[Path]:

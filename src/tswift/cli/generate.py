@@ -16,8 +16,7 @@ from tswift.errors import InputError
 
 if TYPE_CHECKING:
     from tswift.cli.display import Display
-    from tswift.jobs.job import Job
-    from tswift.jobs.signals import Signals
+    from tswift.jobs.job import Job, Signals
     from tswift.models.ranks import Ranks
 
 _ASKED = (
@@ -109,7 +108,7 @@ def generate(
 ) -> None:
     """Continue a text. The text goes to stdout as it is made; text, tokens and figures to a folder."""
     from tswift.cli.display import Display
-    from tswift.jobs.signals import Signals
+    from tswift.jobs.job import Signals
 
     if discard_damaged and resume is None:
         raise InputError("goes with --resume", "--discard-damaged")

@@ -17,7 +17,7 @@ from typing import Any
 
 from tswift.cli.streams import write_stdout
 from tswift.errors import InputError
-from tswift.jobs.files import write_whole
+from tswift.jobs.folder import write_whole
 
 SCHEMA = 1
 

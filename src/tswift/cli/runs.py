@@ -11,7 +11,7 @@ from tswift.cli import options
 
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
-    from tswift.jobs.listing import Entry
+    from tswift.jobs.recorded import Entry
 
 
 def runs(
@@ -21,7 +21,7 @@ def runs(
 ) -> None:
     """List runs: state, tokens, method, model, speed. A killed or interrupted one goes on with generate --resume."""
     from tswift.cli import records, tables
-    from tswift.jobs.listing import list_runs
+    from tswift.jobs.recorded import list_runs
 
     record = records.writable(json_file)
     entries = list_runs(folder)

@@ -1,15 +1,23 @@
 """A run's folder: ``prompt.u32``, ``tokens.u32``, ``journal``, ``text.txt`` and ``run.json``.
 
 Tokens are appended while the job runs, with a line of the journal for every checkpoint, and both are on the disk before
-the job goes on. So whatever ends it, what was made is there, and it is known how much of it is sound.
+the job goes on. So whatever ends it, what was made is there, and it is known how much of it is sound. One process at a
+time writes the folder.
+
+A line of the journal is a JSON object, a tab, the CRC-32 of the object's bytes, and a newline. The object holds
+``tokens`` (how many), ``crc32`` (of the prompt's and these tokens' bytes) and the counters of the steps. Checksums of
+tokens run on from line to line, so each line vouches for everything before it.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from hashlib import sha256
 from itertools import count
@@ -18,11 +26,255 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from tswift.errors import Fault, InputError
-from tswift.jobs.files import AppendedFile, sync_folder, write_whole
-from tswift.jobs.journal import Checkpoint
-from tswift.jobs.lock import LOCK, InUse, Lock
+
+_FOLLOW_NOT = getattr(os, "O_NOFOLLOW", 0)  # a link in a run's folder could point at anything
+_BINARY = getattr(os, "O_BINARY", 0)  # Windows
+_MODE = 0o644
+
+
+def sync_folder(path: Path) -> None:
+    """Make a folder's list of files durable, where the system can."""
+    if os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, whatever happens meanwhile.
+
+    Raises:
+        OSError: it cannot be written, and named; what was there before still is.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FOLLOW_NOT | _BINARY, _MODE)
+        try:
+            _write(handle, content)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        os.replace(new, path)
+    except OSError as error:
+        _remove(new)
+        error.filename = str(path)  # a write's error names no file
+        raise
+    sync_folder(path.parent)
+
+
+class AppendedFile:
+    """A file that only grows. What is added reaches it with the next :meth:`sync`.
+
+    Args:
+        path: the file.
+        keep: bytes of it that stay, the rest being cut off; None for a file that must not be there yet.
+
+    Raises:
+        OSError: it cannot be opened or cut; or it is a link, or no regular file.
+    """
+
+    def __init__(self, path: Path, keep: int | None = None) -> None:
+        self.path = path
+        new = os.O_CREAT | os.O_EXCL if keep is None else 0
+        self._handle = os.open(path, os.O_WRONLY | new | _FOLLOW_NOT | _BINARY, _MODE)
+        try:
+            if not stat.S_ISREG(os.fstat(self._handle).st_mode):
+                raise OSError(0, "it is no regular file", str(path))
+            if keep is not None:
+                os.ftruncate(self._handle, keep)
+            os.lseek(self._handle, 0, os.SEEK_END)
+        except OSError:
+            os.close(self._handle)
+            raise
+        self._waiting = bytearray()
+        self._open = True
+
+    def add(self, content: bytes) -> None:
+        """Add to what the next sync writes."""
+        self._waiting += content
+
+    def sync(self, durable: bool = True) -> None:
+        """Write what was added; if ``durable``, so that even a power cut leaves it there.
+
+        Raises:
+            OSError: it cannot be written. A part of it may have been.
+        """
+        while self._waiting:
+            del self._waiting[: os.write(self._handle, self._waiting)]
+        if durable:
+            os.fsync(self._handle)
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the file of that name is still this one."""
+        try:
+            return os.path.samestat(os.fstat(self._handle), os.lstat(path))
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Close the file; what no sync has written is dropped."""
+        if self._open:
+            self._open = False
+            os.close(self._handle)
+
+
+def refuse_other(path: Path) -> None:
+    """Refuse to read what is no regular file, but a link to one, say; that it may be missing is no matter.
+
+    Args:
+        path: the file.
+
+    Raises:
+        OSError: it is something else.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        raise OSError(0, "it is a link" if stat.S_ISLNK(mode) else "it is no regular file", str(path))
+
+
+def _write(handle: int, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(handle, left) :]
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        os.unlink(path)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is known of a run at one place of its text.
+
+    Attributes:
+        tokens: how many there were.
+        crc32: of the bytes of the prompt and of these tokens.
+        counters: of the steps that made them; see :meth:`tswift.decoding.stats.DecodeStats.counters`.
+    """
+
+    tokens: int
+    crc32: int
+    counters: Mapping[str, Any] = field(default_factory=dict)
+
+    def line(self) -> bytes:
+        """The journal's line."""
+        about = {"tokens": self.tokens, "crc32": self.crc32, **self.counters}
+        text = json.dumps(about, separators=(",", ":")).encode()
+        return b"%s\t%08x\n" % (text, crc32(text))
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A journal that was read.
+
+    Attributes:
+        checkpoints: of the whole lines before the first broken one.
+        size: bytes of those lines.
+        torn: the last line is broken or has no end: writing it was cut short.
+        broken: number of a line, from 1, that is broken although others follow; None if there is none.
+    """
+
+    checkpoints: list[Checkpoint]
+    size: int
+    torn: bool
+    broken: int | None
+
+
+def parse_journal(content: bytes) -> Journal:
+    """Read a journal; nothing in it is too broken for that."""
+    lines = content.split(b"\n")
+    unended = lines.pop()
+    found: list[Checkpoint] = []
+    size = 0
+    for number, line in enumerate(lines, 1):
+        checkpoint = _parse(line)
+        if checkpoint is None or (found and checkpoint.tokens <= found[-1].tokens):
+            last = number == len(lines) and not unended
+            return Journal(found, size, torn=last, broken=None if last else number)
+        found.append(checkpoint)
+        size += len(line) + 1
+    return Journal(found, size, torn=bool(unended), broken=None)
+
+
+def _parse(line: bytes) -> Checkpoint | None:
+    text, _, checksum = line.rpartition(b"\t")
+    if checksum != b"%08x" % crc32(text):
+        return None
+    try:
+        about = json.loads(text)
+        tokens, crc = about.pop("tokens"), about.pop("crc32")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return None
+    counted = isinstance(tokens, int) and isinstance(crc, int) and tokens >= 0
+    return Checkpoint(tokens, crc, about) if counted else None
+
+
+LOCK = "lock"
+_PATIENCE = 0.3  # seconds: ``tswift runs`` holds a lock for an instant, to see whether anybody does
+
+
+class InUse(Exception):
+    """Another process holds the lock."""
+
+
+class Lock:
+    """The lock of a run's folder; the system lets it go with the process, however that ends.
+
+    Args:
+        folder: the run's.
+
+    Raises:
+        InUse: another process has it.
+        OSError: there can be none here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = FileLock(folder / LOCK)
+        try:
+            self._lock.acquire(timeout=_PATIENCE, poll_interval=0.05)
+        except Timeout:
+            raise InUse from None
+        except NotImplementedError as error:
+            raise OSError(0, f"its file system has no locks: {error}", str(folder)) from None
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Take its file away, and let it go."""
+        with suppress(OSError):  # one that waits for it sees that the file is gone, and makes another
+            Path(self._lock.lock_file).unlink()
+        self._lock.release(force=True)
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process is writing a run's folder."""
+    path = folder / LOCK
+    if not path.exists():
+        return False
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    except (OSError, NotImplementedError):
+        return False
+    lock.release(force=True)
+    return False
+
 
 SCHEMA = 2
 TEXT, TOKENS, RECORD, PROMPT, AUDIT = "text.txt", "tokens.u32", "run.json", "prompt.u32", "verify.json"
@@ -34,10 +286,6 @@ Counters = Mapping[str, Any]
 
 class SaveFailed(Fault):
     """A run's folder cannot be written any more."""
-
-
-class FolderGone(SaveFailed):
-    """A run's folder is no longer where it was."""
 
 
 def default_path(method: str) -> Path:
@@ -190,7 +438,7 @@ class RunFolder:
         """
         with self._saving():
             if not all(file.is_at(self.path / name) for name, file in self._files.items()):
-                raise FolderGone(f"{self.path} was removed or moved")
+                raise SaveFailed(f"{self.path} was removed or moved")
             self._files[TOKENS].sync()
             self._files[TEXT].sync(durable=last)  # until then it could be made again from the tokens
             if self._appended > self.saved:
@@ -231,7 +479,7 @@ class RunFolder:
         try:
             yield
         except FileNotFoundError:
-            raise FolderGone(f"{self.path} was removed or moved") from None
+            raise SaveFailed(f"{self.path} was removed or moved") from None
         except OSError as error:
             raise SaveFailed(f"{self.path} cannot be written to ({error.strerror})") from None
 

@@ -1,23 +1,91 @@
-"""A job: a decode whose tokens and text go to a run's folder as they are made, and that can be gone on with."""
+"""A job: a decode whose tokens and text go to a run's folder as they are made, and that can be resumed.
+
+Signals (Ctrl-C, ``kill``, a terminal that is closed) stop it between two steps.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import FrameType, TracebackType
 from typing import Any
 
 from tswift.decoding.stats import DecodeStats, distinct
 from tswift.engine import Generation
-from tswift.errors import Fault, InputError
+from tswift.errors import Fault
 from tswift.jobs.environment import now, peak_bytes
-from tswift.jobs.folder import FolderGone, RunFolder, SaveFailed
-from tswift.jobs.signals import Signals
-from tswift.jobs.text import TextStream
+from tswift.jobs.folder import RunFolder, SaveFailed
+from tswift.jobs.prompt import TextStream
 from tswift.models.devices import gigabytes, ran_out
 from tswift.models.loaded import LoadedModel
+
+_STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked this process to stop.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+    @property
+    def code(self) -> int:
+        """The exit code that shells know for it."""
+        return 128 + self.number
+
+
+class Signals:
+    """While entered, signals to stop raise :class:`Stopped`; or are noted, where work must not be torn apart.
+
+    A signal that the process was told to ignore (``nohup``) stays ignored. Outside the main thread nothing is done.
+
+    Attributes:
+        patience: how many signals are noted before one raises.
+    """
+
+    def __init__(self) -> None:
+        self.patience = 0
+        self._caught: list[int] = []
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _STOPPING:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._catch)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def number(self) -> int:
+        """Of the first signal that was noted; 0 if there was none."""
+        return self._caught[0] if self._caught else 0
+
+    @property
+    def stopped(self) -> Stopped | None:
+        """The first signal that was noted; None if there was none."""
+        return Stopped(self.number) if self._caught else None
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self._caught.append(number)
+        if len(self._caught) > self.patience:
+            raise Stopped(number)
+
 
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 _NOTHING_STOPS = 1 << 20
@@ -140,20 +208,8 @@ class Job:
             return
         # What was not synced is not tried again: a second sync can succeed although the first lost something.
         self.folder.close()
-        if isinstance(fault, FolderGone):
-            with suppress(InputError, SaveFailed):
-                self._write_anew()
         with suppress(SaveFailed):
             self.folder.record(self._record())
-
-    def _write_anew(self) -> None:
-        """Write the folder once more, from memory."""
-        whole = TextStream(self.model.tokenizer)
-        self.folder = RunFolder.create(self.folder.path)
-        self.folder.keep_prompt(self.prompt)
-        self.folder.append(self.tokens, whole.add(self.tokens) + whole.finish(), self.stats.counters)
-        self.folder.checkpoint(self.stats.counters(), last=True)
-        self.folder.close()
 
     def saved(self) -> str:
         """How much is on the disk, and how to go on; for people."""

@@ -1,15 +1,16 @@
-"""The prompt of a job: a file, standard input or the bundled novel."""
+"""Prompts read and encoded, in the model's chat template if that is asked for; and token ids turned back to text."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tswift.errors import InputError
+from tswift.errors import InputError, renamed
 from tswift.reading import read_file, read_stream
 
 BUNDLED = "long-novel.txt"
@@ -109,3 +110,127 @@ def _bundled() -> Path:
     package = Path(__file__).parents[1]
     inside = package / "prompts" / BUNDLED
     return inside if inside.is_file() else package.parents[1] / "prompts" / BUNDLED
+
+
+CHAT, SYSTEM = "--chat", "--system"
+
+
+def render(tokenizer: Any, model: str, text: str, system: str | None = None) -> str:
+    """The template filled in, up to where the model is to answer.
+
+    Args:
+        tokenizer: the model's.
+        model: its name, for errors.
+        text: what the user says.
+        system: the system prompt; None for the template's own, if it has one.
+
+    Returns:
+        Text with the special tokens that the template wants, the first of a text included: it is to be encoded without
+        any being added, or there would be two of those.
+
+    Raises:
+        InputError: there is no template, or it does not take such messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"the tokenizer of {model} has no chat template", CHAT)
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs, and have their own ways to refuse
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        option = CHAT if system is None else SYSTEM
+        raise InputError(f"the chat template of {model} does not take it ({reason})", option) from None
+    if system is not None and system.strip() not in rendered:
+        raise InputError(f"the chat template of {model} drops system prompts", SYSTEM)
+    if text.strip() not in rendered:
+        raise InputError(f"the chat template of {model} does not hold the prompt as it is", CHAT)
+    return str(rendered)
+
+
+def read_system(source: str) -> str:
+    """The system prompt in a file; ``-`` is standard input.
+
+    Raises:
+        InputError: nothing there, or no text in it.
+    """
+    try:
+        return read_prompt(source)
+    except InputError as error:
+        raise renamed(error, {"--prompt": SYSTEM}) from None
+
+
+def refuse_with_chat(chat: bool, prompt: str | None, prefill: int | None, system: str | None) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        InputError: a system prompt without a chat; a chat without a prompt, or with a part of one.
+    """
+    if system is not None and not chat:
+        raise InputError("goes with --chat", SYSTEM)
+    if chat and prompt is None:
+        raise InputError("wants a --prompt: it is what the user says", CHAT)
+    if chat and prompt == system == "-":
+        raise InputError("cannot be standard input, which is the prompt", SYSTEM)
+    if chat and prefill is not None:
+        raise InputError("cannot be given together with --chat, whose template has an end", "--prefill")
+
+
+_HELD = 16  # after so many tokens without a whole character, broken bytes are let go
+_LAST = 4  # tokens that a character may still need: it has four bytes at most
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """The text of a growing list of tokens, special tokens included.
+
+    It knows the last few tokens only, however long the text: how a token decodes may depend on the one before it, and
+    a character begun on the tokens to come. The text is that of all tokens decoded together. (Where a tokenizer falls
+    back to bytes, and they are no characters, what was given before them stays given.)
+
+    Args:
+        tokenizer: a transformers tokenizer with a ``backend_tokenizer``.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._before: list[int] = []  # the last tokens whose text was given
+        self._held: list[int] = []  # those after them
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The characters that these tokens complete; a character begun is held back."""
+        pieces = []
+        for token in tokens:
+            self._held.append(token)
+            text = self._after(self._before, self._held)
+            if text and not text.endswith(_BROKEN):
+                pieces.append(self._give(len(self._held), text))
+            elif len(self._held) % _HELD == 0:
+                pieces.append(self._let_go(text))
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """What was held back; bytes that are no character become U+FFFD."""
+        return self._give(len(self._held), self._after(self._before, self._held))
+
+    def _let_go(self, text: str) -> str:
+        """What of broken bytes no token to come can mend: those before a place where the text falls apart in two."""
+        for count in range(len(self._held) - _LAST, 0, -1):
+            first, rest = self._held[:count], self._held[count:]
+            given = self._after(self._before, first)
+            if given + self._after(first, rest) == text:
+                return self._give(count, given)
+        return ""
+
+    def _give(self, count: int, text: str) -> str:
+        self._before, self._held = self._held[:count], self._held[count:]
+        return text
+
+    def _after(self, before: list[int], tokens: list[int]) -> str:
+        """The text of tokens that follow others."""
+        return self._decode([*before, *tokens])[len(self._decode(before)) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text

@@ -11,14 +11,20 @@ from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import AUTO, DraftOptions
 from tswift.engine import begin
 from tswift.errors import InputError
-from tswift.jobs.draft import about_draft, draft_for, weights_for
 from tswift.jobs.environment import environment, now
-from tswift.jobs.folder import RECORD, RunFolder
+from tswift.jobs.folder import RECORD, InUse, Lock, RunFolder
 from tswift.jobs.job import FINISHED, Job
-from tswift.jobs.lock import InUse, Lock
+from tswift.jobs.prompt import TextStream
 from tswift.jobs.recorded import Recorded, Saved, check_ids, read_record, read_run, read_saved
-from tswift.jobs.settings import identity, refuse_full_disk, refuse_unused, used_options
-from tswift.jobs.text import TextStream
+from tswift.jobs.settings import (
+    about_draft,
+    draft_for,
+    identity,
+    refuse_full_disk,
+    refuse_unused,
+    used_options,
+    weights_for,
+)
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
 from tswift.models.ranks import ALONE, Ranks

@@ -14,21 +14,82 @@ from tswift.drafting.methods import OF_CHOICE, OF_NGRAMS, find_method, used
 from tswift.drafting.options import FULL, DraftOptions
 from tswift.engine import begin, check_ahead
 from tswift.errors import InputError
-from tswift.jobs.chat import read_system, refuse_with_chat, render
-from tswift.jobs.draft import about_draft, draft_for, weights_for
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RunFolder, default_path
 from tswift.jobs.job import Job
 from tswift.jobs.presets import banned_ids, choose, remark
-from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, special_tokens_in, take
-from tswift.jobs.text import TextStream
+from tswift.jobs.prompt import (
+    BUNDLED_PREFILL,
+    TextStream,
+    fingerprint,
+    read_prompt,
+    read_system,
+    refuse_with_chat,
+    render,
+    special_tokens_in,
+    take,
+)
+from tswift.models import quantizing
 from tswift.models.devices import gigabytes
+from tswift.models.draft import DRAFT_OPTION
 from tswift.models.fingerprint import config_hash, weights_hash
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
 from tswift.models.ranks import ALONE, Ranks
 from tswift.models.shapes import refuse_shape
-from tswift.models.source import DEMO
+from tswift.models.source import DEMO, DEMO_DRAFT
+
+UNQUANTISED = "none"  # drafting passes run on the model as it is
+
+
+def draft_for(methods: Sequence[str], model: str, asked: str | None) -> str | None:
+    """The draft model to load for methods; None if none of them needs one.
+
+    Args:
+        methods: names.
+        model: the large model's name.
+        asked: what was typed, or None: that is the bundled draft model for the bundled model.
+
+    Raises:
+        InputError: no such method, one was typed and none needs it, or none was typed and one is needed.
+    """
+    needing = [method for method in methods if find_method(method).draft]
+    if asked is not None and not needing:
+        message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
+        raise InputError(message, DRAFT_OPTION)
+    if not needing or asked is not None:
+        return asked
+    if model != DEMO:
+        raise InputError(f"names a smaller model with the tokens of {model}, which {needing[0]} needs", DRAFT_OPTION)
+    return DEMO_DRAFT
+
+
+def weights_for(methods: Sequence[str], asked: str | None) -> str | None:
+    """What the model's own drafting passes are to be quantised by; None for nothing.
+
+    Args:
+        methods: names.
+        asked: what was typed, ``none`` for nothing; or None.
+
+    Raises:
+        InputError: no such method or kind, or one was typed and none of the methods drafts with the model itself.
+    """
+    kinds = (UNQUANTISED, *quantizing.KINDS)
+    if asked is not None and asked not in kinds:
+        raise InputError(f"no {asked!r:.40}; there are {', '.join(kinds)}", quantizing.DRAFT_OPTION)
+    if asked is not None and not any(find_method(method).partial for method in methods):
+        one = f"{methods[0]} does not draft with the model itself"
+        message = one if len(methods) == 1 else f"none of {', '.join(methods)} drafts with the model itself"
+        raise InputError(message, quantizing.DRAFT_OPTION)
+    return None if asked == UNQUANTISED else asked
+
+
+def about_draft(model: LoadedModel) -> dict[str, Any] | None:
+    """For records: a loaded model's draft model, down to every bit of its weights; None if it has none."""
+    if model.draft is None:
+        return None
+    return {"name": model.draft_name, "weights": weights_hash(model.draft.model)}
+
 
 _BYTES_PER_TOKEN = 4 + 6  # its id, and its text
 _BYTES_BESIDE = 100_000  # journal and record

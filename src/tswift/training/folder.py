@@ -19,9 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tswift.errors import Fault, InputError
-from tswift.jobs.files import refuse_other, write_whole
-from tswift.jobs.folder import new_folder
-from tswift.jobs.lock import InUse, Lock
+from tswift.jobs.folder import InUse, Lock, new_folder, refuse_other, write_whole
 from tswift.reading import MOST_RECORD, read_file
 
 RECORD, METRICS, CHECKPOINT = "train.json", "metrics.jsonl", "checkpoint.safetensors"

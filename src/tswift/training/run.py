@@ -15,7 +15,7 @@ import torch
 from tswift.errors import Fault, InputError, renamed
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import default_path
-from tswift.jobs.signals import Signals, Stopped
+from tswift.jobs.job import Signals, Stopped
 from tswift.models.devices import find_device, ran_out
 from tswift.models.fingerprint import fingerprint_of
 from tswift.models.loaded import LoadedModel

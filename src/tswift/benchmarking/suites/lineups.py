@@ -14,8 +14,7 @@ from tswift.drafting.methods import find_method, resolve
 from tswift.drafting.options import DraftOptions
 from tswift.engine import check, check_ahead, ending
 from tswift.errors import InputError
-from tswift.jobs.draft import draft_for, weights_for
-from tswift.jobs.settings import refuse_unused, sampling_params
+from tswift.jobs.settings import draft_for, refuse_unused, sampling_params, weights_for
 from tswift.models.draft import DRAFT_OPTION
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load

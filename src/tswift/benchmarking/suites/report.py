@@ -18,7 +18,7 @@ from tswift.benchmarking.suites import drawing, texts
 from tswift.benchmarking.suites.tables import table
 from tswift.benchmarking.tables import source
 from tswift.errors import InputError
-from tswift.jobs.files import write_whole
+from tswift.jobs.folder import write_whole
 
 FILE = "suite.json"
 

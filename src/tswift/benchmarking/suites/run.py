@@ -17,7 +17,7 @@ from tswift.benchmarking.suites.conclusion import conclude
 from tswift.benchmarking.suites.lineups import Group, Prepared
 from tswift.benchmarking.suites.rows import measured_rows, published_rows
 from tswift.jobs.environment import now
-from tswift.jobs.text import TextStream
+from tswift.jobs.prompt import TextStream
 from tswift.models.loaded import LoadedModel
 
 SCHEMA = 1
