@@ -15,8 +15,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.benchmarking.helpers import changed, make_measurement
-from tswift.benchmarking.look import available
-from tswift.benchmarking.plots import acceptance_figure, render, time_figure
+from tswift.benchmarking.plots import acceptance_figure, available, bench_files, time_figure
 
 METHODS = ("ar", "ar-reference", "medusa", "tokenswift")
 SEEDS = make_measurement(methods=METHODS, seeds=(0, 1, 2))
@@ -34,7 +33,7 @@ def title_of(figure: Figure) -> str:
 
 @pytest.fixture(scope="module")
 def images() -> dict[str, bytes]:
-    return render(SEEDS)
+    return bench_files(SEEDS)
 
 
 def test_images_open(images: dict[str, bytes]) -> None:
@@ -47,11 +46,11 @@ def test_images_open(images: dict[str, bytes]) -> None:
 
 
 def test_nothing_reached_is_not_drawn() -> None:
-    assert render({**SINGLE, "state": "interrupted", "samples": []}) == {}
+    assert bench_files({**SINGLE, "state": "interrupted", "samples": []}) == {}
 
 
 def test_the_same_bytes_again(images: dict[str, bytes]) -> None:
-    assert render(SEEDS) == images
+    assert bench_files(SEEDS) == images
 
 
 def test_the_same_bytes_in_another_process(images: dict[str, bytes]) -> None:
@@ -62,7 +61,7 @@ def test_the_same_bytes_in_another_process(images: dict[str, bytes]) -> None:
         "assert 'matplotlib' not in sys.modules\n"
         "from tests.benchmarking.helpers import make_measurement\n"
         f"seeds = make_measurement(methods={METHODS}, seeds=(0, 1, 2))\n"
-        "sys.stdout.buffer.write(tswift.benchmarking.plots.render(seeds)['time.svg'])\n"
+        "sys.stdout.buffer.write(tswift.benchmarking.plots.bench_files(seeds)['time.svg'])\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=_environment())
@@ -71,7 +70,7 @@ def test_the_same_bytes_in_another_process(images: dict[str, bytes]) -> None:
 
 def test_the_users_configuration_is_neither_used_nor_changed(images: dict[str, bytes]) -> None:
     with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9, "svg.hashsalt": None}):
-        assert render(SEEDS)["time.svg"] == images["time.svg"]
+        assert bench_files(SEEDS)["time.svg"] == images["time.svg"]
         assert matplotlib.rcParams["font.size"] == 30
         assert matplotlib.rcParams["svg.hashsalt"] is None
 
@@ -97,17 +96,6 @@ def test_time_is_the_mean_over_runs() -> None:
     assert (tokens[0], tokens[-1], minutes[0]) == (0, 6000, 0)
     assert np.interp([1500, 3000, 6000], tokens, minutes) == pytest.approx([0.5, 1, 110])
     assert axes.get_ylabel() == "decoding time, minutes"
-
-
-def test_time_without_slices_takes_the_points() -> None:
-    def clear(measurement: dict[str, Any]) -> None:
-        for sample in measurement["samples"]:
-            sample["slices"] = []
-
-    (axes,) = time_figure(changed(SINGLE, clear)).axes
-    point = SINGLE["samples"][0]["points"][-1]
-    tokens, seconds = axes.lines[0].get_data()
-    assert (tokens[-1], seconds[-1]) == (point["tokens"], pytest.approx(point["seconds"]))
 
 
 def test_estimated_times_are_dashed_and_labelled() -> None:
@@ -174,7 +162,7 @@ def test_simulated_is_in_title_legend_and_file_name() -> None:
             "tokenswift (simulated)",
         ]
         assert "simulated" not in title_of(build(SINGLE)) + "".join(legend_of(build(SINGLE)))
-    assert list(render(simulated)) == [
+    assert list(bench_files(simulated)) == [
         *("time-simulated.png", "time-simulated.svg"),
         *("acceptance-simulated.png", "acceptance-simulated.svg"),
     ]

@@ -1,4 +1,4 @@
-"""The files of a measurement, the texts against golden ones.
+"""What reports say of a measurement: figures worked by hand, layouts, and golden texts.
 
 After a change that is meant, write the golden files anew and read their diff:
 ``PYTHONPATH=src python -m tests.benchmarking.test_report``.
@@ -6,22 +6,305 @@ After a change that is meant, write the golden files anew and read their diff:
 
 from __future__ import annotations
 
-import csv
 import io
 import json
+import math
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from tests.benchmarking.helpers import make_measurement
-from tswift.benchmarking import look
-from tswift.benchmarking.report import csv_report, markdown_report, write_measurement, write_reports
+from tests.benchmarking.helpers import changed, make_measurement, points_of
+from tswift.benchmarking.grid import Grid, duration, quantity, with_spread
+from tswift.benchmarking.report import bench_grids, csv_report, markdown_report, write_bench
+from tswift.benchmarking.summary import FIGURES, Cell, by_draw, summarise
 from tswift.errors import InputError
 from tswift.jobs import files
 
+
+def only_cell(measurement: dict[str, Any], method: str) -> Cell:
+    (cell,) = (cell for cell in summarise(measurement) if cell.method == method)
+    return cell
+
+
+def with_values(name: str, values: list[float | None], **grid: Any) -> Cell:
+    """The cell of medusa at one length, its points' figure set to these values in turn."""
+
+    def set_values(measurement: dict[str, Any]) -> None:
+        for point, value in zip(points_of(measurement, "medusa"), values, strict=True):
+            point[name] = value
+
+    return only_cell(changed(make_measurement(lens=(500,), **grid), set_values), "medusa")
+
+
+def test_mean_and_sample_deviation() -> None:
+    figure = with_values("speedup", [1.0, 2.0, 4.0], seeds=(0, 1, 2)).figures["speedup"]
+    assert figure.n == 3
+    assert figure.mean == pytest.approx(7 / 3)
+    assert figure.std == pytest.approx(math.sqrt(7 / 3))  # ((4/3)^2 + (1/3)^2 + (5/3)^2) / 2
+
+
+def test_one_value_has_no_spread() -> None:
+    cell = with_values("alpha", [0.5], seeds=(3,), roofline=True)
+    assert cell.varies == ()
+    assert [(figure.n, figure.std) for figure in map(cell.figures.get, FIGURES)] == [(1, None)] * len(FIGURES)
+    assert cell.figures["alpha"].mean == 0.5
+
+
+def test_repeats_spread_times_and_leave_counters_exact() -> None:
+    cell = with_values("seconds", [1.0, 2.0, 3.0], seeds=(0,), repeats=3)
+    assert (cell.runs, cell.varies, cell.exact) == (3, ("repeats",), True)
+    assert cell.figures["seconds"].std == 1.0
+    assert (cell.figures["alpha"].n, cell.figures["alpha"].std) == (1, None)
+
+
+def test_repeats_count_once_for_counters_over_seeds() -> None:
+    cell = with_values("alpha", [0.5, 0.7, 0.5, 0.7], seeds=(0, 1), repeats=2)
+    assert cell.varies == ("seeds", "repeats")
+    assert cell.figures["alpha"].n == 2
+    assert cell.figures["alpha"].std == pytest.approx(math.sqrt(0.02))
+    assert cell.figures["speedup"].n == 4
+
+
+def test_repeats_that_count_differently_are_all_counted() -> None:
+    cell = with_values("passes", [200, 202], seeds=(0,), repeats=2)
+    assert not cell.exact
+    assert (cell.figures["passes"].n, cell.figures["passes"].mean) == (2, 201)
+
+
+def test_values_that_are_missing_do_not_count() -> None:
+    cell = with_values("speedup", [None, 2.0], seeds=(0, 1))
+    assert (cell.figures["speedup"].n, cell.figures["speedup"].mean, cell.figures["speedup"].std) == (1, 2.0, None)
+    nothing = with_values("ar_seconds", [None, None], seeds=(0, 1)).figures["ar_seconds"]
+    assert (nothing.n, nothing.mean, nothing.std) == (0, None, None)
+
+
+def test_the_share_of_the_floor_is_unknown_in_older_files() -> None:
+    old = only_cell(make_measurement(lens=(500,)), "medusa").figures["of_floor"]
+    assert (old.n, old.mean) == (0, None)
+    new = only_cell(make_measurement(lens=(500,), seeds=(0,), roofline=True), "medusa").figures["of_floor"]
+    assert (new.n, new.mean) == (1, pytest.approx(0.8 * 1.02 / 0.4))
+
+
+def test_groups_and_their_order() -> None:
+    measurement = make_measurement(prefills=(4096, 1024), lens=(500, 1000), prompts=("a", "bb"), seeds=(0, 1))
+    random.Random(0).shuffle(measurement["samples"])
+    cells = summarise(measurement)
+    methods = ["ar", "medusa", "tokenswift"]
+    assert [c.key for c in cells] == [(m, p, n) for p in (1024, 4096) for n in (500, 1000) for m in methods]
+    assert {cell.varies for cell in cells} == {("prompts", "seeds")}
+    assert {cell.draws for cell in cells} == {frozenset({("a", 0), ("a", 1), ("bb", 0), ("bb", 1)})}
+
+
+def test_each_draw_alone() -> None:
+    measurement = make_measurement(prompts=("a", "bb"), seeds=(0, 1), repeats=2)
+    cells = by_draw(measurement)
+    assert list(cells) == [cell.key for cell in summarise(measurement)]
+    mine = cells["medusa", 1024, 500]
+    assert {draw: cell.figures["alpha"].mean for draw, cell in mine.items()} == {
+        ("a", 0): pytest.approx(0.42),
+        ("a", 1): pytest.approx(0.43),
+        ("bb", 0): pytest.approx(0.40),
+        ("bb", 1): pytest.approx(0.41),
+    }
+    assert {(cell.runs, *cell.draws) for cell in mine.values()} == {(2, draw) for draw in mine}
+
+
+PUBLISHED = make_measurement(prefills=(4096,), lens=(20_000, 21_000), seconds_per_token=0.02)
+
+
+def both(measurement: dict[str, Any], paper: bool = False) -> tuple[Grid, Grid]:
+    acceptance, times = bench_grids(measurement, paper)
+    return acceptance, times
+
+
+def test_the_layout_of_table_3() -> None:
+    acceptance, _ = both(make_measurement(methods=("ar", "ar-reference", "medusa"), prefills=(1024, 2048)))
+    assert acceptance.columns == ["prefill", "length", "AR, reference style x", "medusa alpha", "medusa x"]
+    assert [row[:2] for row in acceptance.rows] == [
+        ["1,024", "500"],
+        ["1,024", "1,000"],
+        ["2,048", "500"],
+        ["2,048", "1,000"],
+    ]
+    assert acceptance.rows[0][3] == "0.425 ± 0.007"  # 0.42 and 0.43
+
+
+def test_the_layout_of_table_4() -> None:
+    measurement = make_measurement(lens=(6000,), seeds=(0,))
+    _, times = both(measurement)
+    assert times.columns == ["method", "prefill", "length", "alpha", "x", "T_AR", "T_method", "delta"]
+    # 6,000 tokens at 0.01 s, times 1.08048; tokenswift takes 0.55 * 1.02 of it
+    assert times.rows[1] == ["tokenswift", "1,024", "6,000", "0.620", "1.78", "1.08 min", "36.4 s", "-28.5 s"]
+
+
+def test_plain_decoding_alone_is_shown() -> None:
+    acceptance, times = both(make_measurement(methods=("ar",)))
+    assert acceptance.columns == ["prefill", "length", "AR x"]
+    assert times.rows[0][:5] == ["AR", "1,024", "500", "-", "1.00 ± 0.00"]
+    assert times.notes[1] == "Same tokens as AR: not compared."
+
+
+def test_what_alpha_divides_by() -> None:
+    depths = "alpha divides by the tokens drafted along a path: medusa 3, tokenswift 4"
+    assert both(make_measurement())[0].notes[1] == f"{depths}."
+    assert both(make_measurement(), paper=True)[0].notes[1] == f"{depths}; the paper's is 4."
+    assert len(both(make_measurement(methods=("ar", "ar-reference")))[0].notes) == 1
+    deeper = changed(make_measurement(), lambda m: m["samples"][2]["points"][0].update(depth=5))
+    assert both(deeper)[0].notes[1].endswith("medusa 3, tokenswift 4 or 5.")
+
+
+def test_nothing_reached() -> None:
+    nothing = {**make_measurement(), "state": "interrupted", "samples": []}
+    for paper in (False, True):
+        acceptance, times = both(nothing, paper)
+        assert acceptance.rows == times.rows == []
+        assert times.notes == ["Nothing was measured: no length was reached."]
+
+
+def test_no_spread_from_one_run() -> None:
+    acceptance, times = both(make_measurement(seeds=(0,)))
+    assert not any("±" in cell for grid in (acceptance, times) for row in grid.rows for cell in row)
+    assert times.notes[0] == "n: 1 run per cell. No spread is known from one run."
+
+
+def test_what_the_spread_is_over() -> None:
+    def note(**grid: Any) -> str:
+        return both(make_measurement(**grid))[1].notes[0]
+
+    spread = "Mean ± sample standard deviation over"
+    assert note(seeds=(0, 1, 2)) == f"n: 3 runs per cell. {spread} seeds."
+    assert note(prompts=("a", "b")) == f"n: 4 runs per cell. {spread} prompts and seeds."
+    assert note(seeds=(0,), repeats=3).endswith(
+        "repeats. Every repeat counted the same: alpha and the other counters are exact."
+    )
+    assert note(prompts=("a", "b"), repeats=2).startswith(f"n: 8 runs per cell. {spread} prompts, seeds and repeats.")
+    assert note(repeats=2).endswith("vary over seeds alone.")
+    lopsided = changed(make_measurement(), lambda m: m["samples"].pop())
+    assert both(lopsided)[1].notes[0].startswith("n: 1 to 2 runs per cell.")
+    noisy = changed(make_measurement(repeats=2), lambda m: m["samples"][1]["points"][0].update(passes=3))
+    assert both(noisy)[1].notes[0].endswith("Repeats did not all count the same.")
+
+
+def test_other_texts_are_named() -> None:
+    def differ(measurement: dict[str, Any]) -> None:
+        for sample in measurement["samples"][1::3]:  # medusa
+            sample.update(same_as_ar=False, explained=False, first_difference=77)
+
+    assert both(make_measurement())[1].notes[1] == "Same tokens as AR: all 4 runs."
+    assert both(changed(make_measurement(), differ))[1].notes[1] == (
+        "Same tokens as AR: 2 of 4 runs. "
+        "Not: medusa (prompt novel, prefill 1,024, seed 0, from token 77, NOT rounding); "
+        "medusa (prompt novel, prefill 1,024, seed 1, from token 77, NOT rounding)."
+    )
+    assert both(changed(make_measurement(seeds=range(8)), differ))[1].notes[1].endswith("; and 3 more.")
+
+
+def test_estimated_times_are_labelled() -> None:
+    _, times = both(make_measurement(ar="sampled"))
+    assert all(row[5].endswith(" s est.") for row in times.rows)
+    assert not any("est." in cell for row in times.rows for i, cell in enumerate(row) if i != 5)
+    assert any(note.startswith("est.: integrated from AR steps sampled") for note in times.notes)
+    assert "est." not in both(make_measurement(ar="full"))[1].plain()
+
+
+def test_simulated_figures_are_labelled_in_title_column_and_row() -> None:
+    simulated = make_measurement(simulated={"weights": True, "alpha": None})
+    acceptance, times = both(simulated)
+    for grid in (acceptance, times):
+        assert "(simulated)" in grid.title
+        assert all(any("(simulated)" in cell for cell in row) for row in grid.rows)
+    assert acceptance.columns[3:] == [
+        *("medusa (simulated) alpha", "medusa (simulated) x"),
+        *("tokenswift (simulated) alpha", "tokenswift (simulated) x"),
+    ]
+    assert {row[0] for row in times.rows} == {"medusa (simulated)", "tokenswift (simulated)"}
+    assert "Simulated: random weights. The times are real, the texts are not." in times.notes
+    plain = both(make_measurement(methods=("ar",), simulated={"weights": True, "alpha": None}))
+    assert [row[0] for row in plain[1].rows] == ["AR (simulated)"] * 2
+    assert not any("imulated" in text for grid in both(make_measurement()) for text in (grid.plain(), *grid.notes))
+
+
+def test_a_given_acceptance_is_said_and_compared_with_nothing() -> None:
+    given = {"weights": False, "alpha": 0.9}
+    _, times = both(make_measurement(simulated=given))
+    assert "Same tokens as AR, simulated acceptance apart: not compared." in times.notes
+    assert "Simulated: acceptance set to 0.9. The times are real, the texts are not." in times.notes
+    _, times = both(make_measurement(methods=("ar", "ar-reference", "medusa"), seeds=(0,), simulated=given))
+    assert "Same tokens as AR, simulated acceptance apart: the 1 run." in times.notes
+
+
+def test_measured_over_floor_stands_beside_each_row() -> None:
+    acceptance, times = both(make_measurement(seeds=(0,), roofline=True))
+    assert times.columns[-2:] == ["T_AR / floor", "T_method / floor"]
+    # AR's floor is 0.8 of its time, tokenswift's 0.4 of AR's
+    assert times.rows[-1][-2:] == ["1.25", f"{0.55 * 1.02 / 0.4:.2f}"]
+    assert times.notes[-1].startswith("floor: the least time")
+    assert not any("floor" in column for column in acceptance.columns)
+    _, published = both(make_measurement(prefills=(4096,), lens=(20_000,), roofline=True), paper=True)
+    assert {tuple(row[-2:]) for row in published.rows if row[1].startswith("paper")} == {("-", "-")}
+    assert len({len(row) for row in published.rows}) == 1
+
+
+def test_published_rows_stand_beside_ours() -> None:
+    acceptance, times = both(PUBLISHED, paper=True)
+    assert acceptance.columns[0] == "source"
+    assert [row[0] for row in acceptance.rows] == [
+        "demo, this machine",
+        "paper: YaRN-LLaMA2-7b-128k, NVIDIA A100 80G",
+        "paper: LLaMA3.1-8b, NVIDIA A100 80G",
+        "paper: Qwen2.5-1.5B, NVIDIA A100 80G",
+        "paper: Qwen2.5-7B, NVIDIA A100 80G",
+        "paper: Qwen2.5-14B, NVIDIA A100 80G",
+        "demo, this machine",  # the paper has no 21,000 tokens
+    ]
+    assert acceptance.rows[2][1:] == ["4,096", "20,000", "0.39", "1.29", "0.65 ± 0.07", "1.93 ± 0.18"]
+    assert acceptance.rows[3][3:5] == ["-", "-"]
+    assert times.rows[3] == [
+        "TokenSwift",
+        "paper: Qwen2.5-1.5B, NVIDIA A100 80G",
+        "4,096",
+        "20,000",
+        "0.69 ± 0.11",
+        "1.69 ± 0.17",
+        "12.0 min",
+        "7.20 min",
+        "-4.80 min",
+    ]
+    assert "176 ms" in times.notes[-1]
+
+
+def test_no_published_row_of_that_size() -> None:
+    _, times = both(make_measurement(), paper=True)
+    assert times.notes[-1] == "The paper has no row of these methods, prefills and lengths."
+    assert {row[1] for row in times.rows} == {"demo, this machine"}
+
+
+def test_cells_that_are_missing_are_dashes() -> None:
+    def stop_early(measurement: dict[str, Any]) -> None:
+        for sample in measurement["samples"]:
+            if sample["method"] == "medusa":
+                sample["points"].pop()
+            for point in sample["points"]:
+                point.update(speedup=None, ar_seconds=None)
+
+    acceptance, times = both(changed(make_measurement(), stop_early))
+    assert acceptance.rows[1][2:4] == ["-", "-"]
+    assert times.rows[0][4:6] == ["-", "-"]
+    assert times.rows[0][7] == "-"
+
+
 GOLDEN = Path(__file__).parent / "golden"
+
+
 SMALL = make_measurement()
+
+
 SINGLE = make_measurement(seeds=(0,), simulated={"weights": True, "alpha": 0.6})
+
+
 PAPER = make_measurement(
     methods=("ar", "ar-reference", "medusa", "tokenswift"),
     prefills=(2048, 4096),
@@ -30,6 +313,8 @@ PAPER = make_measurement(
     ar="sampled",
     roofline=True,
 )
+
+
 TEXTS = {
     "seeds.md": lambda: markdown_report(SMALL),
     "seeds.csv": lambda: csv_report(SMALL),
@@ -45,18 +330,8 @@ def test_golden(name: str) -> None:
     assert TEXTS[name]() == (GOLDEN / name).read_text(encoding="utf-8")
 
 
-def test_csv_has_a_line_per_cell() -> None:
-    lines = list(csv.DictReader(io.StringIO(csv_report(SMALL))))
-    assert [(line["method"], line["length"]) for line in lines] == [
-        (method, length) for length in ("500", "1000") for method in ("ar", "medusa", "tokenswift")
-    ]
-    assert (lines[1]["alpha_n"], lines[1]["alpha_mean"]) == ("2", "0.425")
-    assert float(lines[1]["alpha_std"]) == pytest.approx(0.01 / 2**0.5)
-    assert {line["alpha_std"] for line in csv.DictReader(io.StringIO(csv_report(SINGLE)))} == {""}
-
-
 def test_all_files_are_written_and_nothing_else(tmp_path: Path) -> None:
-    paths = write_reports(SMALL, tmp_path / "a" / "b", paper=False, plots=True)
+    paths = write_bench(SMALL, tmp_path / "a" / "b", draw=True)
     assert [path.name for path in paths] == [
         *("bench.json", "bench.csv", "bench.md"),
         *("time.png", "time.svg", "acceptance.png", "acceptance.svg"),
@@ -66,28 +341,23 @@ def test_all_files_are_written_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_every_file_of_a_simulated_measurement_says_so(tmp_path: Path) -> None:
-    paths = write_reports(SINGLE, tmp_path / "a", paper=False, plots=True)
+    paths = write_bench(SINGLE, tmp_path / "a", draw=True)
     assert [path.name for path in paths] == [
         *("bench-simulated.json", "bench-simulated.csv", "bench-simulated.md"),
         *("time-simulated.png", "time-simulated.svg", "acceptance-simulated.png", "acceptance-simulated.svg"),
     ]
     assert sorted(paths) == sorted((tmp_path / "a").iterdir())
-    assert write_measurement(SINGLE, tmp_path).name == "bench-simulated.json"
+    (path,) = write_bench(SINGLE, tmp_path, whole=False)
+    assert path.name == "bench-simulated.json"
     assert all("simulated" in line for line in csv_report(SINGLE).splitlines())
     for path in paths:
         if path.suffix in (".svg", ".md"):
             assert "(simulated)" in path.read_text(encoding="utf-8")
 
 
-def test_plots_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(write_reports(SMALL, tmp_path, paper=True, plots=False)) == 3
-    monkeypatch.setattr(look, "available", lambda: False)
-    assert len(write_reports(SMALL, tmp_path, paper=True, plots=True)) == 3
-
-
 def test_nothing_reached_is_reported_without_plots(tmp_path: Path) -> None:
     nothing = {**SMALL, "state": "interrupted", "samples": []}
-    paths = write_reports(nothing, tmp_path, paper=True, plots=True)
+    paths = write_bench(nothing, tmp_path, paper=True, draw=True)
     assert [path.name for path in paths] == ["bench.json", "bench.csv", "bench.md"]
     assert json.loads(paths[0].read_text()) == nothing
     assert len(paths[1].read_text().splitlines()) == 1  # the head
@@ -102,7 +372,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(files.os, "replace", fail)
     with pytest.raises(InputError, match=r"^--out: .* cannot be written to \(No space left on device\)"):
-        write_reports(SMALL, tmp_path, paper=False, plots=False)
+        write_bench(SMALL, tmp_path)
     assert (tmp_path / "bench.json").read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
 
@@ -110,7 +380,101 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"^--out: "):
-        write_reports(SMALL, tmp_path / "file" / "below", paper=False, plots=False)
+        write_bench(SMALL, tmp_path / "file" / "below")
+
+
+GRID = Grid(
+    "A title",
+    ["name", "alpha", "x"],
+    [["one|two", "0.425 ± 0.007", "1.23"], ["[red]three", "-", "1.5"]],
+    left=1,
+    notes=["A note."],
+)
+
+
+def on_terminal(grid: Grid, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(grid)
+    return console.file.getvalue()
+
+
+def test_markdown() -> None:
+    assert GRID.markdown() == (
+        "## A title\n\n"
+        "| name | alpha | x |\n"
+        "| --- | ---: | ---: |\n"
+        "| one\\|two | 0.425 ± 0.007 | 1.23 |\n"
+        "| [red]three | - | 1.5 |\n\n"
+        "A note.\n"
+    )
+
+
+def test_plain() -> None:
+    assert GRID.plain() == (
+        "A title\n"
+        "name                alpha     x\n"
+        "one|two     0.425 ± 0.007  1.23\n"
+        "[red]three              -   1.5\n"
+        "A note.\n"
+    )
+
+
+def test_no_rows() -> None:
+    empty = Grid("Nothing", ["a", "b"], [])
+    assert empty.plain() == "Nothing\na  b\n"
+    assert "Nothing" in on_terminal(empty, 40)
+
+
+@pytest.mark.parametrize("width", [80, 34, 27])
+def test_a_terminal_folds_and_cuts_nothing(width: int) -> None:
+    shown = on_terminal(GRID, width)
+    assert max(map(len, shown.splitlines())) <= width
+    for word in ("title", "one|two", "[red]three", "0.425", "0.007", "1.23", "1.5", "note."):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (0.0, "0.00 s"),
+        (0.0123, "0.0123 s"),
+        (1.0, "1.00 s"),
+        (9.999, "10.0 s"),
+        (59.94, "59.9 s"),
+        (59.96, "60.0 s"),
+        (60.0, "1.00 min"),
+        (-90.0, "-1.50 min"),
+        (750.0, "12.5 min"),
+        (7200.0, "120 min"),
+        (5999.7, "100 min"),
+        (74040.0, "1,234 min"),
+    ],
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2.04e12, "2.04 TB/s"),
+        (15_009_857_536, "15.0 GB/s"),
+        (999_600.0, "1.00 MB/s"),
+        (999_000.0, "999 kB/s"),
+        (12.0, "12.0 B/s"),
+        (0.0, "0.00 B/s"),
+        (3.2e16, "32,000 TB/s"),
+    ],
+)
+def test_quantities(value: float, text: str) -> None:
+    assert quantity(value, "B/s") == text
+
+
+def test_a_spread_only_where_known() -> None:
+    assert with_spread(0.6254, 0.0071, 3) == "0.625 ± 0.007"
+    assert with_spread(0.6254, None, 2) == "0.63"
+    assert with_spread(None, None, 2) == "-"
 
 
 if __name__ == "__main__":

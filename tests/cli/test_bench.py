@@ -109,12 +109,12 @@ def test_measured_over_floor_is_printed(bench):
 
 
 def test_ctrl_c_before_the_first_length(bench, monkeypatch):
-    from tswift.benchmarking.lanes import Lane
+    from tswift.benchmarking.run import Run
 
     def press(self, goal):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Lane, "advance", press)
+    monkeypatch.setattr(Run, "advance", press)
     result = bench("--out", "b")
     assert result.code == 130
     assert "interrupted; what was measured is in b" in result.err
@@ -123,17 +123,18 @@ def test_ctrl_c_before_the_first_length(bench, monkeypatch):
 
 @pytest.mark.parametrize("ar", ["full", "sampled"])
 def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
-    from tswift.benchmarking.lineup import Lineup
+    from tswift.benchmarking import run
 
-    lanes = Lineup.lanes
+    begin = run.begin
 
-    def made(self, *arguments):
-        found = lanes(self, *arguments)
-        sampler = found[-1].generation.decoding._context.sampler
-        sampler.params = dataclasses.replace(self.params, penalty=1.0)
-        return found
+    def made(*arguments, **named):
+        generation = begin(*arguments, **named)
+        if named["method"] == "tokenswift":
+            sampler = generation.decoding._context.sampler
+            sampler.params = dataclasses.replace(sampler.params, penalty=1.0)
+        return generation
 
-    monkeypatch.setattr(Lineup, "lanes", made)
+    monkeypatch.setattr(run, "begin", made)
     result = bench("--out", "b", "--ar", ar, "--lens", 80)
     assert result.code == 1
     assert "1 texts are not plain decoding's" in result.err

@@ -14,11 +14,8 @@ from typing import Any
 import pytest
 import typer.main
 
-from tests.benchmarking.helpers import make_measurement
 from tests.conftest import SENTENCES
-from tswift.benchmarking.report import csv_report, markdown_report
-from tswift.benchmarking.suites.report import csv_report as suite_csv
-from tswift.benchmarking.suites.report import markdown_report as suite_markdown
+from tswift.benchmarking.report import suite_csv, suite_markdown
 from tswift.cli.app import app
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -44,12 +41,6 @@ RECORDS = {
         "--json",
         "b/roofline.json",
     ),
-}
-REPORTS = {
-    "bench": {"roofline": True},
-    "bench-paper": {"prefills": (4096,), "lens": (20_000, 21_000), "seconds_per_token": 0.02},
-    "bench-sampled": {"ar": "sampled", "prompts": ("a", "bb"), "repeats": 2, "methods": ("ar", "ar-reference")},
-    "bench-simulated": {"simulated": {"weights": True, "alpha": 0.6}, "seeds": (0,)},
 }
 
 
@@ -98,14 +89,6 @@ def test_fields(tswift, checkpoint, tmp_path: Path, name: str) -> None:  # type:
     (path,) = Path("b").glob("*.json")
     found = set(fields(json.loads(path.read_text())))
     assert {*golden(f"fields-{name}.txt", "\n".join(sorted(found)) + "\n").split("\n")} - {""} <= found
-
-
-@pytest.mark.parametrize("name", REPORTS)
-def test_reports(name: str) -> None:
-    measurement = make_measurement(**REPORTS[name])
-    paper = name == "bench-paper"
-    assert markdown_report(measurement, paper) == golden(f"{name}.md", markdown_report(measurement, paper))
-    assert csv_report(measurement) == golden(f"{name}.csv", csv_report(measurement))
 
 
 def test_figures_follow_from_what_was_counted(tswift, checkpoint, prompt) -> None:  # type: ignore[no-untyped-def]

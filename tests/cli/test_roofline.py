@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import tswift.benchmarking.machine as machine_module
+import tswift.benchmarking.roofline as roofline_module
 from tswift.benchmarking.roofline import Machine
 
 LLAMA = ("roofline", "--model", "shape:llama3.1-8b", "--device", "a100-80g")
@@ -79,7 +79,7 @@ def test_the_bundled_model_and_a_folder(tswift, checkpoint: Path) -> None:  # ty
 
 @pytest.mark.parametrize("words", [(), ("--device", "here"), ("--device", "cpu")])
 def test_this_machine(tswift, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(machine_module, "measured", lambda device, dtype: Machine(1.5e10, 3e10))
+    monkeypatch.setattr(roofline_module, "measure_machine", lambda device, dtype: Machine(1.5e10, 3e10))
     result = tswift("roofline", *words)
     assert result.code == 0
     assert ["memory", "bandwidth", "15.0", "GB/s"] in lines_of(result)
