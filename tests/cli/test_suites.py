@@ -13,9 +13,8 @@ import pytest
 from tests.conftest import SENTENCES, make_checkpoint
 from tswift.benchmarking.gate import bench_schema
 from tswift.benchmarking.grid import NOTHING
-from tswift.benchmarking.quality import QUALITY
 from tswift.benchmarking.suites import PREFILL, SHOWN, SUITES
-from tswift.benchmarking.summary import Figure
+from tswift.benchmarking.summary import QUALITY, Figure
 from tswift.drafting.methods import METHODS
 
 SMALL = ("--prefill", 8, "--lens", "6,12", "--warmup", 0)
