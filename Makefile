@@ -44,11 +44,11 @@ gate: setup
 # train the bundled model anew: make demo-model CORPUS=folder-or-hub-id
 CORPUS ?= emozilla/pg19
 demo-model: setup
-	$(BIN)/python -m tswift.training.demo --corpus $(CORPUS) --out src/tswift/models/demo
+	$(BIN)/python -m recipes.demo --corpus $(CORPUS) --out src/tswift/models/demo
 
 # train the model that drafts for it anew
 demo-draft: setup
-	$(BIN)/python -m tswift.training.demo_draft --corpus $(CORPUS) --out src/tswift/models/demo/draft
+	$(BIN)/python -m recipes.demo_draft --corpus $(CORPUS) --out src/tswift/models/demo/draft
 
 # Tests and measurements on a CUDA device, with the interpreter at hand: PyTorch for CUDA is the machine's own. Figures
 # are kept in runs/gpu as they are made; OUT gets the report and two archives. Fails if a section failed.

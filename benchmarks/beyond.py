@@ -22,6 +22,7 @@ import torch
 import tswift
 from tswift.decoding.audit import audit
 from tswift.decoding.costs import costs_of
+from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.step import Step
@@ -29,7 +30,6 @@ from tswift.drafting.cascade import CascadeSource
 from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.recalled import RecallSource
-from tswift.drafting.source import Drafter
 from tswift.jobs.environment import environment, now
 from tswift.models.base_heads import Heads
 from tswift.models.costs import PassCosts

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 
 import tswift
-from tswift.decoding.generation import ending
+from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.source import Drafter
+from tswift.engine import ending
 from tswift.jobs.environment import environment
 from tswift.jobs.prompt import read_prompt, take
 from tswift.models.loaded import LoadedModel

@@ -35,9 +35,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 import tswift
-from tswift.decoding.generation import begin
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import distinct
+from tswift.engine import begin
 from tswift.jobs.environment import environment
 from tswift.jobs.prompt import fingerprint, read_prompt
 

@@ -20,14 +20,14 @@ import torch
 import tswift
 from tswift.attention.native import NativeAttention
 from tswift.attention.sdpa import TreeAttention
-from tswift.decoding.generation import begin
+from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import DraftingPass, HeadSource
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.reuse import ReuseSource
-from tswift.drafting.source import Drafter
+from tswift.engine import begin
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
 from tswift.models.refining_heads import ChainedHeads, ConditionedHeads

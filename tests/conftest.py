@@ -31,8 +31,8 @@ def make_checkpoint(folder: Path, **changes: object) -> Path:
     """Write a tiny random Llama, its tokenizer and its heads to ``folder``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from recipes.tokenizer import train_tokenizer
     from tswift.models.refining_heads import ChainedHeads
-    from tswift.training.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(SENTENCES, 320)
     settings: dict[str, object] = {

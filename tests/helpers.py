@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.step import Step
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.source import Context, Drafter
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
 from tswift.models.base_heads import Heads

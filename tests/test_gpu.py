@@ -19,12 +19,12 @@ from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, t
 from tswift.attention.layout import Layout
 from tswift.attention.special import SpecialAttention, Wants
 from tswift.decoding.audit import audit
-from tswift.decoding.generation import begin
 from tswift.decoding.noise import noise_bits
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.making import make_drafter
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
+from tswift.engine import begin
 from tswift.jobs.prompt import read_prompt
 from tswift.kv.buffer import KVShape
 from tswift.kv.full import FullKV
@@ -167,15 +167,31 @@ def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None
 
 
 @cuda_only
-def test_what_differs_in_bfloat16_is_rounding() -> None:
-    """The audit, which must see through another seed's text, explains every text, the same or not."""
+def test_every_method_writes_the_text_of_plain_decoding_in_bfloat16() -> None:
+    """Passes have one width, so nothing rounds otherwise; and the audit sees through another seed's text."""
     model = bundled("bfloat16")
     assert not core_missing(model)
-    prompt, params, length = demo_prompt(model), sampling_of(model), 1000
-    for method in METHODS:
-        if not METHODS[method].draft:  # a second model would have to be compiled
-            assert audit(model.target, prompt, demo_text(model, method, length), params, 1).ok, method
-    assert not audit(model.target, prompt, demo_text(model, "ar", length, seed=2), params, 1).ok
+    assert model.inexact is None
+    plain = demo_text(model, "ar", TEXT)
+    other = [name for name, method in METHODS.items() if not method.draft and name != "ar-reference"]
+    differ = [name for name in other if demo_text(model, name, TEXT) != plain]
+    assert not differ
+    prompt, params = demo_prompt(model), sampling_of(model)
+    assert audit(model.target, prompt, plain, params, 1).exact == TEXT
+    assert not audit(model.target, prompt, demo_text(model, "ar", TEXT, seed=2), params, 1).ok
+
+
+@cuda_only
+def test_a_model_of_8b_writes_the_same_text_by_every_method() -> None:
+    """Random weights in the shape of Llama 3.1 8B: its layers, kernels and widths are those of the real one."""
+    model = tswift.load("shape:llama3.1-8b", device=DEVICE)
+    assert model.inexact is None
+    prompt = random_prompt(1000)
+    texts = [
+        tokens_of(list(begin(model, prompt, TEXT, method=name, seed=1).steps()))
+        for name in ("ar", "medusa", "tokenswift")
+    ]
+    assert texts[1:] == texts[:1] * 2
 
 
 def test_the_noise_has_the_same_bits_everywhere() -> None:

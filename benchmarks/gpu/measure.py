@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +24,11 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.gpu import LEAST, probe
 from benchmarks.gpu.estimate import estimate
-from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, at_context, noisy
+from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, any_width, at_context, noisy
 from benchmarks.gpu.timing import interleaved
 from tswift.benchmarking.roofline import measure_machine, pass_seconds
-from tswift.decoding.generation import Generation
 from tswift.decoding.params import SamplingParams
+from tswift.engine import Generation
 from tswift.jobs.environment import environment
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
@@ -55,18 +56,25 @@ def shapes(run: Run) -> None:
 
 
 def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ...]) -> None:
-    """Milliseconds of a pass and its logits beside its floor, and of the draft pass over a partial cache."""
-    target, most = run.model(name).target, max(nodes)
+    """Milliseconds of a pass and its logits beside its floor, and of the draft pass over a partial cache.
+
+    Verification passes have the model's fixed width; at the first context they are also timed without one.
+    """
+    target = run.model(name).target
+    nodes = tuple(count for count in nodes if count <= (target.width or count))
+    most = max(nodes)
     free = (available_bytes(target.device) or 1e15) - (_ROOM if run.device.type == "cuda" else 0.0)
     slots = min(free / target.kv_shape.bytes_per_token, target.max_positions)
     contexts = tuple(context for context in contexts if context + most <= slots)
     if not contexts:
         return run.note("left out", why=f"{name}: too little memory for any cache")
     full, partial = FullKV(target.kv_shape, max(contexts) + most), PartialKV(target.kv_shape, run.scale.budget)
+    loose = FullKV(target.kv_shape, contexts[0] + most)
     started = time.perf_counter()
-    for kv, limit in ((full, most), (partial, 1)):
+    for kv, limit in ((full, most), (partial, 1), (loose, most)):
         noisy(kv)
-        target.prepare(kv, limit)
+        with any_width(target) if kv is loose else nullcontext():
+            target.prepare(kv, limit)
     target.synchronize()
     run.note("prepared", shape=name, seconds=time.perf_counter() - started, graphs=target.graphs)
     shape = shape_of(target.model, target.dtype.itemsize)
@@ -76,6 +84,8 @@ def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ..
         runs = {("verify", context, count): probe.one_pass(target, full, count, context) for count in nodes}
         if context == contexts[0]:
             runs["draft", run.scale.budget, 1] = probe.one_pass(target, partial, 1, run.scale.budget)
+            for count in nodes:
+                runs["verify, any width", context, count] = probe.one_pass(target, loose, count, context)
         for (kind, held, count), seconds in interleaved(runs, run.scale.rounds, run.device).items():
             floor = float(pass_seconds(shape, run.machine, held, 1))
             about = {"shape": name, "kind": kind, "context": held, "nodes": count}
@@ -87,13 +97,16 @@ def steps(run: Run) -> None:
     """Real steps at several contexts, and what they come to over the whole text."""
     run.note("estimate", markdown=estimate(run.scale.main, ALPHA).markdown())
     model, prefill = run.model(run.scale.main), min(run.scale.contexts)
-    for method, nodes in (("ar", None), *(("tokenswift", count) for count in run.scale.step_nodes)):
+    asked = [("ar", None, True), *(("tokenswift", count, True) for count in run.scale.step_nodes), ("ar", None, False)]
+    for method, nodes, exact in asked:
         found: dict[int, float] = {}
-        about = {"method": method, "nodes": nodes or "default", "simulated alpha": None if method == "ar" else ALPHA}
+        about = {"method": method if exact else f"{method}, --no-exact", "nodes": nodes or "default"}
+        about["simulated alpha"] = None if method == "ar" else ALPHA
         for context in run.scale.contexts:
             if run.late():
                 break
-            decode = at_context(model, method, context, _PER_STEP * run.scale.steps, nodes)
+            with nullcontext() if exact else any_width(model.target):
+                decode = at_context(model, method, context, _PER_STEP * run.scale.steps, nodes)
             figures = _timed(run, decode)
             found[context] = figures["ms"] / 1e3 / figures["tokens"]
             run.note("steps", **about, context=context, **figures)

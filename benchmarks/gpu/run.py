@@ -17,8 +17,8 @@ from transformers import LlamaConfig
 from benchmarks.gpu import FIGURES
 from tswift.benchmarking.roofline import Machine
 from tswift.benchmarking.simulated import SimulatedWalk
-from tswift.decoding.generation import Generation, begin
 from tswift.drafting.options import DraftOptions
+from tswift.engine import Generation, begin
 from tswift.kv.buffer import KVBuffer
 from tswift.kv.full import FullKV
 from tswift.models.loaded import LoadedModel
@@ -43,7 +43,7 @@ class Scale:
     contexts: tuple[int, ...] = (4096, 100_000, 50_000, 20_000, 75_000, 35_000)  # tokens, in order of value
     nodes: tuple[int, ...] = (1, 8, 16, 24, 32, 48, 64)  # of verification passes
     tree: int = 32  # nodes of the pass whose kernels are looked at
-    step_nodes: tuple[int | None, ...] = (None, 16, 64)  # --nodes of real steps; None for the default
+    step_nodes: tuple[int | None, ...] = (None, 16)  # --nodes of real steps; None for the default
     rows: tuple[int, ...] = (1, 8, 16, 32, 48, 64, 128)  # of matrix products
     budget: int = 4096  # tokens of the partial cache that a draft pass reads
     rounds: int = 20  # timed passes of each kind
@@ -119,7 +119,8 @@ class Run:
             with torch.inference_mode():  # hidden states are as long as the root of their size
                 rows.mul_(_SPREAD / float(rows.double().std()) / model.target.hidden_size**0.5)
             model.target.synchronize()
-            about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "heads")}
+            about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "exact", "heads")}
+            about["inexact"] = model.inexact
             self.note("loaded", **about, graphs=model.target.graphs, seconds=time.perf_counter() - started)
         return self._model
 
@@ -159,6 +160,16 @@ def noisy(kv: KVBuffer) -> None:
     """Fill a cache with noise."""
     kv.keys.normal_()
     kv.values.normal_()
+
+
+@contextmanager
+def any_width(target: Target) -> Iterator[None]:
+    """Have the target prepare passes that are as wide as they happen to be, as with --no-exact."""
+    width, target.width = target.width, None
+    try:
+        yield
+    finally:
+        target.width = width
 
 
 @contextmanager

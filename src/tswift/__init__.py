@@ -13,10 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tswift.decoding.generation import generate
     from tswift.decoding.params import SamplingParams
     from tswift.decoding.step import Step
     from tswift.drafting.options import DraftOptions
+    from tswift.engine import generate
     from tswift.models.loading import load
 
 __version__ = "0.1.0"
@@ -24,7 +24,7 @@ __all__ = ["DraftOptions", "SamplingParams", "Step", "__version__", "generate", 
 
 _HOMES = {
     "load": "tswift.models.loading",
-    "generate": "tswift.decoding.generation",
+    "generate": "tswift.engine",
     "SamplingParams": "tswift.decoding.params",
     "DraftOptions": "tswift.drafting.options",
     "Step": "tswift.decoding.step",

@@ -48,7 +48,7 @@ def test_sdpa_serves_everywhere(dtype, device) -> None:
         ("flash", torch.float32, "cuda", "flash attention takes bfloat16 and float16, not float32"),
         ("flash", torch.bfloat16, "cpu", "flash attention needs CUDA"),
         ("native", torch.float32, "cuda", "native attention is for the CPU"),
-        ("native", torch.float64, "cpu", "native attention takes float32, not float64"),
+        ("native", torch.float64, "cpu", "native attention takes float32, bfloat16 and float16, not float64"),
     ],
 )
 def test_what_a_backend_cannot_take(monkeypatch, name, dtype, device, reason) -> None:

@@ -1,7 +1,9 @@
-"""The C kernel against the dense float64 oracle, and what it leaves to the stock operators."""
+"""The C kernel against the dense float64 oracle and, bit for bit, plain decoding; what it leaves to sdpa."""
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -9,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention.oracle import blind_to_siblings, case, chain, dense
+from tests.attention.oracle import blind_to_siblings, case, chain, dense, other_bits
 from tests.helpers import random_tree
 from tswift.attention import native
-from tswift.attention.backends import why_not
+from tswift.attention.backends import choose, why_not
 from tswift.attention.building import Unbuilt
 from tswift.attention.layout import Layout
 from tswift.attention.native import NativeAttention
@@ -25,6 +27,9 @@ REASON = why_not("native", torch.float32, CPU)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 TOLERANCE = 4e-6  # as for TreeAttention in float32
+HALVES = (torch.bfloat16, torch.float16)
+# Each head size in each dtype is a library of its own, which takes the compiler two seconds.
+SIZES = [(16, torch.float32), (64, torch.float32), (16, torch.bfloat16), (80, torch.bfloat16), (16, torch.float16)]
 
 
 @pytest.fixture
@@ -35,19 +40,166 @@ def never_stock(monkeypatch) -> None:
     monkeypatch.setattr(TreeAttention, "__init__", refuse)
 
 
-def attend(query, keys, values, ancestors, scale, nodes=None):
+def attend(query, keys, values, ancestors, scale, nodes=None, prefix=None):
     nodes = nodes or len(ancestors)
     layout = Layout(len(keys), len(query) // len(keys), query.dtype, query.device)
-    return NativeAttention(layout, keys.shape[1] - nodes, nodes, ancestors)(query, keys, values, scale)
+    prefix = keys.shape[1] - nodes if prefix is None else prefix
+    return NativeAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale)
 
 
-def check(*shape, seed=0, sharp=1.0) -> None:
-    query, keys, values, ancestors, scale = case(*shape, torch.float32, seed, sharp)
+def check(*shape, seed=0, sharp=1.0, dtype=torch.float32) -> None:
+    query, keys, values, ancestors, scale = case(*shape, dtype, seed, sharp)
     out = attend(query, keys, values, ancestors, scale)
     assert out.shape == query.shape
     assert out.dtype == query.dtype
-    worst = (out.double() - dense(query, keys, values, ancestors, scale)).abs().max().item()
-    assert worst < TOLERANCE * max(1, sharp), worst  # rounding grows with the scores
+    apart = (out.double() - dense(query, keys, values, ancestors, scale)).abs()
+    if dtype in HALVES:  # all is computed in float32, and rounded once
+        apart -= out.double().abs() * torch.finfo(dtype).eps / 2
+    assert apart.max() < TOLERANCE * max(1, sharp), apart.max()  # rounding grows with the scores
+
+
+def tree_of(nodes: int, reach: int, seed: int) -> torch.Tensor:
+    """Ancestors in a tree whose parents are at most ``reach`` nodes before their children; 1 is a chain."""
+    random, ancestors = Random(seed), torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        ancestors[node] |= ancestors[max(0, node - random.randint(1, reach))]
+    return ancestors
+
+
+def plain(query, keys, values, ancestors, scale):
+    """One pass of one node for each, as plain decoding has them: its ancestors committed, one after another."""
+    nodes, rows = len(ancestors), []
+    prefix = keys.shape[1] - nodes
+    for node in range(nodes):
+        path = torch.cat([torch.arange(prefix), prefix + ancestors[node].nonzero().flatten()])
+        rows.append(attend(query[:, node : node + 1], keys[:, path], values[:, path], None, scale, 1))
+    return torch.cat(rows, dim=1)
+
+
+def differ(kv_heads, group, dim, prefix, ancestors, dtype, seed=0, sharp=1.0) -> list[int]:
+    """The nodes of a tree that have other bits than by plain decoding."""
+    nodes = len(ancestors)
+    query, keys, values, _, scale = case(kv_heads, group, dim, prefix, nodes, dtype, seed, sharp)
+    same = attend(query, keys, values, ancestors, scale) == plain(query, keys, values, ancestors, scale)
+    return (~same.all(-1).all(0)).nonzero().flatten().tolist()
+
+
+@pytest.mark.usefixtures("never_stock")
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.sampled_from(SIZES),
+    st.one_of(st.integers(0, 700), st.integers(0, 4000)),
+    st.integers(1, 64),
+    st.sampled_from([1, 2, 3, 8, 64]),
+    st.integers(0, 1000),
+    st.sampled_from([0.1, 1.0, 5.0]),
+)
+def test_a_row_has_the_bits_of_plain_decoding(kv_heads, group, size, prefix, nodes, reach, seed, sharp) -> None:
+    dim, dtype = size
+    assert differ(kv_heads, group, dim, prefix, tree_of(nodes, reach, seed), dtype, seed, sharp) == []
+
+
+@pytest.mark.usefixtures("never_stock")
+@pytest.mark.parametrize("reach", [1, 3])
+@pytest.mark.parametrize(
+    "prefix",
+    [0, 1, 7, 8, 56, *range(63, 67), *range(119, 122), *range(183, 186), 240, 304, 424, *range(543, 546), 7800],
+)
+def test_the_bits_around_borders(prefix: int, reach: int) -> None:
+    """Of blocks, of parts, and where tails begin."""
+    for dim, dtype in ((16, torch.float32), (16, torch.bfloat16)):
+        assert differ(1, 1, dim, prefix, tree_of(64, reach, prefix), dtype) == []
+        assert differ(2, 2, dim, prefix, tree_of(2, reach, prefix), dtype) == []
+
+
+@pytest.mark.usefixtures("never_stock")
+def test_the_bits_far_into_a_text() -> None:
+    """Where parts become longer, and behind."""
+    for prefix in (30_700, 30_784, 50_000):
+        for nodes in (3, 9):
+            assert differ(1, 1, 16, prefix, tree_of(nodes, 4, nodes), torch.bfloat16) == []
+
+
+@pytest.mark.usefixtures("never_stock")
+@pytest.mark.parametrize(("dim", "dtype"), SIZES)
+def test_the_bits_beside_other_nodes(dim: int, dtype: torch.dtype) -> None:
+    """Of paths with anything beside and behind them, and nothing that is no number read behind the pass."""
+    for start, group in ((3, 1), (180, 2), (500, 4), (1000, 8)):
+        assert other_bits(attend, start, group, dim, dtype, 5, (1, 2, 7, 16, 64)) == []
+
+
+@pytest.mark.usefixtures("never_stock")
+@pytest.mark.parametrize("prefix", [5, 235, 1000])
+def test_siblings_may_stand_in_any_order(prefix: int) -> None:
+    query, keys, values, _, scale = case(1, 2, 16, prefix, 40, torch.float32)
+    ancestors = tree_of(40, 12, prefix)
+    random = Random(prefix)
+    order = sorted(range(40), key=lambda node: (int(ancestors[node].sum()), random.random()))  # parents first
+    assert order != sorted(order)
+    slots = torch.cat([torch.arange(prefix), prefix + torch.tensor(order)])
+    turned = attend(query[:, order], keys[:, slots], values[:, slots], ancestors[order][:, order], scale)
+    assert torch.equal(turned, attend(query, keys, values, ancestors, scale)[:, order])
+
+
+@pytest.mark.usefixtures("never_stock")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_chains_over_a_text_from_any_start(threads: int) -> None:
+    query, keys, values, _, scale = case(2, 1, 16, 0, 700, torch.float32)
+    before, rows = torch.get_num_threads(), torch.empty_like(query)
+    torch.set_num_threads(threads)
+    try:
+        for end in range(64, 701, 53):
+            at = slice(end - 64, end)
+            rows[:, at] = attend(query[:, at], keys[:, :end], values[:, :end], None, scale, 64)
+        for start, nodes in ((0, 3), (17, 64), (40, 33), (150, 64), (290, 9), (430, 64), (636, 1)):
+            end = start + nodes
+            out = attend(query[:, start:end], keys[:, :end], values[:, :end], None, scale, nodes)
+            torch.testing.assert_close(out, rows[:, start:end], rtol=0, atol=0)
+    finally:
+        torch.set_num_threads(before)
+
+
+FAULTS = {
+    "a part's size follows from the length": {
+        "static int64_t part_start": "static int64_t size;\nstatic int64_t part_start",
+        "return PART *": "return size *",
+        "while (part_start": "size = w.farthest / (4 * BLOCK) * BLOCK + BLOCK;\n    while (part_start",
+    },
+    "a tail begins where the pass does": {"c->prefix + depth(c, node) - DRAFTED": "c->prefix - DRAFTED"},
+    "weights are added up by slots": {"c->prefix + depth(c, slot - c->prefix)": "slot"},
+    "few rows' weights are added up in another order": {"each[0];": "each[0] + each[1] * 0x1p-20f;"},
+}
+
+
+@pytest.mark.usefixtures("never_stock")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_check_of_bits_sees_a_fault(monkeypatch, tmp_path: Path, fault: str) -> None:
+    text = native._SOURCE.read_text()
+    for right, wrong in FAULTS[fault].items():
+        assert text.count(right) == 1
+        text = text.replace(right, wrong)
+    source = tmp_path / "native.c"
+    source.write_text(text)
+    monkeypatch.setattr(native, "_SOURCE", source)
+    native._kernel.cache_clear()
+    try:
+        assert any(differ(1, 1, 16, prefix, tree_of(64, 3, prefix), torch.float32) for prefix in (170, 530))
+    finally:
+        native._kernel.cache_clear()
+
+
+@pytest.mark.usefixtures("never_stock")
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves(dtype: torch.dtype) -> None:
+    for prefix in (0, 5, 250, 2000):
+        for kv_heads, group, nodes in ((1, 1, 1), (1, 2, 1), (2, 1, 3), (1, 4, 1), (1, 1, 7), (2, 3, 5), (1, 8, 64)):
+            check(kv_heads, group, 16, prefix, nodes, seed=prefix, dtype=dtype)
+
+
+def test_halves_are_taken_by_choice() -> None:
+    assert all(choose("auto", dtype, CPU, 16) == "native" for dtype in (torch.float32, *HALVES))
 
 
 @pytest.mark.usefixtures("never_stock")
@@ -55,7 +207,7 @@ def check(*shape, seed=0, sharp=1.0) -> None:
 def test_any_number_of_rows(prefix: int) -> None:
     for nodes in range(1, 71):
         check(1, 1, 16, prefix, nodes, seed=nodes)
-    for group, nodes in ((2, 64), (8, 1), (8, 16), (3, 2), (5, 7)):
+    for group, nodes in ((2, 64), (8, 1), (8, 16), (3, 2), (5, 7), (8, 64), (1, 128)):
         check(2, group, 16, prefix, nodes, seed=nodes)
 
 
@@ -73,10 +225,10 @@ def test_prefixes_and_threads(prefix: int, threads: int) -> None:
 
 
 @pytest.mark.usefixtures("never_stock")
-@pytest.mark.parametrize("width", [48, 80, 128, 256])
-def test_head_sizes(width: int) -> None:
+@pytest.mark.parametrize(("width", "dtype"), [(80, torch.bfloat16), (128, torch.float16), (256, torch.float32)])
+def test_head_sizes(width: int, dtype: torch.dtype) -> None:
     for nodes in (1, 2, 3, 5, 16, 21):
-        check(2, 1, width, 130, nodes, seed=width)
+        check(2, 1, width, 130, nodes, seed=width, dtype=dtype)
 
 
 @pytest.mark.usefixtures("never_stock")
@@ -139,6 +291,26 @@ def test_a_broken_key_is_not_hidden(nodes: int, place: int, bad: float) -> None:
 
 
 @pytest.mark.usefixtures("never_stock")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("nodes", [3, 6, 40])
+def test_what_is_broken_beside_a_node_is_not_its_own(nodes: int, bad: float) -> None:
+    """In the newest node, which no other sees; and far behind, where not all nodes have it in their tails."""
+    for group, prefix in ((1, 30), (2, 230), (1, 300)):
+        query, keys, values, _, scale = case(1, group, 16, prefix, nodes, torch.float32)
+        ancestors = tree_of(nodes, 3, nodes)
+        ancestors[-1, 1:-1] = False
+        before = attend(query, keys, values, ancestors, scale)
+        keys, values = keys.clone(), values.clone()
+        keys[:, -1, 0] = values[:, -1, 0] = bad
+        after = attend(query, keys, values, ancestors, scale)
+        assert torch.equal(before[:, :-1], after[:, :-1])
+        assert not after[:, -1].isfinite().all()
+        values[:, prefix // 2, 3] = bad
+        broken = [f(query, keys, values, ancestors, scale) for f in (attend, plain)]
+        torch.testing.assert_close(*broken, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("never_stock")
 def test_what_lies_behind_the_text_is_not_read() -> None:
     for nodes in (1, 3, 7, 12):
         query, keys, values, ancestors, scale = case(2, 1, 16, 500, nodes, torch.float32)
@@ -179,7 +351,7 @@ def test_nodes_do_not_see_what_is_beside_them() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "width", "group", "nodes"),
-    [(torch.float64, 16, 1, 5), (torch.bfloat16, 16, 1, 5), (torch.float32, 24, 1, 5), (torch.float32, 16, 3, 50)],
+    [(torch.float64, 16, 1, 5), (torch.float32, 24, 1, 5), (torch.float32, 16, 2, 65), (torch.bfloat16, 16, 1, 129)],
 )
 def test_what_is_left_to_the_stock_operators(dtype, width: int, group: int, nodes: int) -> None:
     query, keys, values, ancestors, scale = case(2, group, width, 300, nodes, dtype)
@@ -192,7 +364,7 @@ def test_a_head_size_that_cannot_be_built_is_left_to_them_too(monkeypatch) -> No
     stock = TreeAttention(Layout(2, 1, torch.float32, CPU), 300, 5, ancestors)(query, keys, values, scale)
     assert not torch.equal(attend(query, keys, values, ancestors, scale), stock)
 
-    def full(width: int) -> None:
+    def full(width: int, dtype: torch.dtype) -> None:
         raise Unbuilt("no space left")
 
     monkeypatch.setattr(native, "library", full)
@@ -218,16 +390,12 @@ def test_there_is_a_gradient() -> None:
     assert query.grad.isfinite().all()
 
 
-def test_parts_are_bounded_in_number(monkeypatch) -> None:
-    calls = []
-
-    monkeypatch.setattr(native, "_kernel", lambda width: lambda call: calls.append(call._obj))
-    for prefix in (1, 479, 480, 100_000, 1_000_000):
-        empty = torch.empty(1).expand(1, 1, 16)
-        keys = torch.empty_strided((1, prefix + 1, 16), (0, 16, 1))
-        NativeAttention(Layout(1, 1, torch.float32, CPU), prefix, 1, None)(empty, keys, keys, 1.0)
-    assert [call.parts for call in calls] == [1, 1, 2, 60, 64]
-    assert all(call.part % 120 == 0 and call.part * (call.parts - 1) < call.prefix + 1 for call in calls)
+def test_parts_grow_with_the_text() -> None:
+    kernel, parts = native.library(16, torch.float32), []
+    for prefix in (0, 183, 184, 663, 664, 100_000, 1_000_000):
+        call = native._Call(kv_heads=1, rows=1, prefix=prefix, nodes=1, threads=1)
+        parts.append((kernel.tswift_scratch(ctypes.byref(call)) - 16 * 16) / (2 * 16 + 16))
+    assert parts == [1, 1, 2, 2, 3, 59, 294]
 
 
 def test_a_model_reads_the_same() -> None:

@@ -30,19 +30,19 @@ class Cache:
 
 def dense(query, keys, values, ancestors, scale, wants: Wants, places, positions):
     """``places``: [kv heads, prefix]. Everything expanded, everything masked."""
-    nodes = query.shape[1]
+    nodes, kv_heads, group = query.shape[1], len(keys), len(query) // len(keys)
     query, keys, values = query.double(), keys.double(), values.double()
-    keys, values = keys.repeat_interleave(GROUP, 0), values.repeat_interleave(GROUP, 0)
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     scores = query @ keys.transpose(1, 2) * scale
     if wants.softcap is not None:
         scores = wants.softcap * torch.tanh(scores / wants.softcap)
     sees = torch.cat(
-        [torch.ones(KV_HEADS, nodes, places.shape[1], dtype=torch.bool), ancestors.expand(KV_HEADS, -1, -1)], 2
+        [torch.ones(kv_heads, nodes, places.shape[1], dtype=torch.bool), ancestors.expand(kv_heads, -1, -1)], 2
     )
     if wants.window is not None:
-        where = torch.cat([places, positions.expand(KV_HEADS, -1)], 1)
+        where = torch.cat([places, positions.expand(kv_heads, -1)], 1)
         sees &= positions[None, :, None] - where[:, None] < wants.window
-    scores = scores.masked_fill(~sees.repeat_interleave(GROUP, 0), -torch.inf)
+    scores = scores.masked_fill(~sees.repeat_interleave(group, 0), -torch.inf)
     if wants.sinks is not None:
         scores = torch.cat([scores, wants.sinks.double()[:, None, None].expand(-1, nodes, 1)], 2)
     shares = scores.softmax(-1)[..., : keys.shape[1]]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +25,8 @@ from tswift.kv.full import FullKV
 from tswift.models.target import Target
 
 backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
-CPU = torch.device("cpu")
+kernels = pytest.importorskip("tswift.attention.kernels")
+CPU, NOTHING = torch.device("cpu"), Wants()
 REASON = why_not("triton", torch.float32, CPU)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
@@ -32,11 +34,11 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
-def attend(query, keys, values, ancestors, scale, nodes=None, prefix=None):
+def attend(query, keys, values, ancestors, scale, nodes=None, prefix=None, wants=NOTHING):
     nodes = nodes or len(ancestors)
     prefix = keys.shape[1] - nodes if prefix is None else prefix
     layout = Layout(len(keys), len(query) // len(keys), query.dtype, query.device)
-    return backend.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale)
+    return backend.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale, wants)
 
 
 def error(out, exact) -> float:
@@ -54,7 +56,7 @@ def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float32, seed=0, shar
 
 @pytest.mark.parametrize("prefix", [0, 1, 15, 16, 17, 127, 128, 129, 1000])
 def test_prefixes(prefix: int) -> None:
-    for kv_heads, group, dim, nodes in ((2, 1, 64, 1), (1, 3, 8, 2), (1, 2, 64, 41)):
+    for kv_heads, group, dim, nodes in ((2, 1, 64, 1), (1, 3, 8, 2), (1, 2, 64, 17)):
         check(kv_heads, group, dim, prefix, nodes, seed=prefix)
 
 
@@ -71,15 +73,28 @@ def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("group", range(1, 9))
 def test_group_sizes(group: int) -> None:
-    check(2, group, 64, 130, 41, torch.float16, seed=group)
+    check(2, group, 64, 130, 9, torch.float16, seed=group)
 
 
-@pytest.mark.parametrize(("nodes", "group"), [(63, 1), (64, 1), (65, 1), (121, 1), (128, 1), (65, 7), (128, 7)])
+@pytest.mark.parametrize(("nodes", "group"), [(64, 1), (65, 1), (70, 7)])
 def test_trees_of_many_nodes(nodes: int, group: int) -> None:
     check(1, group, 64, 17, nodes, seed=nodes)
 
 
-@pytest.mark.parametrize("nodes", [5, 128])
+@pytest.mark.parametrize("group", [65, 130])
+def test_more_query_heads_than_a_program_has_rows(group: int) -> None:
+    check(1, group, 8, 70, 3, torch.bfloat16)
+
+
+def test_a_path_of_more_nodes_than_are_exact() -> None:
+    """Whose slots are not their positions: there is a node of another branch before it."""
+    query, keys, values, _, scale = case(1, 1, 64, 200, 141, torch.float16)
+    ancestors = chain(141)
+    ancestors[2:, 1] = False
+    assert error(attend(query, keys, values, ancestors, scale), dense(query, keys, values, ancestors, scale)) < 2e-3
+
+
+@pytest.mark.parametrize("nodes", [5, 70])
 def test_any_mask(nodes: int) -> None:
     """Also one that no tree has, where the root is not everyone's ancestor."""
     query, keys, values, _, scale = case(1, 2, 64, 40, nodes, torch.float32)
@@ -87,9 +102,9 @@ def test_any_mask(nodes: int) -> None:
     assert error(attend(query, keys, values, seen, scale), dense(query, keys, values, seen, scale)) < 4e-6
 
 
-@pytest.mark.parametrize(("prefix", "nodes"), [(0, 1), (129, 1), (0, 200), (1, 200), (129, 200), (40, 520)])
+@pytest.mark.parametrize(("prefix", "nodes"), [(0, 1), (129, 1), (0, 65), (1, 150), (129, 150)])
 def test_chunks_need_no_ancestors(prefix: int, nodes: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16) if nodes <= 200 else (torch.bfloat16,):
+    for dtype in (torch.float32, torch.bfloat16) if nodes <= 65 else (torch.bfloat16,):
         query, keys, values, _, scale = case(1, 2, 64, prefix, nodes, dtype)
         out = attend(query, keys, values, None, scale, nodes)
         assert error(out, dense(query, keys, values, chain(nodes), scale)) < TOLERANCE[dtype]
@@ -101,7 +116,7 @@ def test_chunks_need_no_ancestors(prefix: int, nodes: int) -> None:
     st.integers(1, 8),
     st.sampled_from([8, 64, 80]),
     st.sampled_from([0, 1, 31, 63, 64, 65, 300]),
-    st.integers(1, 45),
+    st.integers(1, 20),
     st.integers(0, 1000),
     st.sampled_from(list(TOLERANCE)),
     st.sampled_from([0.1, 1.0, 5.0]),
@@ -164,39 +179,31 @@ def test_nodes_do_not_see_what_is_beside_them() -> None:
     assert blind_to_siblings(attend, 64, torch.float32)
 
 
-def test_bits_of_ancestors() -> None:
-    ancestors = random_tree(128, Random(1)).ancestors() | chain(128).T.roll(1, 0)
-    words = [[sum(1 << j for j in range(64) if row[64 * w + j]) for w in (0, 1)] for row in ancestors.tolist()]
-    signed = [[word - (1 << 64) if word >> 63 else word for word in row] for row in words]
-    assert backend.pack(ancestors).tolist() == signed
-    assert backend.pack(ancestors[:3, :3]).tolist() == [[row[0] & 7, 0] for row in words[:3]]
-
-
 def test_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match="float64"):
         backend.TritonAttention(Layout(1, 1, torch.float64, CPU), 3, 1, None)
-    with pytest.raises(ValueError, match="128 nodes"):
-        backend.TritonAttention(Layout(1, 1, torch.float32, CPU), 3, 129, chain(129))
 
 
-@pytest.mark.parametrize("generation", [8, 9, 10, 12])
+@pytest.mark.parametrize("generation", [0, 8, 9, 10, 12])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("width", [16, 64, 128, 256])
-def test_the_tile_of_keys_is_the_same_for_every_number_of_rows(width: int, itemsize: int, generation: int) -> None:
-    found = [backend.configuration(rows, width, itemsize, generation) for rows in range(1, 2049)]
-    assert len({each.keys for each in found}) == 1
-    assert 256 % found[0].keys == 0  # chunks begin with a tile
+def test_layouts_of_one_model_differ_by_nothing_that_orders_a_sum(width: int, itemsize: int, generation: int) -> None:
+    """A warp has 16 rows and all keys of a tile, or there is one layout only; tests/attention/test_offline_compile.py
+    looks at the code."""
+    found = {backend.configuration(rows, width, itemsize, generation) for rows in range(1, 2049)}
+    (keys,) = {each.keys for each in found}
+    assert 256 % keys == 0  # chunks begin with a tile
+    assert len(found) == 1 or all(each.rows == 16 * each.warps >= keys for each in found)
+    assert len(found) <= (2 if itemsize == 2 and generation in (8, 9, 12) else 1)
 
 
-@pytest.mark.parametrize(
-    ("rows", "block"), [(1, 16), (16, 16), (17, 32), (41, 64), (128, 128), (129, 256), (192, 256), (256, 256)]
-)
-def test_one_program_takes_all_rows(rows: int, block: int) -> None:
-    """Up to 256 of them, on the GPUs that this is for: the keys are then read once."""
+@pytest.mark.parametrize(("rows", "block"), [(1, 64), (64, 64), (65, 128), (128, 128), (256, 128)])
+def test_one_program_takes_the_rows_of_a_usual_tree(rows: int, block: int) -> None:
+    """Up to 128 of them, on the GPUs that this is for: the keys are then read once."""
     assert backend.configuration(rows, 128, 2, 9).rows == block
-    assert backend.configuration(rows, 128, 2, 8).rows == min(block, 128)
-    assert backend.configuration(rows, 256, 2, 9).rows == min(block, 128)
-    assert backend.configuration(rows, 256, 2, 8).rows == min(block, 64)
+    assert backend.configuration(rows, 128, 2, 8).rows == block
+    assert backend.configuration(rows, 256, 2, 9).rows == block
+    assert backend.configuration(rows, 256, 2, 8).rows == 64
 
 
 def test_chunks_by_position() -> None:
@@ -210,47 +217,148 @@ def test_chunks_by_position() -> None:
     assert [backend.chunk_size(heads) for heads in (1, 4, 8, 12, 32, 64)] == [256, 256, 256, 512, 1024, 1024]
 
 
-@pytest.fixture
-def products(monkeypatch) -> None:
-    """Products of NumPy, which the interpreter uses, whose rows do not depend on how many there are.
-
-    Its BLAS has another kernel for small products with a transposed matrix.
-    """
-    right = np.matmul
-    monkeypatch.setattr(np, "matmul", lambda a, b, **given: right(a, np.ascontiguousarray(b), **given))
-
-
 @pytest.mark.parametrize(
     ("p0", "dtype", "counts"),
     [
         (0, torch.float32, (1, 4, 33)),
-        (30, torch.float16, (1, 4, 33)),
-        (253, torch.float32, (1, 4, 33)),
-        (253, torch.float16, (3, 7, 128)),
-        (253, torch.bfloat16, (1, 4, 33)),
-        (508, torch.float32, (3, 7, 41)),
+        (30, torch.float16, (4, 33)),
+        (125, torch.float16, (3, 7)),
+        (317, torch.float32, (1, 4, 33)),
+        (317, torch.float16, (3, 64)),
+        (317, torch.bfloat16, (4, 33)),
+        (572, torch.float32, (3, 7)),
     ],
 )
-def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(products, p0: int, dtype: torch.dtype, counts) -> None:
-    """The nodes' own keys cross a border of tiles or chunks at most of these lengths."""
+def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(p0: int, dtype: torch.dtype, counts) -> None:
+    """The path's nodes cross the border of a tile or chunk that shows at such a position, at most of these lengths."""
     assert other_bits(attend, p0, 2, 64, dtype, 6, counts) == []
 
 
 @pytest.mark.parametrize(
-    ("group", "dim", "dtype"), [(1, 80, torch.float32), (4, 128, torch.float16), (7, 256, torch.float16)]
+    ("group", "dim", "dtype"), [(1, 80, torch.float32), (4, 128, torch.float16), (7, 256, torch.bfloat16)]
 )
-def test_so_it_has_in_other_layouts(products, group: int, dim: int, dtype: torch.dtype) -> None:
-    assert other_bits(attend, 510, group, dim, dtype, 4, (2, 9)) == []
+def test_so_it_has_in_other_layouts(group: int, dim: int, dtype: torch.dtype) -> None:
+    assert other_bits(attend, 574, group, dim, dtype, 4, (2, 9)) == []
 
 
-def test_so_it_has_where_chunks_grow(monkeypatch, products) -> None:
+def test_so_it_has_where_chunks_grow(monkeypatch) -> None:
     monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
-    for p0 in (16 * 16 - 2, 16 * 64 - 2):
+    for p0 in (64 + 16 * 16 - 2, 64 + 16 * 64 - 2):
         assert other_bits(attend, p0, 1, 256, torch.float16, 3, (4,)) == []
 
 
+def comb(nodes: int) -> torch.Tensor:
+    """Ancestors in a path of every second node, each with a leaf beside its successor: nothing but gaps."""
+    ancestors = torch.eye(nodes, dtype=torch.bool)
+    for node in range(2, nodes):
+        ancestors[node] |= ancestors[(node - 1) // 2 * 2]
+    ancestors[1, 0] = True
+    return ancestors
+
+
+TREES = {
+    "a random tree": random_tree(7, Random(5)).ancestors(),
+    "a tree with gaps": comb(9),
+    "beside fillers": torch.block_diag(comb(4), torch.eye(3)).bool(),
+    "as wide as is exact": comb(64),
+}
+
+
+def with_other_bits(prefix: int, tree: str, dtype: torch.dtype, dim: int = 64, wants: Wants = NOTHING) -> list[int]:
+    """The nodes of a tree whose rows differ from those of passes over them alone, all of their paths committed."""
+    ancestors = TREES[tree]
+    nodes = len(ancestors)
+    query, keys, values, _, scale = case(1, GROUP if wants.sinks is None else 6, dim, prefix, nodes, dtype, prefix)
+    out = attend(query, keys, values, ancestors, scale, wants=wants)
+    differ = []
+    for node in range(nodes) if nodes < 20 else (1, 2, 31, 62, 63):
+        path = ancestors[node].nonzero().flatten()
+        slots = torch.cat([torch.arange(prefix), prefix + path])
+        alone = attend(query[:, node : node + 1], keys[:, slots], values[:, slots], None, scale, 1, wants=wants)
+        if not torch.equal(out[:, node : node + 1], alone):
+            differ.append(node)
+    return differ
+
+
+@pytest.mark.parametrize(
+    ("prefix", "tree", "dtype"),
+    [
+        (0, "a random tree", torch.float32),
+        (3, "a tree with gaps", torch.bfloat16),
+        (95, "a tree with gaps", torch.float32),  # a tile of 32 keys goes to the chunks at 96
+        (126, "a random tree", torch.float16),
+        (126, "a tree with gaps", torch.bfloat16),
+        (318, "beside fillers", torch.float16),  # a chunk begins at 320
+        (318, "a tree with gaps", torch.float32),
+        (300, "as wide as is exact", torch.float16),
+        (575, "a tree with gaps", torch.bfloat16),
+    ],
+)
+def test_a_drafted_path_has_the_bits_of_a_committed_one(prefix: int, tree: str, dtype: torch.dtype) -> None:
+    assert with_other_bits(prefix, tree, dtype) == []
+
+
+@pytest.mark.parametrize("name", [*WANTS, "a longer window", "all, over chunks"])
+def test_so_it_has_whatever_a_layer_wants(name: str) -> None:
+    wants = {**WANTS, "a longer window": Wants(100), "all, over chunks": Wants(200, 1.5, WANTS["sinks"].sinks)}[name]
+    for prefix, dtype in ((126, torch.float16), (318, torch.bfloat16)):
+        assert with_other_bits(prefix, "a tree with gaps", dtype, wants=wants) == []
+
+
+def test_so_it_has_where_the_length_is_on_the_device() -> None:
+    """And the cache has more room, or less."""
+    query, keys, values, ancestors, scale = case(1, 2, 64, 318, 7, torch.float16)
+    expected = attend(query, keys, values, ancestors, scale)
+    for room in (1, 900):
+        wholes = torch.full((2, 1, 325 + room, 64), torch.nan, dtype=torch.float16)
+        wholes[0, :, :325], wholes[1, :, :325] = keys, values
+        assert torch.equal(attend(query, *wholes, ancestors, scale, 7, torch.tensor(318)), expected)
+
+
+FAULTS = {
+    "a split by the length": (
+        "split = tl.maximum(position - REACH, 0)",
+        "split = tl.maximum(prefix + 0 * position - REACH + 63, 0)",
+    ),
+    "a tail in the order of slots, with gaps": (
+        "        visible = held[None, :]\n",
+        "        held = slots < prefix + nodes\n        visible = held[None, :]\n",
+        "slots = tl.where(drafted < 0, slots, prefix + at)",
+        "visible = visible & ((drafted < 0) | (at != 0))[None, :]",
+        "(beyond + KEYS - 1) // KEYS",
+        "(tl.where(tail < 0, beyond, prefix + nodes) + KEYS - 1) // KEYS",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_check_sees_other_orders(monkeypatch, tmp_path, fault: str) -> None:
+    """Of kernels that are right but for rounding, which is made sure of."""
+    source, changes = Path(kernels.__file__).read_text(), FAULTS[fault]
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    file = tmp_path / "planted.py"
+    file.write_text(source)
+    spec = spec_from_file_location("planted", file)
+    planted = module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    if "slots" in fault:
+        right = backend.TritonAttention.__init__
+
+        def make(self, layout, prefix, nodes, ancestors) -> None:
+            right(self, layout, prefix, nodes, ancestors)
+            self._paths = None if self._paths is None else ancestors.long()
+
+        monkeypatch.setattr(backend.TritonAttention, "__init__", make)
+    for name in ("attend_chunk", "combine_chunks"):
+        monkeypatch.setattr(backend, name, getattr(planted, name))
+    check(1, 2, 64, 318, 9)
+    assert with_other_bits(318, "a tree with gaps", torch.float32)
+
+
 @pytest.mark.parametrize("dependence", ["chunks by the number of nodes", "tiles by the number of nodes"])
-def test_the_check_sees_an_order_that_depends_on_the_pass(monkeypatch, products, dependence: str) -> None:
+def test_the_check_sees_an_order_that_depends_on_the_pass(monkeypatch, dependence: str) -> None:
     if dependence.startswith("chunks"):
         sizes = iter([64, 32] * 20)
         monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: next(sizes))
@@ -317,7 +425,7 @@ class Made(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("prefix", "nodes"), [(3, 1), (1500, 7), (9000, 3), (600, 200)])
+@pytest.mark.parametrize(("prefix", "nodes"), [(3, 1), (1500, 7), (9000, 3), (600, 130)])
 def test_partial_results_are_as_large_as_foreseen(prefix: int, nodes: int) -> None:
     query, keys, values, _, scale = case(KV_HEADS, GROUP, DIM, prefix, nodes, torch.bfloat16)
     with Made(GROUP * nodes) as made:
@@ -331,7 +439,7 @@ LONG = Wants(window=270)
 
 
 @pytest.mark.parametrize("tree", [True, False])
-@pytest.mark.parametrize(("prefix", "nodes"), [(0, 1), (0, 30), (5, 12), (61, 40), (300, 1), (600, 12)])
+@pytest.mark.parametrize(("prefix", "nodes"), [(0, 1), (0, 9), (61, 7), (300, 1), (600, 5)])
 @pytest.mark.parametrize("name", [*WANTS, "a long window"])
 def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool) -> None:
     wants = WANTS.get(name, LONG)
@@ -355,10 +463,10 @@ def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_chunk_of_the_prompt_in_windows(dtype: torch.dtype) -> None:
-    query, keys, values, _, scale = case(KV_HEADS, GROUP, DIM, 70, 200, dtype)
+    query, keys, values, _, scale = case(KV_HEADS, GROUP, DIM, 170, 100, dtype)
     layout = Layout(KV_HEADS, GROUP, dtype, CPU)
     for wants in (Wants(window=50), WANTS["all"]):
-        out = backend.TritonAttention(layout, 70, 200, None)(query, keys, values, scale, wants)
-        places, positions = torch.arange(70).expand(KV_HEADS, -1), torch.arange(70, 270)
-        exact = special_dense(query, keys, values, chain(200), scale, wants, places, positions)
+        out = backend.TritonAttention(layout, 170, 100, None)(query, keys, values, scale, wants)
+        places, positions = torch.arange(170).expand(KV_HEADS, -1), torch.arange(170, 270)
+        exact = special_dense(query, keys, values, chain(100), scale, wants, places, positions)
         assert error(out, exact) < TOLERANCE[dtype]

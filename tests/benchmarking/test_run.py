@@ -44,11 +44,10 @@ from tswift.benchmarking.run import (
     slice_goals,
 )
 from tswift.benchmarking.simulated import SimulatedWalk
-from tswift.decoding.generation import Generation
-from tswift.decoding.limits import Need
 from tswift.decoding.loop import Decoding
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.options import DraftOptions
+from tswift.engine import Generation, Need
 from tswift.errors import InputError
 
 LENGTH = 120
@@ -286,6 +285,15 @@ def test_ctrl_c_keeps_the_lengths_that_all_have_reached(checkpoint, schema):
     assert found["state"] == "interrupted"
     assert kept[:3] == [[1, 1], [2, 2], [3, 3]]
     assert kept[-1] == [3, 3, 2, 2]
+
+
+def test_exact_passes_are_part_of_the_workload(checkpoint, monkeypatch):
+    config = configure(BenchOptions(("ar",), model=str(checkpoint)))
+    plan, prompts = Plan((4,), (5,), warmup=0), [Prompt("p", [1, 2, 3, 4])]
+    about = config.model.about()
+    assert "exact" not in begin_measurement(config, prompts, plan, ["tswift"])["workload"]
+    monkeypatch.setattr(type(config.model), "about", lambda self: {**about, "exact": {"width": 8, "bits": "x"}})
+    assert begin_measurement(config, prompts, plan, ["tswift"])["workload"]["exact"] == 8
 
 
 def test_a_text_that_differs_is_audited(checkpoint, monkeypatch):

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cli.bad_inputs import run
-from tswift.decoding.generation import generate
 from tswift.decoding.params import SamplingParams
+from tswift.engine import generate
 from tswift.models.loaded import LoadedModel
 
 LONGEST = 8

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import tswift.decoding.limits as limits
+import tswift.engine as limits
 
 # without a model: refused before anything is loaded
 CHEAP = {

@@ -66,6 +66,7 @@ def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Non
         "dtype": "float32",
         "attention": choose("auto", torch.float32, torch.device("cpu")),
         "layers": "eager",
+        "exact": None,
         "heads": "chained, 3",
         "eos_ids": [0],
         "simulated": False,

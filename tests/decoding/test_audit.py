@@ -21,9 +21,9 @@ from tests.decoding.test_loop import DTYPES, PAPER, TEXTS, parameters
 from tests.helpers import decode, decode_method, random_prompt, tiny_llama, tiny_target
 from tswift.decoding import audit as module
 from tswift.decoding.audit import VIOLATION, WITHIN, Audit, audit, stretches
-from tswift.decoding.generation import begin
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
+from tswift.engine import begin
 from tswift.kv.full import FullKV
 from tswift.models.target import Target
 

@@ -24,6 +24,7 @@ from tests.helpers import (
 )
 from tswift.decoding import finite
 from tswift.decoding.audit import audit
+from tswift.decoding.drafter import Drafter
 from tswift.decoding.finite import NotFinite
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
@@ -32,7 +33,6 @@ from tswift.decoding.tree import DraftTree
 from tswift.decoding.warping import warp
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
 from tswift.drafting.levels import PartialLevel
-from tswift.drafting.source import Drafter
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
 from tswift.models.base_heads import Heads

@@ -8,11 +8,11 @@ import pytest
 
 from tests.helpers import tokens_of
 from tswift.attention.reference import ReferenceAttention
-from tswift.decoding.generation import begin, ending, generate
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.step import Walk
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
+from tswift.engine import begin, ending, generate
 from tswift.errors import InputError
 from tswift.models.loading import load
 

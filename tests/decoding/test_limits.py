@@ -14,12 +14,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from tswift.decoding import limits
-from tswift.decoding.generation import begin
-from tswift.decoding.limits import Need, check_ahead
+from tswift import engine
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.recall import Recall
+from tswift.engine import Need, begin, check_ahead
 from tswift.errors import InputError
 from tswift.models.loading import load
 from tswift.models.prospect import Prospect
@@ -28,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
-    monkeypatch.setattr(limits, "available_bytes", lambda device: free)
+    monkeypatch.setattr(engine, "available_bytes", lambda device: free)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -93,14 +92,14 @@ def test_what_is_recalled_counts(
 def test_what_is_recalled_is_in_the_machines_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     need = Need(positions=9, full_bytes=2_000_000, partial_bytes=0, recall_bytes=1_000_000)
     free = {"cpu": 1_000_000, "cuda": 2_000_000}
-    monkeypatch.setattr(limits, "available_bytes", lambda device: free[device.type])
-    limits._refuse_memory(need, torch.device("cuda"), "--len")
+    monkeypatch.setattr(engine, "available_bytes", lambda device: free[device.type])
+    engine._refuse_memory(need, torch.device("cuda"), "--len")
     free["cpu"] -= 1
     with pytest.raises(InputError, match=r"^--len: recall 1.0 MB = 1.0 MB, cpu has 1.0 MB free$"):
-        limits._refuse_memory(need, torch.device("cuda"), "--len")
+        engine._refuse_memory(need, torch.device("cuda"), "--len")
     free.update(cpu=1_000_000, cuda=1_999_999)
     with pytest.raises(InputError, match=r"^--len: KV 2.0 MB = 2.0 MB, cuda has 2.0 MB free$"):
-        limits._refuse_memory(need, torch.device("cuda"), "--len")
+        engine._refuse_memory(need, torch.device("cuda"), "--len")
 
 
 def test_weights_count_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,12 +154,12 @@ def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch, attention: str = "") -> None:
     """Foresee models as if they were to be on a GPU that nothing else is known of."""
-    known = limits.foresee
+    known = engine.foresee
 
     def foresee(*given: Any, **named: Any) -> Prospect:
         return replace(known(*given, **named), device=torch.device("cuda"), attention=attention)
 
-    monkeypatch.setattr(limits, "foresee", foresee)
+    monkeypatch.setattr(engine, "foresee", foresee)
     memory(monkeypatch, None)
 
 
@@ -245,7 +244,7 @@ def test_no_more_is_foreseen_than_a_decode_takes(checkpoint: Path, monkeypatch: 
     twin = copy(target)
     twin.device = torch.device("cuda")
     memory(monkeypatch, None)
-    need = limits.check(twin, len(prompt), 150, "tokenswift", decode.options)
+    need = engine.check(twin, len(prompt), 150, "tokenswift", decode.options)
     assert need.workspace_bytes == max(held - need.logits_bytes, selected * (kv == "dynamic"))
     assert selected == 100 * target.kv_shape.bytes_per_token // 2
     assert held == 1024 * target.kv_shape.bytes_per_token // 2 * target.groups

@@ -25,16 +25,16 @@ from tests.helpers import (
     tokens_of,
     toy_target,
 )
+from tswift.decoding import drafter as source
 from tswift.decoding import loop
+from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.noise import gumbel
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
-from tswift.drafting import source
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.source import Context, Drafter
 from tswift.models.target import Target
 
 DTYPES = (torch.float64, torch.float32)

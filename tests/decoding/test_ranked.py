@@ -13,10 +13,10 @@ from transformers.utils import logging
 import tswift
 from benchmarks.architectures import ARCHITECTURES, checkpoint, texts
 from tests.ranks import Started, on_ranks
-from tswift.decoding import generation, limits
+from tswift import engine
+from tswift.decoding.drafter import Drafter
 from tswift.decoding.sampling import Sampler
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.source import Drafter
 from tswift.kv.partial import PartialKV
 from tswift.models.fingerprint import fingerprint_of
 from tswift.models.loaded import LoadedModel
@@ -131,11 +131,11 @@ def _troubles(folder: Path) -> dict[str, object]:
         found["drafts"] = _steps(model)
     with pytest.MonkeyPatch.context() as patch:
         if second:
-            patch.setattr(limits, "available_bytes", lambda device: 1)
+            patch.setattr(engine, "available_bytes", lambda device: 1)
         found["memory"] = _steps(model)
     with pytest.MonkeyPatch.context() as patch:
         if second:
-            patch.setattr(generation, "make_drafter", lambda *given: 1 / 0)
+            patch.setattr(engine, "make_drafter", lambda *given: 1 / 0)
         found["breaks"] = _steps(model)
     found["first stops"] = _steps(model, most=None if second else 3)
     found["second stops"] = _steps(model, most=3 if second else None)

@@ -15,6 +15,7 @@ from tests.helpers import (
     tiny_target,
     tokens_of,
 )
+from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.tree import DraftTree
@@ -22,7 +23,6 @@ from tswift.drafting.chain import ChainSource
 from tswift.drafting.levels import CHUNK, FullLevel, OwnLevel
 from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.source import Context, Drafter
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
 from tswift.kv.streaming import StreamingKV

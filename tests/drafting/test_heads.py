@@ -15,13 +15,13 @@ from tests.helpers import (
     tiny_heads,
     tiny_target,
 )
+from tswift.decoding.drafter import Context
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource, LastPass
 from tswift.drafting.making import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.source import Context
 from tswift.kv.full import FullKV
 from tswift.models.passes import Forwarded
 

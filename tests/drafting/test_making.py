@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import tiny_draft, tiny_heads, tiny_target
+from tswift.decoding.drafter import Drafter
 from tswift.drafting.beams import BeamSource
 from tswift.drafting.cascade import CascadeSource
 from tswift.drafting.chain import ChainSource
@@ -18,7 +19,6 @@ from tswift.drafting.recalled import RecallSource
 from tswift.drafting.resolving import resolve
 from tswift.drafting.reuse import ReuseSource
 from tswift.drafting.rivals import RivalDrafter
-from tswift.drafting.source import Drafter
 from tswift.errors import InputError
 from tswift.kv.policies import POLICIES
 from tswift.models.costs import NOMINAL

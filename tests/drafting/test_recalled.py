@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import VOCAB, tiny_heads, tiny_target
+from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
@@ -20,7 +21,6 @@ from tswift.drafting.recall import Guess, Recall
 from tswift.drafting.recalled import RecallSource
 from tswift.drafting.resolving import resolve
 from tswift.drafting.sketch import Sketch
-from tswift.drafting.source import Context, Drafter
 from tswift.errors import InputError
 
 NONE = Guess([], [], 0, -1)

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import PLAIN
+from tswift.decoding.drafter import Context
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.reuse import NgramTable, ReuseSource
-from tswift.drafting.source import Context
 
 texts = st.lists(st.integers(0, 3), max_size=120)
 

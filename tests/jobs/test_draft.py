@@ -11,13 +11,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_checkpoint
+from tswift import engine
 from tswift.benchmarking.config import BenchOptions, configure
 from tswift.benchmarking.run import open_runs
-from tswift.decoding import limits
-from tswift.decoding.generation import begin
-from tswift.decoding.limits import check_ahead
 from tswift.drafting.making import draft_slots
 from tswift.drafting.options import DraftOptions
+from tswift.engine import begin, check_ahead
 from tswift.errors import InputError
 from tswift.jobs.draft import draft_for
 from tswift.jobs.resume import resume
@@ -120,7 +119,7 @@ def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
     checkpoint: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = check_ahead(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft=str(small))
-    monkeypatch.setattr(limits, "foresee", lambda *given, **more: replace(foresee(*given, **more), heads=None))
+    monkeypatch.setattr(engine, "foresee", lambda *given, **more: replace(foresee(*given, **more), heads=None))
     found = check_ahead(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft=str(small))
     assert replace(found, heads_bytes=known.heads_bytes) == known
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from recipes.tokenizer import train_tokenizer
 from tswift.jobs.text import TextStream
-from tswift.training.tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tswift
-from tswift.decoding.generation import begin
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
+from tswift.engine import begin
 from tswift.models.loaded import LoadedModel
 from tswift.models.source import DEMO_DRAFT
 

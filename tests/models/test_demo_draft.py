@@ -9,13 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tswift
-from tswift.decoding.generation import begin
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
+from tswift.engine import begin
 from tswift.models.fingerprint import fingerprint_of
 from tswift.models.loaded import LoadedModel
 from tswift.models.source import DEMO_DRAFT
-from tswift.training.agreement import agreements
+from tswift.training.evaluate import agreements
 
 FOLDER = Path(tswift.__file__).parent / "models" / "demo" / "draft"
 NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.tokenizer import train_tokenizer
 from tests.conftest import SENTENCES, make_checkpoint
 from tswift.errors import InputError
 from tswift.models.loading import load
-from tswift.training.tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,11 @@ import tswift
 from tests import fake_torchao
 from tests.conftest import make_checkpoint
 from tests.models.loads import refuse
-from tswift.decoding import costs, limits
-from tswift.decoding.limits import check_ahead
+from tswift import engine
+from tswift.decoding import costs
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
+from tswift.engine import check_ahead
 from tswift.errors import InputError
 from tswift.models.adapting import adapted
 from tswift.models.joined import JoinedLinear
@@ -126,7 +127,7 @@ def test_what_it_takes_is_foreseen(checkpoint: Path, monkeypatch: pytest.MonkeyP
     assert ahead.total_bytes == plain.total_bytes + ahead.copy_bytes
     assert "draft weights" in str(ahead)
     assert "draft weights" not in str(plain)
-    monkeypatch.setattr(limits, "available_bytes", lambda device: plain.total_bytes)
+    monkeypatch.setattr(engine, "available_bytes", lambda device: plain.total_bytes)
     check_ahead(str(checkpoint), 3, 50, "tokenswift", OPTIONS, device="cpu")
     with pytest.raises(InputError, match="draft weights"):
         check_ahead(str(checkpoint), 3, 50, "tokenswift", OPTIONS, **ask)

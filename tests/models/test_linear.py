@@ -33,11 +33,36 @@ def test_the_same_products(rows: int) -> None:
     assert (found.double() - exact).abs().max() < 2e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
-    layers = network(dtype)
+def test_float64_is_left_alone() -> None:
+    layers = network(torch.float64)
     quicken(layers)
     assert [type(layer) for layer in layers[::2]] == [nn.Linear, nn.Linear]
+
+
+@able
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_converted_once_where_the_processor_would_do_it_in_every_call(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr("tswift.models.linear._has_float16", lambda: False)
+    layers, given = network(dtype), torch.randn(1, 8, 256, generator=torch.Generator().manual_seed(2)).to(dtype)
+    exact = deepcopy(layers).double()(given.double())
+    quicken(layers)
+    assert type(layers[0]) is OneDNNLinear
+    with torch.inference_mode():
+        found, again = layers(given), deepcopy(layers)(given)
+    assert found.dtype == dtype
+    assert (found.double() - exact).abs().max() < 8 * torch.finfo(dtype).eps
+    assert type(deepcopy(layers)[0]) is nn.Linear  # with the layer's weights, whatever becomes of them
+    assert (again.double() - exact).abs().max() < 8 * torch.finfo(dtype).eps
+
+
+def test_16_bits_are_left_alone_where_the_processor_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    layers = network(torch.bfloat16)
+    quicken(layers)
+    assert type(layers[0]) is nn.Linear
 
 
 @able
@@ -89,9 +114,9 @@ def test_a_copy_of_a_network_goes_by_its_own_weights() -> None:
 def test_what_will_be_copied_is_foreseen() -> None:
     model, cpu = tswift.load(device="cpu").target.model, torch.device("cpu")
     layers = [layer for layer in model.modules() if isinstance(layer, OneDNNLinear)]
-    held = sum(layer.weight.numel() for layer in layers if layer.ordered is not None)
+    held = 4 * sum(layer.weight.numel() for layer in layers if layer.ordered is not None)
     skeleton = tswift.load(device="cpu", dtype="float64").target.model
     assert copied(skeleton, torch.float32, cpu) == held > 0
     assert copied(skeleton, torch.float64, cpu) == copied(skeleton, torch.float32, torch.device("meta")) == 0
     weights = sum(weight.numel() for weight in model.parameters())
-    assert foresee("demo", device="cpu").weight_bytes == 4 * (weights + held)
+    assert foresee("demo", device="cpu").weight_bytes == 4 * weights + held

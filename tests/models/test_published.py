@@ -31,9 +31,9 @@ from tests.published import (
     tokenswift_model,
     tokenswift_tensors,
 )
-from tswift.decoding.generation import begin
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
+from tswift.engine import begin
 from tswift.errors import InputError
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from recipes.corpus import token_stream
+from recipes.pretrain import Plan, pretrain
+from recipes.tokenizer import train_tokenizer
 from tswift.models.refining_heads import ChainedHeads
-from tswift.training.corpus import token_stream
-from tswift.training.pretrain import Plan, pretrain
-from tswift.training.tokenizer import train_tokenizer
 
 SENTENCE = "the ship sailed over a grey sea and nobody on deck spoke of weather before that night came down again"
 WORDS = SENTENCE.split()

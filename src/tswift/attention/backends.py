@@ -74,9 +74,9 @@ def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = US
     if name == "native":
         if device.type != "cpu":
             return "native attention is for the CPU"
-        if dtype != torch.float32:
-            return f"native attention takes float32, not {_plain(dtype)}"
-        return _unbuilt(width)
+        if dtype not in (torch.float32, *_HALVES):
+            return f"native attention takes float32, bfloat16 and float16, not {_plain(dtype)}"
+        return _unbuilt(width, dtype)
     if name == "triton":
         if dtype not in (torch.float32, *_HALVES):
             return f"triton attention takes float32, bfloat16 and float16, not {_plain(dtype)}"
@@ -143,7 +143,7 @@ def fails(
 
 
 def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: int, nodes: int) -> int:
-    """Bytes of a layer's partial attention results, one per chunk of keys, before they are merged; 0 if unknown.
+    """Bytes of a layer's partial attention results, before they are merged; 0 if it is unknown.
 
     Args:
         attention: name of the class.
@@ -154,11 +154,11 @@ def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: in
     """
     if attention != "TritonAttention":
         return 0
-    from tswift.attention.triton import _LONG, MOST_NODES, chunk_count, chunk_size
+    from tswift.attention.triton import chunking
 
     kv_heads, groups = heads
-    chunk = chunk_size(kv_heads) * (1 if nodes <= MOST_NODES else _LONG)
-    return chunk_count(slots, chunk) * kv_heads * groups * nodes * (width + 1) * torch.float32.itemsize
+    _, chunks = chunking(kv_heads, nodes, slots)
+    return (1 + chunks) * kv_heads * groups * nodes * (width + 1) * torch.float32.itemsize
 
 
 def _apart(backend: type[Attention], layout: Layout, width: int, wants: Wants) -> float:
@@ -220,13 +220,13 @@ def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _unbuilt(width: int) -> str | None:
+def _unbuilt(width: int, dtype: torch.dtype) -> str | None:
     from tswift.attention.building import Unbuilt
     from tswift.attention.native import library, parallel_region, takes
 
     try:
         parallel_region()
-        library(width if takes(width) else USUAL)  # that one tells whether there is a compiler at all
+        library(width if takes(width) else USUAL, dtype)  # that one tells whether there is a compiler at all
     except Unbuilt as error:
         return f"native attention {error}"
     return None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-_FLAGS = ("-std=gnu11", "-O3", "-mavx2", "-mfma", "-shared", "-fPIC")
+_FLAGS = ("-std=gnu11", "-O3", "-mavx2", "-mfma", "-mf16c", "-ffp-contract=off", "-shared", "-fPIC")
 _PATIENCE = 120  # seconds
 
 
@@ -31,7 +31,7 @@ def build(source: Path, *defined: str) -> ctypes.CDLL:
     that cannot be written, it is compiled anew in every process. What failed is not tried again in the same process.
 
     Args:
-        source: the file; it needs no library and may use AVX2 and FMA.
+        source: the file; it needs no library and may use AVX2, FMA and F16C.
         defined: macros, as ``NAME=value``.
 
     Raises:

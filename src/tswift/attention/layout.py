@@ -8,6 +8,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+ROWS = 128  # of a KV head in a CUDA pass, for which reading the keys takes as long as multiplying them
+
 # Most nodes of a pass with exact rows, and so of a path in its tree. An exact backend sums the newest keys of a node in
 # the order of their positions, and a node's result must not depend on how many of these are drafted.
 MOST_WIDTH = 64

@@ -9,51 +9,53 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from tswift.attention.building import Unbuilt, build
-from tswift.attention.layout import Attention, Layout
+from tswift.attention.layout import MOST_WIDTH, Attention, Layout
 from tswift.attention.sdpa import TreeAttention
 
 _SOURCE = Path(__file__).with_name("native.c")
 _MOST_ROWS = 128  # with more, as in a prompt's chunks, the stock operators compute well
 _WIDEST = 256  # head size
-_TILE = 16  # head sizes are a multiple; rows are padded to one where a part keeps their sums
-_LEAST_PART, _MOST_PARTS, _BLOCK = 480, 64, 120  # keys; parts per KV head; keys that a part is a multiple of
+_TILE = 16  # head sizes are a multiple
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _Call(ctypes.Structure):
     """``Call`` in native.c."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "ancestors", "out", "scratch", "parallel")),
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "ancestors", "depths", "out")),
+        *((name, ctypes.c_void_p) for name in ("scratch", "parallel")),
         *((name, ctypes.c_int64) for name in ("keys_head", "values_head", "kv_heads", "rows", "prefix", "nodes")),
-        *((name, ctypes.c_int64) for name in ("part", "parts", "threads", "next")),
+        ("threads", ctypes.c_int64),
         ("scale", ctypes.c_float),
     ]
 
 
 class NativeAttention:
-    """An :class:`~tswift.attention.layout.Attention` for x86 CPUs in float32.
+    """An :class:`~tswift.attention.layout.Attention` for x86 CPUs in float32, bfloat16 and float16.
 
-    Head sizes that are no multiple of 16 or above 256, passes with more than 128 rows per KV head, and those that are
-    differentiated are left to :class:`~tswift.attention.sdpa.TreeAttention`.
+    Keys and values are read in their own dtype; all else is computed in float32. A path's slots are in the order of its
+    positions. Head sizes that are no multiple of 16 or above 256, passes with more than 64 nodes and 128 rows per KV
+    head, and those that are differentiated are left to :class:`~tswift.attention.sdpa.TreeAttention`.
     """
 
     STATIC: ClassVar[bool] = False
     WANTS: ClassVar[bool] = False
     MOST_NODES: ClassVar[int | None] = None
-    EXACT: ClassVar[bool] = False
+    EXACT: ClassVar[bool] = True
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         self._given = layout, int(prefix), nodes, ancestors
         self._stock: Attention | None = None
         self._ancestors = None if ancestors is None else ancestors.contiguous()
+        self._depths = None if ancestors is None else ancestors.sum(1) - 1
         self._threads = torch.get_num_threads()
         self._scratch = torch.empty(0, dtype=torch.float32, device=layout.device)
 
@@ -61,42 +63,38 @@ class NativeAttention:
         """Attend; shapes as for every attention."""
         layout, prefix, nodes, _ = self._given
         rows, width = layout.groups * nodes, query.shape[-1]
-        attend = _kernel(width) if query.dtype == torch.float32 else None
+        kernel = _kernel(width, keys.dtype)
         learns = query.requires_grad and torch.is_grad_enabled()  # the kernel has no gradient
-        if attend is None or learns or rows > _MOST_ROWS:
+        if kernel is None or learns or (nodes > MOST_WIDTH and rows > _MOST_ROWS):
             self._stock = self._stock or TreeAttention(*self._given)
             return self._stock(query, keys, values, scale)
         keys, values = (x if x.stride()[1:] == (width, 1) else x.contiguous() for x in (keys, values))
-        held, heads = prefix + nodes, len(keys)
-        part = max(_LEAST_PART, -(-held // _MOST_PARTS // _BLOCK) * _BLOCK)
-        parts = -(-held // part)
-        size = heads * parts * (2 * -(-rows // _TILE) * _TILE + rows * width)
-        if len(self._scratch) < size:
-            self._scratch = torch.empty(size, dtype=torch.float32, device=layout.device)
-        packed = query.contiguous()
+        packed = query.to(torch.float32).contiguous()
         out = torch.empty_like(packed)
         call = _Call(
             packed.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
             0 if self._ancestors is None else self._ancestors.data_ptr(),
+            0 if self._depths is None else self._depths.data_ptr(),
             out.data_ptr(),
-            self._scratch.data_ptr(),
+            0,
             parallel_region(),
             keys.stride(0),
             values.stride(0),
-            heads,
+            len(keys),
             rows,
             prefix,
             nodes,
-            part,
-            parts,
             self._threads,
-            0,
             scale * math.log2(math.e),
         )
-        attend(ctypes.byref(call))
-        return out
+        size = kernel.tswift_scratch(ctypes.byref(call))
+        if len(self._scratch) < size:
+            self._scratch = torch.empty(size, dtype=torch.float32, device=layout.device)
+        call.scratch = self._scratch.data_ptr()
+        kernel.tswift_attend(ctypes.byref(call))
+        return out.to(query.dtype)
 
 
 def takes(width: int) -> bool:
@@ -104,22 +102,24 @@ def takes(width: int) -> bool:
     return 0 < width <= _WIDEST and width % _TILE == 0
 
 
-def library(width: int) -> ctypes.CDLL:
-    """The kernel for a head size.
+def library(width: int, dtype: torch.dtype) -> ctypes.CDLL:
+    """The kernel for a head size and a dtype of keys and values, one of :data:`KINDS`.
 
     Raises:
         Unbuilt: there is none here; it says why.
     """
-    return build(_SOURCE, f"WIDTH={width}")
+    kernel = build(_SOURCE, f"WIDTH={width}", f"KIND={KINDS[dtype]}", f"DRAFTED={MOST_WIDTH}")
+    kernel.tswift_scratch.restype = ctypes.c_int64
+    return kernel
 
 
 @functools.cache
-def _kernel(width: int) -> Callable[[Any], None] | None:
+def _kernel(width: int, dtype: torch.dtype) -> ctypes.CDLL | None:
     """What computes heads of this size; None if the stock operators have to."""
-    if not takes(width):
+    if not takes(width) or dtype not in KINDS:
         return None
     try:
-        return cast("Callable[[Any], None]", library(width).tswift_attend)
+        return library(width, dtype)
     except Unbuilt:  # another size was built when the model was loaded: its layers have heads of several
         return None
 

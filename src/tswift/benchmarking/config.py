@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tswift.decoding.audit import Audit, audit
-from tswift.decoding.generation import ending
-from tswift.decoding.limits import check_ahead
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import OF_CHOICE, find_method, used
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.resolving import resolve
+from tswift.engine import check_ahead, ending
 from tswift.errors import InputError, renamed
 from tswift.jobs.draft import draft_for, weights_for
 from tswift.jobs.prompt import read_prompt
@@ -44,6 +43,7 @@ class BenchOptions:
         trees: draft trees by method; one under ``""`` goes to all methods that use a tree.
         draft_model: None for the bundled one, where a method needs one and the model is the bundled one.
         draft_weights: ``int8``, ``fp8`` or ``int4``, for the methods that draft with the model itself.
+        exact: as for :func:`tswift.load`.
         simulate_alpha: share of the drafted tokens that is accepted, whatever is drawn; None to measure it.
     """
 
@@ -58,6 +58,7 @@ class BenchOptions:
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
+    exact: bool | None = None
     simulate_alpha: float | None = None
 
     def tree(self, method: str) -> tuple[int, ...] | str | None:
@@ -65,7 +66,7 @@ class BenchOptions:
         return self.trees.get(method, self.trees.get(""))
 
     def loading(self, methods: Sequence[str]) -> dict[str, Any]:
-        """Arguments of ``load`` for some methods, the model's name and the draft model apart."""
+        """Arguments of ``load`` for some methods, the model's name, the draft model and ``exact`` apart."""
         return {name: getattr(self, name) for name in _LOADING} | {
             "draft_weights": weights_for(methods, self.draft_weights)
         }
@@ -219,7 +220,7 @@ def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: s
     try:
         for method, asked in drafting.items():
             check_ahead(options.model, prompt, length, method, asked, **how, option=option)
-        model = load(options.model, **how)
+        model = load(options.model, exact=options.exact, **how)
         contenders = [
             Contender(method, method, resolve(method, model.target, model.heads, asked))
             for method, asked in drafting.items()

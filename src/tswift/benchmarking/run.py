@@ -20,9 +20,9 @@ from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAM
 from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
 from tswift.benchmarking.simulated import SimulatedWalk
 from tswift.benchmarking.summary import FINISHED
-from tswift.decoding.generation import Generation, begin
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.step import Step
+from tswift.engine import Generation, begin
 from tswift.errors import InputError, renamed
 from tswift.jobs.environment import environment, now
 from tswift.jobs.prompt import fingerprint
@@ -546,6 +546,8 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dic
     if model.drafting is not None:
         workload["draft_weights"] = model.draft_weights
     variants = {each.label: each.method for each in config.contenders if each.label != each.method}
+    if about["exact"]:
+        workload["exact"] = about["exact"]["width"]
     if variants:
         workload["variants"] = variants
     if config.simulated:

@@ -39,10 +39,9 @@ from tswift.benchmarking.suites import (
     published_rows,
 )
 from tswift.benchmarking.summary import FINISHED, Cell, Figure, by_draw, summarise
-from tswift.decoding.generation import ending
-from tswift.decoding.limits import check, check_ahead
 from tswift.drafting.options import DraftOptions
 from tswift.drafting.resolving import resolve
+from tswift.engine import check, check_ahead, ending
 from tswift.errors import InputError
 from tswift.jobs.draft import draft_for
 from tswift.jobs.environment import now
@@ -124,11 +123,12 @@ def _load(suite: Suite, options: BenchOptions) -> LoadedModel:
     how, name = options.loading(suite.methods), options.model
     check_ahead(name, 1, 1, BASELINE, DraftOptions(), option="--model", **how)
     try:
-        return load(name, **how, draft=draft_for(suite.methods, name, options.draft_model))
+        draft = draft_for(suite.methods, name, options.draft_model)
+        return load(name, exact=options.exact, **how, draft=draft)
     except InputError as error:
         if options.draft_model is not None or error.option != DRAFT_OPTION:
             raise
-        return load(name, **how)  # what needs one is left out
+        return load(name, exact=options.exact, **how)  # what needs one is left out
 
 
 def _draft_options(choice: Choice, model: LoadedModel, options: BenchOptions, plan: Plan) -> DraftOptions:

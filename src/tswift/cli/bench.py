@@ -81,6 +81,7 @@ def bench(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     attention: options.Attention = "auto",
+    exact: options.Exact = None,
     against: Annotated[
         Path | None, options.option(_GATE, "bench.json to hold the figures against.", "--against")
     ] = None,

@@ -49,6 +49,7 @@ def compare(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     attention: options.Attention = "auto",
+    exact: options.Exact = None,
     json: options.Json = None,
     quiet: options.Quiet = False,
     no_progress: options.NoProgress = False,

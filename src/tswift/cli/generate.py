@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ASKED = (
     *("length", "method", "prompt", "prefill", "seed", "stop_at_eos", "chat", "system", "preset"),
-    *("heads", "draft_model", "draft_weights", "device", "dtype", "attention", "quantize", "out"),
+    *("heads", "draft_model", "draft_weights", "device", "dtype", "attention", "exact", "quantize", "out"),
 )
 _NOT_OF_A_RUN = ("out", "resume", "discard_damaged", "verify", "quiet", "no_progress")
 
@@ -86,6 +86,7 @@ def generate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     attention: options.Attention = "auto",
+    exact: options.Exact = None,
     quantize: options.Quantize = None,
     out: Annotated[
         Path | None, options.option("Output", "Folder for the run. (default: ./runs/<UTC time>-<method>)", "--out")

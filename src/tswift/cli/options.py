@@ -138,6 +138,15 @@ Quantize = Annotated[
     str | None,
     option(_MODEL, "int8, fp8 or int4: torchao quantises the weights. (default: as they are)", "--quantize"),
 ]
+Exact = Annotated[
+    bool | None,
+    option(
+        _MODEL,
+        "Passes of one width, so that all methods give the same tokens in every dtype; drafts are cut to it. (default: "
+        "in bfloat16 and float16, and on CUDA)",
+        "--exact/--no-exact",
+    ),
+]
 Attention = Annotated[
     str,
     typer.Option(
@@ -167,7 +176,7 @@ _OF_DRAFTING = (
     "costs",
     "recall",
 )
-_OF_MODEL = ("heads", "model", "draft_model", "draft_weights", "device", "dtype", "attention")
+_OF_MODEL = ("heads", "model", "draft_model", "draft_weights", "device", "dtype", "attention", "exact")
 
 
 def given(context: typer.Context, names: Sequence[str]) -> dict[str, Any]:

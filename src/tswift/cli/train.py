@@ -1,108 +1,132 @@
-"""``tswift train``: heads for a model."""
+"""``tswift train``: heads for a model; and what it shares with ``tswift train-draft``."""
 
 from __future__ import annotations
 
+import inspect
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from tswift.cli import options, schedule
+from tswift.cli import options
+from tswift.cli.codes import BAD_INPUT
+from tswift.errors import InputError
+from tswift.training.config import HeadsConfig, Progress, TrainConfig, option
 
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
-    from tswift.training.course import Outcome
+    from tswift.cli.bars import Bars
+    from tswift.training.run import Outcome
 
-_HEADS = "Heads"
-_PLAN = (*schedule.PLAN, "kind", "heads_count", "objective", "alpha_tokens")
+_BAR = 42  # columns of a progress bar without its figures
 
 
-def train(
-    context: typer.Context,
-    corpus: schedule.Corpus = None,
-    seq_len: Annotated[
-        int | None,
-        options.option(schedule.TEXT, "Tokens of a row; only longer documents are used. (default: 8192)", "--seq-len"),
-    ] = None,
-    documents: schedule.Documents = None,
-    held_out: schedule.HeldOut = None,
-    kind: Annotated[
-        str | None, options.option(_HEADS, "conditioned or chained. (default: conditioned)", "--kind")
-    ] = None,
-    heads_count: Annotated[
-        int | None,
-        options.option(_HEADS, "How many. (default: 3)", "--heads-count"),
-    ] = None,
-    objective: Annotated[
-        str | None,
-        options.option(_HEADS, "text, or distill: the model's own distribution there. (default: text)", "--objective"),
-    ] = None,
-    steps: schedule.Steps = None,
-    minutes: schedule.Minutes = None,
-    batch: Annotated[
-        int | None, options.option(schedule.SCHEDULE, "Rows forwarded together. (default: 3)", "--batch")
-    ] = None,
-    accumulate: Annotated[
-        int | None,
-        options.option(schedule.SCHEDULE, "Batches of a step, for each process. (default: 10)", "--accumulate"),
-    ] = None,
-    lr: Annotated[
-        float | None, options.option(schedule.SCHEDULE, "Highest learning rate. (default: 0.005)", "--lr")
-    ] = None,
-    warmup: schedule.Warmup = None,
-    weight_decay: Annotated[
-        float | None, options.option(schedule.SCHEDULE, "AdamW's. (default: 0.1)", "--weight-decay")
-    ] = None,
-    seed: schedule.Seed = None,
-    model: schedule.Model = None,
-    device: schedule.Device = None,
-    dtype: schedule.Dtype = None,
-    attention: schedule.Attention = None,
-    out: Annotated[
-        Path | None,
-        options.option(schedule.OUTPUT, "Folder for it all. (default: ./runs/<UTC time>-train)", "--out"),
-    ] = None,
-    resume: schedule.Resume = None,
-    eval_every: schedule.EvalEvery = None,
-    save_every: schedule.SaveEvery = None,
-    save_minutes: schedule.SaveMinutes = None,
-    alpha_tokens: Annotated[
-        int | None,
-        options.option(
-            schedule.OUTPUT,
-            "Tokens decoded after each held-out text for alpha, before and after; 0 is none. (default: 256)",
-            "--alpha-tokens",
-        ),
-    ] = None,
-    quiet: options.Quiet = False,
-    no_progress: options.NoProgress = False,
-) -> None:
-    """Train heads that draft for a model, whose own weights stay as they are; what is not said is the paper's.
+def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Grid], text: str) -> Callable[..., None]:
+    """A subcommand that trains: one option for each field of its settings.
 
-    A folder takes heads.safetensors, figures and checkpoints. Under torchrun, gradients of all processes are averaged.
+    Args:
+        kind: class of the settings.
+        result: the file that holds what was trained.
+        grid: makes the table that is shown at the end.
+        text: its help.
     """
-    given = options.given(context, _PLAN)
-    schedule.refuse_unclear(corpus, out, resume)
+    names = [each.name for each in fields(kind)]
 
-    from tswift.cli import tables
-    from tswift.training import train as training
-    from tswift.training.loop import Show
-    from tswift.training.plan import TrainPlan
+    def run(
+        context: typer.Context, out: Path | None, resume: Path | None, quiet: bool, no_progress: bool, **_: Any
+    ) -> None:
+        given = options.given(context, names)
+        if resume is not None and out is not None:
+            raise InputError("goes on in the folder of --resume", "--out")
+        if resume is None and "corpus" not in given:
+            raise InputError("names a folder of .parquet or .txt files, or a hub id such as emozilla/pg19", "--corpus")
+        settings = kind(**given) if resume is None else None  # what is mistyped is refused before torch is imported
 
-    def work(show: Show) -> Outcome:
-        if resume is None:
-            return training.train(TrainPlan(**given), out, show, context.obj)
-        return training.resume(resume, given, show, context.obj)
+        from tswift.cli import tables
+        from tswift.cli.bars import Bars
+        from tswift.training import run as training
+        from tswift.training.ranks import find_ranks
 
-    schedule.run("train", "heads.safetensors", work, lambda outcome: tables.show(_grid(outcome)), quiet, no_progress)
+        first = find_ranks()[0] == 0
+        bars = Bars(quiet or not first, not no_progress)
+        try:
+            with bars:
+                if settings is not None:
+                    outcome = training.train(settings, out, _Progress(bars), context.obj)
+                else:
+                    assert resume is not None
+                    outcome = training.resume(kind, resume, given, _Progress(bars), context.obj)
+        except InputError:
+            if first:
+                raise
+            raise typer.Exit(BAD_INPUT) from None  # the first process says it
+        if first and outcome.after:
+            tables.show(grid(outcome))
+        if outcome.signum is not None:
+            way_on = f"tswift {kind.COMMAND} --resume {outcome.folder} goes on"
+            bars.say(f"interrupted after step {outcome.steps:,}; {way_on}")
+            raise typer.Exit(128 + outcome.signum)
+        bars.say(f"written: {outcome.folder / result}")
+
+    run.__doc__, run.__name__ = text, kind.COMMAND.replace("-", "_")
+    run.__signature__ = inspect.Signature(_parameters(kind))  # type: ignore[attr-defined]
+    return run
+
+
+def _parameters(kind: type[TrainConfig]) -> list[inspect.Parameter]:
+    """The parameters that typer makes options of, in the order of ``--help``."""
+    out_text = f"Folder for it all. (default: ./runs/<UTC time>-{kind.COMMAND})"
+    folders = {"out": out_text, "resume": "Go on with the training in this folder."}
+    hints = get_type_hints(kind)
+    settings = [
+        (each.metadata["panel"], each.name, hints[each.name] | None, each.metadata["help"]) for each in fields(kind)
+    ]
+    first_output = next(at for at, (panel, *_) in enumerate(settings) if panel == "Output")
+    settings[first_output:first_output] = [("Output", name, Path | None, text) for name, text in folders.items()]
+    panels = ("Text", kind.PANEL, "Schedule", "Model", "Output")
+    settings.sort(key=lambda each: panels.index(each[0]))
+    annotated = [
+        ("context", typer.Context, inspect.Parameter.empty),
+        *(
+            (name, Annotated[hint, options.option(panel, text, option(name))], None)
+            for panel, name, hint, text in settings
+        ),
+        ("quiet", options.Quiet, False),
+        ("no_progress", options.NoProgress, False),
+    ]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(name, keyword, annotation=hint, default=default) for name, hint, default in annotated]
+
+
+class _Progress(Progress):
+    """One bar at a time, with as many of its figures as there is room for."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars, self._task = bars, ""
+
+    def say(self, message: str) -> None:
+        self._bars.say(message)
+
+    def update(self, name: str, done: int, total: int, figures: str = "") -> None:
+        if name != self._task:
+            self._task = name
+            self._bars.clear()
+        if sys.stderr.isatty():
+            room = shutil.get_terminal_size().columns - _BAR
+            while len(figures) > room and ", " in figures:
+                figures = figures.rpartition(", ")[0]
+        self._bars.update(name, done, total, figures)
 
 
 def _grid(outcome: Outcome) -> Grid:
     from tswift.benchmarking.grid import Grid
-    from tswift.training.plan import TrainPlan
 
-    before, after, plan = outcome.before, outcome.after, outcome.plan
-    assert isinstance(plan, TrainPlan)
+    before, after, config = outcome.before, outcome.after, outcome.config
+    assert isinstance(config, HeadsConfig)
     rows = [
         [
             str(head + 1),
@@ -110,14 +134,25 @@ def _grid(outcome: Outcome) -> Grid:
             f"{before.loss[head]:.3f} -> {after.loss[head]:.3f}",
             *(f"{old:.3f} -> {new:.3f}" for old, new in zip(before.top[head], after.top[head], strict=True)),
         ]
-        for head in range(plan.heads_count)
+        for head in range(config.heads_count)
     ]
     notes = []
     if before.alpha is not None and after.alpha is not None:
         notes = [
             f"alpha {before.alpha:.3f} -> {after.alpha:.3f}, "
             f"tokens per step {before.tokens_per_step:.2f} -> {after.tokens_per_step:.2f}: "
-            f"{plan.alpha_tokens:,} tokens after each held-out text, by tokenswift with its defaults."
+            f"{config.alpha_tokens:,} tokens after each held-out text, by tokenswift with its defaults."
         ]
-    title = f"{plan.heads_count} {plan.kind} heads on held-out text, untrained -> after {outcome.steps:,} steps"
+    title = f"{config.heads_count} {config.kind} heads on held-out text, untrained -> after {outcome.steps:,} steps"
     return Grid(title, ["head", "token", "loss", "top-1", "top-2", "top-3"], rows, notes=notes)
+
+
+train = command(
+    HeadsConfig,
+    "heads.safetensors",
+    _grid,
+    """Train heads that draft for a model, whose own weights stay as they are; what is not said is the paper's.
+
+    A folder takes heads.safetensors, figures and checkpoints. Under torchrun, gradients of all processes are averaged.
+    """,
+)

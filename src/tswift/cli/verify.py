@@ -57,14 +57,24 @@ def verify(
         str | None,
         options.option("Model", "int8, fp8 or int4, by torchao. (default: as the run's model was)", "--quantize"),
     ] = None,
+    exact: Annotated[
+        bool | None,
+        options.option(
+            "Model",
+            "Judge every token by the bits that it was drawn from, or within rounding. (default: as the run, or in "
+            "bfloat16 and float16, and on CUDA)",
+            "--exact/--no-exact",
+        ),
+    ] = None,
     json_file: options.Json = None,
     quiet: options.Quiet = False,
     no_progress: options.NoProgress = False,
 ) -> None:
     """Check every token of a run, or of a text and the options that made it, in one pass over the text.
 
-    Each token is drawn exactly, within rounding (a change of the logits no larger than rounding makes, which is
-    measured, explains it) or a violation. Exit code 1 if there is a violation.
+    Each token of an exact run is drawn exactly or a violation. Of others it may also be within rounding: a change of
+    the logits no larger than rounding makes, which is measured, explains it. Exit code 1 if there is a violation, or
+    more within rounding than rounding explains.
     """
     sampling = options.sampling(context)
     made = {**options.given(context, ("prompt", "prefill", "seed")), **sampling}
@@ -77,15 +87,15 @@ def verify(
     from tswift.jobs.verification import Text, report, subject_of_run, subject_of_text
 
     if run is not None:
-        subject = subject_of_run(read_run(run), model, device, dtype, quantize)
+        subject = subject_of_run(read_run(run), model, device, dtype, quantize, exact)
     elif tokens is not None:
         text = Text(tokens, prompt, prefill, seed or 0, stop_at_eos, sampling)
-        subject = subject_of_text(text, model, device, dtype, quantize)
+        subject = subject_of_text(text, model, device, dtype, quantize, exact)
     else:
         raise InputError("give the folder of a run, or --tokens and the options that made them")
     found = _audited(subject, quiet, not no_progress)
     if record is None or record.path:
-        tables.show(verdict(found))
+        tables.show(verdict(found, subject.note))
     if record:
         record.write({"kind": "verify", "command": context.obj, **report(subject, found)})
     if not found.ok:
@@ -96,7 +106,7 @@ def verify_folder(model: LoadedModel | None, path: Path, command: list[str], qui
     """Verify a run that is done, with its model if that is still loaded; ``verify.json`` goes to its folder.
 
     Raises:
-        Exit: there is a violation.
+        Exit: it is not what the rule draws.
     """
     from tswift.jobs.folder import AUDIT
     from tswift.jobs.recorded import read_run
@@ -107,7 +117,7 @@ def verify_folder(model: LoadedModel | None, path: Path, command: list[str], qui
     found = _audited(subject, quiet, progress)
     Record(path / AUDIT).write({"kind": "verify", "command": command, **report(subject, found)})
     if not quiet:
-        tables.show(verdict(found), stderr=True)
+        tables.show(verdict(found, subject.note), stderr=True)
     if not found.ok:
         raise typer.Exit(FAILED)
 

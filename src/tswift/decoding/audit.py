@@ -19,6 +19,7 @@ from torch import Tensor
 from tswift.decoding.finite import broken, not_finite
 from tswift.decoding.margin import Doubt
 from tswift.decoding.params import SamplingParams
+from tswift.decoding.rounding import Level, Rounding
 from tswift.decoding.sampling import Sampler
 from tswift.kv.full import FullKV
 from tswift.models.target import Show, Target
@@ -28,7 +29,6 @@ SEARCHED = 1000  # tokens beyond the bound whose margin is looked for
 _CHUNK = 256  # tokens forwarded at a time
 _ELEMENTS = 1 << 21  # scores held at a time, in float64
 _STRETCHES, _STRETCH, _WIDTHS = 8, 32, (1, 8)
-_SAFETY = 2.0
 _WIDE, _NARROW = 256.0, 16.0  # most rounding there can be, in units of the largest logit's last place
 
 
@@ -70,6 +70,10 @@ class Audit:
         least_lead, greatest_lead: of tokens drawn exactly, how far in score they are ahead of the next one; None if
             never more than one token was left to choose from.
         seconds: wall time.
+        width: rows of every pass, where the logits are those that decoding had, bit for bit: no token is within
+            rounding then, and nothing was measured. None where they are not.
+        levels: the tokens within rounding by margin, against what rounding explains of the whole text.
+        contested: tokens with a competitor within rounding: an error that swaps only a few of those is not seen.
     """
 
     tokens: int
@@ -81,6 +85,9 @@ class Audit:
     least_lead: float | None
     greatest_lead: float | None
     seconds: float
+    width: int | None = None
+    levels: tuple[Level, ...] = ()
+    contested: int = 0
 
     @property
     def within(self) -> list[Finding]:
@@ -93,9 +100,14 @@ class Audit:
         return [finding for finding in self.findings if finding.kind == VIOLATION]
 
     @property
+    def excess(self) -> list[Level]:
+        """Where there are more tokens within rounding than rounding explains."""
+        return [level for level in self.levels if level.observed > level.most]
+
+    @property
     def ok(self) -> bool:
-        """Whether there is no violation, and no more difference between passes than rounding makes."""
-        return not self.violations and self.measured <= self.limit
+        """Whether there is no violation, and rounding explains the rest: each token, all, and how passes differ."""
+        return not self.violations and not self.excess and self.measured <= self.limit
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON: an infinite margin is None there, as is one not looked for."""
@@ -118,8 +130,11 @@ def audit(
 ) -> Audit:
     """Judge every token of a text.
 
-    How far rounding reaches is measured: at up to eight stretches of 32 tokens, from the text's start to its end, the
-    tokens are also forwarded one at a time and eight at a time, and the logits compared with those of the chunk.
+    A target whose passes have a fixed width gives the logits that decoding had, so each token is drawn exactly or is a
+    violation. Elsewhere a token may also be within rounding. How far rounding reaches is measured: at up to eight
+    stretches of 32 tokens, from the text's start to its end, the tokens are also forwarded one at a time and eight at a
+    time, and the logits compared with those of the chunk. The whole text is held against what such differences make of
+    it: see :mod:`tswift.decoding.rounding`.
 
     Args:
         target: the model.
@@ -143,14 +158,14 @@ def audit(
         raise ValueError(f"there are token ids outside the vocabulary of {target.vocab_size}")
     started = time.perf_counter()
     first, nodes = len(prompt) - 1, len(text) - 1  # the node that draws the first generated token; nodes in all
-    starts = stretches(first, nodes)
-    cuts = [min(first, starts[0])]
+    starts = stretches(first, nodes) if target.width is None else []
+    cuts = [min([first, *starts])]
     while cuts[-1] < nodes:
         cuts.append(min([cuts[-1] + _CHUNK, nodes, *(start for start in starts if start > cuts[-1])]))
     show = show or (lambda done, total: None)
-    kv = FullKV(target.kv_shape, nodes + max(_WIDTHS))
-    target.prepare(kv, max(_WIDTHS))  # the narrow passes below are to be those that decode
-    judge = _Judge(Sampler(params, seed, target.vocab_size, target.device), text, first, target.dtype)
+    kv = FullKV(target.kv_shape, nodes + max(*_WIDTHS, target.width or 0))
+    target.prepare(kv, target.width or max(_WIDTHS))  # passes as narrow as those that decode are to be the same
+    judge = _Judge(Sampler(params, seed, target.vocab_size, target.device), text, first, target)
     for _ in target.chunks(text[: cuts[0]], kv):
         show(kv.length, nodes)
     for start, stop in pairwise(cuts):
@@ -166,8 +181,7 @@ def audit(
                 kv.length = start + wrong[-1]  # behind the cause: NaN spreads to tokens before it in the same pass
                 raise not_finite(target, kv, text, rows[wrong[-1]], params)
         for other in others:
-            difference = (logits[: len(other)].double() - other.double()).abs().max()
-            judge.measured = max(judge.measured, float(difference))
+            judge.rounding.measure(logits[: len(other)], other)
         judge.largest = max(judge.largest, float(logits.abs().max()))
         judge.rows(max(first, start), logits[max(0, first - start) :])
         show(stop, nodes)
@@ -178,13 +192,13 @@ def stretches(first: int, nodes: int) -> list[int]:
     """Where the stretches begin at which rounding is measured.
 
     They are spread evenly from the first node that draws a token, or from before it if the text is shorter than a
-    stretch, to the end.
+    stretch, to the end. There is one at the beginning of a text that is shorter than two.
     """
     begin = min(first, max(0, nodes - _STRETCH))
     room = nodes - begin - min(_STRETCH, nodes - begin)
     count = min(_STRETCHES, (nodes - begin) // _STRETCH)
     if count < 2:
-        return [begin + room]
+        return [begin]
     return [begin + index * room // (count - 1) for index in range(count)]
 
 
@@ -197,9 +211,9 @@ def _logits(target: Target, tokens: Sequence[int], kv: FullKV, width: int) -> Te
 class _Judge:
     """Counts and findings so far, and the sampling rule with the text up to the node at hand."""
 
-    def __init__(self, sampler: Sampler, text: list[int], first: int, dtype: torch.dtype) -> None:
-        self.measured, self.largest = 0.0, 0.0
-        self._sampler, self._text, self._first, self._dtype = sampler, text, first, dtype
+    def __init__(self, sampler: Sampler, text: list[int], first: int, target: Target) -> None:
+        self.rounding, self.largest = Rounding(), 0.0
+        self._sampler, self._text, self._first, self._target = sampler, text, first, target
         self._found: list[tuple[int, int, float | None]] = []  # position, drawn token, margin
         self._beyond = 0
         self._leads = (math.inf, -math.inf)
@@ -220,29 +234,41 @@ class _Judge:
             self._judge(part, seen, start + at + 1, ids[1:])
 
     def _judge(self, logits: Tensor, seen: Tensor | None, position: int, wanted: Tensor) -> None:
-        scores = self._sampler.scores(logits, seen, range(position, position + len(wanted)))
+        noise = self._sampler.noise(range(position, position + len(wanted))).expand(logits.shape)
+        scores = self._sampler.warp(logits, seen) + noise
         best, drawn = scores.max(-1)
         exact = drawn == wanted
         leads = (best - scores.scatter_(1, drawn[:, None], -math.inf).amax(-1))[exact]
         leads = leads[leads.isfinite()]
         if len(leads):
             self._leads = (min(self._leads[0], float(leads.min())), max(self._leads[1], float(leads.max())))
-        rows = (~exact).nonzero().squeeze(1)
+        within = self._differ(logits, seen, noise, position, drawn, wanted)
+        if self._target.width is None:
+            self.rounding.judge(self._sampler, logits, seen, noise, drawn, torch.where(within, wanted, drawn))
+
+    def _differ(
+        self, logits: Tensor, seen: Tensor | None, noise: Tensor, position: int, drawn: Tensor, wanted: Tensor
+    ) -> Tensor:
+        """Look into the tokens that are not the ones drawn; ``[n]`` bool, those within the bound so far."""
+        within = drawn != wanted
+        rows = within.nonzero().squeeze(1)
         if not len(rows):
-            return
+            return within
         places = [position + row for row in rows.tolist()]
-        doubt = Doubt(self._sampler, logits[rows], None if seen is None else seen[rows], places, wanted[rows])
-        bound = _SAFETY * self.measured
+        doubt = Doubt(self._sampler, logits[rows], None if seen is None else seen[rows], noise[rows], wanted[rows])
+        bound = self.rounding.bound
         inside = doubt.explained(bound)
         searched = inside | ((~inside).cumsum(0) <= SEARCHED - self._beyond)
         self._beyond += int((~inside).sum())
         margins = iter(doubt.margins(bound, searched.nonzero().squeeze(1)).tolist())
         for place, token, known in zip(places, drawn[rows].tolist(), searched.tolist(), strict=True):
             self._found.append((place, token, next(margins) if known else None))
+        within[rows] = inside
+        return within
 
     def audit(self, seconds: float) -> Audit:
         """What was found, now that all of the rounding has been measured."""
-        bound, start = _SAFETY * self.measured, self._first + 1
+        bound, start = self.rounding.bound, self._first + 1
         findings = tuple(
             Finding(
                 place - start,
@@ -250,14 +276,15 @@ class _Judge:
                 self._text[place],
                 drawn,
                 margin,
-                WITHIN if margin is not None and margin <= bound else VIOLATION,
+                WITHIN if bound and margin is not None and margin <= bound else VIOLATION,
             )
             for place, drawn, margin in self._found
         )
         count = len(self._text) - start
         least, greatest = (lead if math.isfinite(lead) else None for lead in self._leads)
-        dtype = self._dtype
+        dtype, rounding = self._target.dtype, self.rounding
         units = _NARROW if dtype in (torch.bfloat16, torch.float16) else _WIDE
         limit = units * torch.finfo(dtype).eps * self.largest
         exact = count - len(findings)
-        return Audit(count, exact, findings, self.measured, limit, bound, least, greatest, seconds)
+        about = self._target.width, rounding.levels() if self._target.width is None else (), rounding.contested
+        return Audit(count, exact, findings, rounding.measured, limit, bound, least, greatest, seconds, *about)

@@ -69,7 +69,7 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
 
     It takes about a second for the bundled model on a CPU, and half a GB of memory at most.
     """
-    most = target.most_nodes or NODES[-1]
+    most = min(target.most_nodes or NODES[-1], target.width or NODES[-1])
     sizes = tuple(size for size in NODES if size <= most)
     room = max(_MOST_BYTES // target.kv_shape.bytes_per_token - NODES[-1], 4 * _SHORT)
     long = max(2, min(_LONG, room, target.max_positions - NODES[-1]))

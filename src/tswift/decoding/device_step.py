@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tswift.decoding.drafter import Context, DeviceDraft, Drafter
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.step import Step, Undrawn, Walk
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.source import Context, DeviceDraft, Drafter
 from tswift.models.passes import Forwarded, sizes
 from tswift.models.target import Target
 
@@ -179,7 +179,7 @@ class DeviceStepper:
     Args:
         target: the model; its attention reads the cache's length on the device.
         context: the decode, prefilled. Steps move it on. Its cache is one that the target :meth:`serves`.
-        drafter: how to draft. If it gives a :class:`~tswift.drafting.source.DeviceDraft`, drafting is a program, too;
+        drafter: how to draft. If it gives a :class:`~tswift.decoding.drafter.DeviceDraft`, drafting is a program, too;
             otherwise the host proposes a tree, which is sent with the block.
     """
 

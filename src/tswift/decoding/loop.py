@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from tswift.decoding.device_step import DeviceStepper
+from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.finite import not_finite
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.step import Step, Undrawn, Walk, advance
-from tswift.drafting.source import Context, Drafter
 from tswift.kv.full import FullKV
 from tswift.models.target import Show, Target
 

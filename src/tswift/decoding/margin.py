@@ -8,12 +8,12 @@ asked again with changed logits, instead of a gap being read off its scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.warping import warp
 
@@ -42,22 +42,19 @@ class Doubt:
         sampler: the sampling rule.
         logits: ``[n, V]``.
         seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
-        positions: where in the text each row's token is.
+        noise: ``[n, V]``, of the place where each row's token is.
         tokens: ``[n]`` int64, the tokens in question.
 
     Attributes:
         patterns: ``[4, n, V]`` int8, the signs.
     """
 
-    def __init__(
-        self, sampler: Sampler, logits: Tensor, seen: Tensor | None, positions: Sequence[int], tokens: Tensor
-    ) -> None:
+    def __init__(self, sampler: Sampler, logits: Tensor, seen: Tensor | None, noise: Tensor, tokens: Tensor) -> None:
         self._params, self._logits, self._seen, self._tokens = sampler.params, logits.double(), seen, tokens
-        self._noise = sampler.noise(positions).expand(len(tokens), -1 if self._params.temperature else 1)
+        self._noise = noise
         column = tokens[:, None]
         scores = warp(self._logits.clone(), seen, self._params) + self._noise
-        unfiltered = replace(self._params, min_p=0.0, eta=0.0, top_k=0, top_p=1.0)
-        whole = warp(self._logits.clone(), seen, unfiltered) + self._noise
+        whole = warp(self._logits.clone(), seen, _unfiltered(self._params)) + self._noise
         self._possible = whole.gather(1, column).squeeze(1) > -math.inf  # a banned token is not
         higher = (scores > scores.gather(1, column)).to(torch.int8)
         would = (whole > whole.gather(1, column)).to(torch.int8)
@@ -114,3 +111,38 @@ class Doubt:
             high[found] = torch.where(enough, middle, high[found])
             low[found] = torch.where(enough, low[found], middle)
         return high
+
+
+def contested(
+    sampler: Sampler, logits: Tensor, seen: Tensor | None, noise: Tensor, drawn: Tensor, size: float
+) -> Tensor:
+    """Whether a change of the logits of this size makes the rule draw another token than it does.
+
+    Two changes are tried, in both of which the drawn token goes down. All others go up: a close draw, or the drawn
+    token at a filter's edge. Or only those go up that would be about as high if nothing were dropped, and what sets
+    the filter goes down: a competitor at its edge.
+
+    Args:
+        sampler: the sampling rule.
+        logits: ``[n, V]``.
+        seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
+        noise: ``[n, V]``, of the place where each row's token is.
+        drawn: ``[n]`` int64, what the rule draws.
+        size: the change.
+
+    Returns:
+        ``[n]`` bool.
+    """
+    logits, params, column = logits.double(), sampler.params, drawn[:, None]
+    whole = warp(logits.clone(), seen, _unfiltered(params)) + noise
+    reach = 2 * size * max(1.0, params.penalty) / (params.temperature or 1)
+    rivals = (whole >= whole.gather(1, column) - reach).scatter_(1, column, False)
+    found = torch.zeros(len(drawn), dtype=torch.bool, device=drawn.device)
+    for signs in (torch.ones_like(logits), rivals * 2.0 - 1):
+        changed = logits + size * signs.scatter_(1, column, -1)
+        found |= (warp(changed, seen, params) + noise).argmax(-1) != drawn
+    return found
+
+
+def _unfiltered(params: SamplingParams) -> SamplingParams:
+    return replace(params, min_p=0.0, eta=0.0, top_k=0, top_p=1.0)

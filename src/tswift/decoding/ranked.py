@@ -8,9 +8,9 @@ from zlib import crc32
 
 import numpy as np
 
+from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.step import Step
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.source import Context, Drafter
 from tswift.errors import Fault
 from tswift.models.passes import Forwarded
 from tswift.models.ranks import Ranks

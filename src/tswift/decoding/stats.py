@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tswift.decoding.drafter import REUSE
 from tswift.decoding.step import Step
-from tswift.drafting.reuse import ReuseSource
 
 _MOST, _LONGEST = 1 << 53, 1e12  # of what is counted, and seconds of a decode
 
@@ -58,7 +58,7 @@ class DecodeStats:
         self.sizes[step.nodes] += 1
         if step.choice:
             self.choices[step.choice] += 1
-        if step.source == ReuseSource.name:
+        if step.source == REUSE:
             self.reused += step.accepted
 
     def copy(self) -> DecodeStats:

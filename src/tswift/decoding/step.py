@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.sampling import NO_TOKEN
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.source import Context, Drafter
 from tswift.models.passes import Forwarded
 from tswift.models.target import Target
 

@@ -11,11 +11,11 @@ from random import Random
 import torch
 
 from tswift.decoding.device_step import DeviceStepper
+from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.step import Undrawn
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.source import Context, Drafter
 from tswift.kv.full import FullKV
 from tswift.models.target import Target
 
@@ -72,6 +72,7 @@ def try_steps(target: Target, params: SamplingParams) -> None:
 def _difference(target: Target) -> str | None:
     """What is wrong with device steps, in one line; None if nothing is."""
     for seed, (length, nodes) in enumerate(_TRIED):
+        nodes = min(nodes, target.width or nodes)
         random = Random(seed)
         prompt = [random.randrange(target.vocab_size) for _ in range(length)]
         known = [*prompt]

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tswift.decoding.drafter import Context
 from tswift.drafting.heads import DraftingPass, LastPass
 from tswift.drafting.plan import Plan
 from tswift.drafting.sketch import Sketch
-from tswift.drafting.source import Context
 from tswift.models.base_heads import Heads
 from tswift.models.passes import Forwarded
 from tswift.models.target import Target
@@ -81,14 +81,14 @@ class BeamSource:
         head = 0
         for level in range(min(self._levels, sketch.depth)):
             if level == 0 and self.reader.direct:
-                logits, paths = self._target.logits(hidden.unsqueeze(0)), None
+                logits, paths = self._target.open_logits(hidden.unsqueeze(0)), None
             else:
                 rows, tokens, paths = self._sent(sketch, branches)
                 if [row for _, row in branches] != list(range(len(states))):
                     states = states.index_select(0, rows)
                 embeddings = self._target.embed(tokens)
                 states, out = self._heads.step(min(head, self._heads.count - 1), states, embeddings)
-                logits = self._target.logits(out)
+                logits = self._target.open_logits(out)
                 head += 1
             branches = self._offer(sketch, context, branches, logits, _seen(seen, paths), level)
             if not self._worth(sketch, branches, context):

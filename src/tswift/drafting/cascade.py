@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+from tswift.decoding.drafter import Context
 from tswift.decoding.step import Undrawn, advance
 from tswift.drafting.levels import Level
 from tswift.drafting.plan import Plan
 from tswift.drafting.planned import PlannedDrafter
 from tswift.drafting.sketch import Sketch
-from tswift.drafting.source import Context
 
 _INNER, _LEVELS = 8, 3  # nodes of a step on the level, and levels of heads, for judging whether another one pays
 _AGREES = 0.9  # about how many of its tokens are those that the target draws over everything

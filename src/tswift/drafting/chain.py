@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import partial
 
 from tswift.decoding.device_step import DeviceStepper
+from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.step import Step, Undrawn, advance
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.levels import Level
-from tswift.drafting.source import Context, Drafter
 from tswift.kv.buffer import KVBuffer
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.device_step import DeviceState
+from tswift.decoding.drafter import Context, DeviceDraft, Drafter
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.reuse import ReuseSource
-from tswift.drafting.source import Context, DeviceDraft, Drafter
 from tswift.kv.buffer import KVBuffer
 from tswift.kv.partial import PartialKV
 from tswift.models.passes import sizes
@@ -109,7 +109,7 @@ class FixedTreeDrafter(Drafter):
 
 
 class FixedTree:
-    """The tree of a :class:`FixedTreeDrafter`, drafted on the device; see :class:`~tswift.drafting.source.DeviceDraft`.
+    """The tree of a :class:`FixedTreeDrafter`, drafted on the device; see :class:`DeviceDraft`.
 
     Nodes are in order of promise, so that the first n of them are a tree, too. N-grams continue the best candidate of
     the first level only; a tree made by the host has them below every candidate of that level.

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.device_step import DeviceState
+from tswift.decoding.drafter import Context
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.levels import Level, PartialLevel
-from tswift.drafting.source import Context
 from tswift.kv.partial import PartialKV
 from tswift.models.base_heads import Heads
 from tswift.models.costs import PassCosts
@@ -239,11 +239,11 @@ class HeadSource:
             return best(self._heads.levels(begin, self._target.logits, first, levels), 0, levels)
         found: list[_Guess] = []
         if first is not None:
-            found.append(best(self._target.logits(first.unsqueeze(0)), 0, 1))
+            found.append(best(self._target.open_logits(first.unsqueeze(0)), 0, 1))
             root = found[0][0][0, 0]
         for index in range(levels - len(found)):
             begin, out = self._heads.step(index, begin, self._target.embed(root))
-            found.append(best(self._target.logits(out.unsqueeze(0)), len(found), len(found) + 1))
+            found.append(best(self._target.open_logits(out.unsqueeze(0)), len(found), len(found) + 1))
             root = found[-1][0][0, 0]
         tokens, scores = zip(*found, strict=True)
         return torch.cat(tokens), torch.cat(scores)

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tswift.drafting.source import Context
+from tswift.decoding.drafter import Context
 from tswift.kv.buffer import KVBuffer
 from tswift.kv.partial import PartialKV
 from tswift.kv.streaming import StreamingKV

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from tswift.decoding.drafter import Drafter
 from tswift.drafting import recipes
 from tswift.drafting.levels import CHUNK
 from tswift.drafting.methods import find_method, used
 from tswift.drafting.options import FULL, DraftOptions
 from tswift.drafting.recall import Recall
 from tswift.drafting.resolving import resolve
-from tswift.drafting.source import Drafter
 from tswift.errors import InputError
 from tswift.models.base_heads import Heads
 from tswift.models.costs import NOMINAL, PassCosts

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from tswift.decoding.drafter import Drafter
 from tswift.drafting import recipes
 from tswift.drafting.options import AUTO, FULL, DraftOptions
-from tswift.drafting.source import Drafter
 from tswift.errors import InputError
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.calibration import Calibration
 from tswift.drafting.plan import Plan
 from tswift.drafting.sketch import Sketch
-from tswift.drafting.source import Context, Drafter
 
 
 class PricedSource(Protocol):

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tswift.decoding.drafter import Context
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.warping import warp
 from tswift.drafting.contexts import Contexts
-from tswift.drafting.source import Context
 from tswift.drafting.thoughts import Thoughts
 from tswift.models.target import Target
 

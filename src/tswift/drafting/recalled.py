@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 
+from tswift.decoding.drafter import Context
 from tswift.drafting.plan import Plan
 from tswift.drafting.recall import Guess, Recall
 from tswift.drafting.sketch import Sketch
-from tswift.drafting.source import Context
 
 _WIDTH = 3  # candidates offered below a node
 _ROUND = 8  # nodes asked about at a time

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from tswift.decoding.drafter import Drafter
 from tswift.drafting.beams import BeamSource
 from tswift.drafting.cascade import CascadeSource
 from tswift.drafting.chain import ChainSource
@@ -18,7 +19,6 @@ from tswift.drafting.recall import Recall
 from tswift.drafting.recalled import RecallSource
 from tswift.drafting.reuse import NgramTable, ReuseSource
 from tswift.drafting.rivals import Rival, RivalDrafter
-from tswift.drafting.source import Drafter
 from tswift.drafting.trees import usual_nodes, usual_tree, verify_nodes
 from tswift.kv.partial import PartialKV
 from tswift.kv.policies import POLICIES

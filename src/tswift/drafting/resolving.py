@@ -21,11 +21,17 @@ _AUTO_NODES = 32  # no tree that pays is larger, where passes over more were mea
 def resolve(name: str, target: Target, heads: Heads | None, options: DraftOptions) -> DraftOptions:
     """The options with the device's defaults filled in: ``tree`` and ``nodes``, where the method uses them.
 
+    Drafts that are wider than the target's passes are cut.
+
     Raises:
         InputError: no such method, heads that it needs are missing, or a tree that does not fit the heads.
     """
     count = heads.count if heads else 0
-    return resolve_for(name, target.device, target.groups, target.most_nodes, count, options)
+    resolved = resolve_for(name, target.device, target.groups, target.most_nodes, count, options)
+    if target.width is None:
+        return resolved
+    nodes, gamma = resolved.nodes, resolved.gamma
+    return replace(resolved, nodes=nodes and min(nodes, target.width), gamma=gamma and min(gamma, target.width - 1))
 
 
 def resolve_for(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tswift.drafting.source import Context, Draft
+from tswift.decoding.drafter import REUSE, Context, Draft
 
 
 class NgramTable:
@@ -72,7 +72,7 @@ class ReuseSource:
         recent: also reuse what is still in the penalty window (the reference does not).
     """
 
-    name = "reuse"
+    name = REUSE
     spent = 0.0  # what the host does hides behind the device
 
     def __init__(self, table: NgramTable, below: int, recent: bool) -> None:

@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.planned import PlannedDrafter
-from tswift.drafting.source import Context, Drafter
 from tswift.models.costs import PassCosts
 from tswift.models.passes import Forwarded
 

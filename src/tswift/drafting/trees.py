@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-ROWS = 128  # of a KV head in a CUDA pass, for which reading the keys takes as long as multiplying them
+from tswift.attention.layout import ROWS
+
 _CUDA_NODES = (8, 128)  # fewest and most
 _SLACK = 0.2  # a verification may take so much longer than a pass over one node
 _CPU_NODES = 8

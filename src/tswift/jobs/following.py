@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tswift.decoding.generation import begin
+from tswift.engine import begin
 from tswift.models.loading import load
 from tswift.models.ranks import Ranks
 

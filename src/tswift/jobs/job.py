@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tswift.decoding.generation import Generation
 from tswift.decoding.stats import DecodeStats, distinct
+from tswift.engine import Generation
 from tswift.errors import Fault, InputError
 from tswift.jobs.environment import now, peak_bytes
 from tswift.jobs.folder import FolderGone, RunFolder, SaveFailed

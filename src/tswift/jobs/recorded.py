@@ -19,6 +19,7 @@ from tswift.jobs.journal import Checkpoint, parse_journal
 from tswift.jobs.prompt import fingerprint
 from tswift.reading import read_file
 
+_MAYBE = ("heads", "quantize", "draft_weights", "draft", "bits")
 _MOST_BYTES = 1 << 30  # of a file: tokens take four
 
 
@@ -38,6 +39,8 @@ class Recorded:
         model: name of the model, as :func:`tswift.load` takes it.
         device, dtype, attention: how it was loaded; attention is ``auto`` where that was ``native``, which needs a C
             compiler and float32: another machine has none, perhaps, or the text is checked in another dtype.
+        exact: whether its passes had a fixed width.
+        bits: hash of the arithmetic of all its sessions; None if it was not exact, or they differ.
         heads: kind and number of the heads that drafted; None if the model had none.
         quantize: how its weights were quantised while it was loaded; None if they were not.
         draft_weights: how those of drafting passes were quantised; None if they were not.
@@ -56,6 +59,8 @@ class Recorded:
     device: str
     dtype: str
     attention: str
+    exact: bool
+    bits: str | None
     heads: str | None
     quantize: str | None
     draft_weights: str | None
@@ -223,11 +228,19 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
         **{name: model[name] for name in ("device", "dtype", "attention", "heads")},
         **{name: asked.get(name) for name in ("quantize", "draft_weights")},
         "draft": None if model.get("draft") is None else model["draft"]["name"],
+        "exact": model.get("exact") is not None,
+        "bits": _bits(record),
     }
     if fields["attention"] == "native":
         fields["attention"] = "auto"
     for name, value in fields.items():
-        kind = int if name in ("seed", "length") else SamplingParams if name == "params" else str
-        if not (isinstance(value, kind) or (name in ("heads", "quantize", "draft_weights", "draft") and value is None)):
+        kind = int if name in ("seed", "length", "exact") else SamplingParams if name == "params" else str
+        if not (isinstance(value, kind) or (name in _MAYBE and value is None)):
             raise ValueError(f"its {name} is {value!r:.40}")
     return fields
+
+
+def _bits(record: dict[str, Any]) -> str | None:
+    sessions = [record["model"].get("exact"), *(session.get("exact") for session in record.get("resumed", ()))]
+    found = {None if exact is None else exact["bits"] for exact in sessions}
+    return found.pop() if len(found) == 1 else None

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tswift.decoding.generation import begin
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import AUTO, DraftOptions
+from tswift.engine import begin
 from tswift.errors import InputError
 from tswift.jobs.draft import about_draft, draft_for, weights_for
 from tswift.jobs.environment import environment, now
@@ -116,10 +116,13 @@ def _resumed(
         "drafting": used_options(run.method, generation.options),
         "draft": draft,
         "draft_weights": model.draft_weights,
+        "exact": model.about()["exact"],
         "environment": environment(model.target.device),
     }
     resumed = [*run.record.get("resumed", ()), session]
     notes = [*_notes(saved, len(tokens)), *_other_draft(run, draft)]
+    if run.exact and model.exact != run.bits:
+        notes.append("this machine rounds otherwise than the one before: the text may go on differently than there")
     return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes)
 
 
@@ -150,6 +153,7 @@ def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any], free: Sequence[st
     refuse_unused([run.method], {**kept, **drafting} if drafting else {})
     draft_for([run.method], run.model, asked.get("draft_model", run.draft))
     weights_for([run.method], asked.get("draft_weights", run.draft_weights))
+    known["exact"] = run.exact
     for name, value in asked.items():
         own = known.get(name)
         if name in ("device", "dtype", "attention") and value == record["model"][name]:
@@ -184,6 +188,7 @@ def _load(run: Recorded, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel:
         attention=run.attention,
         heads=asked.get("heads", run.record["options"]["heads"]),
         quantize=run.quantize,
+        exact=run.exact,
         draft=asked.get("draft_model", run.draft),
         draft_weights=weights_for([run.method], asked.get("draft_weights", run.draft_weights)),
         ranks=ranks,

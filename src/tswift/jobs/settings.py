@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tswift.decoding.generation import begin
-from tswift.decoding.limits import check_ahead
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import OF_CHOICE, OF_NGRAMS, find_method, used
 from tswift.drafting.options import FULL, DraftOptions
+from tswift.engine import begin, check_ahead
 from tswift.errors import InputError
 from tswift.jobs.chat import read_system, refuse_with_chat, render
 from tswift.jobs.draft import about_draft, draft_for, weights_for
@@ -67,6 +66,7 @@ class Settings:
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
+    exact: bool | None = None
     quantize: str | None = None
     out: Path | None = None
 
@@ -103,7 +103,7 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     refuse_full_disk(path, settings.length, "--out")
     folder = RunFolder.create(path)
     try:
-        model = load(name, quantize=settings.quantize, ranks=ranks, **how)
+        model = load(name, quantize=settings.quantize, exact=settings.exact, ranks=ranks, **how)
         if settings.preset is not None:
             params = replace(params, banned=banned_ids(settings.preset, model.tokenizer, model.target.vocab_size))
         if settings.chat:
@@ -140,6 +140,9 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     }
     stats = DecodeStats(generation.depth)
     notes = [] if settings.preset is None else [remark(settings.preset, chosen, params.banned)]
+    width = model.target.width
+    if width is not None and (options.nodes or 0) > width:
+        notes.append(f"drafts are cut to {width} nodes, which exact passes have room for")
     spelled = () if settings.chat else special_tokens_in(model.tokenizer, text, len(prompt))
     if spelled:
         notes.append(f"the prompt spells out special tokens, which are taken as such: {', '.join(spelled)}")

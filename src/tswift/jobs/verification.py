@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tswift.decoding.audit import Audit, audit
-from tswift.decoding.generation import ending
-from tswift.decoding.limits import check
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
+from tswift.engine import check, ending
 from tswift.errors import InputError
 from tswift.jobs.folder import TOKENS
 from tswift.jobs.prompt import read_prompt, take
@@ -34,6 +33,7 @@ class Subject:
         params: what they were drawn with, banned ids included.
         seed: what they were drawn with.
         source: the folder or file the tokens come from.
+        note: why an exact run is not judged exactly; None if it is, or the run was none.
     """
 
     model: LoadedModel
@@ -42,6 +42,7 @@ class Subject:
     params: SamplingParams
     seed: int
     source: Path
+    note: str | None = None
 
     def audit(self, show: Show | None = None) -> Audit:
         """Run the audit; see :func:`tswift.decoding.audit.audit`."""
@@ -70,36 +71,56 @@ def subject_of_run(
     device: str | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
+    exact: bool | None = None,
 ) -> Subject:
     """A run, with its own model as it was loaded then, unless another is asked for.
 
     Raises:
-        InputError: the model cannot be loaded, or the run does not fit it.
+        InputError: the model cannot be loaded, or the run does not fit it, or was not exact and is to be now.
     """
+    if exact and not run.exact:
+        raise InputError(f"{run.path} was made without it, so it can only be judged within rounding", "--exact")
     name = run.model if model is None else model
     refuse_shape(name)
     _tokens(run)  # better now than after a model was loaded
-    loaded = load(
-        name,
-        device=run.device if device is None else device,
-        dtype=run.dtype if dtype is None else dtype,
-        attention=run.attention,
-        quantize=run.quantize if model is None and quantize is None else quantize,
-    )
-    return with_model(run, loaded)
+    how: dict[str, Any] = {
+        "device": run.device if device is None else device,
+        "dtype": run.dtype if dtype is None else dtype,
+        "attention": run.attention,
+        "quantize": run.quantize if model is None and quantize is None else quantize,
+    }
+    try:
+        loaded = load(name, **how, exact=run.exact if exact is None else exact)
+    except InputError as error:
+        if error.option != "--exact":
+            raise
+        loaded = load(name, **how, exact=False)
+    subject = with_model(run, loaded)
+    return replace(subject, note=None) if exact is False else subject
 
 
 def with_model(run: Recorded, model: LoadedModel) -> Subject:
-    """A run and the model that is there already.
+    """A run and the model that is there already; passes of that are exact no longer if the run's bits were others.
 
     Raises:
         InputError: the run does not fit it.
     """
-    return _checked(Subject(model, run.prompt, _tokens(run), run.params, run.seed, run.path), None)
+    note = None
+    if run.exact and (model.exact is None or model.exact != run.bits):
+        note = "the run was exact, but the arithmetic here differs from that of the run: judged within rounding"
+    if model.exact is not None and (note or not run.exact):
+        model.target.width = None
+        model = replace(model, exact=None)
+    return _checked(Subject(model, run.prompt, _tokens(run), run.params, run.seed, run.path, note), None)
 
 
 def subject_of_text(
-    text: Text, model: str | None, device: str | None, dtype: str | None, quantize: str | None = None
+    text: Text,
+    model: str | None,
+    device: str | None,
+    dtype: str | None,
+    quantize: str | None = None,
+    exact: bool | None = None,
 ) -> Subject:
     """A text, its options and the model named, or else the bundled one.
 
@@ -111,7 +132,7 @@ def subject_of_text(
     refuse_shape(model or "")
     params, tokens = sampling_params(text.sampling), read_tokens(text.tokens, "--tokens")
     words = read_prompt(text.prompt)
-    asked: dict[str, Any] = {"model": model, "device": device, "dtype": dtype, "quantize": quantize}
+    asked: dict[str, Any] = {"model": model, "device": device, "dtype": dtype, "quantize": quantize, "exact": exact}
     loaded = load(**{name: value for name, value in asked.items() if value is not None})
     prompt = take(loaded.encode(words), text.prefill, bundled=text.prompt is None)
     params, _ = ending(params, loaded.eos_ids, text.stop_at_eos)
@@ -121,7 +142,7 @@ def subject_of_text(
 def report(subject: Subject, found: Audit) -> dict[str, Any]:
     """Everything about an audit, ready for JSON."""
     about = {"source": str(subject.source), "seed": subject.seed, "prompt_tokens": len(subject.prompt)}
-    return {**about, "model": subject.model.about(), **found.as_dict()}
+    return {**about, "model": subject.model.about(), "note": subject.note, **found.as_dict()}
 
 
 def _tokens(run: Recorded) -> list[int]:

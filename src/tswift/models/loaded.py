@@ -27,6 +27,8 @@ class LoadedModel:
         attention: the backend in use.
         prepared: ``eager`` or ``compiled``, and why what should be in use is not, when the model was loaded.
         simulated: its weights are random, so that times mean something and texts do not.
+        exact: hash of the bits that passes of a fixed width have here (``target.width``); None without a fixed width.
+        inexact: why there is none although there should be; None if nothing is amiss.
         quantization: what its weights were quantised by; None if they were not. Plain decoding is this model's own.
         ranks: those that hold it together.
         weights: hash of all weights, where that took all of the ranks; None where it can be had at any time.
@@ -45,6 +47,8 @@ class LoadedModel:
     attention: str = "sdpa"
     prepared: str = EAGER
     simulated: bool = False
+    exact: str | None = None
+    inexact: str | None = None
     quantization: str | None = None
     ranks: Ranks = ALONE
     weights: str | None = None
@@ -86,6 +90,8 @@ class LoadedModel:
             "dtype": dtype_name(self.target.dtype),
             "attention": self.attention,
             "layers": self.layers,
+            "exact": None if self.exact is None else {"width": self.target.width, "bits": self.exact},
+            **({} if self.inexact is None else {"inexact": self.inexact}),
             "heads": None if self.heads is None else f"{self.heads.kind}, {self.heads.count}",
             "eos_ids": list(self.eos_ids),
             "simulated": self.simulated,
@@ -102,6 +108,8 @@ class LoadedModel:
 
     def besides(self) -> str:
         """What is out of the ordinary, to be said after the rest."""
+        exact = "" if self.exact is None else f", exact in passes of {self.target.width} rows"
+        exact += "" if self.inexact is None else f", not exact, as {self.inexact}"
         quantized = f", weights quantised ({self.quantization})" if self.quantization else ""
         drafts = "" if self.drafting is None else f", drafting passes in {self.draft_weights}"
-        return quantized + drafts + (f", split over {self.ranks.count} ranks" if self.ranks.count > 1 else "")
+        return exact + quantized + drafts + (f", split over {self.ranks.count} ranks" if self.ranks.count > 1 else "")

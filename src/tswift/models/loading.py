@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import CONFIG_NAME, cached_file
@@ -18,6 +19,7 @@ from tswift.models.devices import place_for
 from tswift.models.draft import DRAFT_OPTION, refuse_other_vocabulary
 from tswift.models.dtypes import dtype_for, dtype_name
 from tswift.models.dummy import StandInTokenizer, random_heads, random_network
+from tswift.models.exactness import Inexact, fingerprint, set_width
 from tswift.models.fingerprint import weights_hash
 from tswift.models.hub import hub
 from tswift.models.kinds import KINDS
@@ -44,6 +46,7 @@ def load(
     quantize: str | None = None,
     draft: str | None = None,
     draft_weights: str | None = None,
+    exact: bool | None = None,
     ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Load a model for decoding.
@@ -55,9 +58,9 @@ def load(
         dtype: ``float32``, ``float64``, ``bfloat16`` or ``float16``; ``auto`` is float32 on the CPU, the checkpoint's
             own on CUDA, and bfloat16 for a shape.
         attention: ``triton`` (CUDA; float32, bfloat16, float16), ``flash`` (CUDA with flash-attn installed; bfloat16,
-            float16), ``native`` (x86 CPUs where there is a C compiler; float32), ``sdpa`` (everything), or ``auto``:
-            triton or native where they can serve, sdpa elsewhere. With triton the layers are compiled, and passes are
-            replayed as CUDA graphs.
+            float16), ``native`` (x86 CPUs where there is a C compiler; float32, bfloat16, float16), ``sdpa``
+            (everything), or ``auto``: triton or native where they can serve, sdpa elsewhere. With triton the layers are
+            compiled, and passes are replayed as CUDA graphs.
         heads: a heads file, of ours or one of Medusa's; a folder with one, or with a whole model that carries heads; or
             a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's folder. None takes
             ``heads.safetensors`` there, if it exists, or the heads that the model carries. A shape has random heads of
@@ -69,6 +72,9 @@ def load(
         draft_weights: ``int8``, ``fp8`` or ``int4``: let drafting passes of the model run on a copy of it whose linear
             layers have weights quantised by torchao, all but the LM head, and which shares all else. What is decoded is
             the model as it is.
+        exact: let every pass over the text have the same number of rows, so that a token's bits do not depend on how it
+            was forwarded, and all methods give the same tokens in every dtype. None does so in bfloat16 and float16 and
+            on CUDA, where the model bears it; ``LoadedModel.inexact`` says why it does not.
         ranks: from :func:`tswift.models.ranks.join`, to hold the model together with other processes. All of them have
             to call this; what the first asks for counts.
 
@@ -83,15 +89,15 @@ def load(
         if not isinstance(name, str):
             raise InputError(f"wants a name, got {name!r:.40}", option)
     with ranks.together():
-        asked = ranks.share((model, device, dtype, attention, heads, quantize, draft, draft_weights))
-        model, device, dtype, attention, heads, quantize, draft, draft_weights = asked
+        asked = ranks.share((model, device, dtype, attention, heads, quantize, draft, draft_weights, exact))
+        model, device, dtype, attention, heads, quantize, draft, draft_weights, exact = asked
         if draft_weights is not None:  # what cannot be quantised is refused before it is loaded
             if ranks.count > 1:
                 raise InputError("quantised weights cannot be split over ranks yet", quantizing.DRAFT_OPTION)
             if quantize is not None:
                 raise InputError(f"the model's weights are quantised already ({quantize})", quantizing.DRAFT_OPTION)
             foresee(model, device=device, dtype=dtype, attention=attention, heads=heads, draft_weights=draft_weights)
-        loaded = _load(model, device, dtype, attention, heads, quantize, ranks)
+        loaded = _load(model, device, dtype, attention, heads, quantize, exact, ranks)
         if draft_weights is not None:
             loaded = _with_copy(loaded, draft_weights)
         return loaded if draft is None else replace(loaded, draft=_draft(draft, loaded, attention), draft_name=draft)
@@ -104,13 +110,14 @@ def _load(
     attention: str,
     heads: str | os.PathLike[str] | None,
     quantize: str | None,
+    exact: bool | None,
     ranks: Ranks,
 ) -> LoadedModel:
     place = place_for(device, ranks)
     if model.startswith(PREFIX):
         if quantize is not None or ranks.count > 1:
             raise InputError(f"{model} has random weights, which are neither quantised nor split", "--model")
-        return _simulated(model, place, "bfloat16" if dtype == "auto" else dtype, attention, heads)
+        return _simulated(model, place, "bfloat16" if dtype == "auto" else dtype, attention, heads, exact)
     kind, place_of_heads = dtype_for(dtype, place), heads_path(heads, find_source(model)[1])
     opened = open_checkpoint(model, place, kind, attention, quantize, ranks)
     target, config = opened.target, opened.target.model.config
@@ -124,11 +131,29 @@ def _load(
         None if place_of_heads is None else attach(place_of_heads, target),
         eos_ids_of(model, target.model, opened.tokenizer, target.vocab_size),
         opened.attention,
-        compiled(target, opened.note),
         quantization=opened.quantization,
         ranks=ranks,
         weights=weights_hash(target.model) if ranks.count > 1 else None,
+        **_prepared(target, opened.attention, opened.note, exact),
     )
+
+
+def _prepared(target: Target, attention: str, note: str, exact: bool | None) -> dict[str, Any]:
+    """Get a model's passes ready; returns the fields of ``LoadedModel`` that tell how.
+
+    Raises:
+        InputError: they are to be exact and cannot be.
+    """
+    inexact, bits = set_width(target, attention, exact), None
+    prepared = compiled(target, note)
+    if target.width is not None:
+        try:
+            bits = fingerprint(target)
+        except Inexact as error:
+            inexact, target.width = str(error), None
+    if inexact is not None and exact:
+        raise InputError(f"cannot be had here: {inexact}", "--exact")
+    return {"prepared": prepared, "exact": bits, "inexact": inexact}
 
 
 def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
@@ -150,7 +175,7 @@ def _draft(draft: str, loaded: LoadedModel, attention: str) -> Target:
         if draft.startswith(PREFIX):
             if not loaded.simulated:
                 refuse_shape(draft)
-            found = _simulated(draft, target.device, dtype_name(target.dtype), attention, None)
+            found = _simulated(draft, target.device, dtype_name(target.dtype), attention, None, exact=False)
             ours, tokenizer = found.target, None
         else:
             opened = open_checkpoint(draft, target.device, target.dtype, attention, bare=True)
@@ -164,7 +189,12 @@ def _draft(draft: str, loaded: LoadedModel, attention: str) -> Target:
 
 
 def _simulated(
-    model: str, place: torch.device, dtype: str, attention: str, heads: str | os.PathLike[str] | None
+    model: str,
+    place: torch.device,
+    dtype: str,
+    attention: str,
+    heads: str | os.PathLike[str] | None,
+    exact: bool | None,
 ) -> LoadedModel:
     """A published shape with random weights and random heads; or with the heads of a file, if one is named."""
     config, kind = read_config(model), dtype_for(dtype, place)
@@ -181,4 +211,5 @@ def _simulated(
         drafting = attach(path, target, foreign=True)
     tokenizer = StandInTokenizer()
     eos_ids = eos_ids_of(model, network, tokenizer, target.vocab_size)
-    return LoadedModel(model, tokenizer, target, drafting, eos_ids, backend, compiled(target, note), simulated=True)
+    prepared = _prepared(target, backend, note, exact)
+    return LoadedModel(model, tokenizer, target, drafting, eos_ids, backend, simulated=True, **prepared)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tswift.attention.layout import Attention
 from tswift.attention.special import SpecialAttention, WantedAttention
@@ -32,12 +33,16 @@ class Pass:
         write: puts a layer's new keys and values ``[kv heads, n, d]`` into the cache; returns what to attend to.
         attend: the attention.
         special: the attention of layers that want something; None for a model that has no such layers.
+        nodes: how many the pass has.
+        rows: how many it is filled up to; the fillers are not attended to, and nothing of them is kept.
         queries: of the layers so far, ``[query heads, n, d]``, rotated.
     """
 
     write: Write
     attend: Attention
-    special: SpecialAttention | WantedAttention | None = None
+    special: SpecialAttention | WantedAttention | None
+    nodes: int
+    rows: int
     queries: list[Tensor] = field(default_factory=list)
 
     def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -45,18 +50,21 @@ class Pass:
 
         Args:
             index: of the layer; they come in order.
-            query: ``[query heads, n, d]``, rotated.
-            key, value: ``[kv heads, n, d]``, the nodes' own.
+            query: ``[query heads, rows, d]``, rotated.
+            key, value: ``[kv heads, rows, d]``, the nodes' own.
             scale: factor of the scores.
 
         Returns:
-            ``[query heads, n, d]``.
+            ``[query heads, rows, d]``.
         """
+        query, key, value = (each[:, : self.nodes] for each in (query, key, value))
         keys, values = self.write(index, key, value)
         self.queries.append(query)
         if self.special is not None and self.special.wants[index]:
-            return self.special(index, query, keys, values, scale)
-        return self.attend(query, keys, values, scale)
+            out = self.special(index, query, keys, values, scale)
+        else:
+            out = self.attend(query, keys, values, scale)
+        return out if self.rows == self.nodes else F.pad(out, (0, 0, 0, self.rows - self.nodes))
 
 
 @dataclass(frozen=True)

@@ -152,8 +152,8 @@ def _weights(
         return 0, 0
     with silence(), in_one_line(model):
         network = skeleton(config)
-        count = sum(weight.numel() for weight in network.parameters()) + copied(network, kind, place)
-        return count * kind.itemsize, 0 if draft_weights is None else copied_bytes(network, draft_weights)
+        size = sum(weight.numel() for weight in network.parameters()) * kind.itemsize + copied(network, kind, place)
+        return size, 0 if draft_weights is None else copied_bytes(network, draft_weights)
 
 
 def _kv_width(text: Any) -> int:

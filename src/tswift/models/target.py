@@ -13,9 +13,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.attention.backends import partials_bytes
+from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
@@ -95,6 +97,7 @@ class Target:
     def reference(self) -> Target:
         """The same model with the slow attention of reference implementations, to be measured beside ours."""
         twin = copy(self)
+        twin.width = None
         twin._attention = ReferenceAttention
         twin._passes = WeakKeyDictionary()
         return twin
@@ -168,7 +171,8 @@ class Target:
         options = {"coordinate_descent_tuning": True} if backend == "inductor" else None
         try:
             for layer in self._decoder.layers:
-                layer.compile(backend=backend, options=options)
+                # with one width, code for sizes in general must never take the place of that for the width
+                layer.compile(backend=backend, options=options, dynamic=None if self.width is None else False)
             apart = self._apart()
         except Exception as error:  # compilers fail in many ways, and none of them is needed
             return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
@@ -193,6 +197,7 @@ class Target:
         """How far compiled passes are from eager ones at most, as a share of the norm of a node's hidden state."""
         apart = []
         for held, count in _TRIED:
+            count = min(count, self.width or count)
             text = (torch.arange(held + count, device=self.device) * 7919 + 13) % self.vocab_size
             places = torch.arange(held, held + count, device=self.device)
             chain = torch.ones(count, count, dtype=torch.bool, device=self.device).tril_()
@@ -259,8 +264,7 @@ class Target:
 
         attend = attention(self._layout, length, len(tokens), ancestors)
         special = WantedAttention(attend, self.wants) if self.special else None
-        compute = self._compute if self._fused or not self._compiled else self._compute_eagerly
-        return compute(tokens, positions, Pass(write, attend, special))
+        return self._computed(tokens, positions, Pass(write, attend, special, len(tokens), self._rows(kv, len(tokens))))
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
@@ -272,15 +276,21 @@ class Target:
             kv: what the nodes attend to; nothing is committed.
             ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself; None where
                 every node descends from all before it.
+
+        Raises:
+            ValueError: there are more nodes than passes over the text have rows.
         """
         for static in self._passes.get(kv, ()):
             if static.nodes >= len(tokens):
                 return static(tokens, positions, ancestors, kv.length)
+        if self.width is not None and isinstance(kv, FullKV):
+            return self._computed(tokens, positions, self._exact_pass(kv, len(tokens), ancestors))
         compute = self._compute_eagerly if self._compiled else self._compute
         return compute(tokens, positions, self._pass(positions, kv, ancestors))
 
     def _pass(self, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Pass:
-        attend = self._attention(self._layout, kv.length, len(positions), ancestors)
+        nodes = len(positions)
+        attend = self._attention(self._layout, kv.length, nodes, ancestors)
         special: SpecialAttention | WantedAttention | None = None
         if self.special:
             known = self.serves(kv)
@@ -289,13 +299,37 @@ class Target:
                 if known
                 else SpecialAttention(self._layout, self.wants, kv, positions, ancestors)
             )
-        return Pass(kv.write, attend, special)
+        return Pass(kv.write, attend, special, nodes, nodes)
+
+    def _exact_pass(self, kv: FullKV, nodes: int, ancestors: Tensor | None) -> Pass:
+        """A pass of fixed width, with attention whose rows are exact."""
+        given = self._layout, kv.length, nodes, ancestors
+        attend = (self._attention if self._attention.EXACT else ChunkedAttention)(*given)
+        special: WantedAttention | None = None
+        if self.special:
+            special = WantedAttention(attend if self._meets_wants else ChunkedAttention(*given), self.wants)
+        return Pass(kv.write, attend, special, nodes, self._rows(kv, nodes))
+
+    def _rows(self, kv: KVBuffer, nodes: int) -> int:
+        """Rows of a pass: of one over the text always the same number, if that is wanted; drafts do not matter."""
+        if self.width is None or not isinstance(kv, FullKV):
+            return nodes
+        if nodes > self.width:
+            raise ValueError(f"a pass of {nodes} nodes does not fit in {self.width} rows")
+        return self.width
+
+    def _computed(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
+        compute = self._compute if self._fused or not self._compiled else self._compute_eagerly
+        return compute(tokens, positions, run)
 
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
+        if run.rows > run.nodes:
+            tokens, positions = (F.pad(each, (0, run.rows - run.nodes)) for each in (tokens, positions))
         out = self._decoder(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
         )
-        return Forwarded(out.last_hidden_state[0], run.queries, self._tap.take() if self._tap else None)
+        raw = self._tap.take()[: run.nodes] if self._tap else None
+        return Forwarded(out.last_hidden_state[0, : run.nodes], run.queries, raw)
 
     def _compute_eagerly(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         with torch.compiler.set_stance("force_eager"):
@@ -318,11 +352,15 @@ class Target:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[..., V]`` logits of hidden states ``[..., H]``, in the model's dtype."""
-        return self.open_logits(hidden)
+        """``[n, V]`` logits of the hidden states ``[n, H]`` of a pass over the text, in the model's dtype."""
+        if self.width is None:
+            return self._output(hidden)
+        parts = hidden.split(self.width)
+        found = [self._output(F.pad(part, (0, 0, 0, self.width - len(part))))[: len(part)] for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def open_logits(self, hidden: Tensor) -> Tensor:
-        """As :meth:`logits`, but gradients flow back to the hidden states, to train what these come from."""
+        """``[..., V]`` logits of hidden states ``[..., H]`` for a draft, or to train by: gradients flow back."""
         return self._output(hidden)
 
     @torch.inference_mode()
@@ -337,8 +375,9 @@ class Target:
 
     def chunks(self, tokens: Sequence[int], kv: FullKV) -> Iterator[Forwarded]:
         """Forward a text in chunks, commit each, and yield its pass."""
-        for start in range(0, len(tokens), CHUNK):
-            chunk = torch.tensor(tokens[start : start + CHUNK], device=self.device)
+        size = min(CHUNK, self.width or CHUNK)
+        for start in range(0, len(tokens), size):
+            chunk = torch.tensor(tokens[start : start + size], device=self.device)
             positions = torch.arange(kv.length, kv.length + len(chunk), device=self.device)
             forwarded = self.forward(chunk, positions, kv, None)
             kv.commit(range(len(chunk)))

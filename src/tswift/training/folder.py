@@ -1,7 +1,7 @@
 """A training's folder: ``train.json``, ``metrics.jsonl``, ``checkpoint.safetensors``, and in the end its result.
 
-A checkpoint is one safetensors file, replaced whole: weights, what the optimizers remember, and how far the training
-was. Rows are a function of seed and step, so there is no generator whose state would have to be kept.
+A checkpoint is one safetensors file, replaced whole: weights, optimizer states, steps done. Rows are a function of seed
+and step, so no random generator has to be kept.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from tswift.jobs.folder import new_folder
 from tswift.jobs.lock import InUse, Lock
 from tswift.reading import MOST_RECORD, read_file
 
-SCHEMA = 1
-RECORD, METRICS, CHECKPOINT, HEADS = "train.json", "metrics.jsonl", "checkpoint.safetensors", "heads.safetensors"
+RECORD, METRICS, CHECKPOINT = "train.json", "metrics.jsonl", "checkpoint.safetensors"
+_SCHEMA = 1
 _OPTION = "--resume"
 
 
 class TrainFolder:
-    """The files of a training.
+    """The files of a training. What cannot be written raises a ``Fault``, and leaves what was there before.
 
     Args:
         path: where they are.
-        kind: of training, as its records are called.
+        kind: of training: the subcommand.
     """
 
-    def __init__(self, path: Path, kind: str = "train") -> None:
+    def __init__(self, path: Path, kind: str) -> None:
         self.path, self._kind = path, kind
         self._made: list[Path] = []
 
-    def begin(self) -> None:
+    def create(self) -> None:
         """Make the folder, or take an empty one.
 
         Raises:
-            InputError: it holds something, cannot be made, or has a name that safetensors could not read it by.
+            InputError: it is not empty, cannot be made, or has a name that safetensors cannot read.
         """
         try:
             str(self.path).encode()
@@ -56,13 +56,13 @@ class TrainFolder:
             raise InputError(f"{self.path} cannot be written to", "--out")
 
     def discard(self) -> None:
-        """Take back what :meth:`begin` made, if nothing has been put there since."""
+        """Remove what :meth:`create` made, if it is empty."""
         with suppress(OSError):
             for folder in self._made:
                 folder.rmdir()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keep other processes from training here.
 
         Raises:
@@ -77,43 +77,35 @@ class TrainFolder:
         with lock:
             yield
 
-    def record(self) -> dict[str, Any]:
-        """What ``train.json`` says.
+    def read_record(self) -> dict[str, Any]:
+        """The contents of ``train.json``.
 
         Raises:
-            InputError: there is none, or another one.
+            InputError: it is missing, damaged, or of another kind of training.
         """
         path = self.path / RECORD
         try:
             _refuse_other(path)
             missing = f"{self.path} holds no training: there is no {RECORD} in it"
-            found = json.loads(read_file(path, MOST_RECORD, _OPTION, missing))
-            if found["kind"] != self._kind or found["schema"] != SCHEMA:
-                raise InputError(f"{path} is of kind {found['kind']}, schema {found['schema']}", _OPTION)
+            record = dict(json.loads(read_file(path, MOST_RECORD, _OPTION, missing)))
+            if record["kind"] != self._kind or record["schema"] != _SCHEMA:
+                raise InputError(f"{path} is of kind {record['kind']}, schema {record['schema']}", _OPTION)
             for name in ("plan", "base", "corpus", "state"):
-                found[name]
+                record[name]
         except InputError:
             raise
         except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(f"{path} is damaged", _OPTION) from None
-        return dict(found)
+        return record
 
     def write_record(self, record: Mapping[str, Any]) -> None:
-        """Write ``train.json``, whole or not at all.
-
-        Raises:
-            Fault: it cannot be written.
-        """
-        text = json.dumps({"schema": SCHEMA, "kind": self._kind, **record}, indent=2, ensure_ascii=False)
-        with self._writing(RECORD):
-            write_whole(self.path / RECORD, f"{text}\n".encode(errors="backslashreplace"))  # half a character in a name
+        """Write ``train.json``."""
+        text = json.dumps({"schema": _SCHEMA, "kind": self._kind, **record}, indent=2, ensure_ascii=False)
+        with self._writing(RECORD):  # backslashes for incomplete UTF-8 in a file's name
+            write_whole(self.path / RECORD, f"{text}\n".encode(errors="backslashreplace"))
 
     def write(self, name: str, save: Callable[[Path], None]) -> None:
-        """Have a file written, whole or not at all.
-
-        Raises:
-            Fault: it cannot be written.
-        """
+        """Have a file written by ``save``, whole or not at all."""
         path = self.path / name
         new = path.with_name(f"{name}.new")
         with self._writing(name):
@@ -128,23 +120,14 @@ class TrainFolder:
                 new.unlink(missing_ok=True)
                 raise
 
-    def keep(self, tensors: Mapping[str, Tensor], step: int, seconds: float) -> None:
-        """Write a checkpoint.
-
-        Args:
-            tensors: all that training goes on from.
-            step: how many steps are done.
-            seconds: of training so far.
-
-        Raises:
-            Fault: it cannot be written.
-        """
+    def save_checkpoint(self, tensors: Mapping[str, Tensor], step: int, seconds: float) -> None:
+        """Write a checkpoint: all tensors that training continues from, steps done, seconds trained."""
         ours = {name: value.detach().contiguous() for name, value in tensors.items()}
-        about = {"tswift": json.dumps({"kind": self._kind, "schema": SCHEMA, "step": step, "seconds": seconds})}
+        about = {"tswift": json.dumps({"kind": self._kind, "schema": _SCHEMA, "step": step, "seconds": seconds})}
         self.write(CHECKPOINT, lambda path: save_file(ours, path, metadata=about))
 
-    def kept(self) -> tuple[dict[str, Tensor], int, float] | None:
-        """The last checkpoint: tensors, steps done, seconds; None if there is none yet.
+    def load_checkpoint(self) -> tuple[dict[str, Tensor], int, float] | None:
+        """The last checkpoint: tensors, steps done, seconds trained; None if there is none yet.
 
         Raises:
             InputError: it is damaged.
@@ -162,20 +145,15 @@ class TrainFolder:
             raise InputError(f"{path} is damaged ({str(error).splitlines()[0]})", _OPTION) from None
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Add a line to ``metrics.jsonl``.
-
-        Raises:
-            Fault: it cannot be written.
-        """
+        """Append a line to ``metrics.jsonl``."""
         with self._writing(METRICS), (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def forget_after(self, step: int) -> None:
-        """Drop the lines of ``metrics.jsonl`` that a checkpoint of this step knows nothing of.
+    def truncate_log(self, step: int) -> None:
+        """Drop the lines of ``metrics.jsonl`` after a step: the checkpoint does not know of them.
 
         Raises:
             InputError: it is no regular file.
-            Fault: it cannot be written.
         """
         path = self.path / METRICS
         _refuse_other(path)
@@ -186,11 +164,7 @@ class TrainFolder:
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
-        """Say in one line that a file cannot be written, and how to go on.
-
-        Raises:
-            Fault: it cannot.
-        """
+        """Say in one line that a file cannot be written, and how to go on."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -209,7 +183,7 @@ def _refuse_other(path: Path) -> None:
 
 
 def _step(line: str) -> float:
-    """The step of a line; beyond all steps if it is torn."""
+    """The step of a line; infinity if the line is torn."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

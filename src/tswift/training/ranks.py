@@ -1,4 +1,4 @@
-"""Several processes that train the same weights, as torchrun starts them; a single one elsewhere."""
+"""Several processes that train the same weights, as torchrun starts them; a single one otherwise."""
 
 from __future__ import annotations
 
@@ -15,23 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tswift.errors import Fault, InputError
 
-_PATIENCE = timedelta(hours=12)  # one process tokenises and evaluates, the others wait; torchrun ends them if it dies
+_TIMEOUT = timedelta(hours=12)  # one process tokenises and evaluates, the others wait; torchrun ends them if it dies
 
 
 def find_ranks() -> tuple[int, int]:
-    """This process's number and how many there are, as torchrun tells them. PyTorch is not asked."""
+    """This process's number and how many there are, from torchrun's environment variables."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a training.
-
-    Attributes:
-        index: which one this is.
-        count: how many there are.
-        device: this one's.
-    """
+    """The processes of a training: this one's index, how many there are, this one's device."""
 
     index: int = 0
     count: int = 1
@@ -43,7 +37,7 @@ class Ranks:
         return self.index == 0
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel | None:
-        """What is trained, so wrapped that the processes' gradients are averaged; None for a single process."""
+        """The module, wrapped so that gradients are averaged over processes; None for a single process."""
         return DistributedDataParallel(module) if self.count > 1 else None
 
     def highest(self, *values: float) -> tuple[float, ...]:
@@ -51,31 +45,27 @@ class Ranks:
         if self.count == 1:
             return values
         shared = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with _together():
+        with _connected():
             distributed.all_reduce(shared, distributed.ReduceOp.MAX)
         return tuple(shared.tolist())
 
     def total(self, *values: torch.Tensor) -> None:
         """Sum tensors over all processes, in place."""
         for value in values if self.count > 1 else ():
-            with _together():
+            with _connected():
                 distributed.all_reduce(value)
 
     def wait(self) -> None:
         """Wait for all processes."""
-        if self.count > 1:
-            self.highest(0.0)
+        self.highest(0.0)
 
 
 @contextmanager
 def open_ranks(device: str) -> Iterator[Ranks]:
-    """Meet the other processes, if there are any.
-
-    Args:
-        device: as asked for. Of several processes each takes a CUDA device of its own.
+    """Connect to the other processes, if there are any; on CUDA, each has a device of its own.
 
     Raises:
-        InputError: several processes, and one device named, or too few.
+        InputError: there are several processes, but one device is named, or there are too few.
     """
     index, count = find_ranks()
     if count == 1:
@@ -89,8 +79,8 @@ def open_ranks(device: str) -> Iterator[Ranks]:
         raise InputError(f"wants one for each process; PyTorch finds {torch.cuda.device_count()} here", "--device")
     if cuda:
         torch.cuda.set_device(place)
-    with _together():
-        distributed.init_process_group("nccl" if cuda else "gloo", timeout=_PATIENCE)
+    with _connected():
+        distributed.init_process_group("nccl" if cuda else "gloo", timeout=_TIMEOUT)
     try:
         yield Ranks(index, count, place)
     finally:
@@ -99,12 +89,8 @@ def open_ranks(device: str) -> Iterator[Ranks]:
 
 
 @contextmanager
-def _together() -> Iterator[None]:
-    """Say in one line that another process is not there.
-
-    Raises:
-        Fault: it is not.
-    """
+def _connected() -> Iterator[None]:
+    """Raise a ``Fault`` of one line if another process is gone."""
     try:
         yield
     except (RuntimeError, ValueError, OSError) as error:

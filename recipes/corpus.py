@@ -1,0 +1,38 @@
+"""Text for the recipes, whole in memory: documents, token streams, random rows."""
+
+from __future__ import annotations
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tswift.training.data import clean, open_corpus
+
+PG19 = "emozilla/pg19"
+
+
+def load_documents(corpus: str) -> list[str]:
+    """All documents of a corpus; see :func:`tswift.training.data.open_corpus`."""
+    return [clean(text) for text in open_corpus(corpus)["text"]]
+
+
+def split(documents: list[str]) -> tuple[list[str], list[str]]:
+    """The documents that are trained on, and the six that never are."""
+    held = range(0, len(documents), 41)[:6]
+    return [text for index, text in enumerate(documents) if index not in held], [documents[index] for index in held]
+
+
+def token_stream(documents: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """``[n]`` uint16 or uint32 token ids of all documents, each closed by the end-of-text token."""
+    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    end = np.array([tokenizer.eos_token_id], dtype=dtype)
+    pieces: list[np.ndarray] = []
+    for start in range(0, len(documents), 16):
+        for ids in tokenizer(documents[start : start + 16], add_special_tokens=False)["input_ids"]:
+            pieces += [np.array(ids, dtype=dtype), end]
+    return np.concatenate(pieces)
+
+
+def random_rows(stream: np.ndarray, rows: int, length: int, rng: np.random.Generator) -> np.ndarray:
+    """``[rows, length]`` int64 crops of a stream at random places."""
+    starts = rng.integers(0, len(stream) - length + 1, size=rows)
+    return np.stack([stream[start : start + length] for start in starts]).astype(np.int64)

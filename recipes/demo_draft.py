@@ -1,0 +1,178 @@
+"""The recipe of the bundled draft model: ``python -m recipes.demo_draft --corpus FOLDER --out DIR``.
+
+It is ``tswift train-draft`` on the documents that the bundled model was trained on, and figures of what came of it on
+the six that both never saw. A training that was stopped is gone on with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from recipes.corpus import PG19, load_documents, split, token_stream
+from tswift.decoding.params import SamplingParams
+from tswift.engine import ending
+from tswift.errors import InputError
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
+from tswift.models.source import DEMO
+from tswift.training.config import DraftConfig, Progress
+from tswift.training.evaluate import Agreement, agreements
+from tswift.training.folder import METRICS, RECORD
+from tswift.training.run import resume, train
+from tswift.training.tasks import MODEL
+
+FILES = (MODEL, "config.json", "tokenizer.json", "tokenizer_config.json")
+POSITIONS = (0, 10_000, 40_000, 98_000)
+WINDOW, TEXTS = 1024, 2  # tokens compared at each position, and in how many texts
+RECENT = 512  # tokens that the draft model reads, as over a bounded cache
+STEPS = 5000
+
+
+class _Lines(Progress):
+    """Prints what happens."""
+
+    def say(self, message: str) -> None:
+        """A line."""
+        print(message, flush=True)
+
+    def update(self, name: str, done: int, total: int, figures: str = "") -> None:
+        """A line now and then."""
+        if done % 100 == 0:
+            print(f"{name} {done:,}/{total:,} {figures}", flush=True)
+
+
+def build(corpus: str, out: Path, work: Path, config: DraftConfig, about: str = "") -> None:
+    """Train, measure, and write model and card to ``out``.
+
+    Args:
+        corpus: folder or hub id.
+        out: where the model goes.
+        work: where the training is, to be gone on with.
+        config: how to train; its corpus is taken from ``work``.
+        about: what the corpus is, for the card.
+
+    Raises:
+        InputError: the training cannot be done, or was interrupted.
+    """
+    kept, held = split(load_documents(corpus))
+    folder = work / "train"
+    begun = (folder / RECORD).exists()
+    outcome = resume(DraftConfig, folder, progress=_Lines()) if begun else train(config, folder, _Lines())
+    if outcome.signum is not None:
+        raise InputError(f"the training was interrupted; the same command goes on with it in {folder}", "--work")
+    out.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        shutil.copyfile(folder / name, out / name)
+    model = load(DEMO, device="cpu", draft=str(out))
+    figures = measure(model, token_stream(held, model.tokenizer), print)
+    (out / "README.md").write_text(_card(model, folder, figures, about or f"`{corpus}`", len(kept)))
+
+
+def keep_documents(corpus: str, path: Path) -> None:
+    """Write the documents that are trained on to a parquet file, if it is not there."""
+    import pyarrow
+    from pyarrow import parquet
+
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept, _ = split(load_documents(corpus))
+        parquet.write_table(pyarrow.table({"text": kept}), path, row_group_size=16)
+
+
+def measure(model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]) -> list[list[Agreement]]:
+    """How the draft model and the model do at near and far positions of texts that neither was trained on.
+
+    Args:
+        model: with its draft model.
+        held_out: ``[n]`` token ids.
+        log: takes a line for each text.
+
+    Returns:
+        Where the draft model reads the whole text, and where it reads the last 512 tokens: at each position, the means
+        over the texts.
+    """
+    assert model.draft is not None
+    params, _ = ending(SamplingParams(), model.eos_ids, stop_at_eos=False)
+    length = POSITIONS[-1] + WINDOW + 1
+    found: list[list[list[Agreement]]] = []
+    for start in np.linspace(0, len(held_out) - length, TEXTS).astype(int):
+        text = held_out[start : start + length].tolist()
+        each = agreements(model.target, model.draft, text, POSITIONS, WINDOW, params, recents=(None, RECENT))
+        found.append(each)
+        log(f"held-out text from token {start:,}: {each}")
+    return [
+        [Agreement.mean([text[reads][place] for text in found]) for place in range(len(POSITIONS))]
+        for reads in range(2)
+    ]
+
+
+def _card(model: LoadedModel, folder: Path, figures: Sequence[Sequence[Agreement]], about: str, documents: int) -> str:
+    assert model.draft is not None
+    record, config = json.loads((folder / RECORD).read_text()), model.draft.model.config
+    last = [json.loads(line) for line in (folder / METRICS).read_text().splitlines() if '"tokens"' in line][-1]
+    plan = record["plan"]
+    return (
+        (Path(__file__).parent / "draft_card.md")
+        .read_text()
+        .format(
+            parameters=f"{model.draft.model.num_parameters():,}",
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            mlp=config.intermediate_size,
+            head_dim=config.head_dim,
+            positions=f"{config.max_position_embeddings:,}",
+            about=about,
+            documents=documents,
+            steps=f"{record['steps']:,}",
+            minutes=round(record["seconds"] / 60),
+            tokens=f"{last['tokens']:,}",
+            seq_len=plan["seq_len"],
+            batch=plan["batch"],
+            seed=plan["seed"],
+            machine=f"{record['environment']['cpu']}, {record['environment']['threads']} thread",
+            date=time.strftime("%Y-%m-%d"),
+            window=f"{WINDOW:,}",
+            texts=TEXTS,
+            recent=RECENT,
+            head=" | ".join(f"{position:,}" for position in POSITIONS),
+            rule=" | ".join("---" for _ in POSITIONS),
+            target_losses=" | ".join(f"{each.target_loss:.3f}" for each in figures[0]),
+            losses=" | ".join(f"{each.loss:.3f}" for each in figures[0]),
+            agreements=" | ".join(f"{each.agreement:.3f}" for each in figures[0]),
+            recent_losses=" | ".join(f"{each.loss:.3f}" for each in figures[1]),
+            recent_agreements=" | ".join(f"{each.agreement:.3f}" for each in figures[1]),
+        )
+    )
+
+
+def main() -> None:
+    """Parse the command line and build."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--corpus", default=PG19, help="folder of .parquet or .txt files, or a hub id (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("src/tswift/models/demo/draft"))
+    parser.add_argument("--work", type=Path, default=Path("build/demo-draft"), help="intermediate results")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of 4,096 tokens")
+    parser.add_argument("--about", default="", help="what the corpus is, for the model card (default: its name)")
+    args = parser.parse_args()
+    path = args.work / "corpus" / "kept.parquet"
+    try:
+        keep_documents(args.corpus, path)
+        config = DraftConfig(
+            str(path.parent), steps=args.steps, batch=8, seed=1, held_out=2, eval_every=500, save_minutes=4.0
+        )
+        build(args.corpus, args.out, args.work, config, args.about)
+    except InputError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

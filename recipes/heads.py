@@ -1,0 +1,114 @@
+"""The heads of the bundled model: trained on text that the model itself writes, to predict its own distributions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from recipes.corpus import random_rows
+from tswift.decoding.params import SamplingParams
+from tswift.models.base_heads import Heads
+from tswift.models.target import Target
+from tswift.training.config import DISTILL
+from tswift.training.data import jumping_positions
+from tswift.training.losses import heads_loss
+from tswift.training.tasks import Trainer, learning_rate
+
+
+@dataclass(frozen=True)
+class HeadsPlan:
+    """A schedule for heads alone. Row lengths alternate, so that short and long contexts are both seen."""
+
+    steps: int
+    matrix_lr: float
+    tokens_per_step: int = 4096
+    rows: Sequence[int] = (512, 4096)
+    other_lr: float = 1e-3
+    warmup: int = 20
+    position_limit: int = 131_072
+    seed: int = 2
+
+
+@torch.inference_mode()
+def write_text(
+    model: PreTrainedModel,
+    starts: np.ndarray,
+    length: int,
+    params: SamplingParams,
+    batch: int,
+    log: Callable[[str], None],
+) -> np.ndarray:
+    """Text of the model's own, sampled by transformers' batched generation as it will be sampled in use.
+
+    Args:
+        model: the model.
+        starts: ``[rows, s]`` token ids to begin from.
+        length: tokens of a finished row, start included; at most ``params.window``, since transformers' repetition
+            penalty knows no window.
+        params: temperature, min-p and penalty are used.
+        batch: rows written at a time.
+        log: takes a line of progress.
+
+    Returns:
+        ``[rows, length]`` token ids.
+    """
+    if length > params.window:
+        raise ValueError(f"rows of {length} tokens outgrow the penalty window of {params.window}")
+    model.set_attn_implementation("sdpa")
+    rows = []
+    for first in range(0, len(starts), batch):
+        torch.manual_seed(first)
+        ids = torch.from_numpy(starts[first : first + batch]).to(model.device)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=params.temperature,
+            min_p=params.min_p,
+            top_k=0,
+            repetition_penalty=params.penalty,
+            max_new_tokens=length - ids.shape[1],
+            suppress_tokens=[model.config.eos_token_id],
+        )
+        rows.append(out.cpu().numpy())
+        log(f"written {first + len(ids)}/{len(starts)} rows")
+    return np.concatenate(rows)
+
+
+def train_heads(
+    model: PreTrainedModel, heads: Heads, stream: np.ndarray, plan: HeadsPlan, log: Callable[[str], None]
+) -> None:
+    """Train ``heads`` in place to predict the model's own distributions.
+
+    Args:
+        model: the frozen base; its attention is replaced by ours.
+        heads: what is trained: Muon for the matrices, AdamW for the norms.
+        stream: ``[n]`` token ids.
+        plan: the schedule.
+        log: takes a line of progress.
+    """
+    rng, target = np.random.default_rng(plan.seed), Target(model)
+    matrices = [weight for weight in heads.parameters() if weight.ndim == 2]
+    others = [weight for weight in heads.parameters() if weight.ndim != 2]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=plan.matrix_lr, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"),
+        torch.optim.AdamW(others, lr=plan.other_lr, weight_decay=0.0),
+    ]
+    trainer = Trainer(heads, optimizers, "heads")
+    started, smooth = time.monotonic(), np.zeros(heads.count)
+    for step in range(plan.steps):
+        length = plan.rows[step % len(plan.rows)]
+        rows = max(1, plan.tokens_per_step // length)
+        ids = torch.from_numpy(random_rows(stream, rows, length, rng))
+        positions = torch.from_numpy(jumping_positions(rows, length, plan.position_limit, rng)).to(model.device)
+        losses = np.array(heads_loss(target, heads, ids, DISTILL, positions=positions, scale=1.0).mean_loss)
+        trainer.step(learning_rate(step, step / plan.steps, plan.warmup))
+        smooth = losses if step == 0 else 0.95 * smooth + 0.05 * losses
+        if step % 20 == 0 or step == plan.steps - 1:
+            shown = " ".join(f"{loss:.3f}" for loss in smooth)
+            log(f"heads step {step}/{plan.steps} losses {shown} {time.monotonic() - started:.0f} s")

@@ -1,0 +1,103 @@
+"""Train a small Llama from random weights, jointly with chained heads towards the end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+
+from recipes.corpus import random_rows
+from tswift.models.refining_heads import ChainedHeads
+from tswift.training.data import jumping_positions
+from tswift.training.losses import CAUSAL
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pretraining schedule. One step sees ``tokens_per_step`` tokens, as short rows or as one long row."""
+
+    steps: int
+    tokens_per_step: int = 8192
+    short_row: int = 512
+    long_row: int = 8192
+    long_from: float = 0.75  # share of the steps after which every other step is a long row
+    heads_from: float = 0.65  # share after which the heads' loss is added
+    heads_weight: float = 0.15
+    decay_from: float = 0.45
+    warmup: int = 50
+    matrix_lr: float = 0.02
+    other_lr: float = 3e-3
+    position_limit: int = 131_072
+    compiled: bool = False  # torch.compile the decoder: about a quarter faster, needs a C++ compiler
+    seed: int = 1
+
+    def rate(self, step: int) -> float:
+        """Learning-rate factor: linear warm-up, flat, linear decay to 2%."""
+        share = step / self.steps
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if share < self.decay_from:
+            return 1.0
+        return max(0.02, 1 - (share - self.decay_from) / (1 - self.decay_from))
+
+
+def head_losses(hidden: Tensor, ids: Tensor, heads: ChainedHeads, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
+    """Cross-entropy of head i at offset i + 2: ``[count]`` for ``hidden`` [B, T, H] and ``ids`` [B, T]."""
+    losses = []
+    for index, state in enumerate(heads(hidden)):
+        offset = index + 2
+        losses.append(F.cross_entropy(lm_head(state[:, :-offset]).flatten(0, 1), ids[:, offset:].flatten()))
+    return torch.stack(losses)
+
+
+def pretrain(
+    model: LlamaForCausalLM, heads: ChainedHeads, stream: np.ndarray, plan: Plan, log: Callable[[str], None]
+) -> None:
+    """Train ``model`` and ``heads`` in place on a token stream (uint array ``[n]``)."""
+    rng = np.random.default_rng(plan.seed)
+    device = next(model.parameters()).device
+    model.set_attn_implementation(CAUSAL)
+    inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    inner += [p for p in heads.parameters() if p.ndim == 2]
+    known = {id(p) for p in inner}
+    outer = [p for m in (model, heads) for p in m.parameters() if id(p) not in known]
+    optimizers = [
+        torch.optim.Muon(inner, lr=plan.matrix_lr, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original"),
+        torch.optim.AdamW(outer, lr=plan.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    base_rates = [plan.matrix_lr, plan.other_lr]
+    decoder, lm_head = model.get_decoder(), model.get_output_embeddings()
+    if plan.compiled:
+        decoder = torch.compile(decoder, dynamic=False)
+    started, smooth = time.monotonic(), math.nan
+    for step in range(plan.steps):
+        share = step / plan.steps
+        length = plan.long_row if share >= plan.long_from and step % 2 else plan.short_row
+        rows = plan.tokens_per_step // length
+        ids = torch.from_numpy(random_rows(stream, rows, length, rng)).to(device)
+        positions = torch.from_numpy(jumping_positions(rows, length, plan.position_limit, rng)).to(device)
+        hidden = decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        loss = F.cross_entropy(lm_head(hidden[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        total = loss
+        if share >= plan.heads_from:
+            total = loss + plan.heads_weight * head_losses(hidden, ids, heads, lm_head).sum()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(outer, 1.0)
+        for optimizer, rate in zip(optimizers, base_rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * plan.rate(step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if length == plan.short_row:
+            smooth = loss.item() if math.isnan(smooth) else 0.98 * smooth + 0.02 * loss.item()
+        if step % 20 == 0:
+            took = time.monotonic() - started
+            speed = (step + 1) * plan.tokens_per_step / took
+            log(f"step {step}/{plan.steps} loss {smooth:.3f} {speed:.0f} tokens/s {took:.0f} s")

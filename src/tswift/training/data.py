@@ -1,0 +1,245 @@
+"""Training data: the documents of a corpus, tokenised once and kept by ``datasets``, and random rows of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tswift.errors import InputError
+from tswift.models.hub import hub
+from tswift.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_OPTION = "--corpus"
+_SUFFIXES = (".parquet", ".txt")
+_HELD_OUT = 4  # documents, or a tenth of them if that is less
+
+
+def open_corpus(corpus: str) -> Dataset:
+    """The documents of a corpus in a fixed order, in the column ``text``; on disk, not in memory.
+
+    Args:
+        corpus: a folder of ``.parquet`` (column ``text``) or ``.txt`` files, one such file, or a hub id such as
+            ``emozilla/pg19``, whose split ``train`` is taken.
+
+    Raises:
+        InputError: nothing to read there.
+    """
+    import datasets
+
+    files, more = corpus_files(corpus), {}
+    if files:
+        more = {"data_files": files} | ({"sample_by": "document"} if files[0].endswith(".txt") else {})
+    reader = Path(files[0]).suffix.lstrip(".").replace("txt", "text") if files else corpus
+    with _quiet(), hub(not files):
+        try:
+            rows = datasets.load_dataset(reader, split="train", **more)
+        except Exception as error:  # the hub client and the readers fail in many ways
+            reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0][:200]
+            where = "cannot be read" if files else "is no folder and cannot be loaded from the hub"
+            raise InputError(f"{corpus} {where} ({reason})", _OPTION) from None
+    if "text" not in rows.column_names:
+        raise InputError(f"{corpus} has no column text, but {', '.join(rows.column_names)}", _OPTION)
+    if getattr(rows.features["text"], "dtype", None) not in ("string", "large_string"):
+        raise InputError(f"{corpus} has a column text that holds no texts", _OPTION)
+    if not rows.num_rows:
+        raise InputError(f"{corpus} holds no documents", _OPTION)
+    return rows
+
+
+def corpus_files(corpus: str) -> list[str]:
+    """The files that a path names; empty if it may be a hub id.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if not corpus.strip():
+        raise InputError("is empty", _OPTION)
+    try:
+        path = Path(corpus).expanduser()
+        if path.is_dir():
+            for suffix in _SUFFIXES:
+                files = sorted(str(file) for file in path.glob(f"*{suffix}") if file.is_file())
+                if files:
+                    return files
+            raise InputError(f"{corpus} holds no .parquet or .txt files", _OPTION)
+        if path.exists():
+            if path.suffix not in _SUFFIXES or not path.is_file():
+                raise InputError(f"{corpus} is no folder, and no .parquet or .txt file", _OPTION)
+            return [str(path)]
+    except InputError:
+        raise
+    except ValueError:  # a NUL in the name, or an incomplete UTF-8 character
+        raise InputError(f"invalid file name {corpus[:80]}", _OPTION) from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
+        raise InputError(f"{corpus[:80]} cannot be read ({getattr(error, 'strerror', error)})", _OPTION) from None
+    if path.is_absolute() or corpus.startswith((".", "~")) or not corpus.isprintable():  # no hub id
+        raise InputError(f"there is no file or folder {corpus}", _OPTION)
+    return []
+
+
+def clean(text: str | None) -> str:
+    """A document without byte-order marks and surrounding white space."""
+    return (text or "").replace("\ufeff", "").strip()
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a corpus that are longer than a row, split into training and held-out ones."""
+
+    rows: Dataset  # all tokenised documents: ``tokens``, ``digest``
+    lengths: np.ndarray  # of all, in tokens
+    train: np.ndarray  # indices of the documents trained on
+    held_out: np.ndarray  # indices of those never trained on
+    duplicates: int  # long documents left out because their text is there already
+    prefix: tuple[int, ...]  # tokens that the model expects before any text
+
+    def summary(self) -> dict[str, Any]:
+        """Counts and a hash of the documents, for ``train.json``."""
+        digests = list(self.rows["digest"])
+        chosen = sorted(digests[int(i)] for i in (*self.train, *self.held_out))
+        return {
+            "documents": len(self.lengths),
+            "kept": len(chosen),
+            "twice": self.duplicates,
+            "held_out": len(self.held_out),
+            "train_tokens": int(self.lengths[self.train].sum()),
+            "sha256": sha256("".join(chosen).encode()).hexdigest(),
+        }
+
+    def held_out_rows(self, length: int) -> list[np.ndarray]:
+        """The first ``length`` tokens of each held-out document, prefix included, int64."""
+        return [self._row(document, 0, length) for document in self.held_out]
+
+    def batch(self, rows: int, length: int, key: Sequence[int]) -> np.ndarray:
+        """Rows at random places of the training documents, every place equally likely.
+
+        Args:
+            rows: number of rows.
+            length: tokens of each, prefix included; no document is shorter.
+            key: of the random generator. The same key gives the same rows, whatever was drawn before.
+
+        Returns:
+            ``[rows, length]`` int64.
+        """
+        places = np.cumsum(self.lengths[self.train] - (length - len(self.prefix)) + 1)
+        drawn = np.random.default_rng(list(key)).integers(0, places[-1], size=rows)
+        chosen = np.searchsorted(places, drawn, side="right")
+        starts = drawn - np.concatenate([[0], places])[chosen]
+        return np.stack([self._row(self.train[i], at, length) for i, at in zip(chosen, starts, strict=True)])
+
+    def _row(self, document: int, start: int, length: int) -> np.ndarray:
+        tokens = self.rows[int(document)]["tokens"]
+        own = np.asarray(tokens[int(start) : int(start) + length - len(self.prefix)], dtype=np.int64)
+        return np.concatenate([np.asarray(self.prefix, dtype=np.int64), own])
+
+
+def prepare(
+    config: TrainConfig,
+    tokenizer: Any,
+    vocabulary: int,
+    on_progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Documents:
+    """Tokenise a corpus and split its documents.
+
+    Args:
+        config: its corpus, documents, seq_len and held_out are used.
+        tokenizer: the model's.
+        vocabulary: number of tokens that the model knows.
+        on_progress: called with the number of documents tokenised so far, and of all.
+
+    Raises:
+        InputError: nothing to read, or too few documents are long enough.
+    """
+    rows = open_corpus(config.corpus)
+    if config.documents is not None and config.documents < len(rows):
+        rows = rows.select(np.linspace(0, len(rows) - 1, config.documents).round().astype(int))
+    rows = _tokenised(rows, tokenizer, on_progress)
+    if max(rows["largest"]) >= vocabulary:
+        raise InputError(f"the tokenizer has tokens that the model of {vocabulary:,} does not know", "--model")
+    lengths, digests = np.asarray(rows["length"]), list(rows["digest"])
+    long = np.flatnonzero(lengths > config.seq_len)
+    first = {digests[int(i)]: int(i) for i in reversed(long)}
+    kept = np.array(sorted(first.values()), dtype=int)
+    count = max(1, min(_HELD_OUT, len(kept) // 10)) if config.held_out is None else config.held_out
+    if len(kept) <= count:
+        raise InputError(
+            f"{config.corpus} has {len(kept):,} documents of more than {config.seq_len:,} tokens among {len(rows):,}, "
+            f"and {count:,} of them would be held out; the longest has {int(lengths.max()):,}",
+            _OPTION if config.held_out is None else "--held-out",
+        )
+    held = kept[((np.arange(count) + 0.5) * len(kept) / count).astype(int)]
+    prefix = tuple(tokenizer("")["input_ids"])
+    return Documents(rows, lengths, np.setdiff1d(kept, held), held, len(long) - len(kept), prefix)
+
+
+def jumping_positions(rows: int, length: int, limit: int, rng: np.random.Generator) -> np.ndarray:
+    """Positions ``[rows, length]`` int64 that teach far distances on short rows.
+
+    A random tail of each row is moved forward by a jump drawn log-uniformly up to ``limit``, so every relative
+    distance up to the limit is seen although no row is that long.
+    """
+    positions = np.tile(np.arange(length), (rows, 1))
+    jumps = np.exp(rng.uniform(0, np.log(limit - length), size=rows)).astype(np.int64)
+    for row, (cut, jump) in enumerate(zip(rng.integers(1, length, size=rows), jumps, strict=True)):
+        positions[row, cut:] += jump
+    return positions
+
+
+def _tokenised(rows: Dataset, tokenizer: Any, on_progress: Callable[[int, int], None]) -> Dataset:
+    from datasets import Features, Value
+    from datasets import Sequence as List  # before datasets 4, List has this name alone
+    from datasets.fingerprint import Hasher
+
+    digest = sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    features = {"tokens": List(Value("uint32")), "length": Value("int64"), "largest": Value("int64")}
+    done = 0
+
+    def encode(batch: Mapping[str, Sequence[str | None]]) -> dict[str, list[Any]]:
+        nonlocal done
+        done += len(batch["text"])
+        on_progress(done, len(rows))
+        texts = [clean(text) for text in batch["text"]]
+        tokens = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return {
+            "tokens": tokens,
+            "length": [len(ids) for ids in tokens],
+            "largest": [max(ids, default=0) for ids in tokens],
+            "digest": [sha256(text.encode()).hexdigest() for text in texts],
+        }
+
+    with _quiet():
+        tokenised = rows.map(
+            encode,
+            batched=True,
+            batch_size=16,
+            remove_columns=rows.column_names,
+            features=Features({**features, "digest": Value("string")}),
+            new_fingerprint=Hasher.hash(["tswift", rows._fingerprint, digest]),
+        )
+    return tokenised.with_format("numpy", columns=["tokens"], output_all_columns=True)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep progress bars and warnings of datasets off stderr."""
+    import datasets
+
+    shown, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+        datasets.logging.set_verbosity(verbosity)

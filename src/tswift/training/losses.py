@@ -1,0 +1,206 @@
+"""Losses of heads and draft models, and their accuracy.
+
+Head i, given the hidden state of token t, predicts token t + i + 2. The large model is frozen, so nothing of its passes
+is kept. Logits are computed for a stretch of positions at a time: 8,192 positions over a vocabulary of 128K would take
+4 GB for every head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PreTrainedModel
+
+from tswift.kv.full import FullKV
+from tswift.models.base_heads import Heads
+from tswift.models.target import Target
+from tswift.training.config import DISTILL, TEXT
+
+TOP = 3  # top-1 to top-3 accuracy
+CAUSAL = "tswift_training_causal"  # an attention of transformers: plain causality, whatever the positions
+
+_MAX_LOGITS = 1 << 26  # held at a time: 256 MB in float32, and a few times as much on the way to their gradient
+_CHUNK = 512  # tokens of a row in one pass of the model
+
+
+def _causal(module, query, key, value, attention_mask, scaling=None, **kwargs):  # type: ignore[no-untyped-def]
+    # transformers reads a jump in position_ids as the start of another packed text and masks across it
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(CAUSAL, _causal)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Losses and hits, summed over positions.
+
+    Attributes:
+        loss: ``[heads]`` float64, in nats; one entry for a draft model.
+        hits: ``[heads, 3]`` float64: how often the text's token was among the best 1, 2 and 3.
+        positions: number of positions.
+    """
+
+    loss: Tensor
+    hits: Tensor
+    positions: int
+
+    def __add__(self, other: Metrics) -> Metrics:
+        return Metrics(self.loss + other.loss, self.hits + other.hits, self.positions + other.positions)
+
+    @property
+    def mean_loss(self) -> list[float]:
+        """Mean loss of each head."""
+        return (self.loss / self.positions).tolist()
+
+    @property
+    def accuracy(self) -> list[list[float]]:
+        """Top-1 to top-3 accuracy of each head."""
+        return (self.hits / self.positions).tolist()
+
+
+def total(metrics: list[Metrics]) -> Metrics:
+    """Metrics of all the positions together."""
+    return sum(metrics[1:], start=metrics[0])
+
+
+def heads_loss(
+    target: Target,
+    heads: Heads,
+    ids: Tensor,
+    objective: str = TEXT,
+    *,
+    positions: Tensor | None = None,
+    scale: float | None = None,
+    wrapped: Callable[[Tensor, Tensor | None], Tensor] | None = None,
+    max_logits: int = _MAX_LOGITS,
+) -> Metrics:
+    """Loss of heads on rows of text; with ``scale``, gradients are added to those of the heads' weights.
+
+    Only positions count for which every head has a token to predict: all but the last ``heads.count + 1``.
+
+    Args:
+        target: the frozen model.
+        heads: the heads.
+        ids: ``[B, T]`` int64 token ids.
+        objective: ``text``: cross-entropy against the token that follows; ``distill``: against the model's own
+            distribution there, which is less noisy.
+        positions: ``[B, T]`` int64; None for 0, 1, ...
+        scale: factor of the mean loss, summed over heads, for its gradient; None for no gradient.
+        wrapped: the heads wrapped for several processes; None for ``heads`` itself.
+        max_logits: most logits held at a time; but never fewer than one position's.
+    """
+    ids = ids.to(target.device)
+    train, rows, used = scale is not None, ids.shape[0], ids.shape[1] - heads.count - 1
+    hidden = hidden_states(target, ids, positions)
+    weight, embedded = next(heads.parameters()), None
+    if heads.conditioned:
+        all_embedded = target.embed(ids).to(weight.dtype, copy=True)  # a copy: inference tensors cannot be trained on
+        embedded = torch.stack([all_embedded[:, 1 + i : 1 + i + used] for i in range(heads.count)])
+    mixed = target.dtype == torch.bfloat16 and weight.dtype == torch.float32
+    with torch.set_grad_enabled(train), torch.autocast(target.device.type, torch.bfloat16, enabled=mixed):
+        states = (wrapped or heads)(hidden[:, :used].to(weight.dtype), embedded)
+    gradient = torch.zeros_like(states) if train else None
+    loss = torch.zeros(heads.count, dtype=torch.float64, device=states.device)
+    hits = torch.zeros(heads.count, TOP, dtype=torch.float64, device=states.device)
+    width = max(1, max_logits // (rows * target.vocab_size) - (heads.count - 1 if objective == DISTILL else 0))
+    for start in range(0, used, width):
+        end, teacher = min(start + width, used), None
+        if objective == DISTILL:
+            with torch.no_grad():
+                teacher = _float32(target.open_logits(hidden[:, start + 1 : end + heads.count])).softmax(-1)
+        for i in range(heads.count):
+            part = states[i, :, start:end].detach().requires_grad_(train)
+            tokens = ids[:, start + i + 2 : end + i + 2].flatten()
+            with torch.set_grad_enabled(train):
+                logits = _float32(target.open_logits(part.to(target.dtype))).flatten(0, 1)
+                goal = tokens if teacher is None else teacher[:, i : i + end - start].flatten(0, 1)
+                summed = F.cross_entropy(logits, goal, reduction="sum")
+            if gradient is not None and scale is not None:
+                gradient[i, :, start:end] = torch.autograd.grad(summed, part)[0] * (scale / (rows * used))
+            loss[i] += summed.detach()
+            hits[i] += _hits(logits.detach(), tokens)
+    if gradient is not None:
+        states.backward(gradient)
+    return Metrics(loss, hits, rows * used)
+
+
+class DraftLoss(nn.Module):
+    """A draft model with its loss, in one module, for PyTorch to wrap for several processes.
+
+    Args:
+        network: the draft model; its attention must be ``CAUSAL``.
+        target: the large model, frozen.
+        objective: as for :func:`heads_loss`.
+        max_logits: most logits held at a time, but never fewer than one position's. They are computed again for the
+            backward pass.
+    """
+
+    def __init__(
+        self, network: PreTrainedModel, target: Target, objective: str = TEXT, max_logits: int = _MAX_LOGITS
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self._target, self._objective, self._max_logits = target, objective, max_logits
+
+    def forward(self, ids: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Loss, summed over all positions but the last of each row, and ``[3]`` hits.
+
+        Args:
+            ids: ``[B, T]`` int64 token ids.
+            positions: ``[B, T]`` int64; None for 0, 1, ...
+        """
+        rows, count = ids.shape[0], ids.shape[1] - 1
+        hidden = self.network.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        teacher = hidden_states(self._target, ids, positions) if self._objective == DISTILL else None
+        width = max(1, self._max_logits // (rows * self._target.vocab_size))
+        parts = []
+        for start in range(0, count, width):
+            part = slice(start, min(start + width, count))
+            given = (hidden[:, part], ids[:, 1:][:, part], None if teacher is None else teacher[:, part])
+            if width >= count or not torch.is_grad_enabled():
+                parts.append(self._stretch(*given))
+            else:
+                parts.append(checkpoint(self._stretch, *given, use_reentrant=False))
+        losses, hits = zip(*parts, strict=True)
+        return torch.stack(losses).sum(), torch.stack(hits).sum(0)
+
+    def _stretch(self, hidden: Tensor, tokens: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits = _float32(self.network.get_output_embeddings()(hidden)).flatten(0, 1)
+        goal = tokens.flatten()
+        with torch.no_grad():
+            hits = _hits(logits, goal)
+            if teacher is not None:
+                goal = self._target.open_logits(teacher).to(logits.dtype).softmax(-1).flatten(0, 1)
+        return F.cross_entropy(logits, goal, reduction="sum"), hits
+
+
+def hidden_states(target: Target, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Last hidden states ``[B, T, H]`` of the model, by the passes that decode: heads see the same when they draft."""
+    rows, length = ids.shape
+    hidden = torch.empty(rows, length, target.hidden_size, dtype=target.dtype, device=target.device)
+    kv = FullKV(target.kv_shape, length)
+    places = torch.arange(length, device=target.device).expand(rows, -1) if positions is None else positions
+    for row in range(rows):
+        kv.length = 0
+        for start in range(0, length, _CHUNK):
+            part = slice(start, start + _CHUNK)
+            hidden[row, part] = target.forward(ids[row, part], places[row, part], kv, None).hidden
+            kv.commit(range(len(ids[row, part])))
+    return hidden
+
+
+def _float32(logits: Tensor) -> Tensor:
+    """Logits in float32, or in float64 as they are."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _hits(logits: Tensor, tokens: Tensor) -> Tensor:
+    """``[3]`` float64: how often the token was among the best 1, 2 and 3 of its row of logits."""
+    return (logits.topk(TOP).indices == tokens.unsqueeze(-1)).cumsum(-1).sum(0).double()

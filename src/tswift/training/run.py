@@ -1,0 +1,326 @@
+"""A training from settings to a result: started, interrupted, resumed; by one process or by several under torchrun."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tswift.errors import Fault, InputError, renamed
+from tswift.jobs.environment import environment, now
+from tswift.jobs.folder import default_path
+from tswift.jobs.signals import Signals, Stopped
+from tswift.models.devices import find_device
+from tswift.models.fingerprint import fingerprint_of
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
+from tswift.models.memory import ran_out
+from tswift.training.config import Progress, TrainConfig
+from tswift.training.data import Documents, corpus_files, prepare
+from tswift.training.folder import TrainFolder
+from tswift.training.losses import TOP, Metrics, total
+from tswift.training.ranks import Ranks, open_ranks
+from tswift.training.tasks import TRAINEES, Trainee, learning_rate
+
+RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
+BEFORE, AFTER = "before", "after"
+_UNCHANGED = {  # what a resumed training must find as it was, and the option that names it
+    "processes": ("--resume", "number of processes"),
+    "dtype": ("--dtype", "dtype"),
+    "base": ("--model", "model's weights"),
+    "corpus": ("--corpus", "corpus"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a training: folder, settings, steps done, scores before and after, the signal that stopped it.
+
+    Scores are ``HeadsScores`` or ``Agreement``; None if they are not known yet, or in a process that does not write.
+    """
+
+    folder: Path
+    config: TrainConfig
+    steps: int
+    before: Any
+    after: Any
+    signum: int | None = None
+
+
+def train(
+    config: TrainConfig, out: Path | None = None, progress: Progress | None = None, command: Sequence[str] = ()
+) -> Outcome:
+    """Train heads, or a draft model. Under torchrun every process calls this, and the first one writes.
+
+    Args:
+        config: :class:`~tswift.training.config.HeadsConfig` or ``DraftConfig``.
+        out: a folder that is empty or does not exist; None for one named after the time.
+        progress: shows how it goes on.
+        command: the words of the command line, for ``train.json``.
+
+    Raises:
+        InputError: something asked cannot be done.
+        Fault: it broke on the way. Its last checkpoint can be resumed.
+    """
+    progress = progress or Progress()
+    folder = TrainFolder(out or default_path(config.COMMAND), config.COMMAND)
+    with open_ranks(config.device) as ranks:
+        if ranks.first:
+            folder.create()
+        try:
+            training = _Training(config.resolved(), folder, ranks, progress, None, command)
+        except BaseException:
+            folder.discard()
+            raise
+        outcome = training.run()
+        del training  # the gradients' reducer hangs if it is freed after the process group is closed
+        return outcome
+
+
+def resume(
+    kind: type[TrainConfig],
+    path: Path,
+    changes: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    command: Sequence[str] = (),
+) -> Outcome:
+    """Continue an interrupted training. On a CPU it comes to the weights of one that was not interrupted, bit for bit.
+
+    Args:
+        kind: the class of its settings.
+        path: its folder.
+        changes: fields of the settings; those that decide about weights must be as they were.
+        progress: shows how it goes on.
+        command: the words of the command line, for ``train.json``.
+
+    Raises:
+        InputError: there is no such training, or model, corpus or settings differ.
+        Fault: it broke on the way.
+    """
+    progress = progress or Progress()
+    folder = TrainFolder(path, kind.COMMAND)
+    record = folder.read_record()
+    try:
+        began = kind(**record["plan"])
+        steps, before, after = int(record["steps"]), _scores(kind, record, BEFORE), _scores(kind, record, AFTER)
+    except (TypeError, ValueError, KeyError):
+        raise InputError(f"{path} holds a plan that is damaged, or of another version of tswift", "--resume") from None
+    config = began.resumed(changes or {}, path)
+    with open_ranks(config.device) as ranks:
+        if record["state"] == FINISHED:
+            progress.say(f"the training in {path} is finished")
+            return Outcome(path, config, steps, before, after)
+        return _Training(config, folder, ranks, progress, record, command).run()
+
+
+class _Training:
+    """A training under way: model, corpus, trainee, and the record of what was done.
+
+    All processes run it; the first one evaluates, writes and shows.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: TrainFolder,
+        ranks: Ranks,
+        progress: Progress,
+        record: Mapping[str, Any] | None,
+        command: Sequence[str],
+    ) -> None:
+        self._config, self._folder, self._ranks = config, folder, ranks
+        self._progress = progress = progress if ranks.first else Progress()
+        self._step, self._seconds, self._saved = 0, 0.0, time.monotonic()
+        corpus_files(config.corpus)  # before a model is loaded
+        device = find_device(ranks.device)
+        dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+        try:
+            model = load(config.model, device=str(device), dtype=dtype, attention=config.attention)
+        except InputError as error:  # heads that lie beside it are read, too
+            raise renamed(error, {"--heads": "--model"}) from None
+        target = model.target
+        if config.seq_len > target.max_positions:
+            raise InputError(f"is {config.seq_len:,}, the model has {target.max_positions:,} positions", "--seq-len")
+        processes = f", {ranks.count} processes" * (ranks.count > 1)
+        progress.say(f"model {config.model}, {target.device}, {dtype}{processes}")
+        self._documents = _documents(config, model, ranks, progress)
+        self._trainee: Trainee = TRAINEES[type(config)](config, model, self._documents, ranks, progress)
+        found = {
+            "device": str(target.device),
+            "dtype": dtype,
+            "processes": ranks.count,
+            "base": fingerprint_of(target.model),
+            "corpus": self._documents.summary(),
+            "environment": environment(target.device),
+            "command": list(command),
+            "plan": asdict(config),
+        }
+        if record:
+            self._restore(record, found)
+            progress.say(f"goes on after step {self._step:,}")
+        self._record = {"started": now(), **(record or {}), **found}
+
+    def _restore(self, record: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+        """Load the last checkpoint, if all is as it was."""
+        for name, (option, words) in _UNCHANGED.items():
+            if record.get(name) != found[name]:
+                raise InputError(f"the {words} changed since the training in {self._folder.path} was begun", option)
+        checkpoint = self._folder.load_checkpoint()
+        if checkpoint is None:
+            return
+        tensors, self._step, self._seconds = checkpoint
+        try:
+            self._trainee.trainer.load(tensors)
+        except (KeyError, RuntimeError, ValueError, TypeError, IndexError):
+            raise InputError(f"{self._folder.path} holds a checkpoint of something else", "--resume") from None
+
+    def run(self) -> Outcome:
+        """Train to the end, or until a signal comes."""
+        first, signals, signum = self._ranks.first, Signals(), None
+        with self._folder.locked() if first else nullcontext(), signals, _memory_checked(self._folder.path):
+            try:
+                self._write_record(RUNNING)
+                if first:
+                    self._folder.truncate_log(self._step)
+                    self._evaluate(BEFORE)
+                signals.patience = 1
+                signum = self._loop(signals)
+                signals.patience = 0
+                if first and signum is None:
+                    self._trainee.write(self._folder)
+                    self._evaluate(AFTER)
+                    self._write_record(FINISHED)
+            except Stopped as stopped:
+                signum = stopped.number
+            finally:
+                if self._record["state"] != FINISHED:
+                    self._write_record(INTERRUPTED)
+        before, after = (_scores(type(self._config), self._record, when) for when in (BEFORE, AFTER))
+        return Outcome(self._folder.path, self._config, self._step, before, after, signum)
+
+    def _loop(self, signals: Signals) -> int | None:
+        """Train until all steps are done or a signal comes, then save a checkpoint.
+
+        Returns:
+            The signal; None if all steps are done.
+
+        Raises:
+            Fault: the loss is NaN or infinite, or nothing can be written.
+        """
+        config, ranks = self._config, self._ranks
+        while True:
+            started = time.monotonic()
+            stop, share = ranks.highest(signals.number, self._share())
+            metrics = None if stop or share >= 1 else self._gradients(signals)
+            if metrics is None:
+                self._save()
+                return int(ranks.highest(signals.number)[0]) or None
+            factor = learning_rate(self._step, share, config.warmup)
+            self._trainee.trainer.step(factor)
+            self._step += 1
+            self._seconds += time.monotonic() - started
+            self._log(metrics, factor)
+            if config.eval_every and self._step % config.eval_every == 0 and self._share() < 1 and ranks.first:
+                scores = asdict(self._trainee.evaluate(quick=True)).items()
+                found = {name: score for name, score in scores if score is not None}
+                self._folder.log({"step": self._step, "held_out": found})
+            by_steps = config.save_every is not None and self._step % config.save_every == 0
+            if by_steps or time.monotonic() - self._saved >= 60 * config.save_minutes:
+                self._save()
+
+    def _share(self) -> float:
+        """Share of the training that is done."""
+        if self._config.minutes is not None:
+            return self._seconds / (60 * self._config.minutes)
+        return self._step / self._config.last_step
+
+    def _gradients(self, signals: Signals) -> Metrics | None:
+        """Add up the gradients of a step; None if a signal came meanwhile."""
+        config, ranks, metrics = self._config, self._ranks, []
+        for number in range(config.accumulate):
+            if number and ranks.highest(signals.number)[0]:
+                return None
+            key = (config.seed, self._step, number * ranks.count + ranks.index)
+            ids = torch.from_numpy(self._documents.batch(config.batch, config.seq_len, key))
+            last = number == config.accumulate - 1
+            metrics.append(self._trainee.learn(ids, key, of=config.accumulate, last=last))
+        whole = total(metrics)
+        ranks.total(whole.loss, whole.hits)
+        if not whole.loss.isfinite().all():
+            advice = f"a lower --lr may help; checkpoints are in {self._folder.path}"
+            raise Fault(f"the loss of step {self._step + 1:,} is no number; {advice}")
+        return Metrics(whole.loss, whole.hits, whole.positions * ranks.count)
+
+    def _log(self, metrics: Metrics, factor: float) -> None:
+        config, loss, top = self._config, metrics.mean_loss, metrics.accuracy
+        if self._ranks.first:
+            seconds, tokens = round(self._seconds, 3), self._step * config.step_tokens * self._ranks.count
+            line = {"step": self._step, "seconds": seconds, "tokens": tokens, "lr": config.lr * factor}
+            self._folder.log({**line, "loss": loss, "top": top})
+        # what matters most comes first: a terminal may have no room for the rest
+        tops = [f"top-{k + 1} {' '.join(f'{100 * head[k]:.0f}' for head in top)}%" for k in range(TOP)]
+        figures = ", ".join([f"loss {' '.join(f'{each:.2f}' for each in loss)}", *tops])
+        if config.minutes is None:
+            self._progress.update("train", self._step, config.last_step, figures)
+        else:
+            done, seconds = f"{figures}, step {self._step:,}", int(60 * config.minutes)
+            self._progress.update("train, s", int(self._seconds), seconds, done)
+
+    def _save(self) -> None:
+        if self._ranks.first:
+            self._folder.save_checkpoint(self._trainee.trainer.tensors(), self._step, self._seconds)
+        self._saved = time.monotonic()
+
+    def _evaluate(self, when: str) -> None:
+        """Score the held-out texts, unless that was done before the training was interrupted."""
+        if when in self._record:
+            return
+        scores = asdict(self._trainee.evaluate(self._folder if when == AFTER else None))
+        self._folder.log({"step": self._step, "held_out": scores})
+        self._record[when] = scores
+        self._write_record(RUNNING)
+
+    def _write_record(self, state: str) -> None:
+        self._record |= {"state": state, "steps": self._step, "seconds": round(self._seconds, 3), "written": now()}
+        if self._ranks.first:
+            self._folder.write_record(self._record)
+
+
+def _documents(config: TrainConfig, model: LoadedModel, ranks: Ranks, progress: Progress) -> Documents:
+    """The corpus; the first process tokenises it, and the others find what datasets has kept."""
+    if not ranks.first:
+        ranks.wait()
+    on_progress = partial(progress.update, "tokenise")
+    documents = prepare(config, model.tokenizer, model.target.vocab_size, on_progress)
+    if ranks.first:
+        ranks.wait()
+    found = documents.summary()
+    twice = f", {found['twice']:,} there twice" if found["twice"] else ""
+    progress.say(
+        f"corpus {config.corpus}: {found['kept']:,} of {found['documents']:,} documents have more than "
+        f"{config.seq_len:,} tokens{twice}; {found['held_out']:,} of them held out, "
+        f"{found['train_tokens']:,} tokens to train on"
+    )
+    return documents
+
+
+@contextmanager
+def _memory_checked(folder: Path) -> Iterator[None]:
+    """Say in one line that memory ran out."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error):
+            raise
+        advice = f"a lower --batch or --seq-len takes less. Checkpoints are in {folder}"
+        raise Fault(f"memory ran out; {advice}") from None
+
+
+def _scores(kind: type[TrainConfig], record: Mapping[str, Any], when: str) -> Any:
+    return TRAINEES[kind].scores(**record[when]) if when in record else None

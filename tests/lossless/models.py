@@ -1,0 +1,127 @@
+"""Models whose passes are exact, made for a test: random ones of several architectures, in any dtype."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from benchmarks.architectures import ARCHITECTURES
+from tests.helpers import VOCAB
+from tswift.attention.chunked import ChunkedAttention
+from tswift.decoding.tree import DraftTree
+from tswift.kv.full import FullKV
+from tswift.models.exactness import fingerprint, set_width
+from tswift.models.linear import quicken
+from tswift.models.target import Target
+
+POSITIONS = 4096
+WRONG = 60  # tokens from here on are in no text
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KINDS = (
+    "Llama, MHA",
+    "Llama, GQA",
+    "Llama, MQA, biases",
+    "Qwen2.5",
+    "Qwen2, sliding window in a layer",
+    "Mistral 7B v0.1 (sliding window)",
+    "Gemma 2 (windows, soft caps)",
+    "Gemma 3 (windows)",
+    "GPT-2",  # learned positions
+)
+
+
+class ExactOnDevice(ChunkedAttention):
+    """Exact attention that may be told the length by a tensor, as the one by Triton is."""
+
+    STATIC = True
+
+    def __init__(self, layout, prefix, nodes, ancestors) -> None:
+        self._end = int(prefix) + nodes
+        super().__init__(layout, prefix, nodes, ancestors)
+
+    def __call__(self, query, keys, values, scale, **wants):
+        return super().__call__(query, keys[:, : self._end], values[:, : self._end], scale, **wants)
+
+    @staticmethod
+    def store(keys, values, new_keys, new_values, length) -> None:
+        end = int(length) + new_keys.shape[1]
+        assert end <= keys.shape[1]
+        keys[:, int(length) : end], values[:, int(length) : end] = new_keys, new_values
+
+
+def network(kind: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Random weights, the same at every call."""
+    known = ARCHITECTURES[kind]
+    longer = replace(known, settings={**known.settings, "max_position_embeddings": POSITIONS})
+    with torch.random.fork_rng():
+        made = longer.make(VOCAB).to(dtype)
+    quicken(made)
+    return made
+
+
+@functools.cache
+def exact_target(kind: str, dtype: torch.dtype, attention: type = ChunkedAttention) -> Target:
+    """A model that is seen to be exact."""
+    target = Target(network(kind, dtype), attention)
+    assert set_width(target, "sdpa", True) is None
+    fingerprint(target)
+    return target
+
+
+def cache_of(target: Target, slots: int, held: int = 0, seed: int = 0) -> FullKV:
+    """A cache with room for ``slots``, of which ``held`` have random keys and values: a prompt in no time."""
+    kv, random = FullKV(target.kv_shape, slots), torch.Generator().manual_seed(seed)
+    for buffer in (kv.keys, kv.values):
+        buffer.fill_(float("nan"))  # what is not there must not be read
+        shape = buffer[:, :, :held].shape
+        buffer[:, :, :held] = torch.randn(shape, generator=random).to(buffer)
+    kv.length = held
+    return kv
+
+
+def plainly(target: Target, text: Sequence[int], kv: FullKV) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits of a text, ``[n, H]`` and ``[n, V]``, forwarded token by token."""
+    found = []
+    for token in text:
+        found.append(target.forward(torch.tensor([token]), torch.tensor([kv.length]), kv, None).hidden)
+        kv.commit([0])
+    return torch.cat(found), torch.cat([target.logits(each) for each in found])
+
+
+def by_trees(target: Target, text: Sequence[int], kv: FullKV, random: Random, size: int) -> tuple[Tensor, Tensor]:
+    """As :func:`plainly`, by passes over random trees that have a piece of the text on one path, scattered."""
+    hidden, logits, at = [], [], 0
+    while at < len(text):
+        nodes = random.randint(1, size)
+        piece = text[at : at + random.randint(1, nodes)]
+        tree, path = DraftTree(piece[0], nodes), [0]
+        while len(tree) < nodes or len(path) < len(piece):
+            left = nodes - len(tree), len(piece) - len(path)
+            if random.randrange(left[0]) < left[1]:
+                node = tree.grow(path[-1], piece[len(path)], "text")
+                path.append(node)
+            else:
+                tree.grow(random.randrange(len(tree)), WRONG + random.randrange(VOCAB - WRONG), "random")
+        places = torch.tensor(tree.depths) + kv.length
+        forwarded = target.forward(torch.tensor(tree.tokens), places, kv, tree.ancestors())
+        hidden.append(forwarded.hidden[path])
+        logits.append(target.logits(forwarded.hidden)[path])
+        kv.commit(path)
+        at += len(piece)
+    return torch.cat(hidden), torch.cat(logits)
+
+
+def by_chunks(target: Target, text: Sequence[int], kv: FullKV, random: Random, size: int) -> tuple[Tensor, Tensor]:
+    """As :func:`plainly`, by chunks of random sizes."""
+    hidden, at = [], 0
+    while at < len(text):
+        chunk = text[at : at + random.randint(1, size)]
+        hidden += [forwarded.hidden for forwarded in target.chunks(chunk, kv)]
+        at += len(chunk)
+    return torch.cat(hidden), target.logits(torch.cat(hidden))

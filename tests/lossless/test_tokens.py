@@ -1,0 +1,113 @@
+"""In passes of a fixed width every method writes plain decoding's text, in 16 bits too, cut and resumed anywhere."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+import tswift
+from tests.helpers import decode, drafter_of, random_prompt, tiny_draft, tiny_heads
+from tests.lossless.models import DTYPES, KINDS, exact_target
+from tswift.decoding.loop import Decoding
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
+from tswift.engine import begin
+from tswift.models.loaded import LoadedModel
+from tswift.models.source import DEMO_DRAFT
+
+NAMES = [name for name, method in METHODS.items() if name != "ar" and not method.reference]
+NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
+GREEDY = SamplingParams(temperature=0.0, penalty=1.0)
+TREES = {
+    "medusa": DraftOptions(tree=(3, 2, 2), costs="nominal"),
+    "tokenswift": DraftOptions(tree=(1, 3, 2, 2), budget=64, nodes=41),
+    "reuse": DraftOptions(reuse_recent=True, nodes=12),
+    "magicdec": DraftOptions(gamma=7, budget=64, kv="dynamic"),
+    "standalone": DraftOptions(gamma=3, budget=64),
+    "triforce": DraftOptions(gamma=5, inner_gamma=2, budget=64),
+}
+
+
+@functools.cache
+def demo(dtype: str, exact: bool = True) -> LoadedModel:
+    return tswift.load("demo", dtype=dtype, device="cpu", draft=DEMO_DRAFT, exact=exact)
+
+
+@functools.cache
+def novel(tokens: int) -> list[int]:
+    return demo("float32").encode(NOVEL.read_text()[: 8 * tokens])[:tokens]
+
+
+def text_of(model, prompt, length, method, params, seed=1, options=None, written=()) -> list[int]:
+    options = options or DraftOptions(budget=64, costs="nominal")
+    run = begin(model, prompt, length, method=method, params=params, seed=seed, options=options, written=written)
+    return [token for step in run.steps() for token in step.tokens]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "params", "seed", "trees"),
+    [
+        ("bfloat16", SamplingParams(), 1, {}),
+        ("bfloat16", GREEDY, 0, TREES),
+        ("float16", SamplingParams(min_p=0, top_p=0.9, penalty=1.1, window=30), 2, TREES),
+        ("float32", SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 3, {}),
+    ],
+    ids=["T 1, penalty, min-p", "greedy", "top-p", "eta, top-k"],
+)
+def test_every_method_writes_the_text_of_plain_decoding(dtype, params, seed, trees) -> None:
+    model, prompt = demo(dtype), novel(90)
+    plain = text_of(model, prompt, 100, "ar", params, seed)
+    for method in NAMES:
+        assert text_of(model, prompt, 70, method, params, seed, trees.get(method)) == plain[:70], method
+
+
+def test_without_it_texts_part_in_bfloat16() -> None:
+    """So the equality above is none that would hold anyway."""
+    model, params, parted = demo("bfloat16", exact=False), SamplingParams(), []
+    for seed in range(4):
+        plain = text_of(model, novel(90), 80, "ar", params, seed)
+        parted.append(text_of(model, novel(90), 80, "medusa", params, seed) != plain)
+    assert any(parted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_models(kind: str) -> None:
+    """Trees, chains and n-grams over heads of any mind, in each dtype by another rule."""
+    rules = SamplingParams(min_p=0.02, window=24), GREEDY, SamplingParams(min_p=0, top_p=0.8, penalty=1)
+    for dtype, params in zip(DTYPES, rules, strict=True):
+        target, prompt = exact_target(kind, dtype), random_prompt(50, 3)
+        plain = decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 60)
+        for method in ("medusa", "tokenswift", "reuse", "magicdec", "triforce"):
+            drafter = make_drafter(method, target, tiny_heads(dtype), TREES[method], tiny_draft(dtype))
+            assert decode(target, drafter, prompt, params, 4, 60) == plain, (dtype, method)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_text_cut_anywhere_goes_on_the_same(dtype: str) -> None:
+    """By another method even, as no token depends on it."""
+    model, prompt, random, params = demo(dtype), novel(70), Random(dtype), SamplingParams()
+    plain = text_of(model, prompt, 90, "ar", params)
+    for method in NAMES:
+        cut = random.randrange(1, 80)
+        assert text_of(model, prompt, cut + 10, method, params, written=plain[:cut]) == plain[cut : cut + 10], method
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["Llama, GQA", "Gemma 2 (windows, soft caps)"])
+def test_a_prompt_may_be_a_text_written_before(kind: str, dtype: torch.dtype) -> None:
+    """Where it is cut into prompt and text decides nothing, although it is then prefilled or decoded."""
+    target, params, prompt = exact_target(kind, dtype), SamplingParams(min_p=0.02, window=24), random_prompt(9)
+    whole = [*prompt, *decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 90)]
+    for cut in (1, 2, 15, 16, 17, 31, 33, 64, 70):
+        drafter = drafter_of("medusa", target, DraftOptions(tree=(2, 2, 1)))
+        written = whole[cut:-20] if cut < len(prompt) else whole[cut:75]
+        decoding = Decoding(target, whole[:cut], params, 4, drafter, len(written) + 9, written=written)
+        found = [token for step in decoding.steps() for token in step.tokens]
+        at = cut + len(written)
+        assert found == whole[at : at + 9]

@@ -1,0 +1,180 @@
+"""Which documents are trained on, which are held out, and which rows of them are drawn, at which positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from recipes.corpus import load_documents, random_rows, split
+from tests.training.tiny import LONG, SHORT, Tiny
+from tswift.errors import InputError
+from tswift.training.config import HeadsConfig
+from tswift.training.data import Documents, jumping_positions, prepare
+
+LENGTH = 96
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 1000))
+def test_rows_of_a_stream_are_crops_of_it(rows: int, length: int, seed: int) -> None:
+    taken = random_rows(np.arange(100, 130, dtype=np.uint16), rows, length, np.random.default_rng(seed))
+    assert (taken.shape, taken.dtype) == ((rows, length), np.int64)
+    assert (np.diff(taken, axis=1) == 1).all()
+    assert 100 <= taken.min() <= taken.max() < 130
+
+
+def test_every_place_of_a_stream_is_drawn() -> None:
+    assert {*random_rows(np.arange(10), 500, 4, np.random.default_rng(1))[:, 0].tolist()} == {*range(7)}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 20), st.integers(2, 60), st.integers(2, 2000), st.integers(0, 1000))
+def test_a_tail_of_each_row_jumps_and_stays_below_the_limit(rows: int, length: int, more: int, seed: int) -> None:
+    positions = jumping_positions(rows, length, length + more, np.random.default_rng(seed))
+    assert positions.shape == (rows, length)
+    assert positions.min() == 0
+    assert positions.max() < length + more
+    steps = np.diff(positions, axis=1)
+    assert ((steps > 1).sum(axis=1) == 1).all()  # one jump
+    assert (np.sort(steps, axis=1)[:, :-1] == 1).all()
+
+
+def test_jumps_are_log_uniform_up_to_the_limit() -> None:
+    jumps = jumping_positions(4000, 8, 100_008, np.random.default_rng(2))[:, -1] - 7
+    assert jumps.max() > 90_000
+    counts = np.histogram(np.log10(jumps), bins=[1, 2, 3, 4, 5])[0]
+    assert (abs(counts / 4000 - 0.2) < 0.03).all()
+
+
+def parquet(path: Path, **columns: object) -> str:
+    from datasets import Dataset
+
+    Dataset.from_dict(columns).to_parquet(str(path))
+    return str(path)
+
+
+def test_documents_of_folders_and_files(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("\ufeffsecond\nline\n")
+    (tmp_path / "a.txt").write_text("first ")
+    assert load_documents(str(tmp_path)) == ["first", "second\nline"]
+    assert load_documents(str(tmp_path / "b.txt")) == ["second\nline"]
+    path = parquet(tmp_path / "c.parquet", title=["x", "y"], text=["one", None])
+    assert load_documents(path) == ["one", ""]
+    assert load_documents(str(tmp_path)) == ["one", ""]  # parquet first
+
+
+def test_six_documents_of_the_recipes_are_held_out() -> None:
+    texts = [str(number) for number in range(300)]
+    kept, held = split(texts)
+    assert held == ["0", "41", "82", "123", "164", "205"]
+    assert sorted(kept + held, key=int) == texts
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: parquet(folder / "a.parquet", body=["x"]), "has no column text, but body"),
+        (lambda folder: parquet(folder / "a.parquet", text=[1]), "has a column text that holds no texts"),
+        (lambda folder: (folder / "a.parquet").write_bytes(b"none"), "cannot be read (Parquet"),
+        (lambda folder: (folder / "a.txt").write_bytes(b"\xff\xfe\0"), "cannot be read ('utf-8' codec"),
+        (lambda folder: (folder / "a.csv").write_text("a"), "holds no .parquet or .txt files"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read(tmp_path: Path, make, message: str) -> None:  # type: ignore[no-untyped-def]
+    make(tmp_path)
+    with pytest.raises(InputError) as error:
+        load_documents(str(tmp_path))
+    assert str(error.value).startswith(f"--corpus: {tmp_path} {message}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("corpus", ["", " ", "a" * 5000, "\0", "~nobody-at-all/x", "../a/b", "x y", "nobody/nothing"])
+def test_names_that_are_no_corpus(corpus: str) -> None:
+    with pytest.raises(InputError, match=r"^--corpus: "):
+        load_documents(corpus)
+
+
+def config_of(tiny: Tiny, **changes: object) -> HeadsConfig:
+    return HeadsConfig(str(tiny.corpus), seq_len=LENGTH, **changes)  # type: ignore[arg-type]
+
+
+def prepared(tiny: Tiny, on_progress=lambda *_: None, **changes: object) -> Documents:  # type: ignore[no-untyped-def]
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    return prepare(config_of(tiny, **changes), tokenizer, 300, on_progress)
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny: Tiny) -> list[list[int]]:
+    """Token ids of every document, by the tokenizer alone."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    return [tokenizer(path.read_text())["input_ids"] for path in sorted(tiny.corpus.glob("*.txt"))]
+
+
+def test_only_long_documents_are_kept_and_each_once(tiny: Tiny, tokens: list[list[int]]) -> None:
+    documents = prepared(tiny)
+    chosen = sorted([*documents.train, *documents.held_out])
+    assert chosen == [i for i, ids in enumerate(tokens[:-1]) if len(ids) > LENGTH]
+    assert len(chosen) == LONG
+    found = documents.summary()
+    assert (found["documents"], found["kept"], found["twice"], found["held_out"]) == (LONG + SHORT + 1, LONG, 1, 1)
+    assert found["train_tokens"] == sum(len(tokens[i]) for i in documents.train)
+    assert prepared(tiny, documents=9).summary()["documents"] == 9
+    assert prepared(tiny, documents=1000).summary() == found
+
+
+def test_rows_come_from_every_place_of_the_training_documents_alone(tiny: Tiny, tokens: list[list[int]]) -> None:
+    documents = prepared(tiny, held_out=5)
+    assert len(documents.held_out) == 5
+    assert not {*documents.held_out} & {*documents.train}
+    crops = {
+        tuple(tokens[i][at : at + LENGTH]): (i, at)
+        for i in range(len(tokens) - 1)
+        for at in range(len(tokens[i]) - LENGTH + 1)
+    }
+    places = set()
+    for step in range(100):
+        batch = documents.batch(3, LENGTH, (1, step, 0))
+        assert (batch.shape, batch.dtype) == ((3, LENGTH), np.int64)
+        assert (batch == documents.batch(3, LENGTH, (1, step, 0))).all()  # a function of its key
+        places |= {crops[tuple(row)] for row in batch.tolist()}
+    assert {i for i, _ in places} == {*documents.train}
+    assert len(places) > 200
+    assert (documents.batch(3, LENGTH, (1, 0, 1)) != documents.batch(3, LENGTH, (1, 0, 0))).any()
+    held = [row.tolist() for row in documents.held_out_rows(LENGTH)]
+    assert held == [tokens[i][:LENGTH] for i in documents.held_out]
+
+
+def test_the_first_and_the_last_place_are_both_drawn(tiny: Tiny, tokens: list[list[int]]) -> None:
+    documents = prepared(tiny)
+    one = Documents(documents.rows, documents.lengths, documents.train[:1], documents.held_out, 0, ())
+    whole = tokens[one.train[0]]
+    assert one.batch(2, len(whole), (0, 0, 0)).tolist() == [whole] * 2
+    assert {tuple(row) for row in one.batch(40, len(whole) - 1, (0, 0, 0))} == {tuple(whole[:-1]), tuple(whole[1:])}
+
+
+def test_the_tokens_that_a_model_expects_first_come_first(tiny: Tiny) -> None:
+    found = prepared(tiny)
+    documents = Documents(found.rows, found.lengths, found.train, found.held_out, 0, (7, 8))
+    assert (documents.batch(3, LENGTH, (0, 0, 0))[:, :2] == [7, 8]).all()
+    assert documents.held_out_rows(LENGTH)[0].tolist() == [7, 8, *found.held_out_rows(LENGTH - 2)[0].tolist()]
+
+
+def test_too_few_long_documents_and_unknown_tokens(tiny: Tiny) -> None:
+    held = r"^--held-out: .* has 18 documents of more than 96 tokens among 25, and 18 of"
+    with pytest.raises(InputError, match=held):
+        prepared(tiny, held_out=18)
+    with pytest.raises(InputError, match=r"^--model: the tokenizer has tokens that the model of 100 does not know"):
+        prepare(config_of(tiny), AutoTokenizer.from_pretrained(tiny.model), 100)
+
+
+def test_tokens_are_kept_for_the_same_tokenizer_alone(tiny: Tiny, checkpoint: Path) -> None:
+    first = prepared(tiny)
+    other = prepare(config_of(tiny), AutoTokenizer.from_pretrained(checkpoint), 320)
+    assert (first.lengths != other.lengths).any()
+    again = prepared(tiny, on_progress=lambda *_: pytest.fail("tokenised twice"))
+    assert again.summary() == first.summary()

@@ -1,0 +1,158 @@
+"""What users of ``train`` and ``train-draft`` see, all of it through the command line, against golden.json.
+
+``python -m tests.training.test_golden`` writes that file anew, after a change that is meant to be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from safetensors import safe_open
+
+from tests.training.tiny import Tiny, make_tiny
+from tswift.cli import main
+from tswift.cli.app import app
+
+GOLDEN = Path(__file__).with_name("golden.json")
+COMMANDS = ("train", "train-draft")
+RUNS = {
+    **{
+        f"heads {kind} {objective}": f"train --kind {kind} --objective {objective} --alpha-tokens 9 --lr 0.01"
+        for kind in ("chained", "conditioned")
+        for objective in ("text", "distill")
+    },
+    **{f"draft {objective}": f"train-draft --objective {objective} --reach 500" for objective in ("text", "distill")},
+}
+SHORT = "--seq-len 64 --batch 2 --accumulate 2 --steps 3 --warmup 2 --eval-every 2 --device cpu --out new"
+BAD = (
+    "train",
+    "train --corpus /nowhere",
+    "train --corpus CORPUS --kind odd",
+    "train --corpus CORPUS --heads-count 65",
+    "train --corpus CORPUS --seq-len 4",
+    "train --corpus CORPUS --steps 5 --minutes 1",
+    "train --corpus CORPUS --lr inf",
+    "train --corpus CORPUS --weight-decay -1",
+    "train --corpus CORPUS --model shape:llama3.1-8b",
+    "train --corpus CORPUS --model MODEL --seq-len 3000",
+    "train --corpus CORPUS --model MODEL --seq-len 64 --alpha-tokens 2048",
+    "train --corpus CORPUS --model MODEL --seq-len 2000",
+    "train --resume /nowhere",
+    "train --resume . --out new",
+    "train --steps many",
+    "train-draft --corpus CORPUS --shape 7b",
+    "train-draft --corpus CORPUS --seq-len 64 --reach 63",
+    "train-draft --corpus CORPUS --reach 99999999",
+)
+
+
+def options() -> dict[str, Any]:
+    """Help of each command: its text, and name, panel and text of every option in the order of ``--help``."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return {
+        name: [commands[name].help, *([p.opts, p.rich_help_panel, p.help] for p in commands[name].params)]
+        for name in COMMANDS
+    }
+
+
+def run(words: str, tiny: Tiny) -> tuple[int, str]:
+    """Exit code and the last line on stderr, with the paths of this run named as in ``words``."""
+    err = io.StringIO()
+    places = {"CORPUS": str(tiny.corpus), "MODEL": str(tiny.model)}
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+        code = main([places.get(word, word) for word in words.split()])
+    line = (err.getvalue().splitlines() or [""])[-1]
+    for name, place in places.items():
+        line = line.replace(place, name)
+    return code, line
+
+
+def trained(words: str, tiny: Tiny) -> dict[str, Any]:
+    """Names of all files, fields and tensors that a short training writes, and its figures."""
+    code, _ = run(f"{words} --corpus CORPUS --model MODEL {SHORT}", tiny)
+    folder = Path("new")
+    record = json.loads((folder / "train.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with safe_open(folder / "checkpoint.safetensors", framework="pt") as file:
+        about = json.loads(file.metadata()["tswift"])
+        tensors = {name: str(file.get_tensor(name).dtype) for name in file.keys()}  # noqa: SIM118
+    return {
+        "code": code,
+        "files": sorted(path.name for path in folder.iterdir()),
+        "record": sorted(record),
+        "plan": record["plan"] | {"corpus": "CORPUS", "model": "MODEL"},
+        "corpus": record["corpus"],
+        "lines": [[line["step"], sorted(line), sorted(line.get("held_out", ()))] for line in lines],
+        "checkpoint": [about | {"seconds": 0}, tensors],
+        "losses": [line["loss"] for line in lines if "loss" in line],
+        "before": record["before"],
+        "after": record["after"],
+    }
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """An empty working directory."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def near(found: Any, wanted: Any) -> Any:
+    """``found``, with its figures those of ``wanted`` where they differ by no more than processors round."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        return {name: near(value, wanted.get(name)) for name, value in found.items()}
+    if isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        return [near(*pair) for pair in zip(found, wanted, strict=True)]
+    same = isinstance(wanted, float) and isinstance(found, float) and found == pytest.approx(wanted, rel=1e-3, abs=0.05)
+    return wanted if same else found
+
+
+def test_the_options_and_their_help() -> None:
+    assert options() == json.loads(GOLDEN.read_text())["options"]
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_what_is_refused(tiny: Tiny, words: str) -> None:
+    with elsewhere():
+        assert list(run(words, tiny)) == json.loads(GOLDEN.read_text())["bad"][words]
+        assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_written_and_every_loss(tiny: Tiny, name: str) -> None:
+    with elsewhere():
+        found = json.loads(json.dumps(trained(RUNS[name], tiny)))
+    wanted = json.loads(GOLDEN.read_text())["runs"][name]
+    assert found.pop("losses") == [pytest.approx(losses, rel=1e-3) for losses in wanted.pop("losses")]
+    assert near(found, wanted) == wanted
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as home:
+        made, runs = make_tiny(Path(home)), {}
+        for key, value in RUNS.items():
+            with elsewhere():
+                runs[key] = trained(value, made)
+        bad = {words: run(words, made) for words in BAD}
+    parts = {"options": options(), "bad": bad, "runs": runs}
+    lines = [
+        f'"{part}": {{\n'
+        + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
+        + "\n}"
+        for part, entries in parts.items()
+    ]
+    GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")

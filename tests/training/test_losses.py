@@ -1,0 +1,205 @@
+"""Losses in stretches against losses in one piece, memory, and the step of a training."""
+
+from __future__ import annotations
+
+import functools
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.helpers import HIDDEN, VOCAB, tiny_heads, tiny_llama, tiny_target
+from tswift.models.base_heads import Heads
+from tswift.models.kinds import KINDS
+from tswift.models.target import Target
+from tswift.training.config import OBJECTIVES
+from tswift.training.losses import CAUSAL, DraftLoss, heads_loss, hidden_states
+from tswift.training.tasks import Trainer, adamw, learning_rate, muon
+
+ROWS, LENGTH, COUNT = 2, 23, 3
+IDS = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
+USED = LENGTH - COUNT - 1
+
+
+def heads_of(kind: str) -> Heads:
+    heads = KINDS[kind](HIDDEN, COUNT).double()
+    heads.load_state_dict(tiny_heads(kind=kind).state_dict())
+    return heads
+
+
+@functools.cache
+def stock() -> LlamaForCausalLM:
+    return tiny_llama("gqa", torch.float64).requires_grad_(False)
+
+
+def in_one_piece(heads: Heads, objective: str) -> tuple[Tensor, Tensor]:
+    """Losses ``[count]`` with gradients, and hits ``[count, 3]``, by transformers' own pass and whole logits."""
+    model = stock()
+    hidden = model.model(IDS, use_cache=False).last_hidden_state
+    embedded = model.get_input_embeddings()(IDS)
+    own = model.lm_head(hidden).softmax(-1)
+    losses, hits, state = [], [], hidden[:, :USED]
+    for index in range(COUNT):
+        told = embedded[:, 1 + index : 1 + index + USED] if heads.conditioned else None
+        state, out = heads.step(index, state, told)
+        logits = model.lm_head(out)
+        follows = IDS[:, 2 + index : 2 + index + USED]
+        goal = F.one_hot(follows, VOCAB).double() if objective == "text" else own[:, 1 + index : 1 + index + USED]
+        losses.append(-(goal * logits.log_softmax(-1)).sum(-1).mean())
+        order = logits.argsort(-1, descending=True)
+        hits.append(torch.stack([(order[..., : k + 1] == follows.unsqueeze(-1)).sum() for k in range(3)]))
+    return torch.stack(losses), torch.stack(hits)
+
+
+@pytest.mark.parametrize("max_logits", [1, 5 * ROWS * VOCAB, 1 << 30])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_stretches_give_the_loss_and_the_gradients_of_one_piece(kind: str, objective: str, max_logits: int) -> None:
+    heads, twin = heads_of(kind), heads_of(kind)
+    wanted, hits = in_one_piece(twin, objective)
+    (0.25 * wanted.sum()).backward()
+    for _ in range(2):  # gradients are added up
+        metrics = heads_loss(tiny_target(), heads, IDS, objective, scale=0.125, max_logits=max_logits)
+    torch.testing.assert_close(metrics.loss / metrics.positions, wanted.detach(), rtol=1e-12, atol=0)
+    assert metrics.positions == ROWS * USED
+    assert metrics.hits.tolist() == hits.tolist()
+    for (name, ours), theirs in zip(heads.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_micro_batches_add_up_to_a_batch() -> None:
+    one, two = heads_of("conditioned"), heads_of("conditioned")
+    heads_loss(tiny_target(), one, IDS, scale=1.0)
+    for row in IDS:
+        heads_loss(tiny_target(), two, row.unsqueeze(0), scale=0.5)
+    for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_scale_nothing_is_trained(kind: str) -> None:
+    heads = heads_of(kind)
+    scored = heads_loss(tiny_target(), heads, IDS)
+    assert all(weight.grad is None for weight in heads.parameters())
+    trained = heads_loss(tiny_target(), heads, IDS, scale=1.0)
+    assert torch.equal(scored.loss, trained.loss)
+    assert (scored + trained).mean_loss == pytest.approx(scored.mean_loss)
+
+
+def test_rows_do_not_see_each_other() -> None:
+    both = hidden_states(tiny_target(), IDS)
+    for row in range(ROWS):
+        torch.testing.assert_close(hidden_states(tiny_target(), IDS[row : row + 1])[0], both[row], rtol=1e-12, atol=0)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that any operator has made, weights and views of weights apart."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        weights = 300 * 10_000
+        made = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *(count for count in made if count != weights)])
+        return out
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_no_more_logits_than_there_is_room_for(objective: str) -> None:
+    vocabulary, hidden, length = 10_000, 300, 515
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        head_dim=16, num_key_value_heads=1, max_position_embeddings=1024,
+    )  # fmt: skip
+    target, heads = Target(LlamaForCausalLM(config)), KINDS["conditioned"](hidden, 1)
+    ids = torch.randint(vocabulary, (1, length))
+    most = 40 * vocabulary
+    with Largest() as largest:
+        heads_loss(target, heads, ids, objective, scale=1.0, max_logits=most)
+    states = length * 2 * hidden  # what a conditioned head makes of a row
+    assert states < largest.elements <= most  # all logits would be 5 million
+
+
+def test_bfloat16_models_train_heads_in_float32() -> None:
+    heads = KINDS["conditioned"](HIDDEN, COUNT)
+    twin = KINDS["conditioned"](HIDDEN, COUNT)
+    twin.load_state_dict(heads.state_dict())
+    metrics = heads_loss(Target(tiny_llama("gqa", torch.bfloat16)), heads, IDS, scale=1.0)
+    assert metrics.mean_loss == pytest.approx(heads_loss(tiny_target(), twin.double(), IDS).mean_loss, rel=0.02)
+    assert all(weight.grad is not None and weight.grad.dtype == torch.float32 for weight in heads.parameters())
+    assert heads.heads[0].linear.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_stretches_change_no_gradient_of_a_draft_model(objective: str) -> None:
+    target, network = Target(tiny_llama("gqa", torch.float64)), tiny_llama("gqa", torch.float64)
+    network.set_attn_implementation(CAUSAL)
+    network.requires_grad_(True)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight += 0.02 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+    ids = torch.randint(VOCAB, (3, 9), generator=generator)
+    positions = torch.arange(9).repeat(3, 1)
+    positions[:, 4:] += 50
+    logits = network(input_ids=ids, position_ids=positions, use_cache=False).logits[:, :-1].flatten(0, 1)
+    goal = ids[:, 1:].flatten()
+    if objective == "distill":
+        twin = tiny_llama("gqa", torch.float64)
+        twin.set_attn_implementation(CAUSAL)
+        goal = twin(input_ids=ids, position_ids=positions, use_cache=False).logits[:, :-1].softmax(-1).flatten(0, 1)
+    wanted = F.cross_entropy(logits, goal.detach(), reduction="sum")
+    wanted.backward()
+    gradients = {name: weight.grad.clone() for name, weight in network.named_parameters()}
+    best = (logits.topk(3).indices == ids[:, 1:].flatten()[:, None]).cumsum(-1).double().sum(0)
+    for most in (1 << 20, 2 * 3 * VOCAB, 1):
+        network.zero_grad()
+        loss, hits = DraftLoss(network, target, objective, most)(ids, positions)
+        loss.backward()
+        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close(hits, best)
+        for name, weight in network.named_parameters():
+            torch.testing.assert_close(weight.grad, gradients[name], msg=name)
+
+
+def test_the_rate_rises_and_falls_along_a_cosine() -> None:
+    rates = [learning_rate(step, step / 200, 50) for step in range(200)]
+    assert rates[0] == pytest.approx(1 / 50)
+    assert rates[24] == pytest.approx(0.5 * 0.5 * (1 + math.cos(math.pi * 24 / 200)))
+    assert max(range(200), key=rates.__getitem__) == 49
+    assert rates[100] == pytest.approx(0.5)
+    assert rates[199] < 1e-4
+    assert all(later < earlier for earlier, later in pairwise(rates[49:]))
+    # the rise ends after a quarter of the training
+    assert learning_rate(30, 0.25, 1000) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+    assert (learning_rate(0, 0.0, 0), learning_rate(10, 1.5, 5)) == (1.0, 0.0)
+
+
+def test_a_state_is_gone_on_with_and_another_ones_is_refused() -> None:
+    networks = [tiny_llama("gqa", torch.float64) for _ in range(2)]
+    trainers = [Trainer(network, muon(network, 1e-2, 0.1), "draft") for network in networks]
+    inputs = [torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+    def learn(number: int, step: int) -> None:
+        networks[number](input_ids=inputs[step], labels=inputs[step]).loss.backward()
+        trainers[number].step(0.5)
+
+    learn(0, 0)
+    learn(0, 1)
+    state = {name: value.clone() for name, value in trainers[0].tensors().items()}
+    trainers[1].load(state)
+    learn(0, 2)
+    learn(1, 2)
+    for (name, ours), theirs in zip(networks[0].named_parameters(), networks[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+        assert not torch.equal(ours, state[f"draft.{name}"])
+    heads = heads_of("chained")
+    with pytest.raises(KeyError, match=r"linear\.weight"):
+        Trainer(heads, adamw(heads, 1e-2, 0.1), "draft").load(state)

@@ -1,0 +1,161 @@
+"""The recipes of the bundled models, from documents to model cards, in miniature."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tswift
+from recipes import demo, demo_draft
+from recipes.heads import HeadsPlan, train_heads, write_text
+from recipes.pretrain import Plan, head_losses, pretrain
+from tests.helpers import HIDDEN, tiny_heads, tiny_llama
+from tswift.decoding.params import SamplingParams
+from tswift.errors import InputError
+from tswift.models.kinds import KINDS
+from tswift.models.refining_heads import ChainedHeads
+from tswift.training.config import DraftConfig
+from tswift.training.run import Outcome
+
+WORDS = [*"abcdefgh", "ship", "sailed", "over", "grey", "sea", "nobody", "weather", "before", "that", "night"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    rng = random.Random(1)
+    (tmp_path / "corpus").mkdir()
+    for number in range(50):
+        (tmp_path / "corpus" / f"{number:02}.txt").write_text(" ".join(rng.choices(WORDS, k=120)))
+    return tmp_path / "corpus"
+
+
+def shrink(module: object, monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
+    for name, value in values.items():
+        monkeypatch.setattr(module, name, value)
+
+
+def test_the_recipe_makes_a_model_that_generates(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = demo.demo_config(300).to_dict() | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    shrink(demo, monkeypatch, POSITIONS=(0, 40), WINDOW=16, TEXTS=2, _ROW=48)
+    monkeypatch.setattr(demo, "demo_config", lambda vocabulary: LlamaConfig(**shape))
+    plan = Plan(steps=4, tokens_per_step=128, short_row=32, long_row=64, warmup=2, long_from=0.5, heads_from=0.5)
+    heads = HeadsPlan(steps=2, matrix_lr=0.01, tokens_per_step=64, rows=(32,))
+    recipe = demo.Recipe(str(corpus), "Weather", plan, vocab_size=300, rows=4, chained=heads, conditioned=heads)
+    demo.build(tmp_path / "model", tmp_path / "work", recipe)
+    with pytest.raises(InputError, match=r"^--work: .* another recipe"):
+        demo.build(tmp_path / "model", tmp_path / "work", dataclasses.replace(recipe, rows=5))
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "{" not in card
+    assert re.search(r"^\| loss \| \d+\.\d{3} \| \d+\.\d{3} \|$", card, re.M)
+    for kind in ("chained", None):
+        model = tswift.load(str(tmp_path / "model"), heads=kind)
+        assert model.heads is not None
+        assert model.heads.kind == (kind or "conditioned")
+        texts = [
+            [token for step in tswift.generate(model, "the ship", 12, method=method) for token in step.tokens]
+            for method in ("ar", "tokenswift")
+        ]
+        assert texts == [texts[0]] * 2
+    # stages that are finished are skipped
+    monkeypatch.setattr(demo, "load_documents", lambda corpus: pytest.fail("read twice"))
+    demo.build(tmp_path / "again", tmp_path / "work", recipe)
+    weights = [(tmp_path / name / "heads.safetensors").read_bytes() for name in ("model", "again")]
+    assert weights[0] == weights[1]
+
+
+def test_the_recipe_makes_a_draft_model(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(demo_draft, monkeypatch, POSITIONS=(0, 40), WINDOW=16, TEXTS=2)
+    path = tmp_path / "work" / "corpus" / "kept.parquet"
+    demo_draft.keep_documents(str(corpus), path)
+    config = DraftConfig(str(path.parent), seq_len=32, batch=2, steps=3, warmup=1, held_out=1, device="cpu")
+    demo_draft.build(str(corpus), tmp_path / "out", tmp_path / "work", config, "Weather")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "{" not in card
+    assert "Weather: the 48 documents" in card
+    assert re.search(r"^\| agreement, last 512 tokens \| 0\.\d{3} \| 0\.\d{3} \|$", card, re.M)
+    draft = tswift.load(draft=str(tmp_path / "out")).draft
+    assert draft is not None
+    assert draft.max_positions == 131_072
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    demo_draft.build(str(corpus), tmp_path / "out", tmp_path / "work", config, "Weather")  # it is finished
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+
+
+def test_what_was_interrupted_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_draft, "load_documents", lambda corpus: ["a text"] * 50)
+    monkeypatch.setattr(demo_draft, "train", lambda *given: Outcome(tmp_path, DraftConfig("x"), 3, None, None, 15))
+    with pytest.raises(InputError, match=r"^--work: the training was interrupted; the same command goes on"):
+        demo_draft.build("x", tmp_path / "out", tmp_path / "work", DraftConfig("x"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_losses_of_heads_are_cross_entropies_at_their_offsets() -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(2, 9, HIDDEN, generator=generator)
+    weight = torch.randn(11, HIDDEN, generator=generator)
+    ids = torch.randint(11, (2, 9), generator=generator)
+    heads = tiny_heads(torch.float32)
+    losses = head_losses(hidden, ids, heads, lambda x: x @ weight.T)
+    states = heads(hidden)
+    for index in range(3):
+        expected = [
+            F.cross_entropy(states[index, row, at] @ weight.T, ids[row, at + index + 2])
+            for row in range(2)
+            for at in range(9 - index - 2)
+        ]
+        torch.testing.assert_close(losses[index], torch.stack(expected).mean())
+
+
+def test_pretraining_lowers_the_loss_of_model_and_heads() -> None:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=4096,
+    )  # fmt: skip
+    model, heads = LlamaForCausalLM(config), ChainedHeads(16, 2)
+    stream = np.tile(np.arange(17, dtype=np.uint16), 60)  # counting: easy to learn
+    ids = torch.from_numpy(stream[:64].astype(np.int64)).unsqueeze(0)
+
+    def losses() -> tuple[float, float]:
+        with torch.no_grad():
+            hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+            own = F.cross_entropy(model.lm_head(hidden[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            return own.item(), head_losses(hidden, ids, heads, model.lm_head).mean().item()
+
+    before = losses()
+    plan = Plan(steps=60, tokens_per_step=128, short_row=32, long_row=64, warmup=3, position_limit=4096)
+    pretrain(model, heads, stream, plan, lambda line: None)
+    after = losses()
+    assert after[0] < 0.7 * before[0]
+    assert after[1] < 0.9 * before[1]
+
+
+def test_text_of_the_models_own_and_heads_that_learn_from_it() -> None:
+    tiny = tiny_llama("gqa", torch.float32)
+    model = LlamaForCausalLM(tiny.config)
+    model.load_state_dict(tiny.state_dict())
+    model.requires_grad_(False)
+    starts, lines = np.random.default_rng(1).integers(1, 97, size=(6, 4)), []
+    text = write_text(model, starts, 64, SamplingParams(min_p=0.05), 3, lines.append)
+    assert text.shape == (6, 64)
+    assert (text[:, :4] == starts).all()
+    assert not (text[:, 4:] == model.config.eos_token_id).any()
+    with pytest.raises(ValueError, match="penalty window of 16"):
+        write_text(model, starts, 17, SamplingParams(window=16), 1, lines.append)
+    torch.manual_seed(2)
+    heads = KINDS["conditioned"](HIDDEN, 2)
+    plan = HeadsPlan(steps=41, matrix_lr=0.02, tokens_per_step=128, rows=(32, 64), position_limit=512)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    lines.clear()
+    train_heads(model, heads, text.ravel(), plan, lines.append)
+    first, last = ([float(loss) for loss in line.split("losses ")[1].split()[:2]] for line in (lines[0], lines[-1]))
+    assert all(later < earlier for earlier, later in zip(first, last, strict=True))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())  # the base is frozen
