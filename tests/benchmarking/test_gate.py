@@ -214,13 +214,6 @@ def test_what_a_simulated_acceptance_sets_is_not_judged(rule: str) -> None:
         refuse_foreign({**GIVEN, "samples": []}, GIVEN, [parse_rule("speedup:10%"), parse_rule(rule)])
 
 
-def test_a_hash_that_does_not_fit_is_refused() -> None:
-    base = copy.deepcopy(BASE)
-    base["workload"]["hash"] = "0" * 64
-    with pytest.raises(InputError, match="hash differs"):
-        compare(BASE, base, [parse_rule("alpha")])
-
-
 @given(st.floats(0, 99.9))
 def test_a_percentage_is_a_share_of_the_baseline(percent: float) -> None:
     rule = parse_rule(f"speedup:{percent!r}%")
@@ -295,31 +288,17 @@ def test_nothing_is_too_deep() -> None:
 
 BAD: dict[str, Callable[[dict[str, Any]], object]] = {
     "missing at the top": lambda m: m.pop("ended"),
-    "missing in environment": lambda m: m["environment"].pop("cpu"),
-    "missing in workload": lambda m: m["workload"].pop("prefills"),
     "missing in a sample": lambda m: m["samples"][0].pop("same_as_ar"),
     "missing in a point": lambda m: m["samples"][0]["points"][0].pop("alpha"),
-    "extra at the top": lambda m: m.update(extra=1),
     "extra in workload": lambda m: m["workload"].update(extra=1),
-    "extra in sampling": lambda m: m["workload"]["sampling"].update(extra=1),
-    "extra in a prompt": lambda m: m["workload"]["prompts"][0].update(text="..."),
-    "extra in a sample": lambda m: m["samples"][0].update(extra=1),
     "extra in a point": lambda m: m["samples"][0]["points"][0].update(extra=1),
-    "schema": lambda m: m.update(schema=2),
-    "kind": lambda m: m.update(kind="run"),
     "date": lambda m: m.update(started="yesterday"),
     "string for a number": lambda m: m["samples"][0]["points"][0].update(seconds="1.0"),
-    "number for a boolean": lambda m: m["samples"][0].update(estimated=1),
     "alpha above 1": lambda m: m["samples"][0]["points"][0].update(alpha=1.1),
-    "null that may not be": lambda m: m["samples"][0].update(seed=None),
     "slice of three": lambda m: m["samples"][0]["slices"][0].append(1),
-    "slice of one": lambda m: m["samples"][0]["slices"][0].pop(),
     "probe without times": lambda m: m["samples"][0]["probes"][0][1].clear(),
-    "other ar": lambda m: m["workload"].update(ar="guessed"),
-    "drafting that is no object": lambda m: m["workload"]["drafting"].update(medusa=3),
     "simulated, and nothing says how": lambda m: m.update(simulated=True),
     "not simulated, and something says how": lambda m: m["workload"].update(simulated={"weights": True, "alpha": None}),
-    "machine of one figure": lambda m: m.update(machine={"bandwidth": 1e9}),
     "machine without memory": lambda m: m.update(machine={"bandwidth": 0, "flops": 1e9}),
     "floor below nothing": lambda m: m["samples"][0]["points"][0].update(floor_seconds=-1.0),
 }

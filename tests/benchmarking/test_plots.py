@@ -45,14 +45,6 @@ def test_images_open(images: dict[str, bytes]) -> None:
         assert ElementTree.fromstring(images[f"{name}.svg"]).tag == "{http://www.w3.org/2000/svg}svg"
 
 
-def test_nothing_reached_is_not_drawn() -> None:
-    assert bench_files({**SINGLE, "state": "interrupted", "samples": []}) == {}
-
-
-def test_the_same_bytes_again(images: dict[str, bytes]) -> None:
-    assert bench_files(SEEDS) == images
-
-
 def test_the_same_bytes_in_another_process(images: dict[str, bytes]) -> None:
     """Where pyplot, which would take over the user's windows, stays out."""
     code = (
@@ -105,15 +97,6 @@ def test_estimated_times_are_dashed_and_labelled() -> None:
     assert legend_of(acceptance_figure(make_measurement(ar="sampled")))[0] == "AR (sampled)"
 
 
-def test_a_panel_per_prefill() -> None:
-    measurement = make_measurement(prefills=(1024, 4096))
-    assert [axes.get_title() for axes in time_figure(measurement).axes] == [
-        "prefill 1,024 tokens",
-        "prefill 4,096 tokens",
-    ]
-    assert [len(axes.lines) for axes in acceptance_figure(measurement).axes] == [2, 2, 3] * 2
-
-
 def test_acceptance_has_three_panels() -> None:
     figure = acceptance_figure(SEEDS)
     alpha, beta, speedup = figure.axes
@@ -132,15 +115,6 @@ def test_bars_only_with_several_runs() -> None:
     assert [len(axes.collections) for axes in acceptance_figure(SINGLE).axes] == [0, 0, 0]
     (low, high), *_ = acceptance_figure(SEEDS).axes[0].collections[0].get_segments()
     assert (low[1], high[1]) == pytest.approx((0.42, 0.44))  # a standard deviation of 0.01
-
-
-def test_colours_stay_with_their_method() -> None:
-    def colour(figure: Figure, method: str) -> object:
-        (line,) = (line for line in figure.axes[-1].lines if line.get_label() == method)
-        return line.get_color()
-
-    fewer = make_measurement(methods=("ar", "tokenswift"))
-    assert colour(time_figure(SEEDS), "tokenswift") == colour(acceptance_figure(fewer), "tokenswift")
 
 
 def test_a_method_not_yet_known_is_drawn() -> None:

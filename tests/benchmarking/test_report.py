@@ -19,7 +19,7 @@ from rich.console import Console
 from tests.benchmarking.helpers import changed, make_measurement, points_of
 from tswift.benchmarking.grid import Grid, duration, quantity, with_spread
 from tswift.benchmarking.report import bench_grids, csv_report, markdown_report, write_bench
-from tswift.benchmarking.summary import FIGURES, Cell, by_draw, summarise
+from tswift.benchmarking.summary import Cell, summarise
 from tswift.errors import InputError
 from tswift.jobs import files
 
@@ -44,13 +44,6 @@ def test_mean_and_sample_deviation() -> None:
     assert figure.n == 3
     assert figure.mean == pytest.approx(7 / 3)
     assert figure.std == pytest.approx(math.sqrt(7 / 3))  # ((4/3)^2 + (1/3)^2 + (5/3)^2) / 2
-
-
-def test_one_value_has_no_spread() -> None:
-    cell = with_values("alpha", [0.5], seeds=(3,), roofline=True)
-    assert cell.varies == ()
-    assert [(figure.n, figure.std) for figure in map(cell.figures.get, FIGURES)] == [(1, None)] * len(FIGURES)
-    assert cell.figures["alpha"].mean == 0.5
 
 
 def test_repeats_spread_times_and_leave_counters_exact() -> None:
@@ -81,13 +74,6 @@ def test_values_that_are_missing_do_not_count() -> None:
     assert (nothing.n, nothing.mean, nothing.std) == (0, None, None)
 
 
-def test_the_share_of_the_floor_is_unknown_in_older_files() -> None:
-    old = only_cell(make_measurement(lens=(500,)), "medusa").figures["of_floor"]
-    assert (old.n, old.mean) == (0, None)
-    new = only_cell(make_measurement(lens=(500,), seeds=(0,), roofline=True), "medusa").figures["of_floor"]
-    assert (new.n, new.mean) == (1, pytest.approx(0.8 * 1.02 / 0.4))
-
-
 def test_groups_and_their_order() -> None:
     measurement = make_measurement(prefills=(4096, 1024), lens=(500, 1000), prompts=("a", "bb"), seeds=(0, 1))
     random.Random(0).shuffle(measurement["samples"])
@@ -98,38 +84,9 @@ def test_groups_and_their_order() -> None:
     assert {cell.draws for cell in cells} == {frozenset({("a", 0), ("a", 1), ("bb", 0), ("bb", 1)})}
 
 
-def test_each_draw_alone() -> None:
-    measurement = make_measurement(prompts=("a", "bb"), seeds=(0, 1), repeats=2)
-    cells = by_draw(measurement)
-    assert list(cells) == [cell.key for cell in summarise(measurement)]
-    mine = cells["medusa", 1024, 500]
-    assert {draw: cell.figures["alpha"].mean for draw, cell in mine.items()} == {
-        ("a", 0): pytest.approx(0.42),
-        ("a", 1): pytest.approx(0.43),
-        ("bb", 0): pytest.approx(0.40),
-        ("bb", 1): pytest.approx(0.41),
-    }
-    assert {(cell.runs, *cell.draws) for cell in mine.values()} == {(2, draw) for draw in mine}
-
-
-PUBLISHED = make_measurement(prefills=(4096,), lens=(20_000, 21_000), seconds_per_token=0.02)
-
-
 def both(measurement: dict[str, Any], paper: bool = False) -> tuple[Grid, Grid]:
     acceptance, times = bench_grids(measurement, paper)
     return acceptance, times
-
-
-def test_the_layout_of_table_3() -> None:
-    acceptance, _ = both(make_measurement(methods=("ar", "ar-reference", "medusa"), prefills=(1024, 2048)))
-    assert acceptance.columns == ["prefill", "length", "AR, reference style x", "medusa alpha", "medusa x"]
-    assert [row[:2] for row in acceptance.rows] == [
-        ["1,024", "500"],
-        ["1,024", "1,000"],
-        ["2,048", "500"],
-        ["2,048", "1,000"],
-    ]
-    assert acceptance.rows[0][3] == "0.425 ± 0.007"  # 0.42 and 0.43
 
 
 def test_the_layout_of_table_4() -> None:
@@ -140,13 +97,6 @@ def test_the_layout_of_table_4() -> None:
     assert times.rows[1] == ["tokenswift", "1,024", "6,000", "0.620", "1.78", "1.08 min", "36.4 s", "-28.5 s"]
 
 
-def test_plain_decoding_alone_is_shown() -> None:
-    acceptance, times = both(make_measurement(methods=("ar",)))
-    assert acceptance.columns == ["prefill", "length", "AR x"]
-    assert times.rows[0][:5] == ["AR", "1,024", "500", "-", "1.00 ± 0.00"]
-    assert times.notes[1] == "Same tokens as AR: not compared."
-
-
 def test_what_alpha_divides_by() -> None:
     depths = "alpha divides by the tokens drafted along a path: medusa 3, tokenswift 4"
     assert both(make_measurement())[0].notes[1] == f"{depths}."
@@ -154,20 +104,6 @@ def test_what_alpha_divides_by() -> None:
     assert len(both(make_measurement(methods=("ar", "ar-reference")))[0].notes) == 1
     deeper = changed(make_measurement(), lambda m: m["samples"][2]["points"][0].update(depth=5))
     assert both(deeper)[0].notes[1].endswith("medusa 3, tokenswift 4 or 5.")
-
-
-def test_nothing_reached() -> None:
-    nothing = {**make_measurement(), "state": "interrupted", "samples": []}
-    for paper in (False, True):
-        acceptance, times = both(nothing, paper)
-        assert acceptance.rows == times.rows == []
-        assert times.notes == ["Nothing was measured: no length was reached."]
-
-
-def test_no_spread_from_one_run() -> None:
-    acceptance, times = both(make_measurement(seeds=(0,)))
-    assert not any("±" in cell for grid in (acceptance, times) for row in grid.rows for cell in row)
-    assert times.notes[0] == "n: 1 run per cell. No spread is known from one run."
 
 
 def test_what_the_spread_is_over() -> None:
@@ -202,31 +138,6 @@ def test_other_texts_are_named() -> None:
     assert both(changed(make_measurement(seeds=range(8)), differ))[1].notes[1].endswith("; and 3 more.")
 
 
-def test_estimated_times_are_labelled() -> None:
-    _, times = both(make_measurement(ar="sampled"))
-    assert all(row[5].endswith(" s est.") for row in times.rows)
-    assert not any("est." in cell for row in times.rows for i, cell in enumerate(row) if i != 5)
-    assert any(note.startswith("est.: integrated from AR steps sampled") for note in times.notes)
-    assert "est." not in both(make_measurement(ar="full"))[1].plain()
-
-
-def test_simulated_figures_are_labelled_in_title_column_and_row() -> None:
-    simulated = make_measurement(simulated={"weights": True, "alpha": None})
-    acceptance, times = both(simulated)
-    for grid in (acceptance, times):
-        assert "(simulated)" in grid.title
-        assert all(any("(simulated)" in cell for cell in row) for row in grid.rows)
-    assert acceptance.columns[3:] == [
-        *("medusa (simulated) alpha", "medusa (simulated) x"),
-        *("tokenswift (simulated) alpha", "tokenswift (simulated) x"),
-    ]
-    assert {row[0] for row in times.rows} == {"medusa (simulated)", "tokenswift (simulated)"}
-    assert "Simulated: random weights. The times are real, the texts are not." in times.notes
-    plain = both(make_measurement(methods=("ar",), simulated={"weights": True, "alpha": None}))
-    assert [row[0] for row in plain[1].rows] == ["AR (simulated)"] * 2
-    assert not any("imulated" in text for grid in both(make_measurement()) for text in (grid.plain(), *grid.notes))
-
-
 def test_a_given_acceptance_is_said_and_compared_with_nothing() -> None:
     given = {"weights": False, "alpha": 0.9}
     _, times = both(make_measurement(simulated=given))
@@ -234,52 +145,6 @@ def test_a_given_acceptance_is_said_and_compared_with_nothing() -> None:
     assert "Simulated: acceptance set to 0.9. The times are real, the texts are not." in times.notes
     _, times = both(make_measurement(methods=("ar", "ar-reference", "medusa"), seeds=(0,), simulated=given))
     assert "Same tokens as AR, simulated acceptance apart: the 1 run." in times.notes
-
-
-def test_measured_over_floor_stands_beside_each_row() -> None:
-    acceptance, times = both(make_measurement(seeds=(0,), roofline=True))
-    assert times.columns[-2:] == ["T_AR / floor", "T_method / floor"]
-    # AR's floor is 0.8 of its time, tokenswift's 0.4 of AR's
-    assert times.rows[-1][-2:] == ["1.25", f"{0.55 * 1.02 / 0.4:.2f}"]
-    assert times.notes[-1].startswith("floor: the least time")
-    assert not any("floor" in column for column in acceptance.columns)
-    _, published = both(make_measurement(prefills=(4096,), lens=(20_000,), roofline=True), paper=True)
-    assert {tuple(row[-2:]) for row in published.rows if row[1].startswith("paper")} == {("-", "-")}
-    assert len({len(row) for row in published.rows}) == 1
-
-
-def test_published_rows_stand_beside_ours() -> None:
-    acceptance, times = both(PUBLISHED, paper=True)
-    assert acceptance.columns[0] == "source"
-    assert [row[0] for row in acceptance.rows] == [
-        "demo, this machine",
-        "paper: YaRN-LLaMA2-7b-128k, NVIDIA A100 80G",
-        "paper: LLaMA3.1-8b, NVIDIA A100 80G",
-        "paper: Qwen2.5-1.5B, NVIDIA A100 80G",
-        "paper: Qwen2.5-7B, NVIDIA A100 80G",
-        "paper: Qwen2.5-14B, NVIDIA A100 80G",
-        "demo, this machine",  # the paper has no 21,000 tokens
-    ]
-    assert acceptance.rows[2][1:] == ["4,096", "20,000", "0.39", "1.29", "0.65 ± 0.07", "1.93 ± 0.18"]
-    assert acceptance.rows[3][3:5] == ["-", "-"]
-    assert times.rows[3] == [
-        "TokenSwift",
-        "paper: Qwen2.5-1.5B, NVIDIA A100 80G",
-        "4,096",
-        "20,000",
-        "0.69 ± 0.11",
-        "1.69 ± 0.17",
-        "12.0 min",
-        "7.20 min",
-        "-4.80 min",
-    ]
-    assert "176 ms" in times.notes[-1]
-
-
-def test_no_published_row_of_that_size() -> None:
-    _, times = both(make_measurement(), paper=True)
-    assert times.notes[-1] == "The paper has no row of these methods, prefills and lengths."
-    assert {row[1] for row in times.rows} == {"demo, this machine"}
 
 
 def test_cells_that_are_missing_are_dashes() -> None:
@@ -340,21 +205,6 @@ def test_all_files_are_written_and_nothing_else(tmp_path: Path) -> None:
     assert json.loads(paths[0].read_text()) == SMALL
 
 
-def test_every_file_of_a_simulated_measurement_says_so(tmp_path: Path) -> None:
-    paths = write_bench(SINGLE, tmp_path / "a", draw=True)
-    assert [path.name for path in paths] == [
-        *("bench-simulated.json", "bench-simulated.csv", "bench-simulated.md"),
-        *("time-simulated.png", "time-simulated.svg", "acceptance-simulated.png", "acceptance-simulated.svg"),
-    ]
-    assert sorted(paths) == sorted((tmp_path / "a").iterdir())
-    (path,) = write_bench(SINGLE, tmp_path, whole=False)
-    assert path.name == "bench-simulated.json"
-    assert all("simulated" in line for line in csv_report(SINGLE).splitlines())
-    for path in paths:
-        if path.suffix in (".svg", ".md"):
-            assert "(simulated)" in path.read_text(encoding="utf-8")
-
-
 def test_nothing_reached_is_reported_without_plots(tmp_path: Path) -> None:
     nothing = {**SMALL, "state": "interrupted", "samples": []}
     paths = write_bench(nothing, tmp_path, paper=True, draw=True)
@@ -375,12 +225,6 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
         write_bench(SMALL, tmp_path)
     assert (tmp_path / "bench.json").read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"^--out: "):
-        write_bench(SMALL, tmp_path / "file" / "below")
 
 
 GRID = Grid(
@@ -417,12 +261,6 @@ def test_plain() -> None:
         "[red]three              -   1.5\n"
         "A note.\n"
     )
-
-
-def test_no_rows() -> None:
-    empty = Grid("Nothing", ["a", "b"], [])
-    assert empty.plain() == "Nothing\na  b\n"
-    assert "Nothing" in on_terminal(empty, 40)
 
 
 @pytest.mark.parametrize("width", [80, 34, 27])

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.benchmarking.helpers import MACHINE
 from tests.helpers import PLAIN, drafter_of, random_prompt, random_tree, tiny_target
 from tswift.benchmarking import config as config_module
 from tswift.benchmarking import run as run_module
@@ -37,7 +36,6 @@ from tswift.benchmarking.run import (
     Run,
     begin_measurement,
     integrate,
-    interleave,
     measure,
     open_runs,
     probes_differ,
@@ -60,16 +58,6 @@ def run_of(method: str, length: int, seed: int = 3) -> Run:
     run = Run(method, method, Generation(decoding, drafter.depth, (), PLAIN, options, Need(0, 0, 0)))
     run.prefill()
     return run
-
-
-def test_lanes_reach_the_end_with_the_same_tokens():
-    runs = [run_of("ar", 60), run_of("tokenswift", 60)]
-    order = []
-    interleave(runs, [20, 40, 60], lambda run: order.append((run.label, run.stats.tokens)))
-    assert [len(run.tokens) for run in runs] == [60, 60]
-    assert runs[0].tokens == runs[1].tokens
-    assert [name for name, _ in order] == ["ar", "tokenswift", "tokenswift", "ar", "ar", "tokenswift"]
-    assert all(tokens >= goal for (_, tokens), goal in zip(order, [20, 20, 40, 40, 60, 60], strict=True))
 
 
 @given(st.integers(1, 10_000), st.lists(st.integers(1, 12_000), max_size=5), st.integers(1, 60))
@@ -107,13 +95,6 @@ def test_a_probe_draws_what_plain_decoding_draws_there():
     assert min(taken.seconds) > 0
 
 
-def test_no_probe_where_the_cache_is_full():
-    run = run_of("ar", 5)
-    run.advance(5)
-    run.probe()
-    assert run.probes == []
-
-
 def test_a_differing_token_is_found_at_its_index():
     probes = [Probe(11, (5, 6, 7), (0.1, 0.1)), Probe(3, (1, 2, 3), (0.1, 0.1))]
     text = [0, 0, 1, 2, 3, 0, 0, 0, 0, 0, 5, 6, 7]
@@ -121,12 +102,6 @@ def test_a_differing_token_is_found_at_its_index():
     assert probes_differ([*text[:11], 9, 7], probes) == 11
     assert probes_differ([*text[:4], 9, *text[5:11], 9, 7], probes) == 4
     assert probes_differ(text[:11], probes) is None  # the text has not got that far
-
-
-@pytest.mark.parametrize("length", [1, 100, 1000])
-def test_constant_steps_integrate_to_their_sum(length):
-    probes = [Probe(at, (), (0.25, 0.25)) for at in (1, 50, 600)]
-    assert integrate(probes, length) == pytest.approx(0.25 * length)
 
 
 @given(st.floats(0.001, 1), st.floats(0, 0.01))
@@ -260,17 +235,6 @@ def test_every_cell_is_measured_and_valid(checkpoint, schema, ar, prefills):
     assert {number for number, *_ in ticks} == set(range(len(prefills) * 4))
 
 
-def test_what_drafting_reads_is_said_but_where_there_was_no_choice_once(checkpoint):
-    for kv in ("dynamic", "snapkv"):
-        config = configure(BenchOptions(("ar", "tokenswift", "magicdec"), drafting={"kv": kv}, model=str(checkpoint)))
-        plan = Plan((4,), (5,), warmup=0)
-        drafting = begin_measurement(config, [Prompt("p", [1, 2, 3, 4])], plan, ["tswift"], MACHINE)["workload"][
-            "drafting"
-        ]
-        assert drafting["magicdec"]["kv"] == kv
-        assert drafting["tokenswift"].get("kv") == (None if kv == "dynamic" else kv)
-
-
 def test_ctrl_c_keeps_the_lengths_that_all_have_reached(checkpoint, schema):
     config = configure(BenchOptions(("ar", "reuse"), model=str(checkpoint)))
     plan, prompts = Plan((4,), (20, 60, 90), (1, 2), warmup=0), [Prompt("p", list(range(1, 9)))]
@@ -362,17 +326,6 @@ def test_a_given_acceptance_is_met_and_compared_with_nothing(checkpoint, schema,
     assert drafted["points"][1]["alpha"] == pytest.approx(0.6, abs=0.02)
     others = [measured(checkpoint, Plan((4,), (10,), warmup=0), prompts=1, simulate_alpha=x)[0] for x in (0.6, 0.7)]
     assert len({each["workload"]["hash"] for each in others}) == 2
-
-
-def test_random_weights_are_simulated_and_compared(tiny_shapes, schema):
-    plan = Plan((4,), (40,), warmup=0)
-    found, _ = measured("shape:tiny", plan, ("ar", "medusa"), prompts=1)
-    jsonschema.validate(json.loads(json.dumps(found)), schema)
-    assert (found["simulated"], found["workload"]["simulated"]) == (True, {"weights": True, "alpha": None})
-    assert (found["workload"]["model"], found["workload"]["dtype"]) == ("shape:tiny", "bfloat16")
-    assert found["samples"][1]["compared_tokens"] == 40
-    again, _ = measured("shape:tiny", plan, ("ar", "medusa"), prompts=1)
-    assert again["workload"]["hash"] == found["workload"]["hash"]
 
 
 @pytest.mark.parametrize(
@@ -474,9 +427,8 @@ def run(config: BenchConfig, length: int = LENGTH):
     return compare(config, config.model.encode("The ship had lain"), length, 5, lambda run: None, lambda *_: None)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "min_p": 0.0}])
-def test_all_methods_write_the_same_text(checkpoint, sampling):
-    entry = BenchOptions(("ar", "medusa", "tokenswift", "reuse", "ar-reference"), sampling, model=str(checkpoint))
+def test_all_methods_write_the_same_text(checkpoint):
+    entry = BenchOptions(("ar", "medusa", "tokenswift", "reuse", "ar-reference"), model=str(checkpoint))
     comparison = run(configure(entry))
     assert comparison.ok
     assert not comparison.audits

@@ -317,9 +317,6 @@ class Prediction:
 
     def grids(self, label: str) -> list[Grid]:
         """Tables: figures of the paper's table 2, floors of passes, and of decodes."""
-        return [self._rates(label), self._passes(label), self._decodes(label)]
-
-    def _rates(self, label: str) -> Grid:
         shape, machine, longest = self.shape, self.machine, max(self.question.contexts or ())
         rows = {
             "memory bandwidth": quantity(machine.bandwidth, "B/s"),
@@ -333,7 +330,8 @@ class Prediction:
                 computing_seconds(shape, machine, longest, 1)
             ),
         }
-        return Grid(f"Roofline: {label}", ["what", "value"], list(rows.items()), left=1)
+        rates = Grid(f"Roofline: {label}", ["what", "value"], list(rows.items()), left=1)
+        return [rates, self._passes(label), self._decodes(label)]
 
     def _passes(self, label: str) -> Grid:
         rows = [
