@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tswift.benchmarking.grid import NOTHING, Grid, marks, method_name
-from tswift.benchmarking.summary import FINISHED, Cell, by_draw, simulated_alpha, summarise
+from tswift.benchmarking.summary import COUNTERS, FINISHED, Cell, by_draw, simulated_alpha, summarise
 from tswift.errors import InputError
 from tswift.reading import MOST_RECORD, parse_json, read_file
 
 SAME_TEXT = "same_as_ar"
 
-_FIGURES = {name: name for name in ("alpha", "beta", "tokens_per_step", "passes", "speedup")}
-_FIGURES["tokens_per_s"] = "tokens_per_second"  # metric of a rule: its name in a measurement
-_TIMES = ("speedup", "tokens_per_s")
+_TIMES = {"speedup": "speedup", "tokens_per_s": "tokens_per_second"}  # metric of a rule: its name in a measurement
+METRICS = {**{name: name for name in COUNTERS}, **_TIMES}
 _MORE_IS_WORSE = ("passes",)
 _NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 _SLACK = 1e-12  # a loss of exactly the tolerance passes, whichever way its last bit was rounded
@@ -34,7 +33,7 @@ class Rule:
     """How much worse a metric may get.
 
     Attributes:
-        metric: alpha, beta, tokens_per_step, passes, speedup or tokens_per_s.
+        metric: one of ``METRICS``.
         tolerance: at least 0; a share of the baseline if relative, else in the metric's own unit.
         relative: see tolerance.
     """
@@ -51,7 +50,7 @@ class Rule:
     @property
     def figure(self) -> str:
         """The metric's name in a measurement."""
-        return _FIGURES[self.metric]
+        return METRICS[self.metric]
 
     def limit(self, baseline: float) -> float:
         """The worst value that passes."""
@@ -88,8 +87,8 @@ def parse_rule(text: str) -> Rule:
         InputError: no such metric, a time without a tolerance, or one that is no number from 0 up or can never fail.
     """
     metric, colon, tolerance = text.strip().partition(":")
-    if metric not in _FIGURES:
-        raise InputError(f"knows {', '.join(_FIGURES)}, got {metric!r}", "--fail-on")
+    if metric not in METRICS:
+        raise InputError(f"knows {', '.join(METRICS)}, got {metric!r}", "--fail-on")
     if not colon:
         if metric in _TIMES:
             raise InputError(f"{metric} varies from run to run: give a tolerance, such as {metric}:10%", "--fail-on")

@@ -19,7 +19,7 @@ import numpy as np
 from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, BenchConfig, Plan, Prompt
 from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
 from tswift.benchmarking.simulated import SimulatedWalk
-from tswift.benchmarking.summary import FINISHED
+from tswift.benchmarking.summary import COUNTERS, FINISHED
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.step import Step
 from tswift.engine import Generation, begin
@@ -370,14 +370,11 @@ def _point(length: int, stats: DecodeStats, ar_seconds: float, floor_seconds: fl
         "len": length,
         "tokens": stats.tokens,
         "seconds": stats.seconds,
-        "passes": stats.passes,
         "nodes": stats.nodes,
         "depth": stats.depth,
         "accepted": [stats.accepted[count] for count in range(most + 1)],
         "reused": stats.reused,
-        "alpha": stats.alpha,
-        "beta": stats.beta,
-        "tokens_per_step": stats.tokens_per_step,
+        **{name: getattr(stats, name) for name in COUNTERS},
         "tokens_per_second": stats.tokens_per_second,
         "ar_seconds": ar_seconds,
         "speedup": ar_seconds / stats.seconds,

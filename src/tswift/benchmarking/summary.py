@@ -9,6 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 FINISHED = "finished"
+# attributes of DecodeStats that are exact for a seed; one more here is in bench.json, bench.csv and the gate
 COUNTERS = ("alpha", "beta", "tokens_per_step", "passes")
 TIMES = ("speedup", "tokens_per_second", "seconds", "ar_seconds")
 FIGURES = (*COUNTERS, *TIMES, "of_floor")

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from tswift.benchmarking.gate import METRICS
 from tswift.benchmarking.suites import SUITES
 from tswift.cli import options
 from tswift.cli.suites import Progress, empty_folder, finish, plan_of, plotted, suite_bench
@@ -89,8 +90,7 @@ def bench(
         list[str] | None,
         options.option(
             _GATE,
-            "METRIC:TOLERANCE that fails, as speedup:10% or alpha:0; repeatable. Metrics: alpha, beta, "
-            "tokens_per_step, passes, speedup, tokens_per_s.",
+            f"METRIC:TOLERANCE that fails, as speedup:10% or alpha:0; repeatable. Metrics: {', '.join(METRICS)}.",
             "--fail-on",
         ),
     ] = None,
