@@ -32,8 +32,10 @@ from tswift.benchmarking.config import (
     read_texts,
 )
 from tswift.benchmarking.run import (
+    Case,
     Probe,
     Run,
+    Trial,
     begin_measurement,
     integrate,
     measure,
@@ -102,6 +104,17 @@ def test_a_differing_token_is_found_at_its_index():
     assert probes_differ([*text[:11], 9, 7], probes) == 11
     assert probes_differ([*text[:4], 9, *text[5:11], 9, 7], probes) == 4
     assert probes_differ(text[:11], probes) is None  # the text has not got that far
+
+
+def test_a_text_is_compared_with_the_probes_of_its_run():
+    run = run_of("tokenswift", 40)
+    run.advance(40)
+    run.marks = [run.stats.copy()]
+    for token, first in ((run.tokens[10], None), (run.tokens[10] + 1, 10)):
+        run.probes = [Probe(11, (token,), (0.1,))]
+        _, sample = Trial(Case(0, Prompt("p", [1]), 40, 3), [run], [40]).samples()
+        found = [sample[name] for name in ("same_as_ar", "first_difference", "compared_tokens")]
+        assert found == [first is None, first, 1]
 
 
 @given(st.floats(0.001, 1), st.floats(0, 0.01))
