@@ -22,14 +22,14 @@ import transformers
 from transformers.utils import logging
 
 import tswift
-from recipes.tokenizer import train_tokenizer
+from recipes.corpus import train_tokenizer
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
+from tswift.models.heads import ChainedHeads
 from tswift.models.loaded import LoadedModel
-from tswift.models.refining_heads import ChainedHeads
 
 WINDOW = 24  # tokens of a sliding window, where one is wanted
 POSITIONS = 512

@@ -26,13 +26,13 @@ from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.step import Step
-from tswift.drafting.cascade import CascadeSource
-from tswift.drafting.making import make_drafter
+from tswift.drafting.chains import CascadeSource
+from tswift.drafting.history import RecallSource
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.recalled import RecallSource
 from tswift.jobs.environment import environment, now
-from tswift.models.base_heads import Heads
-from tswift.models.costs import PassCosts
+from tswift.models.heads import Heads
+from tswift.models.passes import PassCosts
 
 _PAPER = (1, 3, 3, 3)
 _DEFAULTS = DraftOptions()

@@ -30,7 +30,7 @@ from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import ending
 from tswift.jobs.environment import environment

@@ -13,7 +13,9 @@ optionally ``window`` and ``softcap``.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,18 +30,20 @@ NAMES = ("attend_chunk", "combine_chunks", "store_new")
 # KB of shared memory of a multiprocessor and of a program at most, programs and threads at most
 LIMITS = {80: (164, 163, 32, 2048), 90: (228, 227, 32, 2048)}
 SHAPES = [  # llama3.1-8b, qwen2.5-7b, yarn-llama2-7b; the bundled models' head size, padded ones, gemma's
-    *(("bfloat16", 8, 4, 128, nodes, kind) for nodes, kind in ((1, "chain"), (8, "tree"), (16, "tree"), (32, "tree"))),
-    *(("bfloat16", 8, 4, 128, nodes, kind) for nodes, kind in ((48, "tree"), (128, "tree"), (512, "chain"))),
-    *(("bfloat16", 4, 7, 128, nodes, "tree") for nodes in (8, 18, 36)),
-    *(("bfloat16", 32, 1, 128, nodes, "tree") for nodes in (16, 48, 128)),
-    *(("float16", 8, 4, 128, nodes, "tree") for nodes in (16, 32, 48)),
-    *(("bfloat16", 2, 4, 64, nodes, "tree") for nodes in (4, 16, 32, 64)),
+    *(
+        ("bfloat16", 8, 4, 128, nodes, kind)
+        for nodes, kind in ((1, "chain"), (8, "tree"), (32, "tree"), (512, "chain"))
+    ),
+    *(("bfloat16", 4, 7, 128, nodes, "tree") for nodes in (8, 18)),
+    *(("bfloat16", 32, 1, 128, nodes, "tree") for nodes in (16, 128)),
+    *(("float16", 8, 4, 128, nodes, "tree") for nodes in (16, 32)),
+    *(("bfloat16", 2, 4, 64, nodes, "tree") for nodes in (4, 32)),
     *(("bfloat16", 8, 1, 80, nodes, "tree") for nodes in (64, 128)),
-    *(("bfloat16", 4, 2, 256, nodes, "tree") for nodes in (8, 16, 32, 64)),
-    *(("bfloat16", 8, 4, 128, nodes, "tree", "window") for nodes in (4, 32, 48)),
-    *(("bfloat16", 4, 2, 256, nodes, "tree", "softcap") for nodes in (8, 32)),
-    ("bfloat16", 4, 2, 256, 32, "tree", "window", "softcap"),
-    *(("float32", 4, 7, size, nodes, "tree") for size in (64, 96, 256) for nodes in (2, 32)),
+    *(("bfloat16", 4, 2, 256, nodes, "tree") for nodes in (8, 64)),
+    *(("bfloat16", 8, 4, 128, nodes, "tree", "window") for nodes in (4, 32)),
+    *(("bfloat16", 4, 2, 256, nodes, "tree", "softcap") for nodes in (8, 64)),
+    *(("bfloat16", 4, 2, 256, nodes, "tree", "window", "softcap") for nodes in (8, 64)),
+    *(("float32", 4, 7, size, 2, "tree") for size in (64, 96, 256)),
 ]
 
 
@@ -63,7 +67,18 @@ class Compiler:
             | {"warps": compiled.metadata.num_warps, "stages": compiled.metadata.num_stages}
             | resources(ptx, self.capability, compiled.metadata.num_warps, compiled.metadata.shared)
             | {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "copies": ptx.count("cp.async.cg")}
+            | {"arithmetic": arithmetic(ptx)}
         )
+
+
+def arithmetic(ptx: str) -> str:
+    """A hash of what is done with floating-point numbers, and exchanged between threads, in its order.
+
+    Kernels that have it in common round alike, if their threads hold the same elements.
+    """
+    found = re.findall(r"^\s*(?:@%p\d+ )?(\w+[\w.:]*)\s.*;", ptx, re.MULTILINE)
+    kept = [each for each in found if re.search(r"\.(f|bf)(16|32)|shfl\.sync\.bfly", each)]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
 
 
 def resources(ptx: str, capability: int, warps: int, shared: int) -> dict[str, int]:

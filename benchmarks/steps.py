@@ -25,12 +25,12 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import DraftingPass, HeadSource
+from tswift.drafting.ngrams import ReuseSource
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.reuse import ReuseSource
 from tswift.engine import begin
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
-from tswift.models.refining_heads import ChainedHeads, ConditionedHeads
+from tswift.models.heads import ChainedHeads, ConditionedHeads
 from tswift.models.target import Target
 
 # a phase within another takes its name as a prefix: attention while drafting is not attention while verifying

@@ -19,7 +19,7 @@ import tswift
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.step import Step
-from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 
 DEFAULT = [

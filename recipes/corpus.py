@@ -1,13 +1,15 @@
-"""Text for the recipes, whole in memory: documents, token streams, random rows."""
+"""Text for the recipes, whole in memory: documents, their tokenizer, token streams, random rows."""
 
 from __future__ import annotations
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tswift.training.data import clean, open_corpus
 
 PG19 = "emozilla/pg19"
+_END = "<|endoftext|>"
 
 
 def load_documents(corpus: str) -> list[str]:
@@ -19,6 +21,21 @@ def split(documents: list[str]) -> tuple[list[str], list[str]]:
     """The documents that are trained on, and the six that never are."""
     held = range(0, len(documents), 41)[:6]
     return [text for index, text in enumerate(documents) if index not in held], [documents[index] for index in held]
+
+
+def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer, which can encode any text; id 0 is the end-of-text token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[_END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=_END, bos_token=_END, clean_up_tokenization_spaces=False
+    )
 
 
 def token_stream(documents: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -19,18 +19,18 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from recipes.corpus import PG19, load_documents, random_rows, split, token_stream
+from recipes.corpus import PG19, load_documents, random_rows, split, token_stream, train_tokenizer
 from recipes.heads import HeadsPlan, train_heads, write_text
 from recipes.pretrain import Plan, pretrain
-from recipes.tokenizer import train_tokenizer
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.models.fingerprint import fingerprint_in_any_dtype
-from tswift.models.heads import load_heads
-from tswift.models.refining_heads import ChainedHeads, ConditionedHeads
+from tswift.models.heads import ChainedHeads, ConditionedHeads
+from tswift.models.heads_files import load_heads
 from tswift.models.target import Target
 
+_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POSITIONS = (0, 10_000, 40_000, 100_000)
 CHAINED, CONDITIONED = HeadsPlan(steps=180, matrix_lr=0.01), HeadsPlan(steps=600, matrix_lr=0.02)
 _CONDITIONED_HEADS = 4
@@ -61,22 +61,13 @@ def demo_config(vocab_size: int) -> LlamaConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained on what, for how long.
+    """What is trained on what, for how long."""
 
-    Attributes:
-        corpus: folder or hub id.
-        about: what the corpus is, in words for the model card.
-        base: the base model's schedule.
-        vocab_size: tokens of the vocabulary.
-        rows: rows that the model writes for its heads; the chained ones see the first half.
-        chained, conditioned: the heads' schedules on that text.
-    """
-
-    corpus: str
-    about: str
+    corpus: str  # folder or hub id
+    about: str  # what the corpus is, for the model card
     base: Plan
     vocab_size: int = 2048
-    rows: int = 4096
+    rows: int = 4096  # that the model writes for its heads; the chained ones see the first half
     chained: HeadsPlan = CHAINED
     conditioned: HeadsPlan = CONDITIONED
 
@@ -148,54 +139,30 @@ def _claim(path: Path, recipe: Recipe) -> None:
 
 
 def _card(model: LlamaForCausalLM, recipe: Recipe, facts: dict[str, float], losses: dict[int, float]) -> str:
-    config, plan = model.config, recipe.base
-    target_kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 100_000
-    return (
-        (Path(__file__).parent / "model_card.md")
-        .read_text()
-        .format(
-            parameters=f"{model.num_parameters():,}",
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            mlp=config.intermediate_size,
-            head_dim=config.head_dim,
-            vocab=f"{config.vocab_size:,}",
-            positions=f"{config.max_position_embeddings:,}",
-            kv_mb=round(target_kv / 1e6),
-            about=recipe.about,
-            documents=facts["documents"],
-            train_tokens=f"{facts['train_tokens']:,}",
-            characters=facts["characters_per_token"],
-            held=facts["held_out"],
-            seed=plan.seed,
-            device=_device_name(),
-            date=time.strftime("%Y-%m-%d"),
-            steps=f"{plan.steps:,}",
-            tokens_per_step=f"{plan.tokens_per_step:,}",
-            decay=1 - plan.decay_from,
-            short_row=plan.short_row,
-            long=1 - plan.long_from,
-            long_row=f"{plan.long_row:,}",
-            heads_share=1 - plan.heads_from,
-            heads_weight=plan.heads_weight,
-            rows=f"{recipe.rows:,}",
-            heads=_CONDITIONED_HEADS,
-            chained_steps=recipe.chained.steps,
-            conditioned_steps=recipe.conditioned.steps,
-            window=f"{WINDOW:,}",
-            texts=TEXTS,
-            head=" | ".join(f"{position:,}" for position in losses),
-            rule=" | ".join("---" for _ in losses),
-            losses=" | ".join(f"{loss:.3f}" for loss in losses.values()),
-            bits=" | ".join(f"{loss / facts['characters_per_token'] / math.log(2):.3f}" for loss in losses.values()),
-        )
+    config = model.config
+    bits = [loss / facts["characters_per_token"] / math.log(2) for loss in losses.values()]
+    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 100_000
+    template = (Path(__file__).parent / "model_card.md").read_text()
+    return template.format(
+        model=model.num_parameters(),
+        config=config,
+        kv_mb=round(kv_bytes / 1e6),
+        recipe=recipe,
+        plan=recipe.base,
+        decay=1 - recipe.base.decay_from,
+        long=1 - recipe.base.long_from,
+        heads_share=1 - recipe.base.heads_from,
+        heads=_CONDITIONED_HEADS,
+        facts=facts,
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU cores",
+        date=time.strftime("%Y-%m-%d"),
+        window=WINDOW,
+        texts=TEXTS,
+        head=" | ".join(f"{position:,}" for position in losses),
+        rule=" | ".join("---" for _ in losses),
+        losses=" | ".join(f"{loss:.3f}" for loss in losses.values()),
+        bits=" | ".join(f"{each:.3f}" for each in bits),
     )
-
-
-def _device_name() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{torch.get_num_threads()} CPU cores"
 
 
 def _streams(
@@ -224,15 +191,14 @@ def _streams(
 def _base(folder: Path, stream: np.ndarray, recipe: Recipe, log: Callable[[str], None]) -> LlamaForCausalLM:
     if not (folder / "heads.safetensors").exists():
         torch.manual_seed(recipe.base.seed)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = LlamaForCausalLM(demo_config(recipe.vocab_size)).to(device)
-        heads = ChainedHeads(model.config.hidden_size).to(device)
+        model = LlamaForCausalLM(demo_config(recipe.vocab_size)).to(_DEVICE)
+        heads = ChainedHeads(model.config.hidden_size).to(_DEVICE)
         pretrain(model, heads, stream, recipe.base, log)
         model.save_pretrained(folder)
         heads.save(folder / "heads.safetensors", torch.float32)
     # heads and text are made for the weights that are shipped, which are bf16
     rounded = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    return rounded.float().to("cuda" if torch.cuda.is_available() else "cpu")
+    return rounded.float().to(_DEVICE)
 
 
 def _own_text(
@@ -256,9 +222,7 @@ def _logger(path: Path) -> Callable[[str], None]:
 def main() -> None:
     """Parse the command line and build."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--corpus", default=PG19, help="folder of .parquet or .txt files, or a hub id (default: %(default)s)"
-    )
+    parser.add_argument("--corpus", default=PG19, help="folder of .parquet or .txt files, or a hub id: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("src/tswift/models/demo"))
     parser.add_argument("--work", type=Path, default=Path("build/demo-model"), help="intermediate results")
     parser.add_argument("--steps", type=int, default=1100, help="steps of 8,192 tokens for the base model")

@@ -49,14 +49,7 @@ class _Lines(Progress):
 
 
 def build(corpus: str, out: Path, work: Path, config: DraftConfig, about: str = "") -> None:
-    """Train, measure, and write model and card to ``out``.
-
-    Args:
-        corpus: folder or hub id.
-        out: where the model goes.
-        work: where the training is, to be gone on with.
-        config: how to train; its corpus is taken from ``work``.
-        about: what the corpus is, for the card.
+    """Train on a corpus in ``work/train``, or resume that; measure, and write model and card to ``out``.
 
     Raises:
         InputError: the training cannot be done, or was interrupted.
@@ -87,16 +80,10 @@ def keep_documents(corpus: str, path: Path) -> None:
 
 
 def measure(model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]) -> list[list[Agreement]]:
-    """How the draft model and the model do at near and far positions of texts that neither was trained on.
-
-    Args:
-        model: with its draft model.
-        held_out: ``[n]`` token ids.
-        log: takes a line for each text.
+    """Compare the draft model with the model at each of ``POSITIONS`` of texts that neither was trained on.
 
     Returns:
-        Where the draft model reads the whole text, and where it reads the last 512 tokens: at each position, the means
-        over the texts.
+        Means over the texts, where the draft model reads the whole text and where it reads the last 512 tokens.
     """
     assert model.draft is not None
     params, _ = ending(SamplingParams(), model.eos_ids, stop_at_eos=False)
@@ -115,49 +102,41 @@ def measure(model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]
 
 def _card(model: LoadedModel, folder: Path, figures: Sequence[Sequence[Agreement]], about: str, documents: int) -> str:
     assert model.draft is not None
-    record, config = json.loads((folder / RECORD).read_text()), model.draft.model.config
+    record = json.loads((folder / RECORD).read_text())
     last = [json.loads(line) for line in (folder / METRICS).read_text().splitlines() if '"tokens"' in line][-1]
-    plan = record["plan"]
-    return (
-        (Path(__file__).parent / "draft_card.md")
-        .read_text()
-        .format(
-            parameters=f"{model.draft.model.num_parameters():,}",
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            mlp=config.intermediate_size,
-            head_dim=config.head_dim,
-            positions=f"{config.max_position_embeddings:,}",
-            about=about,
-            documents=documents,
-            steps=f"{record['steps']:,}",
-            minutes=round(record["seconds"] / 60),
-            tokens=f"{last['tokens']:,}",
-            seq_len=plan["seq_len"],
-            batch=plan["batch"],
-            seed=plan["seed"],
-            machine=f"{record['environment']['cpu']}, {record['environment']['threads']} thread",
-            date=time.strftime("%Y-%m-%d"),
-            window=f"{WINDOW:,}",
-            texts=TEXTS,
-            recent=RECENT,
-            head=" | ".join(f"{position:,}" for position in POSITIONS),
-            rule=" | ".join("---" for _ in POSITIONS),
-            target_losses=" | ".join(f"{each.target_loss:.3f}" for each in figures[0]),
-            losses=" | ".join(f"{each.loss:.3f}" for each in figures[0]),
-            agreements=" | ".join(f"{each.agreement:.3f}" for each in figures[0]),
-            recent_losses=" | ".join(f"{each.loss:.3f}" for each in figures[1]),
-            recent_agreements=" | ".join(f"{each.agreement:.3f}" for each in figures[1]),
-        )
+
+    def row(scores: Sequence[Agreement], name: str) -> str:
+        return " | ".join(f"{getattr(each, name):.3f}" for each in scores)
+
+    whole, recent = figures
+    template = (Path(__file__).parent / "draft_card.md").read_text()
+    return template.format(
+        model=model.draft.model.num_parameters(),
+        config=model.draft.model.config,
+        about=about,
+        documents=documents,
+        record=record,
+        plan=record["plan"],
+        tokens=last["tokens"],
+        minutes=round(record["seconds"] / 60),
+        date=time.strftime("%Y-%m-%d"),
+        window=WINDOW,
+        texts=TEXTS,
+        recent=RECENT,
+        head=" | ".join(f"{position:,}" for position in POSITIONS),
+        rule=" | ".join("---" for _ in POSITIONS),
+        target_losses=row(whole, "target_loss"),
+        losses=row(whole, "loss"),
+        agreements=row(whole, "agreement"),
+        recent_losses=row(recent, "loss"),
+        recent_agreements=row(recent, "agreement"),
     )
 
 
 def main() -> None:
     """Parse the command line and build."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--corpus", default=PG19, help="folder of .parquet or .txt files, or a hub id (default: %(default)s)"
-    )
+    parser.add_argument("--corpus", default=PG19, help="folder of .parquet or .txt files, or a hub id: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("src/tswift/models/demo/draft"))
     parser.add_argument("--work", type=Path, default=Path("build/demo-draft"), help="intermediate results")
     parser.add_argument("--steps", type=int, default=STEPS, help="of 4,096 tokens")

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from recipes.corpus import random_rows
 from tswift.decoding.params import SamplingParams
-from tswift.models.base_heads import Heads
+from tswift.models.heads import Heads
 from tswift.models.target import Target
 from tswift.training.config import DISTILL
 from tswift.training.data import jumping_positions
@@ -48,8 +48,7 @@ def write_text(
     Args:
         model: the model.
         starts: ``[rows, s]`` token ids to begin from.
-        length: tokens of a finished row, start included; at most ``params.window``, since transformers' repetition
-            penalty knows no window.
+        length: of a finished row; at most ``params.window``: transformers' repetition penalty knows no window.
         params: temperature, min-p and penalty are used.
         batch: rows written at a time.
         log: takes a line of progress.
@@ -83,15 +82,7 @@ def write_text(
 def train_heads(
     model: PreTrainedModel, heads: Heads, stream: np.ndarray, plan: HeadsPlan, log: Callable[[str], None]
 ) -> None:
-    """Train ``heads`` in place to predict the model's own distributions.
-
-    Args:
-        model: the frozen base; its attention is replaced by ours.
-        heads: what is trained: Muon for the matrices, AdamW for the norms.
-        stream: ``[n]`` token ids.
-        plan: the schedule.
-        log: takes a line of progress.
-    """
+    """Train ``heads`` in place on a ``[n]`` stream of token ids to predict the frozen model's own distributions."""
     rng, target = np.random.default_rng(plan.seed), Target(model)
     matrices = [weight for weight in heads.parameters() if weight.ndim == 2]
     others = [weight for weight in heads.parameters() if weight.ndim != 2]

@@ -31,8 +31,8 @@ def make_checkpoint(folder: Path, **changes: object) -> Path:
     """Write a tiny random Llama, its tokenizer and its heads to ``folder``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from recipes.tokenizer import train_tokenizer
-    from tswift.models.refining_heads import ChainedHeads
+    from recipes.corpus import train_tokenizer
+    from tswift.models.heads import ChainedHeads
 
     tokenizer = train_tokenizer(SENTENCES, 320)
     settings: dict[str, object] = {

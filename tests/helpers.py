@@ -17,13 +17,11 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.step import Step
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
-from tswift.models.base_heads import Heads
-from tswift.models.kinds import KINDS
-from tswift.models.medusa_heads import MedusaHeads
+from tswift.models.heads import KINDS, Heads, MedusaHeads
 from tswift.models.target import Forwarded, Target
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only costs

@@ -14,7 +14,7 @@ if not (ROOT / "benchmarks").is_dir():
 
 from benchmarks.beyond import LANES, main, recalling  # noqa: E402
 from tests.helpers import tiny_heads, tiny_target  # noqa: E402
-from tswift.drafting.making import make_drafter  # noqa: E402
+from tswift.drafting.methods import make_drafter  # noqa: E402
 
 
 def test_tables_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

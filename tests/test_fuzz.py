@@ -20,10 +20,9 @@ from tswift.benchmarking.report import encode_bench
 from tswift.errors import InputError
 from tswift.jobs.prompt import read_prompt
 from tswift.jobs.recorded import read_tokens
-from tswift.models.checkpoint import stored_tensors
-from tswift.models.heads import load_heads
+from tswift.models.heads_files import load_heads
 from tswift.models.loading import load
-from tswift.models.source import read_config
+from tswift.models.source import read_config, stored_tensors
 
 CPU = torch.device("cpu")
 

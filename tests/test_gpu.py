@@ -21,8 +21,7 @@ from tswift.attention.special import SpecialAttention, Wants
 from tswift.decoding.audit import audit
 from tswift.decoding.noise import noise_bits
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.making import make_drafter
-from tswift.drafting.methods import METHODS
+from tswift.drafting.methods import METHODS, make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
 from tswift.jobs.prompt import read_prompt
@@ -224,13 +223,13 @@ def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes) -
 @cuda_only
 @pytest.mark.parametrize("start", [250, 510, 4094, 20_000])
 def test_triton_gives_a_row_the_same_bits_in_every_pass(triton_attention, start) -> None:
-    """In passes of up to 16 rows, whose programs are laid out alike."""
+    """Of up to 64 nodes, some of which have programs of another layout."""
 
     def attend(query, keys, values, ancestors, scale, nodes, prefix):
         layout = Layout(2, len(query) // 2, query.dtype, query.device)
         return triton_attention.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale)
 
-    assert other_bits(attend, start, 4, 128, torch.bfloat16, 3, (2, 4), "cuda") == []
+    assert other_bits(attend, start, 4, 128, torch.bfloat16, 3, (2, 4, 33, 64), "cuda") == []
 
 
 @pytest.mark.parametrize("nodes", [1, 41])

@@ -19,7 +19,7 @@ import torch
 from tswift.attention import triton
 from tswift.benchmarking.grid import Grid
 from tswift.benchmarking.roofline import MACHINES, pass_seconds
-from tswift.drafting.trees import usual_nodes
+from tswift.drafting.options import usual_nodes
 from tswift.models.passes import sizes
 from tswift.models.shapes import SHAPES, Shape, shape_config, shape_of, skeleton
 

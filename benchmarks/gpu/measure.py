@@ -32,9 +32,8 @@ from tswift.engine import Generation
 from tswift.jobs.environment import environment
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
-from tswift.models.dummy import random_network
-from tswift.models.memory import available_bytes
-from tswift.models.shapes import PREFIX, shape_config, shape_of
+from tswift.models.devices import available_bytes
+from tswift.models.shapes import PREFIX, random_network, shape_config, shape_of
 
 _GREEDY = SamplingParams(temperature=0.0, min_p=0.0, penalty=1.0)
 _ROOM = 4e9  # bytes left free beside the caches

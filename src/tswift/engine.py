@@ -14,16 +14,22 @@ from tswift.decoding.params import SamplingParams
 from tswift.decoding.ranked import AgreedDrafter, in_step
 from tswift.decoding.step import Step, Walk
 from tswift.decoding.trust import try_steps
-from tswift.drafting.making import draft_slots, make_drafter, partial_slots, recall_bytes
-from tswift.drafting.methods import find_method
+from tswift.drafting.methods import (
+    draft_slots,
+    find_method,
+    make_drafter,
+    partial_slots,
+    recall_bytes,
+    resolve,
+    resolve_for,
+)
 from tswift.drafting.options import MEASURED, DraftOptions
-from tswift.drafting.resolving import resolve, resolve_for
 from tswift.errors import InputError
 from tswift.kv.policies import POLICIES
-from tswift.models.costs import NOMINAL
+from tswift.models.devices import available_bytes, gigabytes
 from tswift.models.draft import DRAFT_OPTION
 from tswift.models.loaded import LoadedModel
-from tswift.models.memory import available_bytes, gigabytes
+from tswift.models.passes import NOMINAL
 from tswift.models.prospect import Prospect, foresee, foresee_draft
 from tswift.models.ranks import ALONE, Ranks
 from tswift.models.target import CHUNK, Target

@@ -85,7 +85,7 @@ def differ(kv_heads, group, dim, prefix, ancestors, dtype, seed=0, sharp=1.0) ->
 
 
 @pytest.mark.usefixtures("never_stock")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([1, 2]),
     st.sampled_from([1, 2, 3, 4, 8]),

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 # compute capability, dtype, KV heads, query heads per KV head, head size, nodes, kind; see benchmarks/kernels.py
-PLAIN, TREE, WIDER, SEVEN, OLDER, OLDER_TREE, SINGLE, LARGE, SPECIAL = CASES = [
+PLAIN, TREE, WIDER, SEVEN, OLDER, OLDER_TREE, SINGLE, LARGE, *OTHERS = CASES = [
     "90,bfloat16,8,4,128,1,chain",
     "90,bfloat16,8,4,128,32,tree",
     "90,bfloat16,8,4,128,48,tree",
@@ -21,7 +21,10 @@ PLAIN, TREE, WIDER, SEVEN, OLDER, OLDER_TREE, SINGLE, LARGE, SPECIAL = CASES = [
     "80,bfloat16,8,4,128,32,tree",
     "90,float32,4,7,96,41,tree",
     "80,float16,4,2,256,32,tree",
-    "90,bfloat16,4,2,256,32,tree,window,softcap",
+    "80,bfloat16,2,4,64,1,chain",
+    "80,bfloat16,2,4,64,32,tree",
+    "90,bfloat16,4,2,256,1,chain,window,softcap",
+    "90,bfloat16,4,2,256,64,tree,window,softcap",
 ]
 
 
@@ -52,7 +55,7 @@ def test_nothing_spills_and_all_fits(kernels, case: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "rows", "programs"),
-    [(PLAIN, 16, 4), (TREE, 128, 2), (WIDER, 256, 1), (SEVEN, 128, 2), (OLDER, 16, 3), (OLDER_TREE, 128, 1)],
+    [(PLAIN, 64, 3), (TREE, 128, 2), (WIDER, 128, 2), (SEVEN, 128, 2), (OLDER, 64, 3), (OLDER_TREE, 64, 2)],
 )
 def test_how_many_programs_a_multiprocessor_takes(kernels, case: str, rows: int, programs: int) -> None:
     attend = kernels[case][0]
@@ -65,5 +68,14 @@ def test_products_are_done_by_tensor_cores_and_keys_copied_ahead(kernels) -> Non
         if case == SINGLE:
             assert attend["mma"] == attend["wgmma"] == 0  # that would be TF32
             continue
-        assert attend["wgmma" if attend["capability"] == 90 and attend["ROWS"] >= 64 else "mma"] > 0
+        assert attend["wgmma" if attend["capability"] == 90 else "mma"] > 0
         assert attend["copies"] > 0
+
+
+@pytest.mark.parametrize("pair", [(PLAIN, TREE), (OLDER, OLDER_TREE), OTHERS[:2], OTHERS[2:]])
+def test_rows_go_through_the_same_arithmetic_in_every_pass_of_a_model(kernels, pair: tuple[str, str]) -> None:
+    """Whatever the number of rows, and in a chain as in a tree; see :func:`tswift.attention.triton.configuration`."""
+    for one, other in zip(kernels[pair[0]][:2], kernels[pair[1]][:2], strict=True):
+        assert one["arithmetic"] == other["arithmetic"]
+        assert one["warps"] == other["warps"] or one["ROWS"] / one["warps"] == other["ROWS"] / other["warps"] == 16
+    assert kernels[PLAIN][0]["arithmetic"] != kernels[OLDER][0]["arithmetic"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -56,7 +57,7 @@ def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float32, seed=0, shar
 
 @pytest.mark.parametrize("prefix", [0, 1, 15, 16, 17, 127, 128, 129, 1000])
 def test_prefixes(prefix: int) -> None:
-    for kv_heads, group, dim, nodes in ((2, 1, 64, 1), (1, 3, 8, 2), (1, 2, 64, 17)):
+    for kv_heads, group, dim, nodes in ((2, 1, 64, 1), (1, 3, 8, 2), (1, 2, 64, 9)):
         check(kv_heads, group, dim, prefix, nodes, seed=prefix)
 
 
@@ -68,15 +69,15 @@ def test_prefixes(prefix: int) -> None:
     ],
 )
 def test_head_sizes(dim: int, dtype: torch.dtype) -> None:
-    check(2, 2, dim, 150, 9, dtype, seed=dim)
+    check(2, 2, dim, 150, 4, dtype, seed=dim)
 
 
 @pytest.mark.parametrize("group", range(1, 9))
 def test_group_sizes(group: int) -> None:
-    check(2, group, 64, 130, 9, torch.float16, seed=group)
+    check(2, group, 64, 130, 5, torch.float16, seed=group)
 
 
-@pytest.mark.parametrize(("nodes", "group"), [(64, 1), (65, 1), (70, 7)])
+@pytest.mark.parametrize(("nodes", "group"), [(64, 1), (70, 7)])
 def test_trees_of_many_nodes(nodes: int, group: int) -> None:
     check(1, group, 64, 17, nodes, seed=nodes)
 
@@ -88,8 +89,8 @@ def test_more_query_heads_than_a_program_has_rows(group: int) -> None:
 
 def test_a_path_of_more_nodes_than_are_exact() -> None:
     """Whose slots are not their positions: there is a node of another branch before it."""
-    query, keys, values, _, scale = case(1, 1, 64, 200, 141, torch.float16)
-    ancestors = chain(141)
+    query, keys, values, _, scale = case(1, 1, 64, 200, 90, torch.float16)
+    ancestors = chain(90)
     ancestors[2:, 1] = False
     assert error(attend(query, keys, values, ancestors, scale), dense(query, keys, values, ancestors, scale)) < 2e-3
 
@@ -102,7 +103,7 @@ def test_any_mask(nodes: int) -> None:
     assert error(attend(query, keys, values, seen, scale), dense(query, keys, values, seen, scale)) < 4e-6
 
 
-@pytest.mark.parametrize(("prefix", "nodes"), [(0, 1), (129, 1), (0, 65), (1, 150), (129, 150)])
+@pytest.mark.parametrize(("prefix", "nodes"), [(0, 1), (129, 1), (0, 65), (129, 135)])
 def test_chunks_need_no_ancestors(prefix: int, nodes: int) -> None:
     for dtype in (torch.float32, torch.bfloat16) if nodes <= 65 else (torch.bfloat16,):
         query, keys, values, _, scale = case(1, 2, 64, prefix, nodes, dtype)
@@ -110,13 +111,13 @@ def test_chunks_need_no_ancestors(prefix: int, nodes: int) -> None:
         assert error(out, dense(query, keys, values, chain(nodes), scale)) < TOLERANCE[dtype]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 3),
     st.integers(1, 8),
     st.sampled_from([8, 64, 80]),
     st.sampled_from([0, 1, 31, 63, 64, 65, 300]),
-    st.integers(1, 20),
+    st.integers(1, 12),
     st.integers(0, 1000),
     st.sampled_from(list(TOLERANCE)),
     st.sampled_from([0.1, 1.0, 5.0]),
@@ -129,19 +130,20 @@ def test_any_shape(kv_heads, group, dim, prefix, nodes, seed, dtype, sharp) -> N
 def test_chunks_of_all_three_sizes(monkeypatch, prefix: int) -> None:
     """Of 16, 32 and 128 keys: from 256 and from 1,024 keys on."""
     monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
-    check(1, 2, 256, prefix, 5, seed=prefix)
+    check(1, 2, 256, prefix, 2, seed=prefix)
 
 
-@pytest.mark.parametrize("prefix", [0, 500, 700])
-def test_longer_chunks_of_a_long_chain(monkeypatch, prefix: int) -> None:
+def test_longer_chunks_of_a_long_chain(monkeypatch) -> None:
+    """Of 512 keys."""
     monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
-    query, keys, values, _, scale = case(1, 2, 256, prefix, 130, torch.float16)
+    query, keys, values, _, scale = case(1, 2, 256, 500, 130, torch.float16)
     out = attend(query, keys, values, None, scale, 130)
     assert error(out, dense(query, keys, values, chain(130), scale)) < TOLERANCE[torch.float16]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int64), (torch.float16, torch.int32)]
+)
 def test_the_length_is_read_on_the_device(dtype: torch.dtype, kind: torch.dtype) -> None:
     """One pass serves every length; slots past it may hold anything, NaN included."""
     length = torch.zeros((), dtype=kind)
@@ -158,17 +160,17 @@ def test_the_length_is_read_on_the_device(dtype: torch.dtype, kind: torch.dtype)
 
 
 def test_unused_slots_do_not_reach_a_chunk() -> None:
-    query, keys, values, _, scale = case(1, 1, 64, 30, 70, torch.float32)
+    query, keys, values, _, scale = case(1, 1, 64, 90, 10, torch.float32)
     wholes = torch.full((2, 1, 300, 64), torch.nan)
     wholes[0, :, :100], wholes[1, :, :100] = keys, values
-    out = attend(query, *wholes, None, scale, 70, torch.tensor(30))
-    assert error(out, dense(query, keys, values, chain(70), scale)) < TOLERANCE[torch.float32]
+    out = attend(query, *wholes, None, scale, 10, torch.tensor(90))
+    assert error(out, dense(query, keys, values, chain(10), scale)) < TOLERANCE[torch.float32]
 
 
 def test_the_check_sees_a_wrong_bit() -> None:
-    query, keys, values, ancestors, scale = case(2, 2, 64, 100, 70, torch.float32)
+    query, keys, values, ancestors, scale = case(1, 2, 64, 100, 20, torch.float32)
     exact = dense(query, keys, values, ancestors, scale)
-    for row, column in ((69, 3), (69, 66), (5, 69)):
+    for row, column in ((19, 3), (19, 16), (5, 19)):
         wrong = ancestors.clone()
         wrong[row, column] ^= True
         differs = (attend(query, keys, values, wrong, scale).double() - exact).abs().amax((0, 2)) > 1e-3
@@ -193,7 +195,7 @@ def test_layouts_of_one_model_differ_by_nothing_that_orders_a_sum(width: int, it
     found = {backend.configuration(rows, width, itemsize, generation) for rows in range(1, 2049)}
     (keys,) = {each.keys for each in found}
     assert 256 % keys == 0  # chunks begin with a tile
-    assert len(found) == 1 or all(each.rows == 16 * each.warps >= keys for each in found)
+    assert len(found) == 1 or all(each.rows == 16 * each.warps for each in found)
     assert len(found) <= (2 if itemsize == 2 and generation in (8, 9, 12) else 1)
 
 
@@ -201,9 +203,10 @@ def test_layouts_of_one_model_differ_by_nothing_that_orders_a_sum(width: int, it
 def test_one_program_takes_the_rows_of_a_usual_tree(rows: int, block: int) -> None:
     """Up to 128 of them, on the GPUs that this is for: the keys are then read once."""
     assert backend.configuration(rows, 128, 2, 9).rows == block
-    assert backend.configuration(rows, 128, 2, 8).rows == block
     assert backend.configuration(rows, 256, 2, 9).rows == block
-    assert backend.configuration(rows, 256, 2, 8).rows == 64
+    assert backend.configuration(rows, 64, 2, 8).rows == block
+    assert backend.configuration(rows, 128, 2, 8).rows == 64
+    assert backend.configuration(rows, 256, 2, 8).rows == 32
 
 
 def test_chunks_by_position() -> None:
@@ -220,13 +223,13 @@ def test_chunks_by_position() -> None:
 @pytest.mark.parametrize(
     ("p0", "dtype", "counts"),
     [
-        (0, torch.float32, (1, 4, 33)),
-        (30, torch.float16, (4, 33)),
+        (0, torch.float32, (1, 4, 9)),
+        (30, torch.float16, (7,)),
         (125, torch.float16, (3, 7)),
         (317, torch.float32, (1, 4, 33)),
-        (317, torch.float16, (3, 64)),
-        (317, torch.bfloat16, (4, 33)),
-        (572, torch.float32, (3, 7)),
+        (317, torch.float16, (64,)),
+        (317, torch.bfloat16, (4, 17)),
+        (572, torch.float32, (7,)),
     ],
 )
 def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(p0: int, dtype: torch.dtype, counts) -> None:
@@ -238,7 +241,7 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(p0: int, dtype: to
     ("group", "dim", "dtype"), [(1, 80, torch.float32), (4, 128, torch.float16), (7, 256, torch.bfloat16)]
 )
 def test_so_it_has_in_other_layouts(group: int, dim: int, dtype: torch.dtype) -> None:
-    assert other_bits(attend, 574, group, dim, dtype, 4, (2, 9)) == []
+    assert other_bits(attend, 575, group, dim, dtype, 3, (2, 5)) == []
 
 
 def test_so_it_has_where_chunks_grow(monkeypatch) -> None:
@@ -406,8 +409,8 @@ def test_a_model_reads_the_same(monkeypatch, name: str) -> None:
         if attention.WANTS:
             monkeypatch.setattr(SpecialAttention, "__call__", None)  # all layers are the kernel's
         kv = FullKV(target.kv_shape, 100)
-        target.prefill(list(range(60)), kv)
-        hidden.append(target.forward(tokens, 60 + depths, kv, tree.ancestors()).hidden)
+        target.prefill(list(range(40)), kv)
+        hidden.append(target.forward(tokens, 40 + depths, kv, tree.ancestors()).hidden)
     torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-5)
 
 
@@ -426,7 +429,9 @@ class Made(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("prefix", "nodes"), [(3, 1), (1500, 7), (9000, 3), (600, 130)])
-def test_partial_results_are_as_large_as_foreseen(prefix: int, nodes: int) -> None:
+def test_partial_results_are_as_large_as_foreseen(monkeypatch, prefix: int, nodes: int) -> None:
+    for name in ("attend_chunk", "combine_chunks"):
+        monkeypatch.setattr(backend, name, defaultdict(lambda: lambda *args, **given: None))  # launches nothing
     query, keys, values, _, scale = case(KV_HEADS, GROUP, DIM, prefix, nodes, torch.bfloat16)
     with Made(GROUP * nodes) as made:
         attend(query, keys, values, None, scale, nodes)
@@ -439,7 +444,7 @@ LONG = Wants(window=270)
 
 
 @pytest.mark.parametrize("tree", [True, False])
-@pytest.mark.parametrize(("prefix", "nodes"), [(0, 1), (0, 9), (61, 7), (300, 1), (600, 5)])
+@pytest.mark.parametrize(("prefix", "nodes"), [(0, 1), (61, 5), (300, 1), (600, 3)])
 @pytest.mark.parametrize("name", [*WANTS, "a long window"])
 def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool) -> None:
     wants = WANTS.get(name, LONG)
@@ -463,10 +468,10 @@ def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_chunk_of_the_prompt_in_windows(dtype: torch.dtype) -> None:
-    query, keys, values, _, scale = case(KV_HEADS, GROUP, DIM, 170, 100, dtype)
+    query, keys, values, _, scale = case(KV_HEADS, GROUP, DIM, 170, 30, dtype)
     layout = Layout(KV_HEADS, GROUP, dtype, CPU)
-    for wants in (Wants(window=50), WANTS["all"]):
-        out = backend.TritonAttention(layout, 170, 100, None)(query, keys, values, scale, wants)
-        places, positions = torch.arange(170).expand(KV_HEADS, -1), torch.arange(170, 270)
-        exact = special_dense(query, keys, values, chain(100), scale, wants, places, positions)
+    for wants in (Wants(window=150), WANTS["all"]):
+        out = backend.TritonAttention(layout, 170, 30, None)(query, keys, values, scale, wants)
+        places, positions = torch.arange(170).expand(KV_HEADS, -1), torch.arange(170, 200)
+        exact = special_dense(query, keys, values, chain(30), scale, wants, places, positions)
         assert error(out, exact) < TOLERANCE[dtype]

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,3 +166,12 @@ def test_a_draft_model_that_no_method_needs(tswift, tiny: Tiny) -> None:  # type
         assert (result.code, result.out) == (2, b"")
         assert re.fullmatch(r"tswift: error: --draft-model: .* (does not use|uses) it\n", result.err)
         assert not list(Path().iterdir())
+
+
+def test_a_mistyped_option_does_not_wait_for_torch() -> None:
+    code = "import sys; from tswift.cli import main; "
+    code += "codes = main('train --corpus x --kind odd'.split()), main('train-draft --corpus x --lr 0'.split()); "
+    code += "sys.exit(codes != (2, 2) or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 2

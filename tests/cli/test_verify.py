@@ -15,6 +15,7 @@ import pytest
 from tests.cli.conftest import TEXT
 from tests.jobs.killing import Process
 from tswift.cli import main
+from tswift.jobs.folder import CHECKSUM, checksum
 
 LENGTH = 90
 SAMPLING = ["--temperature", "1.3", "--min-p", "0.02", "--penalty", "1.1", "--window", "20"]
@@ -62,6 +63,41 @@ def test_a_run(tswift, run: Path, tmp_path: Path) -> None:  # type: ignore[no-un
     assert 0 < found["measured"] < found["bound"] < 1e-9
     assert 0 < found["least_lead"] < found["greatest_lead"]
     assert found["seconds"] > 0
+
+
+def test_an_exact_run(tswift, prompt: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "run"
+    words = ["--model", "demo", "--prompt", prompt, "--len", 60, "--dtype", "bfloat16", *SAMPLING]
+    assert tswift("generate", *words, "--out", out, "--quiet").code == 0
+    found = json.loads(tswift("verify", out, "--json", "-").out)
+    assert (found["ok"], found["exact"], found["within_rounding"], found["note"]) == (True, 60, 0, None)
+    assert found["width"] == found["model"]["exact"]["width"]
+    assert (found["measured"], found["bound"], found["contested"], found["levels"]) == (0, 0, 0, [])
+    said = tswift("verify", out).out.decode()
+    assert "within rounding" not in said
+    assert "all logits are those of the run, bit for bit (passes of" in said
+
+    # a text has no record of its bits: they are taken to be these, unless it is said otherwise
+    text = ["verify", "--tokens", out / "tokens.u32", *words[:4], *words[6:]]
+    assert json.loads(tswift(*text, "--json", "-").out)["width"] == found["width"]
+    for loose in (tswift(*text, "--no-exact", "--json", "-"), tswift("verify", out, "--no-exact", "--json", "-")):
+        assert loose.code == 0
+        assert json.loads(loose.out)["width"] is None
+        assert json.loads(loose.out)["measured"] > 0
+
+    # made on another machine
+    record = json.loads((out / "run.json").read_text())
+    record["model"]["exact"]["bits"] = "0" * len(record["model"]["exact"]["bits"])
+    record[CHECKSUM] = checksum(record)
+    (out / "run.json").write_text(json.dumps(record))
+    result = tswift("verify", out, "--json", tmp_path / "found.json")
+    assert result.code == 0
+    assert "the run was exact, but the arithmetic here differs from that of the run: judged" in result.out.decode()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["width"] is found["model"]["exact"] is None
+    assert found["note"].startswith("the run was exact")
+    assert found["bound"] == 2 * found["measured"] > 0
+    assert found["levels"][0]["observed"] == found["within_rounding"]
 
 
 def test_violations(tswift, run: Path) -> None:  # type: ignore[no-untyped-def]
@@ -175,6 +211,7 @@ def test_progress_lines(tswift, run: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("RUN --json /nowhere/x.json", "--json: /nowhere/x.json cannot be written"),
         ("RUN --model /nowhere", "--model: there is no folder '/nowhere'"),
         ("RUN --model shape:qwen2.5-7b", "--model: shape:qwen2.5-7b has random weights"),
+        ("RUN --exact", "--exact: RUN was made without it, so it can only be judged within rounding"),
         ("RUN --dtype int8", "--dtype: no dtype 'int8'"),
         ("--tokens /nowhere", "--tokens: there is no file /nowhere"),
         ("--tokens RUN/tokens.u32 --prompt /nowhere", "--prompt: there is no file /nowhere"),
@@ -188,7 +225,7 @@ def test_bad_input(tswift, run: Path, words: str, expected: str) -> None:  # typ
     result = tswift("verify", *words.replace("RUN", str(run)).split())
     assert result.code == 2
     assert result.out == b""
-    assert result.err.startswith(f"tswift: error: {expected}")
+    assert result.err.startswith(f"tswift: error: {expected.replace('RUN', str(run))}")
     assert result.err.count("\n") == 1
 
 

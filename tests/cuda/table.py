@@ -22,8 +22,7 @@ import tests.helpers as helpers
 from tests.cuda.capture import LOG, StaticAttention
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.making import make_drafter
-from tswift.drafting.methods import METHODS
+from tswift.drafting.methods import METHODS, make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.models.passes import Forwarded
 from tswift.models.target import Target

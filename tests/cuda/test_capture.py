@@ -19,8 +19,7 @@ from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.step import Step
-from tswift.drafting.making import make_drafter
-from tswift.drafting.methods import METHODS
+from tswift.drafting.methods import METHODS, make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.kv.full import FullKV
 from tswift.models.passes import Graphs

@@ -81,7 +81,7 @@ def test_the_bundled_model(params: SamplingParams, prefill: int) -> None:
 
 
 def test_bfloat16_on_the_bundled_model() -> None:
-    model = tswift.load(dtype="bfloat16")
+    model = tswift.load(dtype="bfloat16", exact=False)
     prompt = model.encode(NOVEL.read_text())[:512]
     run = begin(model, prompt, 300, seed=11)
     tokens = [token for step in run.steps() for token in step.tokens]
@@ -89,8 +89,50 @@ def test_bfloat16_on_the_bundled_model() -> None:
     assert clean(found, 300)
     assert len(found.within) < 30
     assert 0.01 < found.measured < 1
+    assert found.width is None
+    assert found.levels[0].observed == len(found.within)
+    assert len(found.within) < found.contested < 250
     shifted = audit(model.target, prompt, tokens, run.params, 12)
     assert len(shifted.violations) > 100
+
+
+def test_exact_passes_leave_nothing_to_rounding() -> None:
+    """In bfloat16 every token of an exact text is drawn exactly, and the closest of all changes is a violation."""
+    model = tswift.load(dtype="bfloat16", exact=True)
+    prompt = model.encode(NOVEL.read_text())[:300]
+    run = begin(model, prompt, 300, method="medusa", seed=3)
+    tokens = [token for step in run.steps() for token in step.tokens]
+    found = audit(model.target, prompt, tokens, run.params, 3)
+    assert (found.ok, found.exact, found.width) == (True, 300, model.target.width)
+    assert (found.measured, found.bound, found.levels, found.contested) == (0, 0, (), 0)
+    model.target.width = None
+    near = audit(model.target, prompt, tokens, run.params, 3)  # the same text by other passes
+    assert near.ok
+    assert near.within  # of these tokens the exact audit is to refuse the other one
+    model.target.width = found.width
+    for finding in near.within:
+        changed = [*tokens[: finding.index], finding.drawn]
+        (violation,) = audit(model.target, prompt, changed, run.params, 3).violations
+        assert (violation.index, violation.drawn) == (finding.index, finding.token)
+        assert violation.margin is not None
+        assert 0 < violation.margin < near.bound
+
+
+def test_a_token_is_no_violation_and_the_text_is_one() -> None:
+    """Each token drawn with a slightly larger min-p is within the bound; that there are so many is not rounding."""
+    model = tswift.load(dtype="bfloat16", exact=False)
+    prompt, params = model.encode(NOVEL.read_text())[:256], SamplingParams(min_p=0.115)
+    run = begin(model, prompt, 800, method="ar", params=params, seed=1)
+    tokens = [token for step in run.steps() for token in step.tokens]
+    asked = replace(run.params, min_p=0.1)
+    assert audit(model.target, prompt, tokens, run.params, 1).ok
+    found = audit(model.target, prompt, tokens, asked, 1)
+    assert not found.ok
+    assert not found.violations
+    assert found.excess
+    written = found.as_dict()
+    assert written["ok"] is False
+    assert [level["margin"] for level in written["levels"]] == [level.margin for level in found.levels]
 
 
 @pytest.mark.parametrize("prompt_length", [1, 2, 30])
@@ -103,16 +145,14 @@ def test_lengths_about_those_of_chunks_and_stretches(prompt_length: int) -> None
 
 
 @given(first=st.integers(0, 2000), length=st.integers(1, 3000))
-def test_stretches_cover_the_end_and_do_not_overlap(first: int, length: int) -> None:
+def test_stretches_have_whole_chunks_behind_them(first: int, length: int) -> None:
     nodes = first + length
     starts = stretches(first, nodes)
-    assert 1 <= len(starts) <= 8
-    assert starts[-1] + min(32, nodes) == nodes
-    assert all(later - earlier >= 32 for earlier, later in pairwise(starts))
-    assert starts[0] >= min(first, max(0, nodes - 32))
-    if length >= 64:
-        assert starts[0] == first
-        assert len(starts) == min(8, length // 32)
+    assert len(starts) == min(8, max(1, length // 256))
+    assert starts[0] == min(first, max(0, nodes - 256))
+    assert all(later - earlier >= 256 for earlier, later in pairwise(starts))
+    assert starts[-1] + 256 <= max(256, nodes)
+    assert length < 512 or starts[-1] + 256 == nodes
 
 
 def test_a_large_vocabulary_is_judged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.drafting.fixed_tree import FixedTree
-from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.kv.partial import PartialKV
 from tswift.models.target import Target

@@ -31,11 +31,11 @@ from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NO_TOKEN, Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.decoding.warping import warp
+from tswift.drafting.chains import PartialLevel
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
-from tswift.drafting.levels import PartialLevel
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
-from tswift.models.base_heads import Heads
+from tswift.models.heads import Heads
 from tswift.models.target import Target
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from tests.models.test_passes import LengthOnDevice
 from tswift.attention.backends import why_not
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NO_TOKEN, Sampler
-from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.models.target import Target
 

@@ -19,9 +19,8 @@ from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.chain import ChainSource
-from tswift.drafting.levels import CHUNK, FullLevel, OwnLevel
-from tswift.drafting.making import make_drafter
+from tswift.drafting.chains import CHUNK, ChainSource, FullLevel, OwnLevel
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV

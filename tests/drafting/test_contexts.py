@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tswift.drafting.contexts import Contexts
+from tswift.drafting.history import Contexts
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=200)
 EVERYWHERE = 1 << 20

@@ -20,7 +20,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource, LastPass
-from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.kv.full import FullKV
 from tswift.models.passes import Forwarded

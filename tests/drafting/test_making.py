@@ -6,22 +6,18 @@ import pytest
 
 from tests.helpers import tiny_draft, tiny_heads, tiny_target
 from tswift.decoding.drafter import Drafter
-from tswift.drafting.beams import BeamSource
-from tswift.drafting.cascade import CascadeSource
-from tswift.drafting.chain import ChainSource
+from tswift.drafting.adaptive import RivalDrafter
+from tswift.drafting.chains import CascadeSource, ChainSource, FullLevel, OwnLevel, PartialLevel
+from tswift.drafting.dynamic_tree import PlannedDrafter
+from tswift.drafting.head_tree import BeamSource
 from tswift.drafting.heads import HeadSource
-from tswift.drafting.levels import FullLevel, OwnLevel, PartialLevel
-from tswift.drafting.making import draft_slots, make_drafter, partial_slots
-from tswift.drafting.methods import METHODS, used
+from tswift.drafting.history import RecallSource
+from tswift.drafting.methods import METHODS, draft_slots, make_drafter, partial_slots, resolve, used
+from tswift.drafting.ngrams import ReuseSource
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.planned import PlannedDrafter
-from tswift.drafting.recalled import RecallSource
-from tswift.drafting.resolving import resolve
-from tswift.drafting.reuse import ReuseSource
-from tswift.drafting.rivals import RivalDrafter
 from tswift.errors import InputError
 from tswift.kv.policies import POLICIES
-from tswift.models.costs import NOMINAL
+from tswift.models.passes import NOMINAL
 
 
 def made(method: str, **options):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tswift.drafting.plan import Plan
-from tswift.models.costs import NOMINAL, PassCosts
+from tswift.drafting.dynamic_tree import Plan
+from tswift.models.passes import NOMINAL, PassCosts
 
 CHANCES = st.lists(st.floats(0.01, 1), max_size=20).map(lambda found: [1.0, *sorted(found, reverse=True)])
 COSTS = PassCosts((1, 8, 16), (1.0, 1.5, 4.0), (0.001, 0.001, 0.002), 0.2)

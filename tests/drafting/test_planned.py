@@ -22,7 +22,7 @@ from tests.helpers import (
 )
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)

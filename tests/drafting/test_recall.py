@@ -13,7 +13,7 @@ from tswift.decoding.drafter import Context
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.warping import warp
-from tswift.drafting.recall import Recall
+from tswift.drafting.history import Recall
 from tswift.models.passes import Forwarded
 
 PENALTY = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=9)

@@ -12,15 +12,10 @@ from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.drafting.calibration import Calibration
-from tswift.drafting.making import make_drafter
+from tswift.drafting.dynamic_tree import Calibration, Plan, PlannedDrafter, Sketch
+from tswift.drafting.history import Guess, Recall, RecallSource
+from tswift.drafting.methods import make_drafter, resolve
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.plan import Plan
-from tswift.drafting.planned import PlannedDrafter
-from tswift.drafting.recall import Guess, Recall
-from tswift.drafting.recalled import RecallSource
-from tswift.drafting.resolving import resolve
-from tswift.drafting.sketch import Sketch
 from tswift.errors import InputError
 
 NONE = Guess([], [], 0, -1)

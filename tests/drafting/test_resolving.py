@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tests.helpers import tiny_heads, tiny_target
-from tswift.drafting.methods import METHODS
+from tswift.drafting.methods import METHODS, resolve, resolve_for
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.resolving import resolve, resolve_for
 from tswift.errors import InputError
 
 

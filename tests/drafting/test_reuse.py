@@ -14,7 +14,7 @@ from tswift.decoding.drafter import Context
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.reuse import NgramTable, ReuseSource
+from tswift.drafting.ngrams import NgramTable, ReuseSource
 
 texts = st.lists(st.integers(0, 3), max_size=120)
 

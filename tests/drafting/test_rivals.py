@@ -13,9 +13,9 @@ from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.making import make_drafter
+from tswift.drafting.adaptive import Rival, RivalDrafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.rivals import Rival, RivalDrafter
 from tswift.kv.full import FullKV
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
@@ -43,7 +43,7 @@ class Paced(Drafter):
 def raced(monkeypatch: pytest.MonkeyPatch, paces: list[tuple[float, int]], steps: int, change: int = 0) -> list[str]:
     """Who took each step, of rivals that take so many seconds and add so many tokens; paces swap at ``change``."""
     clock = [0.0]
-    monkeypatch.setattr("tswift.drafting.rivals.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("tswift.drafting.adaptive.time.perf_counter", lambda: clock[0])
     drafters = [Paced(clock, *pace) for pace in paces]
     rivals = [Rival(str(index), each) for index, each in enumerate(drafters)]
     drafter = RivalDrafter(depth=9, limit=9, rivals=rivals)

@@ -7,8 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tswift.drafting.calibration import Calibration
-from tswift.drafting.sketch import Sketch
+from tswift.drafting.dynamic_tree import Calibration, Sketch
 
 OFFERS = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 5), st.sampled_from(["a", "b"]), st.floats(0.01, 0.99)), max_size=40

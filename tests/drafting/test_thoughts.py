@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tswift.drafting.thoughts import Thoughts
+from tswift.drafting.history import Thoughts
 
 VOCAB = 50
 

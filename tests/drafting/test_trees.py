@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tswift.drafting.trees import ROWS, usual_nodes, usual_tree, verify_nodes
+from tswift.drafting.options import ROWS, usual_nodes, usual_tree, verify_nodes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head

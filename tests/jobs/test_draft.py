@@ -14,7 +14,7 @@ from tests.conftest import make_checkpoint
 from tswift import engine
 from tswift.benchmarking.config import BenchOptions, configure
 from tswift.benchmarking.run import open_runs
-from tswift.drafting.making import draft_slots
+from tswift.drafting.methods import draft_slots
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, check_ahead
 from tswift.errors import InputError

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from tswift.errors import InputError
 from tswift.jobs import prompt as module
 from tswift.jobs.prompt import read_prompt, special_tokens_in, take
-from tswift.models.dummy import StandInTokenizer
+from tswift.models.shapes import StandInTokenizer
 
 
 def test_take() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from recipes.tokenizer import train_tokenizer
+from recipes.corpus import train_tokenizer
 from tswift.jobs.text import TextStream
 
 

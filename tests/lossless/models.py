@@ -11,19 +11,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.architectures import ARCHITECTURES
+from benchmarks.architectures import ARCHITECTURES, Architecture
 from tests.helpers import VOCAB
 from tswift.attention.chunked import ChunkedAttention
 from tswift.decoding.tree import DraftTree
 from tswift.kv.full import FullKV
-from tswift.models.exactness import fingerprint, set_width
+from tswift.models.adapting import fingerprint, set_width
 from tswift.models.linear import quicken
 from tswift.models.target import Target
 
 POSITIONS = 4096
 WRONG = 60  # tokens from here on are in no text
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDE = "Llama, wide"  # products of so many terms that every other order of summing shows
+_WIDE = Architecture("LlamaConfig", {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4})
 KINDS = (
+    WIDE,
     "Llama, MHA",
     "Llama, GQA",
     "Llama, MQA, biases",
@@ -57,7 +60,7 @@ class ExactOnDevice(ChunkedAttention):
 
 def network(kind: str, dtype: torch.dtype) -> PreTrainedModel:
     """Random weights, the same at every call."""
-    known = ARCHITECTURES[kind]
+    known = _WIDE if kind == WIDE else ARCHITECTURES[kind]
     longer = replace(known, settings={**known.settings, "max_position_embeddings": POSITIONS})
     with torch.random.fork_rng():
         made = longer.make(VOCAB).to(dtype)

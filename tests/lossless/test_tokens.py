@@ -11,11 +11,11 @@ import torch
 
 import tswift
 from tests.helpers import decode, drafter_of, random_prompt, tiny_draft, tiny_heads
-from tests.lossless.models import DTYPES, KINDS, exact_target
+from tests.lossless.models import DTYPES, KINDS, WIDE, ExactOnDevice, exact_target
+from tswift.attention.chunked import ChunkedAttention
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.making import make_drafter
-from tswift.drafting.methods import METHODS
+from tswift.drafting.methods import METHODS, make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
 from tswift.models.loaded import LoadedModel
@@ -62,9 +62,9 @@ def text_of(model, prompt, length, method, params, seed=1, options=None, written
 )
 def test_every_method_writes_the_text_of_plain_decoding(dtype, params, seed, trees) -> None:
     model, prompt = demo(dtype), novel(90)
-    plain = text_of(model, prompt, 100, "ar", params, seed)
+    plain = text_of(model, prompt, 60, "ar", params, seed)
     for method in NAMES:
-        assert text_of(model, prompt, 70, method, params, seed, trees.get(method)) == plain[:70], method
+        assert text_of(model, prompt, 60, method, params, seed, trees.get(method)) == plain, method
 
 
 def test_without_it_texts_part_in_bfloat16() -> None:
@@ -76,16 +76,16 @@ def test_without_it_texts_part_in_bfloat16() -> None:
     assert any(parted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != WIDE])  # for which there are heads
 def test_random_models(kind: str) -> None:
     """Trees, chains and n-grams over heads of any mind, in each dtype by another rule."""
     rules = SamplingParams(min_p=0.02, window=24), GREEDY, SamplingParams(min_p=0, top_p=0.8, penalty=1)
     for dtype, params in zip(DTYPES, rules, strict=True):
         target, prompt = exact_target(kind, dtype), random_prompt(50, 3)
-        plain = decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 60)
-        for method in ("medusa", "tokenswift", "reuse", "magicdec", "triforce"):
+        plain = decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 40)
+        for method in ("medusa", "tokenswift", "magicdec"):
             drafter = make_drafter(method, target, tiny_heads(dtype), TREES[method], tiny_draft(dtype))
-            assert decode(target, drafter, prompt, params, 4, 60) == plain, (dtype, method)
+            assert decode(target, drafter, prompt, params, 4, 40) == plain, (dtype, method)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -111,3 +111,19 @@ def test_a_prompt_may_be_a_text_written_before(kind: str, dtype: torch.dtype) ->
         found = [token for step in decoding.steps() for token in step.tokens]
         at = cut + len(written)
         assert found == whole[at : at + 9]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["Llama, GQA", "Gemma 2 (windows, soft caps)"])
+def test_steps_on_the_device(kind: str, dtype: torch.dtype) -> None:
+    """The same tokens, keys and values as one by one by the host."""
+    prompt, params, found = random_prompt(50, 3), SamplingParams(min_p=0.02, window=24), []
+    for attention, method in ((ChunkedAttention, "ar"), (ExactOnDevice, "ar"), (ExactOnDevice, "tokenswift")):
+        target = exact_target(kind, dtype, attention)
+        drafter = make_drafter(method, target, tiny_heads(dtype), TREES.get(method, DraftOptions()), tiny_draft(dtype))
+        decoding = Decoding(target, prompt, params, 4, drafter, 60)
+        tokens = [token for step in decoding.steps() for token in step.tokens]
+        assert (decoding._stepper is None) == (attention is ChunkedAttention)
+        kv = decoding._kv
+        found.append((torch.tensor(tokens), kv.keys[:, :, :109], kv.values[:, :, :109]))
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(other, found[0], strict=True))

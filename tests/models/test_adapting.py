@@ -18,10 +18,9 @@ from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.special import Wants
 from tswift.kv.full import FullKV
 from tswift.models import adapting
-from tswift.models.adapting import adapted
+from tswift.models.adapting import adapted, compiled
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import _with_copy, load
-from tswift.models.serving import compiled
 from tswift.models.target import Target
 
 NOTHING = Wants()

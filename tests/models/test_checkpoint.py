@@ -15,9 +15,9 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from tests.cli.bad_inputs.models import config, edit_json, sharded
 from tests.cli.bad_inputs.prompts import sparse
 from tswift.errors import InputError
-from tswift.models import checkpoint as module
-from tswift.models.checkpoint import refuse_broken, refuse_misfit, refuse_numbers, stored_tensors
+from tswift.models import source as module
 from tswift.models.loading import load
+from tswift.models.source import refuse_broken, refuse_misfit, refuse_numbers, stored_tensors
 
 
 @pytest.fixture

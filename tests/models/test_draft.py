@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.tokenizer import train_tokenizer
+from recipes.corpus import train_tokenizer
 from tests.conftest import SENTENCES, make_checkpoint
 from tswift.errors import InputError
 from tswift.models.loading import load

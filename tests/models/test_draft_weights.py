@@ -23,10 +23,10 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import check_ahead
 from tswift.errors import InputError
 from tswift.models.adapting import adapted
-from tswift.models.joined import JoinedLinear
+from tswift.models.heads import MedusaHeads
+from tswift.models.linear import JoinedLinear
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
-from tswift.models.medusa_heads import MedusaHeads
 from tswift.models.prospect import foresee
 from tswift.models.ranks import Ranks
 
@@ -79,7 +79,7 @@ def test_layers_that_onednn_computes_are_copied_as_plain_ones(monkeypatch: pytes
 def test_joined_layers_are_copied_as_plain_ones(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA queries, keys and values are one product: the copy must not hand its inputs to the model's."""
     fake_torchao.install(monkeypatch, fake_torchao.garbage)
-    monkeypatch.setattr("tswift.models.opening.adapted", partial(adapted, joined=True))
+    monkeypatch.setattr("tswift.models.loading.adapted", partial(adapted, joined=True))
     model = load(str(checkpoint), device="cpu", draft_weights="int8")
     assert model.drafting is not None
     whole, copied = ([type(each) for each in target.model.model.modules()] for target in (model.target, model.drafting))

@@ -6,17 +6,17 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-import tswift.models.dummy as dummy
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.making import make_drafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.prompt import read_prompt
+from tswift.models import shapes
 from tswift.models.fingerprint import fingerprint_of
+from tswift.models.heads import ChainedHeads
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
-from tswift.models.refining_heads import ChainedHeads
 from tswift.models.shapes import SHAPES
 
 
@@ -81,9 +81,9 @@ def test_no_float32_copy_is_made(tiny_shapes: None, monkeypatch: pytest.MonkeyPa
         born.append(self.weight.dtype)
 
     config = SHAPES["tiny"]
-    monkeypatch.setattr(dummy, "skeleton", lambda config: torch.nn.Module())
+    monkeypatch.setattr(shapes, "skeleton", lambda config: torch.nn.Module())
     monkeypatch.setattr(torch.nn.Linear, "__init__", note)
-    dummy.random_network(config, torch.bfloat16, torch.device("cpu"), "shape:tiny")
+    shapes.random_network(config, torch.bfloat16, torch.device("cpu"), "shape:tiny")
     assert set(born) == {torch.bfloat16}
 
 
@@ -117,12 +117,12 @@ def test_memory_is_looked_at_first(tiny_shapes: None, monkeypatch: pytest.Monkey
     assert model.heads is not None
     squares = [head.linear.weight for head in model.heads.heads]
     needed = sum(weight.nbytes for weight in (*model.target.model.parameters(), *squares))
-    monkeypatch.setattr(dummy, "available_bytes", lambda device: needed)
+    monkeypatch.setattr(shapes, "available_bytes", lambda device: needed)
     load("shape:tiny")
-    monkeypatch.setattr(dummy, "available_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(shapes, "available_bytes", lambda device: needed - 1)
     with pytest.raises(InputError, match=r"^--model: shape:tiny in bfloat16 needs 0.1 MB, cpu has 0.1 MB free$"):
         load("shape:tiny")
-    monkeypatch.setattr(dummy, "available_bytes", lambda device: None)
+    monkeypatch.setattr(shapes, "available_bytes", lambda device: None)
     load("shape:tiny")
 
 

@@ -15,9 +15,9 @@ from tests.conftest import make_checkpoint
 from tests.helpers import tiny_llama
 from tswift.errors import InputError
 from tswift.models.fingerprint import fingerprint_in_any_dtype, fingerprint_of
-from tswift.models.heads import load_heads
+from tswift.models.heads import ChainedHeads, ConditionedHeads
+from tswift.models.heads_files import load_heads
 from tswift.models.loading import load
-from tswift.models.refining_heads import ChainedHeads, ConditionedHeads
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 CPU = torch.device("cpu")

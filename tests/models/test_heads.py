@@ -10,9 +10,8 @@ from safetensors.torch import save_file
 
 from tests.helpers import HIDDEN, tiny_heads
 from tswift.errors import InputError
-from tswift.models.heads import load_heads
-from tswift.models.kinds import KINDS
-from tswift.models.refining_heads import ChainedHeads
+from tswift.models.heads import KINDS, ChainedHeads
+from tswift.models.heads_files import load_heads
 
 CPU = torch.device("cpu")
 

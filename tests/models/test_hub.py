@@ -13,8 +13,7 @@ from huggingface_hub import constants, is_offline_mode
 from huggingface_hub.utils import logging as hub_logging
 
 from tswift.errors import InputError
-from tswift.models.hub import hub
-from tswift.models.source import read_config
+from tswift.models.source import hub, read_config
 
 
 @pytest.fixture(autouse=True)

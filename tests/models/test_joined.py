@@ -18,7 +18,7 @@ from tests.models.test_passes import OPTIONS, PARAMS, LengthOnDevice
 from tswift.errors import InputError
 from tswift.models.adapting import adapted
 from tswift.models.fingerprint import weights_hash
-from tswift.models.joined import JoinedLinear, join, separate
+from tswift.models.linear import JoinedLinear, join, separate
 from tswift.models.target import Target
 
 NAMES = ["Llama, GQA", "Qwen2.5", "Qwen3", "Mistral", "Gemma", "Gemma 2 (windows, soft caps)", "Granite", "Phi-2"]

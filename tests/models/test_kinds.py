@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.helpers import HIDDEN, medusa_heads, tiny_heads
-from tswift.models.heads import load_heads
-from tswift.models.kinds import KINDS, build
+from tswift.models.heads import KINDS, build
+from tswift.models.heads_files import load_heads
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "medusa"])

@@ -10,7 +10,7 @@ from benchmarks.architectures import ARCHITECTURES, WINDOW, Architecture
 from tests.helpers import tiny_llama
 from tswift.attention.special import Wants
 from tswift.kv.full import FullKV
-from tswift.models.layers import Unserved, survey
+from tswift.models.hf import Unserved, survey
 from tswift.models.target import Target
 
 

@@ -11,8 +11,8 @@ from transformers import Gemma3TextConfig
 
 from tests.models.loads import changed, refuse
 from tswift.errors import InputError
+from tswift.models.heads import ConditionedHeads
 from tswift.models.loading import load
-from tswift.models.refining_heads import ConditionedHeads
 from tswift.models.source import read_config
 
 

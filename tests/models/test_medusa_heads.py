@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.helpers import HIDDEN, VOCAB, medusa_heads
-from tswift.models.base_heads import Heads
+from tswift.models.heads import Heads
 
 
 def hidden(*shape: int) -> torch.Tensor:

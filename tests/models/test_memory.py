@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tswift.models import memory
-from tswift.models.memory import available_bytes, gigabytes
+from tswift.models import devices
+from tswift.models.devices import available_bytes, gigabytes
 
 CPU = torch.device("cpu")
 MEMINFO = "MemTotal:       24000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8000000 kB\n"
@@ -20,7 +20,7 @@ def left(monkeypatch: pytest.MonkeyPatch, root: Path, files: dict[str, str]) -> 
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
-    monkeypatch.setattr(memory, "_ROOT", root)
+    monkeypatch.setattr(devices, "_ROOT", root)
     return available_bytes(CPU)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.architectures import Architecture
-from tswift.models.outputs import output_of
+from tswift.models.hf import output_of
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,12 @@ from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import TreeAttention
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.making import make_drafter
-from tswift.drafting.methods import METHODS
+from tswift.drafting.methods import METHODS, make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
+from tswift.models.heads import ChainedHeads
 from tswift.models.passes import sizes
-from tswift.models.refining_heads import ChainedHeads
 from tswift.models.target import Target
 
 PARAMS = SamplingParams(min_p=0.02, window=24)

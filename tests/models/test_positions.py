@@ -10,8 +10,7 @@ from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, PreTrainedCo
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.helpers import tiny_llama
-from tswift.models.layers import survey
-from tswift.models.positions import max_positions
+from tswift.models.hf import max_positions, survey
 from tswift.models.shapes import SHAPES
 from tswift.models.target import Target
 

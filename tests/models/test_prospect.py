@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import make_checkpoint
 from tswift.errors import InputError
-from tswift.models import dummy
-from tswift.models.kinds import KINDS
+from tswift.models import shapes
+from tswift.models.heads import KINDS, ConditionedHeads
 from tswift.models.loading import load
 from tswift.models.prospect import foresee
-from tswift.models.refining_heads import ConditionedHeads
 
 
 def bytes_of(module: torch.nn.Module | None) -> int:
@@ -43,7 +42,7 @@ def test_a_shape(tiny_shapes: None, heads: str | None) -> None:
         seen, loaded = foresee(model, heads=heads), load(model, heads=heads)
         assert seen.weight_bytes == bytes_of(loaded.target.model)
         assert (seen.heads, seen.heads_bytes) == (loaded.heads.count, bytes_of(loaded.heads))
-        assert loaded.heads.count == dummy.HEADS
+        assert loaded.heads.count == shapes.HEADS
         assert seen.token_bytes == loaded.target.kv_shape.bytes_per_token
 
 
@@ -78,7 +77,7 @@ def test_heads_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_medusa_s_heads_of_another_vocabulary(checkpoint: Path, tmp_path: Path) -> None:
-    from tswift.models.medusa_heads import MedusaHeads
+    from tswift.models.heads import MedusaHeads
 
     MedusaHeads(32, 2, 99).save(tmp_path / "own")
     with pytest.raises(InputError, match=r"^--heads: .*own was made for a vocabulary of 99, the model has 320$"):

@@ -35,10 +35,10 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
 from tswift.errors import InputError
+from tswift.models.heads import MedusaHeads
+from tswift.models.heads_files import find_published
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
-from tswift.models.medusa_heads import MedusaHeads
-from tswift.models.published import find_published
 from tswift.models.target import Target
 
 

@@ -21,7 +21,7 @@ from tests.models.loads import refuse
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.kv.full import FullKV
-from tswift.models import opening
+from tswift.models import loading
 from tswift.models.fingerprint import fingerprint_of, weights_hash
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
@@ -73,7 +73,7 @@ def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         network.hf_quantizer = "homemade"
         return network, info
 
-    monkeypatch.setattr(opening.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     return str(folder)
 
 
@@ -122,7 +122,7 @@ def test_what_transformers_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyP
         told["config"] = quantization_config
         return right(source, **asked)
 
-    monkeypatch.setattr(opening.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     model = load(str(checkpoint), device="cpu", quantize=kind)
     assert told["config"] == (wanted, {"set_inductor_config": False})  # the process is ours
     assert model.about()["quantization"] == f"{kind}, torchao"

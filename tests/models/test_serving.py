@@ -17,9 +17,9 @@ from tests.models.test_passes import OPTIONS, PARAMS, static_target
 from tswift.attention.backends import why_not
 from tswift.attention.native import NativeAttention
 from tswift.kv.full import FullKV
-from tswift.models import dummy
+from tswift.models import shapes
+from tswift.models.adapting import heads_of
 from tswift.models.loaded import LoadedModel
-from tswift.models.serving import heads_of
 from tswift.models.target import Target
 
 native = pytest.mark.skipif(why_not("native", torch.float32, torch.device("cpu")) is not None, reason="no compiler")
@@ -67,7 +67,7 @@ def test_attention_that_lies_in_one_element_is_not_used(monkeypatch: pytest.Monk
 
 def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass over 48 layers of random weights in bfloat16 and one in float32: as far apart as wide models' are."""
-    monkeypatch.setattr(dummy, "_STD", 1.28 / 256**0.5)  # products gain as with a hidden size of 4096 and 0.02
+    monkeypatch.setattr(shapes, "_STD", 1.28 / 256**0.5)  # products gain as with a hidden size of 4096 and 0.02
     config = LlamaConfig(
         vocab_size=500,
         hidden_size=256,
@@ -76,7 +76,7 @@ def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> 
         num_attention_heads=4,
         num_key_value_heads=1,
     )
-    network = dummy.random_network(config, torch.bfloat16, torch.device("cpu"), "random")
+    network = shapes.random_network(config, torch.bfloat16, torch.device("cpu"), "random")
     narrow, wide = Target(deepcopy(network)), Target(network.float())
     places, hidden = torch.arange(80), []
     for target in (narrow, wide):

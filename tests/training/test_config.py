@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tswift.errors import InputError
-from tswift.models.kinds import KINDS
+from tswift.models.heads import KINDS
 from tswift.models.shapes import skeleton
 from tswift.models.source import DEMO as BUNDLED
 from tswift.training.config import DEMO, SHAPES, DraftConfig, HeadsConfig, TrainConfig, option

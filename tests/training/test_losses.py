@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers import HIDDEN, VOCAB, tiny_heads, tiny_llama, tiny_target
-from tswift.models.base_heads import Heads
-from tswift.models.kinds import KINDS
+from tswift.models.heads import KINDS, Heads
 from tswift.models.target import Target
 from tswift.training.config import OBJECTIVES
 from tswift.training.losses import CAUSAL, DraftLoss, heads_loss, hidden_states

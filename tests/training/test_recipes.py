@@ -20,8 +20,7 @@ from recipes.pretrain import Plan, head_losses, pretrain
 from tests.helpers import HIDDEN, tiny_heads, tiny_llama
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
-from tswift.models.kinds import KINDS
-from tswift.models.refining_heads import ChainedHeads
+from tswift.models.heads import KINDS, ChainedHeads
 from tswift.training.config import DraftConfig
 from tswift.training.run import Outcome
 

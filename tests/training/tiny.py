@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from recipes.corpus import token_stream
+from recipes.corpus import token_stream, train_tokenizer
 from recipes.pretrain import Plan, pretrain
-from recipes.tokenizer import train_tokenizer
-from tswift.models.refining_heads import ChainedHeads
+from tswift.models.heads import ChainedHeads
 
 SENTENCE = "the ship sailed over a grey sea and nobody on deck spoke of weather before that night came down again"
 WORDS = SENTENCE.split()

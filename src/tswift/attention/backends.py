@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.attention.special import SpecialAttention, Wants
@@ -109,6 +110,14 @@ def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USU
     if reason:
         raise InputError(reason, "--attention")
     return name
+
+
+def exact_for(attention: type[Attention], width: int) -> type[Attention]:
+    """What attends in exact passes: the backend itself, or stock operators where it has none for heads of a size."""
+    from tswift.attention.native import NativeAttention, takes
+
+    left = attention is NativeAttention and not takes(width)  # to operators whose rows are not exact
+    return attention if attention.EXACT and not left else ChunkedAttention
 
 
 def fails(

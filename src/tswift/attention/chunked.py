@@ -1,8 +1,8 @@
 """Attention with exact rows from stock operators: every node's row has the same bits in whatever pass it is computed.
 
-A product of matrices gives a row the same bits wherever it stands and whatever the other rows hold, as long as the
-shapes stay the same; in other shapes it sums in another order. So all products here have fixed shapes, and what a node
-at position p sees is cut by p alone:
+A product of matrices in another shape sums in another order, and on some CPUs even a row's place within one decides how
+it is summed. So a product here has the rows of one node, and its shape is fixed. What a node at position p sees is cut
+by p alone:
 
 - its **tail**, the 64 newest positions up to p, is gathered along the node's own path in the order of positions, so
   that drafted ancestors, which leave gaps between their slots, and committed ones give the same bits;
@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from tswift.attention.layout import MOST_WIDTH, Layout
 from tswift.attention.special import Wants
 
-_ROWS = 8  # of a product, about: more would cost a single node time, fewer a wide pass
 _LEAST, _MOST = 256, 2048  # keys of a block
 _LOWEST = -80.0  # difference of scores; exponentials that are no normal float32 take a CPU 50 times as long
 _NOTHING = Wants()
@@ -48,15 +47,9 @@ class ChunkedAttention:
                 raise ValueError(f"a tree of {nodes} nodes has more than {MOST_WIDTH}")
             self._rest = ChunkedAttention(layout, self._prefix + MOST_WIDTH, nodes - MOST_WIDTH, None)
         self._wide = torch.promote_types(layout.dtype, torch.float32)  # bf16 scores would cost two digits
-        self._block = max(1, _ROWS // layout.groups)  # nodes whose rows are multiplied together
         if ancestors is None:
             ancestors = torch.ones(self._nodes, self._nodes, dtype=torch.bool, device=layout.device).tril_()
-        # the last block is filled up with its last node
-        self._filled = torch.arange(-(-self._nodes // self._block) * self._block, device=layout.device)
-        self._filled.clamp_max_(self._nodes - 1)
-        ancestors = ancestors[self._filled]
-        positions = self._prefix + ancestors.sum(1) - 1
-        self._positions = positions.repeat_interleave(layout.groups).view(-1, 1, self._block * layout.groups, 1)
+        self._positions = (self._prefix + ancestors.sum(1) - 1).view(-1, 1, 1, 1)
         # the slots of each path; below 0 where the text begins later
         slots = torch.arange(self._prefix - MOST_WIDTH + 1, self._prefix + self._nodes, device=layout.device)
         seen = F.pad(ancestors, (MOST_WIDTH - 1, 0), value=True)
@@ -66,63 +59,64 @@ class ChunkedAttention:
         """Attend; shapes as for every attention. Every token's slot is its position, the root's too."""
         if self._rest is not None:
             rest = self._rest(query[:, MOST_WIDTH:], keys, values, scale, wants)
-        heads, width, blocks = len(keys), query.shape[-1], len(self._filled) // self._block
-        rows = query[:, self._filled].to(self._wide) * scale
-        rows = rows.view(heads, self._groups, blocks, self._block, width).permute(2, 0, 3, 1, 4).contiguous()
+        heads, width = len(keys), query.shape[-1]
+        packed = query[:, : self._nodes].to(self._wide) * scale
+        # by node, each in memory of its own: how that is aligned may matter, too
+        rows = [
+            row.clone(memory_format=torch.contiguous_format)
+            for row in packed.view(heads, self._groups, -1, width).permute(2, 0, 1, 3)
+        ]
         top, out = self._tail(rows, keys, values, wants)
-        rows, top, out = (x.view(blocks, heads, self._block * self._groups, -1) for x in (rows, top, out))
         top, out = self._before(rows, keys, values, wants, top, out)
         if wants.sinks is not None:
-            sinks = wants.sinks.to(self._wide).view(heads, 1, -1, 1).repeat(1, self._block, 1, 1).flatten(1, 2)
+            sinks = wants.sinks.to(self._wide).view(heads, -1, 1)
             higher = torch.maximum(top, sinks)
             out = out * torch.exp(top - higher)
             out[..., width:] += torch.exp(sinks - higher)
-        out = (out[..., :width] / out[..., width:]).view(blocks, heads, self._block, self._groups, width)
-        out = out.permute(1, 3, 0, 2, 4).reshape(len(query), -1, width)[:, : self._nodes].to(query.dtype)
+        out = (out[..., :width] / out[..., width:]).flatten(1, 2).transpose(0, 1).to(query.dtype)
         return out if self._rest is None else torch.cat([out, rest], dim=1)
 
-    def _tail(self, rows: Tensor, keys: Tensor, values: Tensor, wants: Wants) -> tuple[Tensor, Tensor]:
+    def _tail(self, rows: list[Tensor], keys: Tensor, values: Tensor, wants: Wants) -> tuple[Tensor, Tensor]:
         """Attention to the newest positions, gathered for each node.
 
         Args:
-            rows: ``[blocks, kv heads, nodes of a block, groups, d]``, scaled.
+            rows: by node ``[kv heads, groups, d]``, scaled.
             keys: as for every attention.
             values: as for every attention.
             wants: as for every attention.
 
         Returns:
-            The highest score of each row, ``[blocks, kv heads * nodes of a block, groups, 1]``, and ``[..., d + 1]``:
-            the weighted sum of values, and behind it the sum of weights.
+            The highest score of each row, ``[n, kv heads, groups, 1]``, and ``[..., d + 1]``: the weighted sum of
+            values, and behind it the sum of weights.
         """
-        heads, blocks = len(keys), len(rows)
         hidden = self._path < 0
         if wants.window is not None:
             hidden[:, : -wants.window] = True
         # in place of what is hidden a node reads its own slot, never another's
-        path = torch.where(hidden, self._path[:, -1:], self._path).view(blocks, self._block, -1)
-        near = [x[:, path].transpose(0, 1).to(self._wide).flatten(1, 2) for x in (keys, values)]
-        hidden = hidden.view(blocks, 1, self._block, 1, -1).expand(-1, heads, -1, -1, -1).flatten(1, 2)
-        scores = _scores(rows.flatten(1, 2), near[0].transpose(2, 3), wants, hidden)
+        path = torch.where(hidden, self._path[:, -1:], self._path)
+        near = [x[:, path].transpose(0, 1).to(self._wide).contiguous() for x in (keys, values)]
+        hidden = hidden[:, None, None]
+        scores = _scores(rows, near[0].transpose(2, 3), wants, hidden)
         top = scores.amax(-1, keepdim=True)
         return top, _products(_weights(scores, top, hidden), F.pad(near[1], (0, 1), value=1.0))
 
     def _before(
-        self, rows: Tensor, keys: Tensor, values: Tensor, wants: Wants, top: Tensor, out: Tensor
+        self, rows: list[Tensor], keys: Tensor, values: Tensor, wants: Wants, top: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As ``_tail``, with all that was before it added; shapes are ``[blocks, kv heads, rows, ...]``."""
-        window, last, width = wants.window, self._prefix + self._nodes - 1, rows.shape[-1]
+        """As ``_tail``, with all that was before it added."""
+        window, last, (heads, width) = wants.window, self._prefix + self._nodes - 1, rows[0].shape[::2]
         begin = 0 if window is None else max(0, self._prefix - window + 1)
         end = last - MOST_WIDTH + 1
-        wide = rows.new_empty(0), rows.new_empty(0)
-        for at, size in _borders(begin, end, len(keys), window):
-            if wide[0].numel() != len(keys) * size * width:
-                wide = rows.new_ones(len(keys), size, width), rows.new_ones(len(keys), size, width + 1)
+        wide = out.new_empty(0), out.new_empty(0)
+        for at, size in _borders(begin, end, heads, window):
+            if wide[0].numel() != heads * size * width:
+                wide = out.new_ones(heads, size, width), out.new_ones(heads, size, width + 1)
             read = slice(max(at, begin), min(at + size, end))
             for block, source in zip(wide, (keys, values), strict=True):
                 block[:, read.start - at : read.stop - at, :width] = source[:, read]
             hidden = None
             if at + size > self._prefix - MOST_WIDTH + 1 or (window is not None and at <= last - window):
-                slots = torch.arange(at, at + size, device=rows.device)
+                slots = torch.arange(at, at + size, device=out.device)
                 hidden = slots > self._positions - MOST_WIDTH
                 if window is not None:
                     hidden |= slots <= self._positions - window
@@ -148,7 +142,7 @@ def _borders(begin: int, end: int, kv_heads: int, window: int | None) -> Iterato
         at += size
 
 
-def _scores(rows: Tensor, keys: Iterable[Tensor], wants: Wants, hidden: Tensor | None) -> Tensor:
+def _scores(rows: list[Tensor], keys: Iterable[Tensor], wants: Wants, hidden: Tensor | None) -> Tensor:
     scores = _products(rows, keys)
     if wants.softcap is not None:
         scores = scores.div_(wants.softcap).tanh_().mul_(wants.softcap)
@@ -160,6 +154,6 @@ def _weights(scores: Tensor, top: Tensor, hidden: Tensor | None) -> Tensor:
     return weights if hidden is None else weights.masked_fill_(hidden, 0.0)
 
 
-def _products(left: Tensor, right: Iterable[Tensor]) -> Tensor:
-    """Batched products of each block, one by one: all in one go, their number would decide how they are computed."""
+def _products(left: Iterable[Tensor], right: Iterable[Tensor]) -> Tensor:
+    """Batched products, node by node: all in one go, their number would decide how they are computed."""
     return torch.stack([torch.bmm(a, b) for a, b in zip(left, right, strict=False)])

@@ -38,7 +38,7 @@ typedef uint16_t stored;
 enum {
     LANES = 8,
     BLOCK = 120, /* keys of a block */
-    TAIL = 312,  /* most keys of a tail: DRAFTED and a block before the prefix ends, and 128 nodes */
+    TAIL = (DRAFTED + BLOCK + 128 + 7) / 8 * 8, /* most keys of a tail: so many before the prefix ends, and 128 nodes */
     TILE = 16,   /* most rows whose scores are held at a time */
     FEW = 4,     /* up to so many rows, a vector holds numbers of one row; above, one number of each row */
     MIXED = 4,   /* most rows whose weighted values are held in registers */
@@ -84,14 +84,14 @@ typedef struct {
 typedef struct {
     const float *query;
     const stored *keys, *values;
-    const float *wide_keys, *wide_values; /* the same in float32, for many rows */
+    const float *wide_keys, *wide_values;  /* the same in float32, for many rows */
     const stored *next_keys, *next_values; /* of the next block */
     int64_t first;                         /* the first key */
     int count;                             /* keys */
     int plain;                             /* of these come before all that may have other places: see place */
-    int tail;
-    int shown;  /* of the keys, these first ones are seen by all rows */
-    int broken; /* whether one of the other values is no number */
+    int tail;                              /* whether it is the tail */
+    int shown;                             /* of the keys, these first ones are seen by all rows */
+    int broken;                            /* whether one of the other values is no number */
     int row, rows;
     float *top, *total, *out;
 } Block;
@@ -290,8 +290,10 @@ INLINE void score_eights(const Block *b, const stored *keys, float *scores, int 
 #pragma GCC unroll 8
             for (int i = 0; i < PIECE; i++)
 #pragma GCC unroll 4
-                for (int r = 0; r < rows; r++)
-                    sum[e][r] = _mm256_fmadd_ps(_mm256_broadcast_ss(b->query + r * WIDTH + d + i), turned[i], sum[e][r]);
+                for (int r = 0; r < rows; r++) {
+                    const __m256 of_row = _mm256_broadcast_ss(b->query + r * WIDTH + d + i);
+                    sum[e][r] = _mm256_fmadd_ps(of_row, turned[i], sum[e][r]);
+                }
         }
     for (int e = 0; e < eights; e++)
         for (int r = 0; r < rows; r++) _mm256_store_ps(scores + r * TAIL + key + e * LANES, sum[e][r]);
@@ -341,7 +343,8 @@ INLINE void weigh_few(const Call *c, const Block *b, float *scores, const int ro
 /* Add the weighted values; where a weight is depends on whether rows are many or few. */
 
 INLINE void mix_rows(
-    const Block *b, const float *weights, int from, int to, int row, const int rows, int by_key, int by_row, const int few
+    const Block *b, const float *weights, int from, int to, int row, const int rows, int by_key, int by_row,
+    const int few
 ) {
     float *out = b->out + row * WIDTH;
     const int wide = rows == 1 ? 8 : rows == 2 ? 4 : 2, vectors = WIDTH % (wide * LANES) ? 2 : wide;
@@ -367,7 +370,7 @@ INLINE void mix_rows(
     }
 }
 
-/* As mix does, but what a row does not see is left out: nothing times a value that is no number would not be nothing. */
+/* The same without what a row does not see: a weight of nothing times infinity would not be nothing. */
 static __attribute__((noinline)) void mix_seen(
     const Call *c, const Block *b, const float *weights, int by_key, int by_row, int few
 ) {
@@ -494,8 +497,7 @@ static void attend_part(const Work *w, int64_t head, int64_t index, float *wide)
     for (int64_t r = 0; r < PADDED(rows); r++) top[r] = -FLT_MAX; /* minus infinity from itself would be NaN */
     for (int64_t first = start, count; first < end; first += count) {
         count = tail ? end - first : BLOCK;
-        /* the part before this one comes next */
-        const int64_t next = tail ? first : first + BLOCK < end ? first + BLOCK : part_start(index ? index - 1 : 0);
+        const int64_t next = first + 2 * BLOCK <= held ? first + BLOCK : first;
         Block b = {
             .keys = keys + first * WIDTH,
             .values = values + first * WIDTH,
@@ -523,15 +525,15 @@ static void attend_part(const Work *w, int64_t head, int64_t index, float *wide)
     }
 }
 
-/* What every thread does. The longest parts, at the end, come first. */
+/* What every thread does. The short parts come last, so that no thread waits long for the others. */
 static void take_parts(void *given) {
     Work *w = given;
     const Call *c = w->call;
-    const int64_t tasks = c->kv_heads * w->parts;
+    const int64_t tasks = c->kv_heads * w->parts, from = w->parts > NEAR ? NEAR : 0;
     const int64_t worker = __atomic_fetch_add(&w->workers, 1, __ATOMIC_RELAXED);
     float *wide = found(w, c->kv_heads, 0) + worker * WIDENED;
     for (int64_t task; (task = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED)) < tasks;)
-        attend_part(w, task / w->parts, w->parts - 1 - task % w->parts, wide);
+        attend_part(w, task / w->parts, (task + from) % w->parts, wide);
 }
 
 /* Weigh what the parts of a head found for up to eight rows by their sums of weights. */

@@ -19,9 +19,9 @@ are committed, and however long the text grows. That is so because all borders a
   rows and all keys of a tile, so that the instructions that a row goes through are the same ones in the same order.
   tests/attention/test_offline_compile.py compares the code. The compiler may fuse no product with a sum by itself.
 
-Not exact are longer chains, a prompt's, from 129 nodes on, whose chunks are 32 times as long, or their partial results
-would take more memory than the keys; and in trees nodes more than 63 below the root. No GPU has confirmed any of this
-yet; the interpreter has.
+Not exact are passes of more than 128 nodes, a prompt's, whose chunks are 32 times as long, or their partial results
+would take more memory than the keys; and in trees nodes more than 64 below the root. No GPU has confirmed any of this
+yet; the interpreter has, and the compiled code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tswift.attention.kernels import MIDDLE, NEAR, attend_chunk, combine_chunks,
 from tswift.attention.layout import MOST_WIDTH, Layout
 from tswift.attention.special import Wants
 
-_PROMPT = 128  # nodes; a chain of more is a prompt's
+_PROMPT = 128  # nodes; a pass of more is over a prompt
 _LONG = 32  # times as long are the chunks of a prompt
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTERPRETED = not isinstance(attend_chunk, triton.JITFunction)
@@ -208,21 +208,23 @@ def configuration(rows: int, width: int, itemsize: int, generation: int) -> Conf
     """The layout of the attention kernel's programs; the only place that says so.
 
     Chosen by what the compiler makes of them (results/cuda-offline): nothing spilled, and two programs per
-    multiprocessor where that can be. No GPU has timed them yet. All that one model gets on one device give a row the
-    same bits: there are none but those of 64 and of 128 rows, which differ by the number of warps alone.
+    multiprocessor where that can be. No GPU has timed them yet. Those that one model gets on one device give a row the
+    same bits: there is either one of them, or one of 64 and one of 128 rows, which differ by the number of warps alone.
 
     Args:
         rows: query heads per KV head times nodes.
         width: padded head size.
         itemsize: bytes per element.
-        generation: major compute capability. On 9 a program takes up to 227 KB of shared memory, and its
-            matrix products read from there, which leaves registers for more rows; 8 and 12 have as little as 99 KB.
-            0 is the interpreter; that and 10, whose code has not been looked at, get one layout for all.
+        generation: major compute capability; 0 is the interpreter. On 9 every warp multiplies rows of its own; on 8 and
+            12 only where a head is no wider than 64, and otherwise 4 warps share rows and 8 would do it differently.
+            The code for others has not been looked at.
     """
     if itemsize == 4:  # multiplied outside the tensor cores, and bound by that: keys may well be read again
         return Configuration(16, min(64, max(16, 2048 // width)), warps=8, stages=2)
-    keys = min(64, max(16, 4096 // width))
-    if rows <= 64 or generation not in (8, 9, 12) or (width > 128 and generation != 9):
+    keys, widest = min(64, max(16, 4096 // width)), {8: 64, 9: 256, 12: 64}.get(generation, 0)
+    if width > 128 and generation != 9:
+        return Configuration(32, keys, warps=4, stages=3)
+    if rows <= 64 or width > widest:
         return Configuration(64, keys, warps=4, stages=3)
     return Configuration(128, keys, warps=8, stages=3, registers=128 if generation == 9 and width <= 128 else None)
 

@@ -10,18 +10,16 @@ from typing import Any
 
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import OF_CHOICE, find_method, used
+from tswift.drafting.methods import OF_CHOICE, find_method, resolve, used
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.resolving import resolve
 from tswift.engine import check_ahead, ending
 from tswift.errors import InputError, renamed
 from tswift.jobs.draft import draft_for, weights_for
 from tswift.jobs.prompt import read_prompt
 from tswift.jobs.settings import refuse_unused, sampling_params, used_options
-from tswift.models.hub import hub
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
-from tswift.models.source import DEMO
+from tswift.models.source import DEMO, hub
 
 BASELINE = "ar"
 REFERENCE = "ar-reference"  # plain decoding with the attention of reference implementations

@@ -24,7 +24,7 @@ from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import find_method
 from tswift.drafting.options import FULL
 from tswift.errors import InputError
-from tswift.models.memory import available_bytes
+from tswift.models.devices import available_bytes
 from tswift.models.quantizing import BITS, DRAFT_OPTION, KINDS
 from tswift.models.shapes import Shape, routed, shape_of
 

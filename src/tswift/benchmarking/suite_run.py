@@ -39,8 +39,8 @@ from tswift.benchmarking.suites import (
     published_rows,
 )
 from tswift.benchmarking.summary import FINISHED, Cell, Figure, by_draw, summarise
+from tswift.drafting.methods import resolve
 from tswift.drafting.options import DraftOptions
-from tswift.drafting.resolving import resolve
 from tswift.engine import check, check_ahead, ending
 from tswift.errors import InputError
 from tswift.jobs.draft import draft_for

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _ran_out(error: Exception) -> bool:
     if "torch" not in sys.modules:  # it is not imported to say so
         return isinstance(error, MemoryError)
-    from tswift.models.memory import ran_out
+    from tswift.models.devices import ran_out
 
     return ran_out(error)
 

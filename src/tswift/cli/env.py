@@ -10,7 +10,7 @@ from tswift.cli import options
 
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
-    from tswift.models.costs import PassCosts
+    from tswift.models.passes import PassCosts
 
 _KEYS = (100, 4_096, 25_000, 100_000)
 

@@ -11,7 +11,7 @@ import typer
 from tswift.cli import options
 
 if TYPE_CHECKING:
-    from tswift.models.description import Description
+    from tswift.models.heads_files import Description
 
 heads = typer.Typer()
 
@@ -33,7 +33,7 @@ def inspect(
     """Tell what a file or a folder of heads holds. Its weights are not read, and nothing is run."""
     from tswift.cli import records
     from tswift.cli.streams import visible, write_stdout
-    from tswift.models.description import describe
+    from tswift.models.heads_files import describe
 
     record = records.writable(json)
     found = describe(file.expanduser())

@@ -86,9 +86,8 @@ def roofline(
 
     from tswift.benchmarking.roofline import RooflineQuery, predict
     from tswift.cli import records, tables
-    from tswift.models.devices import find_device
-    from tswift.models.dtypes import find_dtype, own_dtype
-    from tswift.models.positions import max_positions
+    from tswift.models.devices import find_device, find_dtype, own_dtype
+    from tswift.models.hf import max_positions
     from tswift.models.shapes import PREFIX, refuse_routed, shape_of, skeleton
     from tswift.models.source import in_one_line, read_config, silence
 

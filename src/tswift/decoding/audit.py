@@ -191,15 +191,13 @@ def audit(
 def stretches(first: int, nodes: int) -> list[int]:
     """Where the stretches begin at which rounding is measured.
 
-    They are spread evenly from the first node that draws a token, or from before it if the text is shorter than a
-    stretch, to the end. There is one at the beginning of a text that is shorter than two.
+    They are spread evenly from the first node that draws a token to the last one with a whole chunk from there on: a
+    pass over few nodes may compute just what the narrow ones do. In a text shorter than a chunk there is one before it.
     """
-    begin = min(first, max(0, nodes - _STRETCH))
-    room = nodes - begin - min(_STRETCH, nodes - begin)
-    count = min(_STRETCHES, (nodes - begin) // _STRETCH)
-    if count < 2:
-        return [begin]
-    return [begin + index * room // (count - 1) for index in range(count)]
+    begin = min(first, max(0, nodes - _CHUNK))
+    room = max(0, nodes - begin - _CHUNK)
+    count = min(_STRETCHES, 1 + room // _CHUNK)
+    return [begin + index * room // max(1, count - 1) for index in range(count)]
 
 
 def _logits(target: Target, tokens: Sequence[int], kv: FullKV, width: int) -> Tensor:

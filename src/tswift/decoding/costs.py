@@ -18,9 +18,9 @@ import tswift
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.kv.full import FullKV
-from tswift.models.base_heads import Heads
-from tswift.models.costs import PassCosts
 from tswift.models.fingerprint import config_hash
+from tswift.models.heads import Heads
+from tswift.models.passes import PassCosts
 from tswift.models.target import Target
 
 NODES = (1, 2, 4, 8, 16, 32)

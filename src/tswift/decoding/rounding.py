@@ -5,8 +5,9 @@ other parameters hides below it, token by token. So measured differences are add
 the rule is applied again, which gives so many texts as honest passes could have drawn. The text in question may not
 have more tokens turned than those, nor more of them by much.
 
-Assumed: the passes that made the text differ from the audit's as passes of the stretches do, up to the factor
-``_MORE``; and a difference is as likely with either sign, and at any token whose logit has the same rank in its row.
+Assumed: the passes that made the text differ from the audit's as passes of the stretches do where those differ at all,
+up to the factor ``_MORE``: they read keys that differ, which those of a stretch do only from the first difference on.
+And a difference is as likely with either sign, and at any token whose logit has the same rank in its row.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Rounding:
     @property
     def usual(self) -> float:
         """Root mean square of the differences of the largest logits."""
-        return float(self._best().square().mean().sqrt())
+        return float(self._best().square().mean().sqrt()) if self._sample else 0.0
 
     def _best(self) -> Tensor:
         return torch.cat([rows[:, :_TOP].double() for rows in self._sample])
@@ -76,7 +77,10 @@ class Rounding:
         """Compare the logits ``[n, V]`` of two passes over the same tokens."""
         differences = other.double() - logits.double()
         self.measured = max(self.measured, float(differences.abs().max()))
-        rows = torch.arange(0, len(logits), max(1, len(logits) // _KEPT), device=logits.device)
+        rows = differences.any(-1).nonzero().squeeze(1)
+        if not len(rows):
+            return
+        rows = rows[:: math.ceil(len(rows) / _KEPT)]
         order = logits[rows].argsort(-1, descending=True)
         self._sample.append(differences[rows].gather(-1, order).to(torch.promote_types(logits.dtype, torch.float32)))
 
@@ -93,6 +97,8 @@ class Rounding:
             drawn: ``[n]`` int64, what the rule draws from these logits.
             tokens: ``[n]`` int64, the text's; where rounding does not explain the text's, what is drawn.
         """
+        if not self._sample:
+            return  # nothing is within a bound of 0
         close = contested(sampler, logits, seen, noise, drawn, self.bound) | (tokens != drawn)
         self.contested += int(close.sum())
         rows = close.nonzero().squeeze(1)

@@ -18,7 +18,7 @@ from tswift.decoding.device_step import DeviceState
 from tswift.decoding.drafter import Context, DeviceDraft, Drafter
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource
-from tswift.drafting.reuse import ReuseSource
+from tswift.drafting.ngrams import ReuseSource
 from tswift.kv.buffer import KVBuffer
 from tswift.kv.partial import PartialKV
 from tswift.models.passes import sizes

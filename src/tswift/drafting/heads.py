@@ -12,11 +12,10 @@ from tswift.decoding.device_step import DeviceState
 from tswift.decoding.drafter import Context
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.levels import Level, PartialLevel
+from tswift.drafting.chains import Level, PartialLevel
 from tswift.kv.partial import PartialKV
-from tswift.models.base_heads import Heads
-from tswift.models.costs import PassCosts
-from tswift.models.passes import Forwarded
+from tswift.models.heads import Heads
+from tswift.models.passes import Forwarded, PassCosts
 from tswift.models.target import Target
 
 _Guess = tuple[Tensor, Tensor]  # [levels, k] tokens and their scores (float64), best first

@@ -1,14 +1,263 @@
-"""The decoding methods by name: what each drafts from, and which KV it reads while drafting."""
+"""The methods: what each drafts from, which options it looks at, and its drafter for one decode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from tswift.decoding.drafter import Drafter
-from tswift.drafting import recipes
-from tswift.drafting.options import AUTO, FULL, DraftOptions
+from tswift.drafting.adaptive import Rival, RivalDrafter
+from tswift.drafting.chains import CHUNK, CascadeSource, ChainSource, FullLevel, Level, OwnLevel, PartialLevel
+from tswift.drafting.dynamic_tree import Plan, PlannedDrafter, PricedSource
+from tswift.drafting.fixed_tree import FixedTreeDrafter
+from tswift.drafting.head_tree import BeamSource
+from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
+from tswift.drafting.history import Recall, RecallSource
+from tswift.drafting.ngrams import NgramTable, ReuseSource
+from tswift.drafting.options import (
+    AUTO,
+    FULL,
+    MEASURED,
+    DraftOptions,
+    refuse_sinks,
+    usual_nodes,
+    usual_tree,
+    verify_nodes,
+)
 from tswift.errors import InputError
+from tswift.kv.partial import PartialKV
+from tswift.kv.policies import POLICIES
+from tswift.kv.streaming import StreamingKV
+from tswift.models.heads import Heads
+from tswift.models.passes import NOMINAL, PassCosts
+from tswift.models.target import Target
+
+NGRAM = 4
+_BEYOND = 2  # levels after those of the heads, where the last one goes on by itself
+_FOLLOWED = 32  # most tokens that are recalled in a row
+INNER_NODES = 16  # most nodes of the trees from which a cascade's chain is decoded
+
+_SMALL_BUDGET = 256  # of the small model where the target over retrieved keys stands between (TriForce, section 5.1)
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a method drafts with.
+
+    Attributes:
+        target: the model whose tokens are wanted.
+        drafting: what drafting passes of the target run on: itself, or a copy of it with weights of fewer bits.
+        heads: its heads, if it has any.
+        draft: a smaller model with the same vocabulary, if there is one.
+        positions: most tokens of prompt and text together.
+        costs: what passes cost, for methods that choose which ones pay.
+        draft_costs: what drafting passes of the target cost.
+    """
+
+    target: Target
+    drafting: Target
+    heads: Heads | None
+    draft: Target | None
+    positions: int
+    costs: PassCosts
+    draft_costs: PassCosts
+
+
+def ar(models: Models, options: DraftOptions) -> Drafter:
+    """Of nothing: plain decoding."""
+    return Drafter()
+
+
+def medusa(models: Models, options: DraftOptions) -> Drafter:
+    """Heads on the last verification pass."""
+    return _of_heads(models, options, LastPass(), [], _memory(models, options))
+
+
+def tokenswift(models: Models, options: DraftOptions) -> Drafter:
+    """A drafting pass of the target, heads on it, and n-grams of the text."""
+    reader = DraftingPass(_self_level(models.drafting, options))
+    return _of_heads(models, options, reader, _reuse_sources(options, below=1), _memory(models, options))
+
+
+def _of_heads(
+    models: Models,
+    options: DraftOptions,
+    reader: LastPass | DraftingPass,
+    others: list[ReuseSource],
+    memory: Recall | None,
+) -> Drafter:
+    """Heads in the tree of the options, or in one that pays, and other sources beside them."""
+    heads, tree = models.heads, options.tree
+    assert heads is not None
+    assert options.nodes is not None
+    longest = NGRAM if others else 0
+    if isinstance(tree, tuple):
+        source = HeadSource(models.target, heads, reader, tree, options.shared_noise)
+        depth, ngrams = max(len(tree), longest), others[0] if others else None
+        fewer = _fewer(models.target, options.nodes)
+        return FixedTreeDrafter([source, *others], depth, options.nodes, heads=source, ngrams=ngrams, fewer=fewer)
+    plan = Plan(models.costs)
+    if options.gamma is None:
+        levels = heads.count + reader.direct + (_BEYOND if heads.conditioned else 0)
+    else:
+        levels = min(options.gamma + reader.direct, options.nodes - 1)
+    beams = BeamSource(models.target, heads, reader, levels, options.shared_noise, plan)
+    if memory is not None:
+        return _recalling(options, plan, max(levels, _deepest(options)), [beams], memory)
+    return PlannedDrafter(offering=[beams, *others], depth=max(levels, longest), limit=options.nodes, plan=plan)
+
+
+def _fewer(target: Target, nodes: int) -> Callable[[int], int] | None:
+    """How many of the nodes to verify with so many tokens in the cache; None where that is not known."""
+    if target.device.type != "cuda":
+        return None
+    weights = sum(weight.nbytes for weight in target.model.parameters()) / target.kv_shape.bytes_per_token
+    return lambda length: verify_nodes(length, target.groups, nodes, weights)
+
+
+def recall(models: Models, options: DraftOptions) -> Drafter:
+    """What the target thought where the text stood like this before, and nothing else."""
+    memory = _memory(models, options)
+    assert memory is not None
+    return _recalling(options, Plan(models.costs), _deepest(options), [], memory)
+
+
+def _memory(models: Models, options: DraftOptions) -> Recall | None:
+    """Of the text, if it is recalled."""
+    return Recall(models.target, options.shared_noise, options.recall) if options.recall else None
+
+
+def _deepest(options: DraftOptions) -> int:
+    """Most tokens that are recalled in a row: as many as the tree has nodes for."""
+    assert options.nodes is not None
+    return min(options.nodes - 1, _FOLLOWED)
+
+
+def _recalling(
+    options: DraftOptions, plan: Plan, depth: int, sources: Sequence[PricedSource], memory: Recall
+) -> PlannedDrafter:
+    """Sources and what is recalled, up to ``depth`` tokens deep."""
+    assert options.nodes is not None
+    offering = [*sources, RecallSource(memory, plan, options.nodes)]
+    return PlannedDrafter(offering=offering, depth=depth, limit=options.nodes, plan=plan, memory=memory)
+
+
+def cascade(models: Models, options: DraftOptions) -> Drafter:
+    """A chain decoded by the target itself over the newest keys, as long as it is sure, itself drafted by heads."""
+    return _cascade(models, options, _memory(models, options))
+
+
+def _cascade(models: Models, options: DraftOptions, memory: Recall | None) -> PlannedDrafter:
+    assert options.gamma is not None
+    assert options.nodes is not None
+    verified = replace(models, costs=models.draft_costs)  # by the level's passes
+    inner = medusa(verified, replace(options, tree=AUTO, gamma=None, nodes=INNER_NODES, recall=0))
+    assert isinstance(inner, PlannedDrafter)
+    plan = Plan(models.costs)
+    recalled: list[PricedSource] = []
+    if memory is not None:  # one for the chain and for what the chain is drafted from
+        recalled = [RecallSource(memory, plan, options.nodes)]
+        guessing = RecallSource(memory, inner.plan, inner.limit)
+        inner = replace(inner, offering=[*inner.offering, guessing], depth=INNER_NODES - 1)
+    level = _self_level(models.drafting, options, chain=options.gamma, nodes=inner.limit)
+    source = CascadeSource(level, inner, options.shared_noise, plan)
+    deepest = min(options.gamma, options.nodes - 1)
+    offering = [source, *recalled]
+    return PlannedDrafter(offering=offering, depth=deepest, limit=options.nodes, plan=plan, memory=memory)
+
+
+def auto(models: Models, options: DraftOptions) -> Drafter:
+    """Whatever has been the fastest of late: heads in a fixed tree, heads in one that pays, or a cascade."""
+    heads, memory = models.heads, _memory(models, options)
+    assert heads is not None
+    assert options.nodes is not None
+    nodes = min(options.nodes, usual_nodes(models.target.device, models.target.groups))
+    tree = usual_tree("medusa", models.target.device, heads.count)
+    fixed = replace(options, tree=tree, gamma=None, nodes=nodes)
+    chosen = replace(options, tree=AUTO, gamma=None)
+    rivals = [
+        Rival("fixed tree", _of_heads(models, fixed, LastPass(), [], None), len(tree)),
+        Rival("tree auto", replace(_of_heads(models, chosen, LastPass(), [], memory), memory=None)),
+        Rival("cascade", replace(_cascade(models, options, memory), memory=None)),
+    ]
+    depth, limit = (max(getattr(rival.drafter, name) for rival in rivals) for name in ("depth", "limit"))
+    costs = None if options.costs == MEASURED else models.costs
+    return RivalDrafter(depth=depth, limit=limit, memory=memory, rivals=rivals, costs=costs)
+
+
+def reuse(models: Models, options: DraftOptions) -> Drafter:
+    """N-grams of the text alone."""
+    assert options.nodes is not None
+    return Drafter(_reuse_sources(options, below=0), NGRAM - 1, options.nodes)
+
+
+def _reuse_sources(options: DraftOptions, below: int) -> list[ReuseSource]:
+    if not options.ngrams:
+        return []
+    return [ReuseSource(NgramTable(NGRAM, options.ngrams), below, options.reuse_recent)]
+
+
+def magicdec(models: Models, options: DraftOptions) -> Drafter:
+    """A chain decoded by the target itself over less than its full cache, as a rule."""
+    return _chain("self", _self_level(models.drafting, options, chain=options.gamma), options, Drafter())
+
+
+def standalone(models: Models, options: DraftOptions) -> Drafter:
+    """A chain decoded by a smaller model."""
+    assert options.gamma is not None
+    return _chain("model", _own_level(models, options), options, Drafter())
+
+
+def triforce(models: Models, options: DraftOptions) -> Drafter:
+    """A chain decoded by the target over retrieved keys, itself drafted by a smaller model."""
+    assert options.gamma is not None
+    small = _own_level(models, options, between=True)
+    inner = _chain("model", small, replace(options, gamma=options.inner_gamma), Drafter())
+    scratch = options.gamma + inner.limit
+    assert options.budget is not None
+    retrieved = PartialKV(models.target.kv_shape, options.budget, options.sinks, POLICIES["retrieval"], scratch)
+    return _chain("retrieval", PartialLevel(models.drafting, retrieved, inner.limit), options, inner)
+
+
+def _self_level(target: Target, options: DraftOptions, chain: int | None = 0, nodes: int = 1) -> Level:
+    """The target itself over what ``--kv`` says, with room for a chain, each of its passes over so many nodes."""
+    assert options.kv is not None
+    if options.kv == FULL:
+        return FullLevel(target)
+    assert options.budget is not None
+    kv = PartialKV(target.kv_shape, options.budget, options.sinks, POLICIES[options.kv], (chain or 0) + nodes)
+    return PartialLevel(target, kv, nodes)
+
+
+def _own_level(models: Models, options: DraftOptions, between: bool = False) -> Level:
+    """The small model over its own cache."""
+    assert models.draft is not None
+    budget, ahead = own_size(options, models.positions, between)
+    kv = StreamingKV(models.draft.kv_shape, budget, min(options.sinks, budget // 4), ahead, ahead + CHUNK)
+    return OwnLevel(models.draft, kv)
+
+
+def own_size(options: DraftOptions, positions: int, between: bool) -> tuple[int, int]:
+    """Tokens that a small model's cache holds for good, and how far it can be ahead of the text.
+
+    Args:
+        options: resolved ones.
+        positions: most tokens of prompt and text together.
+        between: whether the target over retrieved keys stands between it and the text.
+    """
+    assert options.gamma is not None
+    assert options.budget is not None
+    if between:
+        return min(options.budget, _SMALL_BUDGET), options.gamma + options.inner_gamma + 2
+    return positions if options.kv == FULL else options.budget, options.gamma + 2
+
+
+def _chain(name: str, level: Level, options: DraftOptions, inner: Drafter) -> Drafter:
+    assert options.gamma is not None
+    source = ChainSource(name, level, options.gamma, inner, options.shared_noise)
+    return Drafter([source], options.gamma, options.gamma + 1)
 
 
 @dataclass(frozen=True)
@@ -28,7 +277,7 @@ class Method:
         reference: it reads the text as reference implementations do, slowly, to be measured beside ``ar``.
     """
 
-    make: Callable[[recipes.Models, DraftOptions], Drafter]
+    make: Callable[[Models, DraftOptions], Drafter]
     uses: frozenset[str] = frozenset()
     by_lm_head: int = 0
     kv: tuple[str, ...] = ()
@@ -54,7 +303,7 @@ _OF_PARTIAL = frozenset({"budget", "sinks"})
 _OF_CHAINS = frozenset({"gamma", "shared_noise"})
 
 _CASCADE = Method(
-    recipes.cascade,
+    cascade,
     frozenset({"nodes"}) | OF_CHOICE | _OF_CHAINS | _OF_PARTIAL | {"kv"},
     heads=True,
     kv=("streaming", "dynamic", "partial", "snapkv"),
@@ -64,31 +313,31 @@ _CASCADE = Method(
 )
 
 METHODS: dict[str, Method] = {
-    "ar": Method(recipes.ar),
-    "medusa": Method(recipes.medusa, _OF_TREES),
+    "ar": Method(ar),
+    "medusa": Method(medusa, _OF_TREES),
     "tokenswift": Method(
-        recipes.tokenswift,
+        tokenswift,
         _OF_TREES | _OF_REUSE | _OF_PARTIAL | {"kv"},
         by_lm_head=1,
         kv=("dynamic", FULL, "partial", "streaming", "snapkv"),
         partial=True,
     ),
     "cascade": _CASCADE,
-    "recall": Method(recipes.recall, frozenset({"nodes", "shared_noise"}) | OF_CHOICE),
-    "reuse": Method(recipes.reuse, _OF_REUSE),
+    "recall": Method(recall, frozenset({"nodes", "shared_noise"}) | OF_CHOICE),
+    "reuse": Method(reuse, _OF_REUSE),
     "magicdec": Method(
-        recipes.magicdec,
+        magicdec,
         _OF_CHAINS | _OF_PARTIAL | {"kv"},
         kv=("snapkv", "streaming", "dynamic", "partial", FULL),
         gamma=4,
         partial=True,
     ),
     "standalone": Method(
-        recipes.standalone, _OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, budget=512, draft=True
+        standalone, _OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, budget=512, draft=True
     ),
-    "triforce": Method(recipes.triforce, _OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
-    "auto": replace(_CASCADE, make=recipes.auto),
-    "ar-reference": Method(recipes.ar, reference=True),
+    "triforce": Method(triforce, _OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
+    "auto": replace(_CASCADE, make=auto),
+    "ar-reference": Method(ar, reference=True),
 }
 
 
@@ -113,3 +362,164 @@ def used(name: str, options: DraftOptions) -> frozenset[str]:
     elif "tree" in uses and options.recall != 0:  # recalls instead
         uses -= OF_NGRAMS
     return uses
+
+
+_NGRAMS = DraftOptions().ngrams
+_KEPT = 64  # half as many lose 3% of the guesses that come true, and all that there are gain less than 1%
+_AUTO_NODES = 32  # no tree that pays is larger, where passes over more were measured
+
+
+def resolve(name: str, target: Target, heads: Heads | None, options: DraftOptions) -> DraftOptions:
+    """The options with the device's defaults filled in: ``tree`` and ``nodes``, where the method uses them.
+
+    Drafts that are wider than the target's passes are cut.
+
+    Raises:
+        InputError: no such method, heads that it needs are missing, or a tree that does not fit the heads.
+    """
+    count = heads.count if heads else 0
+    resolved = resolve_for(name, target.device, target.groups, target.most_nodes, count, options)
+    if target.width is None:
+        return resolved
+    nodes, gamma = resolved.nodes, resolved.gamma
+    return replace(resolved, nodes=nodes and min(nodes, target.width), gamma=gamma and min(gamma, target.width - 1))
+
+
+def resolve_for(
+    name: str, device: torch.device, groups: int, most_nodes: int | None, heads: int, options: DraftOptions
+) -> DraftOptions:
+    """As :func:`resolve`, for a model that need not be there.
+
+    Args:
+        name: of the method.
+        device: where the model will be.
+        groups: its query heads per KV head.
+        most_nodes: most nodes of a draft tree that its attention can do; None if there is no such limit.
+        heads: how many tokens its heads draft one after another.
+        options: as asked for.
+    """
+    method = find_method(name)
+    gamma, kv = None, options.kv or next(iter(method.kv), None)
+    if "kv" in method.uses and kv not in method.kv:
+        raise InputError(f"{name} can read {', '.join(method.kv)}, not {kv}", "--kv")
+    if method.gamma is not None:
+        gamma = method.gamma if options.gamma is None else options.gamma
+        if not gamma:
+            raise InputError(f"must be at least 1 for {name}", "--gamma")
+    tree: tuple[int, ...] | str | None = None
+    if method.with_heads and not heads:
+        raise InputError(f"{name} drafts with heads and the model has none; use ar or reuse", "--method")
+    if "tree" in method.uses:
+        levels = heads + method.by_lm_head
+        usual = usual_tree(name, device, levels)
+        tree = options.tree or usual
+        if options.gamma is not None:
+            least, most = 1 - method.by_lm_head, (levels if tree == AUTO else len(usual)) - method.by_lm_head
+            if not least <= options.gamma <= most:
+                raise InputError(f"must be between {least} and {most} for {name}, got {options.gamma}", "--gamma")
+            if tree == AUTO:
+                gamma = options.gamma
+            else:
+                tree = usual[: options.gamma + method.by_lm_head]
+        if isinstance(tree, tuple) and len(tree) > levels:
+            raise InputError(f"{name} can draft {levels} levels with these heads, got {len(tree)}", "--tree")
+    chooses = "costs" in method.uses and tree in (None, AUTO)
+    recall = (_KEPT if options.recall is None else options.recall) if chooses else None
+    if recall and "ngrams" in method.uses and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent):
+        option = "--reuse-recent" if options.reuse_recent else "--ngrams"
+        raise InputError(f"goes with a tree of its own or --recall 0: with --tree auto {name} recalls instead", option)
+    if name == "recall" and not recall:
+        raise InputError("must be at least 1 for recall, which drafts from nothing else", "--recall")
+    if name == "reuse" and not options.ngrams:
+        raise InputError("must be at least 1 for reuse, which drafts from nothing else", "--ngrams")
+    default = min(_AUTO_NODES, most_nodes or _AUTO_NODES) if chooses else usual_nodes(device, groups)
+    nodes = (options.nodes or default) if "nodes" in method.uses else None
+    if nodes and most_nodes and nodes > most_nodes:
+        raise InputError(f"must be at most {most_nodes} with this attention, got {nodes}", "--nodes")
+    longest = max(gamma or 0, options.inner_gamma if "inner_gamma" in method.uses else 0)
+    if most_nodes and longest >= most_nodes:
+        raise InputError(f"must be below {most_nodes} with this attention, got {longest}", "--gamma")
+    budget = options.budget or method.budget
+    if "sinks" in used(name, options):
+        refuse_sinks(options.sinks, budget)
+    return replace(
+        options,
+        tree=tree,
+        nodes=nodes,
+        gamma=gamma,
+        kv=kv if "kv" in method.uses else None,
+        budget=budget,
+        costs=(options.costs or MEASURED) if chooses else None,
+        recall=recall,
+    )
+
+
+def make_drafter(
+    name: str,
+    target: Target,
+    heads: Heads | None,
+    options: DraftOptions,
+    draft: Target | None = None,
+    positions: int | None = None,
+    costs: PassCosts = NOMINAL,
+    drafting: Target | None = None,
+    draft_costs: PassCosts | None = None,
+) -> Drafter:
+    """The drafter of a method, for one decode.
+
+    Args:
+        name: of the method.
+        target: the model.
+        heads: its heads, if it has any.
+        options: as asked for.
+        draft: a smaller model with the same vocabulary, if there is one.
+        positions: most tokens of prompt and text together; None for as many as the models can do.
+        costs: what passes cost, for methods that choose which ones pay.
+        drafting: what drafting passes of the model run on; None for itself.
+        draft_costs: what those cost; None for as much as others.
+
+    Raises:
+        InputError: as :func:`resolve`, or there is no smaller model where one is needed.
+    """
+    method, options = find_method(name), resolve(name, target, heads, options)
+    if method.draft and draft is None:
+        raise InputError(f"{name} drafts with a smaller model, and there is none", "--draft-model")
+    positions = positions or target.max_positions
+    models = Models(target, drafting or target, heads, draft, positions, costs, draft_costs or costs)
+    return method.make(models, options)
+
+
+def partial_slots(name: str, options: DraftOptions) -> int:
+    """Tokens that a method's partial cache of the target has room for, by resolved options; 0 if it has none."""
+    method = find_method(name)
+    if not method.partial or options.kv == FULL:
+        return 0
+    chain = 0 if method.gamma is None else options.gamma or method.gamma  # in a tree it counts levels, drafted by heads
+    return (
+        (options.budget or method.budget)
+        + chain
+        + (INNER_NODES if method.heads else 1)
+        + (options.inner_gamma if method.draft else 0)
+    )
+
+
+def recall_bytes(name: str, options: DraftOptions, positions: int, vocab_size: int) -> int:
+    """Bytes of the machine's own memory that a method recalls a text with, by resolved options; 0 if it does not.
+
+    Args:
+        name: of the method.
+        options: resolved ones.
+        positions: tokens of prompt and text together.
+        vocab_size: of the model.
+    """
+    kept = options.recall if "recall" in used(name, options) else 0
+    return Recall.bytes_for(positions, vocab_size, kept) if kept else 0
+
+
+def draft_slots(name: str, options: DraftOptions, positions: int) -> int:
+    """Tokens that the cache of a method's smaller model has room for, by resolved options; 0 if it has none."""
+    method = find_method(name)
+    if not method.draft:
+        return 0
+    budget, ahead = own_size(options, positions, between=method.partial)
+    return budget + 2 * ahead + CHUNK

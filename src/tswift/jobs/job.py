@@ -16,8 +16,8 @@ from tswift.jobs.environment import now, peak_bytes
 from tswift.jobs.folder import FolderGone, RunFolder, SaveFailed
 from tswift.jobs.signals import Signals
 from tswift.jobs.text import TextStream
+from tswift.models.devices import gigabytes, ran_out
 from tswift.models.loaded import LoadedModel
-from tswift.models.memory import gigabytes, ran_out
 
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 _NOTHING_STOPS = 1 << 20

@@ -22,10 +22,10 @@ from tswift.jobs.job import Job
 from tswift.jobs.presets import banned_ids, choose, remark
 from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, special_tokens_in, take
 from tswift.jobs.text import TextStream
+from tswift.models.devices import gigabytes
 from tswift.models.fingerprint import config_hash, weights_hash
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
-from tswift.models.memory import gigabytes
 from tswift.models.ranks import ALONE, Ranks
 from tswift.models.shapes import refuse_shape
 from tswift.models.source import DEMO

@@ -1,20 +1,254 @@
-"""A network of transformers with our attention in it, seen to give the logits that it gave before."""
+"""A network of transformers made ready to decode: attention chosen and tried, layers compiled, exact passes checked.
+
+Whatever an architecture does that our attention does not know of shows in a comparison of logits with and without it.
+
+A product over one row sums in another order than one over forty, so in bfloat16 two candidates that nearly tie swap,
+and texts of different methods part. Passes of one fixed number of rows sum alike (``Target.width``), if nothing in the
+model looks at other rows, or at where a row stands. That is tried once per model, on this machine, as it was loaded.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from tswift.attention.backends import BACKENDS, fails
+from tswift.attention.backends import BACKENDS, USUAL, choose, fails
+from tswift.attention.layout import MOST_WIDTH, ROWS
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
-from tswift.models.dtypes import dtype_name
-from tswift.models.joined import join, separate
-from tswift.models.layers import Unserved
-from tswift.models.linear import quicken
-from tswift.models.shapes import PREFIX
+from tswift.models.devices import dtype_name
+from tswift.models.hf import Unserved
+from tswift.models.linear import join, quicken, separate
+from tswift.models.passes import Forwarded
+from tswift.models.shapes import PREFIX, routed
 from tswift.models.target import Target
+
+EAGER = "eager"
+
+
+def head_size(config: Any) -> int:
+    """Of a model's keys and values, as its configuration tells it; the usual one where it does not."""
+    text = config.get_text_config()
+    size, hidden, heads = (getattr(text, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    if type(size) is int and size > 0:
+        return size
+    if type(hidden) is int and type(heads) is int and hidden >= heads > 0:
+        return hidden // heads
+    return USUAL
+
+
+def heads_of(config: Any) -> tuple[int, int]:
+    """A model's KV heads and query heads per KV head, as its configuration tells them; one each where it does not."""
+    text = config.get_text_config()
+    heads, kv_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if type(heads) is int and type(kv_heads) is int and heads >= kv_heads > 0 == heads % kv_heads:
+        return kv_heads, heads // kv_heads
+    return 1, 1
+
+
+def backend_for(attention: str, dtype: torch.dtype, place: torch.device, config: Any) -> tuple[str, str]:
+    """The attention backend that a name stands for, and what is to be said if it is not the one that should serve here.
+
+    It serves if what it computes of random rows is what sdpa computes.
+
+    Args:
+        attention: the name.
+        dtype: of the model.
+        place: where it will be.
+        config: the model's.
+
+    Raises:
+        InputError: there is no such backend, or the one that is named cannot serve.
+    """
+    width = head_size(config)
+    backend = choose(attention, dtype, place, width)
+    tried = backend != "sdpa" and (backend == "native" or place.type == "cuda")
+    reason = fails(backend, dtype, place, width, heads_of(config)) if tried else None
+    if reason is None:
+        return backend, ""
+    if attention != "auto":
+        raise InputError(reason, "--attention")
+    return "sdpa", reason
+
+
+def compiled(target: Target, note: str) -> str:
+    """Compile the layers where that helps, and say what came of it, as far as passes do not show it later.
+
+    Fusing pays where passes are replayed, on CUDA. On the CPU compiled layers were slower than eager ones: 5.0 ms
+    instead of 4.4 for a pass of the bundled model over 8 nodes.
+    """
+    if target.split:
+        return f"{EAGER}, as ranks hold them together"
+    if not (target.replays and target.device.type == "cuda"):
+        note = note or target.special_fault or ""
+        if not note and target.special and target.device.type == "cuda":
+            note = f"they have {target.special}"
+        return f"{EAGER}, as {note}" if note else EAGER
+    reason = target.compile()
+    target.prepare(FullKV(target.kv_shape, 1), 1)  # shows whether graphs can be captured
+    return "compiled" if reason is None else f"{EAGER}, as they could not be compiled: {reason}"
+
+
+def running(target: Target, words: str) -> str:
+    """How layers run, for records: the result of :func:`compiled`, and what went wrong since then."""
+    if target.uncompiled is not None:
+        words = f"{words} in part, as the compiler stopped: {target.uncompiled}"
+    if target.graphs is not None:
+        words = f"{words}; no CUDA graphs: {target.graphs}"
+    return words if target.sampler_fault is None else f"{words}; sampler by PyTorch: {target.sampler_fault}"
+
+
+_CPU_WIDTH = 16
+_LEAST_WIDTH = 8
+_HELD = 1_500  # random keys that the passes read: several chunks of every attention
+_OTHERS = (0, 99, 700)
+
+
+class Inexact(Exception):
+    """Why a token's bits depend on how it is forwarded, in one line."""
+
+
+def usual_width(device: torch.device, groups: int) -> int:
+    """Rows of every pass over a text: as many as a draft tree usually has, which cost little more than one.
+
+    Args:
+        device: where the model is.
+        groups: query heads per KV head.
+    """
+    return _CPU_WIDTH if device.type == "cpu" else min(MOST_WIDTH, max(_LEAST_WIDTH, ROWS // groups))
+
+
+def exact_by_default(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether passes have a fixed width if nothing is said: where texts of different methods would part without it."""
+    return dtype.itemsize < torch.float32.itemsize or device.type == "cuda"
+
+
+@torch.inference_mode()
+def fingerprint(target: Target) -> str:
+    """Hash of what a model computes on this machine in passes of its fixed width.
+
+    Where the hash is the same, the same text has the same bits.
+
+    Raises:
+        Inexact: a token's bits depend on its place in a pass, on the other nodes, or on whether its ancestors are
+            drafted or committed.
+    """
+    width, device = target.width, target.device
+    assert width is not None
+    random = torch.Generator().manual_seed(0)
+    before = max(0, min(_HELD, target.max_positions - width))  # learned positions end
+    kv = FullKV(target.kv_shape, before + width)
+    for buffer in (kv.keys, kv.values):
+        buffer[:, :, :before] = torch.randn(buffer[0, :, :before].shape, generator=random).to(buffer)
+    ids = torch.randint(target.vocab_size, (width,), generator=random).to(device)
+    index = torch.arange(width, device=device)
+
+    def forward(tokens: Tensor, depths: Tensor, ancestors: Tensor | None, held: int = before) -> Forwarded:
+        kv.length = held
+        return target.forward(tokens, before + depths, kv, ancestors)
+
+    def alike() -> Forwarded:  # the same token on every row
+        return forward(ids[:1].expand(width), index * 0, torch.eye(width, dtype=torch.bool, device=device))
+
+    def chain() -> Forwarded:
+        return forward(ids, index, None)
+
+    def tree() -> Forwarded:  # the chain's first half, other nodes between
+        on_path = index % 2 == 0
+        ancestors = (index <= index[:, None]) & on_path | (index == index[:, None])
+        tokens = torch.where(on_path, ids[index // 2], ids.flip(0))
+        return forward(tokens, (index + 1) // 2, ancestors)
+
+    same = alike()
+    for row in (1, width // 2, width - 1):
+        _compare(target, (same, 0, alike), (same, row, alike), "its place in the pass")
+    whole = chain()
+    written = [buffer[:, :, before:].clone() for buffer in (kv.keys, kv.values)]
+    _compare(target, (whole, 0, chain), (same, 0, alike), "other nodes")
+    mixed = tree()
+    for depth in {1, width // 2 - 1}:
+        _compare(target, (whole, depth, chain), (mixed, 2 * depth, tree), "other nodes")
+    for depth in (0, 1, 2):  # one by one, as plain decoding does
+        last = index[depth : depth + 1]
+        alone = partial(forward, ids[last], last, None, before + depth)
+        _compare(target, (whole, depth, chain), (alone(), 0, alone), "its ancestors being drafted")
+        for buffer, known in zip((kv.keys, kv.values), written, strict=True):
+            if not torch.equal(buffer[:, :, before + depth], known[:, :, depth]):
+                raise Inexact("keys and values depend on a token's ancestors being drafted")
+    parts = [whole.hidden, target.logits(whole.hidden)]
+    parts += [
+        forward(ids, index, None, held).hidden for held in _OTHERS if held <= before
+    ]  # one pass may round alike by chance
+    bits = b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+    return hashlib.sha256(bits).hexdigest()[:16]
+
+
+_Row = tuple[Forwarded, int, Callable[[], Forwarded]]  # a pass, a row in it, and how to run it again
+
+
+def _compare(target: Target, one: _Row, other: _Row, cause: str) -> None:
+    """Refuse rows that should have the same bits and do not, naming the first module where they differ."""
+    rows = [target.logits(forwarded.hidden)[row] for forwarded, row, _ in (one, other)]
+    hidden = [forwarded.hidden[row] for forwarded, row, _ in (one, other)]
+    if torch.equal(*rows) and torch.equal(*hidden):
+        return
+    seen = [_outputs(target, run, row) for _, row, run in (one, other)]
+    for (name, given, out), (_, twin, made) in zip(*seen, strict=True):
+        if not torch.equal(out, made):
+            where = name if torch.equal(given, twin) else f"what comes before {name}"
+            raise Inexact(f"the result of {where} depends on {cause}")
+    where = "the compiled layers" if torch.equal(*rows) else "the LM head"
+    raise Inexact(f"the result of {where} depends on {cause}")
+
+
+def _outputs(target: Target, run: Callable[[], Forwarded], row: int) -> list[tuple[str, Tensor, Tensor]]:
+    """Of every module with an input and an output per row, in the order in which they end: name, and both of a row."""
+    found: list[tuple[str, Tensor, Tensor]] = []
+
+    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, given: Any, out: Any) -> None:
+            if given and all(isinstance(each, Tensor) and each.dim() == 3 for each in (given[0], out)):
+                found.append((name, given[0][0, row].clone(), out[0, row].clone()))
+
+        return hook
+
+    hooks = [part.register_forward_hook(keep(name)) for name, part in target.model.named_modules()]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
+    """Give the passes of a loaded model their fixed width, if they are to be exact, before its layers are compiled.
+
+    Args:
+        target: the model.
+        attention: the backend in use.
+        exact: whether they are to be; None for what is usual.
+
+    Returns:
+        Why they are not although they should be; None if nothing is amiss.
+    """
+    wanted = exact_by_default(target.dtype, target.device) if exact is None else exact
+    if not wanted:
+        return None
+    if target.split:
+        return "ranks hold the model together"
+    if attention == "flash":
+        return "flash attention sums in an order of its own"
+    if routed(target.model.config):
+        return "an expert takes as many rows as choose it"
+    target.width = usual_width(target.device, target.groups)
+    return None
+
 
 _TRIED = 24  # tokens that a model is tried with
 _DOUBTED = ("cuda",)  # devices on which nobody may have run a backend's kernels before

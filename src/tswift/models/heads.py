@@ -1,100 +1,250 @@
-"""The file format of heads."""
+"""Heads: small networks that guess the tokens after the next one from one hidden state of the model.
+
+*Refining* heads change one state step by step and share the model's LM head; conditioned ones are told the token
+drafted before. *Medusa's* heads stand side by side, and each has an LM head of its own.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from tswift.errors import InputError
-from tswift.models.base_heads import FORMAT, Heads
-from tswift.models.kinds import KINDS, build
-from tswift.models.medusa_heads import MedusaHeads
-
-_KINDS = (*KINDS, MedusaHeads.kind)
-PICKLES = (".pt", ".pth", ".bin")
+FORMAT = "tswift-heads-1"
 
 
-def is_ours(path: Path) -> bool:
-    """Whether a file has our metadata, or cannot be opened, so that :func:`load_heads` is to say why.
-
-    Raises:
-        InputError: it is something that could be waited for, such as a pipe.
-    """
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise InputError(f"{path} cannot be read (it is no regular file)", "--heads")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return "tswift" in (file.metadata() or {})
-    except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError):
-        return path.is_file() and path.suffix not in PICKLES
-
-
-def load_heads(path: Path, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Heads:
-    """Read a heads file written by :meth:`Heads.save`.
-
-    Raises:
-        InputError: the file is no such file, holds numbers that are none, or its heads were made for another hidden
-            size.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {})["tswift"])
-            names = file.keys()
-            check_about(about, path, len(names))
-            if about["hidden_size"] != hidden_size:
-                reason = f"was made for hidden size {about['hidden_size']}, the model has {hidden_size}"
-                raise InputError(f"{path} {reason}", "--heads")
-            tensors = {name: file.get_tensor(name) for name in names}
-        with torch.device("meta"):
-            heads = build(about)
-        heads.load_state_dict(tensors, assign=True)
-        heads.base = about.get("base")
-    except InputError:
-        raise
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist", "--heads") from None
-    except KeyError as error:
-        raise _no_heads(path, f"there is no {error} in its metadata") from None
-    except (SafetensorError, TypeError, ValueError, RuntimeError, OSError, MemoryError) as error:
-        raise _no_heads(path, " ".join(str(error).split())[:200]) from None
-    for name, tensor in tensors.items():
-        if not (tensor.is_floating_point() and tensor.isfinite().all()):
-            raise InputError(f"{path} is broken: {name} holds something else than finite numbers", "--heads")
-    return heads.to(dtype=dtype, device=device).eval().requires_grad_(False)
-
-
-def check_about(about: Any, path: Path, tensors: int) -> None:
-    """Refuse metadata that describe no heads, before anything of the size that they tell is made.
+class Heads(nn.Module):
+    """Heads of one kind for a model; head i (from 0) guesses the token i+2 places after the state's own.
 
     Args:
-        about: as parsed from the file.
-        path: the file.
-        tensors: how many it holds.
+        hidden_size: width of the model's hidden states.
+        heads: one by one.
+        raw: whether they start from the state before the model's final norm, not after it.
+
+    Attributes:
+        kind: name in the heads file.
+        conditioned: whether a head is told the token drafted just before the one it guesses.
+        count: number of heads.
+        base: what tells the model that they were made for; None if nobody said.
+    """
+
+    kind: str
+    conditioned = False
+    base: str | None = None
+
+    def __init__(self, hidden_size: int, heads: Iterable[nn.Module], raw: bool = False) -> None:
+        super().__init__()
+        self.hidden_size, self.raw = hidden_size, raw
+        self.heads = nn.ModuleList(heads)
+        self.count = len(self.heads)
+
+    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, most: int | None = None) -> Tensor:
+        """States to feed to the LM head: ``[count, ..., H]``.
+
+        Args:
+            hidden: ``[..., H]``.
+            embeddings: ``[count, ..., H]`` input embeddings of the tokens before those guessed; for conditioned heads.
+            most: how many heads to ask; None for all.
+        """
+        raise NotImplementedError
+
+    def step(self, index: int, hidden: Tensor, embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One head of a chain.
+
+        Args:
+            index: which one.
+            hidden: ``[..., H]`` state of the head before, or of the model for the first.
+            embedding: ``[..., H]`` input embedding of the token drafted before; for conditioned heads only.
+
+        Returns:
+            The refined state, for the next head, and the state to feed to the LM head; both ``[..., H]``.
+        """
+        raise NotImplementedError
+
+    def levels(
+        self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], first: Tensor | None = None, most: int | None = None
+    ) -> Tensor:
+        """``[levels, V]`` logits of heads that are told nothing.
+
+        Args:
+            hidden: ``[H]``, where they start.
+            lm_head: the model's; called once, as it is large and has to be read.
+            first: ``[H]`` state whose logits by the model's LM head come before those of the heads; None for none.
+            most: levels wanted; None for all.
+        """
+        before = [] if first is None else [first.unsqueeze(0)]
+        wanted = self.count if most is None else most - len(before)
+        return lm_head(torch.cat([*before, self(hidden, most=wanted)]) if wanted else before[0])
+
+    def about(self) -> dict[str, Any]:
+        """What is needed to rebuild them, for a file."""
+        return {"kind": self.kind, "count": self.count, "hidden_size": self.hidden_size, "raw": self.raw}
+
+    def save(self, path: Path, dtype: torch.dtype = torch.bfloat16, base: str | None = None) -> None:
+        """Write the weights and what is needed to rebuild them into one safetensors file.
+
+        Args:
+            path: the file; replaced if it is there.
+            dtype: to write the weights in.
+            base: what tells the model that they were made for. None keeps what is known.
+        """
+        about = {"format": FORMAT, **self.about()}
+        base = self.base if base is None else base
+        if base is not None:
+            about["base"] = base
+        tensors = {name: value.detach().to(dtype).contiguous() for name, value in self.state_dict().items()}
+        save_file(tensors, path, metadata={"tswift": json.dumps(about)})
+
+
+class ChainedHead(nn.Module):
+    """One residual step from the hidden state for token t+i to the one for token t+i+1."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(hidden_size, eps=eps)
+        self.linear = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.post_layernorm = nn.RMSNorm(hidden_size, eps=eps)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The refined state, same shape as ``hidden``."""
+        return hidden + self.linear(self.input_layernorm(hidden))
+
+
+class ConditionedHead(nn.Module):
+    """One residual step that also reads the token drafted before: ``h <- h + B silu(A [norm(h); norm(e)])``."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(hidden_size, eps=eps)
+        self.embedding_layernorm = nn.RMSNorm(hidden_size, eps=eps)
+        self.mix = nn.Linear(2 * hidden_size, 2 * hidden_size, bias=False)
+        self.linear = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.post_layernorm = nn.RMSNorm(hidden_size, eps=eps)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        """The refined state, same shape as ``hidden``."""
+        both = torch.cat([self.input_layernorm(hidden), self.embedding_layernorm(embedding)], dim=-1)
+        return hidden + self.linear(nn.functional.silu(self.mix(both)))
+
+
+class _RefiningHeads(Heads):
+    """A chain of heads over the model's own LM head."""
+
+    def __init__(
+        self,
+        head: type[ChainedHead] | type[ConditionedHead],
+        hidden_size: int,
+        count: int,
+        eps: float,
+        raw: bool,
+    ) -> None:
+        super().__init__(hidden_size, (head(hidden_size, eps) for _ in range(count)), raw)
+        self.eps = eps
+
+    def step(self, index: int, hidden: Tensor, embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As :meth:`Heads.step`."""
+        head = self.heads[index]
+        hidden = head(hidden, embedding) if self.conditioned else head(hidden)
+        return hidden, head.post_layernorm(hidden)  # type: ignore[operator, union-attr]
+
+    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, most: int | None = None) -> Tensor:
+        """As :meth:`Heads.forward`."""
+        states = []
+        for index in range(self.count if most is None else most):
+            hidden, out = self.step(index, hidden, embeddings[index] if embeddings is not None else None)
+            states.append(out)
+        return torch.stack(states)
+
+    def about(self) -> dict[str, Any]:
+        """As :meth:`Heads.about`."""
+        return {**super().about(), "eps": self.eps}
+
+
+class ChainedHeads(_RefiningHeads):
+    """TokenSwift's heads: each refines the state of the one before, and knows nothing of what was drafted."""
+
+    kind = "chained"
+
+    def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5, raw: bool = False) -> None:
+        super().__init__(ChainedHead, hidden_size, count, eps, raw)
+
+
+class ConditionedHeads(_RefiningHeads):
+    """Heads that are told the token drafted before the one they guess.
+
+    With shared noise a drafter almost always knows that token, and need not average over what it might have been.
+    """
+
+    kind, conditioned = "conditioned", True
+
+    def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5, raw: bool = False) -> None:
+        super().__init__(ConditionedHead, hidden_size, count, eps, raw)
+
+
+class MedusaHead(nn.Module):
+    """Residual blocks ``h <- h + silu(W h + b)``, and an LM head (Cai et al., 2024)."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(layers))
+        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The state for its LM head, same shape as ``hidden``."""
+        for block in self.blocks:
+            hidden = hidden + nn.functional.silu(block(hidden))
+        return hidden
+
+
+class MedusaHeads(Heads):
+    """Medusa's heads: side by side, with LM heads of their own."""
+
+    kind = "medusa"
+
+    def __init__(self, hidden_size: int, count: int, vocab_size: int, layers: int = 1) -> None:
+        super().__init__(hidden_size, (MedusaHead(hidden_size, vocab_size, layers) for _ in range(count)))
+        self.vocab_size, self.layers = vocab_size, layers
+
+    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, most: int | None = None) -> Tensor:
+        """As :meth:`Heads.forward`; a state is for its head's own LM head."""
+        return torch.stack([head(hidden) for head in self.heads[:most]])
+
+    def levels(
+        self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], first: Tensor | None = None, most: int | None = None
+    ) -> Tensor:
+        """As :meth:`Heads.levels`."""
+        before = [] if first is None else [lm_head(first)]
+        heads = self.heads[: None if most is None else most - len(before)]
+        return torch.stack([*before, *(head.lm_head(head(hidden)) for head in heads)])  # type: ignore[operator, union-attr]
+
+    def about(self) -> dict[str, Any]:
+        """As :meth:`Heads.about`."""
+        return {**super().about(), "vocab_size": self.vocab_size, "layers": self.layers}
+
+
+# Those that can be made for any model: they need its LM head and nothing of their own.
+KINDS: dict[str, type[ChainedHeads] | type[ConditionedHeads]] = {
+    kind.kind: kind for kind in (ChainedHeads, ConditionedHeads)
+}
+
+
+def build(about: Mapping[str, Any]) -> Heads:
+    """Heads without weights worth having, from what :meth:`Heads.about` said.
 
     Raises:
-        InputError: they do not.
-        KeyError: something is not said.
+        KeyError: something is not said, or there is no such kind.
+        TypeError, ValueError, RuntimeError: what is said is no number, or none that could be.
     """
-    if not isinstance(about, dict):
-        raise _no_heads(path, "its metadata are no JSON object")
-    if about["format"] != FORMAT or not isinstance(about["kind"], str) or about["kind"] not in _KINDS:
-        held = f"holds heads of format {about['format']!s:.40}, kind {about['kind']!s:.40}"
-        raise InputError(f"{path} {held}; known are {FORMAT} and {', '.join(_KINDS)}", "--heads")
-    size, count, base = about["hidden_size"], about["count"], about.get("base")
-    eps, layers, vocab = about.get("eps"), about.get("layers", 0), about.get("vocab_size", 1)  # each kind has its own
-    if type(size) is not int or not 0 < size < 1 << 31 or type(count) is not int or not 0 < count <= tensors:
-        raise _no_heads(path, f"it says it has {count!r:.40} heads for hidden size {size!r:.40}")
-    if about["kind"] in KINDS and not (isinstance(eps, (int, float)) and 0 <= eps < 1):
-        raise _no_heads(path, f"its eps is {eps!r:.40}")
-    if type(layers) is not int or not 0 <= layers <= tensors or type(vocab) is not int or not 0 < vocab < 1 << 31:
-        raise _no_heads(path, f"it says it has {layers!r:.40} layers and a vocabulary of {vocab!r:.40}")
-    if not (base is None or isinstance(base, str)):
-        raise _no_heads(path, f"its base model is {base!r:.40}")
-
-
-def _no_heads(path: Path, reason: str) -> InputError:
-    return InputError(f"{path} is not a tswift heads file ({reason})", "--heads")
+    raw = about.get("raw", False)
+    if type(raw) is not bool:
+        raise TypeError(f"raw is {raw!r:.40}")
+    if about["kind"] == MedusaHeads.kind:
+        return MedusaHeads(about["hidden_size"], about["count"], about["vocab_size"], about["layers"])
+    return KINDS[about["kind"]](about["hidden_size"], about["count"], about["eps"], raw)

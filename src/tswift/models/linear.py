@@ -1,20 +1,27 @@
-"""Large linear layers on the CPU by oneDNN, which multiplies a few rows faster than PyTorch's default there.
+"""Linear layers made faster: by oneDNN on the CPU, and those with the same input as one product.
 
-A decode pass has one row, or as many as a draft tree has nodes. Measured on an AMD EPYC with two threads, 256 to 1,024
-features in float32: one row 43 us instead of 139, eight rows 54 instead of 255 (162 without a copy of the weights in
-the order that oneDNN wants for a few rows). Small layers are better off without.
+A decode pass has one row, or as many as a draft tree has nodes. On the CPU, oneDNN multiplies a few rows faster than
+PyTorch's default. Measured on an AMD EPYC with two threads, 256 to 1,024 features in float32: one row 43 us instead of
+139, eight rows 54 instead of 255 (162 without a copy of the weights in the order that oneDNN wants for a few rows).
+Small layers are better off without. Processors without instructions for bfloat16 or float16 multiply in float32
+whatever they are given, and convert the weights in every call: 16 rows, 256 to 1,024 features in bfloat16, took 172 us
+on an Intel Xeon, and 50 with weights converted once.
 
-Processors without instructions for bfloat16 or float16 multiply in float32 whatever they are given, and convert the
-weights in every call: 16 rows, 256 to 1,024 features in bfloat16, took 172 us on an Intel Xeon, and 50 with weights
-converted once.
+A pass over few rows reads weights and does little else, and a GPU reads one large matrix faster than three small ones:
+queries, keys and values are joined, and the two halves of an MLP. The modeling code still calls layer after layer: the
+first computes the product of all and hands the others their parts.
 """
 
 from __future__ import annotations
 
+import copyreg
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 _LEAST = {4: 1 << 17, 2: 1 << 14}  # weights of a layer, by bytes of one; below, the call costs more than it saves
 _ROWS = 8  # that weights are put in order for
@@ -101,3 +108,91 @@ def _has_float16() -> bool:
 def _fits(weight: Tensor) -> bool:
     plain = type(weight) is nn.Parameter and weight.dtype in _converted() and weight.device.type == "cpu"
     return plain and weight.numel() >= _LEAST[weight.dtype.itemsize]
+
+
+_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in the order in which they are called
+
+
+class JoinedLinear(nn.Linear):
+    """One of several linear layers with the same input; its weights are rows of one matrix that they share.
+
+    Attributes:
+        group: the layers, in the order in which they are called.
+        product: of all of them, for the first; None for the others, and where the weights have been moved apart.
+        handed: the input that the first was called with, and this layer's output for it; None once that was taken.
+    """
+
+    group: Sequence[JoinedLinear]
+    product: nn.Linear | None
+    handed: tuple[Tensor, Tensor] | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]``."""
+        if self.product is not None:
+            own, *rest = self.product(input).split([layer.out_features for layer in self.group], -1)
+            for layer, part in zip(self.group[1:], rest, strict=True):
+                layer.handed = (input, part)
+            return own
+        handed, self.handed = self.handed, None
+        if handed is not None and handed[0] is input:
+            return handed[1]
+        return F.linear(input, self.weight, self.bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Convert or move the weights, which become each layer's own by that."""
+        self.group[0].product = None
+        return super()._apply(fn, recurse)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is a plain linear layer with weights of its own, so that these can be changed."""
+        state = {name: value for name, value in self.__dict__.items() if name not in JoinedLinear.__annotations__}
+        return copyreg.__newobj__, (nn.Linear,), state  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def join(network: nn.Module) -> None:
+    """Let linear layers of a network that are given the same input be computed as one product; weights are frozen.
+
+    No weight is held twice: the layers' own become views of the joined ones. Layers whose weights are quantised, split
+    over ranks or shared with others, and those with hooks, are left alone.
+    """
+    uses = Counter(id(weight) for _, weight in network.named_parameters(remove_duplicate=False))
+    for module in list(network.modules()):
+        for names in _GROUPS:
+            layers = [module._modules.get(name) for name in names]
+            plain = [layer for layer in layers if type(layer) is nn.Linear and _plain(layer, uses)]
+            if len(plain) == len(names) and len({_kind(layer) for layer in plain}) == 1:
+                _join(plain)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # the weights were there one by one
+
+
+def separate(network: nn.Module) -> None:
+    """After a pass: have layers computed one by one again where one was not called after the first of its group."""
+    for layer in network.modules():
+        if isinstance(layer, JoinedLinear) and layer.handed is not None:
+            layer.group[0].product = layer.handed = None
+
+
+def _plain(layer: nn.Linear, uses: Counter[int]) -> bool:
+    weights = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    return not hooked and all(type(weight) is nn.Parameter and uses[id(weight)] == 1 for weight in weights)
+
+
+def _kind(layer: nn.Linear) -> tuple[object, ...]:
+    return layer.in_features, layer.bias is None, layer.weight.dtype, layer.weight.device
+
+
+def _join(layers: Sequence[nn.Linear]) -> None:
+    product = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), False, device="meta")
+    for name in ("weight",) if layers[0].bias is None else ("weight", "bias"):
+        parts = [getattr(layer, name) for layer in layers]
+        joined = torch.cat(parts)
+        setattr(product, name, nn.Parameter(joined, requires_grad=False))
+        for part, rows in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+            part.data = rows
+    for layer in layers:
+        layer.__class__ = JoinedLinear
+        # past nn.Module, which would take the layers and the product for parts of this one
+        layer.__dict__.update(group=layers, product=product if layer is layers[0] else None, handed=None)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tswift.errors import InputError
-from tswift.models.base_heads import Heads
-from tswift.models.dtypes import dtype_name
+from tswift.models.adapting import EAGER, running
+from tswift.models.devices import dtype_name
+from tswift.models.heads import Heads
 from tswift.models.ranks import ALONE, Ranks
-from tswift.models.serving import EAGER, running
 from tswift.models.source import in_one_line, silence
 from tswift.models.target import Target
 

@@ -3,37 +3,175 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, cached_file
 
 from tswift.attention.backends import BACKENDS
 from tswift.errors import InputError, renamed
 from tswift.models import quantizing
-from tswift.models.adapting import adapted
-from tswift.models.attached import attach, heads_path
-from tswift.models.devices import place_for
+from tswift.models.adapting import Inexact, adapted, backend_for, compiled, fingerprint, set_width
+from tswift.models.devices import dtype_for, dtype_name, own_dtype, place_for
 from tswift.models.draft import DRAFT_OPTION, refuse_other_vocabulary
-from tswift.models.dtypes import dtype_for, dtype_name
-from tswift.models.dummy import StandInTokenizer, random_heads, random_network
-from tswift.models.exactness import Inexact, fingerprint, set_width
 from tswift.models.fingerprint import weights_hash
-from tswift.models.hub import hub
-from tswift.models.kinds import KINDS
+from tswift.models.heads import KINDS
+from tswift.models.heads_files import attach, carries_heads, heads_path
 from tswift.models.linear import quicken
 from tswift.models.loaded import LoadedModel
-from tswift.models.opening import eos_ids_of, open_checkpoint
 from tswift.models.prospect import foresee
-from tswift.models.published import carries_heads
-from tswift.models.quantizing import cheaper_copy
-from tswift.models.ranks import ALONE, Ranks
-from tswift.models.serving import backend_for, compiled
-from tswift.models.shapes import PREFIX, refuse_shape
-from tswift.models.source import DEMO, find_source, in_one_line, read_config, silence
+from tswift.models.quantizing import cheaper_copy, own_quantization, quantizer
+from tswift.models.ranks import ALONE, OPTION, Ranks
+from tswift.models.shapes import PREFIX, StandInTokenizer, random_heads, random_network, refuse_shape, routed, skeleton
+from tswift.models.source import (
+    DEMO,
+    find_source,
+    has_tokenizer,
+    hub,
+    in_one_line,
+    read_config,
+    refuse_misfit,
+    silence,
+    stored_tensors,
+)
 from tswift.models.target import Target
+
+
+def plan(config: Any, model: str, ranks: Ranks) -> dict[str, Any]:
+    """What ``from_pretrained`` has to be told so that every rank reads its part.
+
+    Args:
+        config: the model's.
+        model: as the user named it.
+        ranks: those that are to hold it.
+
+    Raises:
+        InputError: transformers does not know how to split it, or its heads cannot be dealt out.
+    """
+    rules = skeleton(config).tp_plan or {}
+    if not any("*" in name for name in rules):  # it may have one for the LM head alone
+        raise InputError(f"transformers has no plan to split {model} ({config.model_type}) over ranks", "--model")
+    text = config.get_text_config()
+    # some plans leave attention whole: every rank has all heads then
+    if any(name.endswith(("k_proj", "qkv_proj", "query_key_value")) and rules[name] == "colwise" for name in rules):
+        queries = text.num_attention_heads
+        for name, heads in (("KV", getattr(text, "num_key_value_heads", None) or queries), ("query", queries)):
+            if heads % ranks.count:
+                counted = f"{heads} {name} head{'s' if heads > 1 else ''}"
+                raise InputError(f"{model} has {counted}, which {ranks.count} ranks cannot share evenly", OPTION)
+    return {"distributed_config": DistributedConfig(tp_size=ranks.count)}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint's model, adapted, and what came with it.
+
+    Attributes:
+        tokenizer: None if there is none.
+        source: what transformers was given.
+        folder: the same, if it is one.
+        attention: the backend in use.
+        note: why it is not the one that should be.
+        quantization: as :class:`~tswift.models.loaded.LoadedModel` has it.
+    """
+
+    target: Target
+    tokenizer: Any
+    source: str
+    folder: Path | None
+    attention: str
+    note: str
+    quantization: str | None
+
+
+def open_checkpoint(
+    model: str,
+    place: torch.device,
+    kind: Any,
+    attention: str,
+    quantize: str | None = None,
+    ranks: Ranks = ALONE,
+    bare: bool = False,
+) -> Opened:
+    """Read a checkpoint's weights and tokenizer.
+
+    Args:
+        model: a folder, a hub id or a bundled model's name.
+        place: where the weights go.
+        kind: their dtype, or ``auto`` for the checkpoint's own.
+        attention, quantize, ranks: as for :func:`tswift.load`.
+        bare: whether a folder without a tokenizer will do.
+
+    Raises:
+        InputError: there is no such model, it is broken, or it cannot be served exactly.
+    """
+    source, folder = find_source(model)
+    config = read_config(model)
+    backend, note = backend_for(attention, own_dtype(config) if kind == "auto" else kind, place, config)
+    quantization, how, tokenizer = own_quantization(config), dict[str, Any](), None
+    with silence(), hub(folder is None), in_one_line(model):
+        if folder is not None:
+            refuse_misfit(config, stored_tensors(folder), model)
+        if ranks.count > 1:
+            if quantize or quantization:
+                raise InputError("quantised weights cannot be split over ranks yet", OPTION)
+            how.update(plan(config, model, ranks))
+        if quantize is not None:
+            wanted = own_dtype(config) if kind == "auto" else kind
+            how["quantization_config"] = quantizer(quantize, config, place, wanted)
+            quantization = f"{quantize}, torchao"
+        if quantization and place.type == "cuda":
+            how["device_map"] = place  # quantised on the way: the whole weights need not fit
+        if not bare or folder is None or has_tokenizer(folder):
+            tokenizer = _tokenizer(source, model)
+        network, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=kind,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **how,
+        )
+        if getattr(config, "quantization_config", None) and not getattr(network, "hf_quantizer", None):
+            raise InputError(f"{model} is quantised in a way that transformers does not know here", "--model")
+        # transformers would fill what the file lacks with random numbers and only warn
+        lacking = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
+        if lacking:
+            raise InputError(f"{model} lacks weights for {len(lacking)} tensors, such as {lacking[0]}", "--model")
+        if network.dtype == torch.float64 and routed(config):
+            network.set_experts_implementation("eager")  # the others multiply no float64
+        target = adapted(network if how else network.to(place), model, backend)
+    return Opened(target, tokenizer, source, folder, backend, note, quantization)
+
+
+def _tokenizer(source: str, model: str) -> Any:
+    with in_one_line(model, "its tokenizer: "):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise InputError(f"{model} has no tokenizer.json that the tokenizers library reads", "--model")
+    return tokenizer
+
+
+def eos_ids_of(model: str, network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """The token ids that end a text, by whatever a checkpoint says of them.
+
+    Raises:
+        InputError: one of them is no id of the vocabulary.
+    """
+    found: list[Any] = []
+    for holder in (network.generation_config, network.config, tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        found += ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)
+    for token in found:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            message = f"{model} has eos_token_id {token!r:.40}, which is no id of its vocabulary of {vocab_size:,}"
+            raise InputError(message, "--model")
+    return tuple(sorted(set(found)))
 
 
 def load(

@@ -12,19 +12,15 @@ import torch
 from tswift.attention.backends import BACKENDS, choose, partials_bytes
 from tswift.errors import InputError, renamed
 from tswift.models import quantizing
-from tswift.models.attached import heads_path
-from tswift.models.description import Description, describe
-from tswift.models.devices import find_device
+from tswift.models.adapting import head_size, heads_of
+from tswift.models.devices import find_device, find_dtype, own_dtype
 from tswift.models.draft import DRAFT_OPTION, refuse_other_size
-from tswift.models.dtypes import find_dtype, own_dtype
-from tswift.models.dummy import HEADS
-from tswift.models.kinds import KINDS
+from tswift.models.heads import KINDS
+from tswift.models.heads_files import Description, carries_heads, describe, heads_path
+from tswift.models.hf import max_positions
 from tswift.models.linear import copied
-from tswift.models.positions import max_positions
-from tswift.models.published import carries_heads
 from tswift.models.quantizing import copied_bytes, weight_only
-from tswift.models.serving import head_size, heads_of
-from tswift.models.shapes import PREFIX, skeleton
+from tswift.models.shapes import HEADS, PREFIX, skeleton
 from tswift.models.source import find_source, in_one_line, read_config, silence
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from tswift.attention.backends import partials_bytes
+from tswift.attention.backends import exact_for, partials_bytes
 from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.reference import ReferenceAttention
@@ -24,12 +24,8 @@ from tswift.attention.sdpa import TreeAttention
 from tswift.attention.special import SpecialAttention, WantedAttention
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
-from tswift.models.inspection import first_broken
-from tswift.models.layers import Unserved, survey
-from tswift.models.outputs import output_of
+from tswift.models.hf import Tap, Unserved, first_broken, max_positions, output_of, survey
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
-from tswift.models.positions import max_positions
-from tswift.models.tap import Tap
 
 Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
 CHUNK = 512  # prompt tokens forwarded at a time
@@ -93,6 +89,7 @@ class Target:
         windowed = any(wants.window for wants in seen.wants)
         self.kv_shape = KVShape(len(seen.wants), kv_heads, head_dim, self.dtype, self.device, windowed)
         self._layout = Layout(kv_heads, heads // kv_heads, self.dtype, self.device)
+        self._exact = exact_for(attention, head_dim)
 
     def reference(self) -> Target:
         """The same model with the slow attention of reference implementations, to be measured beside ours."""
@@ -304,7 +301,7 @@ class Target:
     def _exact_pass(self, kv: FullKV, nodes: int, ancestors: Tensor | None) -> Pass:
         """A pass of fixed width, with attention whose rows are exact."""
         given = self._layout, kv.length, nodes, ancestors
-        attend = (self._attention if self._attention.EXACT else ChunkedAttention)(*given)
+        attend = self._exact(*given)
         special: WantedAttention | None = None
         if self.special:
             special = WantedAttention(attend if self._meets_wants else ChunkedAttention(*given), self.wants)

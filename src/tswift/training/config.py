@@ -54,15 +54,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 def setting(
     default: Any, text: str, shown: str | None = None, *, panel: str = "Schedule", free: bool = False, **bounds: Any
 ) -> Any:
-    """A field of a configuration.
+    """A field of a configuration, with its help and the bounds that :func:`_check` takes.
 
-    Args:
-        default: its default; MISSING if it must be given.
-        text: its help.
-        shown: how the help says the default; None to print it.
-        panel: where ``--help`` lists it.
-        free: whether ``--resume`` may change it: it changes no weight, or only by rounding.
-        bounds: its range, as :func:`_check` takes it.
+    ``shown`` is how the help says the default, ``panel`` where ``--help`` lists the field. ``--resume`` may change what
+    is ``free``: it changes no weight, or only by rounding.
     """
     if shown is None and default not in (None, MISSING):
         shown = f"{default:g}" if isinstance(default, float) else str(default)
@@ -145,11 +140,7 @@ class TrainConfig:
         return replace(self, model=model, corpus=_absolute(self.corpus), steps=steps)
 
     def resumed(self: Config, changes: Mapping[str, Any], folder: Path) -> Config:
-        """These settings with the changes that a resumed training may have.
-
-        Args:
-            changes: fields asked for now.
-            folder: of the training, for the error.
+        """These settings with the changes asked for when the training in a folder is resumed.
 
         Raises:
             InputError: a change would lead to other weights.

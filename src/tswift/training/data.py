@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tswift.errors import InputError
-from tswift.models.hub import hub
+from tswift.models.source import hub
 from tswift.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -27,9 +27,8 @@ _HELD_OUT = 4  # documents, or a tenth of them if that is less
 def open_corpus(corpus: str) -> Dataset:
     """The documents of a corpus in a fixed order, in the column ``text``; on disk, not in memory.
 
-    Args:
-        corpus: a folder of ``.parquet`` (column ``text``) or ``.txt`` files, one such file, or a hub id such as
-            ``emozilla/pg19``, whose split ``train`` is taken.
+    A corpus is a folder of ``.parquet`` (column ``text``) or ``.txt`` files, one such file, or a hub id such as
+    ``emozilla/pg19``, whose split ``train`` is taken.
 
     Raises:
         InputError: nothing to read there.
@@ -121,15 +120,9 @@ class Documents:
         return [self._row(document, 0, length) for document in self.held_out]
 
     def batch(self, rows: int, length: int, key: Sequence[int]) -> np.ndarray:
-        """Rows at random places of the training documents, every place equally likely.
+        """``[rows, length]`` int64 tokens from random places of the training documents, every place equally likely.
 
-        Args:
-            rows: number of rows.
-            length: tokens of each, prefix included; no document is shorter.
-            key: of the random generator. The same key gives the same rows, whatever was drawn before.
-
-        Returns:
-            ``[rows, length]`` int64.
+        ``length`` includes the prefix. The same ``key`` gives the same rows, whatever was drawn before.
         """
         places = np.cumsum(self.lengths[self.train] - (length - len(self.prefix)) + 1)
         drawn = np.random.default_rng(list(key)).integers(0, places[-1], size=rows)
@@ -149,13 +142,9 @@ def prepare(
     vocabulary: int,
     on_progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Documents:
-    """Tokenise a corpus and split its documents.
+    """Tokenise a corpus for a model with so large a ``vocabulary``, and split its documents.
 
-    Args:
-        config: its corpus, documents, seq_len and held_out are used.
-        tokenizer: the model's.
-        vocabulary: number of tokens that the model knows.
-        on_progress: called with the number of documents tokenised so far, and of all.
+    ``on_progress`` is called with the number of documents tokenised so far, and of all.
 
     Raises:
         InputError: nothing to read, or too few documents are long enough.

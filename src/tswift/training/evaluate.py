@@ -17,7 +17,7 @@ from tswift.decoding.stats import DecodeStats
 from tswift.engine import begin
 from tswift.errors import InputError, renamed
 from tswift.kv.full import FullKV
-from tswift.models.base_heads import Heads
+from tswift.models.heads import Heads
 from tswift.models.loaded import LoadedModel
 from tswift.models.target import Target
 from tswift.training.config import HeadsConfig

@@ -30,11 +30,9 @@ _OPTION = "--resume"
 
 
 class TrainFolder:
-    """The files of a training. What cannot be written raises a ``Fault``, and leaves what was there before.
+    """The files of a kind of training, named by its subcommand.
 
-    Args:
-        path: where they are.
-        kind: of training: the subcommand.
+    What cannot be written raises a ``Fault``, and leaves what was there before.
     """
 
     def __init__(self, path: Path, kind: str) -> None:

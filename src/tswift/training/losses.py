@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from tswift.kv.full import FullKV
-from tswift.models.base_heads import Heads
+from tswift.models.heads import Heads
 from tswift.models.target import Target
 from tswift.training.config import DISTILL, TEXT
 
@@ -39,16 +39,10 @@ AttentionInterface.register(CAUSAL, _causal)
 
 @dataclass(frozen=True)
 class Metrics:
-    """Losses and hits, summed over positions.
+    """Losses and hits, summed over positions; a draft model counts as one head."""
 
-    Attributes:
-        loss: ``[heads]`` float64, in nats; one entry for a draft model.
-        hits: ``[heads, 3]`` float64: how often the text's token was among the best 1, 2 and 3.
-        positions: number of positions.
-    """
-
-    loss: Tensor
-    hits: Tensor
+    loss: Tensor  # [heads] float64, in nats
+    hits: Tensor  # [heads, 3] float64: how often the text's token was among the best 1, 2 and 3
     positions: int
 
     def __add__(self, other: Metrics) -> Metrics:
@@ -132,14 +126,9 @@ def heads_loss(
 
 
 class DraftLoss(nn.Module):
-    """A draft model with its loss, in one module, for PyTorch to wrap for several processes.
+    """A draft model, whose attention must be ``CAUSAL``, with its loss: one module for several processes to wrap.
 
-    Args:
-        network: the draft model; its attention must be ``CAUSAL``.
-        target: the large model, frozen.
-        objective: as for :func:`heads_loss`.
-        max_logits: most logits held at a time, but never fewer than one position's. They are computed again for the
-            backward pass.
+    Arguments are those of :func:`heads_loss`; logits are computed again for the backward pass.
     """
 
     def __init__(
@@ -150,12 +139,7 @@ class DraftLoss(nn.Module):
         self._target, self._objective, self._max_logits = target, objective, max_logits
 
     def forward(self, ids: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Loss, summed over all positions but the last of each row, and ``[3]`` hits.
-
-        Args:
-            ids: ``[B, T]`` int64 token ids.
-            positions: ``[B, T]`` int64; None for 0, 1, ...
-        """
+        """Loss, summed over all positions but the last of each row of ``[B, T]`` ids, and ``[3]`` hits."""
         rows, count = ids.shape[0], ids.shape[1] - 1
         hidden = self.network.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         teacher = hidden_states(self._target, ids, positions) if self._objective == DISTILL else None

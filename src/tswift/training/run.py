@@ -16,11 +16,10 @@ from tswift.errors import Fault, InputError, renamed
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import default_path
 from tswift.jobs.signals import Signals, Stopped
-from tswift.models.devices import find_device
+from tswift.models.devices import find_device, ran_out
 from tswift.models.fingerprint import fingerprint_of
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
-from tswift.models.memory import ran_out
 from tswift.training.config import Progress, TrainConfig
 from tswift.training.data import Documents, corpus_files, prepare
 from tswift.training.folder import TrainFolder
@@ -56,10 +55,10 @@ class Outcome:
 def train(
     config: TrainConfig, out: Path | None = None, progress: Progress | None = None, command: Sequence[str] = ()
 ) -> Outcome:
-    """Train heads, or a draft model. Under torchrun every process calls this, and the first one writes.
+    """Train heads (``HeadsConfig``) or a draft model (``DraftConfig``); under torchrun every process calls this.
 
     Args:
-        config: :class:`~tswift.training.config.HeadsConfig` or ``DraftConfig``.
+        config: the settings.
         out: a folder that is empty or does not exist; None for one named after the time.
         progress: shows how it goes on.
         command: the words of the command line, for ``train.json``.
@@ -96,8 +95,7 @@ def resume(
         kind: the class of its settings.
         path: its folder.
         changes: fields of the settings; those that decide about weights must be as they were.
-        progress: shows how it goes on.
-        command: the words of the command line, for ``train.json``.
+        progress, command: as for :func:`train`.
 
     Raises:
         InputError: there is no such training, or model, corpus or settings differ.
@@ -120,10 +118,7 @@ def resume(
 
 
 class _Training:
-    """A training under way: model, corpus, trainee, and the record of what was done.
-
-    All processes run it; the first one evaluates, writes and shows.
-    """
+    """A training under way. All processes run it; the first one evaluates, writes and shows."""
 
     def __init__(
         self,
@@ -205,14 +200,7 @@ class _Training:
         return Outcome(self._folder.path, self._config, self._step, before, after, signum)
 
     def _loop(self, signals: Signals) -> int | None:
-        """Train until all steps are done or a signal comes, then save a checkpoint.
-
-        Returns:
-            The signal; None if all steps are done.
-
-        Raises:
-            Fault: the loss is NaN or infinite, or nothing can be written.
-        """
+        """Train until all steps are done (returns None) or a signal comes (returns it), then save a checkpoint."""
         config, ranks = self._config, self._ranks
         while True:
             started = time.monotonic()

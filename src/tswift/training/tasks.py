@@ -21,10 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from tswift.decoding.params import SamplingParams
 from tswift.engine import ending
 from tswift.errors import Fault, InputError
-from tswift.models.base_heads import Heads
 from tswift.models.fingerprint import fingerprint_in_any_dtype
-from tswift.models.heads import load_heads
-from tswift.models.kinds import KINDS
+from tswift.models.heads import KINDS, Heads
+from tswift.models.heads_files import load_heads
 from tswift.models.loaded import LoadedModel
 from tswift.models.source import silence
 from tswift.models.target import Target
@@ -40,12 +39,9 @@ _WARMUP_SHARE = 0.25  # most of a training in which the rate rises: table 9's 50
 
 
 class Trainer:
-    """A module in training: its optimizers, their learning rates, and both as tensors for checkpoints.
+    """A module that is trained in place by optimizers made with the highest learning rates; both go to checkpoints.
 
-    Args:
-        module: trained in place.
-        optimizers: over its weights, with the highest learning rates.
-        name: of the weights in checkpoints.
+    ``name`` is what the weights are called there.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], name: str) -> None:
@@ -92,14 +88,9 @@ class Trainer:
 
 
 class Trainee(ABC):
-    """What is trained for a model, and how it is evaluated.
+    """What is trained for a model, and how it is evaluated."""
 
-    Attributes:
-        trainer: the module and its optimizers.
-        scores: the dataclass of what :meth:`evaluate` returns.
-    """
-
-    scores: type
+    scores: type  # the dataclass of what evaluate() returns
 
     def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], name: str, ranks: Ranks) -> None:
         self.trainer, self._wrapped = Trainer(module, optimizers, name), ranks.wrap(module)
@@ -248,12 +239,9 @@ def draft_network(config: DraftConfig, target: Target) -> LlamaForCausalLM:
 
 
 def learning_rate(step: int, share: float, warmup: int) -> float:
-    """Factor of the learning rates: a linear rise, under half a cosine.
+    """Factor of the learning rates at a step from 0, when a share of the training is done: half a cosine.
 
-    Args:
-        step: from 0.
-        share: of the training that is done.
-        warmup: steps of the rise, which ends after a quarter of the training at the latest.
+    It rises linearly for ``warmup`` steps, a quarter of the training at most.
     """
     risen = max((step + 1) / warmup if warmup else 1.0, share / _WARMUP_SHARE)
     return min(1.0, risen) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))

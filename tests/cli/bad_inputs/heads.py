@@ -68,7 +68,7 @@ def _none(folder: Path) -> None:
 
 
 def _another_size(folder: Path) -> None:
-    from tswift.models.refining_heads import ChainedHeads
+    from tswift.models.heads import ChainedHeads
 
     ChainedHeads(48, 3).save(folder / FILE)
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.planned import PlannedDrafter
-from tswift.models.costs import PassCosts
-from tswift.models.passes import Forwarded
+from tswift.drafting.dynamic_tree import PlannedDrafter
+from tswift.models.passes import Forwarded, PassCosts
 
 _TRIED = 16  # steps of each at first
 _MEMORY = 1 / 96  # of what is known of a rival, forgotten when it takes a step

@@ -1,4 +1,4 @@
-"""The attention function that transformers calls, and what a model's layers are seen to ask of it.
+"""What tswift reads out of a transformers model: positions, masks, the way to logits, the state before the final norm.
 
 A configuration cannot be trusted to say what a layer attends to, nor can the arguments that its attention is given:
 some models name a sliding window and never use it. What counts is the mask that transformers would have made. So a
@@ -7,16 +7,56 @@ model is surveyed once, by a pass over one token in which it is given the rules 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tswift.attention.special import Wants
-from tswift.models.positions import max_positions
+
+_MOST = 1 << 24  # beyond what any model was made for
+
+
+def max_positions(config: Any) -> int:
+    """Most tokens, prompt included, that a model's position encoding was made for.
+
+    It is ``max_position_embeddings``, except where rotary embeddings are scaled and that was left at what the model was
+    trained with, as transformers asks for. A factor of x then serves x times as many positions:
+
+    - ``linear``: of ``max_position_embeddings``, which is not to be raised to the new maximum;
+    - ``yarn``: of ``original_max_position_embeddings``, where that gives more. Qwen2.5 says 32,768 for both and a
+      factor of 4, to serve 131,072; others name 131,072 in the first place;
+    - ``llama3``: of the same, but only where the maximum was not raised. Llama 3.2's factor of 32 would give 262,144,
+      and it was made for the 131,072 that it says.
+
+    Where each type of layer has its own rotary embeddings (Gemma 3), the maximum is that of the scaled ones already.
+
+    Args:
+        config: of transformers.
+    """
+    text = config.get_text_config()
+    said: int = text.max_position_embeddings
+    rope = getattr(text, "rope_parameters", None) or {}
+    kind, factor = rope.get("rope_type"), _number(rope, "factor", 1)
+    original = _number(rope, "original_max_position_embeddings", said)
+    if kind == "linear":
+        served = said * factor
+    elif kind == "yarn":
+        served = max(said, original * factor)
+    elif kind == "llama3" and said <= original:
+        served = original * factor
+    else:
+        served = said
+    return int(min(served, _MOST))
+
+
+def _number(rope: Mapping[str, Any], name: str, otherwise: float) -> float:
+    value = rope.get(name)
+    return value if isinstance(value, int | float) and value >= 1 else otherwise
+
 
 ATTENTION, _SURVEY = "tswift", "tswift-survey"
 
@@ -159,3 +199,93 @@ def survey(model: PreTrainedModel) -> Survey:
     if not seen.wants:
         raise Unserved("attention that cannot be replaced")
     return seen
+
+
+def output_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """What turns ``[..., H]`` last hidden states into ``[..., V]`` logits, in the model's dtype.
+
+    What a configuration says is known of: ``logit_scale`` (Cohere), ``logits_scaling`` (Granite) and
+    ``final_logit_softcapping`` (Gemma). Whoever loads a model compares its logits, so no other rule goes unnoticed.
+    """
+    lm_head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+    rule = _logit_rule(model.config.get_text_config())
+    return lm_head if rule is None else lambda hidden: rule(lm_head(hidden))
+
+
+def _logit_rule(config: Any) -> Callable[[Tensor], Tensor] | None:
+    scale = getattr(config, "logit_scale", None) or 1.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap:
+        return lambda logits: torch.tanh(logits / cap) * cap
+    if scale != 1:
+        return lambda logits: logits * scale
+    if divisor != 1:
+        return lambda logits: logits / divisor
+    return None
+
+
+_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+
+
+class Tap:
+    """Catches what goes into a decoder's final norm.
+
+    Args:
+        decoder: as ``get_decoder()`` gives it.
+
+    Attributes:
+        norm: the final norm.
+
+    Raises:
+        Unserved: it has no final norm that is known of.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        norm = next((found for name in _NORMS if (found := getattr(decoder, name, None)) is not None), None)
+        if norm is None:
+            raise Unserved("no final norm that tswift knows of")
+        self.norm: nn.Module = norm
+        self._caught: Tensor | None = None
+        self.norm.register_forward_pre_hook(self._catch)
+
+    def take(self) -> Tensor:
+        """``[n, H]`` of the last pass."""
+        assert self._caught is not None
+        caught, self._caught = self._caught[0], None
+        return caught
+
+    def _catch(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        self._caught = given[0]
+
+
+def first_broken(model: PreTrainedModel, nodes: int, run: Callable[[], object]) -> tuple[str, int] | None:
+    """Watch a pass for the first output with NaN or infinity, of embeddings, layers, final norm and LM head.
+
+    Args:
+        model: a causal language model.
+        nodes: how many the pass has.
+        run: runs it, LM head included.
+
+    Returns:
+        The name of the module whose output it is, and the first node where; None if all are finite.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found: list[tuple[str, int]] = []
+
+    def look(module: nn.Module, given: object, out: Any) -> None:
+        first = out[0] if isinstance(out, tuple) else out
+        broken = (~first.reshape(nodes, -1).isfinite().all(-1)).nonzero()
+        if len(broken):
+            found.append((names[module], int(broken[0])))
+
+    parts = [model.get_output_embeddings()]
+    for part in model.get_decoder().children():
+        parts += part if isinstance(part, nn.ModuleList) else [part]
+    hooks = [part.register_forward_hook(look) for part in parts]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None

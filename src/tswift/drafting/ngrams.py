@@ -1,4 +1,4 @@
-"""Drafting by reuse: n-grams of the text so far, the most frequent for each first token (paper, section 3.4)."""
+"""Reuse of the text's own n-grams: the most frequent continuations of each token (paper, section 3.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting from heads where it is likely to go on: the best few branches, each told its own tokens."""
+"""Draft trees from heads where it is likely to go on: the best few branches, each told its own tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.drafter import Context
+from tswift.drafting.dynamic_tree import Plan, Sketch
 from tswift.drafting.heads import DraftingPass, LastPass
-from tswift.drafting.plan import Plan
-from tswift.drafting.sketch import Sketch
-from tswift.models.base_heads import Heads
+from tswift.models.heads import Heads
 from tswift.models.passes import Forwarded
 from tswift.models.target import Target
 

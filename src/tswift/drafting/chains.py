@@ -1,0 +1,289 @@
+"""Chains of drafted tokens, decoded by a small model, or by the target over less than its full cache.
+
+A chain is decoded as any text is, by the same steps with the same sampling rule; so what it is drafted from may in turn
+have been drafted, by a model that is smaller still (TriForce, Sun et al., 2024). A cascade's chain goes on as long as
+the target over its newest keys is sure of itself, which the lead of each token tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tswift.decoding.device_step import DeviceStepper
+from tswift.decoding.drafter import Context, Drafter
+from tswift.decoding.step import Step, Undrawn, advance
+from tswift.decoding.tree import DraftTree
+from tswift.drafting.dynamic_tree import Plan, PlannedDrafter, Sketch
+from tswift.kv.buffer import KVBuffer
+from tswift.kv.partial import PartialKV
+from tswift.kv.streaming import StreamingKV
+from tswift.models.target import Target
+
+CHUNK = 128  # tokens that a small model catches up with at a time
+
+
+class Level(Protocol):
+    """A model and its cache.
+
+    Attributes:
+        target: the model.
+        keys: about how many tokens it reads; 0 for all of the text.
+    """
+
+    target: Target
+    keys: int
+
+    def cache(self, context: Context) -> KVBuffer:
+        """The cache, holding of the text but the root what it is to hold. More may be committed to it."""
+
+    def leave(self, context: Context) -> None:
+        """Take back what was committed to the cache since; the text has it still."""
+
+    def committed(self, context: Context, most: int) -> None:
+        """Keep up with the text, which will grow by ``most`` tokens at most before the next call."""
+
+
+class FullLevel:
+    """The target over its full cache.
+
+    Args:
+        target: the model.
+    """
+
+    keys = 0
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._held = 0
+
+    def cache(self, context: Context) -> KVBuffer:
+        """That of the decode itself."""
+        self._held = context.kv.length
+        self.target.prepare(context.kv, 1)
+        return context.kv
+
+    def leave(self, context: Context) -> None:
+        """Forget what was drafted."""
+        context.kv.length = self._held
+
+    def committed(self, context: Context, most: int) -> None:
+        """Nothing: the decode keeps its own cache up."""
+
+
+class PartialLevel:
+    """The target over a partial cache, which is filled with the exact keys and values of verification passes.
+
+    Args:
+        target: the model.
+        kv: the cache, empty.
+        nodes: most nodes of a pass over it.
+    """
+
+    def __init__(self, target: Target, kv: PartialKV, nodes: int = 1) -> None:
+        self.target, self.kv, self.keys = target, kv, kv.budget
+        self._observed: Tensor | None = None  # [layers, query heads, m, head_dim] of the newest tokens
+        target.prepare(kv, nodes)
+
+    def cache(self, context: Context) -> PartialKV:
+        """The partial cache."""
+        return self.kv
+
+    def leave(self, context: Context) -> None:
+        """Forget what is no copy."""
+        self.kv.forget()
+
+    def committed(self, context: Context, most: int) -> None:
+        """Copy the new tokens; select anew when they, or the next step's, do not fit."""
+        if self.kv.policy.observes > 1 and context.last is not None:
+            new = context.last.queries_of(context.path[-self.kv.policy.observes :])
+            seen = new if self._observed is None else torch.cat([self._observed, new], dim=2)
+            self._observed = seen[:, :, -self.kv.policy.observes :]
+        self.kv.follow(context.kv, None if context.last is None else lambda: self._queries(context), most)
+
+    def _queries(self, context: Context) -> Tensor:
+        assert context.last is not None
+        return context.last.queries_of([context.node]) if self._observed is None else self._observed
+
+
+class OwnLevel:
+    """Another, smaller model over its own cache.
+
+    It forwards whatever the text has that it has not seen, so it may be asked at any point of any text that goes on
+    from a text it was asked about, but for the newest ``kv.slack`` tokens.
+
+    Args:
+        target: the smaller model.
+        kv: its cache, empty.
+    """
+
+    def __init__(self, target: Target, kv: StreamingKV) -> None:
+        self.target, self.kv, self.keys = target, kv, kv.budget
+        self._unsettled: list[int] = []
+        target.prepare(kv, 1)
+
+    def cache(self, context: Context) -> StreamingKV:
+        """Its cache, caught up with the text."""
+        text, end = context.text, len(context.text) - 1
+        known = zip(self._unsettled, text[self.kv.settled : end], strict=False)
+        same = next((i for i, (ours, theirs) in enumerate(known) if ours != theirs), None)
+        if same is None:
+            same = min(len(self._unsettled), end - self.kv.settled)
+        self.kv.take_back(self.kv.settled + same)
+        for start in range(self.kv.seen, end, CHUNK):
+            self.kv.settle()
+            places = range(start, min(start + CHUNK, end))
+            sent = torch.tensor([text[places.start : places.stop], [*places]]).to(self.target.device, non_blocking=True)
+            tokens, positions = sent
+            self.target.forward(tokens, positions, self.kv, None)
+            self.kv.commit(range(len(places)))
+        self.kv.settle()
+        return self.kv
+
+    def leave(self, context: Context) -> None:
+        """Remember what was forwarded: what the text comes to have of it need not be forwarded again."""
+        self._unsettled = context.text[self.kv.settled : self.kv.seen]
+
+    def committed(self, context: Context, most: int) -> None:
+        """Forward the prompt; later tokens can wait until they are needed."""
+        if not self.kv.seen:
+            self.cache(context)
+            self.leave(context)
+
+
+class ChainSource:
+    """A chain below the root.
+
+    Args:
+        name: of the source.
+        level: the model that decodes it, and over what.
+        gamma: tokens of the chain.
+        drafter: what the chain is drafted from; of nothing it is decoded token by token.
+        shared_noise: draw the chain's tokens with the noise the target will draw with; otherwise take the likeliest.
+    """
+
+    def __init__(self, name: str, level: Level, gamma: int, drafter: Drafter, shared_noise: bool) -> None:
+        self.name = name
+        self._level, self._gamma, self.drafter, self._shared_noise = level, gamma, drafter, shared_noise
+        self._stepper: DeviceStepper | None = None
+
+    def start(self, context: Context) -> None:
+        """Nothing: the host has to see each token before the next is decoded."""
+
+    def propose(self, tree: DraftTree, context: Context) -> None:
+        """Decode the chain, and take all of it back."""
+        wanted = min(self._gamma, tree.depth)
+        if not wanted:
+            return
+        root = len(context.text)
+        step = self._steps(context, self._level.cache(context))
+        try:
+            while (drafted := len(context.text) - root) < wanted:
+                step(wanted - drafted)
+        except Undrawn:  # not for a draft to complain of: the target's own pass will tell
+            pass
+        finally:
+            self._level.leave(context)
+            chain = context.text[root:]
+            del context.text[root:]
+        tree.add(chain, self.name)
+
+    def _steps(self, context: Context, kv: KVBuffer) -> Callable[[int], Step]:
+        """A function that decodes one step, of at most the given number of tokens, from the current text."""
+        target = self._level.target
+        if self._stepper is not None:  # captured programs go on with the tensors that they were captured with
+            self._stepper.restart(context.text, context.sampler)
+            return self._stepper.step
+        aside = replace(context.aside(kv), last=None, path=())
+        if not self._shared_noise:
+            aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
+        if target.replays and target.serves(kv):
+            self._stepper = DeviceStepper(target, aside, self.drafter)
+            return self._stepper.step
+        return partial(advance, target, aside, self.drafter)
+
+    def committed(self, context: Context, most: int) -> None:
+        """Keep the level's cache up."""
+        self._level.committed(context, most)
+        self.drafter.keep_up(context, most)
+
+
+_INNER, _LEVELS = 8, 3  # nodes of a step on the level, and levels of heads, for judging whether another one pays
+_AGREES = 0.9  # about how many of its tokens are those that the target draws over everything
+_STEP, _FAR = 0.25, 8  # leads are told apart by this much, and up to so many times
+_GUESSES = (0.6, 0.75, 0.85, 0.9, 0.95)  # chances by lead at first
+_OTHERS = (0.35, 0.2, 0.1, 0.06, 0.03)  # of the runner-up
+
+
+class CascadeSource:
+    """A chain below the root with the runners-up beside it, as long as it pays.
+
+    Args:
+        level: the target and what it reads.
+        drafter: what the chain is drafted from; it plans by what passes on the level cost.
+        shared_noise: draw the chain's tokens with the noise the target will draw with; otherwise take the likeliest.
+        plan: of the tree that it is verified in.
+
+    Attributes:
+        drafter: what the chain is drafted from.
+    """
+
+    name = "self"
+
+    def __init__(self, level: Level, drafter: PlannedDrafter, shared_noise: bool, plan: Plan) -> None:
+        self._level, self.drafter, self._shared_noise, self._plan = level, drafter, shared_noise, plan
+        self.spent = 0.0
+        self._usual = 1.0  # tokens of a step on the level, of late
+
+    def start(self, context: Context) -> None:
+        """Nothing: the host has to see each token before the next is decoded."""
+
+    def propose(self, sketch: Sketch, context: Context) -> None:
+        """Decode the chain, offer it, and take all of it back."""
+        self.spent = 0.0
+        root, held = len(context.text), context.kv.length
+        aside = context.aside(self._level.cache(context))
+        if not self._shared_noise:
+            aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
+        try:
+            self._decode(sketch, aside, held)
+        except Undrawn:  # not for a draft to complain of: the target's own pass will tell
+            pass
+        finally:
+            self._level.leave(context)
+            del context.text[root:]
+
+    def _decode(self, sketch: Sketch, aside: Context, held: int) -> None:
+        """Decode the chain and offer it, as long as that pays; ``held`` keys are what it is verified over."""
+        node, keys, costs = 0, self._level.keys or held, self.drafter.plan.costs
+        while sketch.depths[node] < sketch.depth and self._worth(sketch.reach[node], keys, held):
+            step = advance(self._level.target, aside, self.drafter, sketch.depth - sketch.depths[node], leads=True)
+            self.spent += self.drafter.spent + costs.seconds(step.nodes, keys)
+            self._usual += 0.05 * (len(step.tokens) - self._usual)
+            for token, (other, lead) in zip(step.tokens, step.leads, strict=True):
+                steps = round(min(lead / _STEP, _FAR))
+                sure = min(steps, len(_GUESSES) - 1)
+                if lead < inf:  # else nothing but the token was left to be drawn
+                    sketch.offer(node, other, self.name, (1, steps), _OTHERS[sure])
+                below = sketch.offer(node, token, self.name, (0, steps), _GUESSES[sure])
+                assert below is not None  # no step goes deeper than was wanted
+                node = below
+
+    def _worth(self, reach: float, keys: int, held: int) -> bool:
+        """Whether another step over ``keys`` keys pays, to be verified over ``held``."""
+        if reach == 1:
+            return True
+        costs = self.drafter.plan.costs
+        step = costs.seconds(_INNER, keys) + _LEVELS * costs.level
+        return self._plan.worth(_AGREES * self._usual * reach, step + self._usual * self._plan.costs.node(held))
+
+    def committed(self, context: Context, most: int) -> None:
+        """Keep the level's cache up."""
+        self._level.committed(context, most)
+        self.drafter.keep_up(context, most)

@@ -1,0 +1,124 @@
+"""Exact runs at the command line: what they record, going on with them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.architectures import ARCHITECTURES, checkpoint
+from tests.cli.conftest import Tswift, prompt, tswift  # noqa: F401
+from tests.jobs.killing import Process, result
+from tswift.jobs.folder import CHECKSUM, RECORD
+from tswift.jobs.folder import checksum as checksum_of
+from tswift.models.source import silence
+
+Words = list[object]
+SAMPLED = ["--seed", 5, "--min-p", 0.05]
+
+
+@pytest.fixture
+def words(checkpoint: Path, prompt: Path) -> Words:  # noqa: F811
+    return ["generate", "--model", checkpoint, "--prompt", prompt, "--dtype", "bfloat16", *SAMPLED]
+
+
+def record(run: Path) -> dict[str, Any]:
+    return json.loads((run / RECORD).read_text())
+
+
+def edit(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a record, and its checksum with it."""
+    found = record(run)
+    change(found)
+    found[CHECKSUM] = checksum_of(found)
+    (run / RECORD).write_text(json.dumps(found))
+
+
+def test_every_method_leaves_the_same_text(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
+    for method in ("ar", "medusa", "tokenswift"):
+        found = tswift(*words, "--method", method, "--len", 80, "--out", tmp_path / method)
+        assert found.code == 0, found.err
+        assert "exact in passes of 16 rows" in found.err
+        assert result(tmp_path / method) == result(tmp_path / "ar")
+    exact = [record(tmp_path / method)["model"]["exact"] for method in ("ar", "tokenswift")]
+    assert exact[0] == exact[1]
+    assert exact[0]["width"] == 16
+    assert len(exact[0]["bits"]) == 16
+
+
+@pytest.mark.parametrize("cut", [1, 17, 40])
+def test_a_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path, cut: int) -> None:  # noqa: F811
+    tswift(*words, "--len", 60, "--method", "ar", "--out", tmp_path / "whole")
+    tswift(*words, "--len", cut, "--out", tmp_path / "run")
+    found = tswift("generate", "--resume", tmp_path / "run", "--exact", "--len", 60)
+    assert found.code == 0, found.err
+    assert "rounds otherwise" not in found.err
+    assert result(tmp_path / "run") == result(tmp_path / "whole")
+    made = record(tmp_path / "run")
+    assert made["resumed"][0]["exact"] == made["model"]["exact"]
+
+
+def test_a_killed_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
+    tswift(*words, "--len", 300, "--method", "medusa", "--out", tmp_path / "whole")
+    process = Process([*words, "--len", 300, "--method", "medusa", "--out", tmp_path / "run"], tmp_path / "out")
+    process.begin()
+    process.send(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    found = tswift("generate", "--resume", tmp_path / "run")
+    assert found.code == 0, found.err
+    assert result(tmp_path / "run") == result(tmp_path / "whole")
+
+
+def test_other_options_are_refused(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
+    tswift(*words, "--len", 9, "--out", tmp_path / "exact")
+    tswift(*words, "--no-exact", "--len", 9, "--out", tmp_path / "inexact")
+    assert record(tmp_path / "inexact")["model"]["exact"] is None
+    for run, option, message in (("exact", "--no-exact", "True, got False"), ("inexact", "--exact", "False, got True")):
+        before = result(tmp_path / run)
+        found = tswift("generate", "--resume", tmp_path / run, option, "--len", 20)
+        assert (found.code, found.out) == (2, b"")
+        assert f"--exact: the run was made with {message}" in found.err
+        assert result(tmp_path / run) == before
+
+
+def test_a_machine_that_rounds_otherwise_says_so(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
+    run = tmp_path / "run"
+    tswift(*words, "--len", 20, "--out", run)
+    edit(run, lambda found: found["model"]["exact"].update(bits="0123456789abcdef"))
+    found = tswift("generate", "--resume", run, "--len", 40)
+    assert found.code == 0, found.err
+    assert "this machine rounds otherwise than the one before: the text may go on differently than there" in found.err
+    made = record(run)
+    assert made["model"]["exact"]["bits"] == "0123456789abcdef"
+    assert made["resumed"][0]["exact"]["bits"] != "0123456789abcdef"
+
+
+def test_a_model_that_cannot(tswift: Tswift, prompt: Path, tmp_path: Path) -> None:  # noqa: F811
+    with silence():
+        checkpoint(ARCHITECTURES["Mixtral"], tmp_path / "mixtral")
+    asked = [
+        "generate",
+        "--model",
+        tmp_path / "mixtral",
+        "--prompt",
+        prompt,
+        "--dtype",
+        "float16",
+        "--method",
+        "ar",
+        "--len",
+        9,
+    ]
+    found = tswift(*asked, "--exact", "--out", tmp_path / "run")
+    assert (found.code, found.out) == (2, b"")
+    assert found.err == "tswift: error: --exact: cannot be had here: an expert takes as many rows as choose it\n"
+    assert not (tmp_path / "run").exists()
+    found = tswift(*asked, "--out", tmp_path / "run")
+    assert found.code == 0, found.err
+    assert "not exact, as an expert takes as many rows as choose it" in found.err
+    model = record(tmp_path / "run")["model"]
+    assert (model["exact"], model["inexact"]) == (None, "an expert takes as many rows as choose it")
