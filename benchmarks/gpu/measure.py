@@ -26,8 +26,7 @@ from benchmarks.gpu import LEAST, probe
 from benchmarks.gpu.estimate import estimate
 from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, any_width, at_context, noisy
 from benchmarks.gpu.timing import interleaved
-from tswift.benchmarking.machine import measured
-from tswift.benchmarking.roofline import pass_seconds
+from tswift.benchmarking.roofline import measure_machine, pass_seconds
 from tswift.decoding.params import SamplingParams
 from tswift.engine import Generation
 from tswift.jobs.environment import environment
@@ -210,7 +209,7 @@ def main() -> int:
     if args.dry:
         add_tiny_shapes()
     run = Run(args.folder, DRY if args.dry else Scale(), torch.device("cpu" if args.dry else "cuda"))
-    run.machine = measured(run.device, torch.bfloat16)
+    run.machine = measure_machine(run.device, torch.bfloat16)
     about: dict[str, Any] = {**environment(run.device), **asdict(run.machine)}
     run.note("environment", **about)
     for name, seconds in (section.split("=") for section in args.sections):

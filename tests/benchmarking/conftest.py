@@ -9,6 +9,6 @@ from tests.benchmarking.helpers import MACHINE
 
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tswift.benchmarking.measure as module
+    import tswift.benchmarking.run as module
 
-    monkeypatch.setattr(module, "measured", lambda device, dtype: MACHINE)
+    monkeypatch.setattr(module, "measure_machine", lambda device, dtype: MACHINE)

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tswift.benchmarking.measurement import workload_hash
 from tswift.benchmarking.roofline import Machine
+from tswift.benchmarking.run import workload_hash
 
 MACHINE = Machine(bandwidth=2e10, flops=1e11)
 # what each method drafts along a path and accepts of it, and its seconds per token over plain decoding's

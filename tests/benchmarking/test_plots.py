@@ -15,8 +15,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.benchmarking.helpers import changed, make_measurement
-from tswift.benchmarking.look import available
-from tswift.benchmarking.plots import acceptance_figure, render, time_figure
+from tswift.benchmarking.plots import acceptance_figure, available, bench_files, time_figure
 
 METHODS = ("ar", "ar-reference", "medusa", "tokenswift")
 SEEDS = make_measurement(methods=METHODS, seeds=(0, 1, 2))
@@ -34,7 +33,7 @@ def title_of(figure: Figure) -> str:
 
 @pytest.fixture(scope="module")
 def images() -> dict[str, bytes]:
-    return render(SEEDS)
+    return bench_files(SEEDS)
 
 
 def test_images_open(images: dict[str, bytes]) -> None:
@@ -46,14 +45,6 @@ def test_images_open(images: dict[str, bytes]) -> None:
         assert ElementTree.fromstring(images[f"{name}.svg"]).tag == "{http://www.w3.org/2000/svg}svg"
 
 
-def test_nothing_reached_is_not_drawn() -> None:
-    assert render({**SINGLE, "state": "interrupted", "samples": []}) == {}
-
-
-def test_the_same_bytes_again(images: dict[str, bytes]) -> None:
-    assert render(SEEDS) == images
-
-
 def test_the_same_bytes_in_another_process(images: dict[str, bytes]) -> None:
     """Where pyplot, which would take over the user's windows, stays out."""
     code = (
@@ -62,7 +53,7 @@ def test_the_same_bytes_in_another_process(images: dict[str, bytes]) -> None:
         "assert 'matplotlib' not in sys.modules\n"
         "from tests.benchmarking.helpers import make_measurement\n"
         f"seeds = make_measurement(methods={METHODS}, seeds=(0, 1, 2))\n"
-        "sys.stdout.buffer.write(tswift.benchmarking.plots.render(seeds)['time.svg'])\n"
+        "sys.stdout.buffer.write(tswift.benchmarking.plots.bench_files(seeds)['time.svg'])\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=_environment())
@@ -71,7 +62,7 @@ def test_the_same_bytes_in_another_process(images: dict[str, bytes]) -> None:
 
 def test_the_users_configuration_is_neither_used_nor_changed(images: dict[str, bytes]) -> None:
     with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9, "svg.hashsalt": None}):
-        assert render(SEEDS)["time.svg"] == images["time.svg"]
+        assert bench_files(SEEDS)["time.svg"] == images["time.svg"]
         assert matplotlib.rcParams["font.size"] == 30
         assert matplotlib.rcParams["svg.hashsalt"] is None
 
@@ -99,31 +90,11 @@ def test_time_is_the_mean_over_runs() -> None:
     assert axes.get_ylabel() == "decoding time, minutes"
 
 
-def test_time_without_slices_takes_the_points() -> None:
-    def clear(measurement: dict[str, Any]) -> None:
-        for sample in measurement["samples"]:
-            sample["slices"] = []
-
-    (axes,) = time_figure(changed(SINGLE, clear)).axes
-    point = SINGLE["samples"][0]["points"][-1]
-    tokens, seconds = axes.lines[0].get_data()
-    assert (tokens[-1], seconds[-1]) == (point["tokens"], pytest.approx(point["seconds"]))
-
-
 def test_estimated_times_are_dashed_and_labelled() -> None:
     figure = time_figure(make_measurement(ar="sampled"))
     styles = {line.get_label(): line.get_linestyle() for line in figure.axes[0].lines}
     assert styles == {"AR (sampled)": "--", "medusa": "-", "tokenswift": "-"}
     assert legend_of(acceptance_figure(make_measurement(ar="sampled")))[0] == "AR (sampled)"
-
-
-def test_a_panel_per_prefill() -> None:
-    measurement = make_measurement(prefills=(1024, 4096))
-    assert [axes.get_title() for axes in time_figure(measurement).axes] == [
-        "prefill 1,024 tokens",
-        "prefill 4,096 tokens",
-    ]
-    assert [len(axes.lines) for axes in acceptance_figure(measurement).axes] == [2, 2, 3] * 2
 
 
 def test_acceptance_has_three_panels() -> None:
@@ -146,15 +117,6 @@ def test_bars_only_with_several_runs() -> None:
     assert (low[1], high[1]) == pytest.approx((0.42, 0.44))  # a standard deviation of 0.01
 
 
-def test_colours_stay_with_their_method() -> None:
-    def colour(figure: Figure, method: str) -> object:
-        (line,) = (line for line in figure.axes[-1].lines if line.get_label() == method)
-        return line.get_color()
-
-    fewer = make_measurement(methods=("ar", "tokenswift"))
-    assert colour(time_figure(SEEDS), "tokenswift") == colour(acceptance_figure(fewer), "tokenswift")
-
-
 def test_a_method_not_yet_known_is_drawn() -> None:
     def rename(measurement: dict[str, Any]) -> None:
         for sample in measurement["samples"]:
@@ -174,7 +136,7 @@ def test_simulated_is_in_title_legend_and_file_name() -> None:
             "tokenswift (simulated)",
         ]
         assert "simulated" not in title_of(build(SINGLE)) + "".join(legend_of(build(SINGLE)))
-    assert list(render(simulated)) == [
+    assert list(bench_files(simulated)) == [
         *("time-simulated.png", "time-simulated.svg"),
         *("acceptance-simulated.png", "acceptance-simulated.svg"),
     ]

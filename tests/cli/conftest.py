@@ -50,10 +50,10 @@ def tswift(
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No second is spent on measuring this machine for a benchmark of a tiny model."""
-    import tswift.benchmarking.measure as module
+    import tswift.benchmarking.run as module
     from tswift.benchmarking.roofline import Machine
 
-    monkeypatch.setattr(module, "measured", lambda device, dtype: Machine(2e10, 1e11))
+    monkeypatch.setattr(module, "measure_machine", lambda device, dtype: Machine(2e10, 1e11))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_checkpoint
 from tswift import engine
-from tswift.benchmarking.lineup import Entry, line_up
+from tswift.benchmarking.config import BenchOptions, configure
+from tswift.benchmarking.run import open_runs
 from tswift.drafting.methods import draft_slots
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, check_ahead
@@ -145,13 +146,13 @@ def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint: Path, 
 
 
 def test_methods_side_by_side(checkpoint: Path, small: Path) -> None:
-    entry = Entry(("ar", "standalone"), model=str(checkpoint), draft_model=str(small))
-    lineup = line_up(entry)
-    assert lineup.model.draft is not None
-    lanes = lineup.lanes([1, 2, 3], 20, 0)
-    assert lanes[1].generation is not None
-    assert lanes[1].generation.need.draft_kv_bytes > 0
+    entry = BenchOptions(("ar", "standalone"), model=str(checkpoint), draft_model=str(small))
+    config = configure(entry)
+    assert config.model.draft is not None
+    runs = open_runs(config, [1, 2, 3], 20, 0)
+    assert runs[1].generation is not None
+    assert runs[1].generation.need.draft_kv_bytes > 0
     with pytest.raises(InputError, match=r"^--draft-model: none of ar, reuse uses it$"):
-        line_up(Entry(("ar", "reuse"), model=str(checkpoint), draft_model=str(small)))
+        configure(BenchOptions(("ar", "reuse"), model=str(checkpoint), draft_model=str(small)))
     with pytest.raises(InputError, match=r"^--draft-model: names a smaller model"):
-        line_up(Entry(("ar", "standalone"), model=str(checkpoint)))
+        configure(BenchOptions(("ar", "standalone"), model=str(checkpoint)))

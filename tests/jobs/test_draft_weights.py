@@ -9,13 +9,12 @@ import pytest
 
 from tests import fake_torchao
 from tests.benchmarking.helpers import MACHINE
-from tswift.benchmarking.floor import floor_of
-from tswift.benchmarking.lineup import Entry, line_up
-from tswift.benchmarking.measure import Plan, header
-from tswift.benchmarking.prompts import Prompt
-from tswift.benchmarking.schema import bench_schema, complaints
-from tswift.benchmarking.suites.catalogue import find_suite
-from tswift.benchmarking.suites.lineups import Asked, prepare
+from tswift.benchmarking.config import BenchOptions, Plan, Prompt, configure
+from tswift.benchmarking.gate import bench_schema, schema_errors
+from tswift.benchmarking.roofline import floor_of
+from tswift.benchmarking.run import begin_measurement
+from tswift.benchmarking.suite_run import prepare
+from tswift.benchmarking.suites import find_suite
 from tswift.errors import InputError
 from tswift.jobs.resume import resume
 from tswift.jobs.settings import Settings, start, weights_for
@@ -89,22 +88,24 @@ def test_it_is_refused_where_no_pass_of_the_model_drafts(checkpoint: Path, tmp_p
         with pytest.raises(InputError, match=r"^--draft-weights: ar does not draft with the model itself$"):
             resume(tmp_path / "run", {"length": length, "draft_weights": "int8"}, False, WORDS)
     with pytest.raises(InputError, match=r"^--draft-weights: none of ar, medusa drafts with the model itself$"):
-        line_up(Entry(("ar", "medusa"), model=str(checkpoint), draft_weights="int8"))
+        configure(BenchOptions(("ar", "medusa"), model=str(checkpoint), draft_weights="int8"))
     figure = find_suite("table12")
     with pytest.raises(InputError, match=r"^--draft-weights: no 'int9'"):
-        prepare(figure, Asked({"model": str(checkpoint), "device": "cpu", "draft_weights": "int9"}), Plan(lens=(50,)))
+        prepare(figure, BenchOptions(model=str(checkpoint), device="cpu", draft_weights="int9"), Plan(lens=(50,)))
 
 
 def test_methods_side_by_side(checkpoint: Path) -> None:
     methods = ("ar", "medusa", "magicdec")
-    entry = Entry(methods, model=str(checkpoint), device="cpu", drafting={"budget": 64}, draft_weights="int8")
-    lineup = line_up(entry)
-    floor = floor_of(lineup, MACHINE)
+    entry = BenchOptions(methods, model=str(checkpoint), device="cpu", drafting={"budget": 64}, draft_weights="int8")
+    config = configure(entry)
+    floor = floor_of(config, MACHINE)
     assert floor is not None
     assert [floor.drafting[method].bits for method in methods] == [None, None, 8]
     prompt, plan = Prompt("p", tuple(range(1, 9))), Plan(prefills=(8,), lens=(20,), warmup=0)
-    measurement = header(lineup, [prompt], plan, WORDS, MACHINE)
+    measurement = begin_measurement(config, [prompt], plan, WORDS, MACHINE)
     assert measurement["workload"]["draft_weights"] == "int8"
-    assert not [line for line in complaints(measurement, bench_schema()) if "draft_weights" in line]
-    plain = header(line_up(Entry(methods, model=str(checkpoint), device="cpu")), [prompt], plan, WORDS, MACHINE)
+    assert not [line for line in schema_errors(measurement, bench_schema()) if "draft_weights" in line]
+    plain = begin_measurement(
+        configure(BenchOptions(methods, model=str(checkpoint), device="cpu")), [prompt], plan, WORDS, MACHINE
+    )
     assert "draft_weights" not in plain["workload"]

@@ -1,15 +1,15 @@
-"""Methods side by side on one prompt: the same text or not, and what each one cost."""
+"""Methods side by side on one prompt, behind ``tswift compare``: the same text or not, and what each one cost."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from tswift.benchmarking.lanes import Lane, interleave, slice_goals
-from tswift.benchmarking.lineup import Lineup
-from tswift.benchmarking.measurement import BASELINE, REFERENCE
+from tswift.benchmarking.config import BASELINE, REFERENCE, BenchConfig
+from tswift.benchmarking.run import Run, first_difference, interleave, open_runs, slice_goals
 from tswift.decoding.audit import Audit
 
 
@@ -18,15 +18,13 @@ class Outcome:
     """What became of one method.
 
     Attributes:
-        method: its name.
         first_difference: index of the first generated token that is not plain decoding's; None if the texts are equal.
-        margin: of the token there, or of plain decoding's: how much the logits would have to change to explain it. None
-            if there is no difference, or if no change was found.
+        margin: how much the logits of that token, in either text, would have to change to explain it; None if there is
+            no difference, or if no change was found.
         explained: whether every token of the text is drawn exactly or within rounding; None if all texts are equal.
         speedup: plain decoding's time / this one's; prefill apart.
-        speedup_over_reference: the same against plain decoding with the attention of reference implementations; None
-            if that was not run.
-        slices: raw samples: (tokens, seconds) so far at the end of every slice.
+        speedup_over_reference: the same against ``ar-reference``; None if that was not run.
+        slices: (tokens, seconds) so far at the end of every slice.
     """
 
     method: str
@@ -48,11 +46,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcomes, plain decoding's first, and the audits of texts that differ from plain decoding's.
+    """Outcomes, plain decoding's first, and audits of texts that differ from plain decoding's.
 
     Attributes:
         interrupted: whether Ctrl-C was pressed before the end; the outcomes are of what was there.
-        ok: whether rounding explains every difference.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -75,12 +72,12 @@ class Comparison:
 
 
 def compare(
-    lineup: Lineup,
+    config: BenchConfig,
     prompt: Sequence[int],
     length: int,
     seed: int,
-    tick: Callable[[Lane], None],
-    audited: Callable[[str, int, int], None],
+    on_progress: Callable[[Run], None],
+    on_audit: Callable[[str, int, int], None],
 ) -> Comparison:
     """Run all methods in interleaved slices and compare their texts, as far as they got if Ctrl-C is pressed.
 
@@ -88,77 +85,64 @@ def compare(
     the two are different draws, and comparing them further would say nothing.
 
     Args:
-        lineup: the model and its methods.
         prompt: token ids.
         length: tokens to generate.
         seed: any integer.
-        tick: called when a lane has been prefilled or has advanced by a slice.
-        audited: called with a method's name and the tokens audited so far and in all.
+        on_progress: called when a run has been prefilled or has advanced by a slice.
+        on_audit: called with a method's name and the tokens audited so far and in all.
 
     Raises:
         InputError: more positions or memory than there are.
     """
     interrupted = False
-    lanes = lineup.lanes(prompt, length, seed)
-    for lane in lanes:
-        lane.prefill()
-        tick(lane)
+    runs = open_runs(config, prompt, length, seed)
+    for run in runs:
+        run.prefill()
+        on_progress(run)
     try:
-        interleave(lanes, slice_goals(length), tick)
+        interleave(runs, slice_goals(length), on_progress)
     except KeyboardInterrupt:  # a second one ends the audit too
         interrupted = True
-        if not all(lane.tokens for lane in lanes):
+        if not all(run.tokens for run in runs):
             raise
-    for lane in lanes:
-        lane.close()  # an audit needs a cache of its own
-    plain = next(lane for lane in lanes if lane.name == BASELINE)
-    different = {lane.name: first_difference(lane.tokens, plain.tokens) for lane in lanes}
-    audits: dict[str, Audit] = {}
-    for lane in lanes:
-        if different[lane.name] is not None or (lane is plain and any(at is not None for at in different.values())):
-            audits[lane.name] = lineup.audit(
-                prompt,
-                lane.tokens,
-                seed,
-                lambda done, whole, name=lane.name: audited(name, done, whole),  # type: ignore[misc]
-            )
-    reference = next((lane for lane in lanes if lane.name == REFERENCE), None)
-    outcomes = tuple(_outcome(lane, plain, reference, different[lane.name], audits) for lane in lanes)
+    for run in runs:
+        run.close()  # an audit needs a cache of its own
+    by_label = {run.label: run for run in runs}
+    plain, reference = by_label[BASELINE], by_label.get(REFERENCE)
+    different = {run.label: first_difference(run.tokens, plain.tokens) for run in runs}
+    wrong = [run for run in runs if different[run.label] is not None]
+    audits = {
+        run.label: config.audit(prompt, run.tokens, seed, partial(on_audit, run.label))
+        for run in ([plain, *wrong] if wrong else [])
+    }
+    outcomes = tuple(_outcome(run, plain, reference, different[run.label], audits) for run in runs)
     return Comparison(outcomes, audits, interrupted)
 
 
-def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
-    """Index of the first token in which two texts differ, as far as both go; None if in none."""
-    pairs = zip(tokens, others, strict=False)
-    return next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-
-
-def _outcome(
-    lane: Lane, plain: Lane, reference: Lane | None, different: int | None, audits: dict[str, Audit]
-) -> Outcome:
-    stats = lane.stats
+def _outcome(run: Run, plain: Run, reference: Run | None, different: int | None, audits: dict[str, Audit]) -> Outcome:
+    stats = run.stats
     speed = stats.tokens_per_second
     margins = [
         finding.margin
-        for name in (lane.name, plain.name)
+        for label in (run.label, plain.label)
         if different is not None
-        for finding in audits[name].findings
+        for finding in audits[label].findings
         if finding.index == different and finding.margin is not None
     ]
     return Outcome(
-        method=lane.name,
+        method=run.label,
         first_difference=different,
         margin=max((margin for margin in margins if margin < math.inf), default=None),
-        explained=audits[lane.name].ok if lane.name in audits else None,
+        explained=audits[run.label].ok if run.label in audits else None,
         tokens=stats.tokens,
         alpha=stats.alpha,
         beta=stats.beta,
         tokens_per_step=stats.tokens_per_step,
         passes=stats.passes,
         tokens_per_second=speed,
-        prefill_seconds=lane.prefill_seconds,
+        prefill_seconds=run.prefill_seconds,
         seconds=stats.seconds,
         speedup=speed / plain.stats.tokens_per_second,
         speedup_over_reference=speed / reference.stats.tokens_per_second if reference else None,
-        slices=tuple(lane.slices),
+        slices=tuple(run.slices),
     )

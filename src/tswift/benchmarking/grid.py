@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from tswift.benchmarking.measurement import BASELINE, REFERENCE
-
 NOTHING = "-"
 
-_GAP = 2  # between a terminal's columns
-
-_NAMES = {BASELINE: "AR", REFERENCE: "AR, reference style"}
+_NAMES = {"ar": "AR", "ar-reference": "AR, reference style"}
 
 
 @dataclass(frozen=True)
@@ -61,35 +58,26 @@ class Grid:
         return "\n".join([self.title, *table, *self.notes]) + "\n"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """For ``console.print``: a narrow terminal folds between words, a very narrow one within them."""
+        """For ``console.print``: a narrow terminal folds between words."""
         table = Table(title=Text(self.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.caption, table.caption_justify = Text("\n".join(self.notes)), "left"
-        widths = self._widths(options.max_width - _GAP * len(self.columns) - 1)
-        for i, (name, width) in enumerate(zip(self.columns, widths, strict=True)):
-            table.add_column(Text(name), justify="left" if i < self.left else "right", overflow="fold", width=width)
+        for i, name in enumerate(self.columns):
+            longest = max(len(word) for text in (name, *(row[i] for row in self.rows)) for word in text.split() or [""])
+            justify: Literal["left", "right"] = "left" if i < self.left else "right"
+            table.add_column(Text(name), justify=justify, overflow="fold", min_width=longest)
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))  # a name is no markup
         yield table
 
-    def _widths(self, room: int) -> list[int]:
-        """Each column's width; the widest give way first, and whole words as long as they can."""
-        columns = list(zip(self.columns, *self.rows, strict=True))
-        widths = [max(map(len, column)) for column in columns]
-        words = [max(len(word) for text in column for word in text.split()) for column in columns]
-        while sum(widths) > room and max(widths) > 1:
-            widest = max(range(len(widths)), key=lambda i: (widths[i] > words[i], widths[i]))
-            widths[widest] -= 1
-        return widths
-
 
 def method_name(method: str, *marks: str) -> str:
-    """A method as tables and plots call it, with what has to be said of its figures behind it: see :func:`marks`."""
+    """A method's name in tables and plots, with remarks on its figures behind it: see :func:`marks`."""
     name = _NAMES.get(method, method)
     return f"{name} ({', '.join(marks)})" if marks else name
 
 
 def marks(simulated: bool, sampled: bool = False) -> list[str]:
-    """What has to be said behind a method's name."""
+    """Remarks behind a method's name."""
     return ["simulated"] * simulated + ["sampled"] * sampled
 
 

@@ -1,6 +1,6 @@
-"""How much a text repeats itself: distinct n-grams, repetition rate, self-BLEU, compression.
+"""How much texts repeat themselves: distinct n-grams, repetition rate, self-BLEU, compression; repetitions marked.
 
-All depend on the text's length: compare texts of the same length only.
+All figures depend on the text's length: compare texts of the same length only.
 """
 
 from __future__ import annotations
@@ -8,20 +8,26 @@ from __future__ import annotations
 import lzma
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from tswift.decoding.stats import distinct
 
 LONGEST = 4  # tokens of an n-gram
-SEGMENT = 64  # tokens of a piece that self-BLEU holds against the others
-QUALITY = (*(f"distinct_{n}" for n in range(1, LONGEST + 1)), "distinct", "seq_rep_4", "self_bleu", "compression")
+SEGMENT = 64  # tokens of a piece that self-BLEU compares with the others
+REPEAT = 8  # tokens that were there before, in this order, are marked as a repetition
+EXCERPT = 240  # tokens that a terminal shows: the last ones, where repetition has set in
 
 _NO_MATCH = 0.1  # of an n-gram, where none matches: Chen and Cherry's first smoothing, or the product would be 0
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6}]
 
 
 def quality(tokens: Sequence[int], text: str) -> dict[str, float | None]:
-    """The figures of a text, by the names of ``QUALITY``.
+    """Figures of a text, by name; None where it is too short to say.
 
     Args:
         tokens: the generated ones.
@@ -30,7 +36,7 @@ def quality(tokens: Sequence[int], text: str) -> dict[str, float | None]:
     Returns:
         ``distinct_1`` to ``distinct_4``: unique n-grams of tokens / n-grams (the paper's Distinct-n), and ``distinct``,
         their mean. ``seq_rep_4``: the share of 4-grams that were there before (Welleck et al., 2020). ``self_bleu`` and
-        ``compression``: see below. None where the text is too short to say.
+        ``compression``: see below.
     """
     shares = [distinct(tokens, n) for n in range(1, LONGEST + 1)]
     known = len(tokens) >= LONGEST
@@ -46,12 +52,8 @@ def quality(tokens: Sequence[int], text: str) -> dict[str, float | None]:
 def self_bleu(tokens: Sequence[int], segment: int = SEGMENT) -> float | None:
     """Mean BLEU-4 of each piece of a text against all of its other pieces (Zhu et al., 2018); higher repeats more.
 
-    Args:
-        tokens: cut into pieces; what is left at the end is not looked at.
-        segment: tokens of a piece. All are of one length, so brevity is never penalised.
-
-    Returns:
-        0 to 1; None for a text of less than two pieces.
+    Pieces have ``segment`` tokens each, so brevity is never penalised; a shorter rest at the end is left out. None for
+    a text of less than two pieces.
     """
     pieces = [tokens[start : start + segment] for start in range(0, len(tokens) - segment + 1, segment)]
     if len(pieces) < 2:
@@ -71,7 +73,7 @@ def compression(text: str) -> float | None:
 
 
 def _matches(counts: Sequence[Counter[tuple[int, ...]]]) -> list[int]:
-    """Of each piece, its n-grams that another piece has too, each counted as often as the one that has most of it."""
+    """Of each piece, its n-grams that another piece has too, each at most as often as in the piece that has most."""
     most: dict[tuple[int, ...], tuple[int, int, int]] = {}  # the highest count, the next highest, who has the highest
     for index, count in enumerate(counts):
         for gram, times in count.items():
@@ -81,3 +83,103 @@ def _matches(counts: Sequence[Counter[tuple[int, ...]]]) -> list[int]:
         sum(min(times, most[gram][most[gram][2] == index]) for gram, times in count.items())
         for index, count in enumerate(counts)
     ]
+
+
+def repeated(tokens: Sequence[int], length: int = REPEAT) -> list[bool]:
+    """Of each token, whether it is part of ``length`` tokens that the text has had before in this order."""
+    marks, seen = [False] * len(tokens), set()
+    for start in range(len(tokens) - length + 1):
+        gram = tuple(tokens[start : start + length])
+        if gram in seen:
+            marks[start : start + length] = [True] * length
+        seen.add(gram)
+    return marks
+
+
+def spans(text: Mapping[str, Any], last: int | None = None) -> list[tuple[str, bool]]:
+    """A kept text as runs of characters, each with whether it is repeated.
+
+    Args:
+        text: an entry of ``texts`` in ``suite.json``.
+        last: only so many tokens from its end; None for all.
+    """
+    pairs = list(zip(text["pieces"], repeated(text["tokens"]), strict=True))
+    found: list[tuple[str, bool]] = []
+    for piece, mark in pairs if last is None else pairs[-last:]:
+        if found and (found[-1][1] == mark or not piece):
+            found[-1] = found[-1][0] + piece, found[-1][1]
+        else:
+            found.append((piece, mark))
+    return found
+
+
+def paired(texts: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Kept texts of the same prompt, prefill and seed, side by side."""
+    places: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for text in texts:
+        places.setdefault((text["prompt"], text["prefill"], text["seed"]), []).append(text)
+    return list(places.values())
+
+
+def texts_html(record: Mapping[str, Any], about: str) -> str:
+    """All texts of a ``suite.json`` as a page that needs nothing else; ``about`` is a line on the model."""
+    sections = []
+    for texts in paired(record["texts"]):
+        columns = "".join(
+            f"<section><h2>{escape(_heading(text))}</h2><p>{_marked(text)}</p></section>" for text in texts
+        )
+        sections.append(f"<h3>{escape(_caption(texts))}</h3>\n<div>{columns}</div>\n")
+    title = escape(f"{record['suite']}: {record['title']}")
+    legend = f"<mark>Marked</mark>: {REPEAT} or more tokens that the text has had before, in this order."
+    return (
+        f"<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<title>{title}</title>\n<style>{_STYLE}</style>\n"
+        f"<h1>{title}</h1>\n<p class=about>{escape(about)}</p>\n<p class=about>{legend}</p>\n"
+        f"{''.join(sections)}</html>\n"
+    )
+
+
+def texts_table(texts: Sequence[Mapping[str, Any]]) -> Table:
+    """The ends of texts for a terminal: repetitions in reverse, which needs no colours."""
+    table = Table(title=Text(_excerpt(texts)), title_justify="left", expand=True)
+    for text in texts:
+        table.add_column(Text(_heading(text)), ratio=1, overflow="fold")
+    ends = (((part, "reverse" if mark else "") for part, mark in spans(text, EXCERPT)) for text in texts)
+    table.add_row(*(Text.assemble(*end) for end in ends))
+    return table
+
+
+def texts_plain(texts: Sequence[Mapping[str, Any]]) -> str:
+    """The ends of texts for a pipe, one after another: repetitions in angle quotes."""
+    parts = [f"{_excerpt(texts)}; repetitions are in «»."]
+    for text in texts:
+        end = "".join(f"«{part}»" if mark else part for part, mark in spans(text, EXCERPT))
+        parts.append(f"{_heading(text)}\n{end.strip()}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _heading(text: Mapping[str, Any]) -> str:
+    return f"{text['label']}: {sum(repeated(text['tokens'])) / len(text['tokens']):.0%} repeated"
+
+
+def _caption(texts: Sequence[Mapping[str, Any]]) -> str:
+    first = texts[0]
+    return f"{first['prompt']}, prefill {first['prefill']:,}, seed {first['seed']}, {len(first['tokens']):,} tokens"
+
+
+def _excerpt(texts: Sequence[Mapping[str, Any]]) -> str:
+    longer = any(len(text["tokens"]) > EXCERPT for text in texts)
+    return f"The last {EXCERPT} of {_caption(texts)}" if longer else _caption(texts)
+
+
+def _marked(text: Mapping[str, Any]) -> str:
+    return "".join(f"<mark>{escape(part)}</mark>" if mark else escape(part) for part, mark in spans(text))
+
+
+_STYLE = """
+body { font: 16px/1.5 Georgia, serif; margin: 2em auto; max-width: 76em; padding: 0 1em; color: #111; background: #fff }
+h1 { font-size: 1.4em } h2 { font-size: 1.1em } h3 { font-size: 1em; font-weight: normal; color: #444 }
+.about { font: 14px/1.5 system-ui, sans-serif; color: #333; margin: .3em 0 }
+div { display: grid; grid-template-columns: repeat(auto-fit, minmax(20em, 1fr)); gap: 2em }
+section p { white-space: pre-wrap; overflow-wrap: anywhere }
+mark { background: #ffd54d; color: inherit }
+"""

@@ -1,29 +1,47 @@
-"""The least time that a decode can take on a machine: the roofline (paper, table 2).
+"""The roofline: the least time that passes and decodes can take on a machine (paper, table 2).
 
 A pass must read the weights and the KV cache once, and must compute on every node. Both can go on at the same time, so
-the floor of a pass is the longer of the two. What a pass reads and computes beside that (activations, the draft tree's
-own keys and values, sampling) is left out: it is little, and a floor may lie below the truth but never above.
+the floor of a pass is the longer of the two. Activations, the draft tree's own keys and values, and sampling are left
+out: they are little, and a floor may lie below the truth but never above.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from tswift.benchmarking.config import BASELINE, BenchConfig
+from tswift.benchmarking.grid import NOTHING, Grid, duration, method_name, quantity
+from tswift.decoding.stats import DecodeStats
+from tswift.drafting.methods import find_method
+from tswift.drafting.options import FULL
 from tswift.errors import InputError
-from tswift.models.shapes import Shape
+from tswift.models.devices import available_bytes
+from tswift.models.quantizing import BITS, DRAFT_OPTION, KINDS
+from tswift.models.shapes import Shape, routed, shape_of
+
+CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
+NODES = (1, 41)  # a plain pass, and the paper's draft tree with its root
+
+_MOST = 1_000_000_000
+_UNBOUNDED = 1 << 62  # budget of a full KV cache
+_READ_BYTES = {"cpu": 2**29, "cuda": 2**32}  # beyond any processor's caches
+_TRIES = 5
+_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices
+_LONG = 0.02  # seconds; a product that takes so long is big enough
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine can do.
-
-    Attributes:
-        bandwidth: bytes per second read from its memory.
-        flops: operations per second in matrix products of the dtype at hand.
-    """
+    """Rates of a machine: bytes read from memory, and operations in matrix products, per second."""
 
     bandwidth: float
     flops: float
@@ -40,10 +58,10 @@ _DTYPES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Drafting:
-    """What a step does before its verification pass.
+    """Cost of drafting before a verification pass.
 
     Attributes:
-        budget: tokens of the partial KV cache that a drafting pass of the model reads; None where there is none.
+        budget: tokens of the partial KV cache that a drafting pass of the model reads; None without such passes.
         head_bytes: bytes of the heads, and of a smaller model's weights as often as they are read.
         passes: drafting passes of the model.
         bits: of the weights that they read, the LM head's apart; None for the model's own.
@@ -56,26 +74,50 @@ class Drafting:
 
 
 def find_machine(name: str, dtype: str) -> Machine:
-    """The machine of a name.
+    """A published machine.
 
     Raises:
-        InputError: there is none, or its rate in this dtype is not known.
+        InputError: there is none of that name, or its rate in this dtype is not known.
     """
     if name not in MACHINES:
         raise InputError(f"no device {name!r}; there are here, cpu, cuda, {', '.join(MACHINES)}", "--device")
     if dtype not in _DTYPES:
+        known = " and ".join(_DTYPES)
         raise InputError(
-            f"{name} is known by its rate in {' and '.join(_DTYPES)}, not in {dtype}; give --bandwidth and --flops",
-            "--dtype",
+            f"{name} is known by its rate in {known}, not in {dtype}; give --bandwidth and --flops", "--dtype"
         )
     return MACHINES[name]
 
 
-def loading_seconds(shape: Shape, machine: Machine, context: Any, extra_bytes: int = 0) -> Any:
-    """Seconds to read the weights and the keys and values of ``context`` tokens (a number or an array).
+def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
+    """Rates of a device, each the best of several tries: a floor must not lie above the truth."""
+    room = available_bytes(device)
+    size = _READ_BYTES[device.type]
+    numbers = torch.ones(min(size, room // 4 if room else size) // 4, device=device)
+    bandwidth = numbers.nbytes / _best_seconds(numbers.sum, device)
+    rates = []
+    for width in _SIZES:
+        left, right = torch.rand(2, width, width, device=device).to(dtype)
+        seconds = _best_seconds(partial(torch.matmul, left, right), device)
+        rates.append(2 * width**3 / seconds)
+        if seconds > _LONG:
+            break
+    return Machine(bandwidth, max(rates))
 
-    ``extra_bytes`` are read beside those; below 0, so many are not.
-    """
+
+def _best_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
+    seconds = []
+    for _ in range(1 + _TRIES):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])  # the first one warms up
+
+
+def loading_seconds(shape: Shape, machine: Machine, context: Any, extra_bytes: int = 0) -> Any:
+    """Seconds to read the weights, ``extra_bytes``, and the KV cache of ``context`` tokens (a number or an array)."""
     return (shape.weight_bytes + extra_bytes + context * shape.kv_bytes) / machine.bandwidth
 
 
@@ -85,7 +127,7 @@ def computing_seconds(shape: Shape, machine: Machine, context: Any, nodes: float
 
 
 def pass_seconds(shape: Shape, machine: Machine, context: Any, nodes: float, extra_bytes: int = 0) -> Any:
-    """The floor of a pass: the longer of loading and computing. Arguments as for those."""
+    """Floor of a pass: the longer of loading and computing."""
     return np.maximum(
         loading_seconds(shape, machine, context, extra_bytes), computing_seconds(shape, machine, context, nodes)
     )
@@ -100,16 +142,14 @@ def decode_seconds(
     nodes: float,
     drafting: Drafting | None = None,
 ) -> float:
-    """The floor of a decode or of a part of it: that of its steps, summed while the context grows.
+    """Floor of a decode or of a part of it: that of its steps, summed while the context grows.
 
     Args:
-        shape: the model's.
-        machine: what it runs on.
-        context: tokens there at its beginning.
+        context: tokens in the KV cache at its beginning.
         tokens: generated; the passes are taken to be evenly spaced over them.
         passes: verification passes.
         nodes: of all those passes together.
-        drafting: what comes before each; None for nothing.
+        drafting: what comes before each pass; None for nothing.
     """
     if not passes:
         return 0.0
@@ -123,3 +163,286 @@ def decode_seconds(
     elif drafting:
         total += drafting.head_bytes / machine.bandwidth
     return float(total.sum())
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Floors of what a benchmark ran, by the passes that it really made.
+
+    Attributes:
+        shape: the model's.
+        machine: what it ran on.
+        drafting: by label; nothing for those that are not named.
+    """
+
+    shape: Shape
+    machine: Machine
+    drafting: Mapping[str, Drafting] = field(default_factory=dict)
+
+    def seconds(self, label: str, prefill: int, marks: Sequence[DecodeStats]) -> list[float]:
+        """Floor up to each of a run's marks, which are its figures at rising lengths."""
+        floors, total, before = [], 0.0, DecodeStats(0)
+        for mark in marks:
+            counts = (mark.tokens - before.tokens, mark.passes - before.passes, mark.nodes - before.nodes)
+            start, drafting = prefill + before.tokens, self.drafting.get(label)
+            total += decode_seconds(self.shape, self.machine, start, *counts, drafting)
+            floors.append(total)
+            before = mark
+        return floors
+
+
+def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
+    """Floor of a benchmark's methods; None for a quantised model, or one whose passes choose what they read."""
+    model = config.model
+    if routed(model.target.model.config) or model.quantization:
+        return None
+    drafting = {}
+    for contender in config.contenders:
+        kind, options = find_method(contender.method), contender.options
+        extra_bytes, passes, budget, bits = 0, 1, None, None
+        if model.heads and isinstance(options.tree, tuple):
+            count = len(options.tree) - kind.by_lm_head
+            extra_bytes = sum(weight.nbytes for head in model.heads.heads[:count] for weight in head.parameters())
+        if kind.gamma is not None and options.gamma and "costs" not in kind.uses:  # else one is made for certain
+            # a chain that is itself drafted takes as many passes as if every draft were accepted, at least
+            inner = options.inner_gamma if "inner_gamma" in kind.uses else 0
+            passes = math.ceil(options.gamma / (1 + inner))
+        if kind.draft and model.draft is not None:
+            extra_bytes += passes * shape_of(model.draft.model, model.draft.dtype.itemsize).weight_bytes
+        if kind.partial:
+            bits = BITS[model.draft_weights] if model.draft_weights else None
+            budget = _UNBOUNDED if options.kv == FULL else options.budget
+        drafting[contender.label] = Drafting(budget, extra_bytes, passes, bits)
+    return Floor(shape_of(model.target.model, model.target.dtype.itemsize), machine, drafting)
+
+
+@dataclass(frozen=True)
+class RooflineQuery:
+    """Options of ``tswift roofline``.
+
+    Attributes:
+        contexts: tokens in the KV cache; None for the usual ones as far as the model goes.
+        nodes: nodes of a pass; the most of them are the draft tree's.
+        prefill: prompt tokens of the decode.
+        length: generated tokens.
+        alpha: share of the drafted tokens that is accepted; None leaves the drafting method out.
+        depth: tokens drafted along a path: the paper's gamma + 1, by which alpha is divided.
+        budget: tokens of the partial KV cache.
+        draft_weights: predict a draft with such weights, too; as for :func:`tswift.load`.
+
+    Raises:
+        InputError: a value is outside its range.
+    """
+
+    contexts: tuple[int, ...] | None = None
+    nodes: tuple[int, ...] = NODES
+    prefill: int = 4096
+    length: int = 100_000
+    alpha: float | None = None
+    depth: int = 4
+    budget: int = 4096
+    draft_weights: str | None = None
+
+    def __post_init__(self) -> None:
+        for option, values in (
+            ("--context", self.contexts or (1,)),
+            ("--nodes", self.nodes),
+            ("--prefill", (self.prefill,)),
+            ("--len", (self.length,)),
+            ("--depth", (self.depth,)),
+            ("--budget", (self.budget,)),
+        ):
+            if min(values) < 1:
+                raise InputError(f"must be at least 1, got {min(values)}", option)
+            if max(values) > _MOST and option in ("--nodes", "--depth", "--budget"):  # the model bounds the others
+                raise InputError(f"must be at most {_MOST:,}, got {max(values):,}", option)
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            raise InputError(f"must be between 0 and 1, got {self.alpha}", "--alpha")
+        if self.draft_weights is not None and self.draft_weights not in KINDS:
+            raise InputError(f"no {self.draft_weights!r}; there are {', '.join(KINDS)}", DRAFT_OPTION)
+
+
+@dataclass(frozen=True)
+class PassFloor:
+    """Context and nodes of a pass, the bytes that it reads, and seconds."""
+
+    context: int
+    nodes: int
+    read_bytes: int
+    loading_seconds: float
+    computing_seconds: float
+    floor_seconds: float
+
+
+@dataclass(frozen=True)
+class DecodeFloor:
+    """Floor of a decode.
+
+    Attributes:
+        alpha: None where nothing is drafted.
+        speedup: plain decoding's floor over this one.
+        step_seconds: mean of its steps.
+        needed: tokens per step with which it would be as quick as plain decoding.
+        draft_bits: bits of the weights that drafting reads, the LM head's apart.
+        even_alpha: the alpha at which this cheaper draft is as quick as one with the model's own weights.
+    """
+
+    method: str
+    alpha: float | None
+    tokens_per_step: float
+    passes: int
+    floor_seconds: float
+    speedup: float
+    step_seconds: float
+    needed: float
+    draft_weights: str | None = None
+    draft_bits: int | None = None
+    even_alpha: float | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Floors of passes and decodes of a model on a machine; the query's contexts are filled in."""
+
+    shape: Shape
+    machine: Machine
+    question: RooflineQuery
+    passes: tuple[PassFloor, ...]
+    decodes: tuple[DecodeFloor, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        shape = {**asdict(self.shape), "weight_bytes": self.shape.weight_bytes, "kv_bytes": self.shape.kv_bytes}
+        return {**asdict(self), "shape": shape}
+
+    def grids(self, label: str) -> list[Grid]:
+        """Tables: figures of the paper's table 2, floors of passes, and of decodes."""
+        shape, machine, longest = self.shape, self.machine, max(self.question.contexts or ())
+        rows = {
+            "memory bandwidth": quantity(machine.bandwidth, "B/s"),
+            "peak": quantity(machine.flops, "FLOP/s"),
+            "parameters": f"{shape.parameters:,}",
+            "model weights, read by every pass": quantity(shape.weight_bytes, "B"),
+            "KV cache of a token": f"{shape.kv_bytes:,} B",
+            f"operations of a node at {longest:,} tokens": quantity(shape.flops(longest), "FLOP"),
+            "loading time of the weights": _milliseconds(loading_seconds(shape, machine, 0)),
+            f"computing time of a node at {longest:,} tokens": _milliseconds(
+                computing_seconds(shape, machine, longest, 1)
+            ),
+        }
+        rates = Grid(f"Roofline: {label}", ["what", "value"], list(rows.items()), left=1)
+        return [rates, self._passes(label), self._decodes(label)]
+
+    def _passes(self, label: str) -> Grid:
+        rows = [
+            [
+                f"{each.context:,}",
+                f"{each.nodes:,}",
+                quantity(each.context * self.shape.kv_bytes, "B"),
+                quantity(each.read_bytes, "B"),
+                *(_milliseconds(x, 2) for x in (each.loading_seconds, each.computing_seconds, each.floor_seconds)),
+            ]
+            for each in self.passes
+        ]
+        columns = ["context", "nodes", "KV cache", "read", "loading", "computing", "floor"]
+        notes = ["floor: the longer of the two, since a machine can load and compute at the same time."]
+        return Grid(f"Least time of a pass: {label}", columns, rows, notes=notes)
+
+    def _decodes(self, label: str) -> Grid:
+        query = self.question
+        rows = [
+            [
+                method_name(each.method),
+                NOTHING if each.draft_bits is None else each.draft_weights or f"{each.draft_bits} bits",
+                NOTHING if each.alpha is None else f"{each.alpha:g}",
+                f"{each.tokens_per_step:.2f}",
+                f"{each.needed:.2f}",
+                f"{each.passes:,}",
+                _milliseconds(each.step_seconds, 2),
+                duration(each.floor_seconds),
+                f"{each.speedup:.2f}",
+            ]
+            for each in self.decodes
+        ]
+        notes = [
+            f"Predicted, not measured: {query.length:,} tokens after a prompt of {query.prefill:,}, prefill "
+            "apart, every pass at its floor. Real passes take longer: tswift bench says by how much.",
+            "step: its passes, on the average. needed: tokens per step with which it would be as quick as AR.",
+            "--alpha predicts tokenswift too."
+            if query.alpha is None
+            else f"tokenswift: a drafting pass over {query.budget:,} tokens of KV cache with {query.depth - 1} "
+            f"chained heads, then a verification of {max(query.nodes)} nodes; {query.depth} tokens are "
+            "drafted along a path.",
+        ]
+        notes += [
+            f"A draft in {each.draft_weights} (but for the LM head; scales are not counted) is as quick at alpha "
+            f"{each.even_alpha:.2f} as one of {8 * self.shape.itemsize} bits at {each.alpha:g}. What alpha it has is "
+            "not predicted."
+            for each in self.decodes
+            if each.even_alpha is not None
+        ]
+        columns = ["method", "draft", "alpha", "tokens/step", "needed", "passes", "step", "least time", "x"]
+        return Grid(f"Least time of a decode: {label}", columns, rows, left=1, notes=notes)
+
+
+def predict(shape: Shape, machine: Machine, query: RooflineQuery, positions: int) -> Prediction:
+    """Floors that a query asks for.
+
+    Args:
+        positions: most tokens that the model was made for.
+
+    Raises:
+        InputError: more tokens than that.
+    """
+    beyond = [context for context in query.contexts or () if context > positions]
+    if beyond:
+        raise InputError(f"{beyond[0]:,} is more than the model's {positions:,} positions", "--context")
+    total = query.prefill + query.length
+    if total > positions:
+        need = f"{query.prefill:,} prompt tokens and {query.length:,} new ones need {total:,} positions"
+        raise InputError(f"{need}, the model has {positions:,}", "--len")
+    usual = tuple(context for context in CONTEXTS if context <= positions) or (positions,)
+    contexts = query.contexts or usual
+    passes = tuple(
+        PassFloor(
+            context,
+            nodes,
+            shape.weight_bytes + context * shape.kv_bytes,
+            loading_seconds(shape, machine, context),
+            computing_seconds(shape, machine, context, nodes),
+            float(pass_seconds(shape, machine, context, nodes)),
+        )
+        for context in contexts
+        for nodes in query.nodes
+    )
+    return Prediction(shape, machine, replace(query, contexts=contexts), passes, _decodes(shape, machine, query))
+
+
+def _decodes(shape: Shape, machine: Machine, query: RooflineQuery) -> tuple[DecodeFloor, ...]:
+    prefill, length, alpha, depth = query.prefill, query.length, query.alpha, query.depth
+    plain = decode_seconds(shape, machine, prefill, length, length, length)
+    found = [DecodeFloor(BASELINE, None, 1.0, length, plain, 1.0, plain / length, 1.0)]
+    if alpha is None:
+        return tuple(found)
+    per_step = depth * alpha + 1
+    passes = math.ceil(length / per_step)
+    head_bytes = (depth - 1) * shape.hidden_size**2 * shape.itemsize
+    own_step = None  # with the model's own weights
+    for kind in dict.fromkeys((None, query.draft_weights)):
+        bits = 8 * shape.itemsize if kind is None else BITS[kind]
+        drafting = Drafting(query.budget, head_bytes, bits=bits)
+        seconds = decode_seconds(shape, machine, prefill, length, passes, passes * max(query.nodes), drafting)
+        step = seconds / passes
+        even = None if own_step is None else max(0.0, (per_step * step / own_step - 1) / depth)
+        own_step = own_step or step
+        speedup, needed = plain / seconds, step * length / plain
+        found.append(
+            DecodeFloor("tokenswift", alpha, per_step, passes, seconds, speedup, step, needed, kind, bits, even)
+        )
+    return tuple(found)
+
+
+def _milliseconds(seconds: float, digits: int = 1) -> str:
+    """Milliseconds with so many decimals, or two significant digits where nothing would be left."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:,.{digits}f} ms" if milliseconds >= 0.1 else f"{milliseconds:.2g} ms"

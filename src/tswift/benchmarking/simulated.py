@@ -1,4 +1,4 @@
-"""A given acceptance in place of the real one, to time decodes at it: the figures are simulated, the costs are not."""
+"""Simulated acceptance: times are those of real passes, what they accept is set."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import math
 from collections.abc import Sequence
 
 from tswift.decoding.tree import DraftTree
-from tswift.errors import InputError
 
 _SLACK = 1e-9  # of a product that should be whole and is a last bit less
 
 
 class SimulatedWalk:
-    """Accepts a share of the drafted tokens, whatever was drawn; a walk for ``Decoding``.
+    """Accepts a set share of the drafted tokens, whatever was drawn; a walk for ``Decoding``.
 
     After any step the accepted tokens are the share of all that could have been accepted, rounded down, so that alpha
     is ``alpha`` in the end. Where a tree is too shallow for that, later steps make up for it as far as theirs go.
@@ -35,25 +34,3 @@ class SimulatedWalk:
         while path[-1]:
             path.append(tree.parents[path[-1]])
         return path[::-1]
-
-
-def refuse_share(alpha: float | None, methods: Sequence[str], choosing: Sequence[str] = ()) -> None:
-    """Refuse an acceptance that is none, or for nothing, or that would not be met.
-
-    Args:
-        alpha: as asked for; None if it was not.
-        methods: the methods that draft.
-        choosing: those of them that choose in every step how deep a tree pays: few are as deep as the share needs.
-
-    Raises:
-        InputError: not above 0 and at most 1, no method drafts, or one chooses its trees.
-    """
-    if alpha is None:
-        return
-    if not 0 < alpha <= 1:
-        raise InputError(f"must be above 0 and at most 1, got {alpha}", "--simulate-alpha")
-    if not methods:
-        raise InputError("none of the methods drafts anything that could be accepted", "--simulate-alpha")
-    if choosing:
-        reason = f"{choosing[0]} chooses here how deep a tree pays"
-        raise InputError(f"goes with trees of one shape; {reason}, so the share would not be met", "--simulate-alpha")

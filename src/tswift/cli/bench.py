@@ -5,21 +5,16 @@ With ``--suite`` it is one of the paper's tables or figures: see ``suites``.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from tswift.benchmarking.suites.catalogue import SUITES
+from tswift.benchmarking.gate import METRICS
+from tswift.benchmarking.suites import SUITES
 from tswift.cli import options
-from tswift.cli.codes import FAILED, INTERRUPTED
-from tswift.cli.suites import run_suite
+from tswift.cli.suites import Progress, empty_folder, finish, plan_of, plotted, suite_bench
 from tswift.errors import InputError
-
-if TYPE_CHECKING:
-    from tswift.benchmarking.lanes import Lane
-    from tswift.benchmarking.round import Place
 
 _GATE, _GRID, _OUTPUT = "Gate", "Grid", "Output"
 
@@ -95,8 +90,7 @@ def bench(
         list[str] | None,
         options.option(
             _GATE,
-            "METRIC:TOLERANCE that fails, as speedup:10% or alpha:0; repeatable. Metrics: alpha, beta, "
-            "tokens_per_step, passes, speedup, tokens_per_s.",
+            f"METRIC:TOLERANCE that fails, as speedup:10% or alpha:0; repeatable. Metrics: {', '.join(METRICS)}.",
             "--fail-on",
         ),
     ] = None,
@@ -122,88 +116,49 @@ def bench(
     Exit code 1 if a text is not plain decoding's, or on a regression against --against.
     """
     if suite is not None:
-        return run_suite(context, suite)
-    from tswift.benchmarking import gate, look, report
-    from tswift.benchmarking.lineup import line_up
-    from tswift.benchmarking.measure import Plan, header, measure
-    from tswift.benchmarking.measurement import FINISHED, load_measurement, simulation
-    from tswift.benchmarking.prompts import encode, read_texts
-    from tswift.benchmarking.tables import grids
+        return suite_bench(context, suite)
+    from tswift.benchmarking import gate, report
+    from tswift.benchmarking.config import configure, encode, read_texts
+    from tswift.benchmarking.run import begin_measurement, measure
+    from tswift.benchmarking.summary import FINISHED, simulation
     from tswift.cli import tables
     from tswift.cli.bars import Bars
-    from tswift.jobs.folder import default_path, new_folder
+    from tswift.jobs.folder import default_path
     from tswift.models.shapes import PREFIX
 
-    plan = Plan(
-        prefills=tuple(prefill or (4096,)),
-        lens=options.numbers(lens, "--lens"),
-        seeds=options.numbers(seeds, "--seeds"),
-        ar=ar,
-        repeats=repeats,
-        warmup=warmup,
-    )
-    entry = options.entry(context)
+    plan = plan_of(context, (4096,))
+    asked = options.entry(context)
     rules = [gate.parse_rule(rule) for rule in fail_on or ()]
     if (against is None) != (not rules):
         raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
     if force and not against:
         raise InputError("goes with --against", "--force")
-    baseline = load_measurement(against) if against else None
+    baseline = gate.load_measurement(against) if against else None
     texts = read_texts(prompts or ())
     simulated = simulate_alpha is not None or model.startswith(PREFIX)
     folder = out or default_path("bench-simulated" if simulated else "bench")
-    made = new_folder(folder)
-    try:
-        prompt, length = max(plan.prefills), max(plan.lens)
-        lineup = line_up(entry, prompt, length, "--prefill" if prompt > length else "--lens")
-        chosen = encode(texts, lineup.model, max(plan.prefills))
-        measurement = header(lineup, chosen, plan, context.obj)
+    longest, length = max(plan.prefills), max(plan.lens)
+    with empty_folder(folder):
+        config = configure(asked, longest, length, "--prefill" if longest > length else "--lens")
+        chosen = encode(texts, config.model, longest)
+        measurement = begin_measurement(config, chosen, plan, context.obj)
         if baseline:
             gate.refuse_foreign(measurement, baseline, rules, force)
             gate.refuse_single(rules, repeats, baseline)
-    except BaseException:
-        with suppress(OSError):  # somebody else has put something there meanwhile
-            for each in made:
-                each.rmdir()
-        raise
     bars = Bars(quiet, not no_progress)
     if simulated:
         bars.say(f"simulated: {simulation(measurement)}")
-    if plots and not look.available():
-        bars.say("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
-        plots = False
-
-    shown: list[Place] = []
-
-    def tick(number: int, rounds: int, place: Place, lane: Lane) -> None:
-        if shown != [place]:
-            shown[:] = [place]
-            bars.clear()
-            bars.say(f"{number + 1} of {rounds}: {place}")
-        stats = lane.stats
-        bars.update(lane.name, stats.tokens, max(plan.lens), f"{stats.tokens_per_second:,.1f} tokens/s")
-
-    def keep() -> None:
-        try:
-            report.write_measurement(measurement, folder)
-        except InputError as error:  # what comes may still be shown
-            bars.say(str(error))
-
+    draw = plotted(bars, plots)
+    progress = Progress(bars, length, lambda: report.write_bench(measurement, folder, whole=False))
     with bars:
-        measure(measurement, lineup, chosen, plan, tick, keep)
-    for grid in grids(measurement, paper):
+        measure(measurement, config, chosen, plan, lambda *at: progress.show("", *at), progress.keep)
+    for grid in report.bench_grids(measurement, paper):
         tables.show(grid)
-    written = report.write_reports(measurement, folder, paper=paper, plots=plots)
+    written = report.write_bench(measurement, folder, paper, draw)
     bars.say(f"written: {', '.join(str(path) for path in written)}")
     whole = measurement["state"] == FINISHED
     verdicts = gate.compare(measurement, baseline, rules, force) if baseline and whole else []
     if verdicts:
         tables.show(gate.moved(verdicts, simulated))
-    wrong = [sample for sample in measurement["samples"] if sample["explained"] is False]
-    if wrong:
-        bars.say(f"{len(wrong)} texts are not plain decoding's, and not by rounding")
-    if wrong or any(not verdict.ok for verdict in verdicts):
-        raise typer.Exit(FAILED)
-    if not whole:
-        bars.say(f"interrupted; what was measured is in {folder}")
-        raise typer.Exit(INTERRUPTED)
+    regressed = any(not verdict.ok for verdict in verdicts)
+    finish(bars, measurement["samples"], whole, folder, regressed)

@@ -12,7 +12,7 @@ from tswift.cli.codes import FAILED, INTERRUPTED
 if TYPE_CHECKING:
     from tswift.benchmarking.comparison import Comparison, Outcome
     from tswift.benchmarking.grid import Grid
-    from tswift.benchmarking.lanes import Lane
+    from tswift.benchmarking.run import Run
 
 
 def compare(
@@ -58,8 +58,9 @@ def compare(
 
     Exit code 1 if a text differs from plain decoding's by more than rounding explains.
     """
-    from tswift.benchmarking.comparison import compare as run
-    from tswift.benchmarking.lineup import line_up
+    from tswift.benchmarking.comparison import compare as run_all
+    from tswift.benchmarking.config import configure
+    from tswift.benchmarking.run import open_runs
     from tswift.cli import records, tables
     from tswift.cli.bars import Bars
     from tswift.jobs.environment import environment
@@ -69,28 +70,28 @@ def compare(
 
     refuse_below_one({"--len": length, "--prefill": prefill})
     refuse_shape(model)
-    entry = options.entry(context)
+    asked = options.entry(context)
     record = records.writable(json)
     text = read_prompt(prompt)
     least = prefill or (BUNDLED_PREFILL if prompt is None else 1)
-    lineup = line_up(entry, least, length, "--prefill" if prefill and prefill > length else "--len")
-    ids = take(lineup.model.encode(text), prefill, bundled=prompt is None)
-    lineup.lanes(ids, length, seed)  # allocated and let go: what does not fit is refused before anything is said
+    config = configure(asked, least, length, "--prefill" if prefill and prefill > length else "--len")
+    ids = take(config.model.encode(text), prefill, bundled=prompt is None)
+    open_runs(config, ids, length, seed)  # allocated and let go: what does not fit is refused before anything is said
     bars = Bars(quiet, not no_progress)
-    target = lineup.model.target
+    target = config.model.target
     bars.say(f"model {model}, {target.device}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
     plain: dict[str, float] = {}
 
-    def tick(lane: Lane) -> None:
-        stats = lane.stats
-        if lane.name == "ar" and stats.seconds:
+    def on_progress(run: Run) -> None:
+        stats = run.stats
+        if run.label == "ar" and stats.seconds:
             plain["speed"] = stats.tokens_per_second
         x = f" x {stats.tokens_per_second / plain['speed']:.2f}" if plain and stats.seconds else ""
-        bars.update(lane.name, stats.tokens, length, f"{stats.tokens_per_second:,.1f} tokens/s{x}")
+        bars.update(run.label, stats.tokens, length, f"{stats.tokens_per_second:,.1f} tokens/s{x}")
 
     with bars:
-        comparison = run(
-            lineup, ids, length, seed, tick, lambda name, done, total: bars.update(f"audit of {name}", done, total)
+        comparison = run_all(
+            config, ids, length, seed, on_progress, lambda name, *done: bars.update(f"audit of {name}", *done)
         )
     if record is None or record.path:
         tables.show(_grid(comparison))
@@ -100,12 +101,12 @@ def compare(
                 "kind": "compare",
                 "command": context.obj,
                 "environment": environment(target.device),
-                "model": lineup.model.about(),
+                "model": config.model.about(),
                 "prompt": {"source": prompt or "bundled", "tokens": len(ids), "sha256": fingerprint(ids)},
                 "length": length,
                 "seed": seed,
-                "sampling": lineup.params,
-                "drafting": lineup.drafting(),
+                "sampling": config.params,
+                "drafting": config.drafting(),
                 **comparison.as_dict(),
             }
         )
@@ -117,8 +118,8 @@ def compare(
 
 
 def _grid(comparison: Comparison) -> Grid:
+    from tswift.benchmarking.config import DRAFTLESS
     from tswift.benchmarking.grid import NOTHING, Grid, method_name
-    from tswift.benchmarking.measurement import DRAFTLESS
 
     cut = ", interrupted" if comparison.interrupted else ""
     reference = any(outcome.speedup_over_reference is not None for outcome in comparison.outcomes)

@@ -11,7 +11,7 @@ import typer
 from tswift.errors import InputError
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.lineup import Entry
+    from tswift.benchmarking.config import BenchOptions
 
 _SAMPLING, _DRAFTING, _MODEL, _OUTPUT = "Sampling", "Drafting", "Model", "Output"
 
@@ -205,19 +205,18 @@ def model(context: typer.Context) -> dict[str, Any]:
     return given(context, _OF_MODEL)
 
 
-def entry(context: typer.Context) -> Entry:
+def entry(context: typer.Context) -> BenchOptions:
     """What is asked of several methods.
 
     Raises:
         InputError: no such methods or trees.
     """
-    from tswift.benchmarking.lineup import Entry, parse_methods
-    from tswift.benchmarking.measurement import REFERENCE
+    from tswift.benchmarking.config import REFERENCE, BenchOptions, parse_methods
 
     methods = parse_methods(context.params["methods"])
     if context.params["with_reference_ar"] and REFERENCE not in methods:
         methods = (*methods, REFERENCE)
-    return Entry(
+    return BenchOptions(
         methods=methods,
         sampling=sampling(context),
         drafting=drafting(context),

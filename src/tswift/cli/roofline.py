@@ -84,15 +84,14 @@ def roofline(
 
     import torch
 
-    from tswift.benchmarking.forecast import forecast
-    from tswift.benchmarking.question import Question
+    from tswift.benchmarking.roofline import RooflineQuery, predict
     from tswift.cli import records, tables
     from tswift.models.devices import find_device, find_dtype, own_dtype
     from tswift.models.hf import max_positions
     from tswift.models.shapes import PREFIX, refuse_routed, shape_of, skeleton
     from tswift.models.source import in_one_line, read_config, silence
 
-    question = Question(
+    query = RooflineQuery(
         contexts=None if contexts is None else options.numbers(contexts, "--context"),
         nodes=options.numbers(nodes, "--nodes"),
         prefill=prefill,
@@ -111,7 +110,7 @@ def roofline(
     machine, where = _machine(place, device, bandwidth, flops, kind)
     with silence(), in_one_line(model):
         shape = shape_of(skeleton(config), kind.itemsize)
-    found = forecast(shape, machine, question, max_positions(config))
+    found = predict(shape, machine, query, max_positions(config))
     words = str(kind).removeprefix("torch.")
     if record is None or record.path:
         for grid in found.grids(f"{model}, {words}, {where}"):
@@ -142,13 +141,12 @@ def _machine(
     place: Any, device: str | None, bandwidth: float | None, flops: float | None, dtype: Any
 ) -> tuple[Machine, str]:
     """The machine, and what to call it."""
-    from tswift.benchmarking.machine import measured
-    from tswift.benchmarking.measurement import machine
-    from tswift.benchmarking.roofline import Machine, find_machine
+    from tswift.benchmarking.roofline import Machine, find_machine, measure_machine
+    from tswift.benchmarking.summary import machine_name
     from tswift.jobs.environment import environment
 
     if bandwidth is not None and flops is not None:
         return Machine(bandwidth * 1e9, flops * 1e12), "as given"
     if place is None:
         return find_machine(str(device), str(dtype).removeprefix("torch.")), str(device)
-    return measured(place, dtype), f"{machine(environment(place))}, measured"
+    return measure_machine(place, dtype), f"{machine_name(environment(place))}, measured"

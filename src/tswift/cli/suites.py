@@ -1,117 +1,168 @@
-"""``tswift bench --suite``: one of the paper's tables or figures, and whether its ordering holds here."""
+"""``tswift bench --suite``: one of the paper's tables or figures; and what it shares with ``bench``."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from tswift.benchmarking.suites import Suite, find_suite
 from tswift.cli import options
 from tswift.cli.codes import FAILED, INTERRUPTED
 from tswift.errors import InputError
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.lanes import Lane
-    from tswift.benchmarking.round import Place
-    from tswift.benchmarking.suites.suite import Suite
+    from tswift.benchmarking.config import Plan
+    from tswift.benchmarking.run import Case, Run
+    from tswift.cli.bars import Bars
 
 # what bench does and a suite does not
 _OF_BENCH = ("methods", "simulate_alpha", "against", "fail_on", "force", "paper")
 
 
-def run_suite(context: typer.Context, name: str) -> None:
+@dataclass
+class Progress:
+    """Progress of a benchmark on a terminal, and its record on the disk.
+
+    Attributes:
+        longest: tokens of a run.
+        write: writes the record.
+    """
+
+    bars: Bars
+    longest: int
+    write: Callable[[], object]
+    shown: list[tuple[str, Case]] = field(default_factory=list)
+
+    def show(self, what: str, number: int, trials: int, case: Case, run: Run) -> None:
+        """A line for every trial, a bar for every run of it."""
+        if self.shown != [(what, case)]:
+            self.shown = [(what, case)]
+            self.bars.clear()
+            self.bars.say(f"{what}{number + 1} of {trials}: {case}")
+        stats = run.stats
+        self.bars.update(run.label, stats.tokens, self.longest, f"{stats.tokens_per_second:,.1f} tokens/s")
+
+    def keep(self) -> None:
+        """Write the record, if it can be written: what comes may still be shown."""
+        try:
+            self.write()
+        except InputError as error:
+            self.bars.say(str(error))
+
+
+@contextmanager
+def empty_folder(folder: Path) -> Iterator[None]:
+    """Make a folder; an error takes it away again, unless somebody else has put something there meanwhile."""
+    from tswift.jobs.folder import new_folder
+
+    made = new_folder(folder)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for each in made:
+                each.rmdir()
+        raise
+
+
+def plan_of(context: typer.Context, prefills: Sequence[int]) -> Plan:
+    """The grid that the options ask for; ``prefills`` if they say nothing of that.
+
+    Raises:
+        InputError: a value is outside its range.
+    """
+    from tswift.benchmarking.config import Plan
+
+    given = context.params
+    return Plan(
+        prefills=tuple(given["prefill"] or prefills),
+        lens=options.numbers(given["lens"], "--lens"),
+        seeds=options.numbers(given["seeds"], "--seeds"),
+        ar=given["ar"],
+        repeats=given["repeats"],
+        warmup=given["warmup"],
+    )
+
+
+def plotted(bars: Bars, plots: bool) -> bool:
+    """Whether to plot: if asked to, and matplotlib is there."""
+    from tswift.benchmarking.plots import available
+
+    if plots and not available():
+        bars.say("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
+    return plots and available()
+
+
+def finish(
+    bars: Bars, samples: Sequence[Mapping[str, Any]], whole: bool, folder: Path, regressed: bool = False
+) -> None:
+    """Exit with 1 if a text is wrong or something regressed, with 130 if the benchmark was interrupted."""
+    wrong = sum(sample["explained"] is False for sample in samples)
+    if wrong:
+        bars.say(f"{wrong} texts are not plain decoding's, and not by rounding")
+    if wrong or regressed:
+        raise typer.Exit(FAILED)
+    if not whole:
+        bars.say(f"interrupted; what was measured is in {folder}")
+        raise typer.Exit(INTERRUPTED)
+
+
+def suite_bench(context: typer.Context, name: str) -> None:
     """Run a suite with the options of ``tswift bench``.
 
     Raises:
         InputError: no such suite, or an option that it sets itself or has no use for.
     """
-    from tswift.benchmarking import look
-    from tswift.benchmarking.measure import Plan
-    from tswift.benchmarking.measurement import FINISHED
-    from tswift.benchmarking.prompts import encode, read_texts
-    from tswift.benchmarking.suites import report
-    from tswift.benchmarking.suites.catalogue import find_suite
-    from tswift.benchmarking.suites.lineups import Asked, prepare
-    from tswift.benchmarking.suites.run import begin_record, run
-    from tswift.benchmarking.suites.tables import table
+    from tswift.benchmarking import report
+    from tswift.benchmarking.config import encode, read_texts
+    from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite
+    from tswift.benchmarking.summary import FINISHED
     from tswift.cli import tables
     from tswift.cli.bars import Bars
-    from tswift.jobs.folder import default_path, new_folder
+    from tswift.jobs.folder import default_path
     from tswift.models.shapes import refuse_shape
 
-    suite, asked_for, typed = find_suite(name), context.params, options.typed(context)
+    suite, given, typed = find_suite(name), context.params, options.typed(context)
     _refuse(suite, typed)
-    plan = Plan(
-        prefills=tuple(asked_for["prefill"] or suite.prefills),
-        lens=options.numbers(asked_for["lens"], "--lens") if "lens" in typed else suite.lens,
-        seeds=options.numbers(asked_for["seeds"], "--seeds"),
-        ar=asked_for["ar"],
-        repeats=asked_for["repeats"],
-        warmup=asked_for["warmup"],
-    )
-    asked = Asked(
-        model=options.model(context),
-        sampling=options.sampling(context),
-        drafting=options.drafting(context),
-        trees=options.trees(asked_for["tree"]),
-        reference=asked_for["with_reference_ar"],
-    )
-    refuse_shape(asked.model["model"])
-    texts = read_texts(asked_for["prompts"] or ())
-    folder: Path = asked_for["out"] or default_path(f"bench-{suite.name}")
-    made = new_folder(folder)
-    try:
+    if "lens" not in typed:
+        given["lens"] = ",".join(map(str, suite.lens))
+    plan = plan_of(context, suite.prefills)
+    asked = options.entry(context)
+    refuse_shape(asked.model)
+    texts = read_texts(given["prompts"] or ())
+    folder: Path = given["out"] or default_path(f"bench-{suite.name}")
+    with empty_folder(folder):
         prepared = prepare(suite, asked, plan)
-        chosen = encode(texts, prepared.groups[0].lineup.model, max(plan.prefills))
-        record = begin_record(prepared, chosen, plan, context.obj)
-    except BaseException:
-        with suppress(OSError):  # somebody else has put something there meanwhile
-            for each in made:
-                each.rmdir()
-        raise
-    bars = Bars(asked_for["quiet"], not asked_for["no_progress"])
-    for label, why in prepared.missing:
+        model = next(iter(prepared.groups.values())).model
+        chosen = encode(texts, model, max(plan.prefills))
+        record = begin_suite(prepared, chosen, plan, context.obj)
+    bars = Bars(given["quiet"], not given["no_progress"])
+    for label, why in prepared.missing.items():
         bars.say(f"{label} is left out: {why}")
-    plots = asked_for["plots"]
-    if plots and not look.available():
-        bars.say("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
-    shown: list[tuple[str, Place]] = []
+    draw = plotted(bars, given["plots"])
+    progress = Progress(bars, max(plan.lens), lambda: report.write_suite(record, folder, whole=False))
 
-    def tick(label: str, number: int, rounds: int, place: Place, lane: Lane) -> None:
-        if shown != [(label, place)]:
-            shown[:] = [(label, place)]
-            bars.clear()
-            setting = f"{suite.axis} {label}, " if label else ""
-            bars.say(f"{suite.name}: {setting}{number + 1} of {rounds}: {place}")
-        stats = lane.stats
-        bars.update(lane.name, stats.tokens, max(plan.lens), f"{stats.tokens_per_second:,.1f} tokens/s")
-
-    def keep() -> None:
-        try:
-            report.write_suite(record, folder)
-        except InputError as error:  # what comes may still be shown
-            bars.say(str(error))
+    def show(label: str, *at: Any) -> None:
+        progress.show(f"{suite.name}: {suite.axis} {label}, " if label else f"{suite.name}: ", *at)
 
     with bars:
-        run(record, prepared, chosen, plan, tick, keep)
-    tables.show(table(record))
+        run_suite(record, prepared, chosen, plan, show, progress.keep)
+    for grid in report.suite_grids(record):
+        tables.show(grid)
     _show_texts(record["texts"])
-    written = report.write_reports(record, folder, plots)
+    written = report.write_suite(record, folder, draw)
     bars.say(f"written: {', '.join(str(path) for path in written)}")
     samples = [sample for group in record["groups"] for sample in group["measurement"]["samples"]]
-    wrong = sum(sample["explained"] is False for sample in samples)
-    if wrong:
-        bars.say(f"{wrong} texts are not plain decoding's, and not by rounding")
-        raise typer.Exit(FAILED)
-    if record["state"] != FINISHED:
-        bars.say(f"interrupted; what was measured is in {folder}")
-        raise typer.Exit(INTERRUPTED)
+    finish(bars, samples, record["state"] == FINISHED, folder)
 
 
-def _refuse(suite: Suite, typed: dict[str, object]) -> None:
+def _refuse(suite: Suite, typed: Mapping[str, object]) -> None:
     """No option is silently ignored."""
     for name in typed:
         option = f"--{name.replace('_', '-')}"
@@ -121,15 +172,15 @@ def _refuse(suite: Suite, typed: dict[str, object]) -> None:
             raise InputError("cannot be given together with --suite", option)
 
 
-def _show_texts(kept: list[dict[str, object]]) -> None:
+def _show_texts(kept: Sequence[Mapping[str, Any]]) -> None:
     """The ends of the texts that a suite keeps, side by side on a terminal."""
     from rich.console import Console
 
-    from tswift.benchmarking.suites import texts
+    from tswift.benchmarking.quality import paired, texts_plain, texts_table
     from tswift.cli.streams import write_stdout
 
-    for pair in texts.pairs_of(kept):
+    for pair in paired(kept):
         if sys.stdout.isatty():
-            Console(highlight=False).print(texts.side_by_side(pair))
+            Console(highlight=False).print(texts_table(pair))
         else:
-            write_stdout(f"\n{texts.plain(pair)}")
+            write_stdout(f"\n{texts_plain(pair)}")

@@ -1,0 +1,552 @@
+"""Runs of several methods side by side, in interleaved slices, and the grid of them behind ``tswift bench``.
+
+The result is one dict, written to ``bench.json`` as it is; ``bench.schema.json`` says what is in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import count, product
+from typing import Any
+
+import numpy as np
+
+from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, BenchConfig, Plan, Prompt
+from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
+from tswift.benchmarking.simulated import SimulatedWalk
+from tswift.benchmarking.summary import COUNTERS, FINISHED
+from tswift.decoding.stats import DecodeStats
+from tswift.decoding.step import Step
+from tswift.engine import Generation, begin
+from tswift.errors import InputError, renamed
+from tswift.jobs.environment import environment, now
+from tswift.jobs.prompt import fingerprint
+from tswift.models.devices import available_bytes, gigabytes
+from tswift.models.fingerprint import fingerprint_of
+
+SCHEMA = 1
+KIND = "bench"
+RUNNING, INTERRUPTED = "running", "interrupted"
+
+_IMPLIED = ("tokenswift", "kv", "dynamic")  # left out of workloads, whose hashes it would change
+_WARM_PROMPT = 64  # tokens of the prompt that methods are warmed up on
+_PROBE_STEPS = 8  # timed ones
+
+Sample = dict[str, Any]  # as in bench.json
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Plain steps from a method's state, timed.
+
+    Attributes:
+        position: generated tokens that were there before the first timed step.
+        tokens: what plain decoding drew, from ``position - 1`` on.
+        seconds: wall time of each timed step.
+    """
+
+    position: int
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass
+class Run:
+    """One decode among several.
+
+    Attributes:
+        label: its name in tables: its method's, unless several contenders have one method.
+        generation: the decode; None once the run was closed.
+        tokens: generated so far.
+        stats: figures so far.
+        slices: (tokens, seconds) so far at the end of every slice.
+        simulated: whether its acceptance is set, so that its text means nothing.
+        marks: figures when it had reached each length of the plan.
+        probes: plain steps taken between its own.
+    """
+
+    label: str
+    method: str
+    generation: Generation | None
+    simulated: bool = False
+    tokens: list[int] = field(default_factory=list)
+    stats: DecodeStats = field(init=False)
+    slices: list[tuple[int, float]] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    marks: list[DecodeStats] = field(default_factory=list)
+    probes: list[Probe] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stats = DecodeStats(self._open.depth)
+        self._steps: Iterator[Step] | None = None
+
+    @property
+    def _open(self) -> Generation:
+        assert self.generation is not None
+        return self.generation
+
+    def prefill(self) -> None:
+        """Forward the prompt."""
+        self.prefill_seconds = self._open.decoding.prefill()
+
+    def advance(self, goal: int) -> None:
+        """Decode until ``goal`` tokens are there; the last step may add a few more."""
+        if self._steps is None:
+            self._steps = self._open.steps()
+        while self.stats.tokens < goal:
+            step = next(self._steps)
+            self.tokens += step.tokens
+            self.stats.add(step)
+        # what the last step left its device to do belongs to this run, not to the next one's first step
+        self.stats.seconds += self._open.decoding.settle()
+        self.slices.append((self.stats.tokens, self.stats.seconds))
+
+    def probe(self) -> None:
+        """Time a few plain steps from here on, unless the cache has no room for two.
+
+        The first step is not timed: it finds the processor's caches full of the method's data. The others find noise
+        that drafting has computed already, so plain decoding comes out a little too fast rather than too slow.
+        """
+        steps = self._open.decoding.plain(1 + _PROBE_STEPS)
+        if len(steps) > 1:
+            drawn, seconds = [step.tokens[0] for step in steps], [step.seconds for step in steps[1:]]
+            self.probes.append(Probe(self.stats.tokens + 1, tuple(drawn), tuple(seconds)))
+
+    def close(self) -> None:
+        """Let the decode and its caches go; tokens and figures stay."""
+        self.generation = self._steps = None
+
+
+def open_runs(
+    config: BenchConfig, prompt: Sequence[int], length: int, seed: int, labels: Sequence[str] | None = None
+) -> list[Run]:
+    """A run for each contender, or for those of some labels.
+
+    Raises:
+        InputError: more positions or memory than there are.
+    """
+    device = config.model.target.device
+    free = available_bytes(device)
+    runs, need = [], 0
+    for contender in config.contenders:
+        if labels is not None and contender.label not in labels:
+            continue
+        alpha = None if contender.method in DRAFTLESS else config.simulate_alpha
+        generation = begin(
+            config.model,
+            prompt,
+            length,
+            method=contender.method,
+            params=config.params,
+            seed=seed,
+            options=contender.options,
+            walk=None if alpha is None else partial(SimulatedWalk, alpha),
+        )
+        need += generation.need.held_bytes(device)
+        runs.append(Run(contender.label, contender.method, generation, alpha is not None))
+    if free is not None and need > free:
+        message = f"{len(runs)} methods side by side need {gigabytes(need)} of caches, {gigabytes(free)} are free"
+        raise InputError(message, "--methods")
+    return runs
+
+
+def interleave(runs: Sequence[Run], goals: Sequence[int], on_progress: Callable[[Run], None]) -> None:
+    """Advance all runs from goal to goal, so that all see the same machine. Each slice begins with another run."""
+    for turn, goal in enumerate(goals):
+        first = turn % len(runs)
+        for run in (*runs[first:], *runs[:first]):
+            run.advance(goal)
+            on_progress(run)
+
+
+def slice_goals(length: int, stops: Sequence[int] = (), slices: int = 50) -> list[int]:
+    """Where slices end: ``slices`` about equal parts of ``length``, and every one of ``stops``."""
+    even = {length * part // slices for part in range(1, slices + 1)}
+    return sorted({goal for goal in (*even, *stops) if 0 < goal <= length})
+
+
+def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
+    """Index of the first token in which two texts differ, as far as both go; None if in none."""
+    pairs = zip(tokens, others, strict=False)
+    return next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+
+
+def probes_differ(tokens: Sequence[int], probes: Sequence[Probe]) -> int | None:
+    """Index of the first generated token that is not what plain decoding drew in a probe; None if there is none."""
+    for probe in sorted(probes, key=lambda probe: probe.position):
+        first = probe.position - 1
+        found = first_difference(tokens[first:], probe.tokens)
+        if found is not None:
+            return first + found
+    return None
+
+
+def integrate(probes: Sequence[Probe], length: int) -> float:
+    """Seconds that plain decoding takes for ``length`` tokens: step times, interpolated between probes, summed.
+
+    A benchmark against plain decoding would take its hours. A plain step's time depends on the length of the text and
+    on little else, so steps timed at many lengths are integrated over the text instead.
+    """
+    at: dict[float, list[float]] = {}
+    for probe in probes:
+        at.setdefault(probe.position + (len(probe.seconds) - 1) / 2, []).extend(probe.seconds)
+    places = sorted(at)
+    means = [float(np.mean(at[place])) for place in places]
+    return float(np.interp(np.arange(length), places, means).sum())
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompt, prefill, seed and repeat of a trial."""
+
+    repeat: int
+    prompt: Prompt
+    prefill: int
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.prompt.name}, prefill {self.prefill:,}, seed {self.seed}"
+
+
+class Trial:
+    """All methods on one case, up to the longest length. Without a plain run its time is sampled between their slices.
+
+    Args:
+        runs: fresh ones, long enough.
+        lens: rising lengths to read off.
+        floor: floors of the methods; None if nothing is known of them.
+    """
+
+    def __init__(self, case: Case, runs: Sequence[Run], lens: Sequence[int], floor: Floor | None = None) -> None:
+        self._case, self._lens, self._floor = case, lens, floor
+        self._runs = {run.label: run for run in runs}
+        self._plain = self._runs.get(BASELINE)
+
+    def run(self, on_progress: Callable[[Run], None], on_checkpoint: Callable[[list[Sample]], None]) -> bool:
+        """Run to the end, or to Ctrl-C.
+
+        Args:
+            on_progress: called when a run has advanced by a slice.
+            on_checkpoint: called with the samples whenever all runs have reached another length.
+
+        Returns:
+            Whether Ctrl-C was pressed.
+        """
+        kept = 0
+
+        def advanced(run: Run) -> None:
+            nonlocal kept
+            if len(run.marks) < len(self._lens) and run.stats.tokens >= self._lens[len(run.marks)]:
+                run.marks.append(run.stats.copy())
+            if self._plain is None and run.method != REFERENCE:
+                run.probe()
+            on_progress(run)
+            if self._reached > kept:
+                kept = self._reached
+                on_checkpoint(self.samples())
+
+        try:
+            for run in self._runs.values():
+                run.prefill()
+                advanced(run)
+            interleave(list(self._runs.values()), slice_goals(self._lens[-1], self._lens), advanced)
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    @property
+    def _reached(self) -> int:
+        return min(len(run.marks) for run in self._runs.values())
+
+    @property
+    def _probes(self) -> list[Probe]:
+        return [probe for run in self._runs.values() for probe in run.probes]
+
+    @property
+    def texts(self) -> dict[str, list[int]]:
+        """Generated tokens so far, by label."""
+        return {label: run.tokens for label, run in self._runs.items()}
+
+    def samples(self) -> list[Sample]:
+        """Samples with the lengths that all runs have reached; none if there is no such length."""
+        lens = self._lens[: self._reached]
+        if not lens:
+            return []
+        samples = [] if self._plain else [self._estimated(lens)]
+        for run in self._runs.values():
+            different, compared = self._compare(run)
+            samples.append(
+                self._sample(
+                    run.label,
+                    run.marks[: len(lens)],
+                    prefill_seconds=run.prefill_seconds,
+                    same_as_ar=None if run is self._plain or run.simulated else different is None,
+                    first_difference=different,
+                    compared_tokens=compared,
+                    slices=[list(each) for each in run.slices],
+                    probes=[[each.position, list(each.seconds)] for each in run.probes] or None,
+                )
+            )
+        return samples
+
+    def explain(self, samples: Sequence[Sample], audited: Callable[[Run], bool]) -> None:
+        """Set ``explained`` of the samples that need it: whether every token is drawn exactly or within rounding.
+
+        They need it if one differs from plain decoding's, plain decoding's own then too, or if plain decoding was
+        sampled: its few steps start from the runs' own state. A text of simulated acceptance is no draw at all.
+
+        Args:
+            audited: audits a run's text. The runs' caches are gone by then.
+        """
+        for run in self._runs.values():
+            run.close()
+        differ = any(sample["same_as_ar"] is False for sample in samples)
+        for sample in samples:
+            needed = sample["same_as_ar"] is False or (differ and sample["method"] == BASELINE) or self._plain is None
+            if needed and not sample["estimated"] and not self._runs[sample["method"]].simulated:
+                sample["explained"] = audited(self._runs[sample["method"]])
+
+    def _compare(self, run: Run) -> tuple[int | None, int]:
+        """First token that is not plain decoding's, if there is one, and how many tokens could be compared."""
+        if run.simulated or run is self._plain:
+            return None, 0
+        if self._plain:
+            return first_difference(run.tokens, self._plain.tokens), min(len(run.tokens), len(self._plain.tokens))
+        probes = run.probes or self._probes  # a run that takes none is held against those of the others
+        compared = sum(len(run.tokens[each.position - 1 :][: len(each.tokens)]) for each in probes)
+        return probes_differ(run.tokens, probes), compared
+
+    def _estimated(self, lens: Sequence[int]) -> Sample:
+        """Plain decoding's sample where it was not run."""
+        probes = self._probes
+        marks = [
+            DecodeStats(0, passes=n, tokens=n, nodes=n, seconds=integrate(probes, n), accepted=Counter({0: n}))
+            for n in lens
+        ]
+        slices = [[goal, integrate(probes, goal)] for goal in slice_goals(lens[-1], lens)]
+        return self._sample(BASELINE, marks, estimated=True, slices=slices)
+
+    def _sample(self, label: str, marks: Sequence[DecodeStats], **known: Any) -> Sample:
+        case = self._case
+        floors: Sequence[float | None] = [None] * len(marks)
+        if self._floor:
+            floors = self._floor.seconds(label, case.prefill, marks)
+        return {
+            "prompt": case.prompt.name,
+            "prefill": case.prefill,
+            "seed": case.seed,
+            "repeat": case.repeat,
+            "method": label,
+            "estimated": False,
+            "prefill_seconds": None,
+            "same_as_ar": None,
+            "explained": None,
+            "first_difference": None,
+            "compared_tokens": 0,
+            "slices": [],
+            "probes": None,
+            **known,
+            "points": [
+                _point(self._lens[index], mark, self._ar_seconds(index, mark.tokens), floors[index])
+                for index, mark in enumerate(marks)
+            ],
+        }
+
+    def _ar_seconds(self, index: int, tokens: int) -> float:
+        """Plain decoding's time for so many tokens."""
+        if self._plain is None:
+            return integrate(self._probes, tokens)
+        return self._plain.marks[index].seconds * tokens / self._plain.marks[index].tokens
+
+
+def _point(length: int, stats: DecodeStats, ar_seconds: float, floor_seconds: float | None) -> Sample:
+    most = max(stats.accepted, default=0)
+    return {
+        "len": length,
+        "tokens": stats.tokens,
+        "seconds": stats.seconds,
+        "nodes": stats.nodes,
+        "depth": stats.depth,
+        "accepted": [stats.accepted[count] for count in range(most + 1)],
+        "reused": stats.reused,
+        **{name: getattr(stats, name) for name in COUNTERS},
+        "tokens_per_second": stats.tokens_per_second,
+        "ar_seconds": ar_seconds,
+        "speedup": ar_seconds / stats.seconds,
+        "floor_seconds": floor_seconds,
+        "of_floor": None if floor_seconds is None else stats.seconds / floor_seconds,
+    }
+
+
+OnProgress = Callable[[int, int, Case, Run], None]  # trial's number, trials in all, its case, the run that advanced
+OnTrial = Callable[[Case, Mapping[str, Sequence[int]], list[Sample]], None]
+
+
+def workload_hash(workload: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of the workload as canonical JSON, its own ``hash`` left out."""
+    content = {name: value for name, value in workload.items() if name != "hash"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def begin_measurement(
+    config: BenchConfig, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str], machine: Machine | None = None
+) -> dict[str, Any]:
+    """A measurement without samples: what is to be measured, and where.
+
+    Args:
+        prompts: each of at least the longest prefill.
+        command: words of the command line.
+        machine: its rates; None to measure them.
+
+    Raises:
+        InputError: more positions or memory than there are, or nothing to sample plain decoding beside.
+    """
+    if plan.ar == SAMPLED and all(contender.method in DRAFTLESS for contender in config.contenders):
+        raise InputError("sampled takes its samples while another method runs; name one", "--ar")
+    # the largest case, allocated and let go: what does not fit is refused before an hour has passed
+    try:
+        open_runs(config, prompts[0].tokens[: max(plan.prefills)], max(plan.lens), 0, _labels(config, plan))
+    except InputError as error:
+        raise renamed(error, {"--len": "--lens"}) from None
+    try:
+        _warm_runs(config, prompts[0], plan)
+    except InputError as error:
+        raise renamed(error, {"--len": "--warmup"}) from None
+    workload, target = _workload(config, prompts, plan), config.model.target
+    return {
+        "schema": SCHEMA,
+        "kind": KIND,
+        "simulated": config.simulated is not None,
+        "state": RUNNING,
+        "started": now(),
+        "ended": now(),
+        "command": list(command),
+        "environment": environment(target.device),
+        "machine": asdict(machine or measure_machine(target.device, target.dtype)),
+        "layers": config.model.layers,
+        "workload": {"hash": workload_hash(workload), **workload},
+        "samples": [],
+    }
+
+
+def measure(
+    measurement: dict[str, Any],
+    config: BenchConfig,
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    on_progress: OnProgress,
+    on_checkpoint: Callable[[], None],
+    on_trial: OnTrial | None = None,
+) -> None:
+    """Run the grid, or as much of it as is done when Ctrl-C is pressed.
+
+    Args:
+        measurement: from :func:`begin_measurement`; the samples go there. Its ``state`` says whether it is whole.
+        on_progress: called whenever a run has advanced by a slice.
+        on_checkpoint: called whenever all methods have reached another length.
+        on_trial: called when a trial has ended, with its texts by label; it may add to its samples.
+    """
+    lens = sorted(plan.lens)
+    trials = plan.repeats * len(prompts) * len(plan.prefills) * len(plan.seeds)
+    done: list[Sample] = []
+    floor = floor_of(config, Machine(**measurement["machine"]))
+
+    def keep(samples: list[Sample]) -> None:
+        if measurement["simulated"]:
+            for sample in samples:
+                sample["simulated"] = True
+        measurement.update(samples=[*done, *samples], ended=now(), layers=config.model.layers)
+        on_checkpoint()
+
+    try:
+        for run in _warm_runs(config, prompts[0], plan):
+            run.prefill()
+            run.advance(plan.warmup)
+        for number, case in enumerate(_cases(plan, prompts)):
+            prompt = case.prompt.tokens[: case.prefill]
+            runs = open_runs(config, prompt, lens[-1], case.seed, _labels(config, plan))
+            trial = Trial(case, runs, lens, floor)
+            del runs  # or their caches would stay while the next ones are allocated
+            interrupted = trial.run(partial(on_progress, number, trials, case), keep)
+            samples = trial.samples()
+            keep(samples)
+            trial.explain(samples, partial(_audited, config, prompt, case.seed))
+            if on_trial:
+                on_trial(case, trial.texts, samples)
+            done += samples
+            if interrupted:
+                raise KeyboardInterrupt
+            keep([])
+    except KeyboardInterrupt:
+        measurement["state"] = INTERRUPTED
+    else:
+        measurement["state"] = FINISHED
+    on_checkpoint()
+
+
+def _cases(plan: Plan, prompts: Sequence[Prompt]) -> Iterator[Case]:
+    for repeat in count():  # not `product` of all: a million repeats need not be there at once
+        if repeat == plan.repeats:
+            return
+        yield from (Case(repeat, *each) for each in product(prompts, sorted(plan.prefills), plan.seeds))
+
+
+def _audited(config: BenchConfig, prompt: Sequence[int], seed: int, run: Run) -> bool:
+    return config.audit(prompt, run.tokens, seed).ok
+
+
+def _labels(config: BenchConfig, plan: Plan) -> list[str]:
+    """Labels that run: without plain decoding where that is sampled."""
+    return [label for label in config.labels if plan.ar == FULL or label != BASELINE]
+
+
+def _warm_runs(config: BenchConfig, prompt: Prompt, plan: Plan) -> list[Run]:
+    return open_runs(config, prompt.tokens[:_WARM_PROMPT], plan.warmup, 0) if plan.warmup else []
+
+
+def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dict[str, Any]:
+    model = config.model
+    about = model.about()
+    workload = {
+        "model": about["name"],
+        "weights": fingerprint_of(model.target.model),
+        "dtype": about["dtype"],
+        "attention": about["attention"],
+        "heads": about["heads"],
+        "heads_weights": None if model.heads is None else fingerprint_of(model.heads),
+        "sampling": asdict(config.params) | {"banned": list(config.params.banned)},
+        "drafting": {
+            label: {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in options.items()
+                if (label, name, value) != _IMPLIED
+            }
+            for label, options in config.drafting().items()
+        },
+        "prompts": [
+            {"name": prompt.name, "sha256": fingerprint(prompt.tokens[: max(plan.prefills)])} for prompt in prompts
+        ],
+        "prefills": sorted(plan.prefills),
+        "lens": sorted(plan.lens),
+        "seeds": list(plan.seeds),
+        "methods": config.labels,
+        "ar": plan.ar,
+    }
+    # the rest only where there is something to say, so that other workloads keep their hashes
+    if model.draft:
+        workload["draft_model"] = {**about["draft"], "weights": fingerprint_of(model.draft.model)}
+    if model.drafting is not None:
+        workload["draft_weights"] = model.draft_weights
+    variants = {each.label: each.method for each in config.contenders if each.label != each.method}
+    if about["exact"]:
+        workload["exact"] = about["exact"]["width"]
+    if variants:
+        workload["variants"] = variants
+    if config.simulated:
+        workload["simulated"] = config.simulated
+    return workload

@@ -1,0 +1,391 @@
+"""A suite on a model: its groups made ready, measured one after another, and put beside the paper's order.
+
+What comes of it is one dict, ``suite.json``. A group is what runs side by side: one setting, with its own plain decode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import combinations
+from statistics import mean, stdev
+from typing import Any
+
+from tswift.benchmarking.config import (
+    BASELINE,
+    DRAFTLESS,
+    REFERENCE,
+    BenchConfig,
+    BenchOptions,
+    Contender,
+    Plan,
+    Prompt,
+)
+from tswift.benchmarking.quality import quality
+from tswift.benchmarking.roofline import Machine
+from tswift.benchmarking.run import INTERRUPTED, RUNNING, Case, Run, Sample, begin_measurement, measure
+from tswift.benchmarking.suites import (
+    AXIS,
+    LENGTH,
+    PREFILL,
+    SHOWN,
+    Choice,
+    Row,
+    Suite,
+    counterparts,
+    place_name,
+    published_rows,
+)
+from tswift.benchmarking.summary import FINISHED, Cell, Figure, by_draw, summarise
+from tswift.drafting.methods import resolve
+from tswift.drafting.options import DraftOptions
+from tswift.engine import check, check_ahead, ending
+from tswift.errors import InputError
+from tswift.jobs.environment import now
+from tswift.jobs.prompt import TextStream
+from tswift.jobs.settings import draft_for, sampling_params
+from tswift.models.draft import DRAFT_OPTION
+from tswift.models.loaded import LoadedModel
+from tswift.models.loading import load
+
+SCHEMA = 1
+KIND = "suite"
+HERE = "here"  # source of measured rows
+
+# two-sided 95% quantiles of Student's t, by degrees of freedom
+_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+OnProgress = Callable[[str, int, int, Case, Run], None]  # the group's label, then as for ``measure``
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A suite on a loaded model.
+
+    Attributes:
+        groups: by their place on the suite's axis; that is empty where contenders differ along it.
+        missing: labels that cannot run here, and why.
+    """
+
+    suite: Suite
+    groups: Mapping[str, BenchConfig]
+    missing: Mapping[str, str]
+
+
+def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
+    """Check the options, and load the model.
+
+    A method that cannot run here, as one that needs heads on a model that has none, is left out and said to be missing.
+
+    Args:
+        options: their methods are not looked at, but for ``ar-reference``.
+
+    Raises:
+        InputError: something asked cannot be done, or none of the suite's methods can run.
+    """
+    typed = [*options.sampling, *options.drafting, *(["tree"] if options.trees else [])]
+    for name in typed:
+        if name in suite.own:
+            raise InputError(f"suite {suite.name} sets it itself", f"--{name.replace('_', '-')}")
+    options.refuse_unused(suite.methods)
+    reference = REFERENCE in options.methods
+    if reference and not (suite.axis == "method" and suite.along == AXIS):
+        raise InputError(f"suite {suite.name} compares no methods", "--with-reference-ar")
+    DraftOptions(**options.drafting)  # what is out of range is told before a model is loaded
+    params = [sampling_params({**options.sampling, **setting.sampling}) for setting in suite.settings]
+    model = _load(suite, options)
+    contenders, missing, errors = [Contender(BASELINE, BASELINE, DraftOptions())], {}, []
+    for choice in suite.choices:
+        label = choice.label or choice.method
+        try:
+            contenders.append(Contender(label, choice.method, _draft_options(choice, model, options, plan)))
+        except InputError as error:
+            missing[label] = str(error).removeprefix(f"{error.option}: ")
+            errors.append(error)
+    if len(contenders) == 1:
+        if errors[0].option in {f"--{name.replace('_', '-')}" for name in typed}:
+            raise errors[0]
+        raise InputError(f"{suite.name} cannot run on this model: {next(iter(missing.values()))}", "--suite")
+    if reference:
+        contenders.append(Contender(REFERENCE, REFERENCE, DraftOptions()))
+    groups = {}
+    for setting, each in zip(suite.settings, params, strict=True):
+        label = setting.label or (model.name if suite.axis == "model" else "")
+        groups[label] = BenchConfig(model, ending(each, model.eos_ids, stop_at_eos=False)[0], contenders)
+    return Prepared(suite, groups, missing)
+
+
+def _load(suite: Suite, options: BenchOptions) -> LoadedModel:
+    """The model, with a smaller one where one is asked for, or is there anyway."""
+    how, name = options.loading(suite.methods), options.model
+    check_ahead(name, 1, 1, BASELINE, DraftOptions(), option="--model", **how)
+    try:
+        draft = draft_for(suite.methods, name, options.draft_model)
+        return load(name, exact=options.exact, **how, draft=draft)
+    except InputError as error:
+        if options.draft_model is not None or error.option != DRAFT_OPTION:
+            raise
+        return load(name, exact=options.exact, **how)  # what needs one is left out
+
+
+def _draft_options(choice: Choice, model: LoadedModel, options: BenchOptions, plan: Plan) -> DraftOptions:
+    """A choice's resolved options."""
+    given = {**options.drafting, "tree": options.tree(choice.method), **choice.drafting}
+    if "tree" in choice.drafting and model.heads is not None:
+        given["nodes"] = tree_nodes(choice.drafting["tree"], model.heads.conditioned)
+    resolved = resolve(choice.method, model.target, model.heads, DraftOptions(**given))
+    try:
+        check(model.target, max(plan.prefills), max(plan.lens), choice.method, resolved, draft=model.draft)
+    except InputError as error:
+        if error.option == DRAFT_OPTION:  # what the model itself cannot do is told for all methods
+            raise
+    return resolved
+
+
+def tree_nodes(tree: Sequence[int], conditioned: bool) -> int:
+    """Number of nodes of a tree, root included.
+
+    Args:
+        tree: candidates per level.
+        conditioned: a level's candidates follow the best one of the level before, not every one.
+    """
+    nodes, last = 1, 1
+    for width in tree:
+        last = width if conditioned else last * width
+        nodes += last
+    return nodes
+
+
+def begin_suite(prepared: Prepared, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str]) -> dict[str, Any]:
+    """A suite without samples: what is to be measured. See :func:`tswift.benchmarking.run.begin_measurement`.
+
+    Raises:
+        InputError: more positions or memory than there are.
+    """
+    groups: list[dict[str, Any]] = []
+    for label, config in prepared.groups.items():
+        machine = Machine(**groups[0]["measurement"]["machine"]) if groups else None  # measured once
+        groups.append({"label": label, "measurement": begin_measurement(config, prompts, plan, command, machine)})
+    suite = prepared.suite
+    record: dict[str, Any] = {
+        "schema": SCHEMA,
+        "kind": KIND,
+        "suite": suite.name,
+        "title": suite.title,
+        "state": RUNNING,
+        "started": now(),
+        "ended": now(),
+        "command": list(command),
+        "missing": [{"label": label, "why": why} for label, why in prepared.missing.items()],
+        "groups": groups,
+        "texts": [],
+    }
+    _summarise(suite, record)
+    return record
+
+
+def run_suite(
+    record: dict[str, Any],
+    prepared: Prepared,
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    on_progress: OnProgress,
+    on_checkpoint: Callable[[], None],
+) -> None:
+    """Measure all groups, or as much as is done when Ctrl-C is pressed.
+
+    Args:
+        record: from :func:`begin_suite`; the samples go there. Its ``state`` says whether it is whole.
+        plan: the grid of every group.
+        on_progress: called whenever a run has advanced by a slice.
+        on_checkpoint: called whenever there is something to be kept.
+    """
+    suite = prepared.suite
+
+    def keep() -> None:
+        _summarise(suite, record)
+        on_checkpoint()
+
+    for (label, config), held in zip(prepared.groups.items(), record["groups"], strict=True):
+        on_trial = partial(_judge_texts, record, suite, label, config.model)
+        measure(held["measurement"], config, prompts, plan, partial(on_progress, label), keep, on_trial)
+        if held["measurement"]["state"] == INTERRUPTED:
+            record["state"] = INTERRUPTED
+            break
+    else:
+        record["state"] = FINISHED
+    keep()
+
+
+def _summarise(suite: Suite, record: dict[str, Any]) -> None:
+    """Bring up to date what follows from the samples: rows and pairs."""
+    measured, published = measured_rows(suite, record["groups"]), published_rows(suite)
+    for name, rows in (("rows", measured), ("published", published)):
+        record[name] = [{key: value for key, value in asdict(row).items() if key != "draws"} for row in rows]
+    record.update(ended=now(), pairs=[asdict(pair) for pair in compared(suite, measured, published)])
+
+
+def _judge_texts(
+    record: dict[str, Any],
+    suite: Suite,
+    label: str,
+    model: LoadedModel,
+    case: Case,
+    texts: Mapping[str, Sequence[int]],
+    samples: list[Sample],
+) -> None:
+    """Measure how much every text repeats itself, up to each length; keep those that are to be shown."""
+    known: dict[tuple[int, ...], dict[str, float | None]] = {}
+    for sample in samples:
+        tokens = texts.get(sample["method"]) or next(iter(texts.values()))  # plain decoding may have been sampled
+        for point in sample["points"]:
+            part = tuple(tokens[: point["len"]])
+            if part not in known:  # nearly always, all runs have the same text
+                known[part] = quality(part, model.tokenizer.decode(list(part), skip_special_tokens=False))
+            point["quality"] = known[part]
+    if suite.texts and samples and case.repeat == 0:
+        length = samples[0]["points"][-1]["len"]
+        tokens = list(texts.get(BASELINE) or next(iter(texts.values())))[:length]
+        place = {"label": label, "prompt": case.prompt.name, "prefill": case.prefill, "seed": case.seed}
+        record["texts"].append({**place, "tokens": tokens, "pieces": pieces(model, tokens)})
+
+
+def pieces(model: LoadedModel, tokens: Sequence[int]) -> list[str]:
+    """The text that each token completes; together they are the whole text."""
+    stream = TextStream(model.tokenizer)
+    found = [stream.add([token]) for token in tokens]
+    found[-1] += stream.finish()
+    return found
+
+
+def measured_rows(suite: Suite, groups: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Measured rows in the order of the suite's axis; ``groups`` as in ``suite.json``."""
+    rows = []
+    for group in groups:
+        draws = by_draw(group["measurement"])
+        for cell in summarise(group["measurement"]):
+            if cell.method == BASELINE and not suite.plain:
+                continue
+            each = {
+                draw: {name: figure.mean for name, figure in _figures(suite, one).items() if figure.mean is not None}
+                for draw, one in draws[cell.key].items()
+            }
+            axis = group["label"] or cell.method
+            rows.append(Row(axis, HERE, cell.prefill, cell.length, _figures(suite, cell), each))
+    return rows
+
+
+def _figures(suite: Suite, cell: Cell) -> dict[str, Figure]:
+    own, plain = cell.figures["seconds"], cell.figures["ar_seconds"]
+    delta = None if own.mean is None or plain.mean is None else own.mean - plain.mean
+    every = {**cell.figures, "delta": Figure(min(own.n, plain.n), delta, None)}
+    if cell.method in DRAFTLESS:  # nothing of theirs could be accepted
+        every |= {name: Figure(0, None, None) for name in ("alpha", "beta")}
+    return {name: every[name] for name in dict.fromkeys((*suite.columns, *suite.plotted))}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two measured rows, their order, and the paper's.
+
+    Attributes:
+        figure: its name.
+        place: where both were measured.
+        first, second: what they are called.
+        values: the figure of both.
+        ours: the first's value minus the second's, as the mean over draws that both have.
+        within: the largest difference that would say nothing.
+        n: draws that both have.
+        paper: its sign of the same difference; None where it has none, or its models disagree.
+        verdict: same, differs, too close, not in the paper, or not compared (none of the suite's contrasts).
+    """
+
+    figure: str
+    place: str
+    first: str
+    second: str
+    values: tuple[float, float]
+    ours: float
+    within: float
+    n: int
+    paper: int | None
+    verdict: str
+
+
+def compared(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) -> list[Pair]:
+    """All pairs of measured rows that a suite puts in order, figure by figure and place by place.
+
+    A pair is too close if its difference is within the figure's tolerance, or within the 95% interval of the paired
+    difference where there are several draws. The paper has no order if its difference is within its last digit.
+    """
+    return [
+        _pair(suite, figure, place, names, rows, published)
+        for figure in suite.ordered
+        for place, here in _places(suite, measured).items()
+        for names, rows in zip(combinations(here, 2), combinations(here.values(), 2), strict=True)
+        if all(row.figures[figure].mean is not None for row in rows)
+    ]
+
+
+def _pair(
+    suite: Suite, figure: str, place: str, names: tuple[str, str], rows: tuple[Row, Row], published: Sequence[Row]
+) -> Pair:
+    first, second = rows
+    one, other = (row.figures[figure].mean or 0.0 for row in rows)
+    apart = [
+        values[figure] - second.draws[draw][figure]
+        for draw, values in first.draws.items()
+        if figure in values and figure in second.draws.get(draw, {})
+    ]
+    ours = mean(apart) if apart else one - other
+    within = max(SHOWN[figure].tolerance(one, other), _interval(apart))
+    paper = _published_sign(suite, figure, rows, published)
+    if suite.contrasts and (first.axis, second.axis) not in suite.contrasts:
+        verdict = "not compared"
+    elif not paper:
+        verdict = "not in the paper"
+    else:
+        verdict = "too close" if abs(ours) <= within else "same" if ours * paper > 0 else "differs"
+    return Pair(figure, place, *names, (one, other), ours, within, len(apart), paper, verdict)
+
+
+def _places(suite: Suite, measured: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """Rows that are put in order, by what they are called, by where they are."""
+    varied = {name for name in (AXIS, PREFILL, LENGTH) if len({getattr(row, name) for row in measured}) > 1}
+    places: dict[str, dict[str, Row]] = {}
+    for row in measured:
+        names = {
+            LENGTH: f"{row.length:,} tokens",
+            AXIS: place_name(suite, row.axis),
+            PREFILL: f"prefill {row.prefill:,}",
+        }
+        own = names.pop(suite.along)
+        where = [name for along, name in names.items() if along in varied] or list(names.values())[:1]
+        places.setdefault(", ".join(where), {})[own] = row
+    return places
+
+
+def _interval(apart: Sequence[float]) -> float:
+    """Half of the 95% interval of the mean of paired differences; 0 from a single draw, which has no spread."""
+    if len(apart) < 2:
+        return 0.0
+    return _T[min(len(apart) - 1, len(_T)) - 1] * stdev(apart) / math.sqrt(len(apart))
+
+
+def _published_sign(suite: Suite, figure: str, rows: tuple[Row, Row], published: Sequence[Row]) -> int | None:
+    """The sign of the paper's difference; None if it has none, or has both."""
+    sides: list[dict[tuple[str, str], Figure | None]] = []
+    for row in rows:
+        found = counterparts(suite, row.axis, row.prefill or 1, row.length or 1, published)
+        # where the axis is put in order, the two sides are at different places on it
+        sides.append(
+            {(each.source, each.axis if suite.along == LENGTH else ""): each.figures.get(figure) for each in found}
+        )
+    signs = set()
+    for key in sides[0].keys() & sides[1].keys():
+        means = [side.mean for side in (sides[0][key], sides[1][key]) if side is not None and side.mean is not None]
+        if len(means) == 2 and abs(means[0] - means[1]) > SHOWN[figure].rounding * 1.01:
+            signs.add(1 if means[0] > means[1] else -1)
+    return signs.pop() if len(signs) == 1 else None

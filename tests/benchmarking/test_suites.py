@@ -1,0 +1,259 @@
+"""Suites: the catalogue as data, their runs, and measured orders beside the paper's."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tswift.benchmarking.config import BenchOptions, Plan, Prompt
+from tswift.benchmarking.quality import quality
+from tswift.benchmarking.report import order_grid, suite_grids, write_suite
+from tswift.benchmarking.suite_run import Pair, begin_suite, compared, prepare, run_suite, tree_nodes
+from tswift.benchmarking.suites import LENGTH, SHOWN, SUITES, Choice, Row, Suite, find_suite, published_rows
+from tswift.benchmarking.summary import Figure
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.methods import METHODS
+from tswift.drafting.options import DraftOptions
+from tswift.errors import InputError
+
+EVERY = pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+
+
+@EVERY
+def test_a_suite_fits_together(suite: Suite) -> None:
+    assert set(suite.ordered) <= set(suite.columns)
+    assert {*suite.columns, *suite.plotted} <= set(SHOWN)
+    assert set(suite.methods) <= set(METHODS)
+    assert len(set(suite.labels)) == len(suite.labels)
+    assert len(suite.choices) == 1 or len(suite.settings) == 1  # one axis
+    for setting in suite.settings:
+        SamplingParams(**setting.sampling)
+        assert set(setting.sampling) == set(suite.settings[0].sampling)  # or one would keep what another sets
+    for choice in suite.choices:
+        DraftOptions(**choice.drafting)
+        assert set(choice.drafting) <= METHODS[choice.method].uses
+    assert {label for pair in suite.contrasts for label in pair} <= set(suite.labels)
+    if suite.plot == "axis":
+        assert all(float(label) >= 0 for label in suite.labels)
+
+
+@EVERY
+def test_every_published_row_has_its_place(suite: Suite) -> None:
+    rows = published_rows(suite)
+    assert bool(rows) == (suite.paper is not None)
+    names = {*suite.labels, *suite.methods, *(["ar"] if suite.plain else [])}
+    for row in rows:
+        assert row.axis in names or suite.along == LENGTH
+        assert row.figures
+        assert all(figure.mean is not None for figure in row.figures.values())
+    if suite.paper is not None:
+        assert set(suite.ordered) <= {name for row in rows for name in row.figures}
+
+
+def test_what_was_published_is_read_as_it_is() -> None:
+    partial = next(row for row in published_rows(SUITES["table5"]) if (row.axis, row.length) == ("partial", 60_000))
+    assert {name: figure.mean for name, figure in partial.figures.items()} == {"alpha": 0.18, "speedup": 1.19}
+    without = next(row for row in published_rows(SUITES["table6"]) if row.axis == "min-p 0.1")
+    assert [without.figures[name].mean for name in ("distinct_1", "distinct", "speedup")] == [0.07, 0.12, 3.58]
+    qwen = published_rows(SUITES["table4"])[0]
+    assert (qwen.axis, qwen.prefill, qwen.length) == ("Qwen2.5-1.5B", 4096, 20_000)
+    assert [qwen.figures[name].mean for name in ("ar_seconds", "seconds", "delta")] == [720, 432, -288]
+    assert (qwen.figures["alpha"].mean, qwen.figures["alpha"].std) == (0.69, 0.11)
+    assert {row.axis: row.figures["seconds"].mean for row in published_rows(SUITES["figure1"])} == {
+        "ar": 18_000,
+        "tokenswift": 5_400,
+    }
+    assert {row.axis: row.figures["speedup"].mean for row in published_rows(SUITES["table1"])} == {
+        "triforce": 1.02,
+        "magicdec": 1.2,
+        "standalone": 1.06,
+    }
+
+
+def test_what_a_suite_sets_itself() -> None:
+    assert SUITES["table5"].own == {"methods", "kv", "ngrams"}
+    assert SUITES["table7"].own == {"methods", "tree", "nodes", "gamma", "ngrams"}
+    assert SUITES["table12"].own == {"methods", "top_p", "min_p", "eta"}
+    assert SUITES["table14"].own == {"methods", "prefill", "ngrams"}
+
+
+def test_another_name() -> None:
+    with pytest.raises(InputError, match=r"^--suite: no suite 'table2'; there are table1, table3, .*case-study$"):
+        find_suite("table2")
+
+
+SUITE = Suite("made-up", "Made up", "letter", (Choice("a", "ar"),), ("alpha", "speedup"), ("alpha",))
+
+
+def measured(axis: str, *alphas: float, length: int = 100, prefill: int = 8) -> Row:
+    draws = {("p", seed): {"alpha": alpha} for seed, alpha in enumerate(alphas)}
+    return Row(axis, "here", prefill, length, {"alpha": Figure(len(alphas), sum(alphas) / len(alphas), None)}, draws)
+
+
+def paper(axis: str, alpha: float, length: int | None = 20_000, source: str = "paper") -> Row:
+    return Row(axis, source, None, length, {"alpha": Figure(1, alpha, None)})
+
+
+def verdicts(pairs: list[Pair]) -> dict[tuple[str, str], str]:
+    return {(pair.first, pair.second): pair.verdict for pair in pairs}
+
+
+PAPER = [paper("a", 0.1), paper("b", 0.4), paper("c", 0.7)]
+
+
+@pytest.mark.parametrize(
+    ("alphas", "found", "order", "columns"),
+    [
+        ((0.2, 0.3, 0.5), ("same", "same", "same"), "c 0.500 > b 0.300 > a 0.200", ["3 of 3", "-", "-"]),
+        ((0.5, 0.3, 0.9), ("differs", "same", "same"), "c 0.900 > a 0.500 > b 0.300", ["2 of 3", "a > b", "-"]),
+        (
+            (0.5, 0.505, 0.9),
+            ("too close", "same", "same"),
+            "c 0.900 > b 0.505 ~ a 0.500",
+            ["2 of 3", "-", "a ~ b (within 0.010)"],
+        ),
+    ],
+)
+def test_the_order_beside_the_papers(
+    alphas: tuple[float, ...], found: tuple[str, ...], order: str, columns: list[str]
+) -> None:
+    pairs = compared(SUITE, [measured(*each) for each in zip("abc", alphas, strict=True)], PAPER)
+    assert verdicts(pairs) == dict(zip((("a", "b"), ("a", "c"), ("b", "c")), found, strict=True))
+    assert order_grid(pairs).rows == [["alpha", "100 tokens", order, *columns, "1"]]
+
+
+def test_several_draws_bring_their_own_spread() -> None:
+    apart = [measured("a", 0.30, 0.40, 0.50), measured("b", 0.35, 0.45, 0.56)]  # draws vary, differences do not
+    together = [measured("a", 0.30, 0.40, 0.50), measured("b", 0.45, 0.35, 0.56)]  # the same means
+    assert verdicts(compared(SUITE, apart, PAPER)) == {("a", "b"): "same"}
+    found = compared(SUITE, together, PAPER)
+    assert verdicts(found) == {("a", "b"): "too close"}
+    # differences -0.15, 0.05, -0.06: standard deviation 0.1002, and 4.30 of its thirds' root
+    assert found[0].within == pytest.approx(4.30 * 0.10017 / 3**0.5, rel=1e-3)
+    assert found[0].n == 3
+
+
+def test_the_paper_may_have_no_order() -> None:
+    rows = [measured("a", 0.2), measured("b", 0.6)]
+    rounded = compared(SUITE, rows, [paper("a", 0.40), paper("b", 0.41)])
+    assert verdicts(rounded) == {("a", "b"): "not in the paper"}
+    models = [("a", 0.1, "X"), ("b", 0.4, "X"), ("a", 0.4, "Y"), ("b", 0.1, "Y")]
+    disagree = compared(SUITE, rows, [paper(axis, alpha, source=source) for axis, alpha, source in models])
+    assert verdicts(disagree) == {("a", "b"): "not in the paper"}
+    assert order_grid(compared(SUITE, rows, [])).rows == [
+        ["alpha", "100 tokens", "b 0.600 > a 0.200", "not in the paper", "-", "-", "1"]
+    ]
+
+
+def test_models_that_agree_are_one_order() -> None:
+    models = [("a", 0.1, "X"), ("b", 0.4, "X"), ("a", 0.7, "Y"), ("b", 0.9, "Y")]
+    published = [paper(axis, alpha, source=source) for axis, alpha, source in models]
+    assert verdicts(compared(SUITE, [measured("a", 0.2), measured("b", 0.6)], published)) == {("a", "b"): "same"}
+
+
+def test_each_length_is_held_against_the_nearest_published_one() -> None:
+    published = [paper("a", 0.1), paper("b", 0.4), paper("a", 0.4, 90_000), paper("b", 0.1, 90_000)]
+    rows = [
+        measured(axis, alpha, length=length) for length in (100, 80_000) for axis, alpha in (("a", 0.2), ("b", 0.6))
+    ]
+    found = compared(SUITE, rows, published)
+    assert [(pair.place, pair.verdict) for pair in found] == [("100 tokens", "same"), ("80,000 tokens", "differs")]
+
+
+def test_lengths_may_be_what_is_compared() -> None:
+    suite = Suite("made-up", "Made up", "model", (Choice("", "ar"),), ("alpha",), ("alpha",), along=LENGTH)
+    published = [paper("Q1", 0.5), paper("Q1", 0.8, 40_000), paper("Q2", 0.4), paper("Q2", 0.6, 40_000)]
+    rows = [measured("demo", 0.3, length=20_000), measured("demo", 0.2, length=41_000)]
+    found = compared(suite, rows, published)
+    assert verdicts(found) == {("20,000 tokens", "41,000 tokens"): "differs"}
+    near = [measured("demo", 0.3, length=100), measured("demo", 0.2, length=200)]  # both nearest to 20,000
+    assert verdicts(compared(suite, near, published)) == {("100 tokens", "200 tokens"): "not in the paper"}
+
+
+def test_a_suite_may_be_about_some_pairs_only() -> None:
+    suite = replace(SUITE, contrasts=(("a", "b"),))
+    rows = [measured("a", 0.2), measured("b", 0.3), measured("c", 0.1)]
+    others = {("a", "c"): "not compared", ("b", "c"): "not compared"}
+    assert verdicts(compared(suite, rows, PAPER)) == {("a", "b"): "same", **others}
+
+
+def test_nothing_was_measured() -> None:
+    for rows in ([], [measured("a", 0.2)]):
+        assert compared(SUITE, rows, PAPER) == []
+
+
+PROMPTS = [Prompt("p", list(range(1, 9)))]
+
+
+def made(checkpoint: Path, name: str, **changes: Any):  # type: ignore[no-untyped-def]
+    return prepare(dataclasses.replace(SUITES[name], **changes), BenchOptions(model=str(checkpoint)), Plan((4,), (6,)))
+
+
+def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> None:
+    prepared = made(checkpoint, "table12")
+    plan = Plan((4,), (6, 12), warmup=0)
+    record, kept = begin_suite(prepared, PROMPTS, plan, ["tswift"]), []
+
+    def tick(label, number, rounds, place, run) -> None:  # type: ignore[no-untyped-def]
+        if label == "min-p 0.1" and run.stats.tokens > 8:
+            raise KeyboardInterrupt
+
+    run_suite(record, prepared, PROMPTS, plan, tick, lambda: kept.append(record["state"]))
+    assert record["state"] == "interrupted"
+    assert kept[-1] == "interrupted"
+    assert [group["measurement"]["state"] for group in record["groups"]] == ["finished", "interrupted", "running"]
+    assert {(row["axis"], row["length"]) for row in record["rows"]} == {
+        ("top-p 0.9", 6),
+        ("top-p 0.9", 12),
+        ("min-p 0.1", 6),
+    }
+    assert any(note.startswith("The suite did not run to its end") for note in suite_grids(record)[0].notes)
+    assert len(write_suite(record, tmp_path)) == 3
+
+
+def test_every_text_has_its_own_figures(checkpoint: Path) -> None:
+    prepared = made(checkpoint, "case-study")
+    plan = Plan((4,), (30, 150), (1, 2), warmup=0)
+    record = begin_suite(prepared, PROMPTS, plan, ["tswift"])
+    run_suite(record, prepared, PROMPTS, plan, lambda *tick: None, lambda: None)
+    assert [(text["label"], text["seed"]) for text in record["texts"]] == [
+        *(("with penalty", seed) for seed in (1, 2)),
+        *(("without", seed) for seed in (1, 2)),
+    ]
+    samples = [sample for group in record["groups"] for sample in group["measurement"]["samples"]]
+    for text, plain, drafted in zip(record["texts"], samples[::2], samples[1::2], strict=True):
+        assert (plain["method"], plain["seed"]) == ("ar", text["seed"])
+        for length, ours, theirs in zip((30, 150), plain["points"], drafted["points"], strict=True):
+            expected = quality(text["tokens"][:length], "".join(text["pieces"][:length]))
+            # a character may be cut in two at the end of a part
+            assert {**ours["quality"], "compression": 0} == pytest.approx({**expected, "compression": 0})
+            assert ours["quality"] == theirs["quality"]
+    (first, second) = (row for row in record["rows"] if row["axis"] == "without")
+    assert first["figures"]["distinct"]["n"] == 2
+    assert second["figures"]["self_bleu"]["std"] is not None
+
+
+def test_what_cannot_run_is_left_out_and_said(checkpoint: Path, tmp_path: Path) -> None:
+    choices = (Choice("short", "tokenswift", {"tree": (1, 1)}), Choice("long", "tokenswift", {"tree": (1,) * 9}))
+    prepared = made(checkpoint, "table7", choices=choices)
+    assert [variant.label for variant in prepared.groups[""].contenders] == ["ar", "short"]
+    assert prepared.missing == {"long": "tokenswift can draft 4 levels with these heads, got 9"}
+    record = begin_suite(prepared, PROMPTS, Plan((4,), (6,), warmup=0), ["tswift"])
+    assert f"Left out: long, since {prepared.missing['long']}." in suite_grids(record)[0].notes
+    with pytest.raises(InputError, match=r"^--suite: table7 cannot run on this model: tokenswift can draft 4 levels"):
+        made(checkpoint, "table7", choices=choices[1:])
+
+
+def test_nodes_of_trees() -> None:
+    assert tree_nodes((1, 3, 3, 3), conditioned=False) == 1 + 1 + 3 + 9 + 27
+    assert tree_nodes((3, 3, 3, 3), conditioned=False) == 1 + 3 + 9 + 27 + 81
+    assert tree_nodes((1, 9, 9, 9), conditioned=True) == 1 + 1 + 9 + 9 + 9
+
+
+def test_a_tree_of_a_suite_has_room_for_all_of_its_nodes(checkpoint: Path) -> None:
+    contenders = made(checkpoint, "table7").groups[""].contenders
+    assert [variant.options.nodes for variant in contenders[1:]] == [121, 821, 41]  # the heads are chained

@@ -1,0 +1,127 @@
+"""What users see of bench, compare, suites and roofline, against ``golden/``; TSWIFT_GOLDEN=write writes it anew.
+
+Options and fields may be added without a change here; none may go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from tests.conftest import SENTENCES
+from tswift.benchmarking.report import suite_csv, suite_markdown
+from tswift.cli.app import app
+
+GOLDEN = Path(__file__).parent / "golden"
+RESULTS = Path(__file__).parents[2] / "results" / "demo-cpu"
+GRID = ("--lens", "10,20", "--warmup", 0, "--no-plots", "--quiet")
+RECORDS = {
+    "bench": ("bench", "--prefill", 4, *GRID, "--methods", "medusa,tokenswift", "--out", "b"),
+    "bench-sampled": ("bench", "--prefill", 4, *GRID, "--methods", "reuse", "--ar", "sampled", "--out", "b"),
+    "suite": ("bench", "--suite", "case-study", "--prefill", 4, *GRID, "--out", "b"),
+    "compare": ("compare", "--len", 20, "--quiet", "--json", "b/compare.json"),
+    "roofline": (
+        "roofline",
+        "--bandwidth",
+        4,
+        "--flops",
+        1,
+        "--len",
+        9,
+        "--prefill",
+        9,
+        "--alpha",
+        0.5,
+        "--json",
+        "b/roofline.json",
+    ),
+}
+
+
+def fields(value: Any, place: str = "") -> Iterator[str]:
+    """The place of every value in a record, as ``samples[].points[].alpha``."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from fields(item, f"{place}.{name}" if place else name)
+    elif isinstance(value, list) and value and not isinstance(value[0], int | float | str):
+        for item in value:
+            yield from fields(item, f"{place}[]")
+    else:
+        yield place
+
+
+def golden(name: str, text: str) -> str:
+    """What the golden file holds."""
+    if os.environ.get("TSWIFT_GOLDEN") == "write":
+        GOLDEN.mkdir(exist_ok=True)
+        (GOLDEN / name).write_text(text)
+    return (GOLDEN / name).read_text()
+
+
+@pytest.mark.parametrize("name", ["bench", "compare", "roofline"])
+def test_help(name: str) -> None:
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    options = {
+        " ".join([*option.opts, *option.secondary_opts]): f"{option.help} [{option.default}]"
+        for option in command.params
+    }
+    known = json.loads(golden(f"help-{name}.json", json.dumps({"": command.help, **options}, indent=1) + "\n"))
+    assert known.pop("") == command.help
+    assert known.items() <= options.items()
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_fields(tswift, checkpoint, tmp_path: Path, name: str) -> None:  # type: ignore[no-untyped-def]
+    text = tmp_path / "prompt.txt"
+    text.write_text(" ".join(SENTENCES[:4]))
+    Path("b").mkdir()
+    prompt = {"bench": ("--prompts", text), "compare": ("--prompt", text)}.get(str(RECORDS[name][0]), ())
+    if "--out" in RECORDS[name]:
+        Path("b").rmdir()
+    result = tswift(*RECORDS[name], "--model", checkpoint, *prompt)
+    assert result.code == 0, result.err
+    (path,) = Path("b").glob("*.json")
+    found = set(fields(json.loads(path.read_text())))
+    assert {*golden(f"fields-{name}.txt", "\n".join(sorted(found)) + "\n").split("\n")} - {""} <= found
+
+
+def test_figures_follow_from_what_was_counted(tswift, checkpoint, prompt) -> None:  # type: ignore[no-untyped-def]
+    """Every figure worked out again from the raw samples."""
+    words = ("--methods", "medusa,tokenswift", "--with-reference-ar", "--seeds", "0,1")
+    result = tswift("bench", "--prefill", 4, *GRID, *words, "--model", checkpoint, "--prompts", prompt, "--out", "b")
+    assert result.code == 0, result.err
+    samples = json.loads(Path("b/bench.json").read_text())["samples"]
+    plain = {
+        (sample["seed"], point["len"]): point["seconds"] / point["tokens"]
+        for sample in samples
+        if sample["method"] == "ar"
+        for point in sample["points"]
+    }
+    assert len(plain) == 4
+    for sample in samples:
+        depth = {"ar": 0, "ar-reference": 0, "medusa": 3, "tokenswift": 4}[sample["method"]]
+        for point in sample["points"]:
+            accepted = sum(count * steps for count, steps in enumerate(point["accepted"]))
+            assert point["depth"] == depth
+            assert point["alpha"] == pytest.approx(accepted / (depth * point["passes"]) if depth else 0)
+            assert point["beta"] == pytest.approx(point["reused"] / (depth * point["passes"]) if depth else 0)
+            assert point["tokens"] == accepted + point["passes"]
+            assert point["tokens_per_second"] == pytest.approx(point["tokens"] / point["seconds"])
+            assert point["ar_seconds"] == pytest.approx(plain[sample["seed"], point["len"]] * point["tokens"])
+            assert point["speedup"] == pytest.approx(point["ar_seconds"] / point["seconds"])
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/suite.csv")), ids=lambda path: path.parent.name)
+def test_tables_of_suites_that_were_run(path: Path) -> None:
+    """The committed records still give the committed tables, row by row."""
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert suite_csv(record) == path.read_text()
+    rows = [line for line in path.with_suffix(".md").read_text().split("##")[1].splitlines() if line.startswith("|")]
+    assert rows
+    assert set(rows) <= set(suite_markdown(record).splitlines())
