@@ -12,8 +12,7 @@ import pytest
 
 from tests.jobs.killing import Process
 from tswift.cli import main
-from tswift.cli.codes import CLOSED_PIPE
-from tswift.cli.streams import one_line, visible
+from tswift.cli.streams import CLOSED_PIPE, one_line, visible
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,11 @@ import typer
 import tswift
 from tswift.cli import ranks
 from tswift.cli.bench import bench
-from tswift.cli.codes import BAD_INPUT, FAILED, INTERRUPTED, OK
 from tswift.cli.compare import compare
-from tswift.cli.env import env
 from tswift.cli.generate import generate
-from tswift.cli.heads import heads
-from tswift.cli.roofline import roofline
-from tswift.cli.runs import runs
-from tswift.cli.streams import complain, open_closed
-from tswift.cli.train import train
-from tswift.cli.train_draft import train_draft
+from tswift.cli.streams import BAD_INPUT, FAILED, INTERRUPTED, OK, complain, open_closed
+from tswift.cli.tools import env, heads, roofline, runs
+from tswift.cli.train import train, train_draft
 from tswift.cli.verify import verify
 from tswift.errors import Fault, InputError
 

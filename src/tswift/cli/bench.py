@@ -1,20 +1,192 @@
-"""``tswift bench``: tables of alpha, x and wall time over lengths, prefills, prompts and seeds; and a gate for CI.
-
-With ``--suite`` it is one of the paper's tables or figures: see ``suites``.
-"""
+"""``tswift bench``: tables of alpha, x and wall time, a gate for CI, and with ``--suite`` the paper's tables."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tswift.benchmarking.gate import METRICS
-from tswift.benchmarking.suites import SUITES
+from tswift.benchmarking.suites import SUITES, Suite, find_suite
 from tswift.cli import options
-from tswift.cli.suites import Progress, empty_folder, finish, plan_of, plotted, suite_bench
+from tswift.cli.streams import FAILED, INTERRUPTED
 from tswift.errors import InputError
+
+if TYPE_CHECKING:
+    from tswift.benchmarking.config import Plan
+    from tswift.benchmarking.run import Case, Run
+    from tswift.cli.bars import Bars
+
+
+# what bench does and a suite does not
+_OF_BENCH = ("methods", "simulate_alpha", "against", "fail_on", "force", "paper")
+
+
+@dataclass
+class Progress:
+    """Progress of a benchmark on a terminal, and its record on the disk.
+
+    Attributes:
+        longest: tokens of a run.
+        write: writes the record.
+    """
+
+    bars: Bars
+    longest: int
+    write: Callable[[], object]
+    shown: list[tuple[str, Case]] = field(default_factory=list)
+
+    def show(self, what: str, number: int, trials: int, case: Case, run: Run) -> None:
+        """A line for every trial, a bar for every run of it."""
+        if self.shown != [(what, case)]:
+            self.shown = [(what, case)]
+            self.bars.clear()
+            self.bars.say(f"{what}{number + 1} of {trials}: {case}")
+        stats = run.stats
+        self.bars.update(run.label, stats.tokens, self.longest, f"{stats.tokens_per_second:,.1f} tokens/s")
+
+    def keep(self) -> None:
+        """Write the record, if it can be written: what comes may still be shown."""
+        try:
+            self.write()
+        except InputError as error:
+            self.bars.say(str(error))
+
+
+@contextmanager
+def empty_folder(folder: Path) -> Iterator[None]:
+    """Make a folder; an error takes it away again, unless somebody else has put something there meanwhile."""
+    from tswift.jobs.folder import new_folder
+
+    made = new_folder(folder)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for each in made:
+                each.rmdir()
+        raise
+
+
+def plan_of(context: typer.Context, prefills: Sequence[int]) -> Plan:
+    """The grid that the options ask for; ``prefills`` if they say nothing of that.
+
+    Raises:
+        InputError: a value is outside its range.
+    """
+    from tswift.benchmarking.config import Plan
+
+    given = context.params
+    return Plan(
+        prefills=tuple(given["prefill"] or prefills),
+        lens=options.numbers(given["lens"], "--lens"),
+        seeds=options.numbers(given["seeds"], "--seeds"),
+        ar=given["ar"],
+        repeats=given["repeats"],
+        warmup=given["warmup"],
+    )
+
+
+def plotted(bars: Bars, plots: bool) -> bool:
+    """Whether to plot: if asked to, and matplotlib is there."""
+    from tswift.benchmarking.plots import available
+
+    if plots and not available():
+        bars.say("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
+    return plots and available()
+
+
+def finish(
+    bars: Bars, samples: Sequence[Mapping[str, Any]], whole: bool, folder: Path, regressed: bool = False
+) -> None:
+    """Exit with 1 if a text is wrong or something regressed, with 130 if the benchmark was interrupted."""
+    wrong = sum(sample["explained"] is False for sample in samples)
+    if wrong:
+        bars.say(f"{wrong} texts are not plain decoding's, and not by rounding")
+    if wrong or regressed:
+        raise typer.Exit(FAILED)
+    if not whole:
+        bars.say(f"interrupted; what was measured is in {folder}")
+        raise typer.Exit(INTERRUPTED)
+
+
+def suite_bench(context: typer.Context, name: str) -> None:
+    """Run a suite with the options of ``tswift bench``.
+
+    Raises:
+        InputError: no such suite, or an option that it sets itself or has no use for.
+    """
+    from tswift.benchmarking import report
+    from tswift.benchmarking.config import encode, read_texts
+    from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite
+    from tswift.benchmarking.summary import FINISHED
+    from tswift.cli import tables
+    from tswift.cli.bars import Bars
+    from tswift.jobs.folder import default_path
+    from tswift.models.shapes import refuse_shape
+
+    suite, given, typed = find_suite(name), context.params, options.typed(context)
+    _refuse(suite, typed)
+    if "lens" not in typed:
+        given["lens"] = ",".join(map(str, suite.lens))
+    plan = plan_of(context, suite.prefills)
+    asked = options.entry(context)
+    refuse_shape(asked.model)
+    texts = read_texts(given["prompts"] or ())
+    folder: Path = given["out"] or default_path(f"bench-{suite.name}")
+    with empty_folder(folder):
+        prepared = prepare(suite, asked, plan)
+        model = next(iter(prepared.groups.values())).model
+        chosen = encode(texts, model, max(plan.prefills))
+        record = begin_suite(prepared, chosen, plan, context.obj)
+    bars = Bars(given["quiet"], not given["no_progress"])
+    for label, why in prepared.missing.items():
+        bars.say(f"{label} is left out: {why}")
+    draw = plotted(bars, given["plots"])
+    progress = Progress(bars, max(plan.lens), lambda: report.write_suite(record, folder, whole=False))
+
+    def show(label: str, *at: Any) -> None:
+        progress.show(f"{suite.name}: {suite.axis} {label}, " if label else f"{suite.name}: ", *at)
+
+    with bars:
+        run_suite(record, prepared, chosen, plan, show, progress.keep)
+    for grid in report.suite_grids(record):
+        tables.show(grid)
+    _show_texts(record["texts"])
+    written = report.write_suite(record, folder, draw)
+    bars.say(f"written: {', '.join(str(path) for path in written)}")
+    samples = [sample for group in record["groups"] for sample in group["measurement"]["samples"]]
+    finish(bars, samples, record["state"] == FINISHED, folder)
+
+
+def _refuse(suite: Suite, typed: Mapping[str, object]) -> None:
+    """No option is silently ignored."""
+    for name in typed:
+        option = f"--{name.replace('_', '-')}"
+        if name in suite.own:
+            raise InputError(f"suite {suite.name} sets it itself", option)
+        if name in _OF_BENCH:
+            raise InputError("cannot be given together with --suite", option)
+
+
+def _show_texts(kept: Sequence[Mapping[str, Any]]) -> None:
+    """The ends of the texts that a suite keeps, side by side on a terminal."""
+    from rich.console import Console
+
+    from tswift.benchmarking.quality import paired, texts_plain, texts_table
+    from tswift.cli.streams import write_stdout
+
+    for pair in paired(kept):
+        if sys.stdout.isatty():
+            Console(highlight=False).print(texts_table(pair))
+        else:
+            write_stdout(f"\n{texts_plain(pair)}")
+
 
 _GATE, _GRID, _OUTPUT = "Gate", "Grid", "Output"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tswift.cli import options
-from tswift.cli.codes import FAILED, INTERRUPTED
+from tswift.cli.streams import FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
     from tswift.benchmarking.comparison import Comparison, Outcome

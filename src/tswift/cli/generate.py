@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tswift.cli import options, ranks
-from tswift.cli.codes import CLOSED_PIPE, FAILED, INTERRUPTED
-from tswift.cli.streams import abandon_stdout, complain, one_line
+from tswift.cli.streams import CLOSED_PIPE, FAILED, INTERRUPTED, abandon_stdout, complain, one_line
 from tswift.errors import InputError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from tswift.cli.codes import BAD_INPUT, FAILED, OK
+from tswift.cli.streams import BAD_INPUT, FAILED, OK
 from tswift.errors import InputError
 
 if TYPE_CHECKING:

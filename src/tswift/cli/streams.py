@@ -1,4 +1,4 @@
-"""What goes to a terminal: nothing that it would obey; and what happens when nobody reads it any more, or ever did."""
+"""Exit codes, and output to streams: control characters are escaped; closed pipes and missing streams are handled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import sys
 
 import typer
 
-from tswift.cli.codes import CLOSED_PIPE
+"""Exit codes."""
+
+OK = 0
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+CLOSED_PIPE = 141  # nobody reads stdout any more: what a shell reports for SIGPIPE
+
 
 _LONGEST_WORD = 240  # characters; a name that is longer loses its middle
 

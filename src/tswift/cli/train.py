@@ -1,4 +1,4 @@
-"""``tswift train``: heads for a model; and what it shares with ``tswift train-draft``."""
+"""``tswift train`` and ``tswift train-draft``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from tswift.cli import options
-from tswift.cli.codes import BAD_INPUT
+from tswift.cli.streams import BAD_INPUT
 from tswift.errors import InputError
-from tswift.training.config import HeadsConfig, Progress, TrainConfig, option
+from tswift.training.config import DraftConfig, HeadsConfig, Progress, TrainConfig, option
 
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
     from tswift.cli.bars import Bars
     from tswift.training.run import Outcome
+
 
 _BAR = 42  # columns of a progress bar without its figures
 
@@ -122,7 +123,7 @@ class _Progress(Progress):
         self._bars.update(name, done, total, figures)
 
 
-def _grid(outcome: Outcome) -> Grid:
+def _heads_grid(outcome: Outcome) -> Grid:
     from tswift.benchmarking.grid import Grid
 
     before, after, config = outcome.before, outcome.after, outcome.config
@@ -150,9 +151,33 @@ def _grid(outcome: Outcome) -> Grid:
 train = command(
     HeadsConfig,
     "heads.safetensors",
-    _grid,
+    _heads_grid,
     """Train heads that draft for a model, whose own weights stay as they are; what is not said is the paper's.
 
     A folder takes heads.safetensors, figures and checkpoints. Under torchrun, gradients of all processes are averaged.
+    """,
+)
+
+
+def _draft_grid(outcome: Outcome) -> Grid:
+    from tswift.benchmarking.grid import Grid
+
+    before, after = outcome.before, outcome.after
+    rows = [
+        ["loss on held-out text", f"{before.loss:.3f}", f"{after.loss:.3f}", f"{after.target_loss:.3f}"],
+        ["draws the same token", f"{before.agreement:.3f}", f"{after.agreement:.3f}", "1.000"],
+    ]
+    notes = ["Same token: both draw by the defaults of generate, with the same noise, after the same held-out text."]
+    title = f"A draft model after {outcome.steps:,} steps, and the model that it drafts for"
+    return Grid(title, ["", "untrained", "trained", "the model"], rows, notes=notes)
+
+
+train_draft = command(
+    DraftConfig,
+    "model.safetensors",
+    _draft_grid,
+    """Train a small model from random weights that drafts for a model, with that one's vocabulary.
+
+    A folder takes the model, to be given to --draft-model, figures and checkpoints.
     """,
 )

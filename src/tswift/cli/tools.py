@@ -1,7 +1,9 @@
-"""``tswift roofline``: what to expect of a model on a machine before anything is run."""
+"""The smaller commands: ``env``, ``heads``, ``roofline`` and ``runs``."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +12,114 @@ from tswift.cli import options
 from tswift.errors import InputError
 
 if TYPE_CHECKING:
+    from tswift.benchmarking.grid import Grid
     from tswift.benchmarking.roofline import Machine
+    from tswift.jobs.recorded import Entry
+    from tswift.models.heads_files import Description
+    from tswift.models.passes import PassCosts
+
+
+_KEYS = (100, 4_096, 25_000, 100_000)
+
+
+def env(
+    context: typer.Context,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure anew what passes cost.")] = False,
+    heads: options.HeadsFile = None,
+    model: options.Model = "demo",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    attention: options.Attention = "auto",
+    json_file: options.Json = None,
+) -> None:
+    """Print the machine, the software, and what passes over a model cost here, by which --tree auto chooses.
+
+    Measured once for a model, and remembered.
+    """
+    from tswift.benchmarking.grid import NOTHING, Grid
+    from tswift.cli import records, tables
+    from tswift.decoding.costs import costs_of, folder
+    from tswift.decoding.params import SamplingParams
+    from tswift.decoding.trust import try_steps
+    from tswift.jobs.environment import environment
+    from tswift.models.loading import load
+
+    record = records.writable(json_file)
+    loaded = load(model, device=device, dtype=dtype, attention=attention, heads=heads)
+    if loaded.target.device.type == "cuda":  # what is said of it is what was seen
+        try_steps(loaded.target, SamplingParams())
+    found = environment(loaded.target.device)
+    costs = costs_of(loaded.target, loaded.heads, again=measure)
+    if record is None or record.path:
+        rows = [[name.replace("_", " "), NOTHING if value is None else str(value)] for name, value in found.items()]
+        tables.show(Grid("environment", ["what", ""], rows, left=2))
+        tables.show(_grid(loaded.about(), costs, str(folder())))
+    if record:
+        from dataclasses import asdict
+
+        about = {"environment": found, "model": loaded.about(), "costs": asdict(costs)}
+        record.write({"kind": "env", "command": context.obj, **about})
+
+
+def _grid(about: dict[str, Any], costs: PassCosts, folder: str) -> Grid:
+    from tswift.benchmarking.grid import Grid
+
+    rows = [[str(nodes), *(f"{1e3 * costs.seconds(nodes, keys):.2f}" for keys in _KEYS)] for nodes in costs.nodes]
+    notes = [f"a level of heads takes {1e3 * costs.level:.2f} ms"] if costs.level else []
+    model = "{name}, {device}, {dtype}, attention {attention}, layers {layers}".format(**about)
+    return Grid(
+        f"{model}: ms of a pass, by keys that it attends to",
+        ["nodes", *(f"{keys:,}" for keys in _KEYS)],
+        rows,
+        notes=[*notes, f"remembered in {folder}; --measure measures anew"],
+    )
+
+
+heads = typer.Typer()
+
+
+@heads.callback(invoke_without_command=True)
+def _heads(context: typer.Context) -> None:
+    """Heads that draft for a model."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit()
+
+
+@heads.command()
+def inspect(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="A heads file, or a folder: of heads, or of a model that has some.")],
+    json: options.Json = None,
+) -> None:
+    """Tell what a file or a folder of heads holds. Its weights are not read, and nothing is run."""
+    from tswift.cli import records
+    from tswift.cli.streams import visible, write_stdout
+    from tswift.models.heads_files import describe
+
+    record = records.writable(json)
+    found = describe(file.expanduser())
+    if record is None or record.path:
+        write_stdout("".join(f"{name:<12} {visible(value)}\n" for name, value in _lines(found)))
+    if record:
+        record.write({"kind": "heads", "command": context.obj, "heads": asdict(found)})
+
+
+def _lines(found: Description) -> list[tuple[str, str]]:
+    own = "the model's" if found.vocab_size is None else f"their own, {found.vocab_size:,} tokens"
+    return [
+        ("file", found.path),
+        ("layout", found.layout),
+        ("kind", found.kind),
+        ("heads", str(found.count)),
+        ("hidden size", f"{found.hidden_size:,}"),
+        ("LM heads", own),
+        ("start from", f"the state {'before' if found.raw else 'after'} the model's final norm"),
+        ("parameters", f"{found.parameters:,}"),
+        ("dtype", ", ".join(found.dtypes)),
+        ("base model", found.base or "not said"),
+    ]
+
 
 _MACHINE, _DECODE = "Machine", "Prediction"
 _HERE = "here"
@@ -150,3 +259,42 @@ def _machine(
     if place is None:
         return find_machine(str(device), str(dtype).removeprefix("torch.")), str(device)
     return measure_machine(place, dtype), f"{machine_name(environment(place))}, measured"
+
+
+def runs(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="Folder that holds runs, or one run's.")] = Path("runs"),
+    json_file: options.Json = None,
+) -> None:
+    """List runs: state, tokens, method, model, speed. A killed or interrupted one goes on with generate --resume."""
+    from tswift.cli import records, tables
+    from tswift.jobs.recorded import list_runs
+
+    record = records.writable(json_file)
+    entries = list_runs(folder)
+    if record is None or record.path:
+        tables.show(_runs_grid(folder, entries))
+    if record:
+        record.write({"kind": "runs", "command": context.obj, "runs": entries})
+
+
+def _runs_grid(folder: Path, entries: list[Entry]) -> Grid:
+    from tswift.benchmarking.grid import NOTHING, Grid
+
+    columns = ["run", "state", "method", "model", "started", "tokens", "of", "tokens/s"]
+    rows = [
+        [
+            str(entry.path.name or entry.path),
+            entry.state,
+            entry.method or NOTHING,
+            entry.model or NOTHING,
+            (entry.started or NOTHING).replace("+00:00", "Z"),
+            f"{entry.tokens:,}",
+            NOTHING if entry.length is None else f"{entry.length:,}",
+            NOTHING if entry.tokens_per_second is None else f"{entry.tokens_per_second:,.1f}",
+        ]
+        for entry in entries
+    ]
+    reasons = [f"{entry.path.name}: {entry.reason}" for entry in entries if entry.reason]
+    many = "" if len(entries) == 1 else "s"
+    return Grid(f"{len(entries):,} run{many} in {folder}", columns, rows, left=5, notes=reasons)
