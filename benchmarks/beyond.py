@@ -27,7 +27,7 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.step import Step
 from tswift.drafting.chains import CascadeSource
-from tswift.drafting.history import RecallSource
+from tswift.drafting.history import HistorySource
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.jobs.environment import environment, now
@@ -183,12 +183,12 @@ class Bench:
         return f"{found.exact:,} drawn exactly, {len(found.within)} within rounding, {len(found.violations)} violations"
 
 
-def recalling(drafter: Drafter) -> Iterator[RecallSource]:
+def recalling(drafter: Drafter) -> Iterator[HistorySource]:
     """The sources that recall, of a drafter and of those that it is made of."""
     for rival in getattr(drafter, "rivals", ()):
         yield from recalling(rival.drafter)
     for source in getattr(drafter, "offering", ()):
-        if isinstance(source, RecallSource):
+        if isinstance(source, HistorySource):
             yield source
         elif isinstance(source, CascadeSource):
             yield from recalling(source.drafter)

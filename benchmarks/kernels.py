@@ -24,7 +24,7 @@ import torch
 from benchmarks.offline import assembled, compiled_launch
 from tswift.attention import triton as backend
 from tswift.attention.layout import Layout
-from tswift.attention.special import Wants
+from tswift.attention.special import AttentionSpec
 
 NAMES = ("attend_chunk", "combine_chunks", "store_new")
 # KB of shared memory of a multiprocessor and of a program at most, programs and threads at most
@@ -106,7 +106,7 @@ def compiled(
         keys, new = (torch.zeros(kv_heads, many, size, dtype=type_) for many in (1024, nodes))
         ancestors = torch.ones(nodes, nodes, dtype=torch.bool).tril() if kind == "tree" else None
         length = torch.zeros((), dtype=torch.int32)
-        wants = Wants(4096 if "window" in more else None, 50.0 if "softcap" in more else None)
+        wants = AttentionSpec(4096 if "window" in more else None, 50.0 if "softcap" in more else None)
         attention = backend.TritonAttention(Layout(kv_heads, groups, type_, query.device), length, nodes, ancestors)
         attention(query, keys, keys, 1.0, wants)
         backend.TritonAttention.store(keys, keys, new, new, length)

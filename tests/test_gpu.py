@@ -17,7 +17,7 @@ import tswift
 from tests.attention.oracle import case, chain, dense, other_bits
 from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
 from tswift.attention.layout import Layout
-from tswift.attention.special import SpecialAttention, Wants
+from tswift.attention.special import AttentionSpec, SpecialAttention
 from tswift.decoding.audit import audit
 from tswift.decoding.noise import noise_bits
 from tswift.decoding.params import SamplingParams
@@ -236,7 +236,7 @@ def test_triton_gives_a_row_the_same_bits_in_every_pass(triton_attention, start)
 def test_triton_windows_soft_caps_and_sinks(triton_attention, nodes) -> None:
     prefix = 300 if DRY else 5000
     query, keys, values, ancestors, scale = on_device(8, 4, 128, prefix, nodes, dtype=torch.bfloat16, sharp=1.0)
-    wants = Wants(200, 2.0, torch.linspace(-1, 2, 32, device=query.device))
+    wants = AttentionSpec(200, 2.0, torch.linspace(-1, 2, 32, device=query.device))
     layout = Layout(8, 4, torch.bfloat16, query.device)
     out = triton_attention.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale, wants)
     cache = FullKV(KVShape(1, 8, 128, torch.bfloat16, query.device), prefix)

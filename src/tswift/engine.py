@@ -30,7 +30,7 @@ from tswift.models.devices import available_bytes, gigabytes
 from tswift.models.draft import DRAFT_OPTION
 from tswift.models.loaded import LoadedModel
 from tswift.models.passes import NOMINAL
-from tswift.models.prospect import Prospect, foresee, foresee_draft
+from tswift.models.prospect import ModelSpec, inspect_draft_model, inspect_model
 from tswift.models.ranks import ALONE, Ranks
 from tswift.models.target import CHUNK, Target
 
@@ -40,7 +40,7 @@ _ROWS = 3  # of scores in float64, for each node of a pass: those, what a filter
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryEstimate:
     """What a decode needs.
 
     Attributes:
@@ -110,7 +110,7 @@ def check(
     options: DraftOptions,
     option: str | None = "--len",
     draft: Target | None = None,
-) -> Need:
+) -> MemoryEstimate:
     """What a decode of ``length`` tokens after ``prompt`` tokens needs, now that the model is loaded.
 
     Args:
@@ -140,7 +140,7 @@ def check(
     return need
 
 
-def check_ahead(
+def preflight(
     model: str,
     prompt: int,
     length: int,
@@ -154,7 +154,7 @@ def check_ahead(
     draft: str | None = None,
     draft_weights: str | None = None,
     option: str = "--len",
-) -> Need:
+) -> MemoryEstimate:
     """What a decode needs at least, weights included: before the model is loaded. See :func:`tswift.load` for that.
 
     It reads the model's configuration and the header of its heads. What it lets through may still be refused by
@@ -174,7 +174,9 @@ def check_ahead(
         InputError: more positions or memory than there are, no such model, heads that are none, that were made for
             another model or that the method lacks, or options that do not fit.
     """
-    seen = foresee(model, device=device, dtype=dtype, attention=attention, heads=heads, draft_weights=draft_weights)
+    seen = inspect_model(
+        model, device=device, dtype=dtype, attention=attention, heads=heads, draft_weights=draft_weights
+    )
     if seen.heads is not None or not find_method(method).with_heads:
         options = resolve_for(method, seen.device, seen.groups, seen.most_nodes, seen.heads or 0, options)
     loads = seen.weight_bytes, seen.heads_bytes
@@ -182,7 +184,7 @@ def check_ahead(
     need = replace(need, copy_bytes=seen.copy_bytes)
     _refuse_positions(f"at least {prompt:,} prompt tokens", length, need, seen.positions, option)
     if draft is not None and find_method(method).draft:
-        small = foresee_draft(draft, seen, attention)
+        small = inspect_draft_model(draft, seen, attention)
         _refuse_draft_positions(f"at least {prompt:,} prompt tokens", length, need, small.positions)
         kv_bytes = draft_slots(method, options, need.positions) * small.token_bytes
         need = replace(need, draft_bytes=small.weight_bytes, draft_kv_bytes=kv_bytes)
@@ -200,11 +202,11 @@ def _need(
     vocab_size: int,
     weight_bytes: int = 0,
     heads_bytes: int = 0,
-) -> Need:
+) -> MemoryEstimate:
     nodes = options.nodes or (options.gamma or 0) + 1
     partial = partial_slots(method, options)
     slots, scores = prompt + length + nodes, _ROWS * nodes * vocab_size
-    return Need(
+    return MemoryEstimate(
         prompt + length,
         slots * token_bytes,
         partial * token_bytes,
@@ -216,14 +218,14 @@ def _need(
 
 
 def _with_workspace(
-    need: Need,
+    need: MemoryEstimate,
     prompt: int,
     length: int,
     method: str,
     options: DraftOptions,
-    model: Target | Prospect,
+    model: Target | ModelSpec,
     token_bytes: int,
-) -> Need:
+) -> MemoryEstimate:
     """The need with what a decode on CUDA holds for a while, as far as an 8B model at 100,000 tokens has 40 MB of it.
 
     Queries of a prompt's chunk (134 MB, and two chunks' at a time), partial results of attention (44 MB for 128 rows,
@@ -249,21 +251,21 @@ def _with_workspace(
     return replace(need, workspace_bytes=max(step, prefill - need.logits_bytes, 0))
 
 
-def _refuse_positions(prompt: str, length: int, need: Need, positions: int, option: str | None) -> None:
+def _refuse_positions(prompt: str, length: int, need: MemoryEstimate, positions: int, option: str | None) -> None:
     if need.positions > positions:
         message = f"{prompt} and {length:,} new ones need {need.positions:,} positions, the model has {positions:,}"
         raise InputError(message, option)
 
 
-def _refuse_draft_positions(prompt: str, length: int, need: Need, positions: int) -> None:
+def _refuse_draft_positions(prompt: str, length: int, need: MemoryEstimate, positions: int) -> None:
     if need.positions > positions:
         needed = f"{prompt} and {length:,} new ones need {need.positions:,} positions"
         raise InputError(f"{needed}, the draft model has {positions:,}", DRAFT_OPTION)
 
 
-def _refuse_memory(need: Need, device: torch.device, option: str | None) -> None:
+def _refuse_memory(need: MemoryEstimate, device: torch.device, option: str | None) -> None:
     if device.type != "cpu":
-        beside = Need(need.positions, 0, 0, recall_bytes=need.recall_bytes)
+        beside = MemoryEstimate(need.positions, 0, 0, recall_bytes=need.recall_bytes)
         _refuse_memory(beside, torch.device("cpu"), option)
         need = replace(need, recall_bytes=0)
     free = available_bytes(device)
@@ -293,7 +295,7 @@ class Generation:
     stop: tuple[int, ...]
     params: SamplingParams
     options: DraftOptions
-    need: Need
+    need: MemoryEstimate
     ranks: Ranks = ALONE
 
     def steps(self) -> Iterator[Step]:

@@ -17,7 +17,7 @@ from tests.models.test_passes import LengthOnDevice
 from tswift.attention.backends import BACKENDS, choose, fails, why_not
 from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
-from tswift.attention.special import Wants
+from tswift.attention.special import AttentionSpec
 from tswift.errors import InputError
 
 
@@ -129,9 +129,11 @@ def test_what_cannot_be_chosen(name, message) -> None:
 def served(monkeypatch):
     """Why an attention cannot serve, on the CPU in float32."""
 
-    def tell(attention: type, heads: tuple[int, int] = (2, 3), wants: Wants | None = None, dtype=torch.float32):
+    def tell(attention: type, heads: tuple[int, int] = (2, 3), wants: AttentionSpec | None = None, dtype=torch.float32):
         monkeypatch.setitem(BACKENDS, "own", lambda: attention)
-        return fails("own", dtype, torch.device("cpu"), 16, heads, [Wants(), wants] if wants else [Wants()])
+        return fails(
+            "own", dtype, torch.device("cpu"), 16, heads, [AttentionSpec(), wants] if wants else [AttentionSpec()]
+        )
 
     return tell
 
@@ -178,7 +180,7 @@ def test_keys_that_are_stored_in_the_wrong_place(served, off: int) -> None:
     assert "computes nonsense" in served(Misplaced)
 
 
-NOTHING = Wants()
+NOTHING = AttentionSpec()
 
 
 class Wanting(LengthOnDevice):
@@ -191,7 +193,7 @@ class Wanting(LengthOnDevice):
         self.prefix, self.static = int(prefix), isinstance(prefix, torch.Tensor)
         self.ancestors, self.tree = chain(nodes) if ancestors is None else ancestors, ancestors is not None
 
-    def understood(self, wants: Wants) -> Wants:
+    def understood(self, wants: AttentionSpec) -> AttentionSpec:
         return wants
 
     def __call__(self, query, keys, values, scale, wants=NOTHING):
@@ -203,8 +205,13 @@ class Wanting(LengthOnDevice):
         return dense(query, keys, values, self.ancestors, scale, wants, places, self.prefix + depths).to(query.dtype)
 
 
-WIDE = Wants(600)
-KINDS = {**WANTS, "usual sizes": Wants(128, 50.0, SINKS), "a wide window": WIDE, "a mild cap": Wants(softcap=50.0)}
+WIDE = AttentionSpec(600)
+KINDS = {
+    **WANTS,
+    "usual sizes": AttentionSpec(128, 50.0, SINKS),
+    "a wide window": WIDE,
+    "a mild cap": AttentionSpec(softcap=50.0),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -213,20 +220,20 @@ def test_attention_that_does_what_layers_want(served, name: str, dtype: torch.dt
     assert served(Wanting, (KV_HEADS, GROUP), KINDS[name], dtype) is None
 
 
-LIES: dict[str, tuple[Wants, Callable[[Wanting, Wants], Wants]]] = {
-    "no window": (WIDE, lambda self, wants: Wants()),
-    "no soft cap": (KINDS["a mild cap"], lambda self, wants: Wants()),
-    "no sinks": (WANTS["sinks"], lambda self, wants: Wants()),
+LIES: dict[str, tuple[AttentionSpec, Callable[[Wanting, AttentionSpec], AttentionSpec]]] = {
+    "no window": (WIDE, lambda self, wants: AttentionSpec()),
+    "no soft cap": (KINDS["a mild cap"], lambda self, wants: AttentionSpec()),
+    "no sinks": (WANTS["sinks"], lambda self, wants: AttentionSpec()),
     "a window that is wider by one": (KINDS["usual sizes"], lambda self, wants: replace(wants, window=129)),
     "a window that is narrower by one": (KINDS["usual sizes"], lambda self, wants: replace(wants, window=127)),
     "sinks of other heads": (WANTS["sinks"], lambda self, wants: replace(wants, sinks=wants.sinks.flip(0))),
-    "in trees": (WIDE, lambda self, wants: Wants() if self.tree else wants),
-    "in chains": (WIDE, lambda self, wants: wants if self.tree else Wants()),
-    "in prompts": (WIDE, lambda self, wants: Wants() if len(self.ancestors) > 128 else wants),
-    "in replayed passes": (WIDE, lambda self, wants: Wants() if self.static else wants),
-    "in passes of their own": (WIDE, lambda self, wants: wants if self.static else Wants()),
+    "in trees": (WIDE, lambda self, wants: AttentionSpec() if self.tree else wants),
+    "in chains": (WIDE, lambda self, wants: wants if self.tree else AttentionSpec()),
+    "in prompts": (WIDE, lambda self, wants: AttentionSpec() if len(self.ancestors) > 128 else wants),
+    "in replayed passes": (WIDE, lambda self, wants: AttentionSpec() if self.static else wants),
+    "in passes of their own": (WIDE, lambda self, wants: wants if self.static else AttentionSpec()),
     "below the window": (WIDE, lambda self, wants: wants if self.prefix >= 600 else replace(wants, window=20)),
-    "above the window": (WIDE, lambda self, wants: Wants() if self.prefix > 600 else wants),
+    "above the window": (WIDE, lambda self, wants: AttentionSpec() if self.prefix > 600 else wants),
 }
 
 

@@ -17,12 +17,12 @@ from tests.attention.test_special import dense
 from tswift.attention import chunked
 from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.layout import MOST_WIDTH, Layout
-from tswift.attention.special import Wants
+from tswift.attention.special import AttentionSpec
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 BORDERS = [0, *(border + MOST_WIDTH for border in (0, 256, 512, 768, 1024, 2048, 4096))]
-NOTHING = Wants()
+NOTHING = AttentionSpec()
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Text:
     query: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    wants: Wants = NOTHING
+    wants: AttentionSpec = NOTHING
 
     @classmethod
     def random(cls, kv_heads: int, groups: int, width: int, dtype: torch.dtype, length: int, wants=NOTHING) -> Text:
@@ -108,7 +108,7 @@ windows = st.one_of(st.none(), st.integers(1, 200), st.sampled_from([255, 256, 3
 def test_rows_have_the_same_bits_in_every_pass(
     kv_heads, groups, width, dtype, start, count, window, softcap, sinks
 ) -> None:
-    wants = Wants(window, softcap, torch.linspace(-1, 2, kv_heads * groups) if sinks else None)
+    wants = AttentionSpec(window, softcap, torch.linspace(-1, 2, kv_heads * groups) if sinks else None)
     assert not differ(Text.random(kv_heads, groups, width, dtype, start + count, wants), start)
 
 
@@ -137,7 +137,7 @@ def test_sharp_rows_have_the_same_bits() -> None:
 
 
 def test_a_long_chain_is_cut_into_passes() -> None:
-    text = Text.random(2, 2, 16, torch.float32, 500, Wants(100, 3.0))
+    text = Text.random(2, 2, 16, torch.float32, 500, AttentionSpec(100, 3.0))
     found = text.attend(text.query[:, 300:], text.keys, text.values, None)
     assert torch.equal(found, text.plainly(300))
 
@@ -167,7 +167,7 @@ def test_against_a_dense_computation(
     kv_heads, groups, width, dtype, prefix, nodes, window, softcap, sinks, sharp
 ) -> None:
     query, keys, values, ancestors, scale = case(kv_heads, groups, width, prefix, nodes, dtype, prefix, sharp)
-    wants = Wants(window, softcap, torch.linspace(-1, 2, kv_heads * groups) if sinks else None)
+    wants = AttentionSpec(window, softcap, torch.linspace(-1, 2, kv_heads * groups) if sinks else None)
     attention = ChunkedAttention(Layout(kv_heads, groups, dtype, CPU), prefix, nodes, ancestors)
     positions, places = prefix + ancestors.sum(1) - 1, torch.arange(prefix).expand(kv_heads, -1)
     found = attention(query, keys, values, scale, wants)

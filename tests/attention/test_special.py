@@ -9,7 +9,7 @@ from tests.attention.oracle import case, chain
 from tswift.attention import special
 from tswift.attention.layout import Layout
 from tswift.attention.sdpa import TreeAttention
-from tswift.attention.special import SpecialAttention, Wants
+from tswift.attention.special import AttentionSpec, SpecialAttention
 
 CPU = torch.device("cpu")
 KV_HEADS, GROUP, DIM = 2, 3, 8
@@ -28,7 +28,7 @@ class Cache:
         return max(0, self.length - window + 1) if self._places is None else 0
 
 
-def dense(query, keys, values, ancestors, scale, wants: Wants, places, positions):
+def dense(query, keys, values, ancestors, scale, wants: AttentionSpec, places, positions):
     """``places``: [kv heads, prefix]. Everything expanded, everything masked."""
     nodes, kv_heads, group = query.shape[1], len(keys), len(query) // len(keys)
     query, keys, values = query.double(), keys.double(), values.double()
@@ -49,7 +49,7 @@ def dense(query, keys, values, ancestors, scale, wants: Wants, places, positions
     return shares @ values
 
 
-def run(wants: Wants, prefix: int, nodes: int, dtype=torch.float64, tree: bool = True, places=None):
+def run(wants: AttentionSpec, prefix: int, nodes: int, dtype=torch.float64, tree: bool = True, places=None):
     query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, prefix, nodes, dtype, sharp=3.0)
     if tree:
         depths = ancestors.sum(1) - 1
@@ -59,18 +59,18 @@ def run(wants: Wants, prefix: int, nodes: int, dtype=torch.float64, tree: bool =
     positions = depths + start
     layout = Layout(KV_HEADS, GROUP, dtype, CPU)
     cache = Cache(prefix, places)
-    ours = SpecialAttention(layout, [Wants(), wants], cache, positions, ancestors if tree else None)
+    ours = SpecialAttention(layout, [AttentionSpec(), wants], cache, positions, ancestors if tree else None)
     held = torch.arange(prefix).expand(KV_HEADS, -1) if places is None else places[1]
     return ours(1, query, keys, values, scale), dense(query, keys, values, ancestors, scale, wants, held, positions)
 
 
 SINKS = torch.linspace(-1, 2, KV_HEADS * GROUP)
 WANTS = {
-    "window": Wants(window=9),
-    "a window of one": Wants(window=1),
-    "soft cap": Wants(softcap=1.5),
-    "sinks": Wants(sinks=SINKS),
-    "all": Wants(9, 1.5, SINKS),
+    "window": AttentionSpec(window=9),
+    "a window of one": AttentionSpec(window=1),
+    "soft cap": AttentionSpec(softcap=1.5),
+    "sinks": AttentionSpec(sinks=SINKS),
+    "all": AttentionSpec(9, 1.5, SINKS),
 }
 
 
@@ -111,11 +111,11 @@ def test_keys_before_the_window_are_not_read() -> None:
 
 
 def test_a_layer_that_wants_nothing_gets_plain_attention() -> None:
-    assert not Wants()
+    assert not AttentionSpec()
     assert all(WANTS.values())
     query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, 300, 6, torch.float64)
     layout = Layout(KV_HEADS, GROUP, torch.float64, CPU)
-    ours = SpecialAttention(layout, [Wants()], Cache(300), ancestors.sum(1) + 299, ancestors)(
+    ours = SpecialAttention(layout, [AttentionSpec()], Cache(300), ancestors.sum(1) + 299, ancestors)(
         0, query, keys, values, scale
     )
     torch.testing.assert_close(ours, TreeAttention(layout, 300, 6, ancestors)(query, keys, values, scale))

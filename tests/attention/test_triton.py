@@ -21,13 +21,13 @@ from tests.attention.test_special import dense as special_dense
 from tests.helpers import random_tree
 from tswift.attention.backends import partials_bytes, why_not
 from tswift.attention.layout import Layout
-from tswift.attention.special import SpecialAttention, Wants
+from tswift.attention.special import AttentionSpec, SpecialAttention
 from tswift.kv.full import FullKV
 from tswift.models.target import Target
 
 backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
 kernels = pytest.importorskip("tswift.attention.kernels")
-CPU, NOTHING = torch.device("cpu"), Wants()
+CPU, NOTHING = torch.device("cpu"), AttentionSpec()
 REASON = why_not("triton", torch.float32, CPU)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
@@ -267,7 +267,9 @@ TREES = {
 }
 
 
-def with_other_bits(prefix: int, tree: str, dtype: torch.dtype, dim: int = 64, wants: Wants = NOTHING) -> list[int]:
+def with_other_bits(
+    prefix: int, tree: str, dtype: torch.dtype, dim: int = 64, wants: AttentionSpec = NOTHING
+) -> list[int]:
     """The nodes of a tree whose rows differ from those of passes over them alone, all of their paths committed."""
     ancestors = TREES[tree]
     nodes = len(ancestors)
@@ -303,7 +305,11 @@ def test_a_drafted_path_has_the_bits_of_a_committed_one(prefix: int, tree: str, 
 
 @pytest.mark.parametrize("name", [*WANTS, "a longer window", "all, over chunks"])
 def test_so_it_has_whatever_a_layer_wants(name: str) -> None:
-    wants = {**WANTS, "a longer window": Wants(100), "all, over chunks": Wants(200, 1.5, WANTS["sinks"].sinks)}[name]
+    wants = {
+        **WANTS,
+        "a longer window": AttentionSpec(100),
+        "all, over chunks": AttentionSpec(200, 1.5, WANTS["sinks"].sinks),
+    }[name]
     for prefix, dtype in ((126, torch.float16), (318, torch.bfloat16)):
         assert with_other_bits(prefix, "a tree with gaps", dtype, wants=wants) == []
 
@@ -440,7 +446,7 @@ def test_partial_results_are_as_large_as_foreseen(monkeypatch, prefix: int, node
     assert partials_bytes("TreeAttention", (KV_HEADS, GROUP), DIM, prefix + nodes, nodes) == 0
 
 
-LONG = Wants(window=270)
+LONG = AttentionSpec(window=270)
 
 
 @pytest.mark.parametrize("tree", [True, False])
@@ -470,7 +476,7 @@ def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool
 def test_a_chunk_of_the_prompt_in_windows(dtype: torch.dtype) -> None:
     query, keys, values, _, scale = case(KV_HEADS, GROUP, DIM, 170, 30, dtype)
     layout = Layout(KV_HEADS, GROUP, dtype, CPU)
-    for wants in (Wants(window=150), WANTS["all"]):
+    for wants in (AttentionSpec(window=150), WANTS["all"]):
         out = backend.TritonAttention(layout, 170, 30, None)(query, keys, values, scale, wants)
         places, positions = torch.arange(170).expand(KV_HEADS, -1), torch.arange(170, 200)
         exact = special_dense(query, keys, values, chain(30), scale, wants, places, positions)

@@ -47,7 +47,7 @@ from tswift.benchmarking.simulated import SimulatedWalk
 from tswift.decoding.loop import Decoding
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.options import DraftOptions
-from tswift.engine import Generation, Need
+from tswift.engine import Generation, MemoryEstimate
 from tswift.errors import InputError
 
 LENGTH = 120
@@ -57,7 +57,7 @@ def run_of(method: str, length: int, seed: int = 3) -> Run:
     target, options = tiny_target(), DraftOptions(budget=64, tree=(1, 2, 2, 2) if method == "tokenswift" else None)
     drafter = drafter_of(method, target, options)
     decoding = Decoding(target, random_prompt(40), PLAIN, seed, drafter, length)
-    run = Run(method, method, Generation(decoding, drafter.depth, (), PLAIN, options, Need(0, 0, 0)))
+    run = Run(method, method, Generation(decoding, drafter.depth, (), PLAIN, options, MemoryEstimate(0, 0, 0)))
     run.prefill()
     return run
 

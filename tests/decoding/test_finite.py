@@ -31,7 +31,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NO_TOKEN, Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.decoding.warping import warp
-from tswift.drafting.chains import PartialLevel
+from tswift.drafting.chains import PartialDraftModel
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
@@ -304,7 +304,7 @@ def test_broken_heads_change_nothing(value: float, kind: str) -> None:
         params = parameters(params.temperature, top_p=0.9, top_k=30, min_p=params.min_p, penalty=params.penalty)
         prompt = random_prompt(prompt_length, seed)
         plain = decode_method("ar", target, prompt, params, seed, length)
-        for reader in (LastPass(), DraftingPass(PartialLevel(target, PartialKV(target.kv_shape, 64)))):
+        for reader in (LastPass(), DraftingPass(PartialDraftModel(target, PartialKV(target.kv_shape, 64)))):
             source = HeadSource(target, broken_heads(value, kind), reader, options.tree[:3], options.shared_noise)
             drafter = Drafter([source], 3, options.nodes)
             assert decode(target, drafter, prompt, params, seed, length) == plain

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tswift import engine
-from tswift.drafting.history import Recall
+from tswift.drafting.history import LogitHistory
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
-from tswift.engine import Need, begin, check_ahead
+from tswift.engine import MemoryEstimate, begin, preflight
 from tswift.errors import InputError
 from tswift.models.loading import load
-from tswift.models.prospect import Prospect
+from tswift.models.prospect import ModelSpec
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
 def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str, dtype: str) -> None:
     options = DraftOptions(budget=128, **({"nodes": 5} if "nodes" in METHODS[method].uses else {}))
     draft = str(checkpoint) if METHODS[method].draft else None
-    ahead = check_ahead(str(checkpoint), 3, 50, method, options, dtype=dtype, draft=draft)
+    ahead = preflight(str(checkpoint), 3, 50, method, options, dtype=dtype, draft=draft)
     model = load(str(checkpoint), dtype=dtype, draft=draft)
     need = begin(model, [1, 2, 3], 50, method=method, options=options).need
     assert (ahead.positions, ahead.full_bytes, ahead.partial_bytes) == (53, need.full_bytes, need.partial_bytes)
@@ -52,22 +52,22 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str, dtype: st
 
 def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, options = str(checkpoint), DraftOptions(budget=1000)
-    need = check_ahead(model, 3, 2000, "tokenswift", options)
+    need = preflight(model, 3, 2000, "tokenswift", options)
     memory(monkeypatch, need.total_bytes)
-    assert check_ahead(model, 3, 2000, "tokenswift", options) == need
+    assert preflight(model, 3, 2000, "tokenswift", options) == need
     memory(monkeypatch, None)
-    assert check_ahead(model, 3, 2000, "tokenswift", options) == need
+    assert preflight(model, 3, 2000, "tokenswift", options) == need
     memory(monkeypatch, need.total_bytes - 1)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     with pytest.raises(InputError) as caught:
-        check_ahead(model, 3, 2000, "tokenswift", options)
+        preflight(model, 3, 2000, "tokenswift", options)
     assert str(caught.value) == (
         "--len: weights 0.2 MB + heads 0.0 MB + KV 0.5 MB + drafting KV 0.3 MB + logits 0.1 MB = 1.0 MB, "
         "cpu has 1.0 MB free"
     )
     memory(monkeypatch, need.weight_bytes)
     with pytest.raises(InputError, match=r"^--model: weights 0.2 MB \+ heads "):  # no text is short enough
-        check_ahead(model, 3, 2000, "tokenswift", options)
+        preflight(model, 3, 2000, "tokenswift", options)
 
 
 @pytest.mark.parametrize(
@@ -77,20 +77,20 @@ def test_what_is_recalled_counts(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, method: str, tree: str | None
 ) -> None:
     options = DraftOptions(tree=tree)
-    need = check_ahead(str(checkpoint), 3, 2000, method, options)
+    need = preflight(str(checkpoint), 3, 2000, method, options)
     recalls = tree is not None or method != "medusa"
-    assert need.recall_bytes == (Recall.bytes_for(2003, 320, 64) if recalls else 0)
+    assert need.recall_bytes == (LogitHistory.bytes_for(2003, 320, 64) if recalls else 0)
     assert need.held_bytes(CPU) - need.recall_bytes == need.held_bytes(torch.device("cuda")) == need.kv_bytes
     if recalls:
-        fewer = check_ahead(str(checkpoint), 3, 2000, method, replace(options, recall=10))
+        fewer = preflight(str(checkpoint), 3, 2000, method, replace(options, recall=10))
         assert fewer.recall_bytes < need.recall_bytes
         memory(monkeypatch, need.total_bytes - 1)
         with pytest.raises(InputError, match=r" \+ recall 0\.6 MB \+ logits "):
-            check_ahead(str(checkpoint), 3, 2000, method, options)
+            preflight(str(checkpoint), 3, 2000, method, options)
 
 
 def test_what_is_recalled_is_in_the_machines_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    need = Need(positions=9, full_bytes=2_000_000, partial_bytes=0, recall_bytes=1_000_000)
+    need = MemoryEstimate(positions=9, full_bytes=2_000_000, partial_bytes=0, recall_bytes=1_000_000)
     free = {"cpu": 1_000_000, "cuda": 2_000_000}
     monkeypatch.setattr(engine, "available_bytes", lambda device: free[device.type])
     engine._refuse_memory(need, torch.device("cuda"), "--len")
@@ -113,9 +113,9 @@ def test_weights_count_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_too_few_positions(checkpoint: Path) -> None:
-    check_ahead(str(checkpoint), 96, 4000, "ar", DraftOptions())
+    preflight(str(checkpoint), 96, 4000, "ar", DraftOptions())
     with pytest.raises(InputError) as caught:
-        check_ahead(str(checkpoint), 97, 4000, "ar", DraftOptions())
+        preflight(str(checkpoint), 97, 4000, "ar", DraftOptions())
     assert str(caught.value) == (
         "--len: at least 97 prompt tokens and 4,000 new ones need 4,097 positions, the model has 4,096"
     )
@@ -139,27 +139,27 @@ def test_options_that_do_not_fit(
     checkpoint: Path, method: str, options: DraftOptions, more: dict[str, object], message: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        check_ahead(str(checkpoint), 1, 1, method, options, **more)  # type: ignore[arg-type]
+        preflight(str(checkpoint), 1, 1, method, options, **more)  # type: ignore[arg-type]
     assert str(caught.value).startswith(message)
 
 
 def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
     model = shutil.copytree(checkpoint, tmp_path / "m")
     (model / "heads.safetensors").unlink()
-    check_ahead(str(model), 1, 1, "reuse", DraftOptions())
+    preflight(str(model), 1, 1, "reuse", DraftOptions())
     for options in (DraftOptions(), DraftOptions(gamma=2)):
         with pytest.raises(InputError, match=r"^--method: medusa drafts with heads and the model has none"):
-            check_ahead(str(model), 1, 1, "medusa", options)
+            preflight(str(model), 1, 1, "medusa", options)
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch, attention: str = "") -> None:
     """Foresee models as if they were to be on a GPU that nothing else is known of."""
     known = engine.foresee
 
-    def foresee(*given: Any, **named: Any) -> Prospect:
+    def inspect_model(*given: Any, **named: Any) -> ModelSpec:
         return replace(known(*given, **named), device=torch.device("cuda"), attention=attention)
 
-    monkeypatch.setattr(engine, "foresee", foresee)
+    monkeypatch.setattr(engine, "foresee", inspect_model)
     memory(monkeypatch, None)
 
 
@@ -205,7 +205,7 @@ def test_what_an_8b_model_takes_besides_on_cuda(
         pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
     on_cuda(monkeypatch, attention)
     asked = {"method": method, **EIGHT, **changes}
-    need = check_ahead("shape:llama3.1-8b", dtype="bfloat16", **asked)
+    need = preflight("shape:llama3.1-8b", dtype="bfloat16", **asked)
     assert need.workspace_bytes / 1e6 == pytest.approx(megabytes, abs=0.2)
     assert need.total_bytes == sum((need.weight_bytes, need.heads_bytes, need.kv_bytes, need.logits_bytes)) + (
         need.workspace_bytes
@@ -214,13 +214,13 @@ def test_what_an_8b_model_takes_besides_on_cuda(
 
 def test_workspace_is_named_and_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = (str(checkpoint), 1200, 2000, "tokenswift", DraftOptions(budget=1000))
-    assert check_ahead(*asked).workspace_bytes == 0
+    assert preflight(*asked).workspace_bytes == 0
     on_cuda(monkeypatch)
-    need = check_ahead(*asked)
+    need = preflight(*asked)
     assert need.workspace_bytes == need.partial_bytes // 2 // 1001 * 1000
     memory(monkeypatch, need.total_bytes - 1)
     with pytest.raises(InputError, match=r" \+ logits 0\.\d MB \+ workspace 0\.1 MB = "):
-        check_ahead(*asked)
+        preflight(*asked)
 
 
 @pytest.mark.parametrize("kv", ["dynamic", "streaming"])

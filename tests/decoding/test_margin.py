@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tswift.decoding.margin import Doubt, contested
+from tswift.decoding.margin import RoundingMargin, contested
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 
@@ -49,7 +49,7 @@ def noise_of(sampler: Sampler, logits: Tensor, positions: Sequence[int]) -> Tens
 def test_a_change_of_the_margin_s_size_makes_the_rule_draw_the_token(case, near: float) -> None:  # type: ignore[no-untyped-def]
     sampler, logits, seen, positions, tokens = case
     before = logits.clone()
-    doubt = Doubt(sampler, logits, seen, noise_of(sampler, logits, positions), tokens)
+    doubt = RoundingMargin(sampler, logits, seen, noise_of(sampler, logits, positions), tokens)
     margins = doubt.margins(near)
     assert torch.equal(logits, before)
     assert set(doubt.patterns.unique().tolist()) <= {-1, 0, 1}
@@ -75,7 +75,7 @@ def test_without_filters_it_is_half_the_gap(seed: int, temperature: float, near:
     scores = sampler.scores(logits, None, [7, 8, 9])
     tokens = torch.tensor([2, 5, 11])
     gaps = scores.amax(-1) - scores.gather(1, tokens[:, None]).squeeze(1)
-    found = Doubt(sampler, logits, None, noise_of(sampler, logits, [7, 8, 9]), tokens).margins(near)
+    found = RoundingMargin(sampler, logits, None, noise_of(sampler, logits, [7, 8, 9]), tokens).margins(near)
     assert found.tolist() == pytest.approx((gaps * (temperature or 1) / 2).tolist(), rel=1e-5, abs=near * 1e-5)
 
 
@@ -83,14 +83,14 @@ def test_a_gap_that_the_penalty_shrinks() -> None:
     sampler = Sampler(SamplingParams(temperature=0, penalty=2.0), 0, 3, CPU)
     logits, seen = torch.tensor([[4.0, 1.5, 0.0]]), torch.tensor([[True, False, False]])
     # the first token counts 2, and half of any change; 2 - e/2 = 1.5 + e
-    margins = Doubt(sampler, logits, seen, torch.zeros(1, 3), torch.tensor([1])).margins(0.01)
+    margins = RoundingMargin(sampler, logits, seen, torch.zeros(1, 3), torch.tensor([1])).margins(0.01)
     assert margins.tolist() == pytest.approx([1 / 3], rel=1e-5)
 
 
 def test_only_the_rows_asked_for() -> None:
     sampler = Sampler(SamplingParams(temperature=0, penalty=1), 0, 3, CPU)
     logits = torch.tensor([[4.0, 1.0, 0.0], [4.0, 3.0, 0.0], [4.0, 0.0, 2.0]])
-    doubt = Doubt(sampler, logits, None, torch.zeros(3, 3), torch.tensor([1, 1, 2]))
+    doubt = RoundingMargin(sampler, logits, None, torch.zeros(3, 3), torch.tensor([1, 1, 2]))
     assert doubt.explained(0.75).tolist() == [False, True, False]
     assert doubt.explained(torch.tensor([2.0, 1.5]), torch.tensor([0, 2])).tolist() == [True, True]
     assert doubt.margins(0.75, torch.tensor([2, 1])).tolist() == pytest.approx([1.0, 0.5], rel=1e-5)
@@ -114,7 +114,7 @@ def test_what_a_random_change_of_the_logits_has_turned_is_explained_by_one_of_ab
     turned = (before != after).nonzero().squeeze(1)
     assert len(turned) > 20
     noise = noise_of(sampler, logits, range(count))
-    doubt = Doubt(sampler, logits[turned], seen[turned], noise[turned], after[turned])
+    doubt = RoundingMargin(sampler, logits[turned], seen[turned], noise[turned], after[turned])
     margins = doubt.margins(size)
     assert float((margins <= size).double().mean()) > 0.9
     assert float(margins.max()) <= 2 * size  # the bound is twice what was measured

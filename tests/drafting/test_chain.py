@@ -19,7 +19,7 @@ from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.chains import CHUNK, ChainSource, FullLevel, OwnLevel
+from tswift.drafting.chains import CHUNK, ChainSource, FullDraftModel, SmallDraftModel
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.kv.full import FullKV
@@ -36,8 +36,8 @@ def prefilled(prompt: list[int], params: SamplingParams = PARAMS, seed: int = 3)
     return decoding._context
 
 
-def own_level(budget: int = 4096, slack: int = 12) -> OwnLevel:
-    return OwnLevel(tiny_draft(), StreamingKV(tiny_draft().kv_shape, budget, 4, slack, CHUNK + slack))
+def own_level(budget: int = 4096, slack: int = 12) -> SmallDraftModel:
+    return SmallDraftModel(tiny_draft(), StreamingKV(tiny_draft().kv_shape, budget, 4, slack, CHUNK + slack))
 
 
 def proposed(source: ChainSource, context: Context, wanted: int = 100) -> list[int]:
@@ -79,10 +79,10 @@ def test_a_chain_that_is_drafted_is_the_same_chain() -> None:
     wanted = decode_method("ar", tiny_target(), prompt, PARAMS, 3, 9)
     inner = Drafter([ChainSource("small", own_level(), 2, Drafter(), True)], 2, 3)
     for drafter in (Drafter(), inner):
-        assert proposed(ChainSource("it", FullLevel(tiny_target()), 9, drafter, True), prefilled(prompt)) == wanted
+        assert proposed(ChainSource("it", FullDraftModel(tiny_target()), 9, drafter, True), prefilled(prompt)) == wanted
 
 
-def count(level: OwnLevel, passes: list[int], monkeypatch) -> None:
+def count(level: SmallDraftModel, passes: list[int], monkeypatch) -> None:
     """Note the tokens of every pass."""
     right = type(level.target).forward
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tswift.drafting.history import Contexts
+from tswift.drafting.history import SuffixIndex
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=200)
 EVERYWHERE = 1 << 20
@@ -30,7 +30,7 @@ def search(text: list[int], context: list[int], most: int, longest: int) -> list
 @given(texts, texts, st.lists(st.integers(1, 40), max_size=20), st.integers(1, 6))
 def test_the_longest_and_then_the_latest_matches_are_found(text, context, pieces, most) -> None:
     """Whatever the pieces in which the text came."""
-    contexts = Contexts((1, 2, 4, 7), reach=EVERYWHERE)
+    contexts = SuffixIndex((1, 2, 4, 7), reach=EVERYWHERE)
     done = 0
     for piece in [*pieces, len(text)]:
         contexts.extend(text[done : done + piece])
@@ -43,7 +43,7 @@ def test_the_longest_and_then_the_latest_matches_are_found(text, context, pieces
 def test_a_table_that_grows_finds_what_it_found(vocab: int) -> None:
     """Tables are filled one token at a time, and anew from the whole text when they grow."""
     text = [(number * number + number // 7) % vocab for number in range(5000)]
-    one, whole = Contexts(reach=EVERYWHERE), Contexts(reach=EVERYWHERE)
+    one, whole = SuffixIndex(reach=EVERYWHERE), SuffixIndex(reach=EVERYWHERE)
     for token in text:
         one.extend([token])
     whole.extend(text)
@@ -55,7 +55,7 @@ def test_a_table_that_grows_finds_what_it_found(vocab: int) -> None:
 
 def test_a_short_reach_finds_true_matches_and_the_latest_of_the_longest_order() -> None:
     text = [1, 2, 3] * 500 + [7, 2, 3] + [9, 2, 3] * 100
-    contexts = Contexts((1, 2, 4), reach=4)
+    contexts = SuffixIndex((1, 2, 4), reach=4)
     contexts.extend(text)
     for context in ([3, 1, 2, 3], [5, 2, 3], [9, 2, 3]):
         found = contexts.find(context, 3)
@@ -66,7 +66,7 @@ def test_a_short_reach_finds_true_matches_and_the_latest_of_the_longest_order() 
 
 
 def test_what_never_was_is_not_found() -> None:
-    contexts = Contexts()
+    contexts = SuffixIndex()
     assert contexts.find([1, 2], 4) == []
     contexts.extend([1, 2, 3])
     assert contexts.find([4], 4) == []
@@ -75,9 +75,9 @@ def test_what_never_was_is_not_found() -> None:
 
 @pytest.mark.parametrize("count", [1, 1000, 1023, 1024, 1025, 5000])
 def test_a_text_takes_what_is_said(count: int) -> None:
-    contexts, random = Contexts(), Random(count)
+    contexts, random = SuffixIndex(), Random(count)
     for _ in range(count):
         contexts.extend([random.randrange(500)])
     arrays = [*contexts._last, *contexts._before]
     held = sum(len(each) * each.itemsize for each in arrays) + 8 * len(contexts._text)
-    assert Contexts.bytes_for(count - 1) <= held <= Contexts.bytes_for(count)
+    assert SuffixIndex.bytes_for(count - 1) <= held <= SuffixIndex.bytes_for(count)

@@ -6,12 +6,12 @@ import pytest
 
 from tests.helpers import tiny_draft, tiny_heads, tiny_target
 from tswift.decoding.drafter import Drafter
-from tswift.drafting.adaptive import RivalDrafter
-from tswift.drafting.chains import CascadeSource, ChainSource, FullLevel, OwnLevel, PartialLevel
-from tswift.drafting.dynamic_tree import PlannedDrafter
-from tswift.drafting.head_tree import BeamSource
+from tswift.drafting.adaptive import AdaptiveDrafter
+from tswift.drafting.chains import CascadeSource, ChainSource, FullDraftModel, PartialDraftModel, SmallDraftModel
+from tswift.drafting.dynamic_tree import DynamicTreeDrafter
+from tswift.drafting.head_tree import HeadTreeSource
 from tswift.drafting.heads import HeadSource
-from tswift.drafting.history import RecallSource
+from tswift.drafting.history import HistorySource
 from tswift.drafting.methods import METHODS, draft_slots, make_drafter, partial_slots, resolve, used
 from tswift.drafting.ngrams import ReuseSource
 from tswift.drafting.options import DraftOptions
@@ -25,9 +25,9 @@ def made(method: str, **options):
 
 
 def sources_of(drafter: Drafter) -> list:
-    if isinstance(drafter, RivalDrafter):
+    if isinstance(drafter, AdaptiveDrafter):
         return [source for rival in drafter.rivals for source in sources_of(rival.drafter)]
-    return list(drafter.offering if isinstance(drafter, PlannedDrafter) else drafter.sources)
+    return list(drafter.offering if isinstance(drafter, DynamicTreeDrafter) else drafter.sources)
 
 
 def test_what_each_method_drafts_from() -> None:
@@ -36,13 +36,13 @@ def test_what_each_method_drafts_from() -> None:
         "ar": [],
         "medusa": [HeadSource],
         "tokenswift": [HeadSource, ReuseSource],
-        "cascade": [CascadeSource, RecallSource],
-        "recall": [RecallSource],
+        "cascade": [CascadeSource, HistorySource],
+        "recall": [HistorySource],
         "reuse": [ReuseSource],
         "magicdec": [ChainSource],
         "standalone": [ChainSource],
         "triforce": [ChainSource],
-        "auto": [HeadSource, BeamSource, RecallSource, CascadeSource, RecallSource],
+        "auto": [HeadSource, HeadTreeSource, HistorySource, CascadeSource, HistorySource],
         "ar-reference": [],
     }
 
@@ -55,8 +55,8 @@ def test_what_each_system_reads() -> None:
         for drafted in (level(made("magicdec", kv=kv)), made("tokenswift", kv=kv).sources[0].reader._level):
             assert drafted.kv.policy is POLICIES[kv]
             assert drafted.target is tiny_target()
-    assert type(level(made("magicdec", kv="full"))) is FullLevel
-    assert type(made("tokenswift", kv="full").sources[0].reader._level) is FullLevel
+    assert type(level(made("magicdec", kv="full"))) is FullDraftModel
+    assert type(made("tokenswift", kv="full").sources[0].reader._level) is FullDraftModel
     alone = level(made("standalone", budget=128))
     assert (alone.target, alone.kv.budget) == (tiny_draft(), 128)
     everything = make_drafter("standalone", tiny_target(), None, DraftOptions(kv="full"), tiny_draft(), 700)
@@ -72,7 +72,7 @@ def _levels(drafter: Drafter) -> list:
     """What its sources decode or read, and what theirs do."""
     found = []
     for source in sources_of(drafter):
-        if isinstance(source, HeadSource | BeamSource):
+        if isinstance(source, HeadSource | HeadTreeSource):
             found += [source.reader._level] if source.reader.direct else []
         elif isinstance(source, ChainSource | CascadeSource):
             found += [source._level, *_levels(source.drafter)]
@@ -88,9 +88,9 @@ def test_room_for_what_is_forwarded_over_a_partial_cache() -> None:
         ):
             resolved = resolve(method, tiny_target(), tiny_heads(), options)
             drafter = make_drafter(method, tiny_target(), tiny_heads(), options, tiny_draft())
-            held = [level.kv.capacity for level in _levels(drafter) if isinstance(level, PartialLevel)]
+            held = [level.kv.capacity for level in _levels(drafter) if isinstance(level, PartialDraftModel)]
             assert [partial_slots(method, resolved)] == (held or [0])
-            own = [level.kv.capacity for level in _levels(drafter) if isinstance(level, OwnLevel)]
+            own = [level.kv.capacity for level in _levels(drafter) if isinstance(level, SmallDraftModel)]
             positions = tiny_target().max_positions
             assert [draft_slots(method, resolved, positions)] == (own or [0])
 
@@ -122,7 +122,7 @@ def test_depth_and_limit() -> None:
 
 
 def test_trees_that_pay() -> None:
-    for method, source in (("medusa", BeamSource), ("tokenswift", BeamSource)):
+    for method, source in (("medusa", HeadTreeSource), ("tokenswift", HeadTreeSource)):
         drafter = made(method, tree="auto")
         assert type(sources_of(drafter)[0]) is source
         assert drafter.plan.costs is NOMINAL

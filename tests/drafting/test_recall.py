@@ -13,7 +13,7 @@ from tswift.decoding.drafter import Context
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.warping import warp
-from tswift.drafting.history import Recall
+from tswift.drafting.history import LogitHistory
 from tswift.models.passes import Forwarded
 
 PENALTY = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=9)
@@ -29,10 +29,10 @@ def thoughts(count: int) -> torch.Tensor:
     return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(4), dtype=torch.float64) * 2
 
 
-def recalled(text, logits, pieces, params, *, kept: int = VOCAB, noise: bool = True) -> tuple[Recall, Sampler]:
+def recalled(text, logits, pieces, params, *, kept: int = VOCAB, noise: bool = True) -> tuple[LogitHistory, Sampler]:
     """What is recalled of a text that came in pieces; the first is the prompt, which is prefilled in two chunks."""
     sampler = Sampler(params, 7, VOCAB, torch.device("cpu"))
-    recall = Recall(SimpleNamespace(vocab_size=VOCAB, logits=lambda hidden: hidden), noise, kept)
+    recall = LogitHistory(SimpleNamespace(vocab_size=VOCAB, logits=lambda hidden: hidden), noise, kept)
     known = pieces[0] - 1
     for chunk in (logits[: known // 2], logits[known // 2 : known]):
         recall.prefilled(chunk, sampler)
@@ -115,8 +115,10 @@ def test_banned_tokens_are_not_guessed() -> None:
 
 def test_it_takes_about_what_is_said() -> None:
     for count in (100_000, 131_072):
-        assert 316 * count <= Recall.bytes_for(count, 2048, 64) - 8 * 2048 <= 340 * count
-        more = Recall.bytes_for(count, 128_256, 64) - Recall.bytes_for(count, 2048, 64) - 8 * (128_256 - 2048)
+        assert 316 * count <= LogitHistory.bytes_for(count, 2048, 64) - 8 * 2048 <= 340 * count
+        more = (
+            LogitHistory.bytes_for(count, 128_256, 64) - LogitHistory.bytes_for(count, 2048, 64) - 8 * (128_256 - 2048)
+        )
         assert more == 128 * count
 
 

@@ -13,7 +13,7 @@ from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.adaptive import Rival, RivalDrafter
+from tswift.drafting.adaptive import AdaptiveDrafter, Arm
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.kv.full import FullKV
@@ -45,8 +45,8 @@ def raced(monkeypatch: pytest.MonkeyPatch, paces: list[tuple[float, int]], steps
     clock = [0.0]
     monkeypatch.setattr("tswift.drafting.adaptive.time.perf_counter", lambda: clock[0])
     drafters = [Paced(clock, *pace) for pace in paces]
-    rivals = [Rival(str(index), each) for index, each in enumerate(drafters)]
-    drafter = RivalDrafter(depth=9, limit=9, rivals=rivals)
+    rivals = [Arm(str(index), each) for index, each in enumerate(drafters)]
+    drafter = AdaptiveDrafter(depth=9, limit=9, rivals=rivals)
     target = tiny_target()
     context = Context([1], Sampler(PARAMS, 1, target.vocab_size, target.device), FullKV(target.kv_shape, 8))
     took = []
@@ -67,7 +67,7 @@ def test_the_usual_tree_is_medusas() -> None:
     for kind in ("chained", "conditioned"):
         drafter = make_drafter("auto", tiny_target(), tiny_heads(kind=kind), DraftOptions(budget=64))
         medusa = make_drafter("medusa", tiny_target(), tiny_heads(kind=kind), DraftOptions())
-        assert isinstance(drafter, RivalDrafter)
+        assert isinstance(drafter, AdaptiveDrafter)
         usual = drafter.rivals[0].drafter
         assert (usual.depth, usual.limit) == (medusa.depth, medusa.limit)
         assert usual.sources[0]._paths == medusa.sources[0]._paths
@@ -90,7 +90,7 @@ def test_when_the_text_changes_another_one_takes_over(monkeypatch: pytest.Monkey
 
 
 def test_a_pause_is_no_pace() -> None:
-    rivals = [Rival("fast", Drafter()), Rival("slow", Drafter())]
+    rivals = [Arm("fast", Drafter()), Arm("slow", Drafter())]
     for _ in range(200):
         rivals[0].learn(4, 1.0)
         rivals[1].learn(2, 1.0)
@@ -99,7 +99,7 @@ def test_a_pause_is_no_pace() -> None:
 
 
 def test_the_first_step_does_not_count() -> None:
-    rival = Rival("late", Drafter())
+    rival = Arm("late", Drafter())
     rival.learn(4, 3600.0)
     for _ in range(10):
         rival.learn(4, 1.0)

@@ -7,22 +7,22 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tswift.drafting.dynamic_tree import Calibration, Sketch
+from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree
 
 OFFERS = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 5), st.sampled_from(["a", "b"]), st.floats(0.01, 0.99)), max_size=40
 )
 
 
-def sketched(offers, depth: int = 4, calibration: Calibration | None = None) -> Sketch:
-    sketch = Sketch(7, depth, calibration or Calibration())
+def sketched(offers, depth: int = 4, calibration: AcceptanceEstimator | None = None) -> CandidateTree:
+    sketch = CandidateTree(7, depth, calibration or AcceptanceEstimator())
     for node, token, source, chance in offers:
         sketch.offer(node % len(sketch), token, source, chance, chance)
     return sketch
 
 
 def test_chances_multiply_and_the_highest_counts() -> None:
-    sketch = Sketch(7, 3, Calibration())
+    sketch = CandidateTree(7, 3, AcceptanceEstimator())
     first = sketch.offer(0, 1, "a", "x", 0.5)
     assert first == 1
     second = sketch.offer(first, 2, "a", "y", 0.5)
@@ -60,9 +60,9 @@ def test_the_likeliest_nodes_are_a_tree(offers, limit: int) -> None:
 
 
 def test_what_came_teaches_only_where_the_text_went() -> None:
-    calibration = Calibration()
+    calibration = AcceptanceEstimator()
     for _ in range(200):
-        sketch = Sketch(7, 3, calibration)
+        sketch = CandidateTree(7, 3, calibration)
         right = sketch.offer(0, 1, "a", "sure", 0.5)
         sketch.offer(0, 2, "a", "unlikely", 0.5)
         sketch.offer(right, 3, "a", "later", 0.5)
@@ -76,7 +76,7 @@ def test_what_came_teaches_only_where_the_text_went() -> None:
 
 
 def test_paths_of_which_nothing_is_known() -> None:
-    sketch = Sketch(7, 2, Calibration())
+    sketch = CandidateTree(7, 2, AcceptanceEstimator())
     sketch.add([1, 2, 3], "reuse")
     sketch.add([1, 4], "reuse")
     assert [sketch.path(node) for node in range(len(sketch))] == [[], [1], [1, 2], [1, 4]]
@@ -84,7 +84,7 @@ def test_paths_of_which_nothing_is_known() -> None:
 
 @given(st.lists(st.booleans(), max_size=60), st.floats(0, 1))
 def test_a_chance_lies_between_the_guess_and_what_was_seen(seen: list[bool], guess: float) -> None:
-    calibration = Calibration()
+    calibration = AcceptanceEstimator()
     for came_true in seen:
         calibration.learn("kind", came_true)
     share = sum(seen) / len(seen) if seen else guess
@@ -93,7 +93,7 @@ def test_a_chance_lies_between_the_guess_and_what_was_seen(seen: list[bool], gue
 
 
 def test_what_is_long_ago_is_forgotten() -> None:
-    calibration = Calibration()
+    calibration = AcceptanceEstimator()
     for _ in range(10_000):
         calibration.learn("kind", True)
     for _ in range(10_000):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tswift.drafting.history import Thoughts
+from tswift.drafting.history import TopKLogits
 
 VOCAB = 50
 
@@ -15,7 +15,7 @@ def logits_of(count: int, seed: int = 1, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed)) * 3 + 2
 
 
-def averaged(thoughts: Thoughts, places, shares, vocab: int = VOCAB) -> torch.Tensor:
+def averaged(thoughts: TopKLogits, places, shares, vocab: int = VOCAB) -> torch.Tensor:
     """``[n, V]``, minus infinity where nothing is kept."""
     ids, logits = thoughts.average(np.array(places), np.array(shares, np.float64))
     assert ids.dtype == torch.int64
@@ -30,7 +30,7 @@ def averaged(thoughts: Thoughts, places, shares, vocab: int = VOCAB) -> torch.Te
 @pytest.mark.parametrize("kept", [VOCAB, 200, 8])
 def test_the_mean_is_that_of_the_distributions(kept: int) -> None:
     logits = logits_of(300)
-    thoughts = Thoughts(VOCAB, kept)
+    thoughts = TopKLogits(VOCAB, kept)
     for start in (0, 1, 100, 299):  # pieces of any size
         thoughts.think(logits[start : {0: 1, 1: 100, 100: 299, 299: 300}[start]])
     assert len(thoughts) == 300
@@ -52,7 +52,7 @@ def test_banned_tokens_and_impossible_ones_are_not_kept() -> None:
     logits[:, 5] = torch.nan  # nothing of a banned token is looked at
     logits[:, 6] = 100.0
     logits[:, 7] = -torch.inf
-    thoughts = Thoughts(VOCAB, VOCAB, banned=(5, 6))
+    thoughts = TopKLogits(VOCAB, VOCAB, banned=(5, 6))
     thoughts.think(logits)
     found = averaged(thoughts, [[0], [1], [2]], [[1.0]] * 3)
     assert (found[:, [5, 6, 7]] == -torch.inf).all()
@@ -62,11 +62,11 @@ def test_banned_tokens_and_impossible_ones_are_not_kept() -> None:
 
 @pytest.mark.parametrize(("vocab", "bytes_of_one"), [(2048, 4 * 64 + 4), (100_000, 6 * 64 + 4)])
 def test_a_distribution_takes_what_is_said(vocab: int, bytes_of_one: int) -> None:
-    thoughts = Thoughts(vocab)
+    thoughts = TopKLogits(vocab)
     logits = logits_of(64, vocab=vocab)
     for _ in range(32):
         thoughts.think(logits)
     held = sum(rows.nbytes for rows in (thoughts._ids, thoughts._logs, thoughts._scales))
     assert len(thoughts) == 2048
-    assert held == 2048 * bytes_of_one == Thoughts.bytes_for(2048, vocab, 64)
+    assert held == 2048 * bytes_of_one == TopKLogits.bytes_for(2048, vocab, 64)
     assert averaged(thoughts, [[2047]], [[1.0]], vocab)[0].argmax() == logits[63].argmax()

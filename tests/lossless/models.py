@@ -17,7 +17,7 @@ from tswift.attention.chunked import ChunkedAttention
 from tswift.decoding.tree import DraftTree
 from tswift.kv.full import FullKV
 from tswift.models.adapting import fingerprint, set_width
-from tswift.models.linear import quicken
+from tswift.models.linear import use_onednn
 from tswift.models.target import Target
 
 POSITIONS = 4096
@@ -64,7 +64,7 @@ def network(kind: str, dtype: torch.dtype) -> PreTrainedModel:
     longer = replace(known, settings={**known.settings, "max_position_embeddings": POSITIONS})
     with torch.random.fork_rng():
         made = longer.make(VOCAB).to(dtype)
-    quicken(made)
+    use_onednn(made)
     return made
 
 

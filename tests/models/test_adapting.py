@@ -15,15 +15,15 @@ from benchmarks.architectures import ARCHITECTURES
 from tests import fake_torchao
 from tests.models.loads import changed, refuse
 from tswift.attention.backends import BACKENDS, why_not
-from tswift.attention.special import Wants
+from tswift.attention.special import AttentionSpec
 from tswift.kv.full import FullKV
 from tswift.models import adapting
-from tswift.models.adapting import adapted, compiled
+from tswift.models.adapting import compiled, wrap_model
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import _with_copy, load
 from tswift.models.target import Target
 
-NOTHING = Wants()
+NOTHING = AttentionSpec()
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
     def network():
         return ARCHITECTURES["Gemma 2 (windows, soft caps)"].make(97)
 
-    assert adapted(network(), "tiny", "sdpa").special_fault is None
+    assert wrap_model(network(), "tiny", "sdpa").special_fault is None
     monkeypatch.setattr(adapting, "_DOUBTED", ("cpu",))
     monkeypatch.setitem(BACKENDS, "triton", lambda: Lying if lies else TritonAttention)
-    target = adapted(network(), "tiny", "triton")
+    target = wrap_model(network(), "tiny", "triton")
     assert target.replays == target.serves(FullKV(target.kv_shape, 1)) == (not lies)
     model = LoadedModel("tiny", None, target, None, (), prepared=compiled(target, ""))
     words = (

@@ -20,14 +20,14 @@ from tswift import engine
 from tswift.decoding import costs
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
-from tswift.engine import check_ahead
+from tswift.engine import preflight
 from tswift.errors import InputError
-from tswift.models.adapting import adapted
+from tswift.models.adapting import wrap_model
 from tswift.models.heads import MedusaHeads
 from tswift.models.linear import JoinedLinear
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
-from tswift.models.prospect import foresee
+from tswift.models.prospect import inspect_model
 from tswift.models.ranks import Ranks
 
 OPTIONS = DraftOptions(nodes=12, budget=64, sinks=4)
@@ -79,7 +79,7 @@ def test_layers_that_onednn_computes_are_copied_as_plain_ones(monkeypatch: pytes
 def test_joined_layers_are_copied_as_plain_ones(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA queries, keys and values are one product: the copy must not hand its inputs to the model's."""
     fake_torchao.install(monkeypatch, fake_torchao.garbage)
-    monkeypatch.setattr("tswift.models.loading.adapted", partial(adapted, joined=True))
+    monkeypatch.setattr("tswift.models.loading.wrap_model", partial(wrap_model, joined=True))
     model = load(str(checkpoint), device="cpu", draft_weights="int8")
     assert model.drafting is not None
     whole, copied = ([type(each) for each in target.model.model.modules()] for target in (model.target, model.drafting))
@@ -119,18 +119,18 @@ def test_what_it_takes_is_foreseen(checkpoint: Path, monkeypatch: pytest.MonkeyP
     fake_torchao.install(monkeypatch)
     linear = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 64 * 32)  # weights of 2 layers
     rows = 2 * (2 * 32 + 2 * 16 + 2 * 64 + 32)
-    assert foresee(str(checkpoint)).copy_bytes == 0
+    assert inspect_model(str(checkpoint)).copy_bytes == 0
     ask = {"device": "cpu", "draft_weights": "int8"}
-    ahead = check_ahead(str(checkpoint), 3, 50, "tokenswift", OPTIONS, **ask)
-    plain = check_ahead(str(checkpoint), 3, 50, "tokenswift", OPTIONS, device="cpu")
+    ahead = preflight(str(checkpoint), 3, 50, "tokenswift", OPTIONS, **ask)
+    plain = preflight(str(checkpoint), 3, 50, "tokenswift", OPTIONS, device="cpu")
     assert ahead.copy_bytes == linear + 4 * rows
     assert ahead.total_bytes == plain.total_bytes + ahead.copy_bytes
     assert "draft weights" in str(ahead)
     assert "draft weights" not in str(plain)
     monkeypatch.setattr(engine, "available_bytes", lambda device: plain.total_bytes)
-    check_ahead(str(checkpoint), 3, 50, "tokenswift", OPTIONS, device="cpu")
+    preflight(str(checkpoint), 3, 50, "tokenswift", OPTIONS, device="cpu")
     with pytest.raises(InputError, match="draft weights"):
-        check_ahead(str(checkpoint), 3, 50, "tokenswift", OPTIONS, **ask)
+        preflight(str(checkpoint), 3, 50, "tokenswift", OPTIONS, **ask)
 
 
 def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPa
     fake_torchao.install(monkeypatch)
     monkeypatch.setattr("tswift.models.prospect.find_device", torch.device)
     found = {
-        kind: foresee("shape:llama3.1-8b", device="cuda", draft_weights=kind).copy_bytes
+        kind: inspect_model("shape:llama3.1-8b", device="cuda", draft_weights=kind).copy_bytes
         for kind in ("int8", "fp8", "int4")
     }
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
@@ -146,7 +146,7 @@ def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPa
     assert found["int4"] == weights // 2 + weights // 128 * 4
     # 11,008 inputs are filled up to 11,264
     padded = 32 * (4 * 4096 * 4096 + 2 * 4096 * 11_008 + 4096 * 11_264)
-    yarn = foresee("shape:yarn-llama2-7b-128k", device="cuda", draft_weights="int4").copy_bytes
+    yarn = inspect_model("shape:yarn-llama2-7b-128k", device="cuda", draft_weights="int4").copy_bytes
     assert yarn == padded // 2 + padded // 128 * 4
 
 
@@ -196,7 +196,7 @@ def test_torchao(checkpoint: Path, kind: str, dtype: str) -> None:
     layers = [each for each in model.drafting.model.model.modules() if isinstance(each, nn.Linear)]
     parts = [getattr(each.weight, name) for each in layers for name in ("qdata", "scale")]
     assert all(part.dtype in (torch.int8, torch.float8_e4m3fn) for part in parts[::2])
-    foreseen = foresee(str(checkpoint), device="cpu", dtype=dtype, draft_weights=kind).copy_bytes
+    foreseen = inspect_model(str(checkpoint), device="cpu", dtype=dtype, draft_weights=kind).copy_bytes
     assert foreseen == sum(part.nbytes for part in parts)
     assert costs._key(model.drafting, None) != costs._key(model.target, None)  # other passes, other costs
     if dtype == "float32":

@@ -16,7 +16,7 @@ from benchmarks.architectures import ARCHITECTURES
 from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_llama, tiny_target, tokens_of
 from tests.models.test_passes import OPTIONS, PARAMS, LengthOnDevice
 from tswift.errors import InputError
-from tswift.models.adapting import adapted
+from tswift.models.adapting import wrap_model
 from tswift.models.fingerprint import weights_hash
 from tswift.models.linear import JoinedLinear, join, separate
 from tswift.models.target import Target
@@ -203,8 +203,8 @@ def network(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 def test_architectures_are_served_with_joined_products(name: str, tmp_path: Path) -> None:
     plain = network(name)
     before = weights_hash(plain)
-    target = adapted(deepcopy(plain), name, "sdpa", joined=True)
-    alone = adapted(plain, name, "sdpa")
+    target = wrap_model(deepcopy(plain), name, "sdpa", joined=True)
+    alone = wrap_model(plain, name, "sdpa")
     assert (products(target.model) > 0, products(alone.model)) == (True, 0)
     assert weights_hash(target.model) == before
     texts = [
@@ -220,7 +220,7 @@ def test_architectures_are_served_with_joined_products(name: str, tmp_path: Path
 
 
 def test_drafts_are_verified_with_joined_products() -> None:
-    target = adapted(tiny_llama("gqa", torch.float64), "tiny", "sdpa", joined=True)
+    target = wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa", joined=True)
     plain = decode_steps(tiny_target(), drafter_of("ar", tiny_target(), OPTIONS), random_prompt(30), PARAMS, 3, 100)
     for method in ("tokenswift", "cascade"):
         steps = decode_steps(target, drafter_of(method, target, OPTIONS), random_prompt(30), PARAMS, 3, 100)
@@ -229,9 +229,9 @@ def test_drafts_are_verified_with_joined_products() -> None:
 
 def test_the_comparison_of_logits_covers_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JoinedLinear, "forward", lambda self, input: nn.functional.linear(input, self.weight * 1.1))
-    adapted(tiny_llama("gqa", torch.float64), "tiny", "sdpa")
+    wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa")
     with pytest.raises(InputError, match="is not served exactly: logits differ"):
-        adapted(tiny_llama("gqa", torch.float64), "tiny", "sdpa", joined=True)
+        wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa", joined=True)
 
 
 def traced(model: PreTrainedModel, backend) -> tuple[dict[str, int], list[int]]:

@@ -8,20 +8,20 @@ import transformers
 
 from benchmarks.architectures import ARCHITECTURES, WINDOW, Architecture
 from tests.helpers import tiny_llama
-from tswift.attention.special import Wants
+from tswift.attention.special import AttentionSpec
 from tswift.kv.full import FullKV
-from tswift.models.hf import Unserved, survey
+from tswift.models.hf import UnsupportedModel, probe_attention
 from tswift.models.target import Target
 
 
 def surveyed(config: str, **settings: object):
-    return survey(Architecture(config, settings).make(97))
+    return probe_attention(Architecture(config, settings).make(97))
 
 
 @pytest.mark.parametrize(("kind", "heads"), [("mha", (4, 4, 8)), ("gqa", (4, 2, 8)), ("mqa", (4, 1, 8))])
 def test_an_ordinary_model_wants_nothing(kind: str, heads: tuple[int, int, int]) -> None:
-    seen = survey(tiny_llama(kind, torch.float32, layers=3))
-    assert (seen.heads, seen.wants, seen.special) == (heads, [Wants()] * 3, "")
+    seen = probe_attention(tiny_llama(kind, torch.float32, layers=3))
+    assert (seen.heads, seen.wants, seen.special) == (heads, [AttentionSpec()] * 3, "")
 
 
 @pytest.mark.parametrize("window", [1, 7, 511])
@@ -49,7 +49,7 @@ def test_a_window_that_is_named_and_not_used() -> None:
 
 def test_sinks_are_the_models_own() -> None:
     model = ARCHITECTURES["gpt-oss (windows, sinks)"].make(97)
-    seen = survey(model)
+    seen = probe_attention(model)
     assert [
         each.sinks is layer.self_attn.sinks for each, layer in zip(seen.wants, model.model.layers, strict=True)
     ] == [True] * 2
@@ -64,7 +64,7 @@ def test_a_mask_of_another_kind(monkeypatch) -> None:
         return transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](mask_function=rule)
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", chunked)
-    with pytest.raises(Unserved, match="masks of its own"):
+    with pytest.raises(UnsupportedModel, match="masks of its own"):
         surveyed("LlamaConfig")
 
 
@@ -76,7 +76,7 @@ def test_masks_that_see_the_future(monkeypatch) -> None:
         return transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](mask_function=rule)
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", both_ways)
-    with pytest.raises(Unserved, match="masks of its own"):
+    with pytest.raises(UnsupportedModel, match="masks of its own"):
         surveyed("LlamaConfig")
 
 
@@ -103,8 +103,8 @@ def test_what_a_layer_may_not_ask(monkeypatch, asked: dict[str, object], match: 
         return attend
 
     monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "get_interface", get_interface)
-    with pytest.raises(Unserved, match=match):
-        survey(tiny_llama("gqa", torch.float32))
+    with pytest.raises(UnsupportedModel, match=match):
+        probe_attention(tiny_llama("gqa", torch.float32))
 
 
 def test_a_model_with_windows_does_not_replay() -> None:

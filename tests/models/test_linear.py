@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import tswift
-from tswift.models.linear import OneDNNLinear, copied, quicken
-from tswift.models.prospect import foresee
+from tswift.models.linear import OneDNNLinear, copied, use_onednn
+from tswift.models.prospect import inspect_model
 
 able = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="PyTorch without oneDNN")
 
@@ -25,7 +25,7 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def test_the_same_products(rows: int) -> None:
     layers, given = network(), torch.randn(1, rows, 256, generator=torch.Generator().manual_seed(2))
     exact = network().double()(given.double())
-    quicken(layers)
+    use_onednn(layers)
     assert [type(layer) for layer in layers] == [OneDNNLinear, nn.SiLU, OneDNNLinear, nn.Linear]
     with torch.inference_mode():
         found = layers(given)
@@ -35,7 +35,7 @@ def test_the_same_products(rows: int) -> None:
 
 def test_float64_is_left_alone() -> None:
     layers = network(torch.float64)
-    quicken(layers)
+    use_onednn(layers)
     assert [type(layer) for layer in layers[::2]] == [nn.Linear, nn.Linear]
 
 
@@ -48,7 +48,7 @@ def test_16_bits_are_converted_once_where_the_processor_would_do_it_in_every_cal
     monkeypatch.setattr("tswift.models.linear._has_float16", lambda: False)
     layers, given = network(dtype), torch.randn(1, 8, 256, generator=torch.Generator().manual_seed(2)).to(dtype)
     exact = deepcopy(layers).double()(given.double())
-    quicken(layers)
+    use_onednn(layers)
     assert type(layers[0]) is OneDNNLinear
     with torch.inference_mode():
         found, again = layers(given), deepcopy(layers)(given)
@@ -61,7 +61,7 @@ def test_16_bits_are_converted_once_where_the_processor_would_do_it_in_every_cal
 def test_16_bits_are_left_alone_where_the_processor_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
     layers = network(torch.bfloat16)
-    quicken(layers)
+    use_onednn(layers)
     assert type(layers[0]) is nn.Linear
 
 
@@ -77,7 +77,7 @@ def test_the_bundled_model_has_them() -> None:
 @able
 def test_gradients_flow_through_frozen_layers() -> None:
     layers, given = network().requires_grad_(False), torch.randn(3, 256, generator=torch.Generator().manual_seed(2))
-    quicken(layers)
+    use_onednn(layers)
     found, wanted = given.clone().requires_grad_(), given.double().requires_grad_()
     layers(found).square().sum().backward()
     network().double()(wanted).square().sum().backward()
@@ -87,12 +87,12 @@ def test_gradients_flow_through_frozen_layers() -> None:
 @able
 def test_weights_are_held_twice_in_small_networks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = network()
-    quicken(layers)
+    use_onednn(layers)
     assert layers[0].ordered is not None
     assert "0.ordered" not in layers.state_dict()
     monkeypatch.setattr("tswift.models.linear._MOST_COPIED", layers[0].weight.nbytes)
     large, given = network(), torch.randn(8, 256, generator=torch.Generator().manual_seed(2))
-    quicken(large)
+    use_onednn(large)
     assert large[0].ordered is None
     with torch.inference_mode():
         torch.testing.assert_close(large(given), layers(given))
@@ -101,7 +101,7 @@ def test_weights_are_held_twice_in_small_networks_only(monkeypatch: pytest.Monke
 @able
 def test_a_copy_of_a_network_goes_by_its_own_weights() -> None:
     layers, given = network(), torch.randn(8, 256, generator=torch.Generator().manual_seed(2))
-    quicken(layers)
+    use_onednn(layers)
     other = deepcopy(layers)
     for parameter in other.parameters():
         parameter.data.zero_()
@@ -119,4 +119,4 @@ def test_what_will_be_copied_is_foreseen() -> None:
     assert copied(skeleton, torch.float32, cpu) == held > 0
     assert copied(skeleton, torch.float64, cpu) == copied(skeleton, torch.float32, torch.device("meta")) == 0
     weights = sum(weight.numel() for weight in model.parameters())
-    assert foresee("demo", device="cpu").weight_bytes == 4 * weights + held
+    assert inspect_model("demo", device="cpu").weight_bytes == 4 * weights + held

@@ -10,7 +10,7 @@ from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, PreTrainedCo
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.helpers import tiny_llama
-from tswift.models.hf import max_positions, survey
+from tswift.models.hf import max_positions, probe_attention
 from tswift.models.shapes import SHAPES
 from tswift.models.target import Target
 
@@ -92,6 +92,6 @@ def test_a_window_beyond_the_maximum_that_is_named_is_seen() -> None:
         num_key_value_heads=2, max_position_embeddings=64, sliding_window=100,
         rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
     )  # fmt: skip
-    assert survey(MistralForCausalLM(config)).special == "sliding windows of 100 tokens"
+    assert probe_attention(MistralForCausalLM(config)).special == "sliding windows of 100 tokens"
     assert Target(MistralForCausalLM(config)).max_positions == 128
     assert Target(tiny_llama("gqa", torch.float32)).max_positions == 16_384

@@ -14,7 +14,7 @@ from torch import Tensor
 from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.sdpa import TreeAttention
-from tswift.attention.special import SpecialAttention, Wants
+from tswift.attention.special import AttentionSpec, SpecialAttention
 from tswift.errors import InputError
 from tswift.kv.buffer import KVShape
 from tswift.kv.full import FullKV
@@ -57,7 +57,7 @@ _Tried = tuple[tuple[int, int, bool], ...]
 _TRIED: _Tried = ((0, 1, False), (1, 3, True), (130, 17, False), (517, 32, True))
 _TRIED_ON_CUDA: _Tried = (*_TRIED, (37, 17, True), (8191, 1, False), (37, 133, False))
 _WIDEST = 8192  # a wider window is tried as this one
-_NOTHING = Wants()
+_NOTHING = AttentionSpec()
 _LEAST = 2e-5  # backends may differ by this from sdpa, as a share of the largest output, however precise the dtype
 
 
@@ -126,7 +126,7 @@ def fails(
     device: torch.device,
     width: int = USUAL,
     heads: tuple[int, int] = (1, 1),
-    wants: Iterable[Wants] = (_NOTHING,),
+    wants: Iterable[AttentionSpec] = (_NOTHING,),
 ) -> str | None:
     """Why a backend that should serve does not, in one line; None if it does.
 
@@ -170,7 +170,7 @@ def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: in
     return (1 + chunks) * kv_heads * groups * nodes * (width + 1) * torch.float32.itemsize
 
 
-def _apart(backend: type[Attention], layout: Layout, width: int, wants: Wants) -> float:
+def _apart(backend: type[Attention], layout: Layout, width: int, wants: AttentionSpec) -> float:
     """How far a backend's outputs are from those of plain products at most, as a share of the largest."""
     device, asked = layout.device, dict[str, Any]()
     tried, scale = _TRIED_ON_CUDA if device.type == "cuda" else _TRIED, width**-0.5

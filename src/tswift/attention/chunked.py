@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tswift.attention.layout import MOST_WIDTH, Layout
-from tswift.attention.special import Wants
+from tswift.attention.special import AttentionSpec
 
 _LEAST, _MOST = 256, 2048  # keys of a block
 _LOWEST = -80.0  # difference of scores; exponentials that are no normal float32 take a CPU 50 times as long
-_NOTHING = Wants()
+_NOTHING = AttentionSpec()
 
 
 class ChunkedAttention:
@@ -55,7 +55,9 @@ class ChunkedAttention:
         seen = F.pad(ancestors, (MOST_WIDTH - 1, 0), value=True)
         self._path = torch.where(seen, slots, -1).sort(1).values[:, -MOST_WIDTH:]
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, wants: Wants = _NOTHING) -> Tensor:
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, wants: AttentionSpec = _NOTHING
+    ) -> Tensor:
         """Attend; shapes as for every attention. Every token's slot is its position, the root's too."""
         if self._rest is not None:
             rest = self._rest(query[:, MOST_WIDTH:], keys, values, scale, wants)
@@ -76,7 +78,7 @@ class ChunkedAttention:
         out = (out[..., :width] / out[..., width:]).flatten(1, 2).transpose(0, 1).to(query.dtype)
         return out if self._rest is None else torch.cat([out, rest], dim=1)
 
-    def _tail(self, rows: list[Tensor], keys: Tensor, values: Tensor, wants: Wants) -> tuple[Tensor, Tensor]:
+    def _tail(self, rows: list[Tensor], keys: Tensor, values: Tensor, wants: AttentionSpec) -> tuple[Tensor, Tensor]:
         """Attention to the newest positions, gathered for each node.
 
         Args:
@@ -101,7 +103,7 @@ class ChunkedAttention:
         return top, _products(_weights(scores, top, hidden), F.pad(near[1], (0, 1), value=1.0))
 
     def _before(
-        self, rows: list[Tensor], keys: Tensor, values: Tensor, wants: Wants, top: Tensor, out: Tensor
+        self, rows: list[Tensor], keys: Tensor, values: Tensor, wants: AttentionSpec, top: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As ``_tail``, with all that was before it added."""
         window, last, (heads, width) = wants.window, self._prefix + self._nodes - 1, rows[0].shape[::2]
@@ -142,7 +144,7 @@ def _borders(begin: int, end: int, kv_heads: int, window: int | None) -> Iterato
         at += size
 
 
-def _scores(rows: list[Tensor], keys: Iterable[Tensor], wants: Wants, hidden: Tensor | None) -> Tensor:
+def _scores(rows: list[Tensor], keys: Iterable[Tensor], wants: AttentionSpec, hidden: Tensor | None) -> Tensor:
     scores = _products(rows, keys)
     if wants.softcap is not None:
         scores = scores.div_(wants.softcap).tanh_().mul_(wants.softcap)

@@ -1,6 +1,6 @@
 """Attention for layers that want more than softmax over scaled products: windows, soft-capped scores, sinks.
 
-A backend may do them itself (:class:`WantedAttention`). Where it does not, they are plain products over blocks of
+A backend may do them itself (:class:`SpecAttention`). Where it does not, they are plain products over blocks of
 keys, on every device: slower than the backends where a layer sees the whole text, and cheap where it sees a window, as
 keys before the window are not read.
 """
@@ -20,7 +20,7 @@ _BLOCK = 2048  # keys scored at a time
 
 
 @dataclass(frozen=True)
-class Wants:
+class AttentionSpec:
     """What a layer wants; nothing, where all is None.
 
     Attributes:
@@ -37,7 +37,7 @@ class Wants:
         return self.window is not None or self.softcap is not None or self.sinks is not None
 
 
-class WantedAttention:
+class SpecAttention:
     """Attention of one pass by a backend that itself does what layers want.
 
     Args:
@@ -45,7 +45,7 @@ class WantedAttention:
         wants: by layer.
     """
 
-    def __init__(self, attend: Callable[..., Tensor], wants: Sequence[Wants]) -> None:
+    def __init__(self, attend: Callable[..., Tensor], wants: Sequence[AttentionSpec]) -> None:
         self._attend, self.wants = attend, wants
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -82,7 +82,7 @@ class SpecialAttention:
     """
 
     def __init__(
-        self, layout: Layout, wants: Sequence[Wants], cache: Places, positions: Tensor, ancestors: Tensor | None
+        self, layout: Layout, wants: Sequence[AttentionSpec], cache: Places, positions: Tensor, ancestors: Tensor | None
     ) -> None:
         self.wants, self._cache, self._positions = wants, cache, positions
         if ancestors is None:

@@ -37,13 +37,13 @@ from torch import Tensor
 
 from tswift.attention.kernels import MIDDLE, NEAR, attend_chunk, combine_chunks, store_new
 from tswift.attention.layout import MOST_WIDTH, Layout
-from tswift.attention.special import Wants
+from tswift.attention.special import AttentionSpec
 
 _PROMPT = 128  # nodes; a pass of more is over a prompt
 _LONG = 32  # times as long are the chunks of a prompt
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTERPRETED = not isinstance(attend_chunk, triton.JITFunction)
-_NOTHING = Wants()
+_NOTHING = AttentionSpec()
 
 
 class TritonAttention:
@@ -78,7 +78,9 @@ class TritonAttention:
             self._paths = ancestors.byte().argsort(dim=1, descending=True, stable=True)
         self._wide = _INTERPRETED and layout.dtype == torch.bfloat16  # numpy cannot calculate in bfloat16
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, wants: Wants = _NOTHING) -> Tensor:
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, wants: AttentionSpec = _NOTHING
+    ) -> Tensor:
         """Attend; shapes as for every attention. The last dimension of keys and values is contiguous.
 
         What a layer wants besides, it can have if every token's slot is its position, the root's too. The scale is more

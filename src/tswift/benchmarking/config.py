@@ -12,7 +12,7 @@ from tswift.decoding.audit import Audit, audit
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import OF_CHOICE, find_method, resolve, used
 from tswift.drafting.options import DraftOptions
-from tswift.engine import check_ahead, ending
+from tswift.engine import ending, preflight
 from tswift.errors import InputError, renamed
 from tswift.jobs.prompt import read_prompt
 from tswift.jobs.settings import draft_for, refuse_unused, sampling_params, used_options, weights_for
@@ -216,7 +216,7 @@ def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: s
     how["draft"] = draft_for(options.methods, options.model, options.draft_model)
     try:
         for method, asked in drafting.items():
-            check_ahead(options.model, prompt, length, method, asked, **how, option=option)
+            preflight(options.model, prompt, length, method, asked, **how, option=option)
         model = load(options.model, exact=options.exact, **how)
         contenders = [
             Contender(method, method, resolve(method, model.target, model.heads, asked))

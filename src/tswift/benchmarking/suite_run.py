@@ -41,7 +41,7 @@ from tswift.benchmarking.suites import (
 from tswift.benchmarking.summary import FINISHED, Cell, Figure, by_draw, summarise
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import DraftOptions
-from tswift.engine import check, check_ahead, ending
+from tswift.engine import check, ending, preflight
 from tswift.errors import InputError
 from tswift.jobs.environment import now
 from tswift.jobs.prompt import TextStream
@@ -120,7 +120,7 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
 def _load(suite: Suite, options: BenchOptions) -> LoadedModel:
     """The model, with a smaller one where one is asked for, or is there anyway."""
     how, name = options.loading(suite.methods), options.model
-    check_ahead(name, 1, 1, BASELINE, DraftOptions(), option="--model", **how)
+    preflight(name, 1, 1, BASELINE, DraftOptions(), option="--model", **how)
     try:
         draft = draft_for(suite.methods, name, options.draft_model)
         return load(name, exact=options.exact, **how, draft=draft)

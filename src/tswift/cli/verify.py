@@ -17,7 +17,7 @@ from tswift.errors import InputError
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
     from tswift.decoding.audit import Audit
-    from tswift.jobs.verification import Subject
+    from tswift.jobs.verification import AuditInput
     from tswift.models.loaded import LoadedModel
 
 
@@ -187,7 +187,7 @@ def verify_folder(model: LoadedModel | None, path: Path, command: list[str], qui
         raise typer.Exit(FAILED)
 
 
-def _audited(subject: Subject, quiet: bool, progress: bool) -> Audit:
+def _audited(subject: AuditInput, quiet: bool, progress: bool) -> Audit:
     with Bars(quiet, progress) as bars:
         return subject.audit(lambda done, total: bars.update("verify", done, total))
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.finite import broken, not_finite
-from tswift.decoding.margin import Doubt
+from tswift.decoding.margin import RoundingMargin
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.rounding import Level, Rounding
 from tswift.decoding.sampling import Sampler
@@ -253,7 +253,9 @@ class _Judge:
         if not len(rows):
             return within
         places = [position + row for row in rows.tolist()]
-        doubt = Doubt(self._sampler, logits[rows], None if seen is None else seen[rows], noise[rows], wanted[rows])
+        doubt = RoundingMargin(
+            self._sampler, logits[rows], None if seen is None else seen[rows], noise[rows], wanted[rows]
+        )
         bound = self.rounding.bound
         inside = doubt.explained(bound)
         searched = inside | ((~inside).cumsum(0) <= SEARCHED - self._beyond)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tswift.decoding.drafter import Context, DeviceDraft, Drafter
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.step import Step, Undrawn, Walk
+from tswift.decoding.step import NoTokenLeft, Step, Walk
 from tswift.decoding.tree import DraftTree
 from tswift.models.passes import Forwarded, sizes
 from tswift.models.target import Target
@@ -229,7 +229,7 @@ class DeviceStepper:
             walk: as for :class:`~tswift.decoding.loop.Decoding`; it must not look at what was drawn.
 
         Raises:
-            Undrawn: there is none to add; the text and the cache are as they were.
+            NoTokenLeft: there is none to add; the text and the cache are as they were.
         """
         started = time.perf_counter()
         wanted = min(wanted, self._depth + 1)
@@ -239,7 +239,7 @@ class DeviceStepper:
             # not yet a fault: a node beside the root can be too much for the model, and its NaN spreads in the pass
             found = self._verified(1, wanted, _BY_RULE)
         if not found.path:
-            raise Undrawn(found.logits[0])
+            raise NoTokenLeft(found.logits[0])
         context, new, path, count = self._context, found.tokens, found.path, len(found.path)
         context.text += new
         context.kv.advance(count)

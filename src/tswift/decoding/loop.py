@@ -14,7 +14,7 @@ from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.finite import not_finite
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.step import Step, Undrawn, Walk, advance
+from tswift.decoding.step import NoTokenLeft, Step, Walk, advance
 from tswift.kv.full import FullKV
 from tswift.models.target import Show, Target
 
@@ -161,6 +161,6 @@ class Decoding:
             if stepper is not None:
                 return stepper.step(wanted, stop, walk)
             return advance(self._target, context, drafter, wanted, stop, walk)
-        except Undrawn as nothing:
+        except NoTokenLeft as nothing:
             params = context.sampler.params
             raise not_finite(self._target, context.kv, context.text, nothing.logits, params) from None

@@ -22,7 +22,7 @@ _UP, _DOWN = 40, 6  # most steps of the search, each by a factor of four
 _HALVINGS = 20
 
 
-class Doubt:
+class RoundingMargin:
     """Rows of logits from which the rule draws another token than the one in question.
 
     A change of the logits is a sign for every token, times its size. Signs are tried in four patterns, in all of which

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tswift.decoding.margin import Doubt, contested
+from tswift.decoding.margin import RoundingMargin, contested
 from tswift.decoding.sampling import Sampler
 
 FALSE_ALARMS = 1e-3  # at most this share of honest texts is refused
@@ -124,7 +124,9 @@ class Rounding:
             torch.tensor([len(each) for each in turned], device=rows.device)
         )
         kinds, places = torch.stack([torch.cat(turned), torch.cat(others)]).unique(dim=1, return_inverse=True)
-        doubt = Doubt(sampler, logits[kinds[0]], None if seen is None else seen[kinds[0]], noise[kinds[0]], kinds[1])
+        doubt = RoundingMargin(
+            sampler, logits[kinds[0]], None if seen is None else seen[kinds[0]], noise[kinds[0]], kinds[1]
+        )
         for at, level in enumerate(_LEVELS):
             beyond = (~doubt.explained(level * self.usual))[places]
             self._observed[at] += int((beyond & (made == 0)).sum())

@@ -45,7 +45,7 @@ class Step:
     choice: str = ""
 
 
-class Undrawn(Exception):
+class NoTokenLeft(Exception):
     """There is nothing to draw after the root; the text and the cache are as they were.
 
     Attributes:
@@ -78,7 +78,7 @@ def advance(
         leads: whether the step is to tell them.
 
     Raises:
-        Undrawn: there is none to add.
+        NoTokenLeft: there is none to add.
     """
     started = time.perf_counter()
     with torch.inference_mode():
@@ -89,7 +89,7 @@ def advance(
             tree = DraftTree(context.text[-1], limit=1)
             forwarded, drawn, path, others = _verify(target, context, tree, walk, leads)
         if drawn[path[-1]] == NO_TOKEN:
-            raise Undrawn(target.logits(forwarded.hidden)[0])
+            raise NoTokenLeft(target.logits(forwarded.hidden)[0])
         new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
         context.kv.commit(path)
         context.text += new

@@ -14,7 +14,7 @@ from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.step import Undrawn
+from tswift.decoding.step import NoTokenLeft
 from tswift.decoding.tree import DraftTree
 from tswift.kv.full import FullKV
 from tswift.models.target import Target
@@ -98,7 +98,7 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
         held = kv.length
         try:
             new = stepper.step(_DEPTH + 1).tokens
-        except Undrawn:
+        except NoTokenLeft:
             break  # random weights may give nothing to draw from; the host would say so, too
         tree = drafter.sources[0].tree if drafter.sources else DraftTree(context.text[held])  # type: ignore[attr-defined]
         places = torch.tensor(tree.depths, device=target.device) + held

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.dynamic_tree import PlannedDrafter
+from tswift.drafting.dynamic_tree import DynamicTreeDrafter
 from tswift.models.passes import Forwarded, PassCosts
 
 _TRIED = 16  # steps of each at first
@@ -23,7 +23,7 @@ _FAR = 8  # times its usual seconds that a step counts for at most: the process 
 
 
 @dataclass
-class Rival:
+class Arm:
     """One of the drafters.
 
     Attributes:
@@ -59,7 +59,7 @@ class Rival:
 
 
 @dataclass
-class RivalDrafter(Drafter):
+class AdaptiveDrafter(Drafter):
     """Takes the fastest of its rivals, and now and then another one, the more seldom the slower that was.
 
     Attributes:
@@ -67,9 +67,9 @@ class RivalDrafter(Drafter):
         costs: by which seconds are told, so that choices are the same everywhere; None for those of the clock.
     """
 
-    rivals: Sequence[Rival] = ()
+    rivals: Sequence[Arm] = ()
     costs: PassCosts | None = None
-    _chosen: Rival | None = None
+    _chosen: Arm | None = None
     _started: tuple[int, float] = field(default=(0, 0.0))  # the text's length, and the time
     _nodes: int = 0
 
@@ -86,7 +86,7 @@ class RivalDrafter(Drafter):
         self._nodes = len(tree)
         return tree
 
-    def _choose(self) -> Rival:
+    def _choose(self) -> Arm:
         for rival in self.rivals:
             if rival.steps < _TRIED:
                 return rival
@@ -107,11 +107,11 @@ class RivalDrafter(Drafter):
         seconds = time.perf_counter() - since if self.costs is None else self._priced(self._chosen, length - 1)
         self._chosen.learn(len(context.text) - length, seconds)
 
-    def _priced(self, rival: Rival, held: int) -> float:
+    def _priced(self, rival: Arm, held: int) -> float:
         """Seconds of the rival's step over ``held`` keys by the costs."""
         assert self.costs is not None
         drafter = rival.drafter
-        spent = drafter.spent if isinstance(drafter, PlannedDrafter) else rival.levels * self.costs.level
+        spent = drafter.spent if isinstance(drafter, DynamicTreeDrafter) else rival.levels * self.costs.level
         return spent + self.costs.seconds(self._nodes, held)
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:

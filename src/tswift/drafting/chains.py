@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter
-from tswift.decoding.step import Step, Undrawn, advance
+from tswift.decoding.step import NoTokenLeft, Step, advance
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.dynamic_tree import Plan, PlannedDrafter, Sketch
+from tswift.drafting.dynamic_tree import CandidateTree, DynamicTreeDrafter, Plan
 from tswift.kv.buffer import KVBuffer
 from tswift.kv.partial import PartialKV
 from tswift.kv.streaming import StreamingKV
@@ -29,7 +29,7 @@ from tswift.models.target import Target
 CHUNK = 128  # tokens that a small model catches up with at a time
 
 
-class Level(Protocol):
+class DraftModel(Protocol):
     """A model and its cache.
 
     Attributes:
@@ -50,7 +50,7 @@ class Level(Protocol):
         """Keep up with the text, which will grow by ``most`` tokens at most before the next call."""
 
 
-class FullLevel:
+class FullDraftModel:
     """The target over its full cache.
 
     Args:
@@ -77,7 +77,7 @@ class FullLevel:
         """Nothing: the decode keeps its own cache up."""
 
 
-class PartialLevel:
+class PartialDraftModel:
     """The target over a partial cache, which is filled with the exact keys and values of verification passes.
 
     Args:
@@ -112,7 +112,7 @@ class PartialLevel:
         return context.last.queries_of([context.node]) if self._observed is None else self._observed
 
 
-class OwnLevel:
+class SmallDraftModel:
     """Another, smaller model over its own cache.
 
     It forwards whatever the text has that it has not seen, so it may be asked at any point of any text that goes on
@@ -168,7 +168,7 @@ class ChainSource:
         shared_noise: draw the chain's tokens with the noise the target will draw with; otherwise take the likeliest.
     """
 
-    def __init__(self, name: str, level: Level, gamma: int, drafter: Drafter, shared_noise: bool) -> None:
+    def __init__(self, name: str, level: DraftModel, gamma: int, drafter: Drafter, shared_noise: bool) -> None:
         self.name = name
         self._level, self._gamma, self.drafter, self._shared_noise = level, gamma, drafter, shared_noise
         self._stepper: DeviceStepper | None = None
@@ -186,7 +186,7 @@ class ChainSource:
         try:
             while (drafted := len(context.text) - root) < wanted:
                 step(wanted - drafted)
-        except Undrawn:  # not for a draft to complain of: the target's own pass will tell
+        except NoTokenLeft:  # not for a draft to complain of: the target's own pass will tell
             pass
         finally:
             self._level.leave(context)
@@ -236,7 +236,7 @@ class CascadeSource:
 
     name = "self"
 
-    def __init__(self, level: Level, drafter: PlannedDrafter, shared_noise: bool, plan: Plan) -> None:
+    def __init__(self, level: DraftModel, drafter: DynamicTreeDrafter, shared_noise: bool, plan: Plan) -> None:
         self._level, self.drafter, self._shared_noise, self._plan = level, drafter, shared_noise, plan
         self.spent = 0.0
         self._usual = 1.0  # tokens of a step on the level, of late
@@ -244,7 +244,7 @@ class CascadeSource:
     def start(self, context: Context) -> None:
         """Nothing: the host has to see each token before the next is decoded."""
 
-    def propose(self, sketch: Sketch, context: Context) -> None:
+    def propose(self, sketch: CandidateTree, context: Context) -> None:
         """Decode the chain, offer it, and take all of it back."""
         self.spent = 0.0
         root, held = len(context.text), context.kv.length
@@ -253,13 +253,13 @@ class CascadeSource:
             aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
         try:
             self._decode(sketch, aside, held)
-        except Undrawn:  # not for a draft to complain of: the target's own pass will tell
+        except NoTokenLeft:  # not for a draft to complain of: the target's own pass will tell
             pass
         finally:
             self._level.leave(context)
             del context.text[root:]
 
-    def _decode(self, sketch: Sketch, aside: Context, held: int) -> None:
+    def _decode(self, sketch: CandidateTree, aside: Context, held: int) -> None:
         """Decode the chain and offer it, as long as that pays; ``held`` keys are what it is verified over."""
         node, keys, costs = 0, self._level.keys or held, self.drafter.plan.costs
         while sketch.depths[node] < sketch.depth and self._worth(sketch.reach[node], keys, held):

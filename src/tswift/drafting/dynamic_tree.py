@@ -18,7 +18,7 @@ _WEIGHT = 8.0  # observations that the chance given at first counts for
 _MEMORY = 2048.0  # observations after which older ones count for half: texts change
 
 
-class Calibration:
+class AcceptanceEstimator:
     """Chances of offers by their kind, which is whatever their source knows of them beforehand.
 
     A source guesses a chance; what is learned replaces it as observations of the kind come in.
@@ -97,7 +97,7 @@ class Plan:
 _PLAIN = 0.5  # chance of a token whose source says nothing of it, until more is known
 
 
-class Sketch:
+class CandidateTree:
     """A trie of offered tokens below the last token of the text.
 
     Node 0 is the root. An offer is put to the test when the text turns out to have gone through its parent.
@@ -113,7 +113,7 @@ class Sketch:
         reach: the chance that the text goes through the node.
     """
 
-    def __init__(self, root: int, depth: int, calibration: Calibration) -> None:
+    def __init__(self, root: int, depth: int, calibration: AcceptanceEstimator) -> None:
         self.tokens, self.parents, self.depths, self.sources = [root], [-1], [0], [""]
         self.reach = [1.0]
         self.depth = depth
@@ -211,7 +211,7 @@ class Sketch:
                 self.reach[each] *= factor
 
 
-class PricedSource(Protocol):
+class CostedSource(Protocol):
     """Something that offers how the text may go on, and says what that costs; else as a source.
 
     Attributes:
@@ -223,7 +223,7 @@ class PricedSource(Protocol):
     def start(self, context: Context) -> None:
         """As :meth:`Source.start`."""
 
-    def propose(self, sketch: Sketch, context: Context) -> None:
+    def propose(self, sketch: CandidateTree, context: Context) -> None:
         """Offer what may come."""
 
     def committed(self, context: Context, most: int) -> None:
@@ -231,7 +231,7 @@ class PricedSource(Protocol):
 
 
 @dataclass
-class PlannedDrafter(Drafter):
+class DynamicTreeDrafter(Drafter):
     """What a method drafts from, and the plan by which a tree is cut from what that offers.
 
     Attributes:
@@ -240,15 +240,15 @@ class PlannedDrafter(Drafter):
         spent: seconds that drafting the last tree took, by the plan's costs.
     """
 
-    offering: Sequence[PricedSource] = ()
+    offering: Sequence[CostedSource] = ()
     plan: Plan = field(default_factory=Plan)
     spent: float = 0.0
-    _calibration: Calibration = field(default_factory=Calibration)
-    _sketched: tuple[Sketch, int] | None = None  # and the text's length then
+    _calibration: AcceptanceEstimator = field(default_factory=AcceptanceEstimator)
+    _sketched: tuple[CandidateTree, int] | None = None  # and the text's length then
 
     def propose(self, context: Context, wanted: int) -> DraftTree:
         """As :meth:`Drafter.propose`."""
-        sketch = Sketch(context.text[-1], min(wanted - 1, self.depth), self._calibration)
+        sketch = CandidateTree(context.text[-1], min(wanted - 1, self.depth), self._calibration)
         self._sketched = sketch, len(context.text)
         for source in self.offering:
             source.start(context)

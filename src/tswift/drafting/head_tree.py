@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.drafter import Context
-from tswift.drafting.dynamic_tree import Plan, Sketch
+from tswift.drafting.dynamic_tree import CandidateTree, Plan
 from tswift.drafting.heads import DraftingPass, LastPass
 from tswift.models.heads import Heads
 from tswift.models.passes import Forwarded
@@ -29,7 +29,7 @@ _FALL = 0.7  # about how likely a drafted token's best successor is
 _Branch = tuple[int, int]  # a node, and the row of its parent among the branches before
 
 
-class BeamSource:
+class HeadTreeSource:
     """Candidates below the likeliest branches, level by level, with chances by their lead over the others.
 
     Args:
@@ -61,7 +61,7 @@ class BeamSource:
         """Have the device make the pass that the heads start from."""
         self._read = self.reader.read(context)
 
-    def propose(self, sketch: Sketch, context: Context) -> None:
+    def propose(self, tree: CandidateTree, context: Context) -> None:
         """Offer candidates below the likeliest branches."""
         self.spent = 0.0
         if self._read is None:
@@ -73,47 +73,49 @@ class BeamSource:
         place = torch.tensor([context.position]).to(hidden.device, non_blocking=True)
         seen = context.sampler.seen(place, place, torch.ones(1, 1, dtype=torch.bool, device=hidden.device))
         draft = self._told if self._heads.conditioned else self._untold
-        draft(sketch, context, begin, hidden, seen)
+        draft(tree, context, begin, hidden, seen)
 
-    def _told(self, sketch: Sketch, context: Context, begin: Tensor, hidden: Tensor, seen: Tensor | None) -> None:
+    def _told(self, tree: CandidateTree, context: Context, begin: Tensor, hidden: Tensor, seen: Tensor | None) -> None:
         states, branches = begin.unsqueeze(0), [(0, 0)]
         head = 0
-        for level in range(min(self._levels, sketch.depth)):
+        for level in range(min(self._levels, tree.depth)):
             if level == 0 and self.reader.direct:
                 logits, paths = self._target.open_logits(hidden.unsqueeze(0)), None
             else:
-                rows, tokens, paths = self._sent(sketch, branches)
+                rows, tokens, paths = self._sent(tree, branches)
                 if [row for _, row in branches] != list(range(len(states))):
                     states = states.index_select(0, rows)
                 embeddings = self._target.embed(tokens)
                 states, out = self._heads.step(min(head, self._heads.count - 1), states, embeddings)
                 logits = self._target.open_logits(out)
                 head += 1
-            branches = self._offer(sketch, context, branches, logits, _seen(seen, paths), level)
-            if not self._worth(sketch, branches, context):
+            branches = self._offer(tree, context, branches, logits, _seen(seen, paths), level)
+            if not self._worth(tree, branches, context):
                 return
             if level == 0 and self.reader.direct:
                 branches = [(node, 0) for node, _ in branches]
 
-    def _untold(self, sketch: Sketch, context: Context, begin: Tensor, hidden: Tensor, seen: Tensor | None) -> None:
+    def _untold(
+        self, tree: CandidateTree, context: Context, begin: Tensor, hidden: Tensor, seen: Tensor | None
+    ) -> None:
         first = hidden if self.reader.direct else None
-        logits = self._heads.levels(begin, self._target.logits, first, self._levels)
+        logits = self._heads.levels(begin, self._target.open_logits, first, self._levels)
         branches: list[_Branch] = [(0, 0)]
-        for level in range(min(len(logits), sketch.depth)):
-            paths = None if seen is None or level == 0 else self._sent(sketch, branches)[2]
-            branches = self._offer(sketch, context, branches, logits[level : level + 1], _seen(seen, paths), level)
+        for level in range(min(len(logits), tree.depth)):
+            paths = None if seen is None or level == 0 else self._sent(tree, branches)[2]
+            branches = self._offer(tree, context, branches, logits[level : level + 1], _seen(seen, paths), level)
             if not branches:
                 return
 
-    def _worth(self, sketch: Sketch, branches: Sequence[_Branch], context: Context) -> bool:
+    def _worth(self, tree: CandidateTree, branches: Sequence[_Branch], context: Context) -> bool:
         """Whether it pays to ask the heads once more."""
-        expected = _FALL * sum(sketch.reach[node] for node, _ in branches)
+        expected = _FALL * sum(tree.reach[node] for node, _ in branches)
         costs = self._plan.costs
         return bool(branches) and self._plan.worth(expected, costs.level + costs.node(context.kv.length))
 
     def _offer(
         self,
-        sketch: Sketch,
+        tree: CandidateTree,
         context: Context,
         branches: Sequence[_Branch],
         logits: Tensor,
@@ -141,14 +143,14 @@ class BeamSource:
                 step = _steps(abs(value - (values[0] if rank else values[1] if len(values) > 1 else -math.inf)))
                 about = (min(level, 1) if self.reader.direct else 1, rank, step)
                 guess = _GUESSES[rank][min(step, 4)]
-                child = sketch.offer(node, int(token), self.name, about, guess)
+                child = tree.offer(node, int(token), self.name, about, guess)
                 if child is not None:
                     offered.append((child, row))
-        return sorted(offered, key=lambda branch: -sketch.reach[branch[0]])[:_BRANCHES]
+        return sorted(offered, key=lambda branch: -tree.reach[branch[0]])[:_BRANCHES]
 
-    def _sent(self, sketch: Sketch, branches: Sequence[_Branch]) -> tuple[Tensor, Tensor, Tensor]:
+    def _sent(self, tree: CandidateTree, branches: Sequence[_Branch]) -> tuple[Tensor, Tensor, Tensor]:
         """The branches' rows ``[n]``, tokens ``[n]`` and paths from the root ``[n, depth]``, in one copy."""
-        packed = torch.tensor([[row, sketch.tokens[node], *sketch.path(node)] for node, row in branches])
+        packed = torch.tensor([[row, tree.tokens[node], *tree.path(node)] for node, row in branches])
         sent = packed.to(self._target.device, non_blocking=True)
         return sent[:, 0], sent[:, 1], sent[:, 2:]
 

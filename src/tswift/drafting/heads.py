@@ -12,7 +12,7 @@ from tswift.decoding.device_step import DeviceState
 from tswift.decoding.drafter import Context
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.chains import Level, PartialLevel
+from tswift.drafting.chains import DraftModel, PartialDraftModel
 from tswift.kv.partial import PartialKV
 from tswift.models.heads import Heads
 from tswift.models.passes import Forwarded, PassCosts
@@ -62,7 +62,7 @@ class DraftingPass:
 
     direct = True
 
-    def __init__(self, level: Level) -> None:
+    def __init__(self, level: DraftModel) -> None:
         self._level = level
 
     def read(self, context: Context) -> tuple[Forwarded, int]:
@@ -80,7 +80,7 @@ class DraftingPass:
     @property
     def partial(self) -> PartialKV | None:
         """The partial cache that the pass reads; None if it reads the full one."""
-        return self._level.kv if isinstance(self._level, PartialLevel) else None
+        return self._level.kv if isinstance(self._level, PartialDraftModel) else None
 
     @property
     def static(self) -> bool:
@@ -235,7 +235,7 @@ class HeadSource:
 
         first = hidden if self.reader.direct else None
         if not self._heads.conditioned:
-            return best(self._heads.levels(begin, self._target.logits, first, levels), 0, levels)
+            return best(self._heads.levels(begin, self._target.open_logits, first, levels), 0, levels)
         found: list[_Guess] = []
         if first is not None:
             found.append(best(self._target.open_logits(first.unsqueeze(0)), 0, 1))

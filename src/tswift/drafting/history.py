@@ -28,7 +28,7 @@ from torch import Tensor
 from tswift.decoding.drafter import Context
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.warping import warp
-from tswift.drafting.dynamic_tree import Plan, Sketch
+from tswift.drafting.dynamic_tree import CandidateTree, Plan
 from tswift.models.target import Target
 
 _MASK = (1 << 64) - 1
@@ -37,7 +37,7 @@ _LEAST = 1 << 10  # places of an empty table
 _ORDERS = (1, 2, 3, 4, 6, 12)
 
 
-class Contexts:
+class SuffixIndex:
     """The positions of a text by the tokens up to them.
 
     Args:
@@ -155,7 +155,7 @@ class Contexts:
 _ROWS = 64  # of logits ranked at a time
 
 
-class Thoughts:
+class TopKLogits:
     """The distributions after each token of a text, each by its likeliest tokens.
 
     Args:
@@ -255,7 +255,7 @@ _PROMPT_ROWS = 64  # logits of a prompt that are computed at a time
 
 
 @dataclass(frozen=True)
-class Guess:
+class Candidates:
     """What may be drawn at a node.
 
     Attributes:
@@ -271,10 +271,10 @@ class Guess:
     place: int
 
 
-_NONE = Guess([], [], 0, -1)
+_NONE = Candidates([], [], 0, -1)
 
 
-class Recall:
+class LogitHistory:
     """What the target thought after each token of a text, to be found by the tokens before.
 
     Args:
@@ -285,8 +285,8 @@ class Recall:
 
     def __init__(self, target: Target, shared_noise: bool, kept: int = 64) -> None:
         self._target, self._shared_noise, self._kept = target, shared_noise, kept
-        self._contexts = Contexts()
-        self._thoughts: Thoughts | None = None
+        self._contexts = SuffixIndex()
+        self._thoughts: TopKLogits | None = None
 
     def __len__(self) -> int:
         """After how many tokens of the text it is known what comes: all but the last one."""
@@ -299,16 +299,16 @@ class Recall:
         With 64 tokens kept of each distribution, 316 to 340 a token, or 128 more with over 65,536 token ids.
         """
         newest = vocab_size * np.dtype(np.int64).itemsize
-        return Thoughts.bytes_for(tokens, vocab_size, kept) + Contexts.bytes_for(tokens) + newest
+        return TopKLogits.bytes_for(tokens, vocab_size, kept) + SuffixIndex.bytes_for(tokens) + newest
 
     def prefilled(self, hidden: Tensor, sampler: Sampler) -> None:
         """Take in the next chunk of the prompt's last hidden states ``[n, H]``."""
         for part in hidden.split(_PROMPT_ROWS):
             self._begun(sampler).think(self._target.logits(part))
 
-    def _begun(self, sampler: Sampler) -> Thoughts:
+    def _begun(self, sampler: Sampler) -> TopKLogits:
         if self._thoughts is None:
-            self._thoughts = Thoughts(self._target.vocab_size, self._kept, sampler.params.banned)
+            self._thoughts = TopKLogits(self._target.vocab_size, self._kept, sampler.params.banned)
             self._newest = np.full(self._target.vocab_size, -(1 << 62), np.int64)
             self._params = replace(sampler.params, banned=())
         return self._thoughts
@@ -327,7 +327,7 @@ class Recall:
         for position in range(max(0, known, len(text) - self._params.window), len(text)):
             self._newest[text[position]] = position
 
-    def guess(self, paths: Sequence[Sequence[int]], sampler: Sampler, most: int) -> list[Guess]:
+    def guess(self, paths: Sequence[Sequence[int]], sampler: Sampler, most: int) -> list[Candidates]:
         """What may be drawn after the text and each of some paths below it.
 
         Args:
@@ -366,7 +366,7 @@ class Recall:
         chosen = tokens.gather(1, best.indices).tolist()
         for row, ids, values in zip(rows, chosen, best.values.tolist(), strict=True):
             count = sum(value > -inf for value in values)
-            guesses[row] = Guess(ids[:count], values[:count], found[row][0][1], found[row][0][0])
+            guesses[row] = Candidates(ids[:count], values[:count], found[row][0][1], found[row][0][0])
         return guesses
 
 
@@ -392,7 +392,7 @@ _SECONDS = 1e-4  # that a guess takes on the host
 _GAIN = 0.4  # tokens that a guess gains if the text goes through its node
 
 
-class RecallSource:
+class HistorySource:
     """Guesses below the likeliest nodes of a sketch.
 
     It comes after the other sources, as it knows other things than they do: where it agrees with one of them both are
@@ -409,7 +409,7 @@ class RecallSource:
 
     name = "reuse"
 
-    def __init__(self, recall: Recall, plan: Plan, limit: int) -> None:
+    def __init__(self, recall: LogitHistory, plan: Plan, limit: int) -> None:
         self._recall, self._plan, self._limit = recall, plan, limit
         self.follows = True
         self.spent = 0.0
@@ -417,8 +417,8 @@ class RecallSource:
     def start(self, context: Context) -> None:
         """Nothing: which nodes are likely is not known yet."""
 
-    def propose(self, sketch: Sketch, context: Context) -> None:
-        """Guess below the likeliest nodes, and then below the likeliest of those that came of it."""
+    def propose(self, sketch: CandidateTree, context: Context) -> None:
+        """Offer candidates below the likeliest nodes, and then below the likeliest of those that came of it."""
         self.spent = 0.0
         asked: set[int] = set()
         while nodes := self._pay(sketch, asked, context):
@@ -430,7 +430,7 @@ class RecallSource:
                 if guess.match == _LONG and self.follows:
                     self._follow(sketch, node, guess, asked, context)
 
-    def _pay(self, sketch: Sketch, asked: set[int], context: Context) -> list[int]:
+    def _pay(self, sketch: CandidateTree, asked: set[int], context: Context) -> list[int]:
         """The likeliest nodes to guess below, those left out that were asked or do not pay."""
         price = _SECONDS + self._plan.costs.node(context.kv.length)
         nodes: list[int] = []
@@ -442,8 +442,8 @@ class RecallSource:
         return nodes
 
     def _guess(
-        self, sketch: Sketch, nodes: Sequence[int], context: Context, ends: Sequence[Sequence[int]] = ()
-    ) -> list[Guess]:
+        self, sketch: CandidateTree, nodes: Sequence[int], context: Context, ends: Sequence[Sequence[int]] = ()
+    ) -> list[Candidates]:
         """What may be drawn below nodes, or below so many tokens more."""
         self.spent += _SECONDS * len(nodes)
         unknown = context.text[len(self._recall) :]  # the root, and what was drafted of a text that is itself a draft
@@ -452,7 +452,7 @@ class RecallSource:
             paths = [[*path, *end] for path, end in zip(paths, ends, strict=True)]
         return self._recall.guess(paths, context.sampler, _WIDTH)
 
-    def _offer(self, sketch: Sketch, node: int, guess: Guess) -> None:
+    def _offer(self, sketch: CandidateTree, node: int, guess: Candidates) -> None:
         others = [child for child, parent in enumerate(sketch.parents) if parent == node]
         named = {sketch.tokens[child]: sketch.reach[child] / sketch.reach[node] for child in others}
         match = guess.match if guess.match == _LONG else min(guess.match, 4)
@@ -468,8 +468,8 @@ class RecallSource:
                 chance = odds / (1 + odds)
             sketch.offer(node, token, self.name, (match, rank, step, opinion), chance)
 
-    def _follow(self, sketch: Sketch, node: int, guess: Guess, asked: set[int], context: Context) -> None:
-        """Guess along what followed a long match, at once, as long as that is what is guessed."""
+    def _follow(self, sketch: CandidateTree, node: int, guess: Candidates, asked: set[int], context: Context) -> None:
+        """Offer along what followed a long match, at once, as long as that is what is guessed."""
         ahead = context.text[guess.place + 1 : guess.place + 1 + min(_AHEAD, sketch.depth - sketch.depths[node] - 1)]
         ends = [ahead[:count] for count in range(1, len(ahead) + 1)]
         for token, further in zip(ahead, self._guess(sketch, [node] * len(ends), context, ends), strict=True):

@@ -8,13 +8,21 @@ from dataclasses import dataclass, replace
 import torch
 
 from tswift.decoding.drafter import Drafter
-from tswift.drafting.adaptive import Rival, RivalDrafter
-from tswift.drafting.chains import CHUNK, CascadeSource, ChainSource, FullLevel, Level, OwnLevel, PartialLevel
-from tswift.drafting.dynamic_tree import Plan, PlannedDrafter, PricedSource
+from tswift.drafting.adaptive import AdaptiveDrafter, Arm
+from tswift.drafting.chains import (
+    CHUNK,
+    CascadeSource,
+    ChainSource,
+    DraftModel,
+    FullDraftModel,
+    PartialDraftModel,
+    SmallDraftModel,
+)
+from tswift.drafting.dynamic_tree import CostedSource, DynamicTreeDrafter, Plan
 from tswift.drafting.fixed_tree import FixedTreeDrafter
-from tswift.drafting.head_tree import BeamSource
+from tswift.drafting.head_tree import HeadTreeSource
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
-from tswift.drafting.history import Recall, RecallSource
+from tswift.drafting.history import HistorySource, LogitHistory
 from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import (
     AUTO,
@@ -86,7 +94,7 @@ def _of_heads(
     options: DraftOptions,
     reader: LastPass | DraftingPass,
     others: list[ReuseSource],
-    memory: Recall | None,
+    memory: LogitHistory | None,
 ) -> Drafter:
     """Heads in the tree of the options, or in one that pays, and other sources beside them."""
     heads, tree = models.heads, options.tree
@@ -103,10 +111,10 @@ def _of_heads(
         levels = heads.count + reader.direct + (_BEYOND if heads.conditioned else 0)
     else:
         levels = min(options.gamma + reader.direct, options.nodes - 1)
-    beams = BeamSource(models.target, heads, reader, levels, options.shared_noise, plan)
+    beams = HeadTreeSource(models.target, heads, reader, levels, options.shared_noise, plan)
     if memory is not None:
         return _recalling(options, plan, max(levels, _deepest(options)), [beams], memory)
-    return PlannedDrafter(offering=[beams, *others], depth=max(levels, longest), limit=options.nodes, plan=plan)
+    return DynamicTreeDrafter(offering=[beams, *others], depth=max(levels, longest), limit=options.nodes, plan=plan)
 
 
 def _fewer(target: Target, nodes: int) -> Callable[[int], int] | None:
@@ -124,9 +132,9 @@ def recall(models: Models, options: DraftOptions) -> Drafter:
     return _recalling(options, Plan(models.costs), _deepest(options), [], memory)
 
 
-def _memory(models: Models, options: DraftOptions) -> Recall | None:
+def _memory(models: Models, options: DraftOptions) -> LogitHistory | None:
     """Of the text, if it is recalled."""
-    return Recall(models.target, options.shared_noise, options.recall) if options.recall else None
+    return LogitHistory(models.target, options.shared_noise, options.recall) if options.recall else None
 
 
 def _deepest(options: DraftOptions) -> int:
@@ -136,12 +144,12 @@ def _deepest(options: DraftOptions) -> int:
 
 
 def _recalling(
-    options: DraftOptions, plan: Plan, depth: int, sources: Sequence[PricedSource], memory: Recall
-) -> PlannedDrafter:
+    options: DraftOptions, plan: Plan, depth: int, sources: Sequence[CostedSource], memory: LogitHistory
+) -> DynamicTreeDrafter:
     """Sources and what is recalled, up to ``depth`` tokens deep."""
     assert options.nodes is not None
-    offering = [*sources, RecallSource(memory, plan, options.nodes)]
-    return PlannedDrafter(offering=offering, depth=depth, limit=options.nodes, plan=plan, memory=memory)
+    offering = [*sources, HistorySource(memory, plan, options.nodes)]
+    return DynamicTreeDrafter(offering=offering, depth=depth, limit=options.nodes, plan=plan, memory=memory)
 
 
 def cascade(models: Models, options: DraftOptions) -> Drafter:
@@ -149,23 +157,23 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
     return _cascade(models, options, _memory(models, options))
 
 
-def _cascade(models: Models, options: DraftOptions, memory: Recall | None) -> PlannedDrafter:
+def _cascade(models: Models, options: DraftOptions, memory: LogitHistory | None) -> DynamicTreeDrafter:
     assert options.gamma is not None
     assert options.nodes is not None
     verified = replace(models, costs=models.draft_costs)  # by the level's passes
     inner = medusa(verified, replace(options, tree=AUTO, gamma=None, nodes=INNER_NODES, recall=0))
-    assert isinstance(inner, PlannedDrafter)
+    assert isinstance(inner, DynamicTreeDrafter)
     plan = Plan(models.costs)
-    recalled: list[PricedSource] = []
+    recalled: list[CostedSource] = []
     if memory is not None:  # one for the chain and for what the chain is drafted from
-        recalled = [RecallSource(memory, plan, options.nodes)]
-        guessing = RecallSource(memory, inner.plan, inner.limit)
+        recalled = [HistorySource(memory, plan, options.nodes)]
+        guessing = HistorySource(memory, inner.plan, inner.limit)
         inner = replace(inner, offering=[*inner.offering, guessing], depth=INNER_NODES - 1)
     level = _self_level(models.drafting, options, chain=options.gamma, nodes=inner.limit)
     source = CascadeSource(level, inner, options.shared_noise, plan)
     deepest = min(options.gamma, options.nodes - 1)
     offering = [source, *recalled]
-    return PlannedDrafter(offering=offering, depth=deepest, limit=options.nodes, plan=plan, memory=memory)
+    return DynamicTreeDrafter(offering=offering, depth=deepest, limit=options.nodes, plan=plan, memory=memory)
 
 
 def auto(models: Models, options: DraftOptions) -> Drafter:
@@ -178,13 +186,13 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     fixed = replace(options, tree=tree, gamma=None, nodes=nodes)
     chosen = replace(options, tree=AUTO, gamma=None)
     rivals = [
-        Rival("fixed tree", _of_heads(models, fixed, LastPass(), [], None), len(tree)),
-        Rival("tree auto", replace(_of_heads(models, chosen, LastPass(), [], memory), memory=None)),
-        Rival("cascade", replace(_cascade(models, options, memory), memory=None)),
+        Arm("fixed tree", _of_heads(models, fixed, LastPass(), [], None), len(tree)),
+        Arm("tree auto", replace(_of_heads(models, chosen, LastPass(), [], memory), memory=None)),
+        Arm("cascade", replace(_cascade(models, options, memory), memory=None)),
     ]
     depth, limit = (max(getattr(rival.drafter, name) for rival in rivals) for name in ("depth", "limit"))
     costs = None if options.costs == MEASURED else models.costs
-    return RivalDrafter(depth=depth, limit=limit, memory=memory, rivals=rivals, costs=costs)
+    return AdaptiveDrafter(depth=depth, limit=limit, memory=memory, rivals=rivals, costs=costs)
 
 
 def reuse(models: Models, options: DraftOptions) -> Drafter:
@@ -218,25 +226,25 @@ def triforce(models: Models, options: DraftOptions) -> Drafter:
     scratch = options.gamma + inner.limit
     assert options.budget is not None
     retrieved = PartialKV(models.target.kv_shape, options.budget, options.sinks, POLICIES["retrieval"], scratch)
-    return _chain("retrieval", PartialLevel(models.drafting, retrieved, inner.limit), options, inner)
+    return _chain("retrieval", PartialDraftModel(models.drafting, retrieved, inner.limit), options, inner)
 
 
-def _self_level(target: Target, options: DraftOptions, chain: int | None = 0, nodes: int = 1) -> Level:
+def _self_level(target: Target, options: DraftOptions, chain: int | None = 0, nodes: int = 1) -> DraftModel:
     """The target itself over what ``--kv`` says, with room for a chain, each of its passes over so many nodes."""
     assert options.kv is not None
     if options.kv == FULL:
-        return FullLevel(target)
+        return FullDraftModel(target)
     assert options.budget is not None
     kv = PartialKV(target.kv_shape, options.budget, options.sinks, POLICIES[options.kv], (chain or 0) + nodes)
-    return PartialLevel(target, kv, nodes)
+    return PartialDraftModel(target, kv, nodes)
 
 
-def _own_level(models: Models, options: DraftOptions, between: bool = False) -> Level:
+def _own_level(models: Models, options: DraftOptions, between: bool = False) -> DraftModel:
     """The small model over its own cache."""
     assert models.draft is not None
     budget, ahead = own_size(options, models.positions, between)
     kv = StreamingKV(models.draft.kv_shape, budget, min(options.sinks, budget // 4), ahead, ahead + CHUNK)
-    return OwnLevel(models.draft, kv)
+    return SmallDraftModel(models.draft, kv)
 
 
 def own_size(options: DraftOptions, positions: int, between: bool) -> tuple[int, int]:
@@ -254,7 +262,7 @@ def own_size(options: DraftOptions, positions: int, between: bool) -> tuple[int,
     return positions if options.kv == FULL else options.budget, options.gamma + 2
 
 
-def _chain(name: str, level: Level, options: DraftOptions, inner: Drafter) -> Drafter:
+def _chain(name: str, level: DraftModel, options: DraftOptions, inner: Drafter) -> Drafter:
     assert options.gamma is not None
     source = ChainSource(name, level, options.gamma, inner, options.shared_noise)
     return Drafter([source], options.gamma, options.gamma + 1)
@@ -513,7 +521,7 @@ def recall_bytes(name: str, options: DraftOptions, positions: int, vocab_size: i
         vocab_size: of the model.
     """
     kept = options.recall if "recall" in used(name, options) else 0
-    return Recall.bytes_for(positions, vocab_size, kept) if kept else 0
+    return LogitHistory.bytes_for(positions, vocab_size, kept) if kept else 0
 
 
 def draft_slots(name: str, options: DraftOptions, positions: int) -> int:

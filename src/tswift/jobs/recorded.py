@@ -35,7 +35,7 @@ _MOST_BYTES = 1 << 30  # of a file: tokens take four
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RunRecord:
     """A run as its folder tells it, finished or not.
 
     Attributes:
@@ -79,7 +79,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Saved:
+class JournalState:
     """How far a run came, as its journal vouches for it.
 
     Attributes:
@@ -101,7 +101,7 @@ class Saved:
         return next(place for place in reversed(self.places) if place[0].tokens < below)
 
 
-def read_run(path: Path) -> Recorded:
+def read_run(path: Path) -> RunRecord:
     """Read a run's folder, its tokens apart.
 
     Raises:
@@ -110,7 +110,7 @@ def read_run(path: Path) -> Recorded:
     record = read_record(path)
     prompt = read_tokens(path / PROMPT)
     try:
-        run = Recorded(path, record, prompt=prompt, **_fields(record))
+        run = RunRecord(path, record, prompt=prompt, **_fields(record))
         known = record["prompt"]["sha256"]
     except (KeyError, TypeError, ValueError) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
@@ -139,7 +139,7 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def read_saved(path: Path, prompt: Sequence[int]) -> Saved:
+def read_saved(path: Path, prompt: Sequence[int]) -> JournalState:
     """How far a run came, by its journal.
 
     Raises:
@@ -167,7 +167,7 @@ def read_saved(path: Path, prompt: Sequence[int]) -> Saved:
         good, end = checkpoint, reach
         places.append((good, size))
     tokens: list[int] = np.frombuffer(data[:end], "<u4").tolist()
-    return Saved(tokens, places, journal.torn, (len(data) - end) // 4, damage)
+    return JournalState(tokens, places, journal.torn, (len(data) - end) // 4, damage)
 
 
 def read_tokens(path: Path, option: str | None = None, whole: bool = True) -> list[int]:

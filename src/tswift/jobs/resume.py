@@ -15,7 +15,7 @@ from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RECORD, InUse, Lock, RunFolder
 from tswift.jobs.job import FINISHED, Job
 from tswift.jobs.prompt import TextStream
-from tswift.jobs.recorded import Recorded, Saved, check_ids, read_record, read_run, read_saved
+from tswift.jobs.recorded import JournalState, RunRecord, check_ids, read_record, read_run, read_saved
 from tswift.jobs.settings import (
     about_draft,
     draft_for,
@@ -132,7 +132,7 @@ def _resumed(
     return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes)
 
 
-def _refuse_broken(run: Recorded) -> None:
+def _refuse_broken(run: RunRecord) -> None:
     """Refuse a record without what only a run that goes on needs."""
     asked, model = run.record["options"], run.record["model"]
     try:
@@ -149,7 +149,7 @@ def _refuse_broken(run: Recorded) -> None:
         raise InputError(f"{run.path / RECORD} is broken: it has options of other types", OPTION)
 
 
-def _refuse_conflicts(run: Recorded, asked: Mapping[str, Any], free: Sequence[str]) -> None:
+def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[str]) -> None:
     """No option is silently ignored: what was typed is either the run's own or refused."""
     record = run.record
     known = {**record["options"], **record["options"].get("drafting", {}), **record["sampling"], **record["drafting"]}
@@ -174,16 +174,16 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _ended(run: Recorded, saved: Saved) -> bool:
+def _ended(run: RunRecord, saved: JournalState) -> bool:
     """Whether the text was ended by an end-of-text token."""
     return _stops(run) and bool(saved.tokens) and saved.tokens[-1] in run.record["model"]["eos_ids"]
 
 
-def _stops(run: Recorded) -> bool:
+def _stops(run: RunRecord) -> bool:
     return bool(run.record["options"]["stop_at_eos"])
 
 
-def _load(run: Recorded, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel:
+def _load(run: RunRecord, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel:
     """The run's model, loaded as it was then, and seen to be the same."""
     name = asked.get("model", run.model)
     refuse_shape(name)
@@ -207,7 +207,7 @@ def _load(run: Recorded, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel:
     return model
 
 
-def _options(run: Recorded, asked: Mapping[str, Any]) -> DraftOptions:
+def _options(run: RunRecord, asked: Mapping[str, Any]) -> DraftOptions:
     own = dict(run.record["drafting"])
     if isinstance(own.get("tree"), list):
         own["tree"] = tuple(own["tree"])
@@ -215,7 +215,7 @@ def _options(run: Recorded, asked: Mapping[str, Any]) -> DraftOptions:
     return replace(DraftOptions(**own), **changed)
 
 
-def _about(run: Recorded, length: int, model: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _about(run: RunRecord, length: int, model: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     kept = ["command", "options", "sampling", "drafting", "model", "prompt"]
     kept += ["started", "environment", "prefill_seconds"]
     about = {name: run.record[name] for name in kept if name in run.record}
@@ -227,7 +227,7 @@ def _about(run: Recorded, length: int, model: str, asked: Mapping[str, Any]) -> 
     }
 
 
-def _notes(saved: Saved, kept: int) -> list[str]:
+def _notes(saved: JournalState, kept: int) -> list[str]:
     notes = [f"going on after {kept:,} tokens"]
     if saved.damage:
         notes.append(f"{saved.damage}: what comes after token {kept:,} is drawn again")
@@ -239,7 +239,7 @@ def _notes(saved: Saved, kept: int) -> list[str]:
     return notes
 
 
-def _other_draft(run: Recorded, draft: Mapping[str, Any] | None) -> list[str]:
+def _other_draft(run: RunRecord, draft: Mapping[str, Any] | None) -> list[str]:
     """What is to be said of a draft model that is not the one that the run was begun with."""
     if draft is None or draft["weights"] == (run.record["model"].get("draft") or {}).get("weights"):
         return []

@@ -12,7 +12,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import OF_CHOICE, OF_NGRAMS, find_method, used
 from tswift.drafting.options import FULL, DraftOptions
-from tswift.engine import begin, check_ahead
+from tswift.engine import begin, preflight
 from tswift.errors import InputError
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RunFolder, default_path
@@ -159,7 +159,7 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     if ranks.count == 1 and settings.quantize is None:  # else how much memory it takes is seen when it is loaded
         least = settings.prefill or (BUNDLED_PREFILL if settings.prompt is None else 1)
         larger = "--prefill" if settings.prefill and settings.prefill > settings.length else "--len"
-        check_ahead(name, least, settings.length, settings.method, options, option=larger, **how)
+        preflight(name, least, settings.length, settings.method, options, option=larger, **how)
     path = settings.out or default_path(settings.method)
     refuse_full_disk(path, settings.length, "--out")
     folder = RunFolder.create(path)

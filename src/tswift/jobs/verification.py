@@ -14,7 +14,7 @@ from tswift.engine import check, ending
 from tswift.errors import InputError
 from tswift.jobs.folder import TOKENS
 from tswift.jobs.prompt import read_prompt, take
-from tswift.jobs.recorded import Recorded, check_ids, read_tokens
+from tswift.jobs.recorded import RunRecord, check_ids, read_tokens
 from tswift.jobs.settings import sampling_params
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
@@ -23,7 +23,7 @@ from tswift.models.target import Show
 
 
 @dataclass(frozen=True)
-class Subject:
+class AuditInput:
     """What is to be verified.
 
     Attributes:
@@ -66,13 +66,13 @@ class Text:
 
 
 def subject_of_run(
-    run: Recorded,
+    run: RunRecord,
     model: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
     exact: bool | None = None,
-) -> Subject:
+) -> AuditInput:
     """A run, with its own model as it was loaded then, unless another is asked for.
 
     Raises:
@@ -99,7 +99,7 @@ def subject_of_run(
     return replace(subject, note=None) if exact is False else subject
 
 
-def with_model(run: Recorded, model: LoadedModel) -> Subject:
+def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
     """A run and the model that is there already; passes of that are exact no longer if the run's bits were others.
 
     Raises:
@@ -111,7 +111,7 @@ def with_model(run: Recorded, model: LoadedModel) -> Subject:
     if model.exact is not None and (note or not run.exact):
         model.target.width = None
         model = replace(model, exact=None)
-    return _checked(Subject(model, run.prompt, _tokens(run), run.params, run.seed, run.path, note), None)
+    return _checked(AuditInput(model, run.prompt, _tokens(run), run.params, run.seed, run.path, note), None)
 
 
 def subject_of_text(
@@ -121,7 +121,7 @@ def subject_of_text(
     dtype: str | None,
     quantize: str | None = None,
     exact: bool | None = None,
-) -> Subject:
+) -> AuditInput:
     """A text, its options and the model named, or else the bundled one.
 
     Raises:
@@ -136,20 +136,20 @@ def subject_of_text(
     loaded = load(**{name: value for name, value in asked.items() if value is not None})
     prompt = take(loaded.encode(words), text.prefill, bundled=text.prompt is None)
     params, _ = ending(params, loaded.eos_ids, text.stop_at_eos)
-    return _checked(Subject(loaded, prompt, tokens, params, text.seed, text.tokens), "--tokens")
+    return _checked(AuditInput(loaded, prompt, tokens, params, text.seed, text.tokens), "--tokens")
 
 
-def report(subject: Subject, found: Audit) -> dict[str, Any]:
+def report(subject: AuditInput, found: Audit) -> dict[str, Any]:
     """Everything about an audit, ready for JSON."""
     about = {"source": str(subject.source), "seed": subject.seed, "prompt_tokens": len(subject.prompt)}
     return {**about, "model": subject.model.about(), "note": subject.note, **found.as_dict()}
 
 
-def _tokens(run: Recorded) -> list[int]:
+def _tokens(run: RunRecord) -> list[int]:
     return read_tokens(run.path / TOKENS, whole=False)  # a run that was killed may have left a part of one
 
 
-def _checked(subject: Subject, option: str | None) -> Subject:
+def _checked(subject: AuditInput, option: str | None) -> AuditInput:
     target, source = subject.model.target, str(subject.source)
     if not subject.prompt:
         raise InputError("has no tokens", "--prompt")

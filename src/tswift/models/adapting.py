@@ -22,8 +22,8 @@ from tswift.attention.layout import MOST_WIDTH, ROWS
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.models.devices import dtype_name
-from tswift.models.hf import Unserved
-from tswift.models.linear import join, quicken, separate
+from tswift.models.hf import UnsupportedModel
+from tswift.models.linear import join, separate, use_onednn
 from tswift.models.passes import Forwarded
 from tswift.models.shapes import PREFIX, routed
 from tswift.models.target import Target
@@ -254,7 +254,7 @@ _TRIED = 24  # tokens that a model is tried with
 _DOUBTED = ("cuda",)  # devices on which nobody may have run a backend's kernels before
 
 
-def adapted(network: Any, model: str, backend: str, joined: bool | None = None) -> Target:
+def wrap_model(network: Any, model: str, backend: str, joined: bool | None = None) -> Target:
     """The model with our attention, once both have been seen to give the same logits.
 
     Whatever an architecture does that ours does not know of shows here.
@@ -276,7 +276,7 @@ def adapted(network: Any, model: str, backend: str, joined: bool | None = None) 
         wanted = network(ids.unsqueeze(0), use_cache=False).logits[0].double()
     if joined or (joined is None and network.device.type == "cuda"):
         join(network)
-    quicken(network)
+    use_onednn(network)
     try:
         target = Target(network, BACKENDS[backend]())
         if target.device.type in _DOUBTED:
@@ -285,7 +285,7 @@ def adapted(network: Any, model: str, backend: str, joined: bool | None = None) 
             raise _not_finite(target, model, ids.tolist())
         ours = _tried(target, ids)
         separate(network)
-    except Unserved as error:
+    except UnsupportedModel as error:
         reason = f"{model} ({network.config.model_type}) has {error}, which tswift cannot serve exactly yet"
         raise InputError(reason, "--model") from None
     apart = (target.logits(ours).double() - wanted).abs().max().item()

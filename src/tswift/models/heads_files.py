@@ -18,8 +18,8 @@ from torch import Tensor
 from tswift.errors import InputError
 from tswift.models.fingerprint import fingerprint_in_any_dtype
 from tswift.models.heads import FORMAT, KINDS, Heads, MedusaHeads, build
-from tswift.models.hf import Unserved
-from tswift.models.linear import quicken
+from tswift.models.hf import UnsupportedModel
+from tswift.models.linear import use_onednn
 from tswift.models.target import Target
 from tswift.reading import MOST_RECORD, parse_json, read_file
 
@@ -365,9 +365,9 @@ def attach(path: Path, target: Target, foreign: bool = False) -> Heads:
     if heads.raw:
         try:
             target.tap()
-        except Unserved as error:
+        except UnsupportedModel as error:
             raise InputError(f"{path} does not go with this model, which has {error}", "--heads") from None
-    quicken(heads)
+    use_onednn(heads)
     return heads
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from tswift.attention.special import Wants
+from tswift.attention.special import AttentionSpec
 
 _MOST = 1 << 24  # beyond what any model was made for
 
@@ -66,7 +66,7 @@ _IDLE = frozenset(
 )
 
 
-class Unserved(ValueError):
+class UnsupportedModel(ValueError):
     """A model whose layers want what the attention cannot do; the message says what it is, as in "it has ..."."""
 
 
@@ -89,7 +89,7 @@ class _Rule:
     sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class Survey:
+class AttentionProbe:
     """What the layers of a model ask of their attention.
 
     Attributes:
@@ -101,7 +101,7 @@ class Survey:
     def __init__(self, positions: int, device: torch.device) -> None:
         self.heads = (0, 0, 0)
         self.dtype, self.device = torch.get_default_dtype(), device
-        self.wants: list[Wants] = []
+        self.wants: list[AttentionSpec] = []
         self._keys = torch.arange(positions, device=device)
         self._windows: dict[int, tuple[_Rule, int | None]] = {}  # by the rule's identity
 
@@ -129,21 +129,21 @@ class Survey:
         """
         for name, argument in asked.items():
             if argument is not None and name not in _IDLE:
-                raise Unserved(f"attention with {name}")
+                raise UnsupportedModel(f"attention with {name}")
         if index != len(self.wants):
-            raise Unserved("layers that call their attention twice or out of order")
+            raise UnsupportedModel("layers that call their attention twice or out of order")
         heads = (len(query), len(key), key.shape[-1])
         if value.shape != key.shape or heads != (self.heads if index else heads):
-            raise Unserved("heads of several sizes")
+            raise UnsupportedModel("heads of several sizes")
         self.heads, self.dtype, self.device = heads, key.dtype, key.device
-        self.wants.append(Wants(self._window(mask), asked.get("softcap"), asked.get("s_aux")))
+        self.wants.append(AttentionSpec(self._window(mask), asked.get("softcap"), asked.get("s_aux")))
         return value.repeat_interleave(len(query) // len(value), dim=0)
 
     def _window(self, mask: _Rule | None) -> int | None:
         if mask is None:
             return None
         if not isinstance(mask, _Rule):
-            raise Unserved("masks of its own")
+            raise UnsupportedModel("masks of its own")
         if id(mask) not in self._windows:
             self._windows[id(mask)] = (mask, self._measured(mask))
         return self._windows[id(mask)][1]
@@ -158,13 +158,13 @@ class Survey:
         window = int(rows[last].sum())
         for at, row in rows.items():
             if not torch.equal(row, (keys <= at) & (keys > at - window)):
-                raise Unserved("masks of its own")
+                raise UnsupportedModel("masks of its own")
         return None if window == len(keys) else window
 
 
 def _note(module, query, key, value, attention_mask, scaling=None, tswift=None, **kwargs):  # type: ignore[no-untyped-def]
     if tswift is None:
-        raise Unserved("layers that keep arguments from their attention")
+        raise UnsupportedModel("layers that keep arguments from their attention")
     out = tswift.note(module.layer_idx, query[0], key[0], value[0], attention_mask, kwargs)
     return out.transpose(0, 1).contiguous().unsqueeze(0), None
 
@@ -178,26 +178,26 @@ AttentionMaskInterface.register(_SURVEY, _rule)
 
 
 @torch.inference_mode()
-def survey(model: PreTrainedModel) -> Survey:
+def probe_attention(model: PreTrainedModel) -> AttentionProbe:
     """What the layers of a model ask of their attention, which is replaced by ours.
 
     Raises:
-        Unserved: something that cannot be done.
+        UnsupportedModel: something that cannot be done.
     """
     config = model.config.get_text_config()
     device = model.get_input_embeddings().weight.device
-    seen = Survey(max_positions(config), device)
+    seen = AttentionProbe(max_positions(config), device)
     model.set_attn_implementation(_SURVEY)
     if config._attn_implementation != _SURVEY:
-        raise Unserved("attention that cannot be replaced")
+        raise UnsupportedModel("attention that cannot be replaced")
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     try:
         model.get_decoder()(input_ids=zero, position_ids=zero, use_cache=False, tswift=seen)
     except (AttributeError, TypeError) as error:  # it did something with a mask, or is no decoder
-        raise Unserved(f"parts that do not bear their attention being replaced ({error})") from None
+        raise UnsupportedModel(f"parts that do not bear their attention being replaced ({error})") from None
     model.set_attn_implementation(ATTENTION)
     if not seen.wants:
-        raise Unserved("attention that cannot be replaced")
+        raise UnsupportedModel("attention that cannot be replaced")
     return seen
 
 
@@ -228,7 +228,7 @@ def _logit_rule(config: Any) -> Callable[[Tensor], Tensor] | None:
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
 
-class Tap:
+class PreNormHook:
     """Catches what goes into a decoder's final norm.
 
     Args:
@@ -238,13 +238,13 @@ class Tap:
         norm: the final norm.
 
     Raises:
-        Unserved: it has no final norm that is known of.
+        UnsupportedModel: it has no final norm that is known of.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
         norm = next((found for name in _NORMS if (found := getattr(decoder, name, None)) is not None), None)
         if norm is None:
-            raise Unserved("no final norm that tswift knows of")
+            raise UnsupportedModel("no final norm that tswift knows of")
         self.norm: nn.Module = norm
         self._caught: Tensor | None = None
         self.norm.register_forward_pre_hook(self._catch)

@@ -57,7 +57,7 @@ class OneDNNLinear(nn.Linear):
             self.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def quicken(network: nn.Module) -> None:
+def use_onednn(network: nn.Module) -> None:
     """Let oneDNN compute the large linear layers of a network, where it can; the weights must stay as they are.
 
     Weights that are quantised, or split over ranks, are no plain tensors and are left alone. Of a network whose layers
@@ -84,7 +84,7 @@ def slow(network: nn.Module) -> None:
 
 
 def copied(network: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of the weights that :func:`quicken` would copy of a network, were it so loaded; at most."""
+    """Bytes of the weights that :func:`use_onednn` would copy of a network, were it so loaded; at most."""
     if dtype not in _converted() or device.type != "cpu":
         return 0
     sizes = [layer.weight.numel() for layer in network.modules() if type(layer) is nn.Linear]

@@ -15,15 +15,15 @@ from transformers.utils import CONFIG_NAME, cached_file
 from tswift.attention.backends import BACKENDS
 from tswift.errors import InputError, renamed
 from tswift.models import quantizing
-from tswift.models.adapting import Inexact, adapted, backend_for, compiled, fingerprint, set_width
+from tswift.models.adapting import Inexact, backend_for, compiled, fingerprint, set_width, wrap_model
 from tswift.models.devices import dtype_for, dtype_name, own_dtype, place_for
 from tswift.models.draft import DRAFT_OPTION, refuse_other_vocabulary
 from tswift.models.fingerprint import weights_hash
 from tswift.models.heads import KINDS
 from tswift.models.heads_files import attach, carries_heads, heads_path
-from tswift.models.linear import quicken
+from tswift.models.linear import use_onednn
 from tswift.models.loaded import LoadedModel
-from tswift.models.prospect import foresee
+from tswift.models.prospect import inspect_model
 from tswift.models.quantizing import cheaper_copy, own_quantization, quantizer
 from tswift.models.ranks import ALONE, OPTION, Ranks
 from tswift.models.shapes import PREFIX, StandInTokenizer, random_heads, random_network, refuse_shape, routed, skeleton
@@ -68,7 +68,7 @@ def plan(config: Any, model: str, ranks: Ranks) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint's model, adapted, and what came with it.
+    """A checkpoint's model, wrap_model, and what came with it.
 
     Attributes:
         tokenizer: None if there is none.
@@ -145,7 +145,7 @@ def open_checkpoint(
             raise InputError(f"{model} lacks weights for {len(lacking)} tensors, such as {lacking[0]}", "--model")
         if network.dtype == torch.float64 and routed(config):
             network.set_experts_implementation("eager")  # the others multiply no float64
-        target = adapted(network if how else network.to(place), model, backend)
+        target = wrap_model(network if how else network.to(place), model, backend)
     return Opened(target, tokenizer, source, folder, backend, note, quantization)
 
 
@@ -234,7 +234,9 @@ def load(
                 raise InputError("quantised weights cannot be split over ranks yet", quantizing.DRAFT_OPTION)
             if quantize is not None:
                 raise InputError(f"the model's weights are quantised already ({quantize})", quantizing.DRAFT_OPTION)
-            foresee(model, device=device, dtype=dtype, attention=attention, heads=heads, draft_weights=draft_weights)
+            inspect_model(
+                model, device=device, dtype=dtype, attention=attention, heads=heads, draft_weights=draft_weights
+            )
         loaded = _load(model, device, dtype, attention, heads, quantize, exact, ranks)
         if draft_weights is not None:
             loaded = _with_copy(loaded, draft_weights)
@@ -341,10 +343,10 @@ def _simulated(
     path = None if wanted in KINDS else heads_path(wanted, None)
     with silence(), in_one_line(model):
         network = random_network(config, kind, place, model)
-        target = adapted(network, model, backend)
+        target = wrap_model(network, model, backend)
     if path is None:
         drafting = random_heads(wanted, config, target.dtype, target.device)
-        quicken(drafting)
+        use_onednn(drafting)
     else:
         drafting = attach(path, target, foreign=True)
     tokenizer = StandInTokenizer()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tswift.attention.layout import Attention
-from tswift.attention.special import SpecialAttention, WantedAttention
+from tswift.attention.special import SpecAttention, SpecialAttention
 from tswift.kv.buffer import KVBuffer
 
 
@@ -96,7 +96,7 @@ class Pass:
 
     write: Write
     attend: Attention
-    special: SpecialAttention | WantedAttention | None
+    special: SpecialAttention | SpecAttention | None
     nodes: int
     rows: int
     queries: list[Tensor] = field(default_factory=list)

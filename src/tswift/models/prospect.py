@@ -25,7 +25,7 @@ from tswift.models.source import find_source, in_one_line, read_config, silence
 
 
 @dataclass(frozen=True)
-class Prospect:
+class ModelSpec:
     """A model that is not loaded yet.
 
     Attributes:
@@ -66,7 +66,7 @@ class Prospect:
         return partials_bytes(self.attention, (self.kv_heads, self.groups), self.head_size, slots, nodes)
 
 
-def foresee(
+def inspect_model(
     model: str,
     *,
     device: str = "auto",
@@ -74,7 +74,7 @@ def foresee(
     attention: str = "auto",
     heads: str | os.PathLike[str] | None = None,
     draft_weights: str | None = None,
-) -> Prospect:
+) -> ModelSpec:
     """What :func:`tswift.load` would load; see there for the arguments.
 
     Raises:
@@ -90,7 +90,7 @@ def foresee(
     return _prospect(model, config, place, kind, attention, count, parameters, draft_weights)
 
 
-def foresee_draft(draft: str, target: Prospect, attention: str = "auto") -> Prospect:
+def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") -> ModelSpec:
     """What :func:`tswift.load` would load to draft for a model that is foreseen.
 
     Raises:
@@ -113,13 +113,13 @@ def _prospect(
     heads: int | None,
     parameters: int,
     draft_weights: str | None = None,
-) -> Prospect:
+) -> ModelSpec:
     text, most_nodes, name = config.get_text_config(), None, ""
     if attention != "auto":  # what that chooses may give way to another
         backend = BACKENDS[choose(attention, kind, place, head_size(config))]()
         most_nodes, name = backend.MOST_NODES, backend.__name__
     weight_bytes, copy_bytes = _weights(config, model, kind, place, draft_weights)
-    return Prospect(
+    return ModelSpec(
         name=model,
         device=place,
         dtype=kind,

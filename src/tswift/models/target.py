@@ -21,10 +21,10 @@ from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
-from tswift.attention.special import SpecialAttention, WantedAttention
+from tswift.attention.special import SpecAttention, SpecialAttention
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
-from tswift.models.hf import Tap, Unserved, first_broken, max_positions, output_of, survey
+from tswift.models.hf import PreNormHook, UnsupportedModel, first_broken, max_positions, output_of, probe_attention
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
 
 Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
@@ -57,16 +57,16 @@ class Target:
         sampler_fault: why a GPU draws tokens without the sampler's kernels; None if it uses them, or there is no GPU.
 
     Raises:
-        Unserved: the layers want something that cannot be done.
+        UnsupportedModel: the layers want something that cannot be done.
     """
 
     def __init__(self, model: PreTrainedModel, attention: type[Attention] = TreeAttention) -> None:
         self.model = model.eval().requires_grad_(False)
-        seen = survey(model)
+        seen = probe_attention(model)
         self._attention = attention
         self._graphs: Graphs | None = None
         self._anchor: KVBuffer | None = None
-        self._tap: Tap | None = None
+        self._tap: PreNormHook | None = None
         self._compiled = self._fused = False  # layers have compiled code; prepared passes use it
         self._failures = 0  # functions that could not be compiled before the layers were
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
@@ -211,15 +211,15 @@ class Target:
         """Let passes from now on also give the states before the final norm; call it before any are prepared.
 
         Raises:
-            Unserved: the model has no final norm that is known of.
+            UnsupportedModel: the model has no final norm that is known of.
         """
         if self._tap is not None:
             return
-        self._tap = tap = Tap(self._decoder)
+        self._tap = tap = PreNormHook(self._decoder)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         forwarded = self.forward(zero, zero, FullKV(self.kv_shape, 1), None)
         if forwarded.raw is None or not torch.equal(tap.norm(forwarded.raw), forwarded.hidden):
-            raise Unserved("something after its final norm")
+            raise UnsupportedModel("something after its final norm")
 
     @torch.inference_mode()
     def prepare(self, kv: KVBuffer, limit: int) -> None:
@@ -260,7 +260,7 @@ class Target:
             return kv.keys[layer], kv.values[layer]
 
         attend = attention(self._layout, length, len(tokens), ancestors)
-        special = WantedAttention(attend, self.wants) if self.special else None
+        special = SpecAttention(attend, self.wants) if self.special else None
         return self._computed(tokens, positions, Pass(write, attend, special, len(tokens), self._rows(kv, len(tokens))))
 
     @torch.inference_mode()
@@ -288,11 +288,11 @@ class Target:
     def _pass(self, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Pass:
         nodes = len(positions)
         attend = self._attention(self._layout, kv.length, nodes, ancestors)
-        special: SpecialAttention | WantedAttention | None = None
+        special: SpecialAttention | SpecAttention | None = None
         if self.special:
             known = self.serves(kv)
             special = (
-                WantedAttention(attend, self.wants)
+                SpecAttention(attend, self.wants)
                 if known
                 else SpecialAttention(self._layout, self.wants, kv, positions, ancestors)
             )
@@ -302,9 +302,9 @@ class Target:
         """A pass of fixed width, with attention whose rows are exact."""
         given = self._layout, kv.length, nodes, ancestors
         attend = self._exact(*given)
-        special: WantedAttention | None = None
+        special: SpecAttention | None = None
         if self.special:
-            special = WantedAttention(attend if self._meets_wants else ChunkedAttention(*given), self.wants)
+            special = SpecAttention(attend if self._meets_wants else ChunkedAttention(*given), self.wants)
         return Pass(kv.write, attend, special, nodes, self._rows(kv, nodes))
 
     def _rows(self, kv: KVBuffer, nodes: int) -> int:
