@@ -1,4 +1,4 @@
-"""The Python API, and the README's example of it."""
+"""The Python API, and the examples of it in README.md and docs/python.md."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 import tswift
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 
 
-def _readme_example() -> str:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def _example(page: str) -> str:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     return example
 
 
@@ -50,15 +50,16 @@ def test_refuses_at_the_call_not_at_the_first_step(checkpoint: Path) -> None:
             tswift.generate(model, prompt, length, method=method)
 
 
-def test_readme_example_on_a_tiny_model(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_example_on_a_tiny_model(
+    page: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tswift.load(str(checkpoint))
     monkeypatch.setattr(tswift, "load", lambda: model, raising=False)
-    exec(compile(_readme_example(), "README.md", "exec"), {})
+    exec(compile(_example(page), page, "exec"), {})
     assert capsys.readouterr().out.strip()
 
 
 def test_readme_example_on_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(_readme_example(), "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(_example("README.md"), "README.md", "exec"), {"__name__": "__main__"})
     assert len(capsys.readouterr().out) > 200

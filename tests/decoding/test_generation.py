@@ -86,5 +86,9 @@ def test_heads_that_are_missing(checkpoint: Path) -> None:
     from dataclasses import replace
 
     model = replace(load(str(checkpoint)), heads=None)
-    with pytest.raises(InputError, match="tokenswift drafts with heads and the model has none"):
+    with pytest.raises(InputError, match="tokenswift drafts with heads and the model has none") as caught:
         begin(model, [1], 5)
+    others = str(caught.value).rpartition("without heads there are ")[2].split(", ")
+    assert others == ["ar", "recall", "reuse", "magicdec"]
+    for method in others:
+        assert sum(len(step.tokens) for step in begin(model, [1], 5, method=method).steps()) == 5

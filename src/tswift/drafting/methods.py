@@ -416,7 +416,9 @@ def resolve_for(
             raise InputError(f"must be at least 1 for {name}", "--gamma")
     tree: tuple[int, ...] | str | None = None
     if method.with_heads and not heads:
-        raise InputError(f"{name} drafts with heads and the model has none; use ar or reuse", "--method")
+        others = [other for other, kind in METHODS.items() if not (kind.with_heads or kind.draft or kind.reference)]
+        message = f"{name} drafts with heads and the model has none; without heads there are {', '.join(others)}"
+        raise InputError(message, "--method")
     if "tree" in method.uses:
         levels = heads + method.by_lm_head
         usual = usual_tree(name, device, levels)

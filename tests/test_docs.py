@@ -1,0 +1,60 @@
+"""README.md and docs/: links that lead somewhere, and a place for every option."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from tswift.cli.app import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_PATH = re.compile(r"`((?:src|tests|docs|results|benchmarks|recipes|prompts)/[\w./-]+)`")
+
+
+def _anchors(page: Path) -> set[str]:
+    """Anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_exist(page: Path) -> None:
+    text = page.read_text()
+    for link in _LINK.findall(text):
+        if not link.startswith("https://"):
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            assert target.is_relative_to(ROOT), link
+            assert target.exists(), link
+            assert not anchor or anchor in _anchors(target), link
+    for path in _PATH.findall(text):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    links = {link.partition("#")[0] for link in _LINK.findall(PAGES[0].read_text())}
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= links
+
+
+def _commands(command: Any) -> Iterator[Any]:
+    if hasattr(command, "commands"):
+        for each in command.commands.values():
+            yield from _commands(each)
+    else:
+        yield command
+
+
+def test_every_option_is_on_a_page() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+    for command in _commands(typer.main.get_command(app)):
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                assert {*parameter.opts, *parameter.secondary_opts} <= named, command.name
