@@ -318,7 +318,7 @@ def poison(tensor: Tensor) -> None:
 class StaticAttention:
     """Attention over a whole cache, masked by a length that only the device knows; in place of Triton's."""
 
-    STATIC, MOST_NODES = True, 128
+    STATIC, MOST_NODES, EXACT = True, 128, False
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         self._prefix, self._nodes, self._ancestors, self._layout = prefix, nodes, ancestors, layout

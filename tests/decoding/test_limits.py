@@ -154,12 +154,12 @@ def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch, attention: str = "") -> None:
     """Foresee models as if they were to be on a GPU that nothing else is known of."""
-    known = engine.foresee
+    known = engine.inspect_model
 
     def inspect_model(*given: Any, **named: Any) -> ModelSpec:
         return replace(known(*given, **named), device=torch.device("cuda"), attention=attention)
 
-    monkeypatch.setattr(engine, "foresee", inspect_model)
+    monkeypatch.setattr(engine, "inspect_model", inspect_model)
     memory(monkeypatch, None)
 
 
