@@ -76,7 +76,7 @@ def test_the_equality_tests_have_run(content: dict[str, Any]) -> None:
     assert names[0] == "test_nothing_of_the_core_is_done_without"
     float32 = "test_the_bundled_model_writes_the_text_of_plain_decoding_in_float32[tokenswift]"
     assert outcomes[float32] == "passed"
-    assert names.index(float32) < names.index("test_what_differs_in_bfloat16_is_rounding")
+    assert names.index(float32) < names.index("test_every_method_writes_the_text_of_plain_decoding_in_bfloat16")
 
 
 def test_steps_are_a_real_texts(content: dict[str, Any]) -> None:

@@ -29,9 +29,9 @@ WAITS = frozenset(
     {
         "decoding/device_step.py:_verified",
         "decoding/sampling.py:draw_with_leads",
-        "drafting/beams.py:_offer",
+        "drafting/head_tree.py:_offer",
         "drafting/heads.py:propose",
-        "drafting/thoughts.py:think",
+        "drafting/history.py:think",
     }
 )
 SENT = frozenset(
@@ -40,11 +40,11 @@ SENT = frozenset(
         "decoding/noise.py:noise_bits",
         "decoding/sampling.py:extend",
         "decoding/step.py:_verify",
-        "drafting/beams.py:_sent",
-        "drafting/beams.py:propose",
+        "drafting/head_tree.py:_sent",
+        "drafting/head_tree.py:propose",
         "drafting/heads.py:guess",
-        "drafting/levels.py:cache",
-        "drafting/recall.py:committed",
+        "drafting/chains.py:cache",
+        "drafting/history.py:committed",
         "kv/buffer.py:commit",
         "kv/partial.py:append",
         "kv/partial.py:select",

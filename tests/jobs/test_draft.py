@@ -118,7 +118,9 @@ def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
     checkpoint: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = preflight(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft=str(small))
-    monkeypatch.setattr(engine, "inspect_model", lambda *given, **more: replace(inspect_model(*given, **more), heads=None))
+    monkeypatch.setattr(
+        engine, "inspect_model", lambda *given, **more: replace(inspect_model(*given, **more), heads=None)
+    )
     found = preflight(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft=str(small))
     assert replace(found, heads_bytes=known.heads_bytes) == known
 

@@ -79,7 +79,8 @@ def compare(
     open_runs(config, ids, length, seed)  # allocated and let go: what does not fit is refused before anything is said
     bars = Bars(quiet, not no_progress)
     target = config.model.target
-    bars.say(f"model {model}, {target.device}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
+    about = f"model {model}, {target.device}{config.model.besides()}"
+    bars.say(f"{about}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
     plain: dict[str, float] = {}
 
     def on_progress(run: Run) -> None:

@@ -1,0 +1,71 @@
+"""What exact passes cost: milliseconds of a step with and without, interleaved in one process.
+
+python -m benchmarks.exact_cost --out results/exact-cpu
+
+The cache is filled with noise up to each context, and drafts are accepted at a given rate, so only times mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.gpu.run import at_context
+from tswift.jobs.environment import environment, now
+from tswift.models.loading import load
+
+_METHODS = ("ar", "tokenswift")
+_ROOM = 12  # tokens for which there is room, per timed step
+
+
+def main() -> int:
+    """Measure and print; with --out also write ``cost.md``."""
+    parser = argparse.ArgumentParser(prog="benchmarks.exact_cost", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--contexts", default="4096,50000")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = [
+        "| dtype | context | method | ms a step, as wide as needed | exact | ratio |",
+        "| --- | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for dtype in args.dtypes.split(","):
+        models = {exact: load(args.model, dtype=dtype, exact=exact) for exact in (False, True)}
+        for context in map(int, args.contexts.split(",")):
+            decodes = {
+                key: at_context(models[key[1]], key[0], context, _ROOM * (args.steps + 5)).steps()
+                for key in product(_METHODS, models)
+            }
+            seconds: dict[tuple[str, bool], list[float]] = {key: [] for key in decodes}
+            for number in range(args.steps + 5):
+                for key, steps in decodes.items():
+                    started = time.perf_counter()
+                    next(steps)
+                    if number >= 5:  # the first ones warm up
+                        seconds[key].append(time.perf_counter() - started)
+            for method in _METHODS:
+                loose, exact = (1e3 * median(seconds[method, each]) for each in (False, True))
+                rows.append(f"| {dtype} | {context:,} | {method} | {loose:.2f} | {exact:.2f} | {exact / loose:.2f} |")
+                print(rows[-1], flush=True)
+            del decodes
+    about = environment(torch.device("cpu"))
+    command = shlex.join(["python", "-m", "benchmarks.exact_cost", *sys.argv[1:]])
+    machine = f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}"
+    told = f"`{command}`, {machine}, {now()}; medians of {args.steps} steps"
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "cost.md").write_text("\n".join(["# What exact passes cost", "", told, "", *rows, ""]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
