@@ -73,6 +73,13 @@ def same(first: Path, second: Path, kind: type[TrainConfig]) -> None:
     assert lines_of(first) == lines_of(second)
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_trains_beside_a_model_in_bfloat16(tiny: Tiny, tmp_path: Path, kind: type[TrainConfig]) -> None:
+    out = tmp_path / "out"
+    train(CONFIGS[kind](tiny, steps=1, accumulate=1, warmup=0, dtype="bfloat16"), out)
+    assert (out / RESULT[kind]).exists()
+
+
 @pytest.fixture(scope="module")
 def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[type[TrainConfig], Path]:
     """The folders of trainings that nothing interrupted."""

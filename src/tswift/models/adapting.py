@@ -104,7 +104,7 @@ def running(target: Target, words: str) -> str:
 
 
 _CPU_WIDTH = 16
-_LEAST_WIDTH = 8
+_LEAST_WIDTH = 16
 _HELD = 1_500  # random keys that the passes read: several chunks of every attention
 _OTHERS = (0, 99, 700)
 
