@@ -77,10 +77,10 @@ def test_an_exact_run(tswift, prompt: Path, tmp_path: Path) -> None:  # type: ig
     assert "within rounding" not in said
     assert "all logits are those of the run, bit for bit (passes of" in said
 
-    # a text has no record of its bits: they are taken to be these, unless it is said otherwise
+    # a text has no record of its bits: they are taken to be these only if that is said
     text = ["verify", "--tokens", out / "tokens.u32", *words[:4], *words[6:]]
-    assert json.loads(tswift(*text, "--json", "-").out)["width"] == found["width"]
-    for loose in (tswift(*text, "--no-exact", "--json", "-"), tswift("verify", out, "--no-exact", "--json", "-")):
+    assert json.loads(tswift(*text, "--exact", "--json", "-").out)["width"] == found["width"]
+    for loose in (tswift(*text, "--json", "-"), tswift("verify", out, "--no-exact", "--json", "-")):
         assert loose.code == 0
         assert json.loads(loose.out)["width"] is None
         assert json.loads(loose.out)["measured"] > 0

@@ -80,6 +80,14 @@ def test_the_bundled_model(params: SamplingParams, prefill: int) -> None:
     assert found.exact >= 199
 
 
+def test_rounding_of_a_short_text_is_not_that_of_its_first_tokens() -> None:
+    """With nothing in the cache, passes of all widths round nearly alike."""
+    model = tswift.load("demo", device="cpu", dtype="bfloat16", exact=False)
+    prompt = model.encode(NOVEL.read_text())[:90]
+    tokens = [token for step in begin(model, prompt, 100, method="ar", seed=4).steps() for token in step.tokens]
+    assert audit(model.target, prompt, tokens, SamplingParams(banned=model.eos_ids), 4).measured > 0.02
+
+
 def test_bfloat16_on_the_bundled_model() -> None:
     model = tswift.load(dtype="bfloat16", exact=False)
     prompt = model.encode(NOVEL.read_text())[:512]

@@ -86,3 +86,16 @@ def test_learned_positions_that_end_early(tmp_path: Path) -> None:
     with silence():
         checkpoint(ARCHITECTURES["GPT-2"], tmp_path)
     assert load(str(tmp_path), dtype="bfloat16", device="cpu").exact is not None
+
+
+@pytest.mark.parametrize("row", range(1, 16))
+def test_every_row_is_looked_at(row: int) -> None:
+    class AtOnePlace(nn.Module):
+        def forward(self, hidden):
+            scale = torch.ones(hidden.shape[1]).to(hidden)
+            if hidden.shape[1] > row:
+                scale[row] = 1.01
+            return hidden * scale[:, None]
+
+    with pytest.raises(Inexact, match=r"^the result of model.norm\.1 depends on its place"):
+        fingerprint(with_module("model.norm", AtOnePlace, torch.float32))

@@ -122,3 +122,58 @@ def test_a_model_that_cannot(tswift: Tswift, prompt: Path, tmp_path: Path) -> No
     assert "not exact, as an expert takes as many rows as choose it" in found.err
     model = record(tmp_path / "run")["model"]
     assert (model["exact"], model["inexact"]) == (None, "an expert takes as many rows as choose it")
+
+
+def test_reference_decoding_is_not_exact(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
+    found = tswift(*words, "--method", "ar-reference", "--exact", "--len", 20, "--out", tmp_path / "run")
+    assert found.code == 2
+    assert "--exact: cannot be had with ar-reference" in found.err
+    found = tswift(*words, "--method", "ar-reference", "--len", 150, "--out", tmp_path / "run", "--verify")
+    assert found.code == 0, found.err
+    assert record(tmp_path / "run")["model"]["exact"] is None
+
+
+def test_a_text_without_a_run_is_judged_exactly_only_if_that_is_asked_for(
+    tswift: Tswift,  # noqa: F811
+    words: Words,
+    tmp_path: Path,
+) -> None:
+    tswift(*words, "--len", 60, "--out", tmp_path / "run")
+    given = ["--tokens", tmp_path / "run" / "tokens.u32", *words[1:]]
+    for options, exact in (([], None), (["--no-exact"], None), (["--exact"], 16)):
+        found = tswift("verify", *given, *options, "--json", "-")
+        assert found.code == 0, found.err
+        assert json.loads(found.out)["width"] == exact
+
+
+def test_a_long_chain_is_cut_and_can_be_asked_for_again(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
+    chain = ["--method", "magicdec", "--gamma", 24]
+    found = tswift(*words, *chain, "--len", 20, "--out", tmp_path / "run")
+    assert found.code == 0, found.err
+    assert "drafts are cut to 16 nodes" in found.err
+    found = tswift("generate", "--resume", tmp_path / "run", "--gamma", 24, "--len", 30)
+    assert found.code == 0, found.err
+
+
+def test_a_run_goes_on_without_where_exact_passes_cannot_be_had(
+    tswift: Tswift,  # noqa: F811
+    words: Words,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tswift(*words, "--len", 20, "--out", tmp_path / "run")
+    monkeypatch.setattr("tswift.models.loading.set_width", lambda target, attention, exact: "no" if exact else None)
+    found = tswift("generate", "--resume", tmp_path / "run", "--exact", "--len", 30)
+    assert found.code == 2
+    assert "--exact: cannot be had here: no" in found.err
+    found = tswift("generate", "--resume", tmp_path / "run", "--len", 30)
+    assert found.code == 0, found.err
+    assert "rounds otherwise" in found.err
+
+
+def test_sessions_that_are_no_records(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
+    tswift(*words, "--len", 20, "--out", tmp_path / "run")
+    edit(tmp_path / "run", lambda found: found.update(resumed=["x"]))
+    found = tswift("verify", tmp_path / "run")
+    assert found.code == 2
+    assert "run.json is broken" in found.err

@@ -112,7 +112,7 @@ def compare(
     different = {run.label: first_difference(run.tokens, plain.tokens) for run in runs}
     wrong = [run for run in runs if different[run.label] is not None]
     audits = {
-        run.label: config.audit(prompt, run.tokens, seed, partial(on_audit, run.label))
+        run.label: config.audit(prompt, run.tokens, seed, run.method, partial(on_audit, run.label))
         for run in ([plain, *wrong] if wrong else [])
     }
     outcomes = tuple(_outcome(run, plain, reference, different[run.label], audits) for run in runs)

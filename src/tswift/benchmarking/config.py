@@ -125,10 +125,14 @@ class BenchConfig:
         prompt: Sequence[int],
         tokens: Sequence[int],
         seed: int,
+        method: str,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Audit:
-        """Whether a text is what the sampling rule draws; see :func:`tswift.decoding.audit.audit`."""
-        return audit(self.model.target, prompt, tokens, self.params, seed, on_progress)
+        """Whether a text by a method is what the sampling rule draws; see :func:`tswift.decoding.audit.audit`."""
+        target = self.model.target
+        if find_method(method).reference:  # whose passes are not exact
+            target = target.reference()
+        return audit(target, prompt, tokens, self.params, seed, on_progress)
 
 
 @dataclass(frozen=True)

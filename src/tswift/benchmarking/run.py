@@ -497,7 +497,7 @@ def _cases(plan: Plan, prompts: Sequence[Prompt]) -> Iterator[Case]:
 
 
 def _audited(config: BenchConfig, prompt: Sequence[int], seed: int, run: Run) -> bool:
-    return config.audit(prompt, run.tokens, seed).ok
+    return config.audit(prompt, run.tokens, seed, run.method).ok
 
 
 def _labels(config: BenchConfig, plan: Plan) -> list[str]:

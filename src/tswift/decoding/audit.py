@@ -169,19 +169,19 @@ def audit(
     for _ in target.chunks(text[: cuts[0]], kv):
         show(kv.length, nodes)
     for start, stop in pairwise(cuts):
-        stretch = text[start : min(start + _STRETCH, stop)] if start in starts else []
-        others = []
-        for width in _WIDTHS if stretch else ():
-            others.append(_logits(target, stretch, kv, width))
-            kv.length = start  # what comes next takes the place of what the narrow passes wrote
         logits = _logits(target, text[start:stop], kv, _CHUNK)
+        # where a text is short, far into its only chunk: the first rows of one round as narrow passes do
+        at = max(start, min(first, stop - _STRETCH))
+        others = _narrow(target, text[at : min(at + _STRETCH, stop)], kv, at) if start in starts else []
+        kv.length = stop
         for rows in (logits, *others):
             wrong = broken(rows).nonzero().flatten().tolist()
             if wrong:
-                kv.length = start + wrong[-1]  # behind the cause: NaN spreads to tokens before it in the same pass
+                # behind the cause: NaN spreads to tokens before it in the same pass
+                kv.length = (start if rows is logits else at) + wrong[-1]
                 raise not_finite(target, kv, text, rows[wrong[-1]], params)
         for other in others:
-            judge.rounding.measure(logits[: len(other)], other)
+            judge.rounding.measure(logits[at - start :][: len(other)], other)
         judge.largest = max(judge.largest, float(logits.abs().max()))
         judge.rows(max(first, start), logits[max(0, first - start) :])
         show(stop, nodes)
@@ -192,12 +192,26 @@ def stretches(first: int, nodes: int) -> list[int]:
     """Where the stretches begin at which rounding is measured.
 
     They are spread evenly from the first node that draws a token to the last one with a whole chunk from there on: a
-    pass over few nodes may compute just what the narrow ones do. In a text shorter than a chunk there is one before it.
+    pass over few nodes may compute just what the narrow ones do. A text shorter than a chunk is one chunk, at whose end
+    the stretch lies.
     """
     begin = min(first, max(0, nodes - _CHUNK))
     room = max(0, nodes - begin - _CHUNK)
     count = min(_STRETCHES, 1 + room // _CHUNK)
     return [begin + index * room // max(1, count - 1) for index in range(count)]
+
+
+def _narrow(target: Target, tokens: Sequence[int], kv: FullKV, start: int) -> list[Tensor]:
+    """``[n, V]`` logits of tokens from ``start`` on by passes of each narrow width; the cache holds what it held."""
+    slots = slice(start, start + len(tokens))
+    kept = [buffer[:, :, slots].clone() for buffer in (kv.keys, kv.values)]
+    found = []
+    for width in _WIDTHS:
+        kv.length = start
+        found.append(_logits(target, tokens, kv, width))
+    for buffer, rows in zip((kv.keys, kv.values), kept, strict=True):
+        buffer[:, :, slots] = rows
+    return found
 
 
 def _logits(target: Target, tokens: Sequence[int], kv: FullKV, width: int) -> Tensor:

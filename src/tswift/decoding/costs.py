@@ -120,7 +120,7 @@ def _level(target: Target, heads: Heads) -> Callable[[], object]:
         out = states
         if heads.conditioned:
             _, out = heads.step(0, states, target.embed(tokens))
-        return sampler.draw_with_leads(target.logits(out), sampler.seen(tokens, tokens, alone), [0] * _ROWS)
+        return sampler.draw_with_leads(target.open_logits(out), sampler.seen(tokens, tokens, alone), [0] * _ROWS)
 
     return run
 
@@ -150,6 +150,7 @@ def _key(target: Target, heads: Heads | None) -> str:
         config_hash(target.model),
         str(target.dtype),
         target.attention,
+        target.width,
         heads and heads.about(),
         torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads(),
         # quantised ones have other names

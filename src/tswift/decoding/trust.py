@@ -117,4 +117,6 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
         worst = apart.mean((0, 1)).amax().item() if kv.length else 0.0
         if not worst <= target.rounding:
             return f"steps on the device leave other keys and values ({worst:.2g} of their norm)"
+        if target.width is not None and not torch.equal(ours[:, :, : kv.length], theirs[:, :, : kv.length]):
+            return "steps on the device leave keys and values with other bits than a prefill"
     return context.text

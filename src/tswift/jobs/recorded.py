@@ -112,7 +112,7 @@ def read_run(path: Path) -> RunRecord:
     try:
         run = RunRecord(path, record, prompt=prompt, **_fields(record))
         known = record["prompt"]["sha256"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path / RECORD} is broken: {reason}") from None
     if known != fingerprint(prompt):

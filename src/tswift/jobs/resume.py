@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,8 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[s
         own = known.get(name)
         if name in ("device", "dtype", "attention") and value == record["model"][name]:
             continue
+        if _plain(value) == record["options"].get("drafting", {}).get(name):  # it was cut to what fits then, too
+            continue
         if name not in free and _plain(value) != _plain(own):
             said = "none" if own is None else own
             message = f"the run was made with {said}, got {value}; a resumed run keeps its options"
@@ -187,18 +190,24 @@ def _load(run: RunRecord, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel
     """The run's model, loaded as it was then, and seen to be the same."""
     name = asked.get("model", run.model)
     refuse_shape(name)
-    model = load(
+    load_run = partial(
+        load,
         name,
         device=run.device,
         dtype=run.dtype,
         attention=run.attention,
         heads=asked.get("heads", run.record["options"]["heads"]),
         quantize=run.quantize,
-        exact=run.exact,
         draft=asked.get("draft_model", run.draft),
         draft_weights=weights_for([run.method], asked.get("draft_weights", run.draft_weights)),
         ranks=ranks,
     )
+    try:
+        model = load_run(exact=run.exact)
+    except InputError as error:  # on other machines, or more ranks, it goes on without; notes tell
+        if error.option != "--exact" or "exact" in asked:
+            raise
+        model = load_run(exact=False)
     found, known = identity(model), run.record["model"]
     for what in ("weights", "config", "eos_ids", "heads"):
         if found[what] != known.get(what):

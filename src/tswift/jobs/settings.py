@@ -164,7 +164,8 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     refuse_full_disk(path, settings.length, "--out")
     folder = RunFolder.create(path)
     try:
-        model = load(name, quantize=settings.quantize, exact=settings.exact, ranks=ranks, **how)
+        exact = False if find_method(settings.method).reference else settings.exact
+        model = load(name, quantize=settings.quantize, exact=exact, ranks=ranks, **how)
         if settings.preset is not None:
             params = replace(params, banned=banned_ids(settings.preset, model.tokenizer, model.target.vocab_size))
         if settings.chat:
@@ -202,8 +203,8 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     stats = DecodeStats(generation.depth)
     notes = [] if settings.preset is None else [remark(settings.preset, chosen, params.banned)]
     width = model.target.width
-    if width is not None and (options.nodes or 0) > width:
-        notes.append(f"drafts are cut to {width} nodes, which exact passes have room for")
+    if width is not None and ((options.nodes or 0) > width or (options.gamma or 0) >= width):
+        notes.append(f"drafts are cut to {width} nodes, the last token's included: exact passes have room for no more")
     spelled = () if settings.chat else special_tokens_in(model.tokenizer, text, len(prompt))
     if spelled:
         notes.append(f"the prompt spells out special tokens, which are taken as such: {', '.join(spelled)}")
@@ -324,4 +325,6 @@ def _checked(settings: Settings) -> tuple[SamplingParams, DraftOptions]:
     refuse_shape(DEMO if settings.model is None else settings.model)
     heads = {} if settings.heads is None else {"heads": settings.heads}
     refuse_unused([settings.method], {**settings.drafting, **heads})
+    if settings.exact and find_method(settings.method).reference:
+        raise InputError(f"cannot be had with {settings.method}, which sums as reference implementations do", "--exact")
     return sampling_params(settings.sampling), DraftOptions(**settings.drafting)

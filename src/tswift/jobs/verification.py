@@ -92,10 +92,12 @@ def subject_of_run(
     try:
         loaded = load(name, **how, exact=run.exact if exact is None else exact)
     except InputError as error:
-        if error.option != "--exact":
+        if error.option != "--exact" or exact:
             raise
         loaded = load(name, **how, exact=False)
     subject = with_model(run, loaded)
+    if exact and subject.note:
+        raise InputError(f"cannot be had here: {subject.note}", "--exact")
     return replace(subject, note=None) if exact is False else subject
 
 
@@ -132,7 +134,9 @@ def subject_of_text(
     refuse_shape(model or "")
     params, tokens = sampling_params(text.sampling), read_tokens(text.tokens, "--tokens")
     words = read_prompt(text.prompt)
-    asked: dict[str, Any] = {"model": model, "device": device, "dtype": dtype, "quantize": quantize, "exact": exact}
+    # nobody knows whether a text without a run was made by exact passes here, unless the user says so
+    asked: dict[str, Any] = {"model": model, "device": device, "dtype": dtype, "quantize": quantize}
+    asked["exact"] = bool(exact)
     loaded = load(**{name: value for name, value in asked.items() if value is not None})
     prompt = take(loaded.encode(words), text.prefill, bundled=text.prompt is None)
     params, _ = ending(params, loaded.eos_ids, text.stop_at_eos)

@@ -164,19 +164,17 @@ def fingerprint(target: Target) -> str:
         tokens = torch.where(on_path, ids[index // 2], ids.flip(0))
         return forward(tokens, (index + 1) // 2, ancestors)
 
-    same = alike()
-    for row in (1, width // 2, width - 1):
-        _compare(target, (same, 0, alike), (same, row, alike), "its place in the pass")
+    same, rows = alike(), list(range(width))
+    _compare(target, (same, [0] * width, alike), (same, rows, alike), "its place in the pass")
     whole = chain()
     written = [buffer[:, :, before:].clone() for buffer in (kv.keys, kv.values)]
-    _compare(target, (whole, 0, chain), (same, 0, alike), "other nodes")
-    mixed = tree()
-    for depth in {1, width // 2 - 1}:
-        _compare(target, (whole, depth, chain), (mixed, 2 * depth, tree), "other nodes")
+    _compare(target, (whole, [0], chain), (same, [0], alike), "other nodes")
+    half = width // 2
+    _compare(target, (whole, rows[:half], chain), (tree(), rows[: 2 * half : 2], tree), "other nodes")
     for depth in (0, 1, 2):  # one by one, as plain decoding does
         last = index[depth : depth + 1]
         alone = partial(forward, ids[last], last, None, before + depth)
-        _compare(target, (whole, depth, chain), (alone(), 0, alone), "its ancestors being drafted")
+        _compare(target, (whole, [depth], chain), (alone(), [0], alone), "its ancestors being drafted")
         for buffer, known in zip((kv.keys, kv.values), written, strict=True):
             if not torch.equal(buffer[:, :, before + depth], known[:, :, depth]):
                 raise Inexact("keys and values depend on a token's ancestors being drafted")
@@ -188,21 +186,25 @@ def fingerprint(target: Target) -> str:
     return hashlib.sha256(bits).hexdigest()[:16]
 
 
-_Row = tuple[Forwarded, int, Callable[[], Forwarded]]  # a pass, a row in it, and how to run it again
+_Rows = tuple[Forwarded, list[int], Callable[[], Forwarded]]  # a pass, rows in it, and how to run it again
 
 
-def _compare(target: Target, one: _Row, other: _Row, cause: str) -> None:
+def _compare(target: Target, one: _Rows, other: _Rows, cause: str) -> None:
     """Refuse rows that should have the same bits and do not, naming the first module where they differ."""
-    rows = [target.logits(forwarded.hidden)[row] for forwarded, row, _ in (one, other)]
-    hidden = [forwarded.hidden[row] for forwarded, row, _ in (one, other)]
-    if torch.equal(*rows) and torch.equal(*hidden):
+    logits, hidden = (
+        [target.logits(forwarded.hidden)[rows] for forwarded, rows, _ in (one, other)],
+        [forwarded.hidden[rows] for forwarded, rows, _ in (one, other)],
+    )
+    differ = [(first != second).any(-1) for first, second in (hidden, logits)]
+    wrong = (differ[0] | differ[1]).nonzero().flatten().tolist()
+    if not wrong:
         return
-    seen = [_outputs(target, run, row) for _, row, run in (one, other)]
+    seen = [_outputs(target, run, rows[wrong[0]]) for _, rows, run in (one, other)]
     for (name, given, out), (_, twin, made) in zip(*seen, strict=True):
         if not torch.equal(out, made):
             where = name if torch.equal(given, twin) else f"what comes before {name}"
             raise Inexact(f"the result of {where} depends on {cause}")
-    where = "the compiled layers" if torch.equal(*rows) else "the LM head"
+    where = "the compiled layers" if differ[0].any() else "the LM head"
     raise Inexact(f"the result of {where} depends on {cause}")
 
 

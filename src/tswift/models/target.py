@@ -164,8 +164,10 @@ class Target:
         self._compiled, self._failures = True, _failures()
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILES)
-        # without it products of one row, which only read weights, do not reach the bandwidth of the memory
-        options = {"coordinate_descent_tuning": True} if backend == "inductor" else None
+        # Without it products of one row, which only read weights, do not reach the bandwidth of the memory. With one
+        # width there are none, and what the tuning finds, which also orders sums, must not differ between processes.
+        tunes = backend == "inductor" and self.width is None
+        options = {"coordinate_descent_tuning": True} if tunes else None
         try:
             for layer in self._decoder.layers:
                 # with one width, code for sizes in general must never take the place of that for the width
@@ -202,7 +204,8 @@ class Target:
             for compute in (self._compute_eagerly, self._compute):
                 kv = FullKV(self.kv_shape, held + count)
                 self.prefill(text[:held].tolist(), kv)
-                found.append(compute(text[held:], places, self._pass(places, kv, chain)).hidden.double())
+                run = self._pass(places, kv, chain) if self.width is None else self._exact_pass(kv, count, chain)
+                found.append(compute(text[held:], places, run).hidden.double())
             apart.append(((found[1] - found[0]).norm(dim=-1) / found[0].norm(dim=-1)).max())
         return float(torch.stack(apart).max())  # NaN if any is
 
