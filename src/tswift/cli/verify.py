@@ -126,8 +126,8 @@ def verify(
         bool | None,
         options.option(
             "Model",
-            "Judge every token by the bits that it was drawn from, or within rounding. (default: as the run, or in "
-            "bfloat16 and float16, and on CUDA)",
+            "Judge every token by the bits that it was drawn from, or within rounding. (default: as the run; within "
+            "rounding with --tokens)",
             "--exact/--no-exact",
         ),
     ] = None,
