@@ -8,12 +8,14 @@ The cache is filled with noise up to each context, and drafts are accepted at a 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import time
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ _ROOM = 12  # tokens for which there is room, per timed step
 
 
 def main() -> int:
-    """Measure and print; with --out also write ``cost.md``."""
+    """Measure and print; with --out also write ``cost.md`` and every sample in ``cost.json``."""
     parser = argparse.ArgumentParser(prog="benchmarks.exact_cost", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtypes", default="bfloat16,float32")
@@ -38,6 +40,7 @@ def main() -> int:
         "| dtype | context | method | ms a step, as wide as needed | exact | ratio |",
         "| --- | ---: | --- | ---: | ---: | ---: |",
     ]
+    samples: list[dict[str, Any]] = []
     for dtype in args.dtypes.split(","):
         models = {exact: load(args.model, dtype=dtype, exact=exact) for exact in (False, True)}
         for context in map(int, args.contexts.split(",")):
@@ -52,6 +55,10 @@ def main() -> int:
                     next(steps)
                     if number >= 5:  # the first ones warm up
                         seconds[key].append(time.perf_counter() - started)
+            samples += [
+                {"dtype": dtype, "context": context, "method": method, "exact": exact, "seconds": taken}
+                for (method, exact), taken in seconds.items()
+            ]
             for method in _METHODS:
                 loose, exact = (1e3 * median(seconds[method, each]) for each in (False, True))
                 rows.append(f"| {dtype} | {context:,} | {method} | {loose:.2f} | {exact:.2f} | {exact / loose:.2f} |")
@@ -63,6 +70,7 @@ def main() -> int:
     told = f"`{command}`, {machine}, {now()}; medians of {args.steps} steps"
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "cost.json").write_text(json.dumps({"command": command, **about, "samples": samples}))
         (args.out / "cost.md").write_text("\n".join(["# What exact passes cost", "", told, "", *rows, ""]))
     return 0
 
