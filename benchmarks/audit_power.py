@@ -3,7 +3,7 @@
 Decodes with the bundled model, once as asked and once with a mistake in it, and audits both as the text that was asked
 for. For each mistake and each arithmetic: how many of the texts it changed, and how many of those the audit refused.
 
-    python benchmarks/audit_power.py --seeds 6 --out results/audit-power
+    python -m benchmarks.audit_power --seeds 6 --out results/audit-power
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _about() -> str:
     return (
         f"Texts of 200 tokens if nothing is said, after 256 of {NOVEL.name}, one per seed, window {PARAMS.window}; "
         f"{machine['cpu']}, torch {torch.__version__}, {torch.get_num_threads()} thread(s), {now()[:10]}; "
-        "`python benchmarks/audit_power.py`, a column at a time (`--only`)."
+        "`python -m benchmarks.audit_power`, a column at a time (`--only`)."
     )
 
 

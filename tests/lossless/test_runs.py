@@ -177,3 +177,13 @@ def test_sessions_that_are_no_records(tswift: Tswift, words: Words, tmp_path: Pa
     found = tswift("verify", tmp_path / "run")
     assert found.code == 2
     assert "run.json is broken" in found.err
+
+
+def test_compare_and_bench_say_what_they_cut(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
+    compared = tswift("compare", *words[1:], "--methods", "ar,medusa", "--nodes", 40, "--len", 20)
+    assert compared.code == 0, compared.err
+    assert "drafts are cut to 16 nodes" in compared.err
+    model = ["--model", words[2], "--dtype", "bfloat16", "--prompts", words[4], "--prefill", 8, "--lens", 20]
+    measured = tswift("bench", *model, "--methods", "medusa", "--nodes", 40, "--no-plots", "--out", tmp_path / "bench")
+    assert measured.code == 0, measured.err
+    assert "drafts are cut to 16 nodes" in measured.err

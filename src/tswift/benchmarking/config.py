@@ -10,7 +10,7 @@ from typing import Any
 
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import OF_CHOICE, find_method, resolve, used
+from tswift.drafting.methods import OF_CHOICE, cut_note, find_method, resolve, used
 from tswift.drafting.options import DraftOptions
 from tswift.engine import ending, preflight
 from tswift.errors import InputError, renamed
@@ -97,12 +97,14 @@ class BenchConfig:
         params: sampling parameters; end-of-text tokens are banned, so lengths are exact.
         contenders: labels are unique; ``ar`` is among them.
         simulate_alpha: as in :class:`BenchOptions`.
+        note: what of the options had to be changed; None for nothing.
     """
 
     model: LoadedModel
     params: SamplingParams
     contenders: Sequence[Contender]
     simulate_alpha: float | None = None
+    note: str | None = None
 
     @property
     def simulated(self) -> dict[str, Any] | None:
@@ -229,7 +231,8 @@ def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: s
     except InputError as error:
         raise renamed(error, {"--method": "--methods"}) from None
     params, _ = ending(params, model.eos_ids, stop_at_eos=False)
-    return BenchConfig(model, params, contenders, options.simulate_alpha)
+    cuts = [note for asked in drafting.values() if (note := cut_note(asked, model.target.width)) is not None]
+    return BenchConfig(model, params, contenders, options.simulate_alpha, next(iter(cuts), None))
 
 
 def _refuse_alpha(alpha: float | None, drafting: Mapping[str, DraftOptions]) -> None:

@@ -318,6 +318,8 @@ def bench(
             gate.refuse_foreign(measurement, baseline, rules, force)
             gate.refuse_single(rules, repeats, baseline)
     bars = Bars(quiet, not no_progress)
+    if config.note is not None:
+        bars.say(config.note)
     if simulated:
         bars.say(f"simulated: {simulation(measurement)}")
     draw = plotted(bars, plots)

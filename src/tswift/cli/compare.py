@@ -80,6 +80,8 @@ def compare(
     bars = Bars(quiet, not no_progress)
     target = config.model.target
     about = f"model {model}, {target.device}{config.model.besides()}"
+    if config.note is not None:
+        bars.say(config.note)
     bars.say(f"{about}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
     plain: dict[str, float] = {}
 

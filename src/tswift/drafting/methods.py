@@ -393,6 +393,13 @@ def resolve(name: str, target: Target, heads: Heads | None, options: DraftOption
     return replace(resolved, nodes=nodes and min(nodes, target.width), gamma=gamma and min(gamma, target.width - 1))
 
 
+def cut_note(options: DraftOptions, width: int | None) -> str | None:
+    """What to tell a user whose drafts :func:`resolve` cuts to passes of ``width`` rows; None if it does not."""
+    if width is None or ((options.nodes or 0) <= width and (options.gamma or 0) < width):
+        return None
+    return f"drafts are cut to {width} nodes, the last token's included: exact passes have room for no more"
+
+
 def resolve_for(
     name: str, device: torch.device, groups: int, most_nodes: int | None, heads: int, options: DraftOptions
 ) -> DraftOptions:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import OF_CHOICE, OF_NGRAMS, find_method, used
+from tswift.drafting.methods import OF_CHOICE, OF_NGRAMS, cut_note, find_method, used
 from tswift.drafting.options import FULL, DraftOptions
 from tswift.engine import begin, preflight
 from tswift.errors import InputError
@@ -202,9 +202,9 @@ def start(settings: Settings, command: Sequence[str], ranks: Ranks = ALONE) -> J
     }
     stats = DecodeStats(generation.depth)
     notes = [] if settings.preset is None else [remark(settings.preset, chosen, params.banned)]
-    width = model.target.width
-    if width is not None and ((options.nodes or 0) > width or (options.gamma or 0) >= width):
-        notes.append(f"drafts are cut to {width} nodes, the last token's included: exact passes have room for no more")
+    cut = cut_note(options, model.target.width)
+    if cut is not None:
+        notes.append(cut)
     spelled = () if settings.chat else special_tokens_in(model.tokenizer, text, len(prompt))
     if spelled:
         notes.append(f"the prompt spells out special tokens, which are taken as such: {', '.join(spelled)}")
