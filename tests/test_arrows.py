@@ -19,7 +19,7 @@ ORDER = [
     {"decoding"},
     {"models"},
     {"kv", "attention"},
-    {"reading"},
+    {"options", "reading"},
     {"errors"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

@@ -16,14 +16,13 @@ from tswift.decoding.step import Step, Walk
 from tswift.decoding.trust import try_steps
 from tswift.drafting.methods import (
     draft_slots,
-    find_method,
     make_drafter,
     partial_slots,
     recall_bytes,
     resolve,
     resolve_for,
 )
-from tswift.drafting.options import MEASURED, DraftOptions
+from tswift.drafting.options import MEASURED, DraftOptions, find_method
 from tswift.errors import InputError
 from tswift.kv.policies import POLICIES
 from tswift.models.devices import available_bytes, gigabytes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 
 
 class InputError(ValueError):
@@ -10,12 +11,18 @@ class InputError(ValueError):
 
     Args:
         message: what is wrong, in one line.
-        option: the option that caused it, as typed on the command line, such as ``--min-p``.
+        field: the parameter that caused it, such as ``min_p``. The command line says the option: ``--min-p``.
     """
 
-    def __init__(self, message: str, option: str | None = None) -> None:
-        super().__init__(f"{option}: {message}" if option else message)
-        self.option = option
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.message, self.option, self.field = message, field, field and field_name(field)
+
+
+def field_name(option: str) -> str:
+    """A parameter's name in Python, from that or its option on the command line."""
+    name = option.removeprefix("--").replace("-", "_")
+    return {"len": "length"}.get(name, name) if " " not in option else option
 
 
 class Fault(RuntimeError):
@@ -26,7 +33,13 @@ class Fault(RuntimeError):
     """
 
 
-def renamed(error: InputError, options: Mapping[str, str]) -> InputError:
-    """The same error, its option called as the command at hand calls it."""
-    name = options.get(error.option or "")
-    return InputError(str(error).removeprefix(f"{error.option}: "), name) if name else error
+def renamed(error: InputError, fields: Mapping[str, str]) -> InputError:
+    """The same error, about the parameter that the caller has in the place of the one that it names."""
+    names = {field_name(old): new for old, new in fields.items()}
+    return InputError(error.message, names.get(error.field or "", error.option))
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """``; did you mean X?`` for the choice that is closest to a name, or nothing if none is close."""
+    close = get_close_matches(str(name), list(choices), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""

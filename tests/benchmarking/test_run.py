@@ -19,18 +19,8 @@ from tests.helpers import PLAIN, drafter_of, random_prompt, random_tree, tiny_ta
 from tswift.benchmarking import config as config_module
 from tswift.benchmarking import run as run_module
 from tswift.benchmarking.comparison import compare
-from tswift.benchmarking.config import (
-    FULL,
-    SAMPLED,
-    BenchConfig,
-    BenchOptions,
-    Contender,
-    Plan,
-    Prompt,
-    configure,
-    encode,
-    read_texts,
-)
+from tswift.benchmarking.config import BenchConfig, Contender, Prompt, configure, encode, read_texts
+from tswift.benchmarking.options import FULL, SAMPLED, BenchOptions, Plan
 from tswift.benchmarking.run import (
     Case,
     Probe,

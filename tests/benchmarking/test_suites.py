@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tswift.benchmarking.config import BenchOptions, Plan, Prompt
+from tswift.benchmarking.config import Prompt
+from tswift.benchmarking.options import BenchOptions, Plan
 from tswift.benchmarking.quality import quality
 from tswift.benchmarking.report import order_grid, suite_grids, write_suite
 from tswift.benchmarking.suite_run import Pair, begin_suite, compared, prepare, run_suite, tree_nodes

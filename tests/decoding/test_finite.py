@@ -27,10 +27,9 @@ from tswift.decoding.audit import audit
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.finite import NotFinite
 from tswift.decoding.loop import Decoding
-from tswift.decoding.params import SamplingParams
+from tswift.decoding.params import SamplingParams, warp
 from tswift.decoding.sampling import NO_TOKEN, Sampler
 from tswift.decoding.tree import DraftTree
-from tswift.decoding.warping import warp
 from tswift.drafting.chains import PartialDraftModel
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
 from tswift.kv.full import FullKV

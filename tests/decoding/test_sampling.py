@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.helpers import PLAIN, random_tree
 from tswift.decoding.noise import gumbel
-from tswift.decoding.params import SamplingParams
+from tswift.decoding.params import SamplingParams, warp
 from tswift.decoding.sampling import NO_TOKEN, Sampler
-from tswift.decoding.warping import warp
 
 CPU = torch.device("cpu")
 

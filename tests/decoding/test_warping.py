@@ -21,8 +21,7 @@ from transformers.generation.logits_process import (
 
 from tests.helpers import PLAIN
 from tswift.decoding import warping
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.warping import warp
+from tswift.decoding.params import SamplingParams, warp
 
 
 def transformers_warp(logits, text: list[int], params: SamplingParams):

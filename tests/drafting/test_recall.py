@@ -10,9 +10,8 @@ import torch
 
 from tests.helpers import VOCAB
 from tswift.decoding.drafter import Context
-from tswift.decoding.params import SamplingParams
+from tswift.decoding.params import SamplingParams, warp
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.warping import warp
 from tswift.drafting.history import LogitHistory
 from tswift.models.passes import Forwarded
 

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tswift.jobs.settings import Settings, draft_for, start
 
 from tests.conftest import make_checkpoint
 from tswift import engine
-from tswift.benchmarking.config import BenchOptions, configure
+from tswift.benchmarking.config import configure
+from tswift.benchmarking.options import BenchOptions
 from tswift.benchmarking.run import open_runs
 from tswift.drafting.methods import draft_slots
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, preflight
 from tswift.errors import InputError
 from tswift.jobs.resume import resume
-from tswift.jobs.settings import Settings, draft_for, start
 from tswift.models.loading import load
 from tswift.models.prospect import inspect_model
 

@@ -6,18 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+from tswift.jobs.settings import Settings, start, weights_for
 
 from tests import fake_torchao
 from tests.benchmarking.helpers import MACHINE
-from tswift.benchmarking.config import BenchOptions, Plan, Prompt, configure
+from tswift.benchmarking.config import Prompt, configure
 from tswift.benchmarking.gate import bench_schema, schema_errors
+from tswift.benchmarking.options import BenchOptions, Plan
 from tswift.benchmarking.roofline import floor_of
 from tswift.benchmarking.run import begin_measurement
 from tswift.benchmarking.suite_run import prepare
 from tswift.benchmarking.suites import find_suite
 from tswift.errors import InputError
 from tswift.jobs.resume import resume
-from tswift.jobs.settings import Settings, start, weights_for
 
 WORDS = ["tswift"]
 

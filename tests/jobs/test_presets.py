@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 
 import pytest
+from tswift.jobs.settings import refuse_unused
 
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.presets import PRESETS, banned_ids, choose, find_preset, remark
-from tswift.jobs.settings import refuse_unused
 from tswift.models.shapes import SHAPES
 
 TABLE_10 = """\

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tswift.jobs.settings import Settings, start
 
 from tests.jobs.faults import FaultyOs, Killed, power_cut
 from tswift.decoding.stats import DecodeStats
@@ -24,7 +25,6 @@ from tswift.jobs import settings
 from tswift.jobs.job import Job
 from tswift.jobs.recorded import read_saved
 from tswift.jobs.resume import resume
-from tswift.jobs.settings import Settings, start
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load as real_load
 

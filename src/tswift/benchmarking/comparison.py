@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from tswift.benchmarking.config import BASELINE, REFERENCE, BenchConfig
+from tswift.benchmarking.config import BenchConfig
+from tswift.benchmarking.options import BASELINE, REFERENCE
 from tswift.benchmarking.run import Run, first_difference, interleave, open_runs, slice_goals
 from tswift.decoding.audit import Audit
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tswift.benchmarking.config import BASELINE, DRAFTLESS, REFERENCE
 from tswift.benchmarking.grid import marks, method_name
+from tswift.benchmarking.options import BASELINE, DRAFTLESS, REFERENCE
 from tswift.benchmarking.suite_run import measured_rows
 from tswift.benchmarking.suites import (
     LENGTH,

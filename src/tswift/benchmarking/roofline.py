@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tswift.benchmarking.config import BASELINE, BenchConfig
+from tswift.benchmarking.config import BenchConfig
 from tswift.benchmarking.grid import NOTHING, Grid, duration, method_name, quantity
+from tswift.benchmarking.options import BASELINE
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import find_method
-from tswift.drafting.options import FULL
+from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError
 from tswift.models.devices import available_bytes
 from tswift.models.quantizing import BITS, DRAFT_OPTION, KINDS

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, BenchConfig, Plan, Prompt
+from tswift.benchmarking.config import BenchConfig, Prompt
+from tswift.benchmarking.options import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, Plan
 from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
 from tswift.benchmarking.simulated import SimulatedWalk
 from tswift.benchmarking.summary import COUNTERS, FINISHED

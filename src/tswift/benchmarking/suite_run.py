@@ -13,16 +13,8 @@ from itertools import combinations
 from statistics import mean, stdev
 from typing import Any
 
-from tswift.benchmarking.config import (
-    BASELINE,
-    DRAFTLESS,
-    REFERENCE,
-    BenchConfig,
-    BenchOptions,
-    Contender,
-    Plan,
-    Prompt,
-)
+from tswift.benchmarking.config import BenchConfig, Contender, Prompt
+from tswift.benchmarking.options import BASELINE, DRAFTLESS, REFERENCE, BenchOptions, Plan
 from tswift.benchmarking.quality import quality
 from tswift.benchmarking.roofline import Machine
 from tswift.benchmarking.run import INTERRUPTED, RUNNING, Case, Run, Sample, begin_measurement, measure
@@ -39,14 +31,14 @@ from tswift.benchmarking.suites import (
     published_rows,
 )
 from tswift.benchmarking.summary import FINISHED, Cell, Figure, by_draw, summarise
+from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import resolve
-from tswift.drafting.options import DraftOptions
+from tswift.drafting.options import DraftOptions, find_method
 from tswift.engine import check, ending, preflight
 from tswift.errors import InputError
+from tswift.jobs.config import loading
 from tswift.jobs.environment import now
 from tswift.jobs.prompt import TextStream
-from tswift.jobs.settings import draft_for, sampling_params
-from tswift.models.draft import DRAFT_OPTION
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
 
@@ -88,13 +80,13 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
     typed = [*options.sampling, *options.drafting, *(["tree"] if options.trees else [])]
     for name in typed:
         if name in suite.own:
-            raise InputError(f"suite {suite.name} sets it itself", f"--{name.replace('_', '-')}")
+            raise InputError(f"suite {suite.name} sets it itself", name)
     options.refuse_unused(suite.methods)
     reference = REFERENCE in options.methods
     if reference and not (suite.axis == "method" and suite.along == AXIS):
         raise InputError(f"suite {suite.name} compares no methods", "--with-reference-ar")
     DraftOptions(**options.drafting)  # what is out of range is told before a model is loaded
-    params = [sampling_params({**options.sampling, **setting.sampling}) for setting in suite.settings]
+    params = [SamplingParams(**{**options.sampling, **setting.sampling}) for setting in suite.settings]
     model = _load(suite, options)
     contenders, missing, errors = [Contender(BASELINE, BASELINE, DraftOptions())], {}, []
     for choice in suite.choices:
@@ -102,10 +94,10 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
         try:
             contenders.append(Contender(label, choice.method, _draft_options(choice, model, options, plan)))
         except InputError as error:
-            missing[label] = str(error).removeprefix(f"{error.option}: ")
+            missing[label] = error.message
             errors.append(error)
     if len(contenders) == 1:
-        if errors[0].option in {f"--{name.replace('_', '-')}" for name in typed}:
+        if errors[0].field in typed:
             raise errors[0]
         raise InputError(f"{suite.name} cannot run on this model: {next(iter(missing.values()))}", "--suite")
     if reference:
@@ -119,15 +111,15 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
 
 def _load(suite: Suite, options: BenchOptions) -> LoadedModel:
     """The model, with a smaller one where one is asked for, or is there anyway."""
-    how, name = options.loading(suite.methods), options.model
-    preflight(name, 1, 1, BASELINE, DraftOptions(), option="--model", **how)
     try:
-        draft = draft_for(suite.methods, name, options.draft_model)
-        return load(name, exact=options.exact, **how, draft=draft)
+        how = loading(options, suite.methods)
     except InputError as error:
-        if options.draft_model is not None or error.option != DRAFT_OPTION:
+        if options.draft_model is not None or error.field != "draft_model":
             raise
-        return load(name, exact=options.exact, **how)  # what needs one is left out
+        # methods that need a draft model are left out
+        how = loading(options, [method for method in suite.methods if not find_method(method).draft])
+    preflight(options.model, 1, 1, BASELINE, DraftOptions(), option="model", **how)
+    return load(options.model, exact=options.exact, quantize=options.quantize, **how)
 
 
 def _draft_options(choice: Choice, model: LoadedModel, options: BenchOptions, plan: Plan) -> DraftOptions:
@@ -139,7 +131,7 @@ def _draft_options(choice: Choice, model: LoadedModel, options: BenchOptions, pl
     try:
         check(model.target, max(plan.prefills), max(plan.lens), choice.method, resolved, draft=model.draft)
     except InputError as error:
-        if error.option == DRAFT_OPTION:  # what the model itself cannot do is told for all methods
+        if error.field == "draft_model":  # what the model itself cannot do is told for all methods
             raise
     return resolved
 

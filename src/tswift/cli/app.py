@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _command().main(args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words])
     except InputError as error:
-        return _bad_input(str(error))
+        return _bad_input(_as_typed(error, words))
     except Fault as error:
         return _failed(str(error))
     except (KeyboardInterrupt, typer.Abort) as stop:
@@ -85,6 +85,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind = type(error).__name__
         return _failed(f"unexpected {kind}: {error}; a mistake in tswift; {_TRACEBACK}=1 shows where")
     return code if isinstance(code, int) else OK
+
+
+def _as_typed(error: InputError, words: Sequence[str]) -> str:
+    """An error's line, its parameter called as the command calls it."""
+    if error.field is None:
+        return error.message
+    command = _command()
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    flags = {parameter.name: parameter.opts[-1] for parameter in command.params}
+    flag = flags.get(error.field) or flags.get(f"{error.field}s")
+    if flag is None and error.option is not None:
+        flag = f"--{error.field.replace('_', '-')}" if " " not in error.field else error.field
+    return f"{flag}: {error.message}"
 
 
 def _ran_out(error: Exception) -> bool:

@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tswift.benchmarking import gate
 from tswift.benchmarking.gate import METRICS
+from tswift.benchmarking.options import BenchOptions, Plan, parse_trees
 from tswift.benchmarking.suites import SUITES, Suite, find_suite
 from tswift.cli import options
-from tswift.cli.streams import FAILED, INTERRUPTED
+from tswift.cli.streams import FAILED, INTERRUPTED, loading
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
+from tswift.models.config import SHAPE_PREFIX, refuse_shape
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.config import Plan
     from tswift.benchmarking.run import Case, Run
     from tswift.cli.bars import Bars
 
@@ -73,25 +77,6 @@ def empty_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def plan_of(context: typer.Context, prefills: Sequence[int]) -> Plan:
-    """The grid that the options ask for; ``prefills`` if they say nothing of that.
-
-    Raises:
-        InputError: a value is outside its range.
-    """
-    from tswift.benchmarking.config import Plan
-
-    given = context.params
-    return Plan(
-        prefills=tuple(given["prefill"] or prefills),
-        lens=options.numbers(given["lens"], "--lens"),
-        seeds=options.numbers(given["seeds"], "--seeds"),
-        ar=given["ar"],
-        repeats=given["repeats"],
-        warmup=given["warmup"],
-    )
-
-
 def plotted(bars: Bars, plots: bool) -> bool:
     """Whether to plot: if asked to, and matplotlib is there."""
     from tswift.benchmarking.plots import available
@@ -115,39 +100,34 @@ def finish(
         raise typer.Exit(INTERRUPTED)
 
 
-def suite_bench(context: typer.Context, name: str) -> None:
-    """Run a suite with the options of ``tswift bench``.
-
-    Raises:
-        InputError: no such suite, or an option that it sets itself or has no use for.
-    """
+def suite_bench(
+    suite: Suite,
+    asked: BenchOptions,
+    plan: Plan,
+    prompts: Sequence[str],
+    out: Path | None,
+    bars: Bars,
+    plots: bool,
+    command: Sequence[str],
+) -> None:
+    """Run a suite with the options of ``tswift bench``."""
     from tswift.benchmarking import report
     from tswift.benchmarking.config import encode, read_texts
     from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite
     from tswift.benchmarking.summary import FINISHED
     from tswift.cli import tables
-    from tswift.cli.bars import Bars
     from tswift.jobs.folder import default_path
-    from tswift.models.shapes import refuse_shape
 
-    suite, given, typed = find_suite(name), context.params, options.typed(context)
-    _refuse(suite, typed)
-    if "lens" not in typed:
-        given["lens"] = ",".join(map(str, suite.lens))
-    plan = plan_of(context, suite.prefills)
-    asked = options.entry(context)
-    refuse_shape(asked.model)
-    texts = read_texts(given["prompts"] or ())
-    folder: Path = given["out"] or default_path(f"bench-{suite.name}")
+    texts = read_texts(prompts)
+    folder = out or default_path(f"bench-{suite.name}")
     with empty_folder(folder):
         prepared = prepare(suite, asked, plan)
         model = next(iter(prepared.groups.values())).model
         chosen = encode(texts, model, max(plan.prefills))
-        record = begin_suite(prepared, chosen, plan, context.obj)
-    bars = Bars(given["quiet"], not given["no_progress"])
+        record = begin_suite(prepared, chosen, plan, command)
     for label, why in prepared.missing.items():
         bars.say(f"{label} is left out: {why}")
-    draw = plotted(bars, given["plots"])
+    draw = plotted(bars, plots)
     progress = Progress(bars, max(plan.lens), lambda: report.write_suite(record, folder, whole=False))
 
     def show(label: str, *at: Any) -> None:
@@ -164,14 +144,13 @@ def suite_bench(context: typer.Context, name: str) -> None:
     finish(bars, samples, record["state"] == FINISHED, folder)
 
 
-def _refuse(suite: Suite, typed: Mapping[str, object]) -> None:
+def _refuse(suite: Suite, typed: Sequence[str]) -> None:
     """No option is silently ignored."""
     for name in typed:
-        option = f"--{name.replace('_', '-')}"
         if name in suite.own:
-            raise InputError(f"suite {suite.name} sets it itself", option)
+            raise InputError(f"suite {suite.name} sets it itself", name)
         if name in _OF_BENCH:
-            raise InputError("cannot be given together with --suite", option)
+            raise InputError("cannot be given together with --suite", name)
 
 
 def _show_texts(kept: Sequence[Mapping[str, Any]]) -> None:
@@ -191,8 +170,9 @@ def _show_texts(kept: Sequence[Mapping[str, Any]]) -> None:
 _GATE, _GRID, _OUTPUT = "Gate", "Grid", "Output"
 
 
+@options.takes(Plan, BenchOptions, SamplingParams, DraftOptions, without=("tree",))
 def bench(
-    context: typer.Context,
+    typed: options.Typed,
     suite: Annotated[
         str | None,
         typer.Option(
@@ -200,61 +180,13 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    prefill: Annotated[
-        list[int] | None, options.option(_GRID, "Prompt tokens; repeatable. (default: 4096)", "--prefill")
-    ] = None,
-    lens: Annotated[
-        str, typer.Option(help="Generated lengths; one run goes to the longest.", rich_help_panel=_GRID)
-    ] = "20000,40000,60000,80000,100000",
-    methods: options.Methods = "ar,medusa,tokenswift",
-    with_reference_ar: options.ReferenceAr = False,
-    seeds: Annotated[str, typer.Option(help="A run for each.", rich_help_panel=_GRID)] = "0",
     prompts: Annotated[
         list[str] | None,
         options.option(
             _GRID, "File, folder of .txt, or pg19:N (needs the hub); repeatable. (default: bundled novel)", "--prompts"
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Runs of the whole grid.", rich_help_panel=_GRID)] = 1,
-    ar: Annotated[
-        str, typer.Option(help="full runs plain decoding; sampled times some of its steps.", rich_help_panel=_GRID)
-    ] = "full",
-    warmup: Annotated[int, typer.Option(help="Tokens generated before measuring.", rich_help_panel=_GRID)] = 32,
-    simulate_alpha: Annotated[
-        float | None,
-        options.option(
-            _GRID,
-            "Accept this share of the drafted tokens whatever is drawn: times are real, texts are not.",
-            "--simulate-alpha",
-        ),
-    ] = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    eta: options.Eta = None,
-    penalty: options.Penalty = None,
-    window: options.Window = None,
     tree: options.Trees = None,
-    nodes: options.Nodes = None,
-    ngrams: options.Ngrams = None,
-    reuse_recent: options.ReuseRecent = None,
-    gamma: options.Gamma = None,
-    inner_gamma: options.InnerGamma = None,
-    kv: options.Kv = None,
-    budget: options.Budget = None,
-    sinks: options.Sinks = None,
-    shared_noise: options.SharedNoise = None,
-    costs: options.Costs = None,
-    recall: options.Recall = None,
-    heads: options.HeadsFile = None,
-    draft_model: options.DraftModel = None,
-    draft_weights: options.DraftWeights = None,
-    model: options.ModelOrShape = "demo",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    attention: options.Attention = "auto",
-    exact: options.Exact = None,
     against: Annotated[
         Path | None, options.option(_GATE, "bench.json to hold the figures against.", "--against")
     ] = None,
@@ -287,36 +219,47 @@ def bench(
 
     Exit code 1 if a text is not plain decoding's, or on a regression against --against.
     """
+    asked = BenchOptions.of(parse_trees(tree), typed.values)
     if suite is not None:
-        return suite_bench(context, suite)
-    from tswift.benchmarking import gate, report
-    from tswift.benchmarking.config import configure, encode, read_texts
-    from tswift.benchmarking.run import begin_measurement, measure
-    from tswift.benchmarking.summary import FINISHED, simulation
-    from tswift.cli import tables
-    from tswift.cli.bars import Bars
-    from tswift.jobs.folder import default_path
-    from tswift.models.shapes import PREFIX
+        chosen_suite = find_suite(suite)
+        own = {"against": against, "fail_on": fail_on, "force": force, "paper": paper, "tree": tree}
+        _refuse(chosen_suite, [*typed.values, *(name for name, value in own.items() if value)])
+        refuse_shape(asked.model)
+        plan = Plan(**{"prefills": chosen_suite.prefills, "lens": chosen_suite.lens, **typed.of(Plan)})
+        with loading(asked.model, quiet):
+            from tswift.cli.bars import Bars
 
-    plan = plan_of(context, (4096,))
-    asked = options.entry(context)
+        return suite_bench(
+            chosen_suite, asked, plan, prompts or (), out, Bars(quiet, not no_progress), plots, typed.command
+        )
+    plan = typed.make(Plan)
     rules = [gate.parse_rule(rule) for rule in fail_on or ()]
     if (against is None) != (not rules):
         raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
     if force and not against:
-        raise InputError("goes with --against", "--force")
+        raise InputError("goes with --against", "force")
+    asked.check()
+    with loading(asked.model, quiet):
+        from tswift.benchmarking import report
+        from tswift.benchmarking.config import configure, encode, read_texts
+        from tswift.benchmarking.run import begin_measurement, measure
+        from tswift.benchmarking.summary import FINISHED, simulation
+        from tswift.cli import tables
+        from tswift.cli.bars import Bars
+        from tswift.jobs.folder import default_path
+
     baseline = gate.load_measurement(against) if against else None
     texts = read_texts(prompts or ())
-    simulated = simulate_alpha is not None or model.startswith(PREFIX)
+    simulated = asked.simulate_alpha is not None or asked.model.startswith(SHAPE_PREFIX)
     folder = out or default_path("bench-simulated" if simulated else "bench")
     longest, length = max(plan.prefills), max(plan.lens)
     with empty_folder(folder):
-        config = configure(asked, longest, length, "--prefill" if longest > length else "--lens")
+        config = configure(asked, longest, length, "prefills" if longest > length else "lens")
         chosen = encode(texts, config.model, longest)
-        measurement = begin_measurement(config, chosen, plan, context.obj)
+        measurement = begin_measurement(config, chosen, plan, typed.command)
         if baseline:
             gate.refuse_foreign(measurement, baseline, rules, force)
-            gate.refuse_single(rules, repeats, baseline)
+            gate.refuse_single(rules, plan.repeats, baseline)
     bars = Bars(quiet, not no_progress)
     if config.note is not None:
         bars.say(config.note)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from tswift.benchmarking.options import BenchOptions, CompareConfig, parse_trees
 from tswift.cli import options
-from tswift.cli.streams import FAILED, INTERRUPTED
+from tswift.cli.streams import FAILED, INTERRUPTED, loading
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.options import DraftOptions
+from tswift.models.config import refuse_shape
 
 if TYPE_CHECKING:
     from tswift.benchmarking.comparison import Comparison, Outcome
@@ -15,41 +19,10 @@ if TYPE_CHECKING:
     from tswift.benchmarking.run import Run
 
 
+@options.takes(CompareConfig, BenchOptions, SamplingParams, DraftOptions, without=("tree", "simulate_alpha"))
 def compare(
-    context: typer.Context,
-    length: Annotated[int, typer.Option("--len", help="Tokens to generate, exactly.")] = 4000,
-    methods: options.Methods = "ar,medusa,tokenswift",
-    with_reference_ar: options.ReferenceAr = False,
-    prompt: options.Prompt = None,
-    prefill: options.Prefill = None,
-    seed: options.Seed = 0,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    eta: options.Eta = None,
-    penalty: options.Penalty = None,
-    window: options.Window = None,
+    typed: options.Typed,
     tree: options.Trees = None,
-    nodes: options.Nodes = None,
-    ngrams: options.Ngrams = None,
-    reuse_recent: options.ReuseRecent = None,
-    gamma: options.Gamma = None,
-    inner_gamma: options.InnerGamma = None,
-    kv: options.Kv = None,
-    budget: options.Budget = None,
-    sinks: options.Sinks = None,
-    shared_noise: options.SharedNoise = None,
-    costs: options.Costs = None,
-    recall: options.Recall = None,
-    heads: options.HeadsFile = None,
-    draft_model: options.DraftModel = None,
-    draft_weights: options.DraftWeights = None,
-    model: options.Model = "demo",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    attention: options.Attention = "auto",
-    exact: options.Exact = None,
     json: options.Json = None,
     quiet: options.Quiet = False,
     no_progress: options.NoProgress = False,
@@ -58,28 +31,30 @@ def compare(
 
     Exit code 1 if a text differs from plain decoding's by more than rounding explains.
     """
-    from tswift.benchmarking.comparison import compare as run_all
-    from tswift.benchmarking.config import configure
-    from tswift.benchmarking.run import open_runs
-    from tswift.cli import records, tables
-    from tswift.cli.bars import Bars
-    from tswift.jobs.environment import environment
-    from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, take
-    from tswift.jobs.settings import refuse_below_one
-    from tswift.models.shapes import refuse_shape
+    wanted, asked = typed.make(CompareConfig), BenchOptions.of(parse_trees(tree), typed.values)
+    refuse_shape(asked.model)
+    asked.check()
+    text = wanted.read(asked.model)
+    with loading(asked.model, quiet):
+        from tswift.benchmarking.comparison import compare as run_all
+        from tswift.benchmarking.config import configure
+        from tswift.benchmarking.run import open_runs
+        from tswift.cli import records, tables
+        from tswift.cli.bars import Bars
+        from tswift.jobs.environment import environment
+        from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, take
 
-    refuse_below_one({"--len": length, "--prefill": prefill})
-    refuse_shape(model)
-    asked = options.entry(context)
-    record = records.writable(json)
-    text = read_prompt(prompt)
-    least = prefill or (BUNDLED_PREFILL if prompt is None else 1)
-    config = configure(asked, least, length, "--prefill" if prefill and prefill > length else "--len")
-    ids = take(config.model.encode(text), prefill, bundled=prompt is None)
-    open_runs(config, ids, length, seed)  # allocated and let go: what does not fit is refused before anything is said
+        record = records.writable(json)
+        length, prefill, seed = wanted.length, wanted.prefill, wanted.seed
+        least = prefill or (BUNDLED_PREFILL if wanted.bundled else 1)
+        config = configure(asked, least, length, "prefill" if prefill and prefill > length else "length")
+        ids = take(config.model.encode(text), prefill, bundled=wanted.bundled)
+        open_runs(
+            config, ids, length, seed
+        )  # allocated and let go: what does not fit is refused before anything is said
     bars = Bars(quiet, not no_progress)
     target = config.model.target
-    about = f"model {model}, {target.device}{config.model.besides()}"
+    about = f"model {asked.model}, {target.device}{config.model.besides()}"
     if config.note is not None:
         bars.say(config.note)
     bars.say(f"{about}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
@@ -102,10 +77,10 @@ def compare(
         record.write(
             {
                 "kind": "compare",
-                "command": context.obj,
+                "command": typed.command,
                 "environment": environment(target.device),
                 "model": config.model.about(),
-                "prompt": {"source": prompt or "bundled", "tokens": len(ids), "sha256": fingerprint(ids)},
+                "prompt": {"source": wanted.source, "tokens": len(ids), "sha256": fingerprint(ids)},
                 "length": length,
                 "seed": seed,
                 "sampling": config.params,
@@ -121,8 +96,8 @@ def compare(
 
 
 def _grid(comparison: Comparison) -> Grid:
-    from tswift.benchmarking.config import DRAFTLESS
     from tswift.benchmarking.grid import NOTHING, Grid, method_name
+    from tswift.benchmarking.options import DRAFTLESS
 
     cut = ", interrupted" if comparison.interrupted else ""
     reference = any(outcome.speedup_over_reference is not None for outcome in comparison.outcomes)

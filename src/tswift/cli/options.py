@@ -1,160 +1,122 @@
-"""Options that several subcommands take: declared once, so that they are named, typed and explained alike."""
+"""Options of commands, made from the fields of the dataclasses that they fill."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from tswift.errors import InputError
+from tswift.options import Option, described, options_of, type_of
 
-if TYPE_CHECKING:
-    from tswift.benchmarking.config import BenchOptions
+Config = TypeVar("Config")
 
-_SAMPLING, _DRAFTING, _MODEL, _OUTPUT = "Sampling", "Drafting", "Model", "Output"
+
+@dataclass(frozen=True)
+class Typed:
+    """What stood on the command line.
+
+    Attributes:
+        values: by the fields' names, those that were typed.
+        command: the words of the command line.
+    """
+
+    values: Mapping[str, Any]
+    command: Sequence[str]
+
+    def of(self, kind: Any) -> dict[str, Any]:
+        """Of these values, those of a dataclass's fields."""
+        names = {each.name for each in fields(kind)}
+        return {name: value for name, value in self.values.items() if name in names}
+
+    def make(self, kind: type[Config], **others: Any) -> Config:
+        """A dataclass with what was typed of it, ``others``, and its defaults.
+
+        Raises:
+            InputError: a value is outside its range.
+        """
+        return kind(**self.of(kind), **others)
+
+
+def takes(
+    *kinds: Any, without: Sequence[str] = (), shown: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each option of some dataclasses; it is called with a :class:`Typed` first.
+
+    Args:
+        kinds: the dataclasses.
+        without: fields that are no options of this command.
+        shown: what the help says of a default, by field, where it is another here.
+    """
+    carried = {each.name: (kind, each.default, option) for kind in kinds for each, option in options_of(kind)}
+    for name in without:
+        carried.pop(name, None)
+
+    def decorated(function: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+
+        @wraps(function)
+        def command(context: typer.Context, **values: Any) -> None:
+            given = {
+                name: _value(name, values[name], option)
+                for name, (_, _, option) in carried.items()
+                if values[name] not in (None, [])
+            }
+            own_values = {name: value for name, value in values.items() if name not in carried}
+            function(Typed(given, context.obj), **own_values)
+
+        parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+        for name, (kind, default, option) in carried.items():
+            hint = str if option.parse is not None else list[int] if option.repeat else type_of(kind, name)[0]
+            text = (shown or {}).get(name)
+            text = described(default, option) if text is None else f"{option.help} (default: {text})"
+            parameters.append(_parameter(name, hint, option, text))
+        parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorated
+
+
+def _value(name: str, value: Any, option: Option) -> Any:
+    if option.repeat:
+        return tuple(value)
+    if option.parse is None:
+        return value
+    try:
+        return option.parse(value)
+    except InputError as error:
+        raise InputError(error.message, error.field or name) from None
+
+
+def _parameter(name: str, hint: Any, option: Option, text: str) -> inspect.Parameter:
+    flag = option.flag or "--" + name.replace("_", "-")
+    if hint is bool and option.flag is None:
+        flag += f"/--no-{flag.removeprefix('--')}"
+    declared = typer.Option(
+        flag, help=text, rich_help_panel=option.panel or None, show_default=False, metavar=option.metavar
+    )
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, annotation=Annotated[hint | None, declared], default=None)
 
 
 def option(panel: str, text: str, *names: str) -> Any:
-    """An option whose help says its default."""
+    """An option of one command alone, whose help says its default."""
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
 
 
-Prompt = Annotated[
-    str | None,
-    typer.Option(
-        help="File to continue, - for stdin. (default: the first 1,024 tokens of the bundled novel)",
-        show_default=False,
-    ),
-]
-Prefill = Annotated[
-    int | None, typer.Option(help="Use the prompt's first N tokens only.", metavar="N", show_default=False)
-]
-Seed = Annotated[int, typer.Option(help="Any integer; with the prompt and the sampling it fixes the text.")]
-
-Temperature = Annotated[float | None, option(_SAMPLING, "0 takes the most likely token. (default: 1)", "--temperature")]
-TopK = Annotated[int | None, option(_SAMPLING, "Keep the K most likely. (default: 0, all)", "--top-k")]
-TopP = Annotated[float | None, option(_SAMPLING, "Keep the likeliest up to this probability. (default: 1)", "--top-p")]
-MinP = Annotated[
-    float | None, option(_SAMPLING, "Drop what is below this share of the likeliest. (default: 0.1)", "--min-p")
-]
-Eta = Annotated[float | None, option(_SAMPLING, "Epsilon of eta sampling. (default: 0, off)", "--eta")]
-Penalty = Annotated[float | None, option(_SAMPLING, "Contextual penalty; 1 is none. (default: 1.2)", "--penalty")]
-Window = Annotated[int | None, option(_SAMPLING, "Tokens it looks back on. (default: 1024)", "--window")]
-
-Methods = Annotated[
-    str,
-    typer.Option(
-        help="Of ar, medusa, tokenswift, cascade, recall, reuse, magicdec, standalone, triforce, auto, ar-reference; "
-        "ar is always among them."
-    ),
-]
-ReferenceAr = Annotated[
-    bool, typer.Option("--with-reference-ar", help="Also ar-reference: expanded K/V and dense masks, as published.")
-]
+_OUTPUT = "Output"
 Trees = Annotated[
     list[str] | None,
-    option(_DRAFTING, "auto or 1,2,2,2 for all methods, or METHOD=1,2,2,2; repeatable. (default: by device)", "--tree"),
-]
-Costs = Annotated[
-    str | None,
     option(
-        _DRAFTING,
-        "measured or nominal: by which costs of passes trees are chosen; never changes the text. (default: measured)",
-        "--costs",
+        "Drafting", "auto or 1,2,2,2 for all methods, or METHOD=1,2,2,2; repeatable. (default: by device)", "--tree"
     ),
 ]
-Recall = Annotated[
-    int | None,
-    option(
-        _DRAFTING,
-        "Likeliest tokens kept of each distribution, to be recalled where the text stands like that again, with --tree "
-        "auto; 0 reuses n-grams. (default: 64)",
-        "--recall",
-    ),
-]
-Nodes = Annotated[int | None, option(_DRAFTING, "Most nodes of a draft tree. (default: by device)", "--nodes")]
-Ngrams = Annotated[int | None, option(_DRAFTING, "4-grams reused per token. (default: 20)", "--ngrams")]
-ReuseRecent = Annotated[
-    bool | None,
-    option(_DRAFTING, "Reuse text in the penalty window too. (default: no)", "--reuse-recent/--no-reuse-recent"),
-]
-Gamma = Annotated[
-    int | None,
-    option(
-        _DRAFTING, "Tokens of a drafted chain, or heads to use of the default tree. (default: by method)", "--gamma"
-    ),
-]
-InnerGamma = Annotated[
-    int | None, option(_DRAFTING, "Tokens the small model drafts for triforce's draft. (default: 2)", "--inner-gamma")
-]
-Kv = Annotated[
-    str | None,
-    option(_DRAFTING, "What drafting reads: full, partial, dynamic, streaming, snapkv. (default: by method)", "--kv"),
-]
-Budget = Annotated[int | None, option(_DRAFTING, "Tokens of the partial KV cache. (default: by method)", "--budget")]
-Sinks = Annotated[int | None, option(_DRAFTING, "First tokens it always holds. (default: 16)", "--sinks")]
-SharedNoise = Annotated[
-    bool | None,
-    option(_DRAFTING, "Draft with the noise of the draw. (default: yes)", "--shared-noise/--no-shared-noise"),
-]
-HeadsFile = Annotated[
-    str | None,
-    option(_DRAFTING, "chained, conditioned or a file. (default: heads.safetensors by the model)", "--heads"),
-]
-
-DraftModel = Annotated[
-    str | None,
-    option(
-        _DRAFTING,
-        "Smaller model with the same vocabulary, for methods that draft with one. (default: demo-draft for demo)",
-        "--draft-model",
-    ),
-]
-
-DraftWeights = Annotated[
-    str | None,
-    option(
-        _DRAFTING,
-        "int8, fp8 or int4: drafting passes of the model run on a copy that torchao quantises; never changes the text. "
-        "(default: none)",
-        "--draft-weights",
-    ),
-]
-
-Model = Annotated[str, typer.Option(help="demo (the bundled model), a folder or a hub id.", rich_help_panel=_MODEL)]
-ModelOrShape = Annotated[
-    str,
-    typer.Option(
-        help="demo, a folder, a hub id, or shape:NAME: random weights in a published model's shape (llama3.1-8b, "
-        "yarn-llama2-7b-128k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-14b).",
-        rich_help_panel=_MODEL,
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...", rich_help_panel=_MODEL)]
-Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_MODEL)]
-Quantize = Annotated[
-    str | None,
-    option(_MODEL, "int8, fp8 or int4: torchao quantises the weights. (default: as they are)", "--quantize"),
-]
-Exact = Annotated[
-    bool | None,
-    option(
-        _MODEL,
-        "Passes of one width, so that all methods give the same tokens in every dtype; drafts are cut to it. (default: "
-        "in bfloat16 and float16, and on CUDA)",
-        "--exact/--no-exact",
-    ),
-]
-Attention = Annotated[
-    str,
-    typer.Option(
-        help="auto (triton on CUDA, native on the CPU, sdpa where these cannot be had), native, triton, flash or sdpa.",
-        rich_help_panel=_MODEL,
-    ),
-]
-
 Json = Annotated[Path | None, option(_OUTPUT, "Write everything to a JSON file; - is stdout.", "--json")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.", rich_help_panel=_OUTPUT)]
 NoProgress = Annotated[
@@ -162,108 +124,6 @@ NoProgress = Annotated[
 ]
 
 
-_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "eta", "penalty", "window")
-_OF_DRAFTING = (
-    "nodes",
-    "ngrams",
-    "reuse_recent",
-    "gamma",
-    "inner_gamma",
-    "kv",
-    "budget",
-    "sinks",
-    "shared_noise",
-    "costs",
-    "recall",
-)
-_OF_MODEL = ("heads", "model", "draft_model", "draft_weights", "device", "dtype", "attention", "exact")
-
-
 def given(context: typer.Context, names: Sequence[str]) -> dict[str, Any]:
     """Of these options, by parameter name, those that were typed or have a default."""
     return {name: context.params[name] for name in names if context.params[name] is not None}
-
-
-def typed(context: typer.Context) -> dict[str, Any]:
-    """The options that stood on the command line, by parameter name."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name: context.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
-
-
-def sampling(context: typer.Context) -> dict[str, Any]:
-    """The sampling options that were typed."""
-    return given(context, _OF_SAMPLING)
-
-
-def drafting(context: typer.Context) -> dict[str, Any]:
-    """The drafting options that were typed, trees apart."""
-    return given(context, _OF_DRAFTING)
-
-
-def model(context: typer.Context) -> dict[str, Any]:
-    """How the model is to be loaded."""
-    return given(context, _OF_MODEL)
-
-
-def entry(context: typer.Context) -> BenchOptions:
-    """What is asked of several methods.
-
-    Raises:
-        InputError: no such methods or trees.
-    """
-    from tswift.benchmarking.config import REFERENCE, BenchOptions, parse_methods
-
-    methods = parse_methods(context.params["methods"])
-    if context.params["with_reference_ar"] and REFERENCE not in methods:
-        methods = (*methods, REFERENCE)
-    return BenchOptions(
-        methods=methods,
-        sampling=sampling(context),
-        drafting=drafting(context),
-        trees=trees(context.params["tree"]),
-        simulate_alpha=context.params.get("simulate_alpha"),
-        **model(context),
-    )
-
-
-def numbers(words: str, option: str) -> tuple[int, ...]:
-    """The numbers of ``1000,20_000``.
-
-    Raises:
-        InputError: it is no such thing.
-    """
-    try:
-        return tuple(int(word.replace("_", "")) for word in words.split(","))
-    except ValueError:
-        raise InputError(f"wants numbers and commas, got {words!r}", option) from None
-
-
-def widths(tree: str) -> tuple[int, ...] | str:
-    """The levels of a tree such as ``1,3,3,3``; ``auto`` is one, too.
-
-    Raises:
-        InputError: it is no such thing.
-    """
-    if tree == "auto":
-        return tree
-    try:
-        return tuple(int(width) for width in tree.split(","))
-    except ValueError:
-        raise InputError(f"wants auto, or numbers and commas, such as 1,3,3,3, got {tree!r}", "--tree") from None
-
-
-def trees(words: list[str] | None) -> Mapping[str, tuple[int, ...] | str]:
-    """Trees by method from ``--tree tokenswift=1,3,3,3`` given several times; one without a method goes by ``""``.
-
-    Raises:
-        InputError: no tree, or two for the same method.
-    """
-    found: dict[str, tuple[int, ...] | str] = {}
-    for word in words or ():
-        method, equals, tree = word.rpartition("=")
-        if equals and not method:
-            raise InputError(f"names no method before the =, got {word!r}", "--tree")
-        if method in found:
-            raise InputError(f"is given twice for {method or 'all methods'}", "--tree")
-        found[method] = widths(tree)
-    return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import typer
 
@@ -38,6 +40,25 @@ def one_line(message: str) -> str:
 def complain(message: str) -> None:
     """Say on stderr what went wrong, in one line."""
     print(f"tswift: error: {one_line(message)}", file=sys.stderr)
+
+
+@contextmanager
+def loading(what: str, quiet: bool) -> Iterator[None]:
+    """While entered, something is loaded, which takes seconds: a terminal is told so, and so is who interrupts it.
+
+    Args:
+        what: is loaded.
+        quiet: say nothing.
+    """
+    what = one_line(what)
+    if sys.stderr is not None and sys.stderr.isatty() and not quiet:
+        print(f"tswift: loading {what} ...", file=sys.stderr, flush=True)
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if not quiet:
+            print(f"tswift: {stop or 'interrupted'} while {what} was loaded; nothing was begun", file=sys.stderr)
+        raise
 
 
 def _shortened(word: str) -> str:

@@ -10,6 +10,8 @@ import typer
 
 from tswift.cli import options
 from tswift.errors import InputError
+from tswift.models.config import ModelConfig
+from tswift.options import parse_numbers
 
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
@@ -22,20 +24,17 @@ if TYPE_CHECKING:
 _KEYS = (100, 4_096, 25_000, 100_000)
 
 
+@options.takes(ModelConfig, without=("draft_model", "draft_weights"))
 def env(
-    context: typer.Context,
+    typed: options.Typed,
     measure: Annotated[bool, typer.Option("--measure", help="Measure anew what passes cost.")] = False,
-    heads: options.HeadsFile = None,
-    model: options.Model = "demo",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    attention: options.Attention = "auto",
     json_file: options.Json = None,
 ) -> None:
     """Print the machine, the software, and what passes over a model cost here, by which --tree auto chooses.
 
     Measured once for a model, and remembered.
     """
+    typed.make(ModelConfig)
     from tswift.benchmarking.grid import NOTHING, Grid
     from tswift.cli import records, tables
     from tswift.decoding.costs import costs_of, folder
@@ -45,7 +44,7 @@ def env(
     from tswift.models.loading import load
 
     record = records.writable(json_file)
-    loaded = load(model, device=device, dtype=dtype, attention=attention, heads=heads)
+    loaded = load(**typed.of(ModelConfig))
     if loaded.target.device.type == "cuda":  # what is said of it is what was seen
         try_steps(loaded.target, SamplingParams())
     found = environment(loaded.target.device)
@@ -58,7 +57,7 @@ def env(
         from dataclasses import asdict
 
         about = {"environment": found, "model": loaded.about(), "costs": asdict(costs)}
-        record.write({"kind": "env", "command": context.obj, **about})
+        record.write({"kind": "env", "command": typed.command, **about})
 
 
 def _grid(about: dict[str, Any], costs: PassCosts, folder: str) -> Grid:
@@ -129,7 +128,14 @@ _SLOWEST, _FASTEST = 1e-9, 1e9  # of any machine, in GB/s or TFLOP/s
 
 def roofline(
     context: typer.Context,
-    model: options.ModelOrShape = "demo",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="demo, a folder, a hub id, or shape:NAME: a published model's shape (llama3.1-8b, "
+            "yarn-llama2-7b-128k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-14b).",
+            rich_help_panel="Model",
+        ),
+    ] = "demo",
     dtype: Annotated[
         str,
         typer.Option(
@@ -201,8 +207,8 @@ def roofline(
     from tswift.models.source import in_one_line, read_config, silence
 
     query = RooflineQuery(
-        contexts=None if contexts is None else options.numbers(contexts, "--context"),
-        nodes=options.numbers(nodes, "--nodes"),
+        contexts=None if contexts is None else _numbers(contexts, "context"),
+        nodes=_numbers(nodes, "nodes"),
         prefill=prefill,
         length=length,
         alpha=alpha,
@@ -227,6 +233,13 @@ def roofline(
     if record:
         about = {"kind": "roofline", "command": context.obj, "model": model, "dtype": words, "device": where}
         record.write({**about, **found.as_dict()})
+
+
+def _numbers(text: str, field: str) -> tuple[int, ...]:
+    try:
+        return parse_numbers(text)
+    except InputError as error:
+        raise InputError(error.message, field) from None
 
 
 def _check_machine(device: str | None, bandwidth: float | None, flops: float | None) -> None:

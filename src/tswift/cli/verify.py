@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tswift.cli import options, tables
 from tswift.cli.bars import Bars
 from tswift.cli.records import Record, writable
-from tswift.cli.streams import FAILED
+from tswift.cli.streams import FAILED, loading
+from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
+from tswift.jobs.config import AuditConfig
+from tswift.models.config import DEMO, ModelConfig, refuse_shape
 
 if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
@@ -84,51 +87,28 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-_TEXT = "Instead of a run"
-
-
+@options.takes(
+    AuditConfig,
+    SamplingParams,
+    ModelConfig,
+    without=("length", "heads", "draft_model", "draft_weights", "attention"),
+    shown={
+        "model": "the run's, or demo",
+        "device": "the run's, or auto",
+        "dtype": "the run's, or auto",
+        "quantize": "as the run's model was",
+        "exact": "as the run; within rounding with --tokens",
+    },
+)
 def verify(
-    context: typer.Context,
+    typed: options.Typed,
     run: Annotated[Path | None, typer.Argument(help="Folder of a run, finished or not.", show_default=False)] = None,
     tokens: Annotated[
-        Path | None, options.option(_TEXT, "File of token ids, little-endian uint32, to verify.", "--tokens")
-    ] = None,
-    prompt: options.Prompt = None,
-    prefill: options.Prefill = None,
-    seed: Annotated[int | None, options.option(_TEXT, "The seed it was made with. (default: 0)", "--seed")] = None,
-    stop_at_eos: Annotated[
-        bool, typer.Option("--stop-at-eos", help="End-of-text tokens could be drawn.", rich_help_panel=_TEXT)
-    ] = False,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    eta: options.Eta = None,
-    penalty: options.Penalty = None,
-    window: options.Window = None,
-    model: Annotated[
-        str | None, options.option("Model", "demo, a folder or a hub id. (default: the run's, or demo)", "--model")
-    ] = None,
-    device: Annotated[
-        str | None, options.option("Model", "auto, cpu, cuda, cuda:1 ... (default: the run's, or auto)", "--device")
-    ] = None,
-    dtype: Annotated[
-        str | None,
+        Path | None,
         options.option(
-            "Model", "auto, float32, float64, bfloat16 or float16. (default: the run's, or auto)", "--dtype"
-        ),
-    ] = None,
-    quantize: Annotated[
-        str | None,
-        options.option("Model", "int8, fp8 or int4, by torchao. (default: as the run's model was)", "--quantize"),
-    ] = None,
-    exact: Annotated[
-        bool | None,
-        options.option(
-            "Model",
-            "Judge every token by the bits that it was drawn from, or within rounding. (default: as the run; within "
-            "rounding with --tokens)",
-            "--exact/--no-exact",
+            "Options",
+            "Instead of a run: file of token ids, little-endian uint32, made with the options given.",
+            "--tokens",
         ),
     ] = None,
     json_file: options.Json = None,
@@ -141,33 +121,33 @@ def verify(
     the logits no larger than rounding makes, which is measured, explains it. Exit code 1 if there is a violation, or
     more within rounding than rounding explains.
     """
-    sampling = options.sampling(context)
-    made = {**options.given(context, ("prompt", "prefill", "seed")), **sampling}
-    if stop_at_eos:
-        made["stop_at_eos"] = True
+    model = typed.of(ModelConfig)
+    made = [name for name in typed.values if name not in model]
     _check_form(run, tokens, made)
+    ModelConfig(**model)
+    refuse_shape(model.get("model", ""))
+    config, params = typed.make(AuditConfig), typed.make(SamplingParams)
+    words = "" if tokens is None else config.read(model.get("model", DEMO))
     record = writable(json_file)
+    with loading(str(model.get("model") or run or DEMO), quiet):
+        from tswift.jobs.recorded import read_run
+        from tswift.jobs.verification import report, subject_of_run, subject_of_text
 
-    from tswift.jobs.recorded import read_run
-    from tswift.jobs.verification import Text, report, subject_of_run, subject_of_text
-
-    if run is not None:
-        subject = subject_of_run(read_run(run), model, device, dtype, quantize, exact)
-    elif tokens is not None:
-        text = Text(tokens, prompt, prefill, seed or 0, stop_at_eos, sampling)
-        subject = subject_of_text(text, model, device, dtype, quantize, exact)
-    else:
-        raise InputError("give the folder of a run, or --tokens and the options that made them")
+        if run is not None:
+            subject = subject_of_run(read_run(run), **model)
+        else:
+            assert tokens is not None
+            subject = subject_of_text(tokens, config, params, model, words)
     found = _audited(subject, quiet, not no_progress)
     if record is None or record.path:
         tables.show(verdict(found, subject.note))
     if record:
-        record.write({"kind": "verify", "command": context.obj, **report(subject, found)})
+        record.write({"kind": "verify", "command": typed.command, **report(subject, found)})
     if not found.ok:
         raise typer.Exit(FAILED)
 
 
-def verify_folder(model: LoadedModel | None, path: Path, command: list[str], quiet: bool, progress: bool) -> None:
+def verify_folder(model: LoadedModel | None, path: Path, command: Sequence[str], quiet: bool, progress: bool) -> None:
     """Verify a run that is done, with its model if that is still loaded; ``verify.json`` goes to its folder.
 
     Raises:
@@ -192,8 +172,10 @@ def _audited(subject: AuditInput, quiet: bool, progress: bool) -> Audit:
         return subject.audit(lambda done, total: bars.update("verify", done, total))
 
 
-def _check_form(run: Path | None, tokens: Path | None, made: dict[str, Any]) -> None:
+def _check_form(run: Path | None, tokens: Path | None, made: Sequence[str]) -> None:
+    if run is None and tokens is None:
+        raise InputError("give the folder of a run, or --tokens and the options that made them")
     if run is not None and tokens is not None:
-        raise InputError("cannot be given together with a run", "--tokens")
+        raise InputError("cannot be given together with a run", "tokens")
     if run is not None and made:
-        raise InputError("goes with --tokens; a run has its own", f"--{next(iter(made)).replace('_', '-')}")
+        raise InputError("goes with --tokens; a run has its own", made[0])

@@ -29,7 +29,7 @@ _CHECKED: dict[tuple[object, ...], str | None] = {}
 
 
 class FusedRule:
-    """Draws what :meth:`Sampler.draw_rows` draws, and ranks candidates, for parameters that :func:`served` approves of.
+    """Draws what :meth:`Sampler.draw_rows` draws, and ranks candidates, where :func:`unserved` is empty.
 
     Logits are float32, bfloat16 or float16, and every other tensor is int64, or bool where it is a mask.
 
@@ -152,9 +152,9 @@ def _min_p(params: SamplingParams) -> float:
     return params.min_p if params.temperature else 0.0
 
 
-def served(params: SamplingParams) -> bool:
-    """Whether the kernels support these sampling parameters; they do not support top-k, top-p and eta."""
-    return params.temperature == 0 or (params.top_k == 0 and params.top_p == 1 and params.eta == 0)
+def unserved(params: SamplingParams) -> tuple[str, ...]:
+    """The filters of these sampling parameters that the kernels do not have."""
+    return tuple(name for name in params.filters if name != "min_p")
 
 
 def fused_sampler_fault(
@@ -172,8 +172,8 @@ def fused_sampler_fault(
         device: where they will be.
         candidates: look at how so many candidates of a row are ranked, with noise and without; 0 looks at the drawing.
     """
-    if not served(params):
-        return "top-k, top-p and eta have no kernel"
+    if unserved(params):
+        return f"no kernel has {' and '.join(unserved(params))}"
     if dtype not in DTYPES:
         return f"the kernels do not read {str(dtype).removeprefix('torch.')}"
     if candidates > FusedRule.MOST_CANDIDATES:

@@ -8,14 +8,12 @@ asked again with changed logits, instead of a gap being read off its scores.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tswift.decoding.params import SamplingParams
+from tswift.decoding.params import warp
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.warping import warp
 
 _SMALLEST = 1e-12  # where the search starts if no rounding was measured
 _UP, _DOWN = 40, 6  # most steps of the search, each by a factor of four
@@ -54,7 +52,7 @@ class RoundingMargin:
         self._noise = noise
         column = tokens[:, None]
         scores = warp(self._logits.clone(), seen, self._params) + self._noise
-        whole = warp(self._logits.clone(), seen, _unfiltered(self._params)) + self._noise
+        whole = warp(self._logits.clone(), seen, self._params.unfiltered()) + self._noise
         self._possible = whole.gather(1, column).squeeze(1) > -math.inf  # a banned token is not
         higher = (scores > scores.gather(1, column)).to(torch.int8)
         would = (whole > whole.gather(1, column)).to(torch.int8)
@@ -134,7 +132,7 @@ def contested(
         ``[n]`` bool.
     """
     logits, params, column = logits.double(), sampler.params, drawn[:, None]
-    whole = warp(logits.clone(), seen, _unfiltered(params)) + noise
+    whole = warp(logits.clone(), seen, params.unfiltered()) + noise
     reach = 2 * size * max(1.0, params.penalty) / (params.temperature or 1)
     rivals = (whole >= whole.gather(1, column) - reach).scatter_(1, column, False)
     found = torch.zeros(len(drawn), dtype=torch.bool, device=drawn.device)
@@ -142,7 +140,3 @@ def contested(
         changed = logits + size * signs.scatter_(1, column, -1)
         found |= (warp(changed, seen, params) + noise).argmax(-1) != drawn
     return found
-
-
-def _unfiltered(params: SamplingParams) -> SamplingParams:
-    return replace(params, min_p=0.0, eta=0.0, top_k=0, top_p=1.0)

@@ -1,26 +1,23 @@
-"""What is set of how tokens are drawn, each value within its range."""
+"""How the next token is drawn: the sampling parameters, and what they do to logits, in float64.
+
+A new filter touches this file alone: a field with the value that turns it off, and an entry in ``_FILTERS``.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
-# of each number: its type, whether a value is fine, and what a fine one is
-_RANGES: tuple[tuple[str, type, Callable[[Any], bool], str], ...] = (
-    ("temperature", Real, lambda value: 0 <= value < math.inf, "a number >= 0"),
-    ("top_k", Integral, lambda value: 0 <= value <= 1 << 40, "an integer >= 0"),
-    ("top_p", Real, lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    ("min_p", Real, lambda value: 0 <= value <= 1, "between 0 and 1"),
-    ("eta", Real, lambda value: 0 <= value < 1, "at least 0 and below 1"),
-    ("penalty", Real, lambda value: 1 <= value < math.inf, "a number >= 1"),
-    ("window", Integral, lambda value: 0 <= value <= 1 << 40, "between 0 and 2^40"),
-    # beyond these, warped logits overflow, and what is drawn means nothing
-    ("temperature", Real, lambda value: value == 0 or 1e-100 <= value <= 1e100, "0, or between 1e-100 and 1e100"),
-    ("penalty", Real, lambda value: value <= 1e100, "at most 1e100"),
-)
+from tswift.errors import InputError
+from tswift.options import check_options, option, options_of
+
+if TYPE_CHECKING:  # imported by whoever has logits; ranges are checked without it
+    from torch import Tensor
+
+_PANEL = "Sampling"
 
 
 @dataclass(frozen=True)
@@ -38,28 +35,134 @@ class SamplingParams:
         banned: token ids that are never drawn.
 
     Raises:
-        ValueError: a value outside its range, or of another type; the message begins with the attribute's name.
+        InputError: a value outside its range, or of another type.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.1
-    eta: float = 0.0
-    penalty: float = 1.2
-    window: int = 1024
+    # beyond 1e100, warped logits overflow, and what is drawn means nothing
+    temperature: float = option(1.0, "0 takes the most likely token.", panel=_PANEL, least=0, most=1e100)
+    top_k: int = option(0, "Keep the K most likely; 0 keeps all.", panel=_PANEL, off=0, least=0, most=1 << 40)
+    top_p: float = option(1.0, "Keep the likeliest up to this probability.", panel=_PANEL, off=1.0, above=0, most=1)
+    min_p: float = option(
+        0.1, "Drop what is below this share of the likeliest; 0 drops none.", panel=_PANEL, off=0.0, least=0, most=1
+    )
+    eta: float = option(0.0, "Epsilon of eta sampling; 0 is off.", panel=_PANEL, off=0.0, least=0, below=1)
+    penalty: float = option(1.2, "Contextual penalty; 1 is none.", panel=_PANEL, least=1, most=1e100)
+    window: int = option(1024, "Tokens it looks back on.", panel=_PANEL, least=0, most=1 << 40)
     banned: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, kind, fine, wanted in _RANGES:
-            value = getattr(self, name)
-            if not isinstance(value, kind) or not fine(value) or (isinstance(value, int) and value >> 62):
-                raise ValueError(f"{name} must be {wanted}, got {value!r:.60}")
+        check_options(self)
+        if 0 < self.temperature < 1e-100:
+            raise InputError(f"must be 0 or at least 1e-100, got {self.temperature}", "temperature")
         ids = self.banned
         if not isinstance(ids, tuple) or not all(isinstance(token, Integral) and token >= 0 for token in ids):
-            raise ValueError(f"banned must be a tuple of token ids, got {ids!r:.60}")
+            raise InputError(f"must be a tuple of token ids, got {ids!r:.60}", "banned")
 
     @property
     def penalises(self) -> bool:
         """Whether the contextual penalty does anything."""
         return self.penalty != 1 and self.window > 0
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        """Names of the filters that may drop tokens, in the order in which they are applied; none at temperature 0."""
+        return tuple(name for name in _FILTERS if self.temperature and getattr(self, name) != OFF[name])
+
+    def unfiltered(self) -> SamplingParams:
+        """The same parameters with all filters off."""
+        return replace(self, **OFF)
+
+
+OFF: dict[str, Any] = {
+    each.name: carried.off for each, carried in options_of(SamplingParams) if carried.off is not None
+}
+
+
+def warp(logits: Tensor, seen: Tensor | None, params: SamplingParams, banned: Tensor | None = None) -> Tensor:
+    """Apply the filters and the penalty to rows of logits.
+
+    Order, as in the reference: banned ids, temperature, contextual penalty, min-p, eta, top-k, top-p. At temperature 0
+    only what can change the most likely token is applied.
+
+    Args:
+        logits: ``[n, V]`` float64; changed in place.
+        seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
+        params: the sampling parameters.
+        banned: ``params.banned`` as int64 on the logits' device; where it is not given, it is copied there.
+
+    Returns:
+        ``[n, V]`` float64, unnormalised log-probabilities, ``-inf`` where a token is dropped.
+    """
+    if params.banned:
+        if banned is None:
+            import torch
+
+            banned = torch.tensor(params.banned).to(logits.device, non_blocking=True)
+        logits.index_fill_(-1, banned, -math.inf)
+    # divisors are tensors: by a number CUDA does not divide, but multiplies by its reciprocal, which rounds otherwise
+    if params.temperature not in (0, 1):
+        logits /= logits.new_full((), params.temperature)
+    if seen is not None:
+        lower = (logits / logits.new_full((), params.penalty)).where(logits > 0, logits * params.penalty)
+        logits = lower.where(seen, logits)
+    if params.temperature == 0:
+        return logits
+    for name in params.filters:
+        logits = _FILTERS[name](logits, getattr(params, name))
+    return logits
+
+
+def _keep_min_p(logits: Tensor, min_p: float) -> Tensor:
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -math.inf)
+
+
+def _keep_top_k(logits: Tensor, top_k: int) -> Tensor:
+    if top_k >= logits.shape[-1]:
+        return logits
+    return logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+
+
+def _keep_eta(logits: Tensor, epsilon: float) -> Tensor:
+    log_probs = logits.log_softmax(-1)
+    probs = log_probs.exp()
+    entropy = -(probs * log_probs.masked_fill(probs == 0, 0)).sum(-1, keepdim=True)
+    least = (math.sqrt(epsilon) * (-entropy).exp()).clamp(max=epsilon)
+    drop = (probs < least) & (logits < logits.amax(-1, keepdim=True))
+    return logits.masked_fill(drop, -math.inf)
+
+
+def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
+    probs = logits.softmax(-1)
+    # on the CPU only as many are sorted as it takes; elsewhere to find that out would be a wait for the device
+    best = _enough(probs, top_p) if probs.device.type == "cpu" else _sorted(probs)
+    return logits.masked_fill(_too_much(probs, top_p, best), -math.inf)
+
+
+def _too_much(probs: Tensor, top_p: float, best: Tensor) -> Tensor:
+    """Which tokens go: those whose more likely ones (``best``, in order) together reach ``top_p`` without them."""
+    kept = (best.cumsum(-1) - best < top_p).sum(-1, keepdim=True).clamp_(min=1)  # of a row with NaN none reaches it
+    return probs < best.gather(-1, kept - 1)
+
+
+def _sorted(probs: Tensor) -> Tensor:
+    return probs.sort(-1, descending=True).values
+
+
+def _enough(probs: Tensor, top_p: float) -> Tensor:
+    """The largest probabilities of each row in order, as many as it takes for ``top_p`` in all of them."""
+    vocab = probs.shape[-1]
+    count = min(128, vocab)
+    while True:
+        best = probs.topk(count).values
+        if count == vocab or bool((best.cumsum(-1)[:, -1] >= top_p).all()):
+            return best
+        count = min(8 * count, vocab)
+
+
+# in the order of the reference
+_FILTERS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "min_p": _keep_min_p,
+    "eta": _keep_eta,
+    "top_k": _keep_top_k,
+    "top_p": _keep_top_p,
+}

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.noise import gumbel
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.warping import warp
+from tswift.decoding.params import SamplingParams, warp
 
 if TYPE_CHECKING:
     from tswift.decoding.fused import FusedRule

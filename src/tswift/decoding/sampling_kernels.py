@@ -2,7 +2,7 @@
 
 A program works on some rows of logits (nodes of a draft tree) and one part of the vocabulary: rows that share a part
 read its newest positions once, and one row's parts fill the device. Arithmetic is that of
-:mod:`tswift.decoding.warping` and :mod:`tswift.decoding.noise`, in float64 and in the same order. NaN is carried as
+:mod:`tswift.decoding.params` and :mod:`tswift.decoding.noise`, in float64 and in the same order. NaN is carried as
 infinity: both draw nothing. ``reals`` is float64: temperature, penalty, log(min-p); ``integers`` is int64: the seed's
 stream, the window. Which tokens are penalised, ``PENALTY`` says: 0 none, 1 those in the text's window, 2 those on the
 node's path in the draft tree, too, 3 those of a mask. Only :mod:`tswift.decoding.fused` imports this module: triton may

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tswift.decoding.drafter import Context
+from tswift.decoding.params import warp
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.warping import warp
 from tswift.drafting.dynamic_tree import CandidateTree, Plan
 from tswift.models.target import Target
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tswift.attention.layout import ROWS
 from tswift.decoding.drafter import Drafter
 from tswift.drafting.adaptive import AdaptiveDrafter, Arm
 from tswift.drafting.chains import (
@@ -28,11 +29,11 @@ from tswift.drafting.options import (
     AUTO,
     FULL,
     MEASURED,
+    METHODS,
     DraftOptions,
+    find_method,
     refuse_sinks,
-    usual_nodes,
-    usual_tree,
-    verify_nodes,
+    used,
 )
 from tswift.errors import InputError
 from tswift.kv.partial import PartialKV
@@ -268,108 +269,69 @@ def _chain(name: str, level: DraftModel, options: DraftOptions, inner: Drafter) 
     return Drafter([source], options.gamma, options.gamma + 1)
 
 
-@dataclass(frozen=True)
-class Method:
-    """A decoding method.
+Builder = Callable[[Models, DraftOptions], Drafter]
+BUILDERS: dict[str, Builder] = {
+    "ar": ar,
+    "medusa": medusa,
+    "tokenswift": tokenswift,
+    "cascade": cascade,
+    "recall": recall,
+    "reuse": reuse,
+    "magicdec": magicdec,
+    "standalone": standalone,
+    "triforce": triforce,
+    "auto": auto,
+    "ar-reference": ar,
+}
 
-    Attributes:
-        make: its drafter, from the models and resolved options.
-        uses: the fields of DraftOptions that it looks at.
-        by_lm_head: levels of its tree that the LM head drafts, before those of the heads.
-        kv: what it can read while drafting; the first is the default.
-        gamma: length of its chain, if not said otherwise; None if it drafts none.
-        budget: tokens of its partial cache, if not said otherwise.
-        partial: whether passes of the target draft: over a partial cache of it, unless drafting reads the full one.
-        heads: whether it needs heads though it has no tree of theirs to choose.
-        draft: whether it needs a smaller model.
-        reference: it reads the text as reference implementations do, slowly, to be measured beside ``ar``.
-    """
-
-    make: Callable[[Models, DraftOptions], Drafter]
-    uses: frozenset[str] = frozenset()
-    by_lm_head: int = 0
-    kv: tuple[str, ...] = ()
-    gamma: int | None = None
-    budget: int = 4096
-    partial: bool = False
-    heads: bool = False
-    draft: bool = False
-    reference: bool = False
-
-    @property
-    def with_heads(self) -> bool:
-        """Whether heads draft."""
-        return self.heads or "tree" in self.uses
-
-
-OF_CHOICE = frozenset({"costs", "recall"})  # where it is chosen anew in every step what pays
-OF_NGRAMS = frozenset({"ngrams", "reuse_recent"})
-
-_OF_TREES = frozenset({"tree", "nodes", "shared_noise"}) | OF_CHOICE
-_OF_REUSE = frozenset({"nodes"}) | OF_NGRAMS
-_OF_PARTIAL = frozenset({"budget", "sinks"})
-_OF_CHAINS = frozenset({"gamma", "shared_noise"})
-
-_CASCADE = Method(
-    cascade,
-    frozenset({"nodes"}) | OF_CHOICE | _OF_CHAINS | _OF_PARTIAL | {"kv"},
-    heads=True,
-    kv=("streaming", "dynamic", "partial", "snapkv"),
-    gamma=24,
-    budget=1024,
-    partial=True,
-)
-
-METHODS: dict[str, Method] = {
-    "ar": Method(ar),
-    "medusa": Method(medusa, _OF_TREES),
-    "tokenswift": Method(
-        tokenswift,
-        _OF_TREES | _OF_REUSE | _OF_PARTIAL | {"kv"},
-        by_lm_head=1,
-        kv=("dynamic", FULL, "partial", "streaming", "snapkv"),
-        partial=True,
-    ),
-    "cascade": _CASCADE,
-    "recall": Method(recall, frozenset({"nodes", "shared_noise"}) | OF_CHOICE),
-    "reuse": Method(reuse, _OF_REUSE),
-    "magicdec": Method(
-        magicdec,
-        _OF_CHAINS | _OF_PARTIAL | {"kv"},
-        kv=("snapkv", "streaming", "dynamic", "partial", FULL),
-        gamma=4,
-        partial=True,
-    ),
-    "standalone": Method(
-        standalone, _OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, budget=512, draft=True
-    ),
-    "triforce": Method(triforce, _OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
-    "auto": replace(_CASCADE, make=auto),
-    "ar-reference": Method(ar, reference=True),
+# A CUDA pass reads each key once for all rows of its KV head; a row is one query head at one node. Up to about 128 rows
+# the matrix products keep up with the memory, beyond that every row costs: the fewer query heads share a KV head, the
+# larger the tree. That is an estimate, not measured on a GPU. On a CPU every node costs: two more than eight add 2% to
+# a step's tokens and more to its time.
+_CUDA_NODES = (8, 128)  # fewest and most
+_SLACK = 0.2  # a verification may take so much longer than a pass over one node
+_CPU_NODES = 8
+_TREES: dict[str, dict[str, tuple[int, ...]]] = {
+    "cuda": {"medusa": (3, 3, 3), "tokenswift": (1, 3, 3, 3)},  # the paper's
+    "cpu": {"medusa": (2, 2, 2, 2), "tokenswift": (1, 2, 2, 2, 2)},
 }
 
 
-def find_method(name: str) -> Method:
-    """The method of a name.
+def usual_tree(method: str, device: torch.device, levels: int) -> tuple[int, ...]:
+    """Candidates per level of a method's tree, if nothing else is said: at most ``levels``.
 
-    Raises:
-        InputError: there is none.
+    A tree with more nodes than are to be verified is cut to its most promising ones, which is better than fewer
+    candidates per level.
     """
-    if name not in METHODS:
-        raise InputError(f"no method {name!r}; there are {', '.join(METHODS)}", "--method")
-    return METHODS[name]
+    return _TREES["cpu" if device.type == "cpu" else "cuda"][method][:levels]
 
 
-def used(name: str, options: DraftOptions) -> frozenset[str]:
-    """The fields of its options that a method looks at, by their values."""
-    uses = find_method(name).uses
-    if "kv" in uses and options.kv == FULL:
-        uses -= _OF_PARTIAL
-    if "tree" in uses and options.tree != AUTO:
-        uses -= OF_CHOICE
-    elif "tree" in uses and options.recall != 0:  # recalls instead
-        uses -= OF_NGRAMS
-    return uses
+def usual_nodes(device: torch.device, groups: int) -> int:
+    """Most nodes of a draft tree, if nothing else is said: on CUDA as many as fill :data:`ROWS`.
+
+    Args:
+        device: where the model is.
+        groups: query heads per KV head.
+    """
+    if device.type == "cpu":
+        return _CPU_NODES
+    fewest, most = _CUDA_NODES
+    return min(most, max(fewest, ROWS // groups))
+
+
+def verify_nodes(context: int, groups: int, most: int, weight_tokens: float) -> int:
+    """Most nodes of a verification on CUDA that takes at most 1.2 times a pass over one node, by the cost model.
+
+    A pass takes the time to read the weights, and for the keys and values the longer of reading and multiplying them.
+
+    Args:
+        context: tokens in the cache.
+        groups: query heads per KV head.
+        most: nodes asked for; never more.
+        weight_tokens: bytes of the weights that a pass reads, over those of one token's keys and values.
+    """
+    rows = ROWS * (1 + _SLACK * (weight_tokens + context) / max(1, context))
+    return max(1, min(most, int(rows / groups)))
 
 
 _NGRAMS = DraftOptions().ngrams
@@ -503,7 +465,7 @@ def make_drafter(
         raise InputError(f"{name} drafts with a smaller model, and there is none", "--draft-model")
     positions = positions or target.max_positions
     models = Models(target, drafting or target, heads, draft, positions, costs, draft_costs or costs)
-    return method.make(models, options)
+    return BUILDERS[name](models, options)
 
 
 def partial_slots(name: str, options: DraftOptions) -> int:

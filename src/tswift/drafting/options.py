@@ -1,66 +1,17 @@
-"""How a method drafts: its options, and the defaults by device.
+"""The methods and their options: which fields a method uses, its defaults, and what goes together.
 
-A CUDA pass reads each key once for all rows of its KV head; a row is one query head at one node. Up to about 128 rows
-the matrix products keep up with the memory, beyond that every row costs. So the fewer query heads share a KV head, the
-larger the tree. That is an estimate: it has not been measured on a GPU. On a CPU every node costs: two more than eight
-add 2% to a step's tokens and more to its time.
+Nothing here imports torch. ``drafting/methods.py`` builds the drafters, and fills in what depends on model and device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
-import torch
-
-from tswift.attention.layout import ROWS
-from tswift.errors import InputError
-
-_CUDA_NODES = (8, 128)  # fewest and most
-_SLACK = 0.2  # a verification may take so much longer than a pass over one node
-_CPU_NODES = 8
-_TREES: dict[str, dict[str, tuple[int, ...]]] = {
-    "cuda": {"medusa": (3, 3, 3), "tokenswift": (1, 3, 3, 3)},  # the paper's
-    "cpu": {"medusa": (2, 2, 2, 2), "tokenswift": (1, 2, 2, 2, 2)},
-}
-
-
-def usual_tree(method: str, device: torch.device, levels: int) -> tuple[int, ...]:
-    """Candidates per level of a method's tree, if nothing else is said: at most ``levels``.
-
-    A tree with more nodes than are to be verified is cut to its most promising ones, which is better than fewer
-    candidates per level.
-    """
-    return _TREES["cpu" if device.type == "cpu" else "cuda"][method][:levels]
-
-
-def usual_nodes(device: torch.device, groups: int) -> int:
-    """Most nodes of a draft tree, if nothing else is said: on CUDA as many as fill :data:`ROWS`.
-
-    Args:
-        device: where the model is.
-        groups: query heads per KV head.
-    """
-    if device.type == "cpu":
-        return _CPU_NODES
-    fewest, most = _CUDA_NODES
-    return min(most, max(fewest, ROWS // groups))
-
-
-def verify_nodes(context: int, groups: int, most: int, weight_tokens: float) -> int:
-    """Most nodes of a verification on CUDA that takes at most 1.2 times a pass over one node, by the cost model.
-
-    A pass takes the time to read the weights, and for the keys and values the longer of reading and multiplying them.
-
-    Args:
-        context: tokens in the cache.
-        groups: query heads per KV head.
-        most: nodes asked for; never more.
-        weight_tokens: bytes of the weights that a pass reads, over those of one token's keys and values.
-    """
-    rows = ROWS * (1 + _SLACK * (weight_tokens + context) / max(1, context))
-    return max(1, min(most, int(rows / groups)))
-
+from tswift.errors import InputError, did_you_mean
+from tswift.options import check_options, option
 
 FULL = "full"
 AUTO = "auto"  # the tree that pays
@@ -68,10 +19,24 @@ MEASURED = "measured"
 COSTS = (MEASURED, "nominal")  # by which is judged what pays
 KV = (FULL, "partial", "dynamic", "streaming", "snapkv")  # what drafting can read
 
+_PANEL = "Drafting"
 _MOST_PATHS = 10_000
 _LONGEST = 1000  # chain
-_BY_DEFAULT = ("--nodes", "--gamma", "--budget", "--recall")  # what need not be said
 _LARGEST = 1 << 31  # of any number here; what a machine has room for is a matter of its memory
+
+
+def parse_tree(text: str) -> tuple[int, ...] | str:
+    """The levels of a tree such as ``1,3,3,3``; ``auto`` is one, too.
+
+    Raises:
+        InputError: it is no such thing.
+    """
+    if text == AUTO:
+        return text
+    try:
+        return tuple(int(width) for width in text.split(","))
+    except ValueError:
+        raise InputError(f"wants auto, or numbers and commas, such as 1,3,3,3, got {text!r}", "tree") from None
 
 
 @dataclass(frozen=True)
@@ -95,59 +60,70 @@ class DraftOptions:
         shared_noise: rank candidates with the noise the target will draw with.
         costs: what passes cost where it is chosen which ones pay: ``measured`` on this machine, or ``nominal``, for
             choices that are the same everywhere; None for measured.
-        recall: likeliest tokens kept of what the target thought after each token, to be recalled where the text stands
-            like that again, if the tree is ``auto``; 0 to recall nothing, and reuse n-grams. None for 64.
+        recall: likeliest tokens kept of each of the target's distributions, to be drafted where the text stands like
+            that again, if the tree is ``auto``; 0 keeps none, and reuses n-grams. None for 64.
 
     Raises:
         InputError: a value outside its range, or of another type.
     """
 
-    tree: tuple[int, ...] | str | None = None
-    nodes: int | None = None
-    ngrams: int = 20
-    reuse_recent: bool = False
-    gamma: int | None = None
-    inner_gamma: int = 2
-    kv: str | None = None
-    budget: int | None = None
-    sinks: int = 16
-    shared_noise: bool = True
-    costs: str | None = None
-    recall: int | None = None
+    tree: tuple[int, ...] | str | None = option(
+        None,
+        "Candidates per drafted level, as 1,3,3,3; or auto.",
+        panel=_PANEL,
+        shown="by device",
+        parse=parse_tree,
+    )
+    nodes: int | None = option(
+        None, "Most nodes of a draft tree.", panel=_PANEL, shown="by device", least=2, most=_LARGEST
+    )
+    ngrams: int = option(20, "4-grams reused per token.", panel=_PANEL, least=0, most=_LARGEST)
+    reuse_recent: bool = option(False, "Reuse text in the penalty window too.", panel=_PANEL, shown="no")
+    gamma: int | None = option(
+        None,
+        "Tokens of a drafted chain, or heads to use of the default tree.",
+        panel=_PANEL,
+        shown="by method",
+        least=0,
+        most=_LONGEST,
+    )
+    inner_gamma: int = option(
+        2, "Tokens the small model drafts for triforce's draft.", panel=_PANEL, least=1, most=_LONGEST
+    )
+    kv: str | None = option(None, f"What drafting reads: {', '.join(KV)}.", panel=_PANEL, shown="by method", choices=KV)
+    budget: int | None = option(
+        None, "Tokens of the partial KV cache.", panel=_PANEL, shown="by method", least=64, most=_LARGEST
+    )
+    sinks: int = option(16, "First tokens it always holds.", panel=_PANEL, least=0, most=_LARGEST)
+    shared_noise: bool = option(True, "Draft with the noise of the draw.", panel=_PANEL)
+    costs: str | None = option(
+        None,
+        "measured or nominal: by which costs of passes trees are chosen; never changes the text.",
+        panel=_PANEL,
+        shown=MEASURED,
+        choices=COSTS,
+    )
+    recall: int | None = option(
+        None,
+        "Likeliest tokens kept of each distribution, to be recalled where the text stands like that again, with "
+        "--tree auto; 0 reuses n-grams.",
+        panel=_PANEL,
+        shown="64",
+        least=0,
+        most=_LARGEST,
+    )
 
     def __post_init__(self) -> None:
+        check_options(self)
         widths = (1,) if self.tree in (None, AUTO) else self.tree
         if not (isinstance(widths, tuple) and widths and all(type(width) is int and width > 0 for width in widths)):
-            raise InputError(f"wants auto, or numbers above 0, such as 1,3,3,3, got {self.tree!r:.80}", "--tree")
+            raise InputError(f"wants auto, or numbers above 0, such as 1,3,3,3, got {self.tree!r:.80}", "tree")
         if prod(widths) > _MOST_PATHS:
-            raise InputError(f"has {prod(widths):,} paths, at most {_MOST_PATHS:,} are possible", "--tree")
+            raise InputError(f"has {prod(widths):,} paths, at most {_MOST_PATHS:,} are possible", "tree")
         if isinstance(self.tree, tuple) and self.gamma is not None:
-            raise InputError("cannot be given together with --tree", "--gamma")
-        if self.kv not in (None, *KV):
-            raise InputError(f"is one of {', '.join(KV)}, got {self.kv!r:.40}", "--kv")
-        if self.costs not in (None, *COSTS):
-            raise InputError(f"is one of {', '.join(COSTS)}, got {self.costs!r:.40}", "--costs")
-        for option, value, least in (
-            ("--nodes", self.nodes, 2),
-            ("--ngrams", self.ngrams, 0),
-            ("--gamma", self.gamma, 0),
-            ("--recall", self.recall, 0),
-            ("--inner-gamma", self.inner_gamma, 1),
-            ("--budget", self.budget, 64),
-            ("--sinks", self.sinks, 0),
-        ):
-            if type(value) is not int and not (value is None and option in _BY_DEFAULT):
-                raise InputError(f"wants an integer, got {value!r:.40}", option)
-            if value is not None and value < least:
-                raise InputError(f"must be at least {least}, got {value}", option)
-            most = _LONGEST if option in ("--gamma", "--inner-gamma") else _LARGEST
-            if value is not None and value > most:
-                raise InputError(f"must be at most {most:,}, got {value:,}", option)
+            raise InputError("cannot be given together with --tree", "gamma")
         if self.budget is not None:
             refuse_sinks(self.sinks, self.budget)
-        for option, flag in (("--reuse-recent", self.reuse_recent), ("--shared-noise", self.shared_noise)):
-            if type(flag) is not bool:
-                raise InputError(f"is yes or no, got {flag!r:.40}", option)
 
 
 def refuse_sinks(sinks: int, budget: int) -> None:
@@ -157,4 +133,135 @@ def refuse_sinks(sinks: int, budget: int) -> None:
         InputError: there are.
     """
     if sinks > budget // 4:
-        raise InputError(f"must be at most a quarter of --budget {budget}, got {sinks}", "--sinks")
+        raise InputError(f"must be at most a quarter of --budget {budget}, got {sinks}", "sinks")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A decoding method.
+
+    Attributes:
+        uses: the fields of DraftOptions that it looks at.
+        by_lm_head: levels of its tree that the LM head drafts, before those of the heads.
+        kv: what it can read while drafting; the first is the default.
+        gamma: length of its chain, if not said otherwise; None if it drafts none.
+        budget: tokens of its partial cache, if not said otherwise.
+        partial: whether passes of the target draft: over a partial cache of it, unless drafting reads the full one.
+        heads: whether it needs heads though it has no tree of theirs to choose.
+        draft: whether it needs a smaller model.
+        reference: it reads the text as reference implementations do, slowly, to be measured beside ``ar``.
+    """
+
+    uses: frozenset[str] = frozenset()
+    by_lm_head: int = 0
+    kv: tuple[str, ...] = ()
+    gamma: int | None = None
+    budget: int = 4096
+    partial: bool = False
+    heads: bool = False
+    draft: bool = False
+    reference: bool = False
+
+    @property
+    def with_heads(self) -> bool:
+        """Whether heads draft."""
+        return self.heads or "tree" in self.uses
+
+
+OF_CHOICE = frozenset({"costs", "recall"})  # where it is chosen anew in every step what pays
+OF_NGRAMS = frozenset({"ngrams", "reuse_recent"})
+
+_OF_TREES = frozenset({"tree", "nodes", "shared_noise"}) | OF_CHOICE
+_OF_REUSE = frozenset({"nodes"}) | OF_NGRAMS
+_OF_PARTIAL = frozenset({"budget", "sinks"})
+_OF_CHAINS = frozenset({"gamma", "shared_noise"})
+
+_CASCADE = Method(
+    frozenset({"nodes"}) | OF_CHOICE | _OF_CHAINS | _OF_PARTIAL | {"kv"},
+    heads=True,
+    kv=("streaming", "dynamic", "partial", "snapkv"),
+    gamma=24,
+    budget=1024,
+    partial=True,
+)
+
+METHODS: dict[str, Method] = {
+    "ar": Method(),
+    "medusa": Method(_OF_TREES),
+    "tokenswift": Method(
+        _OF_TREES | _OF_REUSE | _OF_PARTIAL | {"kv"},
+        by_lm_head=1,
+        kv=("dynamic", FULL, "partial", "streaming", "snapkv"),
+        partial=True,
+    ),
+    "cascade": _CASCADE,
+    "recall": Method(frozenset({"nodes", "shared_noise"}) | OF_CHOICE),
+    "reuse": Method(_OF_REUSE),
+    "magicdec": Method(
+        _OF_CHAINS | _OF_PARTIAL | {"kv"},
+        kv=("snapkv", "streaming", "dynamic", "partial", FULL),
+        gamma=4,
+        partial=True,
+    ),
+    "standalone": Method(_OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, budget=512, draft=True),
+    "triforce": Method(_OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
+    "auto": _CASCADE,
+    "ar-reference": Method(reference=True),
+}
+
+
+def find_method(name: str) -> Method:
+    """The method of a name.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in METHODS:
+        raise InputError(f"no method {name!r}; there are {', '.join(METHODS)}{did_you_mean(name, METHODS)}", "method")
+    return METHODS[name]
+
+
+def used(name: str, options: DraftOptions) -> frozenset[str]:
+    """The fields of its options that a method looks at, by their values."""
+    uses = find_method(name).uses
+    if "kv" in uses and options.kv == FULL:
+        uses -= _OF_PARTIAL
+    if "tree" in uses and options.tree != AUTO:
+        uses -= OF_CHOICE
+    elif "tree" in uses and options.recall != 0:  # recalls instead
+        uses -= OF_NGRAMS
+    return uses
+
+
+def refuse_unused(
+    methods: Sequence[str],
+    given: Mapping[str, Any],
+    trees: Mapping[str, tuple[int, ...] | str] | None = None,
+) -> None:
+    """No option is silently ignored: refuse what none of the methods uses.
+
+    Args:
+        methods: names.
+        given: fields of ``DraftOptions`` that were given, and ``heads``; None for what was not.
+        trees: those of single methods, where they have others than the one that was given.
+
+    Raises:
+        InputError: no such method, or an option for none of them.
+    """
+    options = DraftOptions(kv=given.get("kv"), tree=given.get("tree"), recall=given.get("recall"))
+    trees = trees or {}
+    looked_at = {
+        name for method in methods for name in used(method, replace(options, tree=trees.get(method, options.tree)))
+    }
+    if "tree" in looked_at:
+        looked_at |= {"gamma"}
+    if any(find_method(method).with_heads for method in methods):
+        looked_at |= {"heads"}
+    for name, value in given.items():
+        if value is not None and name not in looked_at:
+            message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
+            message += " with --kv full" if options.kv == FULL else ""
+            message += " without --tree auto" if name in OF_CHOICE and "tree" in looked_at else ""
+            reused = name in OF_NGRAMS and any(name in find_method(method).uses for method in methods)
+            message += " with --tree auto, but for --recall 0" if reused else ""
+            raise InputError(message, name)

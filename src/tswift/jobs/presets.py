@@ -10,11 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tswift.drafting.methods import find_method, used
-from tswift.drafting.options import DraftOptions
-from tswift.errors import InputError
-
-OPTION = "--preset"
+from tswift.decoding.params import OFF
+from tswift.drafting.options import DraftOptions, find_method, used
+from tswift.errors import InputError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,10 @@ class Preset:
     def sampling(self) -> dict[str, Any]:
         """Fields of ``SamplingParams``, all but the banned ids; a filter that the paper does not name is off."""
         return {
+            **OFF,
             "temperature": self.temperature,
-            "top_k": 0,
             "top_p": self.top_p,
             "min_p": self.min_p,
-            "eta": 0.0,
             "penalty": self.penalty,
             "window": self.window,
         }
@@ -97,7 +94,9 @@ def find_preset(name: str) -> Preset:
         InputError: there is none.
     """
     if name not in PRESETS:
-        raise InputError(f"no preset {name!r:.40}; there are {', '.join(PRESETS)}", OPTION)
+        raise InputError(
+            f"no preset {name!r:.40}; there are {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}", "preset"
+        )
     return PRESETS[name]
 
 

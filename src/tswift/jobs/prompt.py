@@ -34,12 +34,26 @@ def read_prompt(source: str | None) -> str:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is not UTF-8 text (byte {error.start:,})", _OPTION) from None
+    return check_prompt(text, _OPTION, name)
+
+
+def check_prompt(text: str, field: str, name: str = "the text") -> str:
+    """A prompt, seen to be text.
+
+    Args:
+        text: the prompt.
+        field: the parameter that it was given with.
+        name: what to call it in the error.
+
+    Raises:
+        InputError: it is empty, or no text.
+    """
     if "\0" in text:
-        raise InputError(f"{name} is not text: it has NUL bytes", _OPTION)
+        raise InputError(f"{name} is not text: it has NUL bytes", field)
     if not text:
-        raise InputError(f"{name} is empty", _OPTION)
+        raise InputError(f"{name} is empty", field)
     if not text.strip():
-        raise InputError(f"{name} has nothing but white space", _OPTION)
+        raise InputError(f"{name} has nothing but white space", field)
     return text
 
 
@@ -159,22 +173,6 @@ def read_system(source: str) -> str:
         return read_prompt(source)
     except InputError as error:
         raise renamed(error, {"--prompt": SYSTEM}) from None
-
-
-def refuse_with_chat(chat: bool, prompt: str | None, prefill: int | None, system: str | None) -> None:
-    """Refuse options that do not go together.
-
-    Raises:
-        InputError: a system prompt without a chat; a chat without a prompt, or with a part of one.
-    """
-    if system is not None and not chat:
-        raise InputError("goes with --chat", SYSTEM)
-    if chat and prompt is None:
-        raise InputError("wants a --prompt: it is what the user says", CHAT)
-    if chat and prompt == system == "-":
-        raise InputError("cannot be standard input, which is the prompt", SYSTEM)
-    if chat and prefill is not None:
-        raise InputError("cannot be given together with --chat, whose template has an end", "--prefill")
 
 
 _HELD = 16  # after so many tokens without a whole character, broken bytes are let go

@@ -9,33 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.options import AUTO, DraftOptions
+from tswift.drafting.options import AUTO, DraftOptions, refuse_unused
 from tswift.engine import begin
 from tswift.errors import InputError
+from tswift.jobs.config import draft_for, weights_for
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import RECORD, InUse, Lock, RunFolder
 from tswift.jobs.job import FINISHED, Job
 from tswift.jobs.prompt import TextStream
 from tswift.jobs.recorded import JournalState, RunRecord, check_ids, read_record, read_run, read_saved
-from tswift.jobs.settings import (
-    about_draft,
-    draft_for,
-    identity,
-    refuse_full_disk,
-    refuse_unused,
-    used_options,
-    weights_for,
-)
+from tswift.jobs.start import about_draft, identity, refuse_full_disk, used_options
+from tswift.models.config import refuse_shape
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
 from tswift.models.ranks import ALONE, Ranks
-from tswift.models.shapes import refuse_shape
 
-OPTION = "--resume"
+OPTION = "resume"
 # None of them changes a token. Memory may want nodes and budget lower.
 _MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "draft_weights")
 _MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
-_CALLED = {"length": "len"}
 
 
 def resume(
@@ -86,7 +78,7 @@ def _resumed(
         raise InputError(f"{saved.damage}; --discard-damaged goes on from the {sound:,} sound tokens before", OPTION)
     length = asked.get("length", run.length)
     if length < len(saved.tokens):
-        raise InputError(f"{path} has {len(saved.tokens):,} tokens already, got {length:,}", "--len")
+        raise InputError(f"{path} has {len(saved.tokens):,} tokens already, got {length:,}", "length")
     if run.state == FINISHED and (length == len(saved.tokens) or _ended(run, saved)):
         _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
         return None
@@ -170,7 +162,7 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[s
         if name not in free and _plain(value) != _plain(own):
             said = "none" if own is None else own
             message = f"the run was made with {said}, got {value}; a resumed run keeps its options"
-            raise InputError(message, f"--{_CALLED.get(name, name).replace('_', '-')}")
+            raise InputError(message, name)
 
 
 def _plain(value: Any) -> Any:
@@ -205,14 +197,14 @@ def _load(run: RunRecord, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel
     try:
         model = load_run(exact=run.exact)
     except InputError as error:  # on other machines, or more ranks, it goes on without; notes tell
-        if error.option != "--exact" or "exact" in asked:
+        if error.field != "exact" or "exact" in asked:
             raise
         model = load_run(exact=False)
     found, known = identity(model), run.record["model"]
     for what in ("weights", "config", "eos_ids", "heads"):
         if found[what] != known.get(what):
             message = f"{name} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
-            raise InputError(message, "--model")
+            raise InputError(message, "model")
     return model
 
 

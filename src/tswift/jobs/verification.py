@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.engine import check, ending
 from tswift.errors import InputError
+from tswift.jobs.config import AuditConfig
 from tswift.jobs.folder import TOKENS
-from tswift.jobs.prompt import read_prompt, take
+from tswift.jobs.prompt import take
 from tswift.jobs.recorded import RunRecord, check_ids, read_tokens
-from tswift.jobs.settings import sampling_params
+from tswift.models.config import refuse_shape
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load
-from tswift.models.shapes import refuse_shape
 from tswift.models.target import Show
 
 
@@ -49,22 +49,6 @@ class AuditInput:
         return audit(self.model.target, self.prompt, self.tokens, self.params, self.seed, show)
 
 
-@dataclass(frozen=True)
-class Text:
-    """A text and the options that are said to have made it; see ``tswift verify --help``.
-
-    Attributes:
-        sampling: fields of ``SamplingParams`` that were given.
-    """
-
-    tokens: Path
-    prompt: str | None = None
-    prefill: int | None = None
-    seed: int = 0
-    stop_at_eos: bool = False
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-
-
 def subject_of_run(
     run: RunRecord,
     model: str | None = None,
@@ -79,7 +63,7 @@ def subject_of_run(
         InputError: the model cannot be loaded, or the run does not fit it, or was not exact and is to be now.
     """
     if exact and not run.exact:
-        raise InputError(f"{run.path} was made without it, so it can only be judged within rounding", "--exact")
+        raise InputError(f"{run.path} was made without it, so it can only be judged within rounding", "exact")
     name = run.model if model is None else model
     refuse_shape(name)
     _tokens(run)  # better now than after a model was loaded
@@ -92,12 +76,12 @@ def subject_of_run(
     try:
         loaded = load(name, **how, exact=run.exact if exact is None else exact)
     except InputError as error:
-        if error.option != "--exact" or exact:
+        if error.field != "exact" or exact:
             raise
         loaded = load(name, **how, exact=False)
     subject = with_model(run, loaded)
     if exact and subject.note:
-        raise InputError(f"cannot be had here: {subject.note}", "--exact")
+        raise InputError(f"cannot be had here: {subject.note}", "exact")
     return replace(subject, note=None) if exact is False else subject
 
 
@@ -117,30 +101,26 @@ def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
 
 
 def subject_of_text(
-    text: Text,
-    model: str | None,
-    device: str | None,
-    dtype: str | None,
-    quantize: str | None = None,
-    exact: bool | None = None,
+    path: Path, config: AuditConfig, params: SamplingParams, model: Mapping[str, Any], words: str
 ) -> AuditInput:
-    """A text, its options and the model named, or else the bundled one.
+    """A text and the options that are said to have made it.
+
+    Args:
+        path: file of token ids.
+        config: prompt, seed and end.
+        params: what it was drawn with.
+        model: arguments of :func:`tswift.load`. Nobody knows whether a text without a run was made by exact passes
+            here, so they are not exact unless ``exact`` is set.
+        words: the prompt.
 
     Raises:
         InputError: something given cannot be used, or does not fit together.
     """
-    if text.prefill is not None and text.prefill < 1:
-        raise InputError(f"must be at least 1, got {text.prefill}", "--prefill")
-    refuse_shape(model or "")
-    params, tokens = sampling_params(text.sampling), read_tokens(text.tokens, "--tokens")
-    words = read_prompt(text.prompt)
-    # nobody knows whether a text without a run was made by exact passes here, unless the user says so
-    asked: dict[str, Any] = {"model": model, "device": device, "dtype": dtype, "quantize": quantize}
-    asked["exact"] = bool(exact)
-    loaded = load(**{name: value for name, value in asked.items() if value is not None})
-    prompt = take(loaded.encode(words), text.prefill, bundled=text.prompt is None)
-    params, _ = ending(params, loaded.eos_ids, text.stop_at_eos)
-    return _checked(AuditInput(loaded, prompt, tokens, params, text.seed, text.tokens), "--tokens")
+    tokens = read_tokens(path, "tokens")
+    loaded = load(**{**model, "exact": bool(model.get("exact"))})
+    prompt = take(loaded.encode(words), config.prefill, bundled=config.bundled)
+    params, _ = ending(params, loaded.eos_ids, config.stop_at_eos)
+    return _checked(AuditInput(loaded, prompt, tokens, params, config.seed, path), "tokens")
 
 
 def report(subject: AuditInput, found: Audit) -> dict[str, Any]:
@@ -156,7 +136,7 @@ def _tokens(run: RunRecord) -> list[int]:
 def _checked(subject: AuditInput, option: str | None) -> AuditInput:
     target, source = subject.model.target, str(subject.source)
     if not subject.prompt:
-        raise InputError("has no tokens", "--prompt")
+        raise InputError("has no tokens", "prompt")
     check_ids(subject.prompt, target.vocab_size, f"the prompt of {source}", option)
     check_ids(subject.tokens, target.vocab_size, source, option)
     banned = [token for token in subject.params.banned if token >= target.vocab_size]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from tswift.errors import InputError
+from tswift.models.config import refuse_shape
 
 TEXT, DISTILL = OBJECTIVES = ("text", "distill")
 DEMO = "demo"  # the bundled model
@@ -119,8 +120,6 @@ class TrainConfig:
         if self.steps is not None and self.minutes is not None:
             raise InputError("cannot be given together with --steps", "--minutes")
         if self.model.startswith("shape:"):
-            from tswift.models.shapes import refuse_shape  # it imports torch
-
             refuse_shape(self.model)
 
     @property

@@ -1,0 +1,98 @@
+"""How a model is to be loaded, as options; nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tswift.errors import InputError, did_you_mean
+from tswift.options import check_options, option
+
+DEMO = "demo"  # the bundled model
+DEMO_DRAFT = "demo-draft"  # the one that drafts for it
+SHAPE_PREFIX = "shape:"  # before a published model's name: random weights
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
+KINDS = ("int8", "fp8", "int4")  # of quantised weights
+UNQUANTISED = "none"  # drafting passes run on the model as it is
+
+_PANEL, _DRAFTING = "Model", "Drafting"
+_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def dtype_name(name: str) -> str:
+    """A dtype's own name, from that or a common one: ``bf16``, ``fp16``, ``half``, ``fp32``, ``torch.bfloat16``.
+
+    Raises:
+        InputError: there is no such dtype.
+    """
+    own = _ALIASES.get(str(name).removeprefix("torch."), str(name).removeprefix("torch."))
+    if own not in ("auto", *DTYPES):
+        known = ("auto", *DTYPES, *_ALIASES)
+        raise InputError(
+            f"no dtype {name!r:.40}; there are {', '.join(('auto', *DTYPES))}{did_you_mean(own, known)}", "dtype"
+        )
+    return own
+
+
+def refuse_shape(model: str) -> None:
+    """Refuse ``shape:NAME`` where a text is wanted.
+
+    Raises:
+        InputError: it is one.
+    """
+    if model.startswith(SHAPE_PREFIX):
+        reason = "has random weights: its text says nothing; tswift bench times it, tswift roofline counts it"
+        raise InputError(f"{model} {reason}", "model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """How a model is to be loaded; the fields are parameters of :func:`tswift.load`, which explains them.
+
+    Raises:
+        InputError: a value outside its choices, or of another type.
+    """
+
+    heads: str | None = option(
+        None, "chained, conditioned or a file.", panel=_DRAFTING, shown="heads.safetensors by the model"
+    )
+    draft_model: str | None = option(
+        None,
+        "Smaller model with the same vocabulary, for methods that draft with one (standalone, triforce).",
+        panel=_DRAFTING,
+        shown="demo-draft for demo",
+    )
+    draft_weights: str | None = option(
+        None,
+        "int8, fp8 or int4: drafting passes of the model run on a copy that torchao quantises; never changes the text.",
+        panel=_DRAFTING,
+        shown=UNQUANTISED,
+        choices=(UNQUANTISED, *KINDS),
+    )
+    model: str = option(DEMO, "demo (the bundled model), a folder or a hub id.", panel=_PANEL)
+    device: str = option("auto", "auto, cpu, cuda, cuda:1 ...", panel=_PANEL)
+    dtype: str = option("auto", "auto, float32, float64, bfloat16 or float16.", panel=_PANEL, parse=dtype_name)
+    attention: str = option(
+        "auto",
+        "auto (triton on CUDA, native on the CPU, sdpa where these cannot be had), native, triton, flash or sdpa.",
+        panel=_PANEL,
+    )
+    exact: bool | None = option(
+        None,
+        "Passes of one width, so that all methods give the same tokens in every dtype; drafts are cut to it.",
+        panel=_PANEL,
+        shown="in bfloat16 and float16, and on CUDA",
+    )
+    quantize: str | None = option(
+        None,
+        "int8, fp8 or int4: torchao quantises the weights.",
+        panel=_PANEL,
+        shown="as they are",
+        choices=KINDS,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.attention not in ATTENTIONS:
+            message = f"no attention {self.attention!r:.40}; there are {', '.join(ATTENTIONS)}"
+            raise InputError(message + did_you_mean(self.attention, ATTENTIONS), "attention")

@@ -1,0 +1,163 @@
+"""Options: frozen dataclasses whose fields carry their range, help and default.
+
+The command line, records and checks are made from the fields; nothing here imports torch, so that ``--help`` and bad
+values need not wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from tswift.errors import InputError, did_you_mean
+
+_KEY = "option"
+_TECHNICAL = 1 << 31  # upper bounds from here on only keep numbers from overflowing
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an option's field carries.
+
+    Attributes:
+        help: one sentence.
+        panel: where ``--help`` lists it.
+        shown: how the help says the default; None to say the default itself, empty to say nothing.
+        least, above, most, below: bounds of a number, or of each in a tuple: >=, >, <=, <.
+        choices: the values that a name may have.
+        off: the value with which a filter does nothing.
+        parse: turns what was typed into the value, where it is more than a number, a name or a flag.
+        flag: its name on the command line, where that is not the field's.
+        metavar: what ``--help`` calls its value.
+        repeat: it may be given several times.
+        free: a training that is resumed may change it: it changes no weight, or only by rounding.
+    """
+
+    help: str
+    panel: str = ""
+    shown: str | None = None
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] = ()
+    off: Any = None
+    parse: Callable[[str], Any] | None = None
+    flag: str | None = None
+    metavar: str | None = None
+    repeat: bool = False
+    free: bool = False
+
+
+def option(default: Any, help: str, **carried: Any) -> Any:
+    """A dataclass field that is an option; see :class:`Option` for what it can carry."""
+    return field(default=default, metadata={_KEY: Option(help, **carried)})
+
+
+def options_of(kind: Any) -> Iterator[tuple[Field[Any], Option]]:
+    """The fields of a dataclass that are options, in order."""
+    for each in fields(kind):
+        if _KEY in each.metadata:
+            yield each, each.metadata[_KEY]
+
+
+def option_of(kind: Any, name: str) -> Option:
+    """What the field ``name`` of a dataclass carries."""
+    return next(carried for each, carried in options_of(kind) if each.name == name)
+
+
+def described(default: Any, carried: Option) -> str:
+    """An option's help with its default at the end."""
+    shown = carried.shown
+    if shown is None and default not in (None, MISSING):
+        shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else _number(default)
+    return f"{carried.help} (default: {shown})" if shown else carried.help
+
+
+@cache
+def type_of(kind: Hashable, name: str) -> tuple[Any, bool]:
+    """The type of a field without ``None``, and whether ``None`` is a value of it."""
+    hint = get_type_hints(kind)[name]
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    plain = [part for part in parts if part is not NoneType]
+    return (plain[0] if len(plain) == 1 else tuple(plain)), NoneType in parts
+
+
+def check_options(options: Any) -> None:
+    """Check every option of a dataclass instance: its type, its range, its choices.
+
+    Raises:
+        InputError: the first wrong one, by its field's name.
+    """
+    for each, carried in options_of(options):
+        value = getattr(options, each.name)
+        kind: Any = type(options)
+        expected, optional = type_of(kind, each.name)
+        if value is None and optional:
+            continue
+        wrong = _fault(value, expected, carried)
+        if wrong:
+            raise InputError(f"{wrong}, got {value!r:.60}", each.name)
+
+
+def _fault(value: Any, expected: Any, carried: Option) -> str | None:
+    """What a value must be, if it is not; None if it is."""
+    if expected is bool:
+        return None if type(value) is bool else "must be yes or no"
+    if expected is int and (not isinstance(value, Integral) or isinstance(value, bool)):
+        return "must be an integer"
+    if expected is float and (not isinstance(value, Real) or isinstance(value, bool)):
+        return "must be a number"
+    if expected is str and not isinstance(value, str):
+        return "must be a text"
+    if carried.choices and value not in carried.choices:
+        return f"must be one of {', '.join(carried.choices)}" + did_you_mean(value, carried.choices)
+    if expected in (int, float) and not _within(value, carried):
+        return f"must be {_range(value, carried) or 'a finite number'}"
+    if expected == tuple[int, ...]:
+        wrong = [number for number in value if type(number) is not int or not _within(number, carried)]
+        return f"must be integers, each {_range(wrong[0], carried)}" if wrong else None
+    return None
+
+
+def _within(value: Any, carried: Option) -> bool:
+    return bool(
+        (isinstance(value, Integral) or math.isfinite(value))
+        and (carried.least is None or value >= carried.least)
+        and (carried.above is None or value > carried.above)
+        and (carried.most is None or value <= carried.most)
+        and (carried.below is None or value < carried.below)
+    )
+
+
+def _range(value: Any, carried: Option) -> str:
+    least, most = carried.least, carried.most
+    if most is not None and most >= _TECHNICAL:  # nobody wants to read it but who went beyond
+        if value > most:
+            return f"at most {_number(most)}"
+        most = None
+    if least is not None and most is not None:
+        return f"between {_number(least)} and {_number(most)}"
+    bounds = {"at least": least, "above": carried.above, "at most": most, "below": carried.below}
+    return " and ".join(f"{word} {_number(bound)}" for word, bound in bounds.items() if bound is not None)
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def parse_numbers(text: str) -> tuple[int, ...]:
+    """The numbers of ``1000,20_000``.
+
+    Raises:
+        InputError: it is no such thing.
+    """
+    try:
+        return tuple(int(word.replace("_", "")) for word in text.split(","))
+    except ValueError:
+        raise InputError(f"wants numbers and commas, got {text!r}") from None
