@@ -18,7 +18,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.decoding.step import Step
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.methods import make_drafter
-from tswift.drafting.options import DraftOptions
+from tswift.drafting.options import DraftOptions, find_method
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
 from tswift.models.heads import KINDS, Heads, MedusaHeads
@@ -30,6 +30,12 @@ VOCAB = 97
 HIDDEN = 32
 KV_HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
 PLAIN = SamplingParams(min_p=0.0, penalty=1.0)
+
+
+def options_for(method: str, **options: object) -> DraftOptions:
+    """Of these options, those that a method uses."""
+    uses = find_method(method).uses
+    return DraftOptions(**{name: value for name, value in options.items() if name in uses})  # type: ignore[arg-type]
 
 
 def tiny_llama(kind: str, dtype: torch.dtype, attention: str = "sdpa", layers: int = 2) -> LlamaForCausalLM:

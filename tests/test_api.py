@@ -28,6 +28,8 @@ def test_import_is_light() -> None:
 def test_the_names_are_there() -> None:
     for name in tswift.__all__:
         assert getattr(tswift, name) is not None
+    assert dir(tswift) == sorted(tswift.__all__)
+    assert (Path(tswift.__file__).parent / "py.typed").exists()
     with pytest.raises(AttributeError):
         tswift.nothing  # type: ignore[attr-defined]  # noqa: B018
 
@@ -45,9 +47,34 @@ def test_text_and_ids_are_the_same_prompt(checkpoint: Path) -> None:
 
 def test_refuses_at_the_call_not_at_the_first_step(checkpoint: Path) -> None:
     model = tswift.load(str(checkpoint))
-    for prompt, length, method in (("", 5, "ar"), ("The", 0, "ar"), ("The", 5000, "ar"), ("The", 5, "nope")):
-        with pytest.raises(ValueError, match="--"):
-            tswift.generate(model, prompt, length, method=method)
+    for field, wrong in (
+        ("prompt", {"prompt": ""}),
+        ("prompt", {"prompt": None}),
+        ("prompt", {"prompt": ["The"]}),
+        ("length", {"length": 0}),
+        ("length", {"length": 5000}),
+        ("length", {"length": 10.5}),
+        ("seed", {"seed": "a"}),
+        ("method", {"method": "nope"}),
+        ("params", {"params": {"min_p": 0.1}}),
+        ("budget", {"method": "ar", "options": tswift.DraftOptions(budget=64)}),  # which it does not use
+    ):
+        with pytest.raises(tswift.InputError, match=f"^{field}: ") as caught:
+            tswift.generate(model, **{"prompt": "The", "length": 5, **wrong})  # type: ignore[arg-type]
+        assert caught.value.field == field
+
+
+def test_wrong_options_are_named_by_field() -> None:
+    for kind, field, value in (
+        (tswift.SamplingParams, "min_p", 2),
+        (tswift.SamplingParams, "top_k", 1.5),
+        (tswift.SamplingParams, "temperature", "hot"),
+        (tswift.DraftOptions, "nodes", 1),
+        (tswift.DraftOptions, "shared_noise", 1),
+        (tswift.DraftOptions, "kv", "all"),
+    ):
+        with pytest.raises(tswift.InputError, match=f"^{field}: must be "):
+            kind(**{field: value})
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md"])

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from tswift.decoding.step import Step
     from tswift.drafting.options import DraftOptions
     from tswift.engine import generate
+    from tswift.errors import Fault, InputError
     from tswift.models.loading import load
 
 __version__ = "0.1.0"
-__all__ = ["DraftOptions", "SamplingParams", "Step", "__version__", "generate", "load"]
+__all__ = ["DraftOptions", "Fault", "InputError", "SamplingParams", "Step", "__version__", "generate", "load"]
 
 _HOMES = {
     "load": "tswift.models.loading",
@@ -28,6 +29,8 @@ _HOMES = {
     "SamplingParams": "tswift.decoding.params",
     "DraftOptions": "tswift.drafting.options",
     "Step": "tswift.decoding.step",
+    "InputError": "tswift.errors",
+    "Fault": "tswift.errors",
 }
 
 
@@ -36,3 +39,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'tswift' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

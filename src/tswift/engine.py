@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import torch
 
@@ -22,7 +23,7 @@ from tswift.drafting.methods import (
     resolve,
     resolve_for,
 )
-from tswift.drafting.options import MEASURED, DraftOptions, find_method
+from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError
 from tswift.kv.policies import POLICIES
 from tswift.models.devices import available_bytes, gigabytes
@@ -382,7 +383,7 @@ def generate(
     method: str = "tokenswift",
     params: SamplingParams = _PARAMS,
     seed: int = 0,
-    options: DraftOptions = _OPTIONS,
+    options: DraftOptions | None = None,
     stop_at_eos: bool = False,
     written: Sequence[int] = (),
 ) -> Iterator[Step]:
@@ -392,10 +393,10 @@ def generate(
         model: from :func:`tswift.load`.
         prompt: a text, or its token ids.
         length: tokens to generate, exactly unless ``stop_at_eos``; those in ``written`` count.
-        method: one of ``tswift.drafting.methods.METHODS``.
+        method: one of ``tswift.drafting.options.METHODS``.
         params: how each token is drawn.
         seed: any integer.
-        options: how the method drafts; what it does not use is not looked at.
+        options: how the method drafts; an option that it does not use is refused if it is not the default.
         stop_at_eos: end at an end-of-text token, which is the last one then. Otherwise those are never drawn.
         written: the tokens that an earlier call with the same arguments has generated so far: the text goes on as that
             call's would have. One that has come to its end is not to be gone on with: that is not looked at.
@@ -405,18 +406,34 @@ def generate(
         for.
 
     Raises:
-        InputError: as :func:`begin`.
+        InputError: a wrong argument, named: as :func:`begin`, or one of another type.
     """
-    ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    _refuse_types(prompt, length, seed, params, options)
+    if options is not None:
+        refuse_unused([method], options.changed())
     run = begin(
         model,
-        ids,
+        model.encode(prompt) if isinstance(prompt, str) else list(prompt),
         length,
         method=method,
         params=params,
         seed=seed,
-        options=options,
+        options=options or _OPTIONS,
         stop_at_eos=stop_at_eos,
         written=written,
     )
     return run.steps()
+
+
+def _refuse_types(prompt: object, length: object, seed: object, params: object, options: object) -> None:
+    """Refuse arguments of other types, by name."""
+    ids = isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt)
+    for name, fine, expected, value in (
+        ("prompt", isinstance(prompt, str) or ids, "a text or token ids", prompt),
+        ("length", isinstance(length, Integral), "an integer", length),
+        ("seed", isinstance(seed, Integral), "an integer", seed),
+        ("params", isinstance(params, SamplingParams), "SamplingParams", params),
+        ("options", options is None or isinstance(options, DraftOptions), "DraftOptions", options),
+    ):
+        if not fine or isinstance(value, bool):
+            raise InputError(f"must be {expected}, got {value!r:.60}", name)

@@ -15,8 +15,9 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
+        field = field and field_name(field)
         super().__init__(f"{field}: {message}" if field else message)
-        self.message, self.option, self.field = message, field, field and field_name(field)
+        self.message, self.field = message, field
 
 
 def field_name(option: str) -> str:
@@ -36,7 +37,7 @@ class Fault(RuntimeError):
 def renamed(error: InputError, fields: Mapping[str, str]) -> InputError:
     """The same error, about the parameter that the caller has in the place of the one that it names."""
     names = {field_name(old): new for old, new in fields.items()}
-    return InputError(error.message, names.get(error.field or "", error.option))
+    return InputError(error.message, names.get(error.field or "", error.field))
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -102,7 +102,8 @@ def check_options(options: Any) -> None:
             continue
         wrong = _fault(value, expected, carried)
         if wrong:
-            raise InputError(f"{wrong}, got {value!r:.60}", each.name)
+            suggestion = did_you_mean(value, carried.choices) if isinstance(value, str) else ""
+            raise InputError(f"{wrong}, got {value!r:.60}{suggestion}", each.name)
 
 
 def _fault(value: Any, expected: Any, carried: Option) -> str | None:
@@ -113,10 +114,12 @@ def _fault(value: Any, expected: Any, carried: Option) -> str | None:
         return "must be an integer"
     if expected is float and (not isinstance(value, Real) or isinstance(value, bool)):
         return "must be a number"
+    if expected is float and isinstance(value, Integral) and abs(int(value)) >> 62:
+        return "must be a number below 2^62, or have a decimal point"
     if expected is str and not isinstance(value, str):
         return "must be a text"
     if carried.choices and value not in carried.choices:
-        return f"must be one of {', '.join(carried.choices)}" + did_you_mean(value, carried.choices)
+        return f"must be one of {', '.join(carried.choices)}"
     if expected in (int, float) and not _within(value, carried):
         return f"must be {_range(value, carried) or 'a finite number'}"
     if expected == tuple[int, ...]:

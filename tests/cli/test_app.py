@@ -61,7 +61,7 @@ def test_what_breaks_on_the_way_is_one_line(tswift, monkeypatch: pytest.MonkeyPa
     def broken(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr("tswift.jobs.settings.start", broken)
+    monkeypatch.setattr("tswift.jobs.start.start", broken)
     result = tswift("generate")
     assert result.code == 1
     assert result.err.startswith("tswift: error: ")
@@ -71,7 +71,7 @@ def test_what_breaks_on_the_way_is_one_line(tswift, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_traceback_can_be_asked_for(tswift, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("tswift.jobs.settings.start", lambda *arguments: 1 / 0)
+    monkeypatch.setattr("tswift.jobs.start.start", lambda *arguments: 1 / 0)
     monkeypatch.setenv("TSWIFT_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         tswift("generate")

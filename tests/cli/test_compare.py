@@ -60,7 +60,7 @@ def test_a_wrong_method_exits_with_one(tswift, checkpoint, prompt, monkeypatch):
         (["--tree", "reuse=1,2"], "--tree: is given for reuse"),
         (["--tree", "1,2", "--tree", "3"], "--tree: is given twice for all methods"),
         (["--json", "/nowhere/x.json"], "--json: /nowhere/x.json cannot be written"),
-        (["--model", "/nowhere"], "--model: there is no folder"),
+        (["--model", "/nowhere", "--prompt-text", "x"], "--model: there is no folder"),
         (["--model", "shape:qwen2.5-7b"], "--model: shape:qwen2.5-7b has random weights"),
     ],
 )

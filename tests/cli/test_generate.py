@@ -131,11 +131,23 @@ def test_stop_at_eos(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> 
     assert 0 not in tokens[:-1]
 
 
-def test_the_bundled_prompt_is_the_default(tswift, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    words = ["generate", "--model", checkpoint, "--len", 1, "--method", "ar", "--out", tmp_path / "run"]
+def test_the_bundled_model_goes_on_with_the_bundled_novel(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ["generate", "--len", 1, "--method", "ar", "--out", tmp_path / "run"]
     assert tswift(*words).code == 0
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (run["prompt"]["source"], run["prompt"]["tokens"]) == ("bundled", 1024)
+
+
+def test_another_model_is_asked_for_a_prompt(tswift, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ["generate", "--model", checkpoint, "--len", 5, "--method", "ar", "--out", tmp_path / "run"]
+    result = tswift(*words)
+    assert result.code == 2
+    assert result.err.startswith("tswift: error: --prompt: names a text for ")
+    assert tswift(*words, "--prompt-text", "Once upon a time").code == 0
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run["prompt"]["source"] == "prompt_text"
+    both = tswift(*words, "--prompt-text", "Once", "--prompt", "x")
+    assert both.err == "tswift: error: --prompt-text: cannot be given together with --prompt\n"
 
 
 def _without_end(checkpoint: Path, prompt: Path, out: Path) -> list[object]:

@@ -216,7 +216,7 @@ def test_progress_lines(tswift, run: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--tokens /nowhere", "--tokens: there is no file /nowhere"),
         ("--tokens RUN/tokens.u32 --prompt /nowhere", "--prompt: there is no file /nowhere"),
         ("--tokens RUN/tokens.u32 --prefill 0", "--prefill: must be at least 1, got 0"),
-        ("--tokens RUN/tokens.u32 --min-p 2", "--min-p must be between 0 and 1, got 2.0"),
+        ("--tokens RUN/tokens.u32 --min-p 2", "--min-p: must be between 0 and 1, got 2.0"),
         ("--tokens RUN/text.txt", "--tokens: "),
     ],
 )

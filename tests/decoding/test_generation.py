@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import tokens_of
+from tests.helpers import options_for, tokens_of
 from tswift.attention.reference import ReferenceAttention
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.step import Walk
@@ -38,7 +38,7 @@ def test_need_is_what_is_allocated(checkpoint: Path, method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_text_goes_on_from_its_tokens(checkpoint: Path, method: str) -> None:
     draft = str(checkpoint) if METHODS[method].draft else None
-    model, options = load(str(checkpoint), dtype="float64", draft=draft), DraftOptions(budget=64)
+    model, options = load(str(checkpoint), dtype="float64", draft=draft), options_for(method, budget=64)
     asked = {"method": method, "options": options, "seed": 3}
     whole = tokens_of(list(generate(model, "The ship", 90, **asked)))
     need = begin(model, model.encode("The ship"), 70, **asked).need
@@ -59,9 +59,9 @@ def test_the_reference_decodes_with_the_attention_of_reference_implementations(c
 
 def test_a_length_that_leaves_nothing_to_generate(checkpoint: Path) -> None:
     model = load(str(checkpoint))
-    with pytest.raises(InputError, match=r"^--len: must be at least 3, got 2, as 2 tokens are there already$"):
+    with pytest.raises(InputError, match=r"^length: must be at least 3, got 2, as 2 tokens are there already$"):
         begin(model, [1], 2, written=[4, 5])
-    with pytest.raises(InputError, match=r"^--len: must be at least 1, got 0$"):
+    with pytest.raises(InputError, match=r"^length: must be at least 1, got 0$"):
         begin(model, [1], 0)
 
 

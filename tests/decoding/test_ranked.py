@@ -12,11 +12,11 @@ from transformers.utils import logging
 
 import tswift
 from benchmarks.architectures import ARCHITECTURES, checkpoint, texts
+from tests.helpers import options_for
 from tests.ranks import Started, on_ranks
 from tswift import engine
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.sampling import Sampler
-from tswift.drafting.options import DraftOptions
 from tswift.kv.partial import PartialKV
 from tswift.models.fingerprint import fingerprint_of
 from tswift.models.loaded import LoadedModel
@@ -33,7 +33,7 @@ SPLIT = {
     "Phi-3": {"ar": 10, "tokenswift": 15},
 }
 WHOLE = {"Phi-3"}
-OPTIONS = DraftOptions(tree=(1, 2, 2), nodes=12, budget=64, sinks=4, reuse_recent=True)
+OPTIONS = {"tree": (1, 2, 2), "nodes": 12, "budget": 64, "sinks": 4, "reuse_recent": True}
 PROMPT = list(range(3, 60))
 
 
@@ -98,7 +98,9 @@ def _steps(model: LoadedModel, method: str = "tokenswift", most: int | None = No
     """What came of a decode: its tokens, or the error."""
     made: list[int] = []
     try:
-        for count, step in enumerate(tswift.generate(model, PROMPT, 60, method=method, options=OPTIONS), start=1):
+        for count, step in enumerate(
+            tswift.generate(model, PROMPT, 60, method=method, options=options_for(method, **OPTIONS)), start=1
+        ):
             made += step.tokens
             if count == most:
                 break

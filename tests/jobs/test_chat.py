@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from tswift.errors import InputError
-from tswift.jobs.prompt import read_system, refuse_with_chat, render
+from tswift.jobs.config import RunConfig
+from tswift.jobs.prompt import read_system, render
 
 # the special token of the tests' tokenizer, as templates begin with their model's first token
 TEMPLATE = (
@@ -34,20 +35,20 @@ def test_the_prompt_is_one_message_of_the_user(tokenizer) -> None:  # type: igno
 
 
 def test_no_template(tokenizer) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(InputError, match="--chat: the tokenizer of some/model has no chat template"):
+    with pytest.raises(InputError, match="chat: the tokenizer of some/model has no chat template"):
         render(tokenizer, "some/model", "Hello!")
-    with pytest.raises(InputError, match="--chat"):
+    with pytest.raises(InputError, match="chat"):
         render(object(), "shape:x", "Hello!")
 
 
 @pytest.mark.parametrize(
     ("template", "system", "match"),
     [
-        (NO_SYSTEM, "Be brief.", r"--system: .* does not take it \(System role not supported\)"),
-        ("{{ nothing.at.all }}", None, r"--chat: .* does not take it \('nothing' is undefined\)"),
-        ("{% if %}", None, r"--chat: .* does not take it"),
-        ("{{ messages[-1].content }}", "Be brief.", "--system: .* drops system prompts"),
-        ("{{ messages[0].role }}", None, "--chat: .* does not hold the prompt"),
+        (NO_SYSTEM, "Be brief.", r"system: .* does not take it \(System role not supported\)"),
+        ("{{ nothing.at.all }}", None, r"chat: .* does not take it \('nothing' is undefined\)"),
+        ("{% if %}", None, r"chat: .* does not take it"),
+        ("{{ messages[-1].content }}", "Be brief.", "system: .* drops system prompts"),
+        ("{{ messages[0].role }}", None, "chat: .* does not hold the prompt"),
     ],
 )
 def test_what_templates_do_not_take(tokenizer, template: str, system: str | None, match: str) -> None:  # type: ignore[no-untyped-def]
@@ -60,18 +61,17 @@ def test_what_templates_do_not_take(tokenizer, template: str, system: str | None
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"system": "s.txt"}, "--system: goes with --chat"),
-        ({"chat": True}, "--chat: wants a --prompt"),
-        ({"chat": True, "prompt": "-", "system": "-"}, "--system: cannot be standard input"),
-        ({"chat": True, "prompt": "p", "prefill": 3}, "--prefill: cannot be given together with --chat"),
+        ({"system": "s.txt"}, "system: goes with --chat"),
+        ({"chat": True}, "chat: wants a --prompt"),
+        ({"chat": True, "prompt": "-", "system": "-"}, "system: cannot be standard input"),
+        ({"chat": True, "prompt": "p", "prefill": 3}, "prefill: cannot be given together with --chat"),
     ],
 )
 def test_options_that_do_not_go_together(given: dict[str, object], match: str) -> None:
-    none = {"chat": False, "prompt": None, "prefill": None, "system": None}
-    refuse_with_chat(**none)
-    refuse_with_chat(**(none | {"chat": True, "prompt": "p", "system": "s"}))
+    RunConfig()
+    RunConfig(chat=True, prompt="p", system="s")
     with pytest.raises(InputError, match=match):
-        refuse_with_chat(**(none | given))
+        RunConfig(**given)  # type: ignore[arg-type]
 
 
 def test_a_system_prompt_is_read_as_prompts_are(tmp_path: Path) -> None:
@@ -80,5 +80,5 @@ def test_a_system_prompt_is_read_as_prompts_are(tmp_path: Path) -> None:
     assert read_system(str(path)) == "Be brief.\n"
     path.write_bytes(b"\xff")
     for source in (path, tmp_path / "nowhere"):
-        with pytest.raises(InputError, match=r"^--system: "):
+        with pytest.raises(InputError, match=r"^system: "):
             read_system(str(source))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tswift.jobs.settings import Settings, draft_for, start
 
 from tests.conftest import make_checkpoint
 from tswift import engine
@@ -20,7 +19,9 @@ from tswift.drafting.methods import draft_slots
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, preflight
 from tswift.errors import InputError
+from tswift.jobs.config import RunConfig, draft_for
 from tswift.jobs.resume import resume
+from tswift.jobs.start import start
 from tswift.models.loading import load
 from tswift.models.prospect import inspect_model
 
@@ -33,10 +34,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("small") / "m", **changes)
 
 
-def _settings(checkpoint: Path, tmp_path: Path, **changes: object) -> Settings:
+def _settings(checkpoint: Path, tmp_path: Path, **changes: object) -> RunConfig:
     (tmp_path / "prompt.txt").write_text(PROMPT)
     asked = {"length": 6, "method": "standalone", "prompt": str(tmp_path / "prompt.txt"), "out": tmp_path / "run"}
-    return Settings(**{**asked, "model": str(checkpoint), **changes})  # type: ignore[arg-type]
+    return RunConfig(**{**asked, "model": str(checkpoint), **changes})  # type: ignore[arg-type]
 
 
 def test_which_one() -> None:
@@ -44,11 +45,11 @@ def test_which_one() -> None:
     assert draft_for(["ar", "standalone"], "demo", None) == "demo-draft"
     assert draft_for(["ar", "standalone"], "demo", "mine") == "mine"
     assert draft_for(["standalone"], "theirs", "mine") == "mine"
-    with pytest.raises(InputError, match=r"^--draft-model: names a smaller model .* theirs, which standalone needs$"):
+    with pytest.raises(InputError, match=r"^draft_model: names a smaller model .* theirs, which standalone needs$"):
         draft_for(["ar", "standalone"], "theirs", None)
-    with pytest.raises(InputError, match=r"^--draft-model: tokenswift does not use it$"):
+    with pytest.raises(InputError, match=r"^draft_model: tokenswift does not use it; standalone and triforce do$"):
         draft_for(["tokenswift"], "demo", "mine")
-    with pytest.raises(InputError, match=r"^--draft-model: none of ar, reuse uses it$"):
+    with pytest.raises(InputError, match=r"^draft_model: none of ar, reuse uses it; standalone and triforce do$"):
         draft_for(["ar", "reuse"], "demo", "mine")
 
 
@@ -88,14 +89,14 @@ def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(checkpoint: Path
         going_on.run(lambda *given: None)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [session["draft"]["name"] for session in record["resumed"]] == [str(own), str(own), str(small)]
-    with pytest.raises(InputError, match=r"^--draft-model: there is no folder '/nowhere'$"):
+    with pytest.raises(InputError, match=r"^draft_model: there is no folder '/nowhere'$"):
         resume(tmp_path / "run", {"length": 14, "draft_model": "/nowhere"}, False, ["tswift"])
 
 
 def test_a_resumed_run_that_needs_none_takes_none(checkpoint: Path, small: Path, tmp_path: Path) -> None:
     job = start(_settings(checkpoint, tmp_path, method="ar"), ["tswift"])
     job.run(lambda *given: None)
-    with pytest.raises(InputError, match=r"^--draft-model: ar does not use it$"):
+    with pytest.raises(InputError, match=r"^draft_model: ar does not use it; standalone and triforce do$"):
         resume(tmp_path / "run", {"length": 8, "draft_model": str(small)}, False, ["tswift"])
 
 
@@ -129,22 +130,22 @@ def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
 def test_too_few_positions(checkpoint: Path, small: Path) -> None:
     with pytest.raises(InputError) as caught:
         preflight(str(checkpoint), 3, 62, "standalone", DraftOptions(), draft=str(small))
-    wanted = "--draft-model: at least 3 prompt tokens and 62 new ones need 65 positions, the draft model has 64"
+    wanted = "draft_model: at least 3 prompt tokens and 62 new ones need 65 positions, the draft model has 64"
     assert str(caught.value) == wanted
     model = load(str(checkpoint), draft=str(small))
     begin(model, [1, 2, 3], 61, method="standalone")
     begin(model, [1, 2, 3], 62, method="ar")  # which does not look at it
-    with pytest.raises(InputError, match=r"^--draft-model: 3 prompt tokens and 62 new ones need 65 positions"):
+    with pytest.raises(InputError, match=r"^draft_model: 3 prompt tokens and 62 new ones need 65 positions"):
         begin(model, [1, 2, 3], 62, method="standalone")
-    with pytest.raises(InputError, match=r"^--draft-model: standalone drafts with a smaller model, and none is loaded"):
+    with pytest.raises(InputError, match=r"^draft_model: standalone drafts with a smaller model, and none is loaded"):
         begin(load(str(checkpoint)), [1, 2, 3], 5, method="standalone")
 
 
 def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", vocab_size=321)
-    with pytest.raises(InputError, match=r"^--draft-model: .* has a vocabulary of 321, .* has 320$"):
+    with pytest.raises(InputError, match=r"^draft_model: .* has a vocabulary of 321, .* has 320$"):
         preflight(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft=str(other))
-    with pytest.raises(InputError, match=r"^--draft-model: there is no folder '/nowhere'$"):
+    with pytest.raises(InputError, match=r"^draft_model: there is no folder '/nowhere'$"):
         preflight(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft="/nowhere")
 
 
@@ -155,7 +156,7 @@ def test_methods_side_by_side(checkpoint: Path, small: Path) -> None:
     runs = open_runs(config, [1, 2, 3], 20, 0)
     assert runs[1].generation is not None
     assert runs[1].generation.need.draft_kv_bytes > 0
-    with pytest.raises(InputError, match=r"^--draft-model: none of ar, reuse uses it$"):
+    with pytest.raises(InputError, match=r"^draft_model: none of ar, reuse uses it; standalone and triforce do$"):
         configure(BenchOptions(("ar", "reuse"), model=str(checkpoint), draft_model=str(small)))
-    with pytest.raises(InputError, match=r"^--draft-model: names a smaller model"):
+    with pytest.raises(InputError, match=r"^draft_model: names a smaller model"):
         configure(BenchOptions(("ar", "standalone"), model=str(checkpoint)))

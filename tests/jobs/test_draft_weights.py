@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tswift.jobs.settings import Settings, start, weights_for
 
 from tests import fake_torchao
 from tests.benchmarking.helpers import MACHINE
@@ -18,7 +17,9 @@ from tswift.benchmarking.run import begin_measurement
 from tswift.benchmarking.suite_run import prepare
 from tswift.benchmarking.suites import find_suite
 from tswift.errors import InputError
+from tswift.jobs.config import RunConfig, weights_for
 from tswift.jobs.resume import resume
+from tswift.jobs.start import start
 
 WORDS = ["tswift"]
 
@@ -28,10 +29,10 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_torchao.install(monkeypatch)
 
 
-def _settings(checkpoint: Path, tmp_path: Path, **changes: object) -> Settings:
+def _settings(checkpoint: Path, tmp_path: Path, **changes: object) -> RunConfig:
     (tmp_path / "prompt.txt").write_text("The ship had lain three days becalmed, and nobody spoke.")
     asked = {"length": 20, "method": "magicdec", "prompt": str(tmp_path / "prompt.txt"), "model": str(checkpoint)}
-    return Settings(**{**asked, "device": "cpu", "out": tmp_path / "run", **changes})  # type: ignore[arg-type]
+    return RunConfig(**{**asked, "device": "cpu", "out": tmp_path / "run", **changes})  # type: ignore[arg-type]
 
 
 def _record(tmp_path: Path) -> dict:  # type: ignore[type-arg]
@@ -44,9 +45,9 @@ def test_who_takes_it() -> None:
     assert weights_for(["cascade"], "none") is None
     assert weights_for(["ar"], None) is None
     for method in ("ar", "medusa", "reuse", "recall", "standalone", "ar-reference"):
-        with pytest.raises(InputError, match=rf"^--draft-weights: {method} does not draft with the model itself$"):
+        with pytest.raises(InputError, match=rf"^draft_weights: {method} does not draft with the model itself$"):
             weights_for([method], "int8")
-    with pytest.raises(InputError, match=r"^--draft-weights: none of ar, medusa drafts with the model itself$"):
+    with pytest.raises(InputError, match=r"^draft_weights: none of ar, medusa drafts with the model itself$"):
         weights_for(["ar", "medusa"], "none")
 
 
@@ -77,21 +78,21 @@ def test_a_run_begun_without_goes_on_with(checkpoint: Path, tmp_path: Path) -> N
     assert going_on is not None
     assert going_on.model.draft_weights == "int8"
     going_on.run(lambda *given: None)
-    with pytest.raises(InputError, match=r"^--draft-weights: no 'int9'; there are none, int8, fp8, int4$"):
+    with pytest.raises(InputError, match=r"^draft_weights: no 'int9'; there are int8, fp8, int4$"):
         resume(tmp_path / "run", {"length": 30, "draft_weights": "int9"}, False, WORDS)
 
 
 def test_it_is_refused_where_no_pass_of_the_model_drafts(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^--draft-weights: reuse does not draft with the model itself$"):
+    with pytest.raises(InputError, match=r"^draft_weights: reuse does not draft with the model itself$"):
         start(_settings(checkpoint, tmp_path, method="reuse", draft_weights="int8"), WORDS)
     start(_settings(checkpoint, tmp_path, method="ar"), WORDS).run(lambda *given: None)
     for length in (20, 25):  # finished, and gone on with
-        with pytest.raises(InputError, match=r"^--draft-weights: ar does not draft with the model itself$"):
+        with pytest.raises(InputError, match=r"^draft_weights: ar does not draft with the model itself$"):
             resume(tmp_path / "run", {"length": length, "draft_weights": "int8"}, False, WORDS)
-    with pytest.raises(InputError, match=r"^--draft-weights: none of ar, medusa drafts with the model itself$"):
+    with pytest.raises(InputError, match=r"^draft_weights: none of ar, medusa drafts with the model itself$"):
         configure(BenchOptions(("ar", "medusa"), model=str(checkpoint), draft_weights="int8"))
     figure = find_suite("table12")
-    with pytest.raises(InputError, match=r"^--draft-weights: no 'int9'"):
+    with pytest.raises(InputError, match=r"^draft_weights: must be one of none, int8, fp8, int4, got 'int9'"):
         prepare(figure, BenchOptions(model=str(checkpoint), device="cpu", draft_weights="int9"), Plan(lens=(50,)))
 
 

@@ -85,13 +85,13 @@ def test_discard_leaves_nothing_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["file", "file/below"])
 def test_refuses_what_is_no_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match="--out"):
+    with pytest.raises(InputError, match="out"):
         RunFolder.create(tmp_path / name)
 
 
 def test_a_folder_is_for_one(folder: RunFolder) -> None:
     assert in_use(folder.path)
-    with pytest.raises(InputError, match=r"--out: .* is not empty"):
+    with pytest.raises(InputError, match=r"out: .* is not empty"):
         RunFolder.create(folder.path)
     folder.close()
     assert not in_use(folder.path)
@@ -101,7 +101,7 @@ def test_a_folder_is_for_one(folder: RunFolder) -> None:
 def test_the_prompt_cannot_be_kept(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     folder.discard()
-    with pytest.raises(InputError, match=r"--out: .* cannot be written to"):
+    with pytest.raises(InputError, match=r"out: .* cannot be written to"):
         folder.keep_prompt([1])
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 
 import pytest
-from tswift.jobs.settings import refuse_unused
 
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
-from tswift.drafting.options import DraftOptions
+from tswift.drafting.options import DraftOptions, refuse_unused
 from tswift.errors import InputError
 from tswift.jobs.presets import PRESETS, banned_ids, choose, find_preset, remark
 from tswift.models.shapes import SHAPES
@@ -96,7 +95,7 @@ def test_what_is_said_of_a_preset() -> None:
 
 
 def test_there_is_no_such_preset() -> None:
-    with pytest.raises(InputError, match=r"--preset: no preset 'gpt'; there are llama3\.1-8b, yarn-"):
+    with pytest.raises(InputError, match=r"preset: no preset 'gpt'; there are llama3\.1-8b, yarn-"):
         find_preset("gpt")
-    with pytest.raises(InputError, match="--method: no method"):
+    with pytest.raises(InputError, match="method: no method"):
         choose("llama3.1-8b", "nope", {}, {})

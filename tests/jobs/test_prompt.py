@@ -24,7 +24,7 @@ def test_take() -> None:
     assert take(tokens, None, bundled=False) == tokens
     assert take(tokens, None, bundled=True) == tokens[:1024]
     assert take(tokens, 4096, bundled=True) == tokens[:4096]
-    with pytest.raises(InputError, match="--prefill: asks for 5,001 tokens, the prompt has 5,000"):
+    with pytest.raises(InputError, match="prefill: asks for 5,001 tokens, the prompt has 5,000"):
         take(tokens, 5001, bundled=False)
 
 
@@ -38,7 +38,7 @@ def test_a_prompt_as_large_as_it_may_be(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_text("0123456789")
     assert read_prompt(str(path)) == "0123456789"
     path.write_text("0123456789a")
-    with pytest.raises(InputError, match=r"--prompt: .*prompt.txt is too large, more than 10 bytes are not read"):
+    with pytest.raises(InputError, match=r"prompt: .*prompt.txt is too large, more than 10 bytes are not read"):
         read_prompt(str(path))
 
 
@@ -47,7 +47,7 @@ def test_standard_input_is_read_no_further_than_a_prompt_may_be_long() -> None:
     code += "try: read_prompt('-')\nexcept ValueError as error: print(error)"
     with open("/dev/zero", "rb") as endless:
         done = subprocess.run([sys.executable, "-c", code], stdin=endless, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "--prompt: standard input is too large, more than 1,000 bytes are not read\n", done.stderr
+    assert done.stdout == "prompt: standard input is too large, more than 1,000 bytes are not read\n", done.stderr
 
 
 def test_what_a_shell_pipes_in_by_name() -> None:

@@ -100,7 +100,7 @@ def _field(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
         (_file("prompt.u32", b"1234"), "prompt.u32 is not the prompt of run.json"),
         (_field(lambda record: record["options"].pop("seed")), "there is no 'seed'"),
         (_field(lambda record: record["prompt"].pop("sha256")), "there is no 'sha256'"),
-        (_field(lambda record: record["sampling"].update(min_p=3)), "run.json is broken: min_p must be between"),
+        (_field(lambda record: record["sampling"].update(min_p=3)), "run.json is broken: min_p: must be between"),
         (_field(lambda record: record["sampling"].update(hot=1)), "run.json is broken: .*hot"),
         (_field(lambda record: record.update(model=None)), "run.json is broken"),
         (_field(lambda record: record["options"].update(length="9")), "run.json is broken: its length is '9'"),
@@ -128,13 +128,13 @@ def test_tokens_come_back(tokens: list[int], tmp_path_factory: pytest.TempPathFa
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--tokens: .* cannot be read"):
+    with pytest.raises(InputError, match=r"tokens: .* cannot be read"):
         read_tokens(tmp_path, "--tokens")
 
 
 def test_ids_outside_the_vocabulary() -> None:
     check_ids([0, 4], 5, "x")
-    with pytest.raises(InputError, match="--tokens: x has token id 5 at 2, outside the model's vocabulary of 5"):
+    with pytest.raises(InputError, match="tokens: x has token id 5 at 2, outside the model's vocabulary of 5"):
         check_ids([0, 4, 5, 6], 5, "x", "--tokens")
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tswift.jobs.settings import Settings, start
 
 from tests.jobs.faults import FaultyOs, Killed, power_cut
 from tswift.decoding.stats import DecodeStats
@@ -21,10 +20,12 @@ from tswift.errors import Fault, InputError
 from tswift.jobs import folder as files
 from tswift.jobs import folder as folder_module
 from tswift.jobs import resume as resume_module
-from tswift.jobs import settings
+from tswift.jobs import start as starting
+from tswift.jobs.config import RunConfig
 from tswift.jobs.job import Job
 from tswift.jobs.recorded import read_saved
 from tswift.jobs.resume import resume
+from tswift.jobs.start import start
 from tswift.models.loaded import LoadedModel
 from tswift.models.loading import load as real_load
 
@@ -41,19 +42,19 @@ def model(checkpoint: Path) -> LoadedModel:
 @pytest.fixture(autouse=True)
 def quick(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is loaded once, and checkpoints are frequent."""
-    for module in (settings, resume_module):
+    for module in (starting, resume_module):
         monkeypatch.setattr(module, "load", lambda *names, **how: model)
     monkeypatch.setattr(folder_module, "_TOKENS", 16)
 
 
 @pytest.fixture
-def asked(checkpoint: Path, tmp_path: Path) -> Settings:
+def asked(checkpoint: Path, tmp_path: Path) -> RunConfig:
     (tmp_path / "prompt.txt").write_text("Once, and then again: naïve café.")
     sampling = {"temperature": 1.3, "min_p": 0.0, "window": 20}
     prompt, out = str(tmp_path / "prompt.txt"), tmp_path / "run"
     drafting = {"budget": 64}
-    return Settings(
-        LENGTH,
+    return RunConfig(
+        length=LENGTH,
         prompt=prompt,
         seed=5,
         sampling=sampling,
@@ -64,7 +65,7 @@ def asked(checkpoint: Path, tmp_path: Path) -> Settings:
     )
 
 
-def with_method(asked: Settings, method: str) -> Settings:
+def with_method(asked: RunConfig, method: str) -> RunConfig:
     drafting = asked.drafting if method in ("tokenswift", "magicdec") else {}
     return replace(asked, method=method, drafting=drafting)
 
@@ -83,7 +84,7 @@ def tokens_in(folder: Path) -> list[int]:
 
 
 @pytest.fixture
-def whole(asked: Settings, tmp_path: Path) -> tuple[list[int], bytes]:
+def whole(asked: RunConfig, tmp_path: Path) -> tuple[list[int], bytes]:
     """Tokens and text of an undisturbed run."""
     out = tmp_path / "whole"
     run(start(replace(asked, method="ar", drafting={}, out=out), []))
@@ -106,7 +107,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.undo()
 
 
-def calls_of(asked: Settings, faulty: Any) -> int:
+def calls_of(asked: RunConfig, faulty: Any) -> int:
     """How many calls that change files a whole run makes after it was set up."""
     job = start(replace(asked, out=asked.out.with_name("counted")), [])  # type: ignore[union-attr]
     system = faulty(0)
@@ -115,7 +116,7 @@ def calls_of(asked: Settings, faulty: Any) -> int:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_killed_at_any_call(asked: Settings, whole: tuple[list[int], bytes], faulty: Any, method: str) -> None:
+def test_killed_at_any_call(asked: RunConfig, whole: tuple[list[int], bytes], faulty: Any, method: str) -> None:
     """At random calls, in turn by a kill and by a power cut; killed once more while going on."""
     asked = with_method(asked, method)
     count, random = calls_of(asked, faulty), Random(method)
@@ -151,7 +152,7 @@ def test_killed_at_any_call(asked: Settings, whole: tuple[list[int], bytes], fau
 
 
 def test_a_power_cut_takes_nothing_from_a_finished_run(
-    asked: Settings, whole: tuple[list[int], bytes], faulty: Any
+    asked: RunConfig, whole: tuple[list[int], bytes], faulty: Any
 ) -> None:
     """Nobody would write its text anew: there is nothing left to go on with."""
     job = start(asked, [])
@@ -166,7 +167,7 @@ def test_a_power_cut_takes_nothing_from_a_finished_run(
 @pytest.mark.parametrize("fault", ["full", "broken"])
 @pytest.mark.parametrize("part", [0.2, 0.5, 0.9])
 def test_a_disk_that_fails(
-    asked: Settings, whole: tuple[list[int], bytes], faulty: Any, fault: str, part: float
+    asked: RunConfig, whole: tuple[list[int], bytes], faulty: Any, fault: str, part: float
 ) -> None:
     count = calls_of(asked, faulty)
     faulty(0)
@@ -194,7 +195,7 @@ def stopping_at(count: int, error: BaseException) -> Any:
     return show
 
 
-def interrupted(asked: Settings, count: int = 40) -> Path:
+def interrupted(asked: RunConfig, count: int = 40) -> Path:
     job = start(asked, ["tswift", "generate"])
     with pytest.raises(KeyboardInterrupt):
         job.run(stopping_at(count, KeyboardInterrupt()))
@@ -202,7 +203,7 @@ def interrupted(asked: Settings, count: int = 40) -> Path:
     return asked.out
 
 
-def test_what_a_resumed_run_records(asked: Settings, whole: tuple[list[int], bytes]) -> None:
+def test_what_a_resumed_run_records(asked: RunConfig, whole: tuple[list[int], bytes]) -> None:
     folder = interrupted(asked)
     before = json.loads((folder / "run.json").read_text())
     assert before["state"] == "interrupted"
@@ -225,7 +226,7 @@ def test_what_a_resumed_run_records(asked: Settings, whole: tuple[list[int], byt
     assert figures["distinct"]["1"] == len(set(whole[0])) / LENGTH
 
 
-def test_a_finished_run_has_nothing_left_to_do(asked: Settings) -> None:
+def test_a_finished_run_has_nothing_left_to_do(asked: RunConfig) -> None:
     run(start(asked, []))
     assert asked.out is not None
     before = {path.name: path.read_bytes() for path in asked.out.iterdir()}
@@ -233,7 +234,7 @@ def test_a_finished_run_has_nothing_left_to_do(asked: Settings) -> None:
     assert {path.name: path.read_bytes() for path in asked.out.iterdir()} == before
 
 
-def test_a_longer_text_begins_like_the_shorter(asked: Settings, whole: tuple[list[int], bytes]) -> None:
+def test_a_longer_text_begins_like_the_shorter(asked: RunConfig, whole: tuple[list[int], bytes]) -> None:
     run(start(replace(asked, length=50), []))
     assert asked.out is not None
     job = resume(asked.out, {"length": LENGTH}, False, [])
@@ -243,7 +244,7 @@ def test_a_longer_text_begins_like_the_shorter(asked: Settings, whole: tuple[lis
     assert json.loads((asked.out / "run.json").read_text())["options"]["length"] == LENGTH
 
 
-def test_ended_by_an_end_of_text(asked: Settings, checkpoint: Path) -> None:
+def test_ended_by_an_end_of_text(asked: RunConfig, checkpoint: Path) -> None:
     asked = replace(
         asked, length=3000, stop_at_eos=True, method="ar", drafting={}, sampling={"temperature": 100.0, "min_p": 0.0}
     )
@@ -268,22 +269,22 @@ def test_ended_by_an_end_of_text(asked: Settings, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"seed": 6}, "--seed: the run was made with 5, got 6"),
-        ({"method": "ar"}, "--method: the run was made with tokenswift, got ar"),
-        ({"temperature": 1.0}, "--temperature: the run was made with 1.3, got 1.0"),
-        ({"top_k": 3}, "--top-k: the run was made with 0, got 3"),
-        ({"tree": (1, 2)}, "--tree: the run was made with"),
-        ({"shared_noise": False}, "--shared-noise: the run was made with True, got False"),
-        ({"stop_at_eos": True}, "--stop-at-eos: the run was made with False, got True"),
-        ({"dtype": "float32"}, "--dtype: the run was made with float64, got float32"),
-        ({"prompt": "other.txt"}, "--prompt: the run was made with"),
-        ({"prefill": 3}, "--prefill: the run was made with none, got 3"),
-        ({"length": 30}, "--len: .* has [0-9]+ tokens already, got 30"),
-        ({"length": 5000}, "--len: .* positions"),
-        ({"nodes": 1}, "--nodes: must be at least 2"),
+        ({"seed": 6}, "seed: the run was made with 5, got 6"),
+        ({"method": "ar"}, "method: the run was made with tokenswift, got ar"),
+        ({"temperature": 1.0}, "temperature: the run was made with 1.3, got 1.0"),
+        ({"top_k": 3}, "top_k: the run was made with 0, got 3"),
+        ({"tree": (1, 2)}, "tree: the run was made with"),
+        ({"shared_noise": False}, "shared_noise: the run was made with True, got False"),
+        ({"stop_at_eos": True}, "stop_at_eos: the run was made with False, got True"),
+        ({"dtype": "float32"}, "dtype: the run was made with float64, got float32"),
+        ({"prompt": "other.txt"}, "prompt: the run was made with"),
+        ({"prefill": 3}, "prefill: the run was made with none, got 3"),
+        ({"length": 30}, "length: .* has [0-9]+ tokens already, got 30"),
+        ({"length": 5000}, "length: .* positions"),
+        ({"nodes": 1}, "nodes: must be at least 2"),
     ],
 )
-def test_conflicting_options_are_refused_by_name(asked: Settings, given: dict[str, Any], message: str) -> None:
+def test_conflicting_options_are_refused_by_name(asked: RunConfig, given: dict[str, Any], message: str) -> None:
     folder = interrupted(asked)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(InputError, match=message):
@@ -291,21 +292,21 @@ def test_conflicting_options_are_refused_by_name(asked: Settings, given: dict[st
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_what_the_method_does_not_use_is_refused(asked: Settings) -> None:
+def test_what_the_method_does_not_use_is_refused(asked: RunConfig) -> None:
     folder = interrupted(with_method(asked, "ar"))
-    with pytest.raises(InputError, match="--nodes: ar does not use it"):
+    with pytest.raises(InputError, match="nodes: ar does not use it"):
         resume(folder, {"nodes": 5}, False, [])
 
 
 @pytest.mark.parametrize(("recall", "reuses"), [(None, False), (0, True)])
-def test_what_a_tree_that_pays_does_not_use_is_refused(asked: Settings, recall: int | None, reuses: bool) -> None:
+def test_what_a_tree_that_pays_does_not_use_is_refused(asked: RunConfig, recall: int | None, reuses: bool) -> None:
     folder = interrupted(replace(asked, drafting={"tree": "auto", "budget": 64, "recall": recall}))
     message = "the run was made with 20, got 7" if reuses else "tokenswift does not use it with --tree auto"
-    with pytest.raises(InputError, match=f"--ngrams: {message}"):
+    with pytest.raises(InputError, match=f"ngrams: {message}"):
         resume(folder, {"ngrams": 7}, False, [])
 
 
-def test_another_model_is_refused(asked: Settings, model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_is_refused(asked: RunConfig, model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = interrupted(asked)
     weight = model.target.model.get_input_embeddings().weight
     with monkeypatch.context():
@@ -318,16 +319,16 @@ def test_another_model_is_refused(asked: Settings, model: LoadedModel, monkeypat
             weight.data[7, 3] = kept
 
 
-def test_a_run_in_use_is_refused(asked: Settings) -> None:
+def test_a_run_in_use_is_refused(asked: RunConfig) -> None:
     job = start(asked, [])
     job.folder.record({"process": {"pid": 12, "host": "here"}})
     assert asked.out is not None
-    with pytest.raises(InputError, match=r"--resume: .* is in use: process 12 on here is writing it"):
+    with pytest.raises(InputError, match=r"resume: .* is in use: process 12 on here is writing it"):
         resume(asked.out, {}, False, [])
     job.folder.discard()
 
 
-def test_damage_is_told_and_can_be_discarded(asked: Settings, whole: tuple[list[int], bytes]) -> None:
+def test_damage_is_told_and_can_be_discarded(asked: RunConfig, whole: tuple[list[int], bytes]) -> None:
     folder = interrupted(asked)
     data = bytearray((folder / "tokens.u32").read_bytes())
     data[4 * 25] ^= 1
@@ -344,7 +345,7 @@ def test_damage_is_told_and_can_be_discarded(asked: Settings, whole: tuple[list[
     assert tokens_in(folder) == whole[0]
 
 
-def test_a_folder_that_was_removed_ends_the_job(asked: Settings) -> None:
+def test_a_folder_that_was_removed_ends_the_job(asked: RunConfig) -> None:
     job = start(asked, [])
     folder = asked.out
     assert folder is not None
@@ -361,7 +362,7 @@ def test_a_folder_that_was_removed_ends_the_job(asked: Settings) -> None:
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
 )
-def test_memory_that_runs_out(asked: Settings, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_memory_that_runs_out(asked: RunConfig, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     job = start(asked, [])
     target, real, calls = job.model.target, type(job.model.target).forward, []
 
@@ -379,7 +380,7 @@ def test_memory_that_runs_out(asked: Settings, monkeypatch: pytest.MonkeyPatch, 
     assert read_saved(asked.out, job.prompt).tokens == job.tokens != []
 
 
-def test_a_mistake_of_ours_is_not_hidden(asked: Settings) -> None:
+def test_a_mistake_of_ours_is_not_hidden(asked: RunConfig) -> None:
     job = start(asked, [])
     with pytest.raises(ZeroDivisionError):
         job.run(stopping_at(40, ZeroDivisionError()))
@@ -389,7 +390,7 @@ def test_a_mistake_of_ours_is_not_hidden(asked: Settings) -> None:
 
 
 def test_a_disk_without_room_is_told_before_anything_is_touched(
-    asked: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    asked: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By the option that names the folder."""
 
@@ -399,10 +400,10 @@ def test_a_disk_without_room_is_told_before_anything_is_touched(
     with pytest.raises(KeyboardInterrupt):
         start(asked, []).run(interrupt)
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    monkeypatch.setattr(settings.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, free=0))
-    with pytest.raises(InputError, match=r"^--resume: 70 tokens take about 0.1 MB, .* has 0.0 MB free$"):
+    monkeypatch.setattr(starting.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, free=0))
+    with pytest.raises(InputError, match=r"^resume: 70 tokens take about 0.1 MB, .* has 0.0 MB free$"):
         resume(tmp_path / "run", {}, False, [])
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
-    with pytest.raises(InputError, match=r"^--out: 70 tokens take"):
+    with pytest.raises(InputError, match=r"^out: 70 tokens take"):
         start(replace(asked, out=tmp_path / "second"), [])
     assert not (tmp_path / "second").exists()

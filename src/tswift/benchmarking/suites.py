@@ -108,7 +108,7 @@ class Suite:
         """Parameter names of the options that it varies or fixes, which nobody else can set."""
         sampling = {name for setting in self.settings for name in setting.sampling}
         drafting = {name for choice in self.choices for name in choice.drafting}
-        prefill = {"prefill"} if self.along == PREFILL else set()
+        prefill = {"prefills"} if self.along == PREFILL else set()
         return frozenset({"methods", *sampling, *drafting, *self.fixes} | prefill)
 
     @property

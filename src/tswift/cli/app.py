@@ -94,10 +94,9 @@ def _as_typed(error: InputError, words: Sequence[str]) -> str:
     command = _command()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
-    flags = {parameter.name: parameter.opts[-1] for parameter in command.params}
-    flag = flags.get(error.field) or flags.get(f"{error.field}s")
-    if flag is None and error.option is not None:
-        flag = f"--{error.field.replace('_', '-')}" if " " not in error.field else error.field
+    flags = {parameter.name: parameter.opts[0] for parameter in command.params}
+    plain = error.field if " " in error.field or error.field.isupper() else f"--{error.field.replace('_', '-')}"
+    flag = flags.get(error.field) or flags.get(f"{error.field}s") or plain
     return f"{flag}: {error.message}"
 
 

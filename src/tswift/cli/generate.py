@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 @options.takes(RunConfig, SamplingParams, DraftOptions)
 def generate(
     typed: options.Typed,
-    out: Annotated[
-        Path | None, options.option("Output", "Folder for the run. (default: ./runs/<UTC time>-<method>)", "--out")
-    ] = None,
     resume: Annotated[
         Path | None,
         options.option("Output", "Go on with the run in this folder; --len may be raised.", "--resume"),
@@ -47,7 +44,7 @@ def generate(
     """Continue a text. The text goes to stdout as it is made; text, tokens and figures to a folder."""
     if discard_damaged and resume is None:
         raise InputError("goes with --resume", "discard_damaged")
-    if resume is not None and out is not None:
+    if resume is not None and "out" in typed.values:
         raise InputError("cannot be given together with --resume", "out")
     if verify and ranks.several():
         raise InputError("works in one process; tswift verify does it afterwards", "verify")
@@ -68,7 +65,7 @@ def generate(
             signals, all_of_them = stack.enter_context(Signals()), stack.enter_context(ranks.leading(device))
             job: Job | None
             if config is not None:
-                job = start(config, text, out, typed.command, all_of_them)
+                job = start(config, typed.command, all_of_them, text)
             else:
                 assert resume is not None
                 job = resumed(resume, typed.values, discard_damaged, typed.command, all_of_them)

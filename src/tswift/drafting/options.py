@@ -6,7 +6,7 @@ Nothing here imports torch. ``drafting/methods.py`` builds the drafters, and fil
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
@@ -124,6 +124,11 @@ class DraftOptions:
             raise InputError("cannot be given together with --tree", "gamma")
         if self.budget is not None:
             refuse_sinks(self.sinks, self.budget)
+
+    def changed(self) -> dict[str, Any]:
+        """The fields that are not the default, by name."""
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def refuse_sinks(sinks: int, budget: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tswift.decoding.params import SamplingParams
@@ -150,6 +151,7 @@ class RunConfig(TextConfig, ModelConfig):
         "or qwen2.5-14b.",
         metavar="NAME",
     )
+    out: Path | None = option(None, "Folder for the run.", panel="Output", shown="./runs/<UTC time>-<method>")
     sampling: Mapping[str, Any] = field(default_factory=dict)
     drafting: Mapping[str, Any] = field(default_factory=dict)
     overridden: tuple[str, ...] = ()  # what of the preset was typed otherwise

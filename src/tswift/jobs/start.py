@@ -45,15 +45,14 @@ _BYTES_PER_TOKEN = 4 + 6  # its id, and its text
 _BYTES_BESIDE = 100_000  # journal and record
 
 
-def start(config: RunConfig, text: str | None, out: Path | None, command: Sequence[str], ranks: Ranks = ALONE) -> Job:
+def start(config: RunConfig, command: Sequence[str], ranks: Ranks = ALONE, text: str | None = None) -> Job:
     """Make the run's folder, load the model: a job ready to run.
 
     Args:
         config: what is asked.
-        text: the prompt, if it was read already.
-        out: folder for the run; None for one named after the time and the method.
         command: the words of the command line, for ``run.json``.
         ranks: those that do it together, of which this is the first; the others follow (``tswift.jobs.following``).
+        text: the prompt, if it was read already.
 
     Raises:
         InputError: something asked cannot be done. No folder is left behind then.
@@ -66,7 +65,7 @@ def start(config: RunConfig, text: str | None, out: Path | None, command: Sequen
         least = config.prefill or (BUNDLED_PREFILL if config.bundled else 1)
         larger = "prefill" if config.prefill and config.prefill > config.length else "length"
         preflight(config.model, least, config.length, config.method, options, option=larger, **how)
-    path = out or default_path(config.method)
+    path = config.out or default_path(config.method)
     refuse_full_disk(path, config.length, "out")
     folder = RunFolder.create(path)
     try:
@@ -94,7 +93,7 @@ def start(config: RunConfig, text: str | None, out: Path | None, command: Sequen
         raise
     about = {
         "command": list(command),
-        "options": config.as_dict() | {"out": out},
+        "options": config.as_dict(),
         "sampling": asdict(generation.params),
         "drafting": used_options(config.method, generation.options),
         "model": identity(model),

@@ -106,7 +106,7 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
             "https://x.y/z",
         ),
         "--device": ("", "tpu", "cuda:x", "cuda:-1", "cuda:99", "meta", "cpu:x", "cpu:7", "gpu"),
-        "--dtype": ("", "int8", "FLOAT32", "float8_e4m3fn", "torch.float32", "16"),
+        "--dtype": ("", "int8", "FLOAT32", "float8_e4m3fn", "torch.int8", "16"),
         "--attention": ("", "eager", "SDPA", "flash_attention_2", "kernels-community/flash"),
         "--heads": ("", "nope", "/nowhere", "x" * 5000, "nowhere\0", "/dev/zero", "\x1b[2Jgone"),
         "--quantize": ("", "int2", "INT8"),
