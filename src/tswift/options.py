@@ -35,6 +35,7 @@ class Option:
         flag: its name on the command line, where that is not the field's.
         metavar: what ``--help`` calls its value.
         repeat: it may be given several times.
+        also: other names on the command line.
         free: a training that is resumed may change it: it changes no weight, or only by rounding.
     """
 
@@ -51,6 +52,7 @@ class Option:
     flag: str | None = None
     metavar: str | None = None
     repeat: bool = False
+    also: tuple[str, ...] = ()
     free: bool = False
 
 

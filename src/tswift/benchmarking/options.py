@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.options import OF_CHOICE, DraftOptions, find_method, parse_tree, refuse_unused, used
+from tswift.drafting.options import METHODS, OF_CHOICE, DraftOptions, find_method, parse_tree, refuse_unused, used
 from tswift.errors import InputError, renamed
 from tswift.jobs.config import TextConfig, fields_of, loading
 from tswift.models.config import ModelConfig
@@ -77,10 +77,10 @@ class BenchOptions(ModelConfig):
 
     methods: Sequence[str] = option(
         (BASELINE, "medusa", "tokenswift"),
-        "Of ar, medusa, tokenswift, cascade, recall, reuse, magicdec, standalone, triforce, auto, ar-reference; ar is "
-        "always among them.",
+        f"Of {', '.join(METHODS)}; ar is always among them.",
         shown="ar,medusa,tokenswift",
         parse=parse_methods,
+        also=("--method",),
     )
     sampling: Mapping[str, Any] = field(default_factory=dict)
     drafting: Mapping[str, Any] = field(default_factory=dict)
@@ -181,9 +181,12 @@ class Plan:
         panel=_GRID,
         shown="20000,40000,60000,80000,100000",
         parse=parse_numbers,
+        also=("--len",),
         least=1,
     )
-    seeds: tuple[int, ...] = option((0,), "A run for each.", panel=_GRID, shown="0", parse=parse_numbers)
+    seeds: tuple[int, ...] = option(
+        (0,), "A run for each.", panel=_GRID, shown="0", parse=parse_numbers, also=("--seed",)
+    )
     repeats: int = option(1, "Runs of the whole grid.", panel=_GRID, least=1, most=1 << 31)
     ar: str = option(
         FULL,

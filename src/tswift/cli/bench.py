@@ -170,7 +170,17 @@ def _show_texts(kept: Sequence[Mapping[str, Any]]) -> None:
 _GATE, _GRID, _OUTPUT = "Gate", "Grid", "Output"
 
 
-@options.takes(Plan, BenchOptions, SamplingParams, DraftOptions, without=("tree",))
+@options.takes(
+    Plan,
+    BenchOptions,
+    SamplingParams,
+    DraftOptions,
+    without=("tree",),
+    texts={
+        "model": "demo, a folder, a hub id, or shape:NAME: random weights in a published model's shape (llama3.1-8b, "
+        "yarn-llama2-7b-128k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-14b). (default: demo)"
+    },
+)
 def bench(
     typed: options.Typed,
     suite: Annotated[
@@ -183,7 +193,10 @@ def bench(
     prompts: Annotated[
         list[str] | None,
         options.option(
-            _GRID, "File, folder of .txt, or pg19:N (needs the hub); repeatable. (default: bundled novel)", "--prompts"
+            _GRID,
+            "File, folder of .txt, or pg19:N (needs the hub); repeatable. (default: bundled novel)",
+            "--prompts",
+            "--prompt",
         ),
     ] = None,
     tree: options.Trees = None,

@@ -44,7 +44,10 @@ class Typed:
 
 
 def takes(
-    *kinds: Any, without: Sequence[str] = (), shown: Mapping[str, str] | None = None
+    *kinds: Any,
+    without: Sequence[str] = (),
+    shown: Mapping[str, str] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command an option for each option of some dataclasses; it is called with a :class:`Typed` first.
 
@@ -52,6 +55,7 @@ def takes(
         kinds: the dataclasses.
         without: fields that are no options of this command.
         shown: what the help says of a default, by field, where it is another here.
+        texts: all of an option's help, by field, where it is another here.
     """
     carried = {each.name: (kind, each.default, option) for kind in kinds for each, option in options_of(kind)}
     for name in without:
@@ -75,7 +79,7 @@ def takes(
             hint = str if option.parse is not None else list[int] if option.repeat else type_of(kind, name)[0]
             text = (shown or {}).get(name)
             text = described(default, option) if text is None else f"{option.help} (default: {text})"
-            parameters.append(_parameter(name, hint, option, text))
+            parameters.append(_parameter(name, hint, option, (texts or {}).get(name, text)))
         parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
@@ -99,7 +103,7 @@ def _parameter(name: str, hint: Any, option: Option, text: str) -> inspect.Param
     if hint is bool and option.flag is None:
         flag += f"/--no-{flag.removeprefix('--')}"
     declared = typer.Option(
-        flag, help=text, rich_help_panel=option.panel or None, show_default=False, metavar=option.metavar
+        flag, *option.also, help=text, rich_help_panel=option.panel or None, show_default=False, metavar=option.metavar
     )
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, annotation=Annotated[hint | None, declared], default=None)

@@ -10,7 +10,7 @@ from typing import Any
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import METHODS, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError
-from tswift.jobs.presets import choose
+from tswift.jobs.presets import PRESETS, choose
 from tswift.jobs.prompt import check_prompt, read_prompt
 from tswift.models.config import DEMO, DEMO_DRAFT, UNQUANTISED, ModelConfig, refuse_shape
 from tswift.options import check_options, option, options_of
@@ -136,7 +136,7 @@ class RunConfig(TextConfig, ModelConfig):
 
     method: str = option(
         "tokenswift",
-        "ar, medusa, tokenswift, cascade, recall, reuse, magicdec, standalone, triforce, auto or ar-reference.",
+        f"One of {', '.join(METHODS)}.",
     )
     stop_at_eos: bool = option(
         False, "Stop at an end-of-text token instead of never drawing one.", flag="--stop-at-eos", shown=""
@@ -147,8 +147,7 @@ class RunConfig(TextConfig, ModelConfig):
     system: str | None = option(None, "With --chat: file with a system prompt.", metavar="FILE")
     preset: str | None = option(
         None,
-        "The paper's settings, where nothing else is typed: llama3.1-8b, yarn-llama2-7b-128k, qwen2.5-1.5b, qwen2.5-7b "
-        "or qwen2.5-14b.",
+        f"The paper's settings, where nothing else is typed: {', '.join(PRESETS)}.",
         metavar="NAME",
     )
     out: Path | None = option(None, "Folder for the run.", panel="Output", shown="./runs/<UTC time>-<method>")

@@ -110,6 +110,12 @@ def start(config: RunConfig, command: Sequence[str], ranks: Ranks = ALONE, text:
     cut = cut_note(options, model.target.width)
     if cut is not None:
         notes.append(cut)
+    reused = "ngrams" in used(config.method, generation.options) and generation.options.ngrams
+    if reused and params.penalises and not options.reuse_recent and len(prompt) + config.length <= params.window:
+        notes.append(
+            f"no n-gram is reused: all of the text is in the penalty window of {params.window:,} tokens "
+            "(--reuse-recent reuses it)"
+        )
     spelled = () if config.chat else special_tokens_in(model.tokenizer, text, len(prompt))
     if spelled:
         notes.append(f"the prompt spells out special tokens, which are taken as such: {', '.join(spelled)}")

@@ -1,0 +1,101 @@
+"""Options as fields of dataclasses: ranges, types, and what the command line makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import pytest
+
+from tswift.benchmarking.options import BenchOptions, CompareConfig, Plan
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.options import DraftOptions
+from tswift.errors import InputError
+from tswift.jobs.config import AuditConfig, RunConfig
+from tswift.models.config import ModelConfig
+from tswift.options import check_options, described, option, option_of, options_of, parse_numbers
+
+KINDS = (SamplingParams, DraftOptions, ModelConfig, RunConfig, AuditConfig, CompareConfig, BenchOptions, Plan)
+
+
+@dataclass(frozen=True)
+class Example:
+    count: int = option(3, "How many.", least=1, most=9)
+    share: float = option(0.5, "How much.", above=0, below=1)
+    large: int = option(1, "A large one.", least=0, most=1 << 40)
+    name: str | None = option(None, "Which.", shown="the first", choices=("first", "second"))
+    flag: bool = option(True, "Whether.")
+    some: tuple[int, ...] = option((1, 2), "Several.", shown="1,2", least=1)
+    hidden: int = 7  # no option
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"count": 0}, "count: must be between 1 and 9, got 0"),
+        ({"count": 10}, "count: must be between 1 and 9, got 10"),
+        ({"count": 2.0}, "count: must be an integer, got 2.0"),
+        ({"count": True}, "count: must be an integer, got True"),
+        ({"count": None}, "count: must be an integer, got None"),
+        ({"share": 0}, "share: must be above 0 and below 1, got 0"),
+        ({"share": float("nan")}, "share: must be above 0 and below 1, got nan"),
+        ({"share": "x"}, "share: must be a number, got 'x'"),
+        ({"share": 1 << 70}, "share: must be a number below 2^62, or have a decimal point, got 1180591620717411303424"),
+        ({"large": -1}, "large: must be at least 0, got -1"),
+        ({"large": 1 << 41}, "large: must be at most 1,099,511,627,776, got 2199023255552"),
+        ({"name": "frst"}, "name: must be one of first, second, got 'frst'; did you mean first?"),
+        ({"name": 3}, "name: must be a text, got 3"),
+        ({"flag": 1}, "flag: must be yes or no, got 1"),
+        ({"some": (1, 0)}, "some: must be integers, each at least 1, got (1, 0)"),
+    ],
+)
+def test_a_wrong_value_is_named(values: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Example(**values)  # type: ignore[arg-type]
+    assert str(caught.value) == message
+
+
+def test_right_values_pass() -> None:
+    Example()
+    Example(count=9, share=0.99, large=1 << 40, name="second", flag=False, some=())
+
+
+def test_the_help_says_the_default() -> None:
+    said = [described(each.default, carried) for each, carried in options_of(Example)]
+    assert said == [
+        "How many. (default: 3)",
+        "How much. (default: 0.5)",
+        "A large one. (default: 1)",
+        "Which. (default: the first)",
+        "Whether. (default: yes)",
+        "Several. (default: 1,2)",
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option_says_what_it_is(kind: type) -> None:
+    for each, carried in options_of(kind):
+        assert carried.help[0].isupper() or carried.help.split()[0].strip(",") in carried.help, each.name
+        assert carried.help.endswith((".", "...")), each.name
+    assert {each.name for each in fields(kind)} >= {each.name for each, _ in options_of(kind)}
+    assert option_of(SamplingParams, "min_p").off == 0.0
+
+
+def test_numbers() -> None:
+    assert parse_numbers("1000,20_000") == (1000, 20_000)
+    with pytest.raises(InputError, match="wants numbers and commas, got '1,x'"):
+        parse_numbers("1,x")
+
+
+def test_a_run_of_options_by_name() -> None:
+    config = RunConfig.of(length=5, method="medusa", min_p=0.2, nodes=16, model="demo", seed=-3)
+    assert (config.params(), config.options()) == (SamplingParams(min_p=0.2), DraftOptions(nodes=16))
+    record = config.as_dict()
+    assert (record["length"], record["seed"], record["sampling"]) == (5, -3, {"min_p": 0.2})
+    preset = RunConfig.of(preset="qwen2.5-7b", min_p=0.2, prompt="x")
+    assert preset.sampling["min_p"] == 0.2
+    assert preset.sampling["penalty"] == 1.15
+    assert preset.overridden == ("min_p",)
+    assert preset.model == "TokenSwift/TokenSwift-Qwen2.5-7B"
