@@ -121,7 +121,7 @@ def test_the_backend_that_is_chosen(installed, name, dtype, device, there, chose
     ],
 )
 def test_what_cannot_be_chosen(name, message) -> None:
-    with pytest.raises(InputError, match=f"--attention: {message}"):
+    with pytest.raises(InputError, match=f"attention: {message}"):
         choose(name, torch.bfloat16, torch.device("cpu"))
 
 

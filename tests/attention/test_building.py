@@ -147,7 +147,7 @@ def test_a_models_own_head_size_is_built_before_it_is_loaded(monkeypatch, tmp_pa
     model = str(make_checkpoint(tmp_path / "m", head_dim=32))
     assert load(model, device="cpu", dtype="float32").attention == ("sdpa" if broken else "native")
     if broken:
-        with pytest.raises(InputError, match="--attention: native attention needs another C compiler: broken"):
+        with pytest.raises(InputError, match="attention: native attention needs another C compiler: broken"):
             load(model, device="cpu", dtype="float32", attention="native")
     assert built == ["-DWIDTH=32"]
 

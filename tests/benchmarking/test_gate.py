@@ -172,13 +172,13 @@ def test_any_tolerance_is_a_finite_number_or_a_line_that_names_the_option(text: 
     if isinstance(result, Rule):
         assert 0 <= result.tolerance < math.inf
     else:
-        assert result.startswith("--fail-on: ")
+        assert result.startswith("fail_on: ")
         assert len(result.splitlines()) == 1
 
 
 @pytest.mark.parametrize("text", [*(f"alpha:{text}" for text in NONSENSE), "", "alph:0", "speedup", "tokens_per_s"])
 def test_rules_that_are_refused(text: str) -> None:
-    with pytest.raises(InputError, match=r"^--fail-on: "):
+    with pytest.raises(InputError, match=r"^fail_on: "):
         parse_rule(text)
 
 
@@ -186,9 +186,9 @@ def test_rules_that_are_refused(text: str) -> None:
 def test_times_want_repeats_on_both_sides(rule: str) -> None:
     rules = [parse_rule("alpha:0"), parse_rule(rule)]
     repeated = make_measurement(repeats=2)
-    with pytest.raises(InputError, match=rf"^--repeats: {rule.partition(':')[0]} varies .* got 1$"):
+    with pytest.raises(InputError, match=rf"^repeats: {rule.partition(':')[0]} varies .* got 1$"):
         refuse_single(rules, 1, repeated)
-    with pytest.raises(InputError, match=r"^--against: .* the baseline has 1$"):
+    with pytest.raises(InputError, match=r"^against: .* the baseline has 1$"):
         refuse_single(rules, 2, BASE)  # two seeds are no repeats
     refuse_single(rules, 2, repeated)
 
@@ -210,7 +210,7 @@ def test_the_table_names_what_moved() -> None:
 
 @pytest.mark.parametrize("rule", ["alpha:0", "beta:0", "tokens_per_step:0", "passes:0"])
 def test_what_a_simulated_acceptance_sets_is_not_judged(rule: str) -> None:
-    with pytest.raises(InputError, match=rf"^--fail-on: {rule[:-2]} follows from --simulate-alpha and is not measured"):
+    with pytest.raises(InputError, match=rf"^fail_on: {rule[:-2]} follows from --simulate-alpha and is not measured"):
         refuse_foreign({**GIVEN, "samples": []}, GIVEN, [parse_rule("speedup:10%"), parse_rule(rule)])
 
 
@@ -351,13 +351,13 @@ def test_the_hash_is_of_the_content() -> None:
 def test_what_is_no_measurement(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "baseline.json"
     path.write_bytes(content)
-    with pytest.raises(InputError, match=f"^--against: .*baseline.json .*{message}") as caught:
+    with pytest.raises(InputError, match=f"^against: .*baseline.json .*{message}") as caught:
         load_measurement(path)
     assert "\n" not in str(caught.value)
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^--from: there is no file .*absent.json"):
+    with pytest.raises(InputError, match=r"^from: there is no file .*absent.json"):
         load_measurement(tmp_path / "absent.json", "--from")
     with pytest.raises(InputError, match="cannot be read"):
         load_measurement(tmp_path)

@@ -221,7 +221,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "replace", fail)
-    with pytest.raises(InputError, match=r"^--out: .* cannot be written to \(No space left on device\)"):
+    with pytest.raises(InputError, match=r"^out: .* cannot be written to \(No space left on device\)"):
         write_bench(SMALL, tmp_path)
     assert (tmp_path / "bench.json").read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]

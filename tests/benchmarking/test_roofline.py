@@ -237,24 +237,24 @@ def test_contexts_go_as_far_as_the_model() -> None:
         context for context in CONTEXTS[:3] for _ in range(2)
     ]
     assert {each.context for each in predict(LLAMA, A100, question, 100).passes} == {100}
-    with pytest.raises(InputError, match=r"^--context: 60,000 is more than the model's 50,000 positions$"):
+    with pytest.raises(InputError, match=r"^context: 60,000 is more than the model's 50,000 positions$"):
         predict(LLAMA, A100, RooflineQuery(contexts=(10, 60_000)), 50_000)
-    with pytest.raises(InputError, match=r"^--len: 4,096 prompt tokens and 100,000 new ones need 104,096 positions"):
+    with pytest.raises(InputError, match=r"^length: 4,096 prompt tokens and 100,000 new ones need 104,096 positions"):
         predict(LLAMA, A100, RooflineQuery(), 50_000)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"contexts": (5, 0)}, "--context: must be at least 1, got 0"),
-        ({"nodes": (0,)}, "--nodes: must be at least 1"),
-        ({"prefill": 0}, "--prefill: must be"),
-        ({"length": -3}, "--len: must be at least 1, got -3"),
-        ({"depth": 0}, "--depth: must be"),
-        ({"budget": 0}, "--budget: must be"),
-        ({"alpha": 0.5, "draft_weights": "int5"}, "--draft-weights: no 'int5'; there are int8, fp8, int4"),
-        ({"alpha": 1.5}, "--alpha: must be between 0 and 1, got 1.5"),
-        ({"alpha": float("nan")}, "--alpha: must be between 0 and 1, got nan"),
+        ({"contexts": (5, 0)}, "context: must be at least 1, got 0"),
+        ({"nodes": (0,)}, "nodes: must be at least 1"),
+        ({"prefill": 0}, "prefill: must be"),
+        ({"length": -3}, "length: must be at least 1, got -3"),
+        ({"depth": 0}, "depth: must be"),
+        ({"budget": 0}, "budget: must be"),
+        ({"alpha": 0.5, "draft_weights": "int5"}, "draft_weights: no 'int5'; there are int8, fp8, int4"),
+        ({"alpha": 1.5}, "alpha: must be between 0 and 1, got 1.5"),
+        ({"alpha": float("nan")}, "alpha: must be between 0 and 1, got nan"),
     ],
 )
 def test_questions_that_have_no_answer(changes: dict[str, object], message: str) -> None:

@@ -190,7 +190,7 @@ def test_lanes_that_draft_are_simulated_and_the_others_are_not(checkpoint) -> No
 )
 def test_a_share_that_chosen_trees_would_not_meet(checkpoint, methods, trees, named) -> None:  # type: ignore[no-untyped-def]
     entry = BenchOptions(methods, trees=trees, model=str(checkpoint), simulate_alpha=0.5)
-    with pytest.raises(InputError, match=f"^--simulate-alpha: goes with trees of one shape; {named} chooses here"):
+    with pytest.raises(InputError, match=f"^simulate_alpha: goes with trees of one shape; {named} chooses here"):
         configure(entry)
     configure(dataclasses.replace(entry, simulate_alpha=None))
 
@@ -334,13 +334,13 @@ def test_a_given_acceptance_is_met_and_compared_with_nothing(checkpoint, schema,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lens": ()}, "--lens: names nothing"),
-        ({"lens": (5, 5)}, "--lens: names 5 twice"),
-        ({"lens": (0,)}, "--lens: must be at least 1, got 0"),
-        ({"prefills": (1,)}, "--prefill: must be at least 2, got 1"),
-        ({"repeats": 0}, "--repeats: must be at least 1"),
-        ({"warmup": -1}, "--warmup: must be at least 0"),
-        ({"ar": "guess"}, "--ar: is full or sampled, got guess"),
+        ({"lens": ()}, "lens: names nothing"),
+        ({"lens": (5, 5)}, "lens: names 5 twice"),
+        ({"lens": (0,)}, "lens: must be at least 1, got 0"),
+        ({"prefills": (1,)}, "prefill: must be at least 2, got 1"),
+        ({"repeats": 0}, "repeats: must be at least 1"),
+        ({"warmup": -1}, "warmup: must be at least 0"),
+        ({"ar": "guess"}, "ar: is full or sampled, got guess"),
     ],
 )
 def test_bad_grids_are_refused(changes, message):
@@ -350,7 +350,7 @@ def test_bad_grids_are_refused(changes, message):
 
 @pytest.mark.parametrize("methods", [("ar",), ("ar", "ar-reference")])
 def test_sampled_needs_a_method_that_drafts(checkpoint, methods):
-    with pytest.raises(InputError, match="--ar: sampled takes its samples while another method runs"):
+    with pytest.raises(InputError, match="ar: sampled takes its samples while another method runs"):
         measured(checkpoint, Plan((4,), (10,), ar=SAMPLED), methods=methods)
 
 
@@ -381,7 +381,7 @@ def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint, schema):
 
 
 def test_what_does_not_fit_is_refused_before_anything_runs(checkpoint):
-    with pytest.raises(InputError, match=r"--lens: .* need 5,0"):
+    with pytest.raises(InputError, match=r"lens: .* need 5,0"):
         measured(checkpoint, Plan((4,), (10, 5000)))
 
 
@@ -394,13 +394,13 @@ def test_prompts_from_files_and_folders(tmp_path, checkpoint):
     assert list(texts) == ["a.txt", "b.txt"]
     assert [prompt.tokens for prompt in encode(texts, model, 1)] == [model.encode(text) for text in texts.values()]
     assert list(read_texts([])) == ["bundled"]
-    with pytest.raises(InputError, match=r"--prefill: asks for 4,000 tokens, a.txt has"):
+    with pytest.raises(InputError, match=r"prefill: asks for 4,000 tokens, a.txt has"):
         encode(texts, model, 4000)
     for words, message in (
-        ([str(tmp_path / "none.txt")], "--prompts: there is no file"),
+        ([str(tmp_path / "none.txt")], "prompts: there is no file"),
         ([str(tmp_path), str(tmp_path / "a.txt")], "two prompts are called a.txt"),
-        (["pg19:x"], "--prompts: wants pg19:N"),
-        (["pg19:0"], "--prompts: wants pg19:N"),
+        (["pg19:x"], "prompts: wants pg19:N"),
+        (["pg19:0"], "prompts: wants pg19:N"),
         (["pg19:2"], "cannot be loaded from the hub"),
     ):
         with pytest.raises(InputError, match=message):
@@ -514,19 +514,19 @@ def test_ctrl_c_leaves_the_outcomes_so_far(checkpoint):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (BenchOptions(("ar",), drafting={"budget": 100}), "--budget: ar does not use it"),
-        (BenchOptions(("ar", "medusa"), drafting={"ngrams": 3}), "--ngrams: none of ar, medusa uses it"),
-        (BenchOptions(("ar", "reuse"), trees={"": (2, 2)}), "--tree: none of ar, reuse uses it"),
-        (BenchOptions(("ar", "medusa"), trees={"tokenswift": (2, 2)}), "--tree: is given for tokenswift"),
+        (BenchOptions(("ar",), drafting={"budget": 100}), "budget: ar does not use it"),
+        (BenchOptions(("ar", "medusa"), drafting={"ngrams": 3}), "ngrams: none of ar, medusa uses it"),
+        (BenchOptions(("ar", "reuse"), trees={"": (2, 2)}), "tree: none of ar, reuse uses it"),
+        (BenchOptions(("ar", "medusa"), trees={"tokenswift": (2, 2)}), "tree: is given for tokenswift"),
         (
             BenchOptions(("ar", "tokenswift"), drafting={"ngrams": 20}, trees={"": "auto"}),
-            "--ngrams: none of .* with --tree",
+            "ngrams: none of .* with --tree",
         ),
         (
             BenchOptions(("ar", "tokenswift"), drafting={"ngrams": 20}, trees={"tokenswift": "auto"}),
-            "--ngrams: none of ar, ",
+            "ngrams: none of ar, ",
         ),
-        (BenchOptions(("ar", "reuse"), heads="chained"), "--heads: none of ar, reuse uses it"),
+        (BenchOptions(("ar", "reuse"), heads="chained"), "heads: none of ar, reuse uses it"),
         (BenchOptions(("ar", "medusa"), sampling={"min_p": 3.0}), "--min-p must be between"),
     ],
 )
@@ -554,7 +554,7 @@ def test_what_cannot_fit_is_refused_before_the_model_is_loaded(checkpoint, monke
     monkeypatch.setattr(config_module, "load", lambda *given, **how: pytest.fail("it was loaded"))
     entry = BenchOptions(("ar", "reuse"), model=str(checkpoint))
     with pytest.raises(
-        InputError, match=r"^--lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions"
+        InputError, match=r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions"
     ):
         configure(entry, 100, 4000, "--lens")
 
@@ -565,5 +565,5 @@ def test_what_does_not_fit_together_is_refused(checkpoint, monkeypatch):
     monkeypatch.setattr(run_module, "available_bytes", lambda device: need)
     open_runs(config, [1, 2, 3], 50, 0)
     monkeypatch.setattr(run_module, "available_bytes", lambda device: need - 1)
-    with pytest.raises(InputError, match="--methods: 2 methods side by side need"):
+    with pytest.raises(InputError, match="methods: 2 methods side by side need"):
         open_runs(config, [1, 2, 3], 50, 0)

@@ -83,7 +83,7 @@ def test_what_a_suite_sets_itself() -> None:
 
 
 def test_another_name() -> None:
-    with pytest.raises(InputError, match=r"^--suite: no suite 'table2'; there are table1, table3, .*case-study$"):
+    with pytest.raises(InputError, match=r"^suite: no suite 'table2'; there are table1, table3, .*case-study$"):
         find_suite("table2")
 
 
@@ -245,7 +245,7 @@ def test_what_cannot_run_is_left_out_and_said(checkpoint: Path, tmp_path: Path) 
     assert prepared.missing == {"long": "tokenswift can draft 4 levels with these heads, got 9"}
     record = begin_suite(prepared, PROMPTS, Plan((4,), (6,), warmup=0), ["tswift"])
     assert f"Left out: long, since {prepared.missing['long']}." in suite_grids(record)[0].notes
-    with pytest.raises(InputError, match=r"^--suite: table7 cannot run on this model: tokenswift can draft 4 levels"):
+    with pytest.raises(InputError, match=r"^suite: table7 cannot run on this model: tokenswift can draft 4 levels"):
         made(checkpoint, "table7", choices=choices[1:])
 
 

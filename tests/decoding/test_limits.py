@@ -62,11 +62,11 @@ def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(InputError) as caught:
         preflight(model, 3, 2000, "tokenswift", options)
     assert str(caught.value) == (
-        "--len: weights 0.2 MB + heads 0.0 MB + KV 0.5 MB + drafting KV 0.3 MB + logits 0.1 MB = 1.0 MB, "
+        "length: weights 0.2 MB + heads 0.0 MB + KV 0.5 MB + drafting KV 0.3 MB + logits 0.1 MB = 1.0 MB, "
         "cpu has 1.0 MB free"
     )
     memory(monkeypatch, need.weight_bytes)
-    with pytest.raises(InputError, match=r"^--model: weights 0.2 MB \+ heads "):  # no text is short enough
+    with pytest.raises(InputError, match=r"^model: weights 0.2 MB \+ heads "):  # no text is short enough
         preflight(model, 3, 2000, "tokenswift", options)
 
 
@@ -95,10 +95,10 @@ def test_what_is_recalled_is_in_the_machines_own_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(engine, "available_bytes", lambda device: free[device.type])
     engine._refuse_memory(need, torch.device("cuda"), "--len")
     free["cpu"] -= 1
-    with pytest.raises(InputError, match=r"^--len: recall 1.0 MB = 1.0 MB, cpu has 1.0 MB free$"):
+    with pytest.raises(InputError, match=r"^length: recall 1.0 MB = 1.0 MB, cpu has 1.0 MB free$"):
         engine._refuse_memory(need, torch.device("cuda"), "--len")
     free.update(cpu=1_000_000, cuda=1_999_999)
-    with pytest.raises(InputError, match=r"^--len: KV 2.0 MB = 2.0 MB, cuda has 2.0 MB free$"):
+    with pytest.raises(InputError, match=r"^length: KV 2.0 MB = 2.0 MB, cuda has 2.0 MB free$"):
         engine._refuse_memory(need, torch.device("cuda"), "--len")
 
 
@@ -108,7 +108,7 @@ def test_weights_count_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -
     memory(monkeypatch, need.total_bytes)
     begin(model, [1, 2, 3], 50, method="ar")
     memory(monkeypatch, need.total_bytes - 1)
-    with pytest.raises(InputError, match=r"^--len: KV 0.0 MB \+ logits 0.0 MB = 0.0 MB, cpu has 0.0 MB free$"):
+    with pytest.raises(InputError, match=r"^length: KV 0.0 MB \+ logits 0.0 MB = 0.0 MB, cpu has 0.0 MB free$"):
         begin(model, [1, 2, 3], 50, method="ar")
 
 
@@ -117,22 +117,22 @@ def test_too_few_positions(checkpoint: Path) -> None:
     with pytest.raises(InputError) as caught:
         preflight(str(checkpoint), 97, 4000, "ar", DraftOptions())
     assert str(caught.value) == (
-        "--len: at least 97 prompt tokens and 4,000 new ones need 4,097 positions, the model has 4,096"
+        "length: at least 97 prompt tokens and 4,000 new ones need 4,097 positions, the model has 4,096"
     )
 
 
 @pytest.mark.parametrize(
     ("method", "options", "more", "message"),
     [
-        ("medusa", DraftOptions(tree=(2, 2, 2, 2)), {}, "--tree: medusa can draft 3 levels with these heads, got 4"),
-        ("medusa", DraftOptions(gamma=4), {}, "--gamma: must be between 1 and 3 for medusa, got 4"),
-        ("tokenswift", DraftOptions(gamma=4), {}, "--gamma: must be between 0 and 3 for tokenswift, got 4"),
-        ("reuse", DraftOptions(ngrams=0), {}, "--ngrams: must be at least 1 for reuse"),
-        ("ar", DraftOptions(), {"device": "tpu"}, "--device: no device 'tpu'"),
-        ("ar", DraftOptions(), {"dtype": "int8"}, "--dtype: no dtype 'int8'"),
-        ("ar", DraftOptions(), {"attention": "eager"}, "--attention: no attention 'eager'"),
-        ("medusa", DraftOptions(), {"heads": "/nowhere"}, "--heads: there is no file /nowhere"),
-        ("none", DraftOptions(), {}, "--method: no method 'none'"),
+        ("medusa", DraftOptions(tree=(2, 2, 2, 2)), {}, "tree: medusa can draft 3 levels with these heads, got 4"),
+        ("medusa", DraftOptions(gamma=4), {}, "gamma: must be between 1 and 3 for medusa, got 4"),
+        ("tokenswift", DraftOptions(gamma=4), {}, "gamma: must be between 0 and 3 for tokenswift, got 4"),
+        ("reuse", DraftOptions(ngrams=0), {}, "ngrams: must be at least 1 for reuse"),
+        ("ar", DraftOptions(), {"device": "tpu"}, "device: no device 'tpu'"),
+        ("ar", DraftOptions(), {"dtype": "int8"}, "dtype: no dtype 'int8'"),
+        ("ar", DraftOptions(), {"attention": "eager"}, "attention: no attention 'eager'"),
+        ("medusa", DraftOptions(), {"heads": "/nowhere"}, "heads: there is no file /nowhere"),
+        ("none", DraftOptions(), {}, "method: no method 'none'"),
     ],
 )
 def test_options_that_do_not_fit(
@@ -148,7 +148,7 @@ def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
     (model / "heads.safetensors").unlink()
     preflight(str(model), 1, 1, "reuse", DraftOptions())
     for options in (DraftOptions(), DraftOptions(gamma=2)):
-        with pytest.raises(InputError, match=r"^--method: medusa drafts with heads and the model has none"):
+        with pytest.raises(InputError, match=r"^method: medusa drafts with heads and the model has none"):
             preflight(str(model), 1, 1, "medusa", options)
 
 

@@ -159,7 +159,7 @@ def test_all_ranks_end_alike(folder: Path, tmp_path: Path) -> None:
     for rank in (first, second):
         kind, message, made = rank.found["memory"]
         assert (kind, made) == ("InputError", 0)
-        assert message.startswith("--len: KV ")
+        assert message.startswith("length: KV ")
         assert message.endswith("cpu has 0.0 MB free")
     assert first.found["breaks"] == ("Fault", "rank 1: division by zero", 0)
     assert second.found["breaks"] == ("ZeroDivisionError", "division by zero", 0)
@@ -210,11 +210,11 @@ def test_what_cannot_be_split_is_refused_by_name(tmp_path: Path) -> None:
     checkpoint(ARCHITECTURES["Llama, MQA, biases"], tmp_path / "mqa")
     checkpoint(ARCHITECTURES["GPT-2"], tmp_path / "gpt2")
     wanted = [
-        f"--nproc-per-node: {tmp_path / 'mqa'} has 1 KV head, which 2 ranks cannot share evenly",
-        f"--model: transformers has no plan to split {tmp_path / 'gpt2'} (gpt2) over ranks",
-        "--model: shape:llama3.1-8b has random weights, which are neither quantised nor split",
-        "--nproc-per-node: quantised weights cannot be split over ranks yet",
-        "--device: the ranks are on cpu, got cuda",
+        f"nproc_per_node: {tmp_path / 'mqa'} has 1 KV head, which 2 ranks cannot share evenly",
+        f"model: transformers has no plan to split {tmp_path / 'gpt2'} (gpt2) over ranks",
+        "model: shape:llama3.1-8b has random weights, which are neither quantised nor split",
+        "nproc_per_node: quantised weights cannot be split over ranks yet",
+        "device: the ranks are on cpu, got cuda",
     ]
     for rank in on_ranks(tmp_path, 2, _refusals, tmp_path):
         assert rank.found == wanted, rank.err

@@ -98,7 +98,7 @@ def test_room_for_what_is_forwarded_over_a_partial_cache() -> None:
 def test_a_missing_smaller_model_is_refused() -> None:
     for name, method in METHODS.items():
         if name in ("standalone", "triforce"):
-            with pytest.raises(InputError, match=r"--draft-model: .*smaller model"):
+            with pytest.raises(InputError, match=r"draft_model: .*smaller model"):
                 make_drafter(name, tiny_target(), tiny_heads(), DraftOptions())
         else:
             make_drafter(name, tiny_target(), None if not method.with_heads else tiny_heads(), DraftOptions())

@@ -22,5 +22,5 @@ def test_options_that_are_not_looked_at() -> None:
 
 
 def test_an_unknown_method_is_refused() -> None:
-    with pytest.raises(InputError, match=r"--method: .*nope.*ar, medusa, tokenswift, cascade, recall, reuse"):
+    with pytest.raises(InputError, match=r"method: .*nope.*ar, medusa, tokenswift, cascade, recall, reuse"):
         find_method("nope")

@@ -40,4 +40,4 @@ from tswift.errors import InputError
 def test_options_out_of_range_or_of_another_type_name_themselves(option: str, options) -> None:
     with pytest.raises(InputError, match=f"^{option}: ") as error:
         DraftOptions(**options)
-    assert error.value.option == option
+    assert error.value.field == option

@@ -24,7 +24,7 @@ def test_trees_deeper_than_the_heads_are_refused() -> None:
 def test_missing_heads_are_refused() -> None:
     for name, method in METHODS.items():
         if name in ("medusa", "tokenswift", "cascade", "auto"):
-            with pytest.raises(InputError, match=r"--method: .*heads"):
+            with pytest.raises(InputError, match=r"method: .*heads"):
                 resolve(name, tiny_target(), None, DraftOptions())
         else:
             assert not method.with_heads
@@ -34,12 +34,12 @@ def test_missing_heads_are_refused() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("standalone", {"kv": "snapkv"}, r"--kv: standalone can read streaming, full, not snapkv"),
-        ("magicdec", {"gamma": 0}, r"--gamma: must be at least 1 for magicdec"),
-        ("medusa", {"gamma": 0}, r"--gamma: must be between 1 and 3 for medusa, got 0"),
-        ("tokenswift", {"gamma": 4}, r"--gamma: must be between 0 and 3 for tokenswift, got 4"),
-        ("medusa", {"gamma": 4, "tree": "auto"}, r"--gamma: must be between 1 and 3 for medusa, got 4"),
-        ("tokenswift", {"gamma": 4, "tree": "auto"}, r"--gamma: must be between 0 and 3 for tokenswift, got 4"),
+        ("standalone", {"kv": "snapkv"}, r"kv: standalone can read streaming, full, not snapkv"),
+        ("magicdec", {"gamma": 0}, r"gamma: must be at least 1 for magicdec"),
+        ("medusa", {"gamma": 0}, r"gamma: must be between 1 and 3 for medusa, got 0"),
+        ("tokenswift", {"gamma": 4}, r"gamma: must be between 0 and 3 for tokenswift, got 4"),
+        ("medusa", {"gamma": 4, "tree": "auto"}, r"gamma: must be between 1 and 3 for medusa, got 4"),
+        ("tokenswift", {"gamma": 4, "tree": "auto"}, r"gamma: must be between 0 and 3 for tokenswift, got 4"),
     ],
 )
 def test_what_a_method_cannot_do(method: str, options, message: str) -> None:
@@ -58,14 +58,14 @@ def test_a_tree_that_pays_is_as_deep_as_the_heads_go(method: str, device: str) -
 
     for heads in (2, 7):
         assert gamma(heads, "auto", heads) == heads
-        with pytest.raises(InputError, match=rf"--gamma: must be between \d and {heads} for {method}"):
+        with pytest.raises(InputError, match=rf"gamma: must be between \d and {heads} for {method}"):
             gamma(heads, "auto", heads + 1)
-    with pytest.raises(InputError, match=rf"--gamma: must be between \d and [34] for {method}, got 7"):
+    with pytest.raises(InputError, match=rf"gamma: must be between \d and [34] for {method}, got 7"):
         gamma(7, None, 7)
 
 
 def test_a_chain_that_the_attention_cannot_do() -> None:
-    with pytest.raises(InputError, match=r"--gamma: must be below 16 with this attention, got 16"):
+    with pytest.raises(InputError, match=r"gamma: must be below 16 with this attention, got 16"):
         resolve_for("triforce", torch.device("cpu"), 4, 16, 3, DraftOptions(inner_gamma=16))
 
 

@@ -75,7 +75,7 @@ def test_experts_are_named(name: str, tmp_path: Path) -> None:
     """How many rows an expert gets depends on the others; in 16 bits a tiny one rounds alike by chance."""
     with silence():
         checkpoint(ARCHITECTURES[name], tmp_path)
-    with pytest.raises(InputError, match=r"^--exact: cannot be had here: an expert takes as many rows as choose it$"):
+    with pytest.raises(InputError, match=r"^exact: cannot be had here: an expert takes as many rows as choose it$"):
         load(str(tmp_path), dtype="float16", device="cpu", exact=True)
     model = load(str(tmp_path), dtype="float16", device="cpu")
     assert (model.exact, model.target.width) == (None, None)

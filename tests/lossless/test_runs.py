@@ -81,7 +81,7 @@ def test_other_options_are_refused(tswift: Tswift, words: Words, tmp_path: Path)
         before = result(tmp_path / run)
         found = tswift("generate", "--resume", tmp_path / run, option, "--len", 20)
         assert (found.code, found.out) == (2, b"")
-        assert f"--exact: the run was made with {message}" in found.err
+        assert f"exact: the run was made with {message}" in found.err
         assert result(tmp_path / run) == before
 
 
@@ -127,7 +127,7 @@ def test_a_model_that_cannot(tswift: Tswift, prompt: Path, tmp_path: Path) -> No
 def test_reference_decoding_is_not_exact(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
     found = tswift(*words, "--method", "ar-reference", "--exact", "--len", 20, "--out", tmp_path / "run")
     assert found.code == 2
-    assert "--exact: cannot be had with ar-reference" in found.err
+    assert "exact: cannot be had with ar-reference" in found.err
     found = tswift(*words, "--method", "ar-reference", "--len", 150, "--out", tmp_path / "run", "--verify")
     assert found.code == 0, found.err
     assert record(tmp_path / "run")["model"]["exact"] is None
@@ -165,7 +165,7 @@ def test_a_run_goes_on_without_where_exact_passes_cannot_be_had(
     monkeypatch.setattr("tswift.models.loading.set_width", lambda target, attention, exact: "no" if exact else None)
     found = tswift("generate", "--resume", tmp_path / "run", "--exact", "--len", 30)
     assert found.code == 2
-    assert "--exact: cannot be had here: no" in found.err
+    assert "exact: cannot be had here: no" in found.err
     found = tswift("generate", "--resume", tmp_path / "run", "--len", 30)
     assert found.code == 0, found.err
     assert "rounds otherwise" in found.err

@@ -24,5 +24,5 @@ def refuse(model: str, match: str, option: str = "--model", **options: str) -> N
     """See that a model is not loaded, and that one line says why."""
     with pytest.raises(InputError, match=match) as caught:
         load(model, **options)
-    assert caught.value.option == option
+    assert caught.value.field == option
     assert "\n" not in str(caught.value)

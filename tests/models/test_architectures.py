@@ -82,7 +82,7 @@ def test_what_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> 
     with pytest.raises(InputError, match=ARCHITECTURES[name].refused) as error:
         made(name, tmp_path)
     assert "\n" not in str(error.value)
-    assert str(error.value).startswith(f"--model: {tmp_path}")
+    assert str(error.value).startswith(f"model: {tmp_path}")
 
 
 @pytest.mark.parametrize("name", ["Llama 3.1 (llama3 scaling)", "Llama 2 (YaRN)", "Llama 2 (linear scaling)"])
@@ -110,7 +110,7 @@ def test_a_checkpoint_is_read_in_shards(tmp_path: Path) -> None:
 def test_a_shard_that_is_missing(tmp_path: Path) -> None:
     checkpoint(ARCHITECTURES["Llama, MHA"], tmp_path)
     shutil.move(sorted(tmp_path.glob("model-*.safetensors"))[1], tmp_path / "elsewhere")
-    with pytest.raises(InputError, match=r"^--model: ") as error:
+    with pytest.raises(InputError, match=r"^model: ") as error:
         load(str(tmp_path))
     assert "\n" not in str(error.value)
 

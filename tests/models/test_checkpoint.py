@@ -88,7 +88,7 @@ def test_far_fewer_weights_than_asked_for_take_no_memory(folder: Path) -> None:
     config(num_hidden_layers=9, intermediate_size=1 << 20, hidden_size=1 << 20, head_dim=1 << 18)(folder)
     weights = load_file(folder / "model.safetensors")
     save_file({f"other.{name}": weight for name, weight in weights.items()}, folder / "model.safetensors")
-    with pytest.raises(InputError, match=r"--model: .* has 39,072 weights, config.json asks for [0-9,]{17}"):
+    with pytest.raises(InputError, match=r"model: .* has 39,072 weights, config.json asks for [0-9,]{17}"):
         load(str(folder))
 
 
@@ -105,7 +105,7 @@ def test_the_text_model_of_a_composite_is_checked_too() -> None:
     fine = {"model_type": "gemma3", "text_config": {"hidden_size": 8, "num_attention_heads": 4}}
     refuse_numbers(fine, "m")
     fine["text_config"] = {"hidden_size": 0}
-    with pytest.raises(InputError, match="--model: m has hidden_size 0, which is no integer from 1 to "):
+    with pytest.raises(InputError, match="model: m has hidden_size 0, which is no integer from 1 to "):
         refuse_numbers(fine, "m")
 
 
@@ -117,7 +117,7 @@ def test_only_what_is_opened_is_looked_at(folder: Path) -> None:
     sparse(folder / "notes.md", 1 << 40)
     refuse_broken(folder)
     sparse(folder / "vocab.txt", 1 << 40)
-    with pytest.raises(InputError, match=r"--model: .*vocab.txt is too large, more than 256,000,000 bytes"):
+    with pytest.raises(InputError, match=r"model: .*vocab.txt is too large, more than 256,000,000 bytes"):
         refuse_broken(folder)
 
 

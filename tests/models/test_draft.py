@@ -27,7 +27,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _refused(checkpoint: Path, draft: str | Path, match: str, option: str = "--draft-model", **how: str) -> None:
     with pytest.raises(InputError, match=match) as caught:
         load(str(checkpoint), draft=str(draft), **how)
-    assert caught.value.option == option
+    assert caught.value.field == option
     assert "\n" not in str(caught.value)
 
 
@@ -83,7 +83,7 @@ def test_what_is_refused_of_a_model_is_refused_of_a_draft(checkpoint: Path, smal
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
     _refused(checkpoint, folder, "a pickle, which could run code")
-    with pytest.raises(InputError, match=r"^--draft-model: wants a name, got 3$"):
+    with pytest.raises(InputError, match=r"^draft_model: wants a name, got 3$"):
         load(str(checkpoint), draft=3)  # type: ignore[arg-type]
 
 

@@ -108,7 +108,7 @@ def test_heads_of_either_kind_or_from_a_file(tiny_shapes: None, tmp_path) -> Non
     own = load("shape:tiny", heads=tmp_path / "mine.safetensors").heads
     assert own is not None
     assert own.count == 2
-    with pytest.raises(InputError, match="--heads: there is no file"):
+    with pytest.raises(InputError, match="heads: there is no file"):
         load("shape:tiny", heads="nowhere")
 
 
@@ -120,14 +120,14 @@ def test_memory_is_looked_at_first(tiny_shapes: None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shapes, "available_bytes", lambda device: needed)
     load("shape:tiny")
     monkeypatch.setattr(shapes, "available_bytes", lambda device: needed - 1)
-    with pytest.raises(InputError, match=r"^--model: shape:tiny in bfloat16 needs 0.1 MB, cpu has 0.1 MB free$"):
+    with pytest.raises(InputError, match=r"^model: shape:tiny in bfloat16 needs 0.1 MB, cpu has 0.1 MB free$"):
         load("shape:tiny")
     monkeypatch.setattr(shapes, "available_bytes", lambda device: None)
     load("shape:tiny")
 
 
 def test_a_shape_that_there_is_not() -> None:
-    with pytest.raises(InputError, match=r"^--model: no shape 'gpt9'; there are "):
+    with pytest.raises(InputError, match=r"^model: no shape 'gpt9'; there are "):
         load("shape:gpt9")
 
 

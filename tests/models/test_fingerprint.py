@@ -79,15 +79,15 @@ def test_heads_remember_their_base_model(checkpoint: Path, other: Path, tmp_path
         loaded = load(str(checkpoint), dtype=dtype, heads=path).heads
         assert loaded is not None
         assert loaded.base == fingerprint_in_any_dtype(network)
-    with pytest.raises(InputError, match=r"^--heads: .*mine.safetensors was made for another model: ") as caught:
+    with pytest.raises(InputError, match=r"^heads: .*mine.safetensors was made for another model: ") as caught:
         load(str(other), heads=path)
-    assert caught.value.option == "--heads"
+    assert caught.value.field == "heads"
 
 
 def test_heads_beside_a_model_are_checked_too(checkpoint: Path, other: Path) -> None:
     network = load(str(checkpoint)).target.model
     ChainedHeads(32, 2).save(other / "heads.safetensors", base=fingerprint_in_any_dtype(network))
-    with pytest.raises(InputError, match=r"^--heads: .*heads.safetensors was made for another model: "):
+    with pytest.raises(InputError, match=r"^heads: .*heads.safetensors was made for another model: "):
         load(str(other))
 
 
@@ -113,7 +113,7 @@ def test_what_is_remembered_is_kept_when_saved_again(tmp_path: Path) -> None:
 def test_a_base_that_is_none(tmp_path: Path, base: object) -> None:
     path = tmp_path / "mine.safetensors"
     ChainedHeads(32, 2).save(path, base=base)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"--heads: .* is not a tswift heads file \(its base model is "):
+    with pytest.raises(InputError, match=r"heads: .* is not a tswift heads file \(its base model is "):
         load_heads(path, 32, torch.float32, CPU)
 
 

@@ -63,7 +63,7 @@ def test_a_hub_that_cannot_be_reached_is_not_tried_again() -> None:
 def test_a_model_of_it_is_refused_at_once_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     with pytest.raises(
-        InputError, match=r"^--model: nobody/nothing cannot be loaded from the hub, and is no folder"
+        InputError, match=r"^model: nobody/nothing cannot be loaded from the hub, and is no folder"
     ) as found:
         read_config("nobody/nothing")
     assert time.monotonic() - began < 5  # its client would have tried for 23 s

@@ -29,5 +29,5 @@ def test_a_tokenizer_that_fails_on_the_prompt(checkpoint: Path, tmp_path: Path) 
     path = tmp_path / "m" / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": "many"}))
     loaded = load(model)
-    with pytest.raises(InputError, match=r"^--model: .* cannot be loaded \(its tokenizer: "):
+    with pytest.raises(InputError, match=r"^model: .* cannot be loaded \(its tokenizer: "):
         loaded.encode("The ship")

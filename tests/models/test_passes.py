@@ -149,7 +149,7 @@ def test_a_replayed_pass_is_the_pass_itself(mistake: str | None) -> None:
 
 
 def test_too_many_nodes_are_refused() -> None:
-    with pytest.raises(InputError, match="--nodes: must be at most 128 with this attention, got 129"):
+    with pytest.raises(InputError, match="nodes: must be at most 128 with this attention, got 129"):
         make_drafter("reuse", static_target(), None, DraftOptions(nodes=129))
     make_drafter("reuse", tiny_target(), None, DraftOptions(nodes=129))
 

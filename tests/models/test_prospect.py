@@ -69,10 +69,10 @@ def test_heads_that_are_elsewhere_or_not_there(checkpoint: Path, tmp_path: Path)
 
 def test_heads_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
     ConditionedHeads(48, 2).save(tmp_path / "own")
-    with pytest.raises(InputError, match=r"^--heads: .*own was made for hidden size 48, the model has 32$"):
+    with pytest.raises(InputError, match=r"^heads: .*own was made for hidden size 48, the model has 32$"):
         inspect_model(str(checkpoint), heads=tmp_path / "own")
     (tmp_path / "none").write_bytes(b"nothing of the kind")
-    with pytest.raises(InputError, match=r"^--heads: .*none"):
+    with pytest.raises(InputError, match=r"^heads: .*none"):
         inspect_model(str(checkpoint), heads=tmp_path / "none")
 
 
@@ -80,7 +80,7 @@ def test_medusa_s_heads_of_another_vocabulary(checkpoint: Path, tmp_path: Path) 
     from tswift.models.heads import MedusaHeads
 
     MedusaHeads(32, 2, 99).save(tmp_path / "own")
-    with pytest.raises(InputError, match=r"^--heads: .*own was made for a vocabulary of 99, the model has 320$"):
+    with pytest.raises(InputError, match=r"^heads: .*own was made for a vocabulary of 99, the model has 320$"):
         inspect_model(str(checkpoint), heads=tmp_path / "own")
 
 
@@ -107,9 +107,9 @@ def test_quantised_weights_are_not_guessed_at(checkpoint: Path, tmp_path: Path) 
 
 
 def test_an_attention_that_cannot_serve(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"^--attention: no attention 'eager'"):
+    with pytest.raises(InputError, match=r"^attention: no attention 'eager'"):
         inspect_model(str(checkpoint), attention="eager")
-    with pytest.raises(InputError, match=r"^--attention: flash attention takes"):
+    with pytest.raises(InputError, match=r"^attention: flash attention takes"):
         inspect_model(str(checkpoint), attention="flash")
     assert inspect_model(str(checkpoint), attention="sdpa").most_nodes is None
 

@@ -279,7 +279,7 @@ def cut(path: Path) -> None:
 def refused(match: str, model: Path, heads: Path | None) -> None:
     with pytest.raises(InputError, match=match) as error:
         load(str(model), device="cpu", heads=heads)
-    assert error.value.option == "--heads"
+    assert error.value.field == "heads"
     assert "\n" not in str(error.value)
 
 

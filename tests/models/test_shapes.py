@@ -91,9 +91,9 @@ def test_a_configuration_may_be_changed() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(InputError, match=r"^--model: no shape 'llama9'; there are llama3.1-8b, "):
+    with pytest.raises(InputError, match=r"^model: no shape 'llama9'; there are llama3.1-8b, "):
         shape_config("shape:llama9")
-    with pytest.raises(InputError, match=r"^--model: shape:qwen2.5-7b has random weights"):
+    with pytest.raises(InputError, match=r"^model: shape:qwen2.5-7b has random weights"):
         refuse_shape("shape:qwen2.5-7b")
     refuse_shape("demo")
 
@@ -101,7 +101,7 @@ def test_what_is_refused() -> None:
 @pytest.mark.parametrize("config", [MixtralConfig(), Qwen3MoeConfig()])
 def test_experts_are_seen(config: object) -> None:
     assert routed(config)
-    with pytest.raises(InputError, match="--model: m reads only some of its experts"):
+    with pytest.raises(InputError, match="model: m reads only some of its experts"):
         refuse_routed(config, "m")
 
 

@@ -77,25 +77,25 @@ def test_every_field_is_held_to_its_range(kind: type[TrainConfig]) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda: HeadsConfig("x", seq_len=4), "--seq-len: must be at least 5, got 4"),
-        (lambda: HeadsConfig("x", heads_count=0), "--heads-count: must be at least 1, got 0"),
-        (lambda: HeadsConfig("x", seed=2**63), "--seed: must be at most 9223372036854775807, got"),
-        (lambda: HeadsConfig("x", documents=1), "--documents: must be at least 2, got 1"),
-        (lambda: HeadsConfig("x", warmup=-1), "--warmup: must be at least 0, got -1"),
-        (lambda: HeadsConfig("x", lr=0.0), "--lr: must be a number above 0, got 0.0"),
-        (lambda: HeadsConfig("x", minutes=math.nan), "--minutes: must be a number above 0, got nan"),
-        (lambda: HeadsConfig("x", weight_decay=math.inf), "--weight-decay: must be a number >= 0, got inf"),
+        (lambda: HeadsConfig("x", seq_len=4), "seq_len: must be at least 5, got 4"),
+        (lambda: HeadsConfig("x", heads_count=0), "heads_count: must be at least 1, got 0"),
+        (lambda: HeadsConfig("x", seed=2**63), "seed: must be at most 9223372036854775807, got"),
+        (lambda: HeadsConfig("x", documents=1), "documents: must be at least 2, got 1"),
+        (lambda: HeadsConfig("x", warmup=-1), "warmup: must be at least 0, got -1"),
+        (lambda: HeadsConfig("x", lr=0.0), "lr: must be a number above 0, got 0.0"),
+        (lambda: HeadsConfig("x", minutes=math.nan), "minutes: must be a number above 0, got nan"),
+        (lambda: HeadsConfig("x", weight_decay=math.inf), "weight_decay: must be a number >= 0, got inf"),
         (
             lambda: HeadsConfig("x", dtype="float16"),
-            "--dtype: is one of auto, float32, float64, bfloat16, got 'float16'",
+            "dtype: is one of auto, float32, float64, bfloat16, got 'float16'",
         ),
-        (lambda: HeadsConfig("x", steps=1, minutes=1.0), "--minutes: cannot be given together with --steps"),
-        (lambda: HeadsConfig("x", model="shape:llama3.1-8b"), "--model: shape:llama3.1-8b has random weights"),
-        (lambda: DraftConfig("x", batch=(1 << 20) + 1), "--batch: must be at most 1048576, got"),
-        (lambda: DraftConfig("x", reach=1), "--reach: must be at least 2, got 1"),
-        (lambda: DraftConfig("x", reach=1 << 40), "--reach: must be at most 16777216, got"),
-        (lambda: DraftConfig("x", seq_len=1), "--seq-len: must be at least 2, got 1"),
-        (lambda: DraftConfig("x", shape="205m", seq_len=4096), "--seq-len: is 4,096, the draft model is to have 2,048"),
+        (lambda: HeadsConfig("x", steps=1, minutes=1.0), "minutes: cannot be given together with --steps"),
+        (lambda: HeadsConfig("x", model="shape:llama3.1-8b"), "model: shape:llama3.1-8b has random weights"),
+        (lambda: DraftConfig("x", batch=(1 << 20) + 1), "batch: must be at most 1048576, got"),
+        (lambda: DraftConfig("x", reach=1), "reach: must be at least 2, got 1"),
+        (lambda: DraftConfig("x", reach=1 << 40), "reach: must be at most 16777216, got"),
+        (lambda: DraftConfig("x", seq_len=1), "seq_len: must be at least 2, got 1"),
+        (lambda: DraftConfig("x", shape="205m", seq_len=4096), "seq_len: is 4,096, the draft model is to have 2,048"),
     ],
 )
 def test_what_is_refused(config, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -132,5 +132,5 @@ def test_only_what_changes_no_weight_may_be_another(tmp_path: Path) -> None:
         message = rf"^{option(name)}: the training in .* was begun with {began}, got {value}$"
         with pytest.raises(InputError, match=message):
             config.resumed({name: value}, tmp_path)
-    with pytest.raises(InputError, match=r"^--lr: must be a number above 0, got -1$"):
+    with pytest.raises(InputError, match=r"^lr: must be a number above 0, got -1$"):
         config.resumed({"lr": -1}, tmp_path)

@@ -89,13 +89,13 @@ def test_a_corpus_that_cannot_be_read(tmp_path: Path, make, message: str) -> Non
     make(tmp_path)
     with pytest.raises(InputError) as error:
         load_documents(str(tmp_path))
-    assert str(error.value).startswith(f"--corpus: {tmp_path} {message}")
+    assert str(error.value).startswith(f"corpus: {tmp_path} {message}")
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("corpus", ["", " ", "a" * 5000, "\0", "~nobody-at-all/x", "../a/b", "x y", "nobody/nothing"])
 def test_names_that_are_no_corpus(corpus: str) -> None:
-    with pytest.raises(InputError, match=r"^--corpus: "):
+    with pytest.raises(InputError, match=r"^corpus: "):
         load_documents(corpus)
 
 
@@ -165,10 +165,10 @@ def test_the_tokens_that_a_model_expects_first_come_first(tiny: Tiny) -> None:
 
 
 def test_too_few_long_documents_and_unknown_tokens(tiny: Tiny) -> None:
-    held = r"^--held-out: .* has 18 documents of more than 96 tokens among 25, and 18 of"
+    held = r"^held_out: .* has 18 documents of more than 96 tokens among 25, and 18 of"
     with pytest.raises(InputError, match=held):
         prepared(tiny, held_out=18)
-    with pytest.raises(InputError, match=r"^--model: the tokenizer has tokens that the model of 100 does not know"):
+    with pytest.raises(InputError, match=r"^model: the tokenizer has tokens that the model of 100 does not know"):
         prepare(config_of(tiny), AutoTokenizer.from_pretrained(tiny.model), 100)
 
 

@@ -23,11 +23,11 @@ def test_a_single_process_needs_nobody() -> None:
 
 def test_several_processes_take_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match=r"^--device: 2 processes take a device each; give cpu or cuda, not cuda:1$"):
+    with pytest.raises(InputError, match=r"^device: 2 processes take a device each; give cpu or cuda, not cuda:1$"):
         open_ranks("cuda:1").__enter__()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(InputError, match=r"^--device: wants one for each process; PyTorch finds 1 here$"):
+    with pytest.raises(InputError, match=r"^device: wants one for each process; PyTorch finds 1 here$"):
         open_ranks("cuda").__enter__()
 
 

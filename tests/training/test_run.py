@@ -186,7 +186,7 @@ def test_stopped_by_a_signal_and_gone_on_with(
     again = resume(kind, out)  # finished: nothing to do
     assert (again.before, again.after) == (outcome.before, outcome.after)
     other = next(each for each in CONFIGS if each is not kind)
-    with pytest.raises(InputError, match=rf"^--resume: .*train\.json is of kind {kind.COMMAND}"):
+    with pytest.raises(InputError, match=rf"^resume: .*train\.json is of kind {kind.COMMAND}"):
         resume(other, out)
 
 
@@ -227,12 +227,12 @@ def test_a_model_and_a_corpus_that_were_moved(tiny: Tiny, whole: dict, tmp_path:
     out = tmp_path / "out"
     train(heads_config(tiny), out, StopAt(2, signal.SIGINT))
     moved = {name: str(shutil.copytree(getattr(tiny, name), tmp_path / name)) for name in ("model", "corpus")}
-    with pytest.raises(InputError, match=r"^--lr: the training in .* was begun with 0\.01, got 0\.5$"):
+    with pytest.raises(InputError, match=r"^lr: the training in .* was begun with 0\.01, got 0\.5$"):
         resume(HeadsConfig, out, moved | {"lr": 0.5})
     text = max((tmp_path / "corpus").iterdir(), key=lambda path: path.stat().st_size)
     before = text.read_text()
     text.write_text(before + " And one word more.")
-    with pytest.raises(InputError, match=r"^--corpus: the corpus changed since the training in "):
+    with pytest.raises(InputError, match=r"^corpus: the corpus changed since the training in "):
         resume(HeadsConfig, out, moved)
     text.write_text(before)
     assert resume(HeadsConfig, out, moved | {"steps": STEPS, "alpha_tokens": 0}).steps == STEPS
@@ -271,9 +271,9 @@ def test_another_model_or_corpus_or_damage_is_noticed(tiny: Tiny, out: Path, tmp
     changed = {
         **{json.dumps(record | {name: 7}): f"{option}: the .* changed since the training in " for name, option in
            {"base": "--model", "corpus": "--corpus", "processes": "--resume", "dtype": "--dtype"}.items()},
-        json.dumps(record | {"plan": record["plan"] | {"kind": "odd"}}): "--resume: .* holds a plan that is damaged",
-        "{": r"--resume: .*train\.json is damaged$",
-        "[]": r"--resume: .*train\.json is damaged$",
+        json.dumps(record | {"plan": record["plan"] | {"kind": "odd"}}): "resume: .* holds a plan that is damaged",
+        "{": r"resume: .*train\.json is damaged$",
+        "[]": r"resume: .*train\.json is damaged$",
     }  # fmt: skip
     for text, message in changed.items():
         (out / RECORD).write_text(text)
@@ -283,9 +283,9 @@ def test_another_model_or_corpus_or_damage_is_noticed(tiny: Tiny, out: Path, tmp
     checkpoint, model = (out / CHECKPOINT).read_bytes(), (tiny.model / "model.safetensors").read_bytes()
     for damaged in (checkpoint[:-100], b"", b"{}" * 100, model):
         (out / CHECKPOINT).write_bytes(damaged)
-        with pytest.raises(InputError, match=r"^--resume: .*checkpoint\.safetensors is damaged"):
+        with pytest.raises(InputError, match=r"^resume: .*checkpoint\.safetensors is damaged"):
             resume(HeadsConfig, out)
-    with pytest.raises(InputError, match=r"^--resume: .* holds no training"):
+    with pytest.raises(InputError, match=r"^resume: .* holds no training"):
         resume(HeadsConfig, tmp_path)
 
 
@@ -293,11 +293,11 @@ def test_another_model_or_corpus_or_damage_is_noticed(tiny: Tiny, out: Path, tmp
 def test_what_is_no_file_is_neither_waited_for_nor_followed(out: Path, tmp_path: Path, name: str) -> None:
     (out / name).rename(tmp_path / name)
     (out / name).symlink_to(tmp_path / name)
-    with pytest.raises(InputError, match=rf"^--resume: .*{name} cannot be read \(it is a link\)$"):
+    with pytest.raises(InputError, match=rf"^resume: .*{name} cannot be read \(it is a link\)$"):
         resume(HeadsConfig, out)
     (out / name).unlink()
     os.mkfifo(out / name)
-    with pytest.raises(InputError, match=rf"^--resume: .*{name} cannot be read \(it is no regular file\)$"):
+    with pytest.raises(InputError, match=rf"^resume: .*{name} cannot be read \(it is no regular file\)$"):
         resume(HeadsConfig, out)
 
 
@@ -308,7 +308,7 @@ def test_a_link_is_not_written_through_and_a_second_process_is_refused(out: Path
         (out / f"{name}.new").symlink_to(precious)
     with (
         TrainFolder(out, "train").locked(),
-        pytest.raises(InputError, match=r"^--resume: another process is training in "),
+        pytest.raises(InputError, match=r"^resume: another process is training in "),
     ):
         resume(HeadsConfig, out)
     assert resume(HeadsConfig, out).after is not None
@@ -393,7 +393,7 @@ def test_a_full_disk(folder: TrainFolder, monkeypatch: pytest.MonkeyPatch, kept:
 
 
 def test_a_name_that_is_no_utf8(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^--out: .* is no UTF-8"):
+    with pytest.raises(InputError, match=r"^out: .* is no UTF-8"):
         TrainFolder(tmp_path / os.fsdecode(b"d\xff"), "train").create()
     assert not list(tmp_path.iterdir())
     TrainFolder(tmp_path / "größer", "train").create()

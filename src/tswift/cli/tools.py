@@ -276,7 +276,10 @@ def _machine(
 
 def runs(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="Folder that holds runs, or one run's.")] = Path("runs"),
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="Folder that holds runs, or one run's. (default: ./runs)", show_default=False),
+    ] = None,
     json_file: options.Json = None,
 ) -> None:
     """List runs: state, tokens, method, model, speed. A killed or interrupted one goes on with generate --resume."""
@@ -284,6 +287,10 @@ def runs(
     from tswift.jobs.recorded import list_runs
 
     record = records.writable(json_file)
+    if folder is None:
+        folder = Path("runs")
+        if not folder.is_dir():
+            raise InputError(f"there are no runs here: looked in {folder.resolve()}; name the folder that holds them")
     entries = list_runs(folder)
     if record is None or record.path:
         tables.show(_runs_grid(folder, entries))
