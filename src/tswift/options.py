@@ -102,10 +102,12 @@ def check_options(options: Any) -> None:
         expected, optional = type_of(kind, each.name)
         if value is None and optional:
             continue
-        wrong = _fault(value, expected, carried)
-        if wrong:
-            suggestion = did_you_mean(value, carried.choices) if isinstance(value, str) else ""
-            raise InputError(f"{wrong}, got {value!r:.60}{suggestion}", each.name)
+        numbers = expected == tuple[int, ...]
+        for single in value if numbers else (value,):
+            wrong = _fault(single, int if numbers else expected, carried)
+            if wrong:
+                suggestion = did_you_mean(single, carried.choices) if isinstance(single, str) else ""
+                raise InputError(f"{wrong}, got {single!r:.60}{suggestion}", each.name)
 
 
 def _fault(value: Any, expected: Any, carried: Option) -> str | None:
@@ -124,9 +126,6 @@ def _fault(value: Any, expected: Any, carried: Option) -> str | None:
         return f"must be one of {', '.join(carried.choices)}"
     if expected in (int, float) and not _within(value, carried):
         return f"must be {_range(value, carried) or 'a finite number'}"
-    if expected == tuple[int, ...]:
-        wrong = [number for number in value if type(number) is not int or not _within(number, carried)]
-        return f"must be integers, each {_range(wrong[0], carried)}" if wrong else None
     return None
 
 

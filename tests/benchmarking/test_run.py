@@ -337,10 +337,10 @@ def test_a_given_acceptance_is_met_and_compared_with_nothing(checkpoint, schema,
         ({"lens": ()}, "lens: names nothing"),
         ({"lens": (5, 5)}, "lens: names 5 twice"),
         ({"lens": (0,)}, "lens: must be at least 1, got 0"),
-        ({"prefills": (1,)}, "prefill: must be at least 2, got 1"),
+        ({"prefills": (1,)}, "prefills: must be at least 2, got 1"),
         ({"repeats": 0}, "repeats: must be at least 1"),
         ({"warmup": -1}, "warmup: must be at least 0"),
-        ({"ar": "guess"}, "ar: is full or sampled, got guess"),
+        ({"ar": "guess"}, "ar: must be one of full, sampled, got 'guess'"),
     ],
 )
 def test_bad_grids_are_refused(changes, message):
@@ -527,7 +527,7 @@ def test_ctrl_c_leaves_the_outcomes_so_far(checkpoint):
             "ngrams: none of ar, ",
         ),
         (BenchOptions(("ar", "reuse"), heads="chained"), "heads: none of ar, reuse uses it"),
-        (BenchOptions(("ar", "medusa"), sampling={"min_p": 3.0}), "--min-p must be between"),
+        (BenchOptions(("ar", "medusa"), sampling={"min_p": 3.0}), "min_p: must be between"),
     ],
 )
 def test_no_option_is_ignored(entry, message):
@@ -553,9 +553,7 @@ def test_a_tree_goes_to_its_method(checkpoint):
 def test_what_cannot_fit_is_refused_before_the_model_is_loaded(checkpoint, monkeypatch):
     monkeypatch.setattr(config_module, "load", lambda *given, **how: pytest.fail("it was loaded"))
     entry = BenchOptions(("ar", "reuse"), model=str(checkpoint))
-    with pytest.raises(
-        InputError, match=r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions"
-    ):
+    with pytest.raises(InputError, match=r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions"):
         configure(entry, 100, 4000, "--lens")
 
 

@@ -79,7 +79,7 @@ def test_what_a_suite_sets_itself() -> None:
     assert SUITES["table5"].own == {"methods", "kv", "ngrams"}
     assert SUITES["table7"].own == {"methods", "tree", "nodes", "gamma", "ngrams"}
     assert SUITES["table12"].own == {"methods", "top_p", "min_p", "eta"}
-    assert SUITES["table14"].own == {"methods", "prefill", "ngrams"}
+    assert SUITES["table14"].own == {"methods", "prefills", "ngrams"}
 
 
 def test_another_name() -> None:

@@ -17,7 +17,7 @@ def resolved(method: str, **options) -> DraftOptions:
 
 def test_trees_deeper_than_the_heads_are_refused() -> None:
     for method, tree in (("medusa", (1, 1, 1, 1)), ("tokenswift", (1,) * 5)):
-        with pytest.raises(InputError, match="--tree"):
+        with pytest.raises(InputError, match="tree"):
             resolved(method, tree=tree)
 
 

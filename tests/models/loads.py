@@ -20,7 +20,7 @@ def changed(checkpoint: Path, folder: Path, **changes: object) -> str:
     return str(folder)
 
 
-def refuse(model: str, match: str, option: str = "--model", **options: str) -> None:
+def refuse(model: str, match: str, option: str = "model", **options: str) -> None:
     """See that a model is not loaded, and that one line says why."""
     with pytest.raises(InputError, match=match) as caught:
         load(model, **options)

@@ -91,7 +91,7 @@ def test_an_architecture_that_does_something_unheard_of_is_refused(checkpoint: P
         return out
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
-    refuse(str(checkpoint), r"\(llama\) is not served exactly: logits differ", "--model")
+    refuse(str(checkpoint), r"\(llama\) is not served exactly: logits differ", "model")
 
 
 @pytest.mark.parametrize("mistake", ["positions", "ancestors", "cache"])
@@ -110,7 +110,7 @@ def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monk
         return right(self, tokens, positions, kv, ancestors)
 
     monkeypatch.setattr(Target, "forward", wrong)
-    refuse(str(tmp_path), "is not served exactly: logits differ", "--model")
+    refuse(str(tmp_path), "is not served exactly: logits differ", "model")
 
 
 @pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")

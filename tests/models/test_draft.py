@@ -24,7 +24,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _refused(checkpoint: Path, draft: str | Path, match: str, option: str = "--draft-model", **how: str) -> None:
+def _refused(checkpoint: Path, draft: str | Path, match: str, option: str = "draft_model", **how: str) -> None:
     with pytest.raises(InputError, match=match) as caught:
         load(str(checkpoint), draft=str(draft), **how)
     assert caught.value.field == option

@@ -152,7 +152,7 @@ def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPa
 
 def test_what_cannot_be_copied(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_torchao.install(monkeypatch)
-    model, option = str(checkpoint), "--draft-weights"
+    model, option = str(checkpoint), "draft_weights"
     refuse(model, "no 'int3'; there are int8, fp8, int4", option, draft_weights="int3")
     refuse(model, "wants a name, got 8", option, draft_weights=8)  # type: ignore[arg-type]
     refuse(model, "not in float64", option, draft_weights="int8", dtype="float64")
@@ -174,7 +174,7 @@ def test_a_checkpoint_that_is_quantised_has_no_cheaper_copy(
     folder = make_checkpoint(tmp_path / "m")
     config = (folder / "config.json").read_text().replace("{", '{"quantization_config": {"quant_method": "gptq"},', 1)
     (folder / "config.json").write_text(config)
-    refuse(str(folder), r"quantised already \(gptq\)", "--draft-weights", draft_weights="int8", device="cpu")
+    refuse(str(folder), r"quantised already \(gptq\)", "draft_weights", draft_weights="int8", device="cpu")
 
 
 def test_random_weights_can_be_copied(tiny_shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:

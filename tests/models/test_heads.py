@@ -76,5 +76,5 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(tmp_path, name: str) 
         load_heads(path, 8, torch.float32, CPU)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
-    assert str(error.value).count("--heads") == 1
+    assert str(error.value).count("heads: ") == 1
     assert error.value.field == "heads"

@@ -44,13 +44,13 @@ def test_heads_by_kind(checkpoint: Path, tmp_path: Path) -> None:
     assert (conditioned.kind, conditioned.count) == ("conditioned", 2)
     assert default is not None
     assert default.kind == "chained"
-    refuse(model, "there is no file", "--heads", heads="chained")
+    refuse(model, "there is no file", "heads", heads="chained")
 
 
 def test_heads_that_are_none(checkpoint: Path, tmp_path: Path) -> None:
-    refuse(str(checkpoint), "there is no file", "--heads", heads="/nowhere")
-    refuse(str(checkpoint), "not a tswift heads file", "--heads", heads=str(checkpoint / "model.safetensors"))
-    refuse(str(checkpoint), "not a tswift heads file", "--heads", heads=str(checkpoint / "config.json"))
+    refuse(str(checkpoint), "there is no file", "heads", heads="/nowhere")
+    refuse(str(checkpoint), "not a tswift heads file", "heads", heads=str(checkpoint / "model.safetensors"))
+    refuse(str(checkpoint), "not a tswift heads file", "heads", heads=str(checkpoint / "config.json"))
 
 
 def test_rotary_embeddings_of_some_layers_only(tmp_path: Path) -> None:

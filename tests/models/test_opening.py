@@ -40,4 +40,4 @@ def test_missing_weights_are_not_made_up(checkpoint: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("model", ["~nosuchuser/m", "a" * 300])
 def test_paths_that_cannot_be_looked_at(model: str) -> None:
-    refuse(model, "cannot be looked at", "--model")
+    refuse(model, "cannot be looked at", "model")

@@ -102,13 +102,13 @@ def test_quantised_weights_count(quantised: str) -> None:
 
 def test_what_cannot_be_quantised(checkpoint: Path, quantised: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(checkpoint)
-    refuse(model, "no 'int3'; there are int8, fp8, int4", "--quantize", quantize="int3")
-    refuse(model, "not in float64", "--quantize", quantize="int8", dtype="float64")
-    refuse(model, "int4 needs a CUDA device and bfloat16", "--quantize", quantize="int4", device="cpu")
-    refuse(quantised, r"quantised already \(homemade\)", "--quantize", quantize="int8", device="cpu")
-    refuse("shape:llama3.1-8b", "neither quantised nor split", "--model", quantize="int8")
+    refuse(model, "no 'int3'; there are int8, fp8, int4", "quantize", quantize="int3")
+    refuse(model, "not in float64", "quantize", quantize="int8", dtype="float64")
+    refuse(model, "int4 needs a CUDA device and bfloat16", "quantize", quantize="int4", device="cpu")
+    refuse(quantised, r"quantised already \(homemade\)", "quantize", quantize="int8", device="cpu")
+    refuse("shape:llama3.1-8b", "neither quantised nor split", "model", quantize="int8")
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    refuse(model, r"needs torchao: pip install 'tswift\[quantize\]'", "--quantize", quantize="int8", device="cpu")
+    refuse(model, r"needs torchao: pip install 'tswift\[quantize\]'", "quantize", quantize="int8", device="cpu")
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("int8", "Int8WeightOnlyConfig"), ("fp8", "Float8WeightOnlyConfig")])
@@ -135,14 +135,14 @@ def test_what_transformers_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_torchao(checkpoint: Path, run_tswift, tmp_path: Path, kind: str) -> None:  # noqa: F811
-    words = ["--model", checkpoint, "--device", "cpu", "--len", 60, "--method", "reuse", "--quiet", "--out", "run"]
-    done = run_tswift("generate", *words, "--quantize", kind, "--verify")
+    words = ["model", checkpoint, "device", "cpu", "length", 60, "method", "reuse", "quiet", "out", "run"]
+    done = run_tswift("generate", *words, "quantize", kind, "verify")
     assert done.code == 0, done.err
     record = json.loads(Path("run/run.json").read_text())
     assert record["model"]["quantization"] == f"{kind}, torchao"
-    assert run_tswift("verify", "run", "--json", "-").code == 0
-    assert run_tswift("generate", "--resume", "run", "--len", 70, "--quiet").code == 0
-    other = run_tswift("generate", "--resume", "run", "--len", 80, "--quantize", "int4")
+    assert run_tswift("verify", "run", "json", "-").code == 0
+    assert run_tswift("generate", "resume", "run", "length", 70, "quiet").code == 0
+    other = run_tswift("generate", "resume", "run", "length", 80, "quantize", "int4")
     assert other.err.startswith(f"tswift: error: --quantize: the run was made with {kind}, got int4")
     model = load(str(checkpoint), device="cpu", quantize=kind, draft=str(checkpoint))
     found = texts(model)

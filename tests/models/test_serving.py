@@ -60,7 +60,7 @@ def test_attention_that_lies_in_one_element_is_not_used(monkeypatch: pytest.Monk
     model = tswift.load(device="cpu")
     assert model.about()["attention"] == "sdpa"
     assert "as native attention computes nonsense here (off by " in model.about()["layers"]
-    refuse("demo", "native attention computes nonsense here", "--attention", attention="native")
+    refuse("demo", "native attention computes nonsense here", "attention", attention="native")
     texts = [tokens_of(list(tswift.generate(each, "The ship", 40, seed=1))) for each in (model, trusted)]
     assert texts[0] == texts[1]
 
