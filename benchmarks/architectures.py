@@ -29,7 +29,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.models.heads import ChainedHeads
-from tswift.models.loaded import LoadedModel
+from tswift.models.load import LoadedModel
 
 WINDOW = 24  # tokens of a sliding window, where one is wanted
 POSITIONS = 512
@@ -297,7 +297,7 @@ def row(name: str, length: int) -> str:
         own, drafting = checkpoint(architecture, Path(folder)), Path(folder) / "draft"
         checkpoint(ARCHITECTURES["Llama, GQA"], drafting)  # for the methods that draft with a model of its own
         try:
-            model = tswift.load(folder, dtype="float64", device="cpu", draft=str(drafting))
+            model = tswift.load(folder, dtype="float64", device="cpu", draft_model=str(drafting))
         except InputError as error:
             return _line(name, ["refused"] * len(METHODS), "", str(error).replace(f"--model: {folder} ", ""))
         found = texts(model, dict.fromkeys(METHODS, length))

@@ -35,7 +35,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import ending
 from tswift.jobs.environment import environment
 from tswift.jobs.prompt import read_prompt, take
-from tswift.models.loaded import LoadedModel
+from tswift.models.load import LoadedModel
 from tswift.models.target import Target
 
 Change = Callable[[Any], None]  # makes a copy of a causal language model a cheaper one, in place

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.gpu.run import at_context
 from tswift.jobs.environment import environment, now
-from tswift.models.loading import load
+from tswift.models.load import load
 
 _METHODS = ("ar", "tokenswift")
 _ROOM = 12  # tokens for which there is room, per timed step

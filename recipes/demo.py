@@ -27,7 +27,7 @@ from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.models.fingerprint import fingerprint_in_any_dtype
 from tswift.models.heads import ChainedHeads, ConditionedHeads
-from tswift.models.heads_files import load_heads
+from tswift.models.heads_io import load_heads
 from tswift.models.target import Target
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

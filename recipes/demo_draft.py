@@ -19,9 +19,8 @@ from recipes.corpus import PG19, load_documents, split, token_stream
 from tswift.decoding.params import SamplingParams
 from tswift.engine import ending
 from tswift.errors import InputError
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import load
-from tswift.models.source import DEMO
+from tswift.models.config import DEMO
+from tswift.models.load import LoadedModel, load
 from tswift.training.config import DraftConfig, Progress
 from tswift.training.evaluate import Agreement, agreements
 from tswift.training.folder import METRICS, RECORD
@@ -63,7 +62,7 @@ def build(corpus: str, out: Path, work: Path, config: DraftConfig, about: str = 
     out.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         shutil.copyfile(folder / name, out / name)
-    model = load(DEMO, device="cpu", draft=str(out))
+    model = load(DEMO, device="cpu", draft_model=str(out))
     figures = measure(model, token_stream(held, model.tokenizer), print)
     (out / "README.md").write_text(_card(model, folder, figures, about or f"`{corpus}`", len(kept)))
 

@@ -21,7 +21,7 @@ from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
-from tswift.models.heads import KINDS, Heads, MedusaHeads
+from tswift.models.heads import HEAD_TYPES, Heads, MedusaHeads
 from tswift.models.target import Forwarded, Target
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only costs
@@ -74,7 +74,7 @@ def tiny_heads(dtype: torch.dtype = torch.float64, count: int = 3, kind: str = "
     """Random heads; their weights are not zero."""
     with torch.random.fork_rng():
         torch.manual_seed(6)
-        heads = KINDS[kind](HIDDEN, count)
+        heads = HEAD_TYPES[kind](HIDDEN, count)
         for head in heads.heads:
             torch.nn.init.normal_(head.linear.weight, std=0.2)
     return heads.to(dtype).eval().requires_grad_(False)

@@ -20,9 +20,9 @@ from tswift.benchmarking.report import encode_bench
 from tswift.errors import InputError
 from tswift.jobs.prompt import read_prompt
 from tswift.jobs.recorded import read_tokens
-from tswift.models.heads_files import load_heads
-from tswift.models.loading import load
-from tswift.models.source import read_config, stored_tensors
+from tswift.models.checkpoint import read_config, stored_tensors
+from tswift.models.heads_io import load_heads
+from tswift.models.load import load
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ from tswift.engine import begin
 from tswift.jobs.prompt import read_prompt
 from tswift.kv.buffer import KVShape
 from tswift.kv.full import FullKV
-from tswift.models.loaded import LoadedModel
+from tswift.models.load import LoadedModel
 from tswift.models.target import Target
 
 CUDA = torch.cuda.is_available()
@@ -44,7 +44,7 @@ SOME = ("ar", "tokenswift") if DRY else tuple(METHODS)  # of the methods
 
 @lru_cache(maxsize=1)  # one model fits anywhere, and its kernels are compiled once
 def bundled(dtype: str, draft: bool = False) -> LoadedModel:
-    return tswift.load("demo", device=DEVICE, dtype=dtype, draft="demo-draft" if draft and not DRY else None)
+    return tswift.load("demo", device=DEVICE, dtype=dtype, draft_model="demo-draft" if draft and not DRY else None)
 
 
 def demo_prompt(model: LoadedModel) -> list[int]:

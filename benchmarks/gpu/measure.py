@@ -33,7 +33,7 @@ from tswift.jobs.environment import environment
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
 from tswift.models.devices import available_bytes
-from tswift.models.shapes import PREFIX, random_network, shape_config, shape_of
+from tswift.models.shapes import PREFIX, random_weights, shape_config, shape_of
 
 _GREEDY = SamplingParams(temperature=0.0, min_p=0.0, penalty=1.0)
 _ROOM = 4e9  # bytes left free beside the caches
@@ -177,7 +177,7 @@ def generate(run: Run) -> None:
     del decode
     run.drop_model()
     config, watch = shape_config(name), _Watch()
-    network = random_network(config, torch.bfloat16, run.device, name).eval()
+    network = random_weights(config, torch.bfloat16, run.device, name).eval()
     network.generation_config.eos_token_id = None  # random weights must not end the text early
     ids = torch.randint(config.vocab_size, (1, context), device=run.device)
     own = {"do_sample": False, "disable_compile": True, "attention_mask": torch.ones_like(ids)}

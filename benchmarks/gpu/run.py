@@ -21,8 +21,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, begin
 from tswift.kv.buffer import KVBuffer
 from tswift.kv.full import FullKV
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import load
+from tswift.models.load import LoadedModel, load
 from tswift.models.passes import Forwarded
 from tswift.models.shapes import PREFIX, SHAPES
 from tswift.models.target import Target

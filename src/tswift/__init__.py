@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from tswift.drafting.options import DraftOptions
     from tswift.engine import generate
     from tswift.errors import Fault, InputError
-    from tswift.models.loading import load
+    from tswift.models.load import load
 
 __version__ = "0.1.0"
 __all__ = ["DraftOptions", "Fault", "InputError", "SamplingParams", "Step", "__version__", "generate", "load"]
 
 _HOMES = {
-    "load": "tswift.models.loading",
+    "load": "tswift.models.load",
     "generate": "tswift.engine",
     "SamplingParams": "tswift.decoding.params",
     "DraftOptions": "tswift.drafting.options",

@@ -1,4 +1,4 @@
-"""From a loaded model and what is asked of it to a decode that runs, checked against positions and memory."""
+"""Set up a decode: check positions and memory, resolve options, make the drafter, and run it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from numbers import Integral
 import torch
 
 from tswift.decoding.costs import costs_of, measure
+from tswift.decoding.lockstep import AgreedDrafter, lockstep
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.ranked import AgreedDrafter, in_step
 from tswift.decoding.step import Step, Walk
 from tswift.decoding.trust import try_steps
+from tswift.distributed import ALONE, Dist, guard
 from tswift.drafting.methods import (
     draft_slots,
     make_drafter,
@@ -27,32 +28,29 @@ from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_
 from tswift.errors import InputError
 from tswift.kv.policies import POLICIES
 from tswift.models.devices import available_bytes, gigabytes
-from tswift.models.draft import DRAFT_OPTION
-from tswift.models.loaded import LoadedModel
+from tswift.models.load import LoadedModel, ModelSpec, inspect_draft_model, inspect_model
 from tswift.models.passes import NOMINAL
-from tswift.models.prospect import ModelSpec, inspect_draft_model, inspect_model
-from tswift.models.ranks import ALONE, Ranks
 from tswift.models.target import CHUNK, Target
 
 _PARAMS = SamplingParams()
 _OPTIONS = DraftOptions()
-_ROWS = 3  # of scores in float64, for each node of a pass: those, what a filter makes of them, and the noise
+_ROWS = 3  # of float64 for each node of a pass: logits, filtered logits, noise
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a decode needs.
+    """Memory that a decode needs, in bytes.
 
     Attributes:
         positions: tokens of prompt and text together.
-        full_bytes: bytes of the full KV cache, slots for the draft tree included.
-        partial_bytes: bytes of the partial KV cache that drafting reads; 0 if there is none.
-        logits_bytes: bytes of one pass's scores.
-        weight_bytes, heads_bytes, draft_bytes, copy_bytes: bytes of what is to be loaded first, model, heads, draft
-            model and a copy of the model with weights of fewer bits; 0 for what is there already.
-        draft_kv_bytes: bytes of the draft model's KV cache, at least; 0 if there is none.
-        recall_bytes: bytes of what is kept to be recalled, in the machine's own memory whatever the device; 0 for none.
-        workspace_bytes: bytes of temporary results, at least; 0 on the CPU.
+        full_bytes: the full KV cache, slots for the draft tree included.
+        partial_bytes: the partial KV cache that drafting reads; 0 if there is none.
+        logits_bytes: logits of one pass.
+        weight_bytes, heads_bytes, draft_bytes, copy_bytes: what is to be loaded first: model, heads, draft model and a
+            copy of the model with weights of fewer bits; 0 for what is loaded already.
+        draft_kv_bytes: KV cache of the draft model, at least; 0 if there is none.
+        recall_bytes: top logits kept for drafting, in the machine's own memory whatever the device; 0 for none.
+        workspace_bytes: temporary results, at least; 0 on the CPU.
     """
 
     positions: int
@@ -83,7 +81,7 @@ class MemoryEstimate:
         return self.loaded_bytes + self.kv_bytes + self.recall_bytes + self.logits_bytes + self.workspace_bytes
 
     def held_bytes(self, device: torch.device) -> int:
-        """Bytes that a device holds for as long as the decode lasts: caches, and what is recalled if it is the CPU."""
+        """Bytes held on a device for all of the decode: caches, and on the CPU the logits kept for drafting."""
         return self.kv_bytes + (self.recall_bytes if device.type == "cpu" else 0)
 
     def __str__(self) -> str:
@@ -108,16 +106,12 @@ def check(
     length: int,
     method: str,
     options: DraftOptions,
-    option: str | None = "--len",
+    option: str | None = "length",
     draft: Target | None = None,
 ) -> MemoryEstimate:
-    """What a decode of ``length`` tokens after ``prompt`` tokens needs, now that the model is loaded.
+    """Memory that a decode of ``length`` tokens after ``prompt`` tokens needs with a loaded model.
 
     Args:
-        target: the model.
-        prompt: tokens.
-        length: tokens.
-        method: one of ``METHODS``.
         options: resolved ones.
         option: what the user gave the length with, for the error.
         draft: the draft model, if there is one.
@@ -126,18 +120,11 @@ def check(
         InputError: more than the positions of the model or of its draft model, or than the free memory of its device;
             or there is no draft model, and the method needs one.
     """
-    need = _need(prompt, length, method, options, target.kv_shape.bytes_per_token, target.vocab_size)
-    _refuse_positions(f"{prompt:,} prompt tokens", length, need, target.max_positions, option)
-    if find_method(method).draft:
-        if draft is None:
-            raise InputError(f"{method} drafts with a smaller model, and none is loaded", DRAFT_OPTION)
-        _refuse_draft_positions(f"{prompt:,} prompt tokens", length, need, draft.max_positions)
-        need = replace(
-            need, draft_kv_bytes=draft_slots(method, options, need.positions) * draft.kv_shape.bytes_per_token
-        )
-    need = _with_workspace(need, prompt, length, method, options, target, target.kv_shape.bytes_per_token)
-    _refuse_memory(need, target.device, option)
-    return need
+    if find_method(method).draft and draft is None:
+        raise InputError(f"{method} drafts with a smaller model, and none is loaded", "draft_model")
+    estimate = _estimate(target, draft, prompt, length, method, options)
+    _refuse_excess(estimate, target, draft, method, f"{prompt:,} prompt tokens and {length:,} new ones", option)
+    return estimate
 
 
 def preflight(
@@ -148,132 +135,132 @@ def preflight(
     options: DraftOptions,
     *,
     device: str = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     attention: str = "auto",
     heads: str | os.PathLike[str] | None = None,
-    draft: str | None = None,
+    draft_model: str | None = None,
     draft_weights: str | None = None,
-    option: str = "--len",
+    option: str = "length",
 ) -> MemoryEstimate:
-    """What a decode needs at least, weights included: before the model is loaded. See :func:`tswift.load` for that.
+    """Memory that a decode needs at least, weights included: as :func:`check`, before anything is loaded.
 
     It reads the model's configuration and the header of its heads. What it lets through may still be refused by
     :func:`check`; what it refuses cannot be done.
 
     Args:
-        model: as for :func:`tswift.load`.
-        prompt: tokens it will have at least.
-        length: tokens.
-        method: one of ``METHODS``.
-        options: as asked for.
-        device, dtype, attention, heads, draft, draft_weights: as for :func:`tswift.load`. A draft model that the method
-            does not need is not looked at.
+        prompt: number of tokens, at least.
+        options: as asked for, not resolved.
+        model, device, dtype, attention, heads, draft_model, draft_weights: as for :func:`tswift.load`. A draft model
+            that the method does not need is not read.
         option: what the user gave the length with, for the error.
 
     Raises:
-        InputError: more positions or memory than there are, no such model, heads that are none, that were made for
-            another model or that the method lacks, or options that do not fit.
+        InputError: as :func:`check`; no such model, heads of another model or none for a method that needs some, or
+            options that do not fit.
     """
-    seen = inspect_model(
+    spec = inspect_model(
         model, device=device, dtype=dtype, attention=attention, heads=heads, draft_weights=draft_weights
     )
-    if seen.heads is not None or not find_method(method).with_heads:
-        options = resolve_for(method, seen.device, seen.groups, seen.most_nodes, seen.heads or 0, options)
-    loads = seen.weight_bytes, seen.heads_bytes
-    need = _need(prompt, length, method, options, seen.token_bytes, seen.vocab_size, *loads)
-    need = replace(need, copy_bytes=seen.copy_bytes)
-    _refuse_positions(f"at least {prompt:,} prompt tokens", length, need, seen.positions, option)
-    if draft is not None and find_method(method).draft:
-        small = inspect_draft_model(draft, seen, attention)
-        _refuse_draft_positions(f"at least {prompt:,} prompt tokens", length, need, small.positions)
-        kv_bytes = draft_slots(method, options, need.positions) * small.token_bytes
-        need = replace(need, draft_bytes=small.weight_bytes, draft_kv_bytes=kv_bytes)
-    need = _with_workspace(need, prompt, length, method, options, seen, seen.token_bytes)
-    _refuse_memory(need, seen.device, option)
-    return need
-
-
-def _need(
-    prompt: int,
-    length: int,
-    method: str,
-    options: DraftOptions,
-    token_bytes: int,
-    vocab_size: int,
-    weight_bytes: int = 0,
-    heads_bytes: int = 0,
-) -> MemoryEstimate:
-    nodes = options.nodes or (options.gamma or 0) + 1
-    partial = partial_slots(method, options)
-    slots, scores = prompt + length + nodes, _ROWS * nodes * vocab_size
-    return MemoryEstimate(
-        prompt + length,
-        slots * token_bytes,
-        partial * token_bytes,
-        scores * torch.float64.itemsize,
-        weight_bytes,
-        heads_bytes,
-        recall_bytes=recall_bytes(method, options, prompt + length, vocab_size),
+    if spec.heads is not None or not find_method(method).with_heads:
+        options = resolve_for(method, spec.device, spec.groups, spec.most_nodes, spec.heads or 0, options)
+    drafts = draft_model is not None and find_method(method).draft
+    draft = inspect_draft_model(str(draft_model), spec, attention) if drafts else None
+    estimate = replace(
+        _estimate(spec, draft, prompt, length, method, options),
+        weight_bytes=spec.weight_bytes,
+        heads_bytes=spec.heads_bytes,
+        draft_bytes=0 if draft is None else draft.weight_bytes,
+        copy_bytes=spec.copy_bytes,
     )
+    _refuse_excess(estimate, spec, draft, method, f"at least {prompt:,} prompt tokens and {length:,} new ones", option)
+    return estimate
 
 
-def _with_workspace(
-    need: MemoryEstimate,
+def _estimate(
+    model: Target | ModelSpec,
+    draft: Target | ModelSpec | None,
     prompt: int,
     length: int,
     method: str,
     options: DraftOptions,
-    model: Target | ModelSpec,
-    token_bytes: int,
 ) -> MemoryEstimate:
-    """The need with what a decode on CUDA holds for a while, as far as an 8B model at 100,000 tokens has 40 MB of it.
+    """Memory that a decode needs beside what is loaded."""
+    nodes, token_bytes, positions = _nodes(options), model.kv_shape.bytes_per_token, prompt + length
+    draft_kv_bytes = 0
+    if draft is not None and find_method(method).draft:
+        draft_kv_bytes = draft_slots(method, options, positions) * draft.kv_shape.bytes_per_token
+    estimate = MemoryEstimate(
+        positions,
+        full_bytes=(positions + nodes) * token_bytes,
+        partial_bytes=partial_slots(method, options) * token_bytes,
+        logits_bytes=_ROWS * nodes * model.vocab_size * torch.float64.itemsize,
+        draft_kv_bytes=draft_kv_bytes,
+        recall_bytes=recall_bytes(method, options, positions, model.vocab_size),
+    )
+    if model.device.type == "cuda":
+        workspace = _workspace(estimate, model, prompt, length, method, options)
+        estimate = replace(estimate, workspace_bytes=workspace)
+    return estimate
+
+
+def _nodes(options: DraftOptions) -> int:
+    return options.nodes or (options.gamma or 0) + 1
+
+
+def _workspace(
+    estimate: MemoryEstimate, model: Target | ModelSpec, prompt: int, length: int, method: str, options: DraftOptions
+) -> int:
+    """Bytes of temporary results on CUDA: those of which an 8B model at 100,000 tokens has at least 40 MB.
 
     Queries of a prompt's chunk (134 MB, and two chunks' at a time), partial results of attention (44 MB for 128 rows,
     more for a long prompt's chunks), and what a selection copies of the keys, then of the values (268 MB for 4,096
     tokens). Less are outputs of graphs (30 MB), the table of n-grams (16 MB), and the state of a step (1 MB).
     """
-    if model.device.type != "cuda":
-        return need
-    nodes, whole = options.nodes or (options.gamma or 0) + 1, max(0, prompt - 1) // CHUNK
+    nodes, token_bytes, whole = _nodes(options), model.kv_shape.bytes_per_token, max(0, prompt - 1) // CHUNK
     queries = min(2, whole) * CHUNK * token_bytes // 2 * model.groups
     prefill = queries + (model.partials_bytes(whole * CHUNK, CHUNK) if whole else 0)
-    step = model.partials_bytes(need.positions + nodes, nodes)
-    if need.partial_bytes:
-        found = find_method(method)
-        budget = options.budget or found.budget
-        policy = POLICIES[(options.kv or found.kv[0]) if "kv" in found.uses else "retrieval"]
+    step = model.partials_bytes(estimate.positions + nodes, nodes)
+    if estimate.partial_bytes:
+        chosen = find_method(method)
+        budget = options.budget or chosen.budget
+        policy = POLICIES[(options.kv or chosen.kv[0]) if "kv" in chosen.uses else "retrieval"]
         selection = budget * token_bytes // 2
         if prompt > budget:
             prefill = max(prefill, selection)
         if policy.renews and length > budget:  # once more, beside the graphs
             step += selection
-    # no logits are there while the prompt is read
-    return replace(need, workspace_bytes=max(step, prefill - need.logits_bytes, 0))
+    return max(step, prefill - estimate.logits_bytes, 0)  # there are no logits while the prompt is read
 
 
-def _refuse_positions(prompt: str, length: int, need: MemoryEstimate, positions: int, option: str | None) -> None:
-    if need.positions > positions:
-        message = f"{prompt} and {length:,} new ones need {need.positions:,} positions, the model has {positions:,}"
-        raise InputError(message, option)
+def _refuse_excess(
+    estimate: MemoryEstimate,
+    model: Target | ModelSpec,
+    draft: Target | ModelSpec | None,
+    method: str,
+    words: str,
+    option: str | None,
+) -> None:
+    """Refuse more positions or memory than there are."""
+    needed = f"{words} need {estimate.positions:,} positions"
+    if estimate.positions > model.max_positions:
+        raise InputError(f"{needed}, the model has {model.max_positions:,}", option)
+    if draft is not None and find_method(method).draft and estimate.positions > draft.max_positions:
+        raise InputError(f"{needed}, the draft model has {draft.max_positions:,}", "draft_model")
+    _refuse_memory(estimate, model.device, option)
 
 
-def _refuse_draft_positions(prompt: str, length: int, need: MemoryEstimate, positions: int) -> None:
-    if need.positions > positions:
-        needed = f"{prompt} and {length:,} new ones need {need.positions:,} positions"
-        raise InputError(f"{needed}, the draft model has {positions:,}", DRAFT_OPTION)
-
-
-def _refuse_memory(need: MemoryEstimate, device: torch.device, option: str | None) -> None:
+def _refuse_memory(estimate: MemoryEstimate, device: torch.device, option: str | None) -> None:
     if device.type != "cpu":
-        beside = MemoryEstimate(need.positions, 0, 0, recall_bytes=need.recall_bytes)
-        _refuse_memory(beside, torch.device("cpu"), option)
-        need = replace(need, recall_bytes=0)
+        on_cpu = MemoryEstimate(estimate.positions, 0, 0, recall_bytes=estimate.recall_bytes)
+        _refuse_memory(on_cpu, torch.device("cpu"), option)
+        estimate = replace(estimate, recall_bytes=0)
     free = available_bytes(device)
-    if free is None or need.total_bytes <= free:
+    if free is None or estimate.total_bytes <= free:
         return
     # a shorter text would not help
-    option = "--model" if need.loaded_bytes > free else option
-    raise InputError(f"{need} = {gigabytes(need.total_bytes)}, {device.type} has {gigabytes(free)} free", option)
+    option = "model" if estimate.loaded_bytes > free else option
+    needed = f"{estimate} = {gigabytes(estimate.total_bytes)}"
+    raise InputError(f"{needed}, {device.type} has {gigabytes(free)} free", option)
 
 
 @dataclass(frozen=True)
@@ -282,12 +269,12 @@ class Generation:
 
     Attributes:
         decoding: the decode; its KV cache is allocated.
-        depth: most tokens drafted along a path, for :class:`~tswift.decoding.stats.DecodeStats`.
+        depth: maximum tokens drafted along a path, for :class:`~tswift.decoding.stats.DecodeStats`.
         stop: token ids that end the text early.
         params: the sampling parameters, banned end-of-text tokens included.
         options: the drafting options with tree and nodes filled in.
-        need: what it needs of positions and memory; of a rank, for its own part.
-        ranks: those that make it together.
+        need: positions and memory it takes; of a rank, for its own part.
+        ranks: those that decode together.
     """
 
     decoding: Decoding
@@ -296,20 +283,16 @@ class Generation:
     params: SamplingParams
     options: DraftOptions
     need: MemoryEstimate
-    ranks: Ranks = ALONE
+    ranks: Dist = ALONE
 
     def steps(self) -> Iterator[Step]:
-        """The steps of the decode; prefills first unless that was done, as all ranks have to have done alike."""
+        """The steps of the decode; prefills first unless that was done (by all ranks or by none)."""
         steps = self.decoding.steps(self.stop)
-        return steps if self.ranks.count == 1 else in_step(steps, self.ranks)
+        return steps if self.ranks.count == 1 else lockstep(steps, self.ranks)
 
 
 def ending(params: SamplingParams, eos_ids: Sequence[int], stop_at_eos: bool) -> tuple[SamplingParams, tuple[int, ...]]:
-    """How the text ends: by an end-of-text token, or at an exact length because those tokens are never drawn.
-
-    Returns:
-        The parameters to sample with, and the token ids to stop at.
-    """
+    """Sampling parameters and stop tokens: end at an end-of-text token, or at an exact length by never drawing one."""
     if stop_at_eos:
         return params, tuple(eos_ids)
     return replace(params, banned=tuple(sorted({*params.banned, *eos_ids}))), ()
@@ -328,12 +311,12 @@ def begin(
     written: Sequence[int] = (),
     walk: Callable[[int], Walk] | None = None,
 ) -> Generation:
-    """Check what is asked, and allocate what it takes. See :func:`generate` for the arguments.
+    """Check the arguments of :func:`generate`, and allocate the caches.
 
-    Where ranks hold the model together, all of them have to call this, and what the first asks for counts.
+    Where ranks hold the model together, all of them have to call this, and what rank 0 asks for counts.
 
     Args:
-        walk: makes a walk for :class:`Decoding` from the most tokens that are drafted along a path.
+        walk: makes a walk for :class:`Decoding` from the maximum tokens drafted along a path.
 
     Raises:
         InputError: an empty prompt, a length that leaves nothing to generate, an unknown method, options that do not
@@ -343,12 +326,12 @@ def begin(
     prompt, length, method, params, seed, options, stop_at_eos, written = ranks.share(
         (prompt, length, method, params, seed, options, stop_at_eos, written)
     )
-    with ranks.alike():
+    with ranks.fail_together():
         if length <= len(written):
             so_far = f", as {len(written):,} tokens are there already" if written else ""
-            raise InputError(f"must be at least {len(written) + 1:,}, got {length:,}{so_far}", "--len")
+            raise InputError(f"must be at least {len(written) + 1:,}, got {length:,}{so_far}", "length")
         if not prompt:
-            raise InputError("has no tokens", "--prompt")
+            raise InputError("has no tokens", "prompt")
         params, stop = ending(params, model.eos_ids, stop_at_eos)
         if model.target.device.type == "cuda":
             try_steps(model.target, params)
@@ -360,15 +343,15 @@ def begin(
         costs = costs_of(target, model.heads)
         if model.drafting is not None and find_method(method).partial:
             draft_costs = costs_of(model.drafting, model.heads)
-    elif resolved.costs == MEASURED:  # by all together, and of one mind
-        with ranks.together():
+    elif resolved.costs == MEASURED:  # by all ranks together, which must decide alike
+        with guard():
             costs = ranks.share(measure(target, model.heads))
-    with ranks.alike():
-        # clocks of ranks differ, and what they were told of costs does not
+    with ranks.fail_together():
+        # the clocks of ranks differ, their costs must not
         drafting = resolved if ranks.count == 1 or not resolved.costs else replace(resolved, costs="nominal")
         positions = len(prompt) + length
-        copied = model.drafting, draft_costs
-        drafter = make_drafter(method, target, model.heads, drafting, model.draft, positions, costs, *copied)
+        copy = model.drafting, draft_costs
+        drafter = make_drafter(method, target, model.heads, drafting, model.draft, positions, costs, *copy)
         if ranks.count > 1:
             drafter = AgreedDrafter(drafter, ranks)
         decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written)
@@ -399,7 +382,7 @@ def generate(
         options: how the method drafts; an option that it does not use is refused if it is not the default.
         stop_at_eos: end at an end-of-text token, which is the last one then. Otherwise those are never drawn.
         written: the tokens that an earlier call with the same arguments has generated so far: the text goes on as that
-            call's would have. One that has come to its end is not to be gone on with: that is not looked at.
+            call's would have. It must not have come to its end; that is not checked.
 
     Returns:
         An iterator of steps, each with one or more new tokens. The text so far is prefilled when the first is asked

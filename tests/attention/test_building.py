@@ -14,7 +14,7 @@ from tswift.attention import building, native
 from tswift.attention.backends import choose, why_not
 from tswift.attention.building import Unbuilt, build
 from tswift.errors import InputError
-from tswift.models.loading import load
+from tswift.models.load import load
 
 CPU = torch.device("cpu")
 REASON = why_not("native", torch.float32, CPU)

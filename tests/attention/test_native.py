@@ -20,7 +20,7 @@ from tswift.attention.layout import Layout
 from tswift.attention.native import NativeAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.kv.full import FullKV
-from tswift.models.loading import load
+from tswift.models.load import load
 
 CPU = torch.device("cpu")
 REASON = why_not("native", torch.float32, CPU)

@@ -14,7 +14,7 @@ import pytest
 from tswift.cli import main
 
 if TYPE_CHECKING:
-    from tswift.models.loaded import LoadedModel
+    from tswift.models.load import LoadedModel
 
 
 TEXT = "The ship had lain three days becalmed, and nobody spoke."
@@ -63,7 +63,7 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
     import tswift.jobs.resume
     import tswift.jobs.start
     import tswift.jobs.verification
-    from tswift.models import loading
+    from tswift.models import load as loading
 
     real, remembered = loading.load, functools.cache(loading.load)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.bad_inputs import CASES, Case, World, attempt, make_world, tree
 from tests.cli.bad_inputs.models import MARKER
-from tswift.models.loaded import LoadedModel
+from tswift.models.load import LoadedModel
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.cli.bad_inputs import run
 from tswift.decoding.params import SamplingParams
 from tswift.engine import generate
-from tswift.models.loaded import LoadedModel
+from tswift.models.load import LoadedModel
 
 LONGEST = 8
 

@@ -15,7 +15,7 @@ import pytest
 from tests.cli.conftest import Tswift
 from tests.ranks import Ended, on_ranks
 from tswift.cli import main
-from tswift.jobs import following
+from tswift.models import load as loading
 
 TEXT = "The ship had lain three days becalmed, and the captain would not leave the deck. The ship had lain three days"
 
@@ -43,7 +43,7 @@ def test_one_text_one_folder_one_voice(tswift: Tswift, words: list[str], tmp_pat
     assert (first.code, first.found, second.code, second.found) == (0, 0, 0, 0), first.err + second.err
     assert first.out == alone.out
     assert (second.out, second.err) == (b"", "")
-    assert "cpu, float64, attention sdpa, split over 2 ranks" in first.err
+    assert "cpu, float64, attention sdpa, checkpoint in float32, split over 2 ranks" in first.err
     (run,) = (tmp_path / "there" / "runs").iterdir()
     assert (run / "tokens.u32").read_bytes() == (tmp_path / "alone" / "tokens.u32").read_bytes()
     record = json.loads((run / "run.json").read_text())
@@ -78,7 +78,7 @@ def _broken(words: list[str], folder: Path) -> int:
         def load(**asked: object) -> None:
             raise MemoryError("there is none left")
 
-        following.load = load  # type: ignore[assignment]
+        loading.load = load  # type: ignore[assignment]
     return _main(words, folder)
 
 

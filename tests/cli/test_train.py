@@ -127,7 +127,7 @@ def test_broken_heads_beside_the_model(tswift, tiny: Tiny, tmp_path: Path) -> No
     (model / "heads.safetensors").write_bytes(b"none")
     result = tswift("train", "--corpus", tiny.corpus, "--model", model, "--seq-len", 64, "--quiet")
     assert (result.code, result.err.count("\n")) == (2, 1)
-    assert result.err.startswith(f"tswift: error: --model: {model}/heads.safetensors is not a tswift heads file")
+    assert result.err.startswith(f"tswift: error: --model: {model}/heads.safetensors is broken or no safetensors file")
 
 
 def test_what_is_there_stays(tswift, tiny: Tiny, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

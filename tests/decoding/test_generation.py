@@ -14,7 +14,7 @@ from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, ending, generate
 from tswift.errors import InputError
-from tswift.models.loading import load
+from tswift.models.load import load
 
 
 def test_end_of_text_is_banned_or_stops() -> None:
@@ -27,7 +27,7 @@ def test_end_of_text_is_banned_or_stops() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_need_is_what_is_allocated(checkpoint: Path, method: str) -> None:
-    model = load(str(checkpoint), draft=str(checkpoint) if METHODS[method].draft else None)
+    model = load(str(checkpoint), draft_model=str(checkpoint) if METHODS[method].draft else None)
     run = begin(model, [1, 2, 3], 50, method=method, options=DraftOptions(budget=128))
     assert run.need.full_bytes == run.decoding._context.kv.nbytes
     assert (run.need.partial_bytes > 0) == METHODS[method].partial
@@ -38,7 +38,7 @@ def test_need_is_what_is_allocated(checkpoint: Path, method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_text_goes_on_from_its_tokens(checkpoint: Path, method: str) -> None:
     draft = str(checkpoint) if METHODS[method].draft else None
-    model, options = load(str(checkpoint), dtype="float64", draft=draft), options_for(method, budget=64)
+    model, options = load(str(checkpoint), dtype="float64", draft_model=draft), options_for(method, budget=64)
     asked = {"method": method, "options": options, "seed": 3}
     whole = tokens_of(list(generate(model, "The ship", 90, **asked)))
     need = begin(model, model.encode("The ship"), 70, **asked).need

@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from tswift import engine
 from tswift.drafting.history import LogitHistory
-from tswift.drafting.methods import METHODS
+from tswift.drafting.methods import METHODS, draft_slots
 from tswift.drafting.options import DraftOptions
 from tswift.engine import MemoryEstimate, begin, preflight
 from tswift.errors import InputError
-from tswift.models.loading import load
-from tswift.models.prospect import ModelSpec
+from tswift.models.load import ModelSpec, load
 
 CPU = torch.device("cpu")
 
@@ -35,13 +34,19 @@ def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
 def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str, dtype: str) -> None:
     options = DraftOptions(budget=128, **({"nodes": 5} if "nodes" in METHODS[method].uses else {}))
     draft = str(checkpoint) if METHODS[method].draft else None
-    ahead = preflight(str(checkpoint), 3, 50, method, options, dtype=dtype, draft=draft)
-    model = load(str(checkpoint), dtype=dtype, draft=draft)
-    need = begin(model, [1, 2, 3], 50, method=method, options=options).need
+    ahead = preflight(str(checkpoint), 3, 50, method, options, dtype=dtype, draft_model=draft)
+    model = load(str(checkpoint), dtype=dtype, draft_model=draft)
+    run = begin(model, [1, 2, 3], 50, method=method, options=options)
+    need = run.need
     assert (ahead.positions, ahead.full_bytes, ahead.partial_bytes) == (53, need.full_bytes, need.partial_bytes)
     nodes = 5 if "nodes" in METHODS[method].uses else (METHODS[method].gamma or 0) + 1
     assert ahead.logits_bytes == need.logits_bytes == 3 * nodes * 320 * 8
-    assert ahead.draft_kv_bytes == need.draft_kv_bytes
+    token_bytes = model.target.kv_shape.bytes_per_token
+    assert need.full_bytes == (53 + nodes) * token_bytes
+    assert (need.partial_bytes > 0) == METHODS[method].partial
+    slots = draft_slots(method, run.options, 53)
+    assert ahead.draft_kv_bytes == need.draft_kv_bytes == slots * token_bytes
+    assert (slots > 0) == (draft is not None)
     assert ahead.recall_bytes == need.recall_bytes
     assert (need.recall_bytes > 0) == (method in ("recall", "cascade", "auto"))
     assert (need.weight_bytes, need.heads_bytes) == (0, 0)  # they are there

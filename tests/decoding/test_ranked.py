@@ -17,11 +17,10 @@ from tests.ranks import Started, on_ranks
 from tswift import engine
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.sampling import Sampler
+from tswift.distributed import Gone, join
 from tswift.kv.partial import PartialKV
 from tswift.models.fingerprint import fingerprint_of
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import load
-from tswift.models.ranks import Gone, join
+from tswift.models.load import LoadedModel, load
 
 # How much methods write: with grouped heads; with biases and a tied LM head; by a plan that leaves attention whole.
 SPLIT = {
@@ -49,7 +48,7 @@ def _loaded(folder: Path) -> LoadedModel:
 
 def _asked(folder: Path, name: str) -> dict[str, str]:
     """What is loaded; where methods need a draft model, the model itself, of which every rank then holds the whole."""
-    drafts = {"draft": str(folder / name)} if "standalone" in SPLIT[name] else {}
+    drafts = {"draft_model": str(folder / name)} if "standalone" in SPLIT[name] else {}
     return {"model": str(folder / name), **drafts}
 
 

@@ -22,8 +22,7 @@ from tswift.errors import InputError
 from tswift.jobs.config import RunConfig, draft_for
 from tswift.jobs.resume import resume
 from tswift.jobs.start import start
-from tswift.models.loading import load
-from tswift.models.prospect import inspect_model
+from tswift.models.load import inspect_model, load
 
 PROMPT = "The ship had lain three days becalmed, and nobody spoke."
 
@@ -102,9 +101,9 @@ def test_a_resumed_run_that_needs_none_takes_none(checkpoint: Path, small: Path,
 
 def test_what_it_needs_is_foreseen(checkpoint: Path, small: Path) -> None:
     options = DraftOptions(budget=64)
-    model = load(str(checkpoint), dtype="float64", draft=str(small))
+    model = load(str(checkpoint), dtype="float64", draft_model=str(small))
     assert model.draft is not None
-    ahead = preflight(str(checkpoint), 3, 50, "standalone", options, dtype="float64", draft=str(small))
+    ahead = preflight(str(checkpoint), 3, 50, "standalone", options, dtype="float64", draft_model=str(small))
     need = begin(model, [1, 2, 3], 50, method="standalone", options=options).need
     assert (need.draft_bytes, ahead.draft_bytes) == (0, sum(w.nbytes for w in model.draft.model.parameters()))
     slots = draft_slots("standalone", replace(options, gamma=4, kv="streaming"), 53)
@@ -112,27 +111,27 @@ def test_what_it_needs_is_foreseen(checkpoint: Path, small: Path) -> None:
     assert ahead.draft_kv_bytes == need.draft_kv_bytes == slots * model.draft.kv_shape.bytes_per_token
     assert ahead.total_bytes == need.total_bytes + ahead.weight_bytes + ahead.heads_bytes + ahead.draft_bytes
     assert "draft model" in str(ahead)
-    plain = preflight(str(checkpoint), 3, 50, "ar", options, draft=str(small))
+    plain = preflight(str(checkpoint), 3, 50, "ar", options, draft_model=str(small))
     assert (plain.draft_bytes, plain.draft_kv_bytes) == (0, 0)
 
 
 def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
     checkpoint: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = preflight(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft=str(small))
+    known = preflight(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft_model=str(small))
     monkeypatch.setattr(
         engine, "inspect_model", lambda *given, **more: replace(inspect_model(*given, **more), heads=None)
     )
-    found = preflight(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft=str(small))
+    found = preflight(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft_model=str(small))
     assert replace(found, heads_bytes=known.heads_bytes) == known
 
 
 def test_too_few_positions(checkpoint: Path, small: Path) -> None:
     with pytest.raises(InputError) as caught:
-        preflight(str(checkpoint), 3, 62, "standalone", DraftOptions(), draft=str(small))
+        preflight(str(checkpoint), 3, 62, "standalone", DraftOptions(), draft_model=str(small))
     wanted = "draft_model: at least 3 prompt tokens and 62 new ones need 65 positions, the draft model has 64"
     assert str(caught.value) == wanted
-    model = load(str(checkpoint), draft=str(small))
+    model = load(str(checkpoint), draft_model=str(small))
     begin(model, [1, 2, 3], 61, method="standalone")
     begin(model, [1, 2, 3], 62, method="ar")  # which does not look at it
     with pytest.raises(InputError, match=r"^draft_model: 3 prompt tokens and 62 new ones need 65 positions"):
@@ -144,9 +143,9 @@ def test_too_few_positions(checkpoint: Path, small: Path) -> None:
 def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", vocab_size=321)
     with pytest.raises(InputError, match=r"^draft_model: .* has a vocabulary of 321, .* has 320$"):
-        preflight(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft=str(other))
+        preflight(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft_model=str(other))
     with pytest.raises(InputError, match=r"^draft_model: there is no folder '/nowhere'$"):
-        preflight(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft="/nowhere")
+        preflight(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft_model="/nowhere")
 
 
 def test_methods_side_by_side(checkpoint: Path, small: Path) -> None:

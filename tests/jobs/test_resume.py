@@ -26,8 +26,8 @@ from tswift.jobs.job import Job
 from tswift.jobs.recorded import read_saved
 from tswift.jobs.resume import resume
 from tswift.jobs.start import start
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import load as real_load
+from tswift.models.load import LoadedModel
+from tswift.models.load import load as real_load
 
 LENGTH = 70
 METHODS = ["ar", "medusa", "tokenswift", "reuse", "magicdec"]

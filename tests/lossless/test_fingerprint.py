@@ -14,8 +14,8 @@ from tests.lossless.models import DTYPES, network
 from tswift.attention.chunked import ChunkedAttention
 from tswift.errors import InputError
 from tswift.models.adapting import Inexact, fingerprint
-from tswift.models.loading import load
-from tswift.models.source import silence
+from tswift.models.checkpoint import silence
+from tswift.models.load import load
 from tswift.models.target import Target
 
 

@@ -15,7 +15,7 @@ from tests.cli.conftest import Tswift, prompt, tswift  # noqa: F401
 from tests.jobs.killing import Process, result
 from tswift.jobs.folder import CHECKSUM, RECORD
 from tswift.jobs.folder import checksum as checksum_of
-from tswift.models.source import silence
+from tswift.models.checkpoint import silence
 
 Words = list[object]
 SAMPLED = ["--seed", 5, "--min-p", 0.05]
@@ -162,7 +162,7 @@ def test_a_run_goes_on_without_where_exact_passes_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tswift(*words, "--len", 20, "--out", tmp_path / "run")
-    monkeypatch.setattr("tswift.models.loading.set_width", lambda target, attention, exact: "no" if exact else None)
+    monkeypatch.setattr("tswift.models.load.set_width", lambda target, attention, exact: "no" if exact else None)
     found = tswift("generate", "--resume", tmp_path / "run", "--exact", "--len", 30)
     assert found.code == 2
     assert "exact: cannot be had here: no" in found.err

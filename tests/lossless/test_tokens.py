@@ -18,8 +18,8 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS, make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
-from tswift.models.loaded import LoadedModel
-from tswift.models.source import DEMO_DRAFT
+from tswift.models.config import DEMO_DRAFT
+from tswift.models.load import LoadedModel
 
 NAMES = [name for name, method in METHODS.items() if name != "ar" and not method.reference]
 NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
@@ -36,7 +36,7 @@ TREES = {
 
 @functools.cache
 def demo(dtype: str, exact: bool = True) -> LoadedModel:
-    return tswift.load("demo", dtype=dtype, device="cpu", draft=DEMO_DRAFT, exact=exact)
+    return tswift.load("demo", dtype=dtype, device="cpu", draft_model=DEMO_DRAFT, exact=exact)
 
 
 @functools.cache

@@ -13,14 +13,13 @@ from safetensors.torch import load_file, save_file
 from benchmarks import architectures
 from benchmarks.architectures import ARCHITECTURES
 from tests import fake_torchao
-from tests.models.loads import changed, refuse
+from tests.models.refusals import changed, refuse
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.special import AttentionSpec
 from tswift.kv.full import FullKV
 from tswift.models import adapting
 from tswift.models.adapting import compiled, wrap_model
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import _with_copy, load
+from tswift.models.load import LoadedModel, _with_copy, load
 from tswift.models.target import Target
 
 NOTHING = AttentionSpec()

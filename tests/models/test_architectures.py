@@ -16,8 +16,7 @@ from tswift.drafting.methods import METHODS
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.kv.partial import PartialKV
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import load
+from tswift.models.load import LoadedModel, load
 
 # Whole texts cost a second each; these are what people have, and one of every kind of layer. The others are asked for
 # their logits, and `python -m benchmarks.architectures` writes texts with all of them.

@@ -16,8 +16,8 @@ from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
-from tswift.models.loaded import LoadedModel
-from tswift.models.source import DEMO_DRAFT
+from tswift.models.config import DEMO_DRAFT
+from tswift.models.load import LoadedModel
 
 FOLDER = Path(tswift.__file__).parent / "models" / "demo"
 NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
@@ -57,15 +57,17 @@ def test_plain_transformers_loads_it_and_agrees() -> None:
     ("params", "prefill", "dtype"),
     [
         (SamplingParams(), 300, "float64"),
-        (SamplingParams(), 300, "float32"),
         (SamplingParams(temperature=0), 1, "float32"),
-        (SamplingParams(temperature=0.7, min_p=0, top_p=0.9, penalty=1), 2, "float32"),
-        (SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 40, "float32"),
+        pytest.param(SamplingParams(), 300, "float32", marks=pytest.mark.slow),
+        pytest.param(
+            SamplingParams(temperature=0.7, min_p=0, top_p=0.9, penalty=1), 2, "float32", marks=pytest.mark.slow
+        ),
+        pytest.param(SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 40, "float32", marks=pytest.mark.slow),
     ],
-    ids=["float64", "defaults", "greedy", "top-p", "eta, top-k, short window"],
+    ids=["float64", "greedy", "defaults", "top-p", "eta, top-k, short window"],
 )
 def test_every_method_writes_the_text_of_plain_decoding(params: SamplingParams, prefill: int, dtype: str) -> None:
-    demo = load(dtype=dtype, draft=DEMO_DRAFT)
+    demo = load(dtype=dtype, draft_model=DEMO_DRAFT)
     prompt = demo.encode(NOVEL.read_text())[:prefill]
     options = DraftOptions(budget=64, reuse_recent=True)
     lengths = {name: 120 if method.gamma is None else 30 for name, method in METHODS.items()}  # chains take long
@@ -75,6 +77,7 @@ def test_every_method_writes_the_text_of_plain_decoding(params: SamplingParams, 
     assert all(runs[method][1].passes < 120 for method in ("medusa", "tokenswift"))  # something was accepted
 
 
+@pytest.mark.slow
 def test_a_prompt_of_five_thousand_tokens() -> None:
     prompt = load().encode(NOVEL.read_text())[:5000]
     texts = []

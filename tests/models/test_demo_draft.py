@@ -12,9 +12,9 @@ import tswift
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.engine import begin
+from tswift.models.config import DEMO_DRAFT
 from tswift.models.fingerprint import fingerprint_of
-from tswift.models.loaded import LoadedModel
-from tswift.models.source import DEMO_DRAFT
+from tswift.models.load import LoadedModel
 from tswift.training.evaluate import agreements
 
 FOLDER = Path(tswift.__file__).parent / "models" / "demo" / "draft"
@@ -23,7 +23,7 @@ NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
 
 @pytest.fixture(scope="module")
 def demo() -> LoadedModel:
-    return tswift.load(dtype="float32", device="cpu", draft=DEMO_DRAFT)
+    return tswift.load(dtype="float32", device="cpu", draft_model=DEMO_DRAFT)
 
 
 def test_it_is_small_and_plain_transformers_loads_it(demo: LoadedModel) -> None:

@@ -16,8 +16,8 @@ from tests.helpers import tiny_llama
 from tswift.errors import InputError
 from tswift.models.fingerprint import fingerprint_in_any_dtype, fingerprint_of
 from tswift.models.heads import ChainedHeads, ConditionedHeads
-from tswift.models.heads_files import load_heads
-from tswift.models.loading import load
+from tswift.models.heads_io import load_heads
+from tswift.models.load import load
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 CPU = torch.device("cpu")

@@ -155,8 +155,14 @@ def test_too_many_nodes_are_refused() -> None:
 
 
 @pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
-@pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift"])
-@pytest.mark.parametrize("name", ["Mistral 7B v0.1 (sliding window)", "Gemma 2"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("Gemma 2", "tokenswift"),
+        *[pytest.param("Gemma 2", method, marks=pytest.mark.slow) for method in ("ar", "medusa")],
+        *[pytest.param("Mistral 7B v0.1", method, marks=pytest.mark.slow) for method in ("ar", "medusa", "tokenswift")],
+    ],
+)
 def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, method: str) -> None:
     """Only passes over a partial cache, whose slots are in no order, are left to the host."""
     network = ARCHITECTURES[next(known for known in ARCHITECTURES if known.startswith(name))].make(97)
@@ -175,7 +181,14 @@ def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, metho
 
 
 @pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
-@pytest.mark.parametrize(("method", "length"), [("ar", 8), ("tokenswift", 24), ("triforce", 16)])
+@pytest.mark.parametrize(
+    ("method", "length"),
+    [
+        ("ar", 8),
+        pytest.param("tokenswift", 24, marks=pytest.mark.slow),
+        pytest.param("triforce", 16, marks=pytest.mark.slow),
+    ],
+)
 def test_attention_by_triton_writes_the_text_of_plain_decoding(method: str, length: int) -> None:
     """Interpreted, in float32, which is the same up to near-ties: there are none in so few tokens."""
     prompt, texts = random_prompt(30), []
@@ -253,6 +266,7 @@ def test_a_compiler_that_fails_is_told_of_and_done_without() -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_layers_share_their_compiled_code() -> None:
     """Whatever the number of layers and of passes: code is made for one layer, and for a few numbers of nodes."""
     graphs = []

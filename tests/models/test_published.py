@@ -36,9 +36,8 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
 from tswift.errors import InputError
 from tswift.models.heads import MedusaHeads
-from tswift.models.heads_files import find_published
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import load
+from tswift.models.heads_io import find_heads
+from tswift.models.load import LoadedModel, load
 from tswift.models.target import Target
 
 
@@ -320,7 +319,8 @@ def test_a_shard_of_another_folder_is_not_read(base: Path, tmp_path: Path) -> No
     shutil.move(folder / "model-extra.safetensors", tmp_path)
     path = folder / "model.safetensors.index.json"
     path.write_text(path.read_text().replace("model-extra", "../model-extra"))
-    assert find_published(folder) is None
+    with pytest.raises(InputError, match="there are no heads in"):
+        find_heads(folder)
 
 
 def test_a_model_without_a_final_norm_that_is_known(base: Path, tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""Quantised models: what is decoded is the quantised one, and its plain text is every method's."""
+"""Quantised weights: of a whole model, whose text is every method's; or of a copy for drafting passes only."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,17 +17,28 @@ from transformers import AutoModelForCausalLM
 import tswift
 from tests import fake_torchao
 from tests.cli.conftest import tswift as run_tswift  # noqa: F401
-from tests.models.loads import refuse
+from tests.conftest import make_checkpoint
+from tests.models.refusals import refuse
+from tswift import engine
+from tswift.decoding import costs
+from tswift.distributed import Dist
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
+from tswift.engine import preflight
+from tswift.errors import InputError
 from tswift.kv.full import FullKV
-from tswift.models import loading
+from tswift.models import load as loading
+from tswift.models.adapting import wrap_model
 from tswift.models.fingerprint import fingerprint_of, weights_hash
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import load
+from tswift.models.heads import MedusaHeads
+from tswift.models.linear import JoinedLinear
+from tswift.models.load import LoadedModel, inspect_model, load
 from tswift.models.quantizing import quantizer
 
 OPTIONS = DraftOptions(nodes=12, budget=64, sinks=4, reuse_recent=True)
+
+
+needs_torchao = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")
 
 
 class Int8Linear(nn.Module):
@@ -43,16 +54,14 @@ class Int8Linear(nn.Module):
         return nn.functional.linear(given, self.weight.to(given.dtype) * self.scale)
 
 
-def texts(model: LoadedModel, length: int = 70) -> dict[str, list[int]]:
+def text(model: LoadedModel, method: str, length: int = 70) -> list[int]:
     prompt = model.encode("The ship had lain three days becalmed, and the captain")
-    return {
-        method: list(
-            itertools.chain.from_iterable(
-                step.tokens for step in tswift.generate(model, prompt, length, method=method, options=OPTIONS)
-            )
-        )
-        for method in METHODS
-    }
+    steps = tswift.generate(model, prompt, length, method=method, options=OPTIONS)
+    return [token for step in steps for token in step.tokens]
+
+
+def texts(model: LoadedModel) -> dict[str, list[int]]:
+    return {method: text(model, method) for method in METHODS}
 
 
 @pytest.fixture
@@ -79,11 +88,11 @@ def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_quantised_model_is_decoded_as_it_is(quantised: str, checkpoint: Path, dtype: str) -> None:
-    model = load(quantised, dtype=dtype, device="cpu", draft=str(checkpoint))
+    model = load(quantised, dtype=dtype, device="cpu", draft_model=str(checkpoint))
     assert model.target.model.lm_head.weight.dtype == torch.int8
     assert model.target.dtype == getattr(torch, dtype)
     assert (model.about()["quantization"], model.about()["dtype"]) == ("homemade", dtype)
-    assert model.besides() == ", weights quantised (homemade)"
+    assert model.besides().endswith(", weights quantised (homemade)")
     found = texts(model)
     assert all(found[method] == found["ar"] for method in METHODS)
 
@@ -132,7 +141,7 @@ def test_what_transformers_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyP
     assert (name, asked) == ("Int4WeightOnlyConfig", layout)
 
 
-@pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")
+@needs_torchao
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_torchao(checkpoint: Path, run_tswift, tmp_path: Path, kind: str) -> None:  # noqa: F811
     words = ["model", checkpoint, "device", "cpu", "length", 60, "method", "reuse", "quiet", "out", "run"]
@@ -143,8 +152,8 @@ def test_torchao(checkpoint: Path, run_tswift, tmp_path: Path, kind: str) -> Non
     assert run_tswift("verify", "run", "json", "-").code == 0
     assert run_tswift("generate", "resume", "run", "length", 70, "quiet").code == 0
     other = run_tswift("generate", "resume", "run", "length", 80, "quantize", "int4")
-    assert other.err.startswith(f"tswift: error: --quantize: the run was made with {kind}, got int4")
-    model = load(str(checkpoint), device="cpu", quantize=kind, draft=str(checkpoint))
+    assert other.err.startswith(f"tswift: error: quantize: the run was made with {kind}, got int4")
+    model = load(str(checkpoint), device="cpu", quantize=kind, draft_model=str(checkpoint))
     found = texts(model)
     assert all(found[method] == found["ar"] for method in METHODS)
     assert weights_hash(model.target.model) == record["model"]["weights"]
@@ -153,7 +162,9 @@ def test_torchao(checkpoint: Path, run_tswift, tmp_path: Path, kind: str) -> Non
     assert 0 < (quantised_logits - own).abs().max() < 0.1 * own.std()
     shutil.copytree(checkpoint, tmp_path / "saved", ignore=shutil.ignore_patterns("model.safetensors", "config.json"))
     model.target.model.save_pretrained(tmp_path / "saved")
-    saved = load(str(tmp_path / "saved"), device="cpu", draft=str(checkpoint))  # quantised by its own configuration
+    saved = load(
+        str(tmp_path / "saved"), device="cpu", draft_model=str(checkpoint)
+    )  # quantised by its own configuration
     assert saved.about()["quantization"] == "torchao"
     assert texts(saved) == found
 
@@ -163,3 +174,167 @@ def _logits(model: LoadedModel) -> Tensor:
     forwarded = target.prefill(prompt, FullKV(target.kv_shape, len(prompt)))
     assert forwarded is not None
     return target.logits(forwarded.hidden)
+
+
+def pointers(module: nn.Module) -> dict[str, int]:
+    return {name: weight.data_ptr() for name, weight in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
+def test_all_but_the_decoders_linear_layers_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    given = fake_torchao.install(monkeypatch)
+    model = load(str(make_checkpoint(tmp_path / "m", **changes)), device="cpu", draft_weights="int8")
+    assert model.drafting is not None
+    assert given == [("Int8WeightOnlyConfig", {"set_inductor_config": False})]
+    whole, copied = model.target.model, model.drafting.model
+    own, theirs = pointers(whole), pointers(copied)
+    assert own.keys() == theirs.keys()
+    linear = {f"{name}.weight" for name, each in whole.model.named_modules() if isinstance(each, nn.Linear)}
+    assert {name for name in own if own[name] != theirs[name]} == {f"model.{name}" for name in linear}
+    assert len(linear) == 2 * 7
+    assert copied.get_output_embeddings() is whole.get_output_embeddings()
+    assert copied.get_input_embeddings() is whole.get_input_embeddings()
+    assert model.drafting.kv_shape == model.target.kv_shape
+    about = model.about()
+    assert (about["draft_weights"], about["draft_layers"], about["quantization"]) == ("int8", "eager", None)
+    assert model.besides() == ", drafting passes in int8"
+
+
+def test_layers_that_onednn_computes_are_copied_as_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torchao.install(monkeypatch)
+    model = load(device="cpu", draft_weights="fp8", dtype="float32")
+    assert model.drafting is not None
+    kinds = {type(each).__name__ for each in model.drafting.model.model.modules() if isinstance(each, nn.Linear)}
+    assert kinds == {"Linear"}
+    assert model.drafting.model.lm_head is model.target.model.lm_head
+    assert text(model, "tokenswift") == text(load(device="cpu", dtype="float32"), "ar")
+
+
+def test_joined_layers_are_copied_as_plain_ones(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA queries, keys and values are one product: the copy must not hand its inputs to the model's."""
+    fake_torchao.install(monkeypatch, fake_torchao.garbage)
+    monkeypatch.setattr("tswift.models.load.wrap_model", partial(wrap_model, joined=True))
+    model = load(str(checkpoint), device="cpu", draft_weights="int8")
+    assert model.drafting is not None
+    whole, copied = ([type(each) for each in target.model.model.modules()] for target in (model.target, model.drafting))
+    assert whole.count(JoinedLinear) == 2 * 5
+    assert copied.count(nn.Linear) == 2 * 7
+    assert JoinedLinear not in copied
+    plain = text(load(str(checkpoint), device="cpu"), "ar")
+    assert all(text(model, method) == plain for method in ("ar", "tokenswift", "cascade", "magicdec"))
+
+
+@pytest.mark.parametrize("how", [fake_torchao.garbage, fake_torchao.broken])
+def test_every_method_draws_the_models_own_text(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, how) -> None:
+    plain = text(load(str(checkpoint), device="cpu"), "ar")
+    fake_torchao.install(monkeypatch, how)
+    model = load(str(checkpoint), device="cpu", draft_model=str(checkpoint), draft_weights="int8")
+    assert all(text(model, method) == plain for method in METHODS)
+
+
+def test_heads_that_start_before_the_final_norm(checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
+    """The copy gives them its own states, and leaves the model's alone."""
+    heads = MedusaHeads(32, 2, 320)
+    heads.raw = True
+    monkeypatch.setattr("tswift.models.load.attach_heads", lambda path, target: (target.tap(), heads.eval())[1])
+    fake_torchao.install(monkeypatch)
+    model = load(str(checkpoint), device="cpu", draft_weights="int8")
+    assert model.drafting is not None
+    for target in (model.target, model.drafting):
+        norm = target.model.model.norm
+        assert len(norm._forward_pre_hooks) == 1
+        zero = torch.zeros(1, dtype=torch.int64)
+        forwarded = target.forward(zero, zero, tswift.kv.full.FullKV(target.kv_shape, 1), None)
+        assert torch.equal(norm(forwarded.raw), forwarded.hidden)
+    assert text(model, "tokenswift") == text(model, "ar")
+
+
+def test_what_it_takes_is_foreseen(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torchao.install(monkeypatch)
+    linear = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 64 * 32)  # weights of 2 layers
+    rows = 2 * (2 * 32 + 2 * 16 + 2 * 64 + 32)
+    assert inspect_model(str(checkpoint)).copy_bytes == 0
+    ask = {"device": "cpu", "draft_weights": "int8"}
+    ahead = preflight(str(checkpoint), 3, 50, "tokenswift", OPTIONS, **ask)
+    plain = preflight(str(checkpoint), 3, 50, "tokenswift", OPTIONS, device="cpu")
+    assert ahead.copy_bytes == linear + 4 * rows
+    assert ahead.total_bytes == plain.total_bytes + ahead.copy_bytes
+    assert "draft weights" in str(ahead)
+    assert "draft weights" not in str(plain)
+    monkeypatch.setattr(engine, "available_bytes", lambda device: plain.total_bytes)
+    preflight(str(checkpoint), 3, 50, "tokenswift", OPTIONS, device="cpu")
+    with pytest.raises(InputError, match="draft weights"):
+        preflight(str(checkpoint), 3, 50, "tokenswift", OPTIONS, **ask)
+
+
+def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLaMA3.1-8b: 6.98e9 weights in linear layers; in int4 with a scale and a zero for each 128."""
+    fake_torchao.install(monkeypatch)
+    monkeypatch.setattr("tswift.models.load.find_device", torch.device)
+    found = {
+        kind: inspect_model("shape:llama3.1-8b", device="cuda", draft_weights=kind).copy_bytes
+        for kind in ("int8", "fp8", "int4")
+    }
+    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+    assert found["int8"] == found["fp8"] == pytest.approx(weights, rel=1e-3)
+    assert found["int4"] == weights // 2 + weights // 128 * 4
+    # 11,008 inputs are filled up to 11,264
+    padded = 32 * (4 * 4096 * 4096 + 2 * 4096 * 11_008 + 4096 * 11_264)
+    yarn = inspect_model("shape:yarn-llama2-7b-128k", device="cuda", draft_weights="int4").copy_bytes
+    assert yarn == padded // 2 + padded // 128 * 4
+
+
+def test_what_cannot_be_copied(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torchao.install(monkeypatch)
+    model, option = str(checkpoint), "draft_weights"
+    refuse(model, "no 'int3'; there are int8, fp8, int4", option, draft_weights="int3")
+    refuse(model, "wants a name, got 8", option, draft_weights=8)  # type: ignore[arg-type]
+    refuse(model, "not in float64", option, draft_weights="int8", dtype="float64")
+    refuse(model, "int4 needs a CUDA device and bfloat16", option, draft_weights="int4", device="cpu")
+    refuse(model, r"quantised already \(int8\)", option, draft_weights="int8", quantize="int8", device="cpu")
+    with monkeypatch.context() as split:
+        split.setattr(Dist, "share", lambda self, asked: asked)
+        refuse(model, "cannot be split over ranks", option, draft_weights="int8", ranks=Dist(0, 2))  # type: ignore
+    monkeypatch.setattr("tswift.models.load._load", None)  # all of it is said before anything is loaded
+    refuse(model, "not in float64", option, draft_weights="int8", dtype="float64")
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    refuse(model, r"needs torchao: pip install 'tswift\[quantize\]'", option, draft_weights="int8", device="cpu")
+
+
+def test_a_checkpoint_that_is_quantised_has_no_cheaper_copy(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_torchao.install(monkeypatch)
+    folder = make_checkpoint(tmp_path / "m")
+    config = (folder / "config.json").read_text().replace("{", '{"quantization_config": {"quant_method": "gptq"},', 1)
+    (folder / "config.json").write_text(config)
+    refuse(str(folder), r"quantised already \(gptq\)", "draft_weights", draft_weights="int8", device="cpu")
+
+
+def test_random_weights_can_be_copied(tiny_shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For times: every method runs."""
+    fake_torchao.install(monkeypatch)
+    model = load("shape:tiny", draft_weights="int8")
+    assert model.drafting is not None
+    assert text(model, "tokenswift", 20) == text(model, "ar", 20)
+
+
+@needs_torchao
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_torchao_in_a_copy(checkpoint: Path, kind: str, dtype: str) -> None:
+    process = torch.get_float32_matmul_precision(), torch._inductor.config.coordinate_descent_tuning
+    model = load(str(checkpoint), device="cpu", draft_model=str(checkpoint), draft_weights=kind, dtype=dtype)
+    assert model.drafting is not None
+    assert (torch.get_float32_matmul_precision(), torch._inductor.config.coordinate_descent_tuning) == process
+    layers = [each for each in model.drafting.model.model.modules() if isinstance(each, nn.Linear)]
+    parts = [getattr(each.weight, name) for each in layers for name in ("qdata", "scale")]
+    assert all(part.dtype in (torch.int8, torch.float8_e4m3fn) for part in parts[::2])
+    foreseen = inspect_model(str(checkpoint), device="cpu", dtype=dtype, draft_weights=kind).copy_bytes
+    assert foreseen == sum(part.nbytes for part in parts)
+    assert costs._key(model.drafting, None) != costs._key(model.target, None)  # other passes, other costs
+    if dtype == "float32":
+        assert all(text(model, method) == text(model, "ar") for method in METHODS)
+    assert model.drafting.compile(backend="aot_eager") is None  # as where passes are replayed

@@ -12,14 +12,14 @@ from transformers import LlamaConfig
 
 import tswift
 from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_target, tokens_of
-from tests.models.loads import refuse
+from tests.models.refusals import refuse
 from tests.models.test_passes import OPTIONS, PARAMS, static_target
 from tswift.attention.backends import why_not
 from tswift.attention.native import NativeAttention
 from tswift.kv.full import FullKV
 from tswift.models import shapes
 from tswift.models.adapting import heads_of
-from tswift.models.loaded import LoadedModel
+from tswift.models.load import LoadedModel
 from tswift.models.target import Target
 
 native = pytest.mark.skipif(why_not("native", torch.float32, torch.device("cpu")) is not None, reason="no compiler")
@@ -76,7 +76,7 @@ def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> 
         num_attention_heads=4,
         num_key_value_heads=1,
     )
-    network = shapes.random_network(config, torch.bfloat16, torch.device("cpu"), "random")
+    network = shapes.random_weights(config, torch.bfloat16, torch.device("cpu"), "random")
     narrow, wide = Target(deepcopy(network)), Target(network.float())
     places, hidden = torch.arange(80), []
     for target in (narrow, wide):

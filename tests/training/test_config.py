@@ -11,9 +11,9 @@ import pytest
 from transformers import LlamaConfig
 
 from tswift.errors import InputError
-from tswift.models.heads import KINDS
+from tswift.models.config import DEMO as BUNDLED
+from tswift.models.heads import HEAD_TYPES
 from tswift.models.shapes import skeleton
-from tswift.models.source import DEMO as BUNDLED
 from tswift.training.config import DEMO, SHAPES, DraftConfig, HeadsConfig, TrainConfig
 
 
@@ -51,7 +51,7 @@ vocab_size,128256"""
 
 def test_names_that_are_written_without_importing_torch() -> None:
     kinds = next(each.metadata["bounds"]["choices"] for each in fields(HeadsConfig) if each.name == "kind")
-    assert (sorted(kinds), DEMO) == (sorted(KINDS), BUNDLED)
+    assert (sorted(kinds), DEMO) == (sorted(HEAD_TYPES), BUNDLED)
 
 
 @pytest.mark.parametrize("kind", [HeadsConfig, DraftConfig])

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers import HIDDEN, VOCAB, tiny_heads, tiny_llama, tiny_target
-from tswift.models.heads import KINDS, Heads
+from tswift.models.heads import HEAD_TYPES, Heads
 from tswift.models.target import Target
 from tswift.training.config import OBJECTIVES
 from tswift.training.losses import CAUSAL, DraftLoss, heads_loss, hidden_states
@@ -27,7 +27,7 @@ USED = LENGTH - COUNT - 1
 
 
 def heads_of(kind: str) -> Heads:
-    heads = KINDS[kind](HIDDEN, COUNT).double()
+    heads = HEAD_TYPES[kind](HIDDEN, COUNT).double()
     heads.load_state_dict(tiny_heads(kind=kind).state_dict())
     return heads
 
@@ -58,7 +58,7 @@ def in_one_piece(heads: Heads, objective: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("max_logits", [1, 5 * ROWS * VOCAB, 1 << 30])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HEAD_TYPES)
 def test_stretches_give_the_loss_and_the_gradients_of_one_piece(kind: str, objective: str, max_logits: int) -> None:
     heads, twin = heads_of(kind), heads_of(kind)
     wanted, hits = in_one_piece(twin, objective)
@@ -81,7 +81,7 @@ def test_micro_batches_add_up_to_a_batch() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HEAD_TYPES)
 def test_without_a_scale_nothing_is_trained(kind: str) -> None:
     heads = heads_of(kind)
     scored = heads_loss(tiny_target(), heads, IDS)
@@ -117,7 +117,7 @@ def test_no_more_logits_than_there_is_room_for(objective: str) -> None:
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
         head_dim=16, num_key_value_heads=1, max_position_embeddings=1024,
     )  # fmt: skip
-    target, heads = Target(LlamaForCausalLM(config)), KINDS["conditioned"](hidden, 1)
+    target, heads = Target(LlamaForCausalLM(config)), HEAD_TYPES["conditioned"](hidden, 1)
     ids = torch.randint(vocabulary, (1, length))
     most = 40 * vocabulary
     with Largest() as largest:
@@ -127,8 +127,8 @@ def test_no_more_logits_than_there_is_room_for(objective: str) -> None:
 
 
 def test_bfloat16_models_train_heads_in_float32() -> None:
-    heads = KINDS["conditioned"](HIDDEN, COUNT)
-    twin = KINDS["conditioned"](HIDDEN, COUNT)
+    heads = HEAD_TYPES["conditioned"](HIDDEN, COUNT)
+    twin = HEAD_TYPES["conditioned"](HIDDEN, COUNT)
     twin.load_state_dict(heads.state_dict())
     metrics = heads_loss(Target(tiny_llama("gqa", torch.bfloat16)), heads, IDS, scale=1.0)
     assert metrics.mean_loss == pytest.approx(heads_loss(tiny_target(), twin.double(), IDS).mean_loss, rel=0.02)

@@ -20,7 +20,7 @@ from recipes.pretrain import Plan, head_losses, pretrain
 from tests.helpers import HIDDEN, tiny_heads, tiny_llama
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
-from tswift.models.heads import KINDS, ChainedHeads
+from tswift.models.heads import HEAD_TYPES, ChainedHeads
 from tswift.training.config import DraftConfig
 from tswift.training.run import Outcome
 
@@ -80,7 +80,7 @@ def test_the_recipe_makes_a_draft_model(tmp_path: Path, corpus: Path, monkeypatc
     assert "{" not in card
     assert "Weather: the 48 documents" in card
     assert re.search(r"^\| agreement, last 512 tokens \| 0\.\d{3} \| 0\.\d{3} \|$", card, re.M)
-    draft = tswift.load(draft=str(tmp_path / "out")).draft
+    draft = tswift.load(draft_model=str(tmp_path / "out")).draft
     assert draft is not None
     assert draft.max_positions == 131_072
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
@@ -150,7 +150,7 @@ def test_text_of_the_models_own_and_heads_that_learn_from_it() -> None:
     with pytest.raises(ValueError, match="penalty window of 16"):
         write_text(model, starts, 17, SamplingParams(window=16), 1, lines.append)
     torch.manual_seed(2)
-    heads = KINDS["conditioned"](HIDDEN, 2)
+    heads = HEAD_TYPES["conditioned"](HIDDEN, 2)
     plan = HeadsPlan(steps=41, matrix_lr=0.02, tokens_per_step=128, rows=(32, 64), position_limit=512)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     lines.clear()

@@ -133,7 +133,7 @@ def test_a_draft_model_learns_to_draw_what_the_model_draws(tiny: Tiny, tmp_path:
     assert after.target_loss == before.target_loss < after.loss
     assert after.agreement > before.agreement + 0.2
     # what was measured is the folder, and the folder is what drafts
-    draft, row = tswift.load(str(tiny.model), draft=str(tmp_path / "out")).draft, [5, 9, 4, 7, 7, 3]
+    draft, row = tswift.load(str(tiny.model), draft_model=str(tmp_path / "out")).draft, [5, 9, 4, 7, 7, 3]
     assert draft is not None
     assert draft.max_positions == 1000
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(torch.tensor([row])).logits[0]
@@ -143,14 +143,14 @@ def test_a_draft_model_learns_to_draw_what_the_model_draws(tiny: Tiny, tmp_path:
 
 
 def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tswift.distributed import Dist
     from tswift.training.losses import DraftLoss
-    from tswift.training.ranks import Ranks
     from tswift.training.tasks import DraftTrainee
 
     def trainee(**changes: object) -> DraftTrainee:
         config = draft_config(tiny, **changes)
         documents = Documents(None, np.array([]), np.array([]), np.array([]), 0, ())  # type: ignore[arg-type]
-        return DraftTrainee(config, model, documents, Ranks(), Progress())
+        return DraftTrainee(config, model, documents, Dist(), Progress())
 
     model = tswift.load(str(tiny.model), device="cpu")
     seen, forward = [], DraftLoss.forward

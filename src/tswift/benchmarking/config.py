@@ -18,9 +18,8 @@ from tswift.errors import InputError, renamed
 from tswift.jobs.config import loading
 from tswift.jobs.prompt import read_prompt
 from tswift.jobs.start import used_options
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import load
-from tswift.models.source import hub
+from tswift.models.checkpoint import hub
+from tswift.models.load import LoadedModel, load
 
 PG19 = "emozilla/pg19"  # on the hub, as parquet; the test split holds 100 books
 

@@ -25,7 +25,7 @@ from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError
 from tswift.models.devices import available_bytes
-from tswift.models.quantizing import BITS, DRAFT_OPTION, KINDS
+from tswift.models.quantizing import BITS
 from tswift.models.shapes import Shape, routed, shape_of
 
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
@@ -258,8 +258,8 @@ class RooflineQuery:
                 raise InputError(f"must be at most {_MOST:,}, got {max(values):,}", option)
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise InputError(f"must be between 0 and 1, got {self.alpha}", "--alpha")
-        if self.draft_weights is not None and self.draft_weights not in KINDS:
-            raise InputError(f"no {self.draft_weights!r}; there are {', '.join(KINDS)}", DRAFT_OPTION)
+        if self.draft_weights is not None and self.draft_weights not in BITS:
+            raise InputError(f"no {self.draft_weights!r}; there are {', '.join(BITS)}", "draft_weights")
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ from tswift.errors import InputError
 from tswift.jobs.config import loading
 from tswift.jobs.environment import now
 from tswift.jobs.prompt import TextStream
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import load
+from tswift.models.load import LoadedModel, load
 
 SCHEMA = 1
 KIND = "suite"

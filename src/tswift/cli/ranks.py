@@ -1,11 +1,11 @@
-"""Under torchrun: the first rank does as ever, the others work along and are silent."""
+"""Under torchrun: rank 0 runs the command as ever; the other ranks work in lockstep with it and print nothing."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -15,7 +15,7 @@ from tswift.cli.streams import BAD_INPUT, FAILED, OK
 from tswift.errors import InputError
 
 if TYPE_CHECKING:
-    from tswift.models.ranks import Ranks
+    from tswift.distributed import Dist
 
 _TOGETHER = ("generate", "train", "train-draft")
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -27,50 +27,46 @@ def several() -> bool:
 
 
 def following() -> bool:
-    """Whether this is one of the others."""
+    """Whether this is a rank other than 0."""
     return several() and os.environ["RANK"] != "0"
 
 
 def refuse_copies(command: str) -> None:
-    """Refuse a command that would do the same as many times as there are ranks.
+    """Refuse a command that would do the same work once per rank.
 
     Raises:
-        InputError: it is such a one.
+        InputError: it is one.
     """
     if several() and command not in _TOGETHER:
         raise InputError(f"tswift {command} works in one process; start it without torchrun")
 
 
 @contextmanager
-def leading(device: str) -> Iterator[Ranks]:
-    """The ranks that this process is the first of; it is alone without torchrun.
+def leading(device: str) -> Iterator[Dist]:
+    """The ranks, connected, for rank 0; a single process without torchrun.
 
     Raises:
         InputError: they cannot have such devices.
-        Gone: one of the others is not there any more.
+        Gone: one of the others has died.
     """
-    from tswift.models.ranks import ALONE, join
+    from tswift.distributed import ALONE, guard, join
 
     if not several():
         yield ALONE
         return
     ranks = join(device)
     try:
-        with ranks.together():
+        with guard():
             yield ranks
     except BaseException:
-        ranks.speak()
+        ranks.report()
         raise
     ranks.leave()
 
 
 def follow(device: str) -> int:
-    """Do what the first rank does, and return an exit code.
-
-    What goes wrong is said by one rank: by the first, if it has found the same.
-    """
-    from tswift.jobs import following
-    from tswift.models.ranks import Gone, join
+    """Do what rank 0 does, and return an exit code. An error is printed by one rank: by rank 0, if it has the same."""
+    from tswift.distributed import Gone, join
 
     noted: list[int] = []
     for number in (getattr(signal, name) for name in _STOPPING if hasattr(signal, name)):
@@ -79,14 +75,16 @@ def follow(device: str) -> int:
     ranks = None
     try:
         ranks = join(device)
-        following.follow(ranks, lambda: bool(noted))
+        _work(ranks, lambda: bool(noted))
         ranks.leave()
-    except Gone:
+    except Gone as error:
+        if ranks is None:
+            print(f"tswift: error: rank {os.environ['RANK']}: {error}", file=sys.stderr)
         return OK if ranks and ranks.left() else FAILED
     except Exception as error:
-        # before they have joined, all ranks of a machine find the same
-        spoken = ranks.spoken() if ranks else os.environ["LOCAL_RANK"] != "0"
-        if not spoken:
+        # before they have connected, all ranks of a machine find the same
+        reported = ranks.reported() if ranks else os.environ["LOCAL_RANK"] != "0"
+        if not reported:
             kind = "" if isinstance(error, (InputError, RuntimeError)) else f"{type(error).__name__}: "
             message = " ".join(str(error).split())
             print(f"tswift: error: rank {os.environ['RANK']}: {kind}{message}", file=sys.stderr)
@@ -94,7 +92,27 @@ def follow(device: str) -> int:
     return OK
 
 
+def _work(ranks: Dist, stopping: Callable[[], bool]) -> None:
+    """Worker loop: load the same model and decode in lockstep with rank 0, with no output.
+
+    Args:
+        ranks: all of them.
+        stopping: whether this rank was asked to stop; all end then, once the step under way is finished.
+    """
+    from tswift import engine
+    from tswift.distributed import guard
+    from tswift.models import load
+
+    model = load.load(ranks=ranks)  # rank 0 says what; so for begin
+    with guard():
+        generation = engine.begin(model, (), 0)
+        generation.decoding.prefill()
+    for _ in generation.steps():
+        if stopping():
+            break
+
+
 def _note(noted: list[int], number: int, frame: FrameType | None) -> None:
-    """torchrun passes a signal on to all ranks: the first one must not tear a step apart that they make together."""
+    """torchrun passes a signal on to all ranks: rank 0 must not tear a step apart that they make together."""
     noted.append(number)
     signal.signal(number, signal.SIG_DFL)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
     from tswift.benchmarking.roofline import Machine
     from tswift.jobs.recorded import Entry
-    from tswift.models.heads_files import Description
+    from tswift.models.heads_io import Description
     from tswift.models.passes import PassCosts
 
 
@@ -41,7 +41,7 @@ def env(
     from tswift.decoding.params import SamplingParams
     from tswift.decoding.trust import try_steps
     from tswift.jobs.environment import environment
-    from tswift.models.loading import load
+    from tswift.models.load import load
 
     record = records.writable(json_file)
     loaded = load(**typed.of(ModelConfig))
@@ -94,7 +94,7 @@ def inspect(
     """Tell what a file or a folder of heads holds. Its weights are not read, and nothing is run."""
     from tswift.cli import records
     from tswift.cli.streams import visible, write_stdout
-    from tswift.models.heads_files import describe
+    from tswift.models.heads_io import describe
 
     record = records.writable(json)
     found = describe(file.expanduser())
@@ -201,10 +201,10 @@ def roofline(
 
     from tswift.benchmarking.roofline import RooflineQuery, predict
     from tswift.cli import records, tables
+    from tswift.models.checkpoint import in_one_line, read_config, silence
     from tswift.models.devices import find_device, find_dtype, own_dtype
     from tswift.models.hf import max_positions
     from tswift.models.shapes import PREFIX, refuse_routed, shape_of, skeleton
-    from tswift.models.source import in_one_line, read_config, silence
 
     query = RooflineQuery(
         contexts=None if contexts is None else _numbers(contexts, "context"),

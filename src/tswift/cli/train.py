@@ -49,8 +49,8 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Grid
 
         from tswift.cli import tables
         from tswift.cli.bars import Bars
+        from tswift.distributed import find_ranks
         from tswift.training import run as training
-        from tswift.training.ranks import find_ranks
 
         first = find_ranks()[0] == 0
         bars = Bars(quiet or not first, not no_progress)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tswift.benchmarking.grid import Grid
     from tswift.decoding.audit import Audit
     from tswift.jobs.verification import AuditInput
-    from tswift.models.loaded import LoadedModel
+    from tswift.models.load import LoadedModel
 
 
 _MOST_SHOWN = 20

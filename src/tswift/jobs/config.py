@@ -63,7 +63,7 @@ def loading(config: ModelConfig, methods: Sequence[str]) -> dict[str, Any]:
         InputError: as :func:`draft_for` and :func:`weights_for`.
     """
     return {
-        "draft": draft_for(methods, config.model, config.draft_model),
+        "draft_model": draft_for(methods, config.model, config.draft_model),
         "draft_weights": weights_for(methods, config.draft_weights),
         "device": config.device,
         "dtype": config.dtype,

@@ -22,7 +22,7 @@ from tswift.jobs.environment import now, peak_bytes
 from tswift.jobs.folder import RunFolder, SaveFailed
 from tswift.jobs.prompt import TextStream
 from tswift.models.devices import gigabytes, ran_out
-from tswift.models.loaded import LoadedModel
+from tswift.models.load import LoadedModel
 
 _STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tswift.decoding.stats import DecodeStats
+from tswift.distributed import ALONE, Dist
 from tswift.drafting.options import AUTO, DraftOptions, refuse_unused
 from tswift.engine import begin
 from tswift.errors import InputError
@@ -20,9 +21,7 @@ from tswift.jobs.prompt import TextStream
 from tswift.jobs.recorded import JournalState, RunRecord, check_ids, read_record, read_run, read_saved
 from tswift.jobs.start import about_draft, identity, refuse_full_disk, used_options
 from tswift.models.config import refuse_shape
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import load
-from tswift.models.ranks import ALONE, Ranks
+from tswift.models.load import LoadedModel, load
 
 OPTION = "resume"
 # None of them changes a token. Memory may want nodes and budget lower.
@@ -31,7 +30,7 @@ _MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is
 
 
 def resume(
-    path: Path, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str], ranks: Ranks = ALONE
+    path: Path, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str], ranks: Dist = ALONE
 ) -> Job | None:
     """A job that goes on with a run; None if that is finished.
 
@@ -67,7 +66,7 @@ def resume(
 
 
 def _resumed(
-    path: Path, lock: Lock, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str], ranks: Ranks
+    path: Path, lock: Lock, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str], ranks: Dist
 ) -> Job | None:
     run = read_run(path)
     _refuse_broken(run)
@@ -178,7 +177,7 @@ def _stops(run: RunRecord) -> bool:
     return bool(run.record["options"]["stop_at_eos"])
 
 
-def _load(run: RunRecord, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel:
+def _load(run: RunRecord, asked: Mapping[str, Any], ranks: Dist) -> LoadedModel:
     """The run's model, loaded as it was then, and seen to be the same."""
     name = asked.get("model", run.model)
     refuse_shape(name)
@@ -190,7 +189,7 @@ def _load(run: RunRecord, asked: Mapping[str, Any], ranks: Ranks) -> LoadedModel
         attention=run.attention,
         heads=asked.get("heads", run.record["options"]["heads"]),
         quantize=run.quantize,
-        draft=asked.get("draft_model", run.draft),
+        draft_model=asked.get("draft_model", run.draft),
         draft_weights=weights_for([run.method], asked.get("draft_weights", run.draft_weights)),
         ranks=ranks,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tswift.decoding.stats import DecodeStats
+from tswift.distributed import ALONE, Dist
 from tswift.drafting.methods import cut_note
 from tswift.drafting.options import DraftOptions, find_method, used
 from tswift.engine import begin, preflight
@@ -29,9 +30,7 @@ from tswift.jobs.prompt import (
 )
 from tswift.models.devices import gigabytes
 from tswift.models.fingerprint import config_hash, weights_hash
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import load
-from tswift.models.ranks import ALONE, Ranks
+from tswift.models.load import LoadedModel, load
 
 
 def about_draft(model: LoadedModel) -> dict[str, Any] | None:
@@ -45,13 +44,13 @@ _BYTES_PER_TOKEN = 4 + 6  # its id, and its text
 _BYTES_BESIDE = 100_000  # journal and record
 
 
-def start(config: RunConfig, command: Sequence[str], ranks: Ranks = ALONE, text: str | None = None) -> Job:
+def start(config: RunConfig, command: Sequence[str], ranks: Dist = ALONE, text: str | None = None) -> Job:
     """Make the run's folder, load the model: a job ready to run.
 
     Args:
         config: what is asked.
         command: the words of the command line, for ``run.json``.
-        ranks: those that do it together, of which this is the first; the others follow (``tswift.jobs.following``).
+        ranks: those that do it together, of which this is the first; the others follow (``tswift.cli.ranks``).
         text: the prompt, if it was read already.
 
     Raises:

@@ -17,8 +17,7 @@ from tswift.jobs.folder import TOKENS
 from tswift.jobs.prompt import take
 from tswift.jobs.recorded import RunRecord, check_ids, read_tokens
 from tswift.models.config import refuse_shape
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import load
+from tswift.models.load import LoadedModel, load
 from tswift.models.target import Show
 
 

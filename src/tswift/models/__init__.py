@@ -1,0 +1,1 @@
+"""Models: what the user named and cannot be used raises an ``InputError`` of one line, in every function here."""

@@ -1,10 +1,10 @@
-"""A network of transformers made ready to decode: attention chosen and tried, layers compiled, exact passes checked.
+"""A transformers model made ready to decode: attention selected and tried, layers compiled, exact passes checked.
 
-Whatever an architecture does that our attention does not know of shows in a comparison of logits with and without it.
+Logits with and without our attention are compared, which shows whatever an architecture does that it does not.
 
 A product over one row sums in another order than one over forty, so in bfloat16 two candidates that nearly tie swap,
-and texts of different methods part. Passes of one fixed number of rows sum alike (``Target.width``), if nothing in the
-model looks at other rows, or at where a row stands. That is tried once per model, on this machine, as it was loaded.
+and texts of different methods part. Passes of one fixed number of rows sum alike (``Target.width``), unless something
+in the model depends on other rows, or on a row's index. That is tried once per loaded model, on this machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EAGER = "eager"
 
 
 def head_size(config: Any) -> int:
-    """Of a model's keys and values, as its configuration tells it; the usual one where it does not."""
+    """Size of a model's keys and values by its configuration; the usual one where it does not say."""
     text = config.get_text_config()
     size, hidden, heads = (getattr(text, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
     if type(size) is int and size > 0:
@@ -43,7 +43,7 @@ def head_size(config: Any) -> int:
 
 
 def heads_of(config: Any) -> tuple[int, int]:
-    """A model's KV heads and query heads per KV head, as its configuration tells them; one each where it does not."""
+    """KV heads, and query heads per KV head, by a model's configuration; one each where it does not say."""
     text = config.get_text_config()
     heads, kv_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if type(heads) is int and type(kv_heads) is int and heads >= kv_heads > 0 == heads % kv_heads:
@@ -51,33 +51,24 @@ def heads_of(config: Any) -> tuple[int, int]:
     return 1, 1
 
 
-def backend_for(attention: str, dtype: torch.dtype, place: torch.device, config: Any) -> tuple[str, str]:
-    """The attention backend that a name stands for, and what is to be said if it is not the one that should serve here.
+def select_backend(attention: str, dtype: torch.dtype, device: torch.device, config: Any) -> tuple[str, str]:
+    """The attention backend that a name stands for, and a note if it is not the one that should serve here.
 
-    It serves if what it computes of random rows is what sdpa computes.
-
-    Args:
-        attention: the name.
-        dtype: of the model.
-        place: where it will be.
-        config: the model's.
-
-    Raises:
-        InputError: there is no such backend, or the one that is named cannot serve.
+    A backend serves if it computes of random rows what sdpa computes.
     """
     width = head_size(config)
-    backend = choose(attention, dtype, place, width)
-    tried = backend != "sdpa" and (backend == "native" or place.type == "cuda")
-    reason = fails(backend, dtype, place, width, heads_of(config)) if tried else None
+    backend = choose(attention, dtype, device, width)
+    tried = backend != "sdpa" and (backend == "native" or device.type == "cuda")
+    reason = fails(backend, dtype, device, width, heads_of(config)) if tried else None
     if reason is None:
         return backend, ""
     if attention != "auto":
-        raise InputError(reason, "--attention")
+        raise InputError(reason, "attention")
     return "sdpa", reason
 
 
 def compiled(target: Target, note: str) -> str:
-    """Compile the layers where that helps, and say what came of it, as far as passes do not show it later.
+    """Compile the layers where that helps; returns ``compiled``, or ``eager`` and why.
 
     Fusing pays where passes are replayed, on CUDA. On the CPU compiled layers were slower than eager ones: 5.0 ms
     instead of 4.4 for a pass of the bundled model over 8 nodes.
@@ -90,12 +81,12 @@ def compiled(target: Target, note: str) -> str:
             note = f"they have {target.special}"
         return f"{EAGER}, as {note}" if note else EAGER
     reason = target.compile()
-    target.prepare(FullKV(target.kv_shape, 1), 1)  # shows whether graphs can be captured
+    target.prepare(FullKV(target.kv_shape, 1), 1)  # tries whether graphs can be captured
     return "compiled" if reason is None else f"{EAGER}, as they could not be compiled: {reason}"
 
 
 def running(target: Target, words: str) -> str:
-    """How layers run, for records: the result of :func:`compiled`, and what went wrong since then."""
+    """How layers run, for records: the result of :func:`compiled`, and what has failed since then."""
     if target.uncompiled is not None:
         words = f"{words} in part, as the compiler stopped: {target.uncompiled}"
     if target.graphs is not None:
@@ -105,8 +96,8 @@ def running(target: Target, words: str) -> str:
 
 _CPU_WIDTH = 16
 _LEAST_WIDTH = 16
-_HELD = 1_500  # random keys that the passes read: several chunks of every attention
-_OTHERS = (0, 99, 700)
+_HELD = 1_500  # random keys in the cache: several chunks of every attention
+_OTHERS = (0, 99, 700)  # other lengths of the cache
 
 
 class Inexact(Exception):
@@ -114,25 +105,18 @@ class Inexact(Exception):
 
 
 def usual_width(device: torch.device, groups: int) -> int:
-    """Rows of every pass over a text: as many as a draft tree usually has, which cost little more than one.
-
-    Args:
-        device: where the model is.
-        groups: query heads per KV head.
-    """
+    """Rows of every pass over a text: nodes of a usual draft tree, which cost little more than one."""
     return _CPU_WIDTH if device.type == "cpu" else min(MOST_WIDTH, max(_LEAST_WIDTH, ROWS // groups))
 
 
 def exact_by_default(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether passes have a fixed width if nothing is said: where texts of different methods would part without it."""
+    """Whether passes have a fixed width by default: where texts of different methods would part without it."""
     return dtype.itemsize < torch.float32.itemsize or device.type == "cuda"
 
 
 @torch.inference_mode()
 def fingerprint(target: Target) -> str:
-    """Hash of what a model computes on this machine in passes of its fixed width.
-
-    Where the hash is the same, the same text has the same bits.
+    """Hash of what a model computes on this machine in passes of its fixed width: same hash, same bits.
 
     Raises:
         Inexact: a token's bits depend on its place in a pass, on the other nodes, or on whether its ancestors are
@@ -190,7 +174,7 @@ _Rows = tuple[Forwarded, list[int], Callable[[], Forwarded]]  # a pass, rows in 
 
 
 def _compare(target: Target, one: _Rows, other: _Rows, cause: str) -> None:
-    """Refuse rows that should have the same bits and do not, naming the first module where they differ."""
+    """Compare rows that should have the same bits, and name the first module where they differ."""
     logits, hidden = (
         [target.logits(forwarded.hidden)[rows] for forwarded, rows, _ in (one, other)],
         [forwarded.hidden[rows] for forwarded, rows, _ in (one, other)],
@@ -209,13 +193,13 @@ def _compare(target: Target, one: _Rows, other: _Rows, cause: str) -> None:
 
 
 def _outputs(target: Target, run: Callable[[], Forwarded], row: int) -> list[tuple[str, Tensor, Tensor]]:
-    """Of every module with an input and an output per row, in the order in which they end: name, and both of a row."""
-    found: list[tuple[str, Tensor, Tensor]] = []
+    """Name, input and output of one row, for every module that has both per row, in the order of execution."""
+    outputs: list[tuple[str, Tensor, Tensor]] = []
 
     def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, given: Any, out: Any) -> None:
-            if given and all(isinstance(each, Tensor) and each.dim() == 3 for each in (given[0], out)):
-                found.append((name, given[0][0, row].clone(), out[0, row].clone()))
+        def hook(module: nn.Module, inputs: Any, out: Any) -> None:
+            if inputs and all(isinstance(value, Tensor) and value.dim() == 3 for value in (inputs[0], out)):
+                outputs.append((name, inputs[0][0, row].clone(), out[0, row].clone()))
 
         return hook
 
@@ -225,22 +209,16 @@ def _outputs(target: Target, run: Callable[[], Forwarded], row: int) -> list[tup
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return outputs
 
 
 def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
-    """Give the passes of a loaded model their fixed width, if they are to be exact, before its layers are compiled.
-
-    Args:
-        target: the model.
-        attention: the backend in use.
-        exact: whether they are to be; None for what is usual.
+    """Give a model's passes their fixed width, if they are to be exact, before its layers are compiled.
 
     Returns:
         Why they are not although they should be; None if nothing is amiss.
     """
-    wanted = exact_by_default(target.dtype, target.device) if exact is None else exact
-    if not wanted:
+    if not (exact_by_default(target.dtype, target.device) if exact is None else exact):
         return None
     if target.split:
         return "ranks hold the model together"
@@ -253,22 +231,17 @@ def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
 
 
 _TRIED = 24  # tokens that a model is tried with
-_DOUBTED = ("cuda",)  # devices on which nobody may have run a backend's kernels before
+_DOUBTED = ("cuda",)  # devices on which a backend's kernels may never have run before
 
 
 def wrap_model(network: Any, model: str, backend: str, joined: bool | None = None) -> Target:
-    """The model with our attention, once both have been seen to give the same logits.
-
-    Whatever an architecture does that ours does not know of shows here.
+    """The model with our attention, after a check that it gives the logits of transformers' own.
 
     Args:
         network: a causal language model of transformers.
         model: its name.
         backend: a key of :data:`~tswift.attention.backends.BACKENDS`.
         joined: whether linear layers with the same input become one product; None for on CUDA only.
-
-    Raises:
-        InputError: they do not, or there are no finite ones; or its layers want what we cannot do.
     """
     config = network.config.get_text_config()
     count = min(_TRIED, config.max_position_embeddings)
@@ -289,20 +262,20 @@ def wrap_model(network: Any, model: str, backend: str, joined: bool | None = Non
         separate(network)
     except UnsupportedModel as error:
         reason = f"{model} ({network.config.model_type}) has {error}, which tswift cannot serve exactly yet"
-        raise InputError(reason, "--model") from None
+        raise InputError(reason, "model") from None
     apart = (target.logits(ours).double() - wanted).abs().max().item()
     # random weights in 16 bits round worse than trained ones: 0.15 was seen, with the same architecture on both sides
     allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(PREFIX) else 0.25
     if not apart <= allowed * max(wanted.std().item(), 1e-6):
-        raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "--model")
+        raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model")
     return target
 
 
 @torch.inference_mode()
 def try_special(target: Target, backend: str) -> None:
-    """Check a backend's windows, soft caps and sinks against plain products, which take over if it differs.
+    """Check a backend's windows, soft caps and sinks against plain products, on random rows of every kind of layer.
 
-    Every kind of layer is tried, on random rows; why the backend is not trusted is left in ``target.special_fault``.
+    If it differs, ``target.special_fault`` says so, and plain products take over.
     """
     if not (target.special and BACKENDS[backend]().WANTS):
         return
@@ -314,14 +287,14 @@ def try_special(target: Target, backend: str) -> None:
 
 
 def _not_finite(target: Target, model: str, ids: list[int]) -> InputError:
-    found = target.first_broken(ids, FullKV(target.kv_shape, len(ids)))
-    where = f"; the first output that is not finite is that of {found[0]}" if found else ""
+    broken = target.first_broken(ids, FullKV(target.kv_shape, len(ids)))
+    where = f"; the first output that is not finite is that of {broken[0]}" if broken else ""
     reason = f"its weights are broken, or {dtype_name(target.dtype)} is too narrow for it"
-    return InputError(f"{model} gives logits that are NaN or infinite{where}: {reason}", "--model")
+    return InputError(f"{model} gives logits that are NaN or infinite{where}: {reason}", "model")
 
 
 def _tried(target: Target, ids: torch.Tensor) -> torch.Tensor:
-    """``[n, H]`` hidden states of a text: of a chunk first, then of a tree in which wrong tokens stand beside it."""
+    """``[n, H]`` hidden states of a text: its first half as a chunk, the rest in a tree with wrong tokens beside it."""
     kv, half = FullKV(target.kv_shape, 2 * len(ids)), len(ids) // 2
     before = [chunk.hidden for chunk in target.chunks(ids[:half].tolist(), kv)]
     nodes = torch.arange(2 * (len(ids) - half), device=ids.device)

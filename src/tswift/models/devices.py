@@ -1,4 +1,4 @@
-"""The device that a model goes to, its dtype, and how much memory is left there."""
+"""Where a model is computed: its device and dtype, and the free memory there."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ from typing import Any
 
 import torch
 
+from tswift.distributed import Dist
 from tswift.errors import InputError
-from tswift.models.ranks import Ranks
-
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-}
+from tswift.models.config import dtype_name as known_dtype
 
 
-def find_dtype(name: str) -> torch.dtype:
-    """The dtype of a name.
-
-    Raises:
-        InputError: there is none that a model could be run in.
-    """
-    if name not in DTYPES:
-        raise InputError(f"no dtype {name!r}; there are auto, {', '.join(DTYPES)}", "--dtype")
-    return DTYPES[name]
+def find_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype of a name: ``bfloat16``, ``bf16``, ``torch.bfloat16`` and so on; not of ``auto``."""
+    found: torch.dtype = getattr(torch, known_dtype(str(dtype)))
+    return found
 
 
 def own_dtype(config: Any) -> torch.dtype:
-    """The dtype that a model was published in; float32 where its configuration does not say.
+    """The dtype that a model was published in; float32 where its configuration does not say."""
+    return find_dtype(_stated_dtype(config) or torch.float32)
 
-    Raises:
-        InputError: none that a model could be run in.
+
+def _stated_dtype(config: Any) -> str | torch.dtype | None:
+    return getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+
+
+def dtype_note(config: Any, dtype: torch.dtype) -> str:
+    """That a model is loaded in another dtype than its checkpoint states; empty if it is not."""
+    stated = str(_stated_dtype(config) or dtype).removeprefix("torch.")
+    return "" if stated == dtype_name(dtype) else f"checkpoint in {stated}"
+
+
+def dtype_for(dtype: str | torch.dtype, device: torch.device, config: Any, simulated: bool) -> torch.dtype:
+    """The dtype to load a model in.
+
+    Args:
+        dtype: a name; ``auto`` is float32 on the CPU, and the checkpoint's own on CUDA and for random weights.
+        device: where it will be.
+        config: the model's.
+        simulated: whether its weights are random.
     """
-    own = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    return find_dtype(str(own).removeprefix("torch."))
-
-
-def dtype_for(dtype: str, place: torch.device) -> Any:
-    """The dtype of a name on a device; ``auto`` where the checkpoint says which.
-
-    Raises:
-        InputError: there is no such dtype.
-    """
-    if dtype == "auto":
-        return "auto" if place.type == "cuda" else torch.float32
-    return find_dtype(dtype)
+    if dtype != "auto":
+        return find_dtype(dtype)
+    return own_dtype(config) if device.type == "cuda" or simulated else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype."""
+    """The name of a dtype, without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -56,28 +56,28 @@ _ROOT = Path("/")
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that can still be had on a device; None where the system does not say."""
+    """Free memory of a device; None where the system does not say."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's own, to be reused
         return torch.cuda.mem_get_info(device)[0] + held
-    known = [count for count in (_of_system(_ROOT), *_of_groups(_ROOT)) if count is not None]
+    known = [count for count in (_free_of_system(_ROOT), *_free_of_groups(_ROOT)) if count is not None]
     return min(known, default=None)
 
 
-def _of_system(root: Path) -> int | None:
-    """What the machine has left, as its kernel estimates it."""
+def _free_of_system(root: Path) -> int | None:
+    """Free memory of the machine, as its kernel estimates it."""
     sizes = [line.split()[1] for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
     return int(sizes[0]) * 1024 if sizes else None
 
 
-def _of_groups(root: Path) -> list[int | None]:
-    """What the control groups that this process is in, and those around them, have left of their limits.
+def _free_of_groups(root: Path) -> list[int | None]:
+    """What the control groups of this process, and those around them, have left of their limits.
 
     A container or a batch system gives a process less than the machine has, and kills it when it takes more.
     """
-    found = []
+    free = []
     for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, place = line.split(":", 2)
+        _, controllers, group = line.split(":", 2)
         if not controllers:  # version 2
             mount, names, prefix = root / "sys/fs/cgroup", ("memory.max", "memory.current"), ""
         elif "memory" in controllers.split(","):
@@ -85,19 +85,19 @@ def _of_groups(root: Path) -> list[int | None]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        path = PurePosixPath(place.lstrip("/"))
-        found += [_left(mount / group, names, prefix) for group in (path, *path.parents)]
-    return found
+        path = PurePosixPath(group.lstrip("/"))
+        free += [_left(mount / each, names, prefix) for each in (path, *path.parents)]
+    return free
 
 
 def _left(group: Path, names: tuple[str, str], prefix: str) -> int | None:
-    """What a group has left; None if it has no limit. Files in memory make room when they must."""
+    """What a group has left of its limit; None if it has none. The page cache counts as free."""
     limit, used = ("".join(_lines(group / name)) for name in names)
     if not (limit.isdecimal() and used.isdecimal()):
         return None
-    files = (f"{prefix}inactive_file ", f"{prefix}active_file ")
-    room = sum(int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith(files))
-    return max(0, int(limit) - int(used) + room)
+    cached = (f"{prefix}inactive_file ", f"{prefix}active_file ")
+    page_cache = sum(int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith(cached))
+    return max(0, int(limit) - int(used) + page_cache)
 
 
 def _lines(path: Path) -> list[str]:
@@ -121,32 +121,24 @@ def ran_out(error: BaseException) -> bool:
 
 
 def find_device(device: str) -> torch.device:
-    """The device of a name; ``auto`` is CUDA where there is one.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The device of a name; ``auto`` is CUDA where there is one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, ValueError):
-        place = None
-    if place is None or place.type not in ("cpu", "cuda") or (place.type == "cpu" and place.index):
-        raise InputError(f"no device {device!r}; there are auto, cpu, cuda, cuda:0, ...", "--device")
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"PyTorch finds {torch.cuda.device_count()} CUDA devices here, wanted {device}", "--device")
-    return place
+        parsed = None
+    if parsed is None or parsed.type not in ("cpu", "cuda") or (parsed.type == "cpu" and parsed.index):
+        raise InputError(f"no device {device!r}; there are auto, cpu, cuda, cuda:0, ...", "device")
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"PyTorch finds {torch.cuda.device_count()} CUDA devices here, wanted {device}", "device")
+    return parsed
 
 
-def place_for(device: str, ranks: Ranks) -> torch.device:
-    """Where the weights go; a rank has its place already.
-
-    Raises:
-        InputError: there is no such device, or the ranks are on devices of another type.
-    """
+def device_for(device: str, ranks: Dist) -> torch.device:
+    """Where the weights go: a rank has its own device already."""
     if ranks.device is None:
         return find_device(device)
     if device.partition(":")[0] not in ("auto", ranks.device.type):
-        raise InputError(f"the ranks are on {ranks.device.type}, got {device}", "--device")
+        raise InputError(f"the ranks are on {ranks.device.type}, got {device}", "device")
     return ranks.device

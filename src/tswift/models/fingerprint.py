@@ -1,4 +1,4 @@
-"""What tells one network from another."""
+"""Hashes that tell one network, its weights or its configuration from another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-# how a model was loaded, by what, and from where
+# fields about how and from where a model was loaded
 _VOLATILE = {
     "transformers_version",
     "_name_or_path",
@@ -71,15 +71,15 @@ def _sum_of_bits(weight: Tensor) -> int:
 
 
 def weights_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All weights by name, whole and plain: split ones put together, quantised ones as what they are stored in.
+    """All weights by name as plain tensors: split ones gathered, quantised ones as they are stored.
 
-    A checkpoint's buffers count: some quantised layers keep their weights there.
+    Buffers in the checkpoint count: some quantised layers keep their weights there.
     """
     weights = dict(network.named_parameters())
     every = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     weights.update((name, kept) for name, kept in network.state_dict().items() if name not in every)
     for name, weight in weights.items():
-        if isinstance(weight, Tensor):  # not what a module says besides
+        if isinstance(weight, Tensor):  # not a module's extra state
             yield from _plain(name, weight.detach())
 
 

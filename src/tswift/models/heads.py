@@ -1,7 +1,7 @@
-"""Heads: small networks that guess the tokens after the next one from one hidden state of the model.
+"""Heads: small networks that draft the tokens after the next one from one hidden state of the model.
 
-*Refining* heads change one state step by step and share the model's LM head; conditioned ones are told the token
-drafted before. *Medusa's* heads stand side by side, and each has an LM head of its own.
+Chained and conditioned heads refine one state step by step and share the model's LM head; conditioned ones also read
+the token drafted before. Medusa's heads are independent, and each has an LM head of its own.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ FORMAT = "tswift-heads-1"
 
 
 class Heads(nn.Module):
-    """Heads of one kind for a model; head i (from 0) guesses the token i+2 places after the state's own.
+    """Heads of one kind for a model; head i (from 0) drafts the token i+2 places after the state's own.
 
     Args:
         hidden_size: width of the model's hidden states.
-        heads: one by one.
+        heads: their modules.
         raw: whether they start from the state before the model's final norm, not after it.
 
     Attributes:
         kind: name in the heads file.
-        conditioned: whether a head is told the token drafted just before the one it guesses.
+        conditioned: whether a head reads the token drafted just before its own.
         count: number of heads.
-        base: what tells the model that they were made for; None if nobody said.
+        base: fingerprint of the model that they were made for; None if unknown.
     """
 
     kind: str
@@ -43,21 +43,21 @@ class Heads(nn.Module):
         self.heads = nn.ModuleList(heads)
         self.count = len(self.heads)
 
-    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, most: int | None = None) -> Tensor:
-        """States to feed to the LM head: ``[count, ..., H]``.
+    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, count: int | None = None) -> Tensor:
+        """``[count, ..., H]`` states to feed to the LM head.
 
         Args:
             hidden: ``[..., H]``.
-            embeddings: ``[count, ..., H]`` input embeddings of the tokens before those guessed; for conditioned heads.
-            most: how many heads to ask; None for all.
+            embeddings: ``[count, ..., H]`` input embeddings of the tokens before those drafted; for conditioned heads.
+            count: number of heads to run; None for all.
         """
         raise NotImplementedError
 
     def step(self, index: int, hidden: Tensor, embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """One head of a chain.
+        """Run one head of a chain.
 
         Args:
-            index: which one.
+            index: of the head.
             hidden: ``[..., H]`` state of the head before, or of the model for the first.
             embedding: ``[..., H]`` input embedding of the token drafted before; for conditioned heads only.
 
@@ -67,31 +67,35 @@ class Heads(nn.Module):
         raise NotImplementedError
 
     def levels(
-        self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], first: Tensor | None = None, most: int | None = None
+        self,
+        hidden: Tensor,
+        lm_head: Callable[[Tensor], Tensor],
+        first: Tensor | None = None,
+        levels: int | None = None,
     ) -> Tensor:
-        """``[levels, V]`` logits of heads that are told nothing.
+        """``[levels, V]`` logits of heads that read no drafted token.
 
         Args:
-            hidden: ``[H]``, where they start.
+            hidden: ``[H]`` state that they start from.
             lm_head: the model's; called once, as it is large and has to be read.
             first: ``[H]`` state whose logits by the model's LM head come before those of the heads; None for none.
-            most: levels wanted; None for all.
+            levels: how many; None for all.
         """
         before = [] if first is None else [first.unsqueeze(0)]
-        wanted = self.count if most is None else most - len(before)
-        return lm_head(torch.cat([*before, self(hidden, most=wanted)]) if wanted else before[0])
+        count = self.count if levels is None else levels - len(before)
+        return lm_head(torch.cat([*before, self(hidden, count=count)]) if count else before[0])
 
     def about(self) -> dict[str, Any]:
-        """What is needed to rebuild them, for a file."""
+        """What :func:`build` needs to rebuild them, for a file."""
         return {"kind": self.kind, "count": self.count, "hidden_size": self.hidden_size, "raw": self.raw}
 
     def save(self, path: Path, dtype: torch.dtype = torch.bfloat16, base: str | None = None) -> None:
-        """Write the weights and what is needed to rebuild them into one safetensors file.
+        """Write the weights and :meth:`about` into one safetensors file.
 
         Args:
-            path: the file; replaced if it is there.
+            path: the file; replaced if it exists.
             dtype: to write the weights in.
-            base: what tells the model that they were made for. None keeps what is known.
+            base: fingerprint of the model that they were made for; None keeps what is known.
         """
         about = {"format": FORMAT, **self.about()}
         base = self.base if base is None else base
@@ -137,15 +141,10 @@ class ConditionedHead(nn.Module):
 class _RefiningHeads(Heads):
     """A chain of heads over the model's own LM head."""
 
-    def __init__(
-        self,
-        head: type[ChainedHead] | type[ConditionedHead],
-        hidden_size: int,
-        count: int,
-        eps: float,
-        raw: bool,
-    ) -> None:
-        super().__init__(hidden_size, (head(hidden_size, eps) for _ in range(count)), raw)
+    head: type[ChainedHead] | type[ConditionedHead]
+
+    def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5, raw: bool = False) -> None:
+        super().__init__(hidden_size, (self.head(hidden_size, eps) for _ in range(count)), raw)
         self.eps = eps
 
     def step(self, index: int, hidden: Tensor, embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -154,10 +153,10 @@ class _RefiningHeads(Heads):
         hidden = head(hidden, embedding) if self.conditioned else head(hidden)
         return hidden, head.post_layernorm(hidden)  # type: ignore[operator, union-attr]
 
-    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, most: int | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, count: int | None = None) -> Tensor:
         """As :meth:`Heads.forward`."""
         states = []
-        for index in range(self.count if most is None else most):
+        for index in range(self.count if count is None else count):
             hidden, out = self.step(index, hidden, embeddings[index] if embeddings is not None else None)
             states.append(out)
         return torch.stack(states)
@@ -168,24 +167,18 @@ class _RefiningHeads(Heads):
 
 
 class ChainedHeads(_RefiningHeads):
-    """TokenSwift's heads: each refines the state of the one before, and knows nothing of what was drafted."""
+    """TokenSwift's heads: each refines the state of the one before, and reads no drafted token."""
 
-    kind = "chained"
-
-    def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5, raw: bool = False) -> None:
-        super().__init__(ChainedHead, hidden_size, count, eps, raw)
+    kind, head = "chained", ChainedHead
 
 
 class ConditionedHeads(_RefiningHeads):
-    """Heads that are told the token drafted before the one they guess.
+    """Heads that also read the token drafted before theirs.
 
     With shared noise a drafter almost always knows that token, and need not average over what it might have been.
     """
 
-    kind, conditioned = "conditioned", True
-
-    def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5, raw: bool = False) -> None:
-        super().__init__(ConditionedHead, hidden_size, count, eps, raw)
+    kind, conditioned, head = "conditioned", True, ConditionedHead
 
 
 class MedusaHead(nn.Module):
@@ -204,7 +197,7 @@ class MedusaHead(nn.Module):
 
 
 class MedusaHeads(Heads):
-    """Medusa's heads: side by side, with LM heads of their own."""
+    """Medusa's heads: independent of each other, with LM heads of their own."""
 
     kind = "medusa"
 
@@ -212,16 +205,20 @@ class MedusaHeads(Heads):
         super().__init__(hidden_size, (MedusaHead(hidden_size, vocab_size, layers) for _ in range(count)))
         self.vocab_size, self.layers = vocab_size, layers
 
-    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, most: int | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, count: int | None = None) -> Tensor:
         """As :meth:`Heads.forward`; a state is for its head's own LM head."""
-        return torch.stack([head(hidden) for head in self.heads[:most]])
+        return torch.stack([head(hidden) for head in self.heads[:count]])
 
     def levels(
-        self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], first: Tensor | None = None, most: int | None = None
+        self,
+        hidden: Tensor,
+        lm_head: Callable[[Tensor], Tensor],
+        first: Tensor | None = None,
+        levels: int | None = None,
     ) -> Tensor:
         """As :meth:`Heads.levels`."""
         before = [] if first is None else [lm_head(first)]
-        heads = self.heads[: None if most is None else most - len(before)]
+        heads = self.heads[: None if levels is None else levels - len(before)]
         return torch.stack([*before, *(head.lm_head(head(hidden)) for head in heads)])  # type: ignore[operator, union-attr]
 
     def about(self) -> dict[str, Any]:
@@ -230,21 +227,21 @@ class MedusaHeads(Heads):
 
 
 # Those that can be made for any model: they need its LM head and nothing of their own.
-KINDS: dict[str, type[ChainedHeads] | type[ConditionedHeads]] = {
-    kind.kind: kind for kind in (ChainedHeads, ConditionedHeads)
+HEAD_TYPES: dict[str, type[ChainedHeads] | type[ConditionedHeads]] = {
+    heads.kind: heads for heads in (ChainedHeads, ConditionedHeads)
 }
 
 
 def build(about: Mapping[str, Any]) -> Heads:
-    """Heads without weights worth having, from what :meth:`Heads.about` said.
+    """Heads with uninitialised weights, from :meth:`Heads.about`.
 
     Raises:
-        KeyError: something is not said, or there is no such kind.
-        TypeError, ValueError, RuntimeError: what is said is no number, or none that could be.
+        KeyError: something is missing, or there is no such kind.
+        TypeError, ValueError, RuntimeError: a value is of the wrong type, or impossible.
     """
     raw = about.get("raw", False)
     if type(raw) is not bool:
         raise TypeError(f"raw is {raw!r:.40}")
     if about["kind"] == MedusaHeads.kind:
         return MedusaHeads(about["hidden_size"], about["count"], about["vocab_size"], about["layers"])
-    return KINDS[about["kind"]](about["hidden_size"], about["count"], about["eps"], raw)
+    return HEAD_TYPES[about["kind"]](about["hidden_size"], about["count"], about["eps"], raw)

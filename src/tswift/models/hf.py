@@ -1,8 +1,7 @@
 """What tswift reads out of a transformers model: positions, masks, the way to logits, the state before the final norm.
 
-A configuration cannot be trusted to say what a layer attends to, nor can the arguments that its attention is given:
-some models name a sliding window and never use it. What counts is the mask that transformers would have made. So a
-model is surveyed once, by a pass over one token in which it is given the rules of its masks instead of masks.
+Some configurations name a sliding window that the model never uses. What counts is the mask that transformers would
+make. So a model is probed once, by a pass over one token in which it is given the rules of its masks instead of masks.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from tswift.attention.special import AttentionSpec
 
-_MOST = 1 << 24  # beyond what any model was made for
+_MAX_POSITIONS = 1 << 24  # beyond what any model was made for
 
 
 def max_positions(config: Any) -> int:
-    """Most tokens, prompt included, that a model's position encoding was made for.
+    """Maximum tokens, prompt included, that a model's position encoding was made for.
 
     It is ``max_position_embeddings``, except where rotary embeddings are scaled and that was left at what the model was
     trained with, as transformers asks for. A factor of x then serves x times as many positions:
@@ -38,36 +37,36 @@ def max_positions(config: Any) -> int:
         config: of transformers.
     """
     text = config.get_text_config()
-    said: int = text.max_position_embeddings
+    stated: int = text.max_position_embeddings
     rope = getattr(text, "rope_parameters", None) or {}
     kind, factor = rope.get("rope_type"), _number(rope, "factor", 1)
-    original = _number(rope, "original_max_position_embeddings", said)
+    original = _number(rope, "original_max_position_embeddings", stated)
     if kind == "linear":
-        served = said * factor
+        served = stated * factor
     elif kind == "yarn":
-        served = max(said, original * factor)
-    elif kind == "llama3" and said <= original:
+        served = max(stated, original * factor)
+    elif kind == "llama3" and stated <= original:
         served = original * factor
     else:
-        served = said
-    return int(min(served, _MOST))
+        served = stated
+    return int(min(served, _MAX_POSITIONS))
 
 
-def _number(rope: Mapping[str, Any], name: str, otherwise: float) -> float:
+def _number(rope: Mapping[str, Any], name: str, default: float) -> float:
     value = rope.get(name)
-    return value if isinstance(value, int | float) and value >= 1 else otherwise
+    return value if isinstance(value, int | float) and value >= 1 else default
 
 
-ATTENTION, _SURVEY = "tswift", "tswift-survey"
+ATTENTION, _PROBE = "tswift", "tswift-probe"
 
-# Said to every attention function, and of no consequence here.
-_IDLE = frozenset(
+# arguments that every attention function is given, and that make no difference here
+_IGNORED = frozenset(
     {"dropout", "is_causal", "output_attentions", "position_ids", "use_cache", "sliding_window", "softcap", "s_aux"}
 )
 
 
 class UnsupportedModel(ValueError):
-    """A model whose layers want what the attention cannot do; the message says what it is, as in "it has ..."."""
+    """A model whose layers need what the attention cannot do; the message completes "it has ..."."""
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, tswift=None, **kwargs):  # type: ignore[no-untyped-def]
@@ -77,25 +76,25 @@ def _attention(module, query, key, value, attention_mask, scaling=None, tswift=N
     return out.transpose(0, 1).contiguous().unsqueeze(0), None
 
 
-# No mask function goes by this name, so transformers builds no mask: the ancestors say all there is to say. Compilers
-# leave it alone: it calls kernels of its own.
+# No mask function has this name, so transformers builds no mask: ancestors take its place. It calls kernels of its own,
+# which compilers must leave alone.
 AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """Stands in for a mask: a function of batch, head, and the indices of query and key."""
+    """Takes the place of a mask: a function of batch, head, and the indices of query and key."""
 
     sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class AttentionProbe:
-    """What the layers of a model ask of their attention.
+    """What the layers of a model need of their attention.
 
     Attributes:
-        heads: ``(query heads, KV heads, head size)``, which all layers share; this rank's own of a model that is split.
-        dtype, device: of what the attention is given, whatever the weights are stored in.
-        wants: by layer, what it wants besides softmax over scaled products with all that came before.
+        heads: ``(query heads, KV heads, head size)``, the same in all layers; of a split model, this rank's.
+        dtype, device: of the attention's inputs, whatever the weights are stored in.
+        wants: by layer, what it needs besides plain causal softmax attention.
     """
 
     def __init__(self, positions: int, device: torch.device) -> None:
@@ -107,28 +106,25 @@ class AttentionProbe:
 
     @property
     def special(self) -> str:
-        """What the layers want, in words; empty for nothing."""
+        """What the layers need, in words; empty for nothing."""
         windows = sorted({wants.window for wants in self.wants if wants.window is not None})
         words = [f"sliding windows of {', '.join(f'{window:,}' for window in windows)} tokens"] if windows else []
         words += ["soft-capped scores"] if any(wants.softcap is not None for wants in self.wants) else []
         words += ["attention sinks"] if any(wants.sinks is not None for wants in self.wants) else []
         return " and ".join(words)
 
-    def note(self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: _Rule | None, asked: Any) -> Tensor:
-        """Take notice of a layer; the token attends to itself alone.
+    def note(self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: _Rule | None, more: Any) -> Tensor:
+        """Record a layer's needs, and return ``[query heads, 1, d]``: the token attends to itself alone.
 
         Args:
             index: of the layer.
             query: ``[query heads, 1, d]``.
             key, value: ``[kv heads, 1, d]``.
             mask: the rule of its mask; None for plain causality.
-            asked: the other arguments of its attention.
-
-        Returns:
-            ``[query heads, 1, d]``.
+            more: the other arguments of its attention.
         """
-        for name, argument in asked.items():
-            if argument is not None and name not in _IDLE:
+        for name, argument in more.items():
+            if argument is not None and name not in _IGNORED:
                 raise UnsupportedModel(f"attention with {name}")
         if index != len(self.wants):
             raise UnsupportedModel("layers that call their attention twice or out of order")
@@ -136,7 +132,7 @@ class AttentionProbe:
         if value.shape != key.shape or heads != (self.heads if index else heads):
             raise UnsupportedModel("heads of several sizes")
         self.heads, self.dtype, self.device = heads, key.dtype, key.device
-        self.wants.append(AttentionSpec(self._window(mask), asked.get("softcap"), asked.get("s_aux")))
+        self.wants.append(AttentionSpec(self._window(mask), more.get("softcap"), more.get("s_aux")))
         return value.repeat_interleave(len(query) // len(value), dim=0)
 
     def _window(self, mask: _Rule | None) -> int | None:
@@ -145,10 +141,10 @@ class AttentionProbe:
         if not isinstance(mask, _Rule):
             raise UnsupportedModel("masks of its own")
         if id(mask) not in self._windows:
-            self._windows[id(mask)] = (mask, self._measured(mask))
+            self._windows[id(mask)] = (mask, self._measure(mask))
         return self._windows[id(mask)][1]
 
-    def _measured(self, rule: _Rule) -> int | None:
+    def _measure(self, rule: _Rule) -> int | None:
         """The window of a rule; None if every token sees all before it."""
         keys, zero = self._keys, self._keys.new_zeros(())
         last = len(keys) - 1
@@ -173,39 +169,39 @@ def _rule(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> _R
     return _Rule(mask_function)
 
 
-AttentionInterface.register(_SURVEY, _note)
-AttentionMaskInterface.register(_SURVEY, _rule)
+AttentionInterface.register(_PROBE, _note)
+AttentionMaskInterface.register(_PROBE, _rule)
 
 
 @torch.inference_mode()
 def probe_attention(model: PreTrainedModel) -> AttentionProbe:
-    """What the layers of a model ask of their attention, which is replaced by ours.
+    """What the layers of a model need of their attention, which is replaced by ours.
 
     Raises:
-        UnsupportedModel: something that cannot be done.
+        UnsupportedModel: it cannot be replaced, or not with what they need.
     """
     config = model.config.get_text_config()
     device = model.get_input_embeddings().weight.device
-    seen = AttentionProbe(max_positions(config), device)
-    model.set_attn_implementation(_SURVEY)
-    if config._attn_implementation != _SURVEY:
+    probe = AttentionProbe(max_positions(config), device)
+    model.set_attn_implementation(_PROBE)
+    if config._attn_implementation != _PROBE:
         raise UnsupportedModel("attention that cannot be replaced")
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     try:
-        model.get_decoder()(input_ids=zero, position_ids=zero, use_cache=False, tswift=seen)
+        model.get_decoder()(input_ids=zero, position_ids=zero, use_cache=False, tswift=probe)
     except (AttributeError, TypeError) as error:  # it did something with a mask, or is no decoder
         raise UnsupportedModel(f"parts that do not bear their attention being replaced ({error})") from None
     model.set_attn_implementation(ATTENTION)
-    if not seen.wants:
+    if not probe.wants:
         raise UnsupportedModel("attention that cannot be replaced")
-    return seen
+    return probe
 
 
 def output_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """What turns ``[..., H]`` last hidden states into ``[..., V]`` logits, in the model's dtype.
+    """A function from ``[..., H]`` last hidden states to ``[..., V]`` logits, in the model's dtype.
 
-    What a configuration says is known of: ``logit_scale`` (Cohere), ``logits_scaling`` (Granite) and
-    ``final_logit_softcapping`` (Gemma). Whoever loads a model compares its logits, so no other rule goes unnoticed.
+    Known rules beyond the LM head are ``logit_scale`` (Cohere), ``logits_scaling`` (Granite) and
+    ``final_logit_softcapping`` (Gemma); any other shows when logits are compared at loading.
     """
     lm_head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
     rule = _logit_rule(model.config.get_text_config())
@@ -229,7 +225,7 @@ _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
 
 class PreNormHook:
-    """Catches what goes into a decoder's final norm.
+    """Catches the input of a decoder's final norm.
 
     Args:
         decoder: as ``get_decoder()`` gives it.
@@ -238,11 +234,11 @@ class PreNormHook:
         norm: the final norm.
 
     Raises:
-        UnsupportedModel: it has no final norm that is known of.
+        UnsupportedModel: it has no final norm of a known name.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
-        norm = next((found for name in _NORMS if (found := getattr(decoder, name, None)) is not None), None)
+        norm = next((norm for name in _NORMS if (norm := getattr(decoder, name, None)) is not None), None)
         if norm is None:
             raise UnsupportedModel("no final norm that tswift knows of")
         self.norm: nn.Module = norm
@@ -255,29 +251,29 @@ class PreNormHook:
         caught, self._caught = self._caught[0], None
         return caught
 
-    def _catch(self, module: nn.Module, given: tuple[Any, ...]) -> None:
-        self._caught = given[0]
+    def _catch(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._caught = inputs[0]
 
 
 def first_broken(model: PreTrainedModel, nodes: int, run: Callable[[], object]) -> tuple[str, int] | None:
-    """Watch a pass for the first output with NaN or infinity, of embeddings, layers, final norm and LM head.
+    """The first output of a pass with NaN or infinity, of embeddings, layers, final norm and LM head.
 
     Args:
         model: a causal language model.
-        nodes: how many the pass has.
+        nodes: number of nodes of the pass.
         run: runs it, LM head included.
 
     Returns:
-        The name of the module whose output it is, and the first node where; None if all are finite.
+        The name of the module whose output it is, and the first such node; None if all are finite.
     """
     names = {module: name for name, module in model.named_modules()}
-    found: list[tuple[str, int]] = []
+    broken: list[tuple[str, int]] = []
 
-    def look(module: nn.Module, given: object, out: Any) -> None:
+    def look(module: nn.Module, inputs: object, out: Any) -> None:
         first = out[0] if isinstance(out, tuple) else out
-        broken = (~first.reshape(nodes, -1).isfinite().all(-1)).nonzero()
-        if len(broken):
-            found.append((names[module], int(broken[0])))
+        rows = (~first.reshape(nodes, -1).isfinite().all(-1)).nonzero()
+        if len(rows):
+            broken.append((names[module], int(rows[0])))
 
     parts = [model.get_output_embeddings()]
     for part in model.get_decoder().children():
@@ -288,4 +284,4 @@ def first_broken(model: PreTrainedModel, nodes: int, run: Callable[[], object]) 
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0] if found else None
+    return broken[0] if broken else None

@@ -1,4 +1,4 @@
-"""Linear layers made faster: by oneDNN on the CPU, and those with the same input as one product.
+"""Linear layers made faster: by oneDNN on the CPU, and as one product for layers with the same input.
 
 A decode pass has one row, or as many as a draft tree has nodes. On the CPU, oneDNN multiplies a few rows faster than
 PyTorch's default. Measured on an AMD EPYC with two threads, 256 to 1,024 features in float32: one row 43 us instead of
@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_LEAST = {4: 1 << 17, 2: 1 << 14}  # weights of a layer, by bytes of one; below, the call costs more than it saves
-_ROWS = 8  # that weights are put in order for
+_MIN_WEIGHTS = {4: 1 << 17, 2: 1 << 14}  # of a layer, by bytes of one; below, the call costs more than it saves
+_ROWS = 8  # of the products that weights are reordered for
 _FLOAT = torch.float32.itemsize
-_MOST_COPIED = 1 << 30  # bytes of a network's weights; above, memory is worth more than time
+_MAX_COPIED = 1 << 30  # bytes of a network's weights; above, memory is worth more than time
 
 
 class OneDNNLinear(nn.Linear):
-    """A linear layer whose weights are frozen, and may be held a second time: in float32, in oneDNN's own order."""
+    """A linear layer with frozen weights, and perhaps a second copy of them: in float32, in oneDNN's own order."""
 
     ordered: Tensor | None  # not of the layer's state
     added: Tensor | None  # the bias in float32
@@ -45,7 +45,7 @@ class OneDNNLinear(nn.Linear):
         return torch.ops.mkldnn._linear_pointwise(input.float(), weight, self.added, "none", [], "").to(input.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the second copy: what is made of this layer may change its weights."""
+        """State without the second copy: a copy of this layer may change its weights."""
         return {name: value for name, value in self.__dict__.items() if name not in OneDNNLinear.__annotations__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def use_onednn(network: nn.Module) -> None:
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
         return
     layers = [module for module in network.modules() if type(module) is nn.Linear and _fits(module.weight)]
-    copied = sum(layer.weight.numel() for layer in layers) * _FLOAT <= _MOST_COPIED
+    copied = sum(layer.weight.numel() for layer in layers) * _FLOAT <= _MAX_COPIED
     for layer in layers:
         if not copied and layer.weight.dtype != torch.float32:
             continue
@@ -77,19 +77,19 @@ def use_onednn(network: nn.Module) -> None:
 
 
 def slow(network: nn.Module) -> None:
-    """Make linear layers PyTorch's own again, for their weights to be changed."""
+    """Make linear layers PyTorch's own again, so that their weights can be changed."""
     for module in [module for module in network.modules() if type(module) is OneDNNLinear]:
         module.__class__ = nn.Linear  # type: ignore[assignment]
         del module.__dict__["ordered"], module.__dict__["added"]
 
 
-def copied(network: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of the weights that :func:`use_onednn` would copy of a network, were it so loaded; at most."""
+def copied_bytes(network: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that :func:`use_onednn` would take for a second copy of a network's weights, at most."""
     if dtype not in _converted() or device.type != "cpu":
         return 0
     sizes = [layer.weight.numel() for layer in network.modules() if type(layer) is nn.Linear]
-    size = sum(size for size in sizes if size >= _LEAST[dtype.itemsize]) * _FLOAT
-    return size if size <= _MOST_COPIED else 0
+    size = sum(size for size in sizes if size >= _MIN_WEIGHTS[dtype.itemsize]) * _FLOAT
+    return size if size <= _MAX_COPIED else 0
 
 
 def _converted() -> set[torch.dtype]:
@@ -107,7 +107,7 @@ def _has_float16() -> bool:
 
 def _fits(weight: Tensor) -> bool:
     plain = type(weight) is nn.Parameter and weight.dtype in _converted() and weight.device.type == "cpu"
-    return plain and weight.numel() >= _LEAST[weight.dtype.itemsize]
+    return plain and weight.numel() >= _MIN_WEIGHTS[weight.dtype.itemsize]
 
 
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in the order in which they are called
@@ -151,7 +151,7 @@ class JoinedLinear(nn.Linear):
 
 @torch.no_grad()
 def join(network: nn.Module) -> None:
-    """Let linear layers of a network that are given the same input be computed as one product; weights are frozen.
+    """Compute linear layers with the same input as one product; weights are frozen.
 
     No weight is held twice: the layers' own become views of the joined ones. Layers whose weights are quantised, split
     over ranks or shared with others, and those with hooks, are left alone.
@@ -168,7 +168,7 @@ def join(network: nn.Module) -> None:
 
 
 def separate(network: nn.Module) -> None:
-    """After a pass: have layers computed one by one again where one was not called after the first of its group."""
+    """After a trial pass: undo groups in which a layer was not called right after the first one."""
     for layer in network.modules():
         if isinstance(layer, JoinedLinear) and layer.handed is not None:
             layer.group[0].product = layer.handed = None

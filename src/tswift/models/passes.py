@@ -1,4 +1,4 @@
-"""Passes over the model: what the attention function needs while one is under way, and passes that can be replayed.
+"""Passes over the model: their state, their results, and static passes that are replayed as CUDA graphs.
 
 A GPU runs the kernels of a pass faster than a host can launch them. A static pass keeps all that it reads and writes
 in place and takes the cache's length from the device, so that one CUDA graph of it serves a whole decode.
@@ -24,13 +24,13 @@ from tswift.kv.buffer import KVBuffer
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds of a pass, linear in the keys, and between the numbers of nodes that are known.
+    """Seconds of a pass: linear in the keys, and piecewise linear in the nodes.
 
     Attributes:
-        nodes: numbers of nodes, rising; the first is 1.
-        base: seconds of a pass over so many nodes and no keys.
+        nodes: measured numbers of nodes, rising; the first is 1.
+        base: seconds of a pass over each number of nodes without keys.
         per_key: seconds more for every key.
-        level: seconds of one level of heads, ranking included.
+        level: seconds of one level of heads, top-k included.
     """
 
     nodes: tuple[int, ...]
@@ -40,7 +40,7 @@ class PassCosts:
 
     @property
     def sound(self) -> bool:
-        """Whether these can be the costs of anything."""
+        """Whether these are possible costs."""
         count = len(self.nodes)
         figures = (*self.base, *self.per_key, self.level)
         return (
@@ -52,8 +52,7 @@ class PassCosts:
         )
 
     def seconds(self, nodes: int, keys: int) -> float:
-        """Of a pass over ``nodes`` nodes, each of which attends to ``keys`` keys; beyond the largest number it grows
-        as between the last two."""
+        """Seconds of a pass over ``nodes`` nodes that each attend to ``keys`` keys, extrapolated beyond the last."""
         right = min(max(bisect_left(self.nodes, nodes), 1), len(self.nodes) - 1)
         lower, upper = self.nodes[right - 1], self.nodes[right]
         share = (nodes - lower) / (upper - lower)
@@ -61,7 +60,7 @@ class PassCosts:
         return first + share * (second - first)
 
     def node(self, keys: int) -> float:
-        """Of one node more, in a tree of usual size."""
+        """Seconds of one node more, in a tree of usual size."""
         return (self.seconds(16, keys) - self.seconds(8, keys)) / 8
 
 
@@ -88,9 +87,9 @@ class Pass:
     Attributes:
         write: puts a layer's new keys and values ``[kv heads, n, d]`` into the cache; returns what to attend to.
         attend: the attention.
-        special: the attention of layers that want something; None for a model that has no such layers.
-        nodes: how many the pass has.
-        rows: how many it is filled up to; the fillers are not attended to, and nothing of them is kept.
+        special: the attention of layers with windows, soft caps or sinks; None for a model without such layers.
+        nodes: number of nodes.
+        rows: number that it is padded to; nothing attends to the padding, and nothing of it is kept.
         queries: of the layers so far, ``[query heads, n, d]``, rotated.
     """
 
@@ -125,12 +124,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class Forwarded:
-    """What a pass yields.
+    """Result of a pass.
 
     Attributes:
         hidden: ``[n, H]`` last hidden states, after the final norm.
         queries: per layer ``[query heads, >= n, head_dim]``, rotated; good until the next prepared pass over any cache.
-        raw: ``[n, H]``, before the final norm; None where nobody asked for it.
+        raw: ``[n, H]``, before the final norm; None unless the target has a hook for it.
     """
 
     hidden: Tensor
@@ -155,19 +154,19 @@ Capture = Callable[[Callable[[], Forwarded]], Callable[[], Forwarded]]
 
 
 def sizes(limit: int) -> list[int]:
-    """The numbers of nodes for which passes are prepared, so that trees of up to ``limit`` nodes find one."""
+    """The numbers of nodes for which static passes are prepared, for trees of up to ``limit`` nodes."""
     return [size for size in _SIZES if size < limit] + [limit]
 
 
 @dataclass
 class Graphs:
-    """What the CUDA graphs of a model share.
+    """State that the CUDA graphs of a model share.
 
     Attributes:
         device: where they run.
         pool: of their memory.
-        stream: on which they are made; a library keeps memory for every stream that it has seen.
-        failure: why they cannot be made here; empty as long as they can.
+        stream: for captures; one for all, as libraries keep memory for every stream that they have seen.
+        failure: why they cannot be captured here; empty as long as they can.
     """
 
     device: torch.device
@@ -182,11 +181,11 @@ class Graphs:
             return cls(device, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
-        """A program as a graph that can be replayed; the program itself where that fails, with the reason kept.
+        """A program as a graph that can be replayed; the program itself where that fails, for a reason in ``failure``.
 
         Args:
-            run: reads and writes tensors that stay in place. It is run once for real before the capture, so what that
-                changes has to be scratch. What it returns is written anew by every replay.
+            run: reads and writes tensors that stay in place. It is run once before the capture, so what that changes
+                must be scratch. What it returns is overwritten by every replay.
         """
         if self.failure:
             return run
@@ -213,13 +212,13 @@ class Graphs:
 
 
 class StaticPass:
-    """A pass over one cache for trees of up to ``nodes`` nodes; smaller ones are filled up with nodes by themselves.
+    """A pass over one cache for trees of up to ``nodes`` nodes; smaller ones are padded with separate nodes.
 
     Args:
         compute: :meth:`tswift.models.target.Target.compute_static`.
         capture: :meth:`tswift.models.target.Target.capture`.
-        kv: the cache; there is room for ``nodes`` behind its length.
-        nodes: how many.
+        kv: the cache, with room for ``nodes`` after its length.
+        nodes: the maximum.
     """
 
     def __init__(self, compute: Compute, capture: Capture, kv: KVBuffer, nodes: int) -> None:

@@ -1,7 +1,4 @@
-"""Weights of fewer bits: what a checkpoint says of its own, and what torchao makes of others while they are loaded.
-
-Also a copy of a loaded model with weights of fewer bits, for its drafting passes to run on.
-"""
+"""Quantised weights: by the checkpoint itself, by torchao while loading, or in a copy for drafting passes only."""
 
 from __future__ import annotations
 
@@ -15,15 +12,13 @@ from transformers import PreTrainedModel
 from tswift.errors import InputError
 from tswift.models.linear import slow
 
-OPTION, DRAFT_OPTION = "--quantize", "--draft-weights"
-BITS = {"int8": 8, "fp8": 8, "int4": 4}  # of a weight, by kind; its scales apart
-KINDS = tuple(BITS)
+BITS = {"int8": 8, "fp8": 8, "int4": 4}  # of a weight, by kind, without its scale
 _GROUP = 128  # weights of a row that share a scale, in int4
-_TILE = 1024, 8  # inputs and outputs that int4 weights are filled up to a multiple of
+_TILE = 1024, 8  # inputs and outputs of int4 weights are padded to multiples of these
 
 
 def own_quantization(config: Any) -> str | None:
-    """By what method a checkpoint's weights are quantised already; None if they are not."""
+    """Name of the method by which a checkpoint's weights are quantised; None if they are not."""
     own = getattr(config, "quantization_config", None)
     if own is None:
         return None
@@ -31,19 +26,9 @@ def own_quantization(config: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def quantizer(kind: str, config: Any, place: torch.device, dtype: torch.dtype) -> Any:
-    """What ``from_pretrained`` has to be told to quantise the weights of linear layers, all but the LM head's.
-
-    Args:
-        kind: one of ``KINDS``.
-        config: the model's.
-        place: where it will run.
-        dtype: what it will compute in.
-
-    Raises:
-        InputError: no such kind, none for this model, device or dtype, or torchao is not installed.
-    """
-    how = weight_only(kind, config, place, dtype)
+def quantizer(kind: str, config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The ``quantization_config`` with which ``from_pretrained`` quantises linear layers, all but the LM head."""
+    how = weight_only(kind, config, device, dtype)
     from transformers import TorchAoConfig
 
     return TorchAoConfig(how)
@@ -53,16 +38,9 @@ def cheaper_copy(network: PreTrainedModel, kind: str) -> PreTrainedModel:
     """A copy of a model in which the weights of the decoder's linear layers are quantised.
 
     It shares all else with the model, the embeddings and the LM head among them: nothing else takes memory twice.
-
-    Args:
-        network: the model, whole.
-        kind: one of ``KINDS``.
-
-    Raises:
-        InputError: as :func:`quantizer`.
     """
-    place, dtype = network.get_input_embeddings().weight.device, network.dtype
-    how = weight_only(kind, network.config, place, dtype, DRAFT_OPTION)
+    device, dtype = network.get_input_embeddings().weight.device, network.dtype
+    how = weight_only(kind, network.config, device, dtype, "draft_weights")
     from torchao.quantization import quantize_
 
     whole = network.get_input_embeddings(), network.get_output_embeddings()
@@ -75,8 +53,8 @@ def cheaper_copy(network: PreTrainedModel, kind: str) -> PreTrainedModel:
     return twin
 
 
-def copied_bytes(network: PreTrainedModel, kind: str) -> int:
-    """Bytes that :func:`cheaper_copy` takes beside the model, of which the weights' shapes are looked at alone."""
+def copy_bytes(network: PreTrainedModel, kind: str) -> int:
+    """Bytes that :func:`cheaper_copy` takes beside the model, by the shapes of its weights."""
     count = 0
     for layer in network.get_decoder().modules():
         if isinstance(layer, nn.Linear):
@@ -90,25 +68,21 @@ def copied_bytes(network: PreTrainedModel, kind: str) -> int:
     return count
 
 
-def weight_only(kind: str, config: Any, place: torch.device, dtype: torch.dtype, option: str = OPTION) -> Any:
-    """What torchao has to be told; arguments and errors as for :func:`quantizer`.
-
-    Args:
-        option: the one that asks for it, for errors.
-    """
-    if kind not in KINDS:
-        raise InputError(f"no {kind!r}; there are {', '.join(KINDS)}", option)
+def weight_only(kind: str, config: Any, device: torch.device, dtype: torch.dtype, field: str = "quantize") -> Any:
+    """The torchao configuration of a kind; arguments and errors as for :func:`quantizer`."""
+    if kind not in BITS:
+        raise InputError(f"no {kind!r}; there are {', '.join(BITS)}", field)
     own = own_quantization(config)
     if own is not None:
-        raise InputError(f"the model's weights are quantised already ({own})", option)
+        raise InputError(f"the model's weights are quantised already ({own})", field)
     if dtype == torch.float64:
-        raise InputError("works in float32, bfloat16 and float16, not in float64", option)
-    if kind == "int4" and (place.type != "cuda" or dtype != torch.bfloat16):
-        raise InputError("int4 needs a CUDA device and bfloat16", option)
+        raise InputError("works in float32, bfloat16 and float16, not in float64", field)
+    if kind == "int4" and (device.type != "cuda" or dtype != torch.bfloat16):
+        raise InputError("int4 needs a CUDA device and bfloat16", field)
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
     except ImportError:
-        raise InputError("needs torchao: pip install 'tswift[quantize]'", option) from None
+        raise InputError("needs torchao: pip install 'tswift[quantize]'", field) from None
     # settings of the whole process are not torchao's to change: the model's own passes go by them
     alone = {"set_inductor_config": False}
     if kind == "int8":

@@ -12,116 +12,71 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 from transformers.initialization import no_init_weights
 
-from tswift.errors import InputError
+from tswift.errors import InputError, did_you_mean
+from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import available_bytes, dtype_name, gigabytes
-from tswift.models.heads import KINDS, Heads
+from tswift.models.heads import HEAD_TYPES, Heads
 
-PREFIX = "shape:"  # before a name, where a model is asked for
-_POSITIONS = 131_072
+PREFIX = SHAPE_PREFIX
 
-# What the three models of Qwen2.5 have in common. Their base models are published with 128K positions and no scaling of
-# the rotary embeddings, and that is what the paper's 100K tokens need.
+
+def _shape(
+    make: type[Any], vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any
+) -> Any:
+    """A configuration of transformers; every shape has 131,072 positions and bfloat16 weights."""
+    return make(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=131_072,
+        dtype="bfloat16",
+        **{"tie_word_embeddings": False, **more},
+    )
+
+
+# Qwen2.5's base models are published with 128K positions and no scaling of the rotary embeddings.
 _QWEN: dict[str, Any] = {
-    "max_position_embeddings": _POSITIONS,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-    "use_sliding_window": False,
-    "bos_token_id": 151_643,
-    "eos_token_id": 151_643,
-    "dtype": "bfloat16",
+    **{"rms_norm_eps": 1e-6, "use_sliding_window": False, "bos_token_id": 151_643, "eos_token_id": 151_643},
+}
+_LLAMA3: dict[str, Any] = {
+    "rope_parameters": {
+        **{"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "original_max_position_embeddings": 8192},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+    **{"rms_norm_eps": 1e-5, "bos_token_id": 128_000, "eos_token_id": 128_001},
+}
+_YARN: dict[str, Any] = {
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    },
+    **{"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
 }
 
 # The models of the paper's tables 3 and 4, as their authors published them.
 SHAPES: dict[str, Any] = {
-    "llama3.1-8b": LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=_POSITIONS,
-        rms_norm_eps=1e-5,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        tie_word_embeddings=False,
-        bos_token_id=128_000,
-        eos_token_id=128_001,
-        dtype="bfloat16",
-    ),
-    "yarn-llama2-7b-128k": LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=4096,
-        intermediate_size=11_008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        max_position_embeddings=_POSITIONS,
-        rms_norm_eps=1e-5,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10_000.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-        },
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        dtype="bfloat16",
-    ),
-    "qwen2.5-1.5b": Qwen2Config(
-        vocab_size=151_936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        **_QWEN,
-    ),
-    "qwen2.5-7b": Qwen2Config(
-        vocab_size=152_064,
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        **_QWEN,
-    ),
-    "qwen2.5-14b": Qwen2Config(
-        vocab_size=152_064,
-        hidden_size=5120,
-        intermediate_size=13_824,
-        num_hidden_layers=48,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        **_QWEN,
-    ),
+    "llama3.1-8b": _shape(LlamaConfig, 128_256, 4096, 14_336, 32, 32, 8, **_LLAMA3),
+    "yarn-llama2-7b-128k": _shape(LlamaConfig, 32_000, 4096, 11_008, 32, 32, 32, **_YARN),
+    "qwen2.5-1.5b": _shape(Qwen2Config, 151_936, 1536, 8960, 28, 12, 2, **_QWEN, tie_word_embeddings=True),
+    "qwen2.5-7b": _shape(Qwen2Config, 152_064, 3584, 18_944, 28, 28, 4, **_QWEN),
+    "qwen2.5-14b": _shape(Qwen2Config, 152_064, 5120, 13_824, 48, 40, 8, **{**_QWEN, "rms_norm_eps": 1e-5}),
 }
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides the cost of a pass over a model.
+    """The sizes that decide the cost of a pass over a model.
 
     Attributes:
-        parameters: all of them.
-        read: those that a pass reads: all but the input embeddings, of which it looks up a few rows. Where the LM head
-            is tied to them, they are read as the LM head.
+        parameters: number of all weights.
+        read: weights that a pass reads: all but the input embeddings, unless the LM head is tied to them.
         hidden_size: width of the hidden states.
         layers, query_heads, kv_heads, head_dim: of the attention.
         itemsize: bytes of a weight, and of an element of the KV cache.
-        lm_head: parameters of the LM head, which are among those read.
+        lm_head: weights of the LM head, which are among those read.
     """
 
     parameters: int
@@ -145,70 +100,45 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
 
     def spared_bytes(self, bits: int) -> int:
-        """How many fewer a pass reads if weights take so many bits, all but the LM head's; no scales are counted."""
+        """Bytes saved per pass if all weights but the LM head's take ``bits`` bits; scales are not counted."""
         return (self.read - self.lm_head) * (8 * self.itemsize - bits) // 8
 
     def flops(self, context: Any) -> Any:
-        """Operations of one node that attends to ``context`` tokens, or to each of an array of them.
+        """Operations of one node that attends to ``context`` tokens (a number or an array).
 
-        Two for each weight, and four for each element of a query head and each token: a product and a sum, once with
-        the key and once with the value.
+        Two per weight; four per element of a query head and token: multiply and add, with key and with value.
         """
         return 2 * self.read + 4 * context * self.query_heads * self.head_dim * self.layers
 
 
 def shape_config(model: str) -> Any:
-    """The configuration of ``shape:NAME``, to be had and to be changed.
-
-    Raises:
-        InputError: there is no such shape.
-    """
+    """The configuration of ``shape:NAME``, a copy that may be changed."""
     name = model.removeprefix(PREFIX)
     if name not in SHAPES:
-        raise InputError(f"no shape {name!r}; there are {', '.join(SHAPES)}", "--model")
+        raise InputError(f"no shape {name!r}; there are {', '.join(SHAPES)}{did_you_mean(name, SHAPES)}", "model")
     return deepcopy(SHAPES[name])
 
 
-def refuse_shape(model: str) -> None:
-    """Refuse ``shape:NAME`` where a text is wanted.
-
-    Raises:
-        InputError: it is one.
-    """
-    if model.startswith(PREFIX):
-        reason = "has random weights: its text says nothing; tswift bench times it, tswift roofline counts it"
-        raise InputError(f"{model} {reason}", "--model")
-
-
 def skeleton(config: Any) -> PreTrainedModel:
-    """The model of a configuration with shapes alone: no memory is taken, and no weight is there."""
+    """The model of a configuration on the meta device: shapes without weights, no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
 
 
 def routed(config: Any) -> bool:
-    """Whether a pass reads some of the weights only: experts, chosen for each token."""
+    """Whether a model is a mixture of experts, of which a pass reads only some."""
     text = config.get_text_config()
     return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def refuse_routed(config: Any, model: str) -> None:
-    """Refuse a model whose passes choose what they read.
-
-    Raises:
-        InputError: it is one.
-    """
+    """Refuse a mixture of experts: no shape tells which weights a pass reads."""
     if routed(config):
-        raise InputError(f"{model} reads only some of its experts in a pass; which, no shape can tell", "--model")
+        raise InputError(f"{model} reads only some of its experts in a pass; which, no shape can tell", "model")
 
 
 def shape_of(network: PreTrainedModel, itemsize: int) -> Shape:
-    """The shape of a model, with weights or without.
-
-    Args:
-        network: not :func:`routed`.
-        itemsize: bytes of a weight.
-    """
+    """The shape of a model, which may be on the meta device."""
     config = network.config.get_text_config()
     embeddings, lm_head = network.get_input_embeddings().weight, network.get_output_embeddings().weight
     parameters = sum(weight.numel() for weight in network.parameters())
@@ -229,11 +159,11 @@ def shape_of(network: PreTrainedModel, itemsize: int) -> Shape:
 HEADS = 3  # as many as the paper trains
 _SEED = 20_250_218
 _STD = 0.02
-_NOISE = 4_194_301  # values drawn; a prime, so that the rows of a matrix begin at different ones
+_NOISE = 4_194_301  # values drawn; a prime, so that no two rows of a matrix are the same
 
 
 class StandInTokenizer:
-    """A text's bytes as token ids: enough to fill a prompt. What random weights draw is not worth decoding."""
+    """Bytes as token ids, to fill a prompt for random weights; what those draw is not decoded."""
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         """The ids, below 256, under ``input_ids``."""
@@ -244,44 +174,27 @@ class StandInTokenizer:
         return f"[{len(ids):,} tokens of random weights]"
 
 
-def random_network(config: Any, dtype: torch.dtype, place: torch.device, model: str) -> PreTrainedModel:
-    """A network of random weights, made where it will run. The same configuration gives the same weights everywhere.
-
-    Args:
-        config: the model's configuration.
-        dtype: of the weights.
-        place: where they go; no copy is made elsewhere.
-        model: as the user named it.
-
-    Raises:
-        InputError: the device has too little memory for the weights and the heads.
-    """
+def random_weights(config: Any, dtype: torch.dtype, device: torch.device, model: str) -> PreTrainedModel:
+    """A model with random weights: the same ones everywhere, made on the device in the dtype, without a copy."""
     weights = sum(weight.numel() for weight in skeleton(config).parameters())
     needed = (weights + HEADS * config.hidden_size**2) * dtype.itemsize
-    free = available_bytes(place)
+    free = available_bytes(device)
     if free is not None and needed > free:
         kind = dtype_name(dtype)
         raise InputError(
-            f"{model} in {kind} needs {gigabytes(needed)}, {place.type} has {gigabytes(free)} free", "--model"
+            f"{model} in {kind} needs {gigabytes(needed)}, {device.type} has {gigabytes(free)} free", "model"
         )
-    with torch.device(place), no_init_weights():
+    with torch.device(device), no_init_weights():
         network = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, trust_remote_code=False)
     network.tie_weights()  # left out with the initialisation
     _fill(network)
     return network
 
 
-def random_heads(kind: str, config: Any, dtype: torch.dtype, place: torch.device) -> Heads:
-    """Heads of random weights.
-
-    Args:
-        kind: one of ``KINDS``.
-        config: of the model that they draft for.
-        dtype: of the weights.
-        place: where they go.
-    """
-    with torch.device(place):
-        heads = KINDS[kind](config.hidden_size, HEADS, config.rms_norm_eps)
+def random_heads(kind: str, config: Any, dtype: torch.dtype, device: torch.device) -> Heads:
+    """Heads of a kind in ``HEAD_TYPES`` with random weights, for the model of a configuration."""
+    with torch.device(device):
+        heads = HEAD_TYPES[kind](config.hidden_size, HEADS, config.rms_norm_eps)
     heads.to(dtype)
     _fill(heads)
     return heads.eval().requires_grad_(False)
@@ -291,8 +204,8 @@ def random_heads(kind: str, config: Any, dtype: torch.dtype, place: torch.device
 def _fill(network: nn.Module) -> None:
     """Ones for norms, noise for all else.
 
-    The noise is drawn once, on the CPU, and copied over and over: billions of draws would take minutes there, and other
-    devices would draw other numbers.
+    The noise is drawn once, on the CPU, and repeated: billions of draws would take minutes there, and other devices
+    would draw other numbers.
     """
     weights = dict(network.named_parameters())
     first = next(iter(weights.values()))

@@ -1,4 +1,4 @@
-"""A transformers causal language model, adapted: passes over draft trees that read and write our KV caches.
+"""The target model: a transformers model wrapped so that passes over draft trees use tswift's KV caches.
 
 All modeling code stays in transformers. Two of its extension points are used: an attention function of our own, and
 extra keyword arguments, which reach that function from the model's call.
@@ -31,12 +31,12 @@ Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in 
 CHUNK = 512  # prompt tokens forwarded at a time
 _ROUNDING = {2: 0.1, 4: 1e-3, 8: 1e-9}  # of a norm, by bytes of an element, for models of up to _SHALLOW layers
 _SHALLOW = 8
-_TRIED = ((0, 1), (0, 8), (5, 3), (37, 17), (130, 32))  # tokens held, and nodes, that compiled layers are tried with
-_RECOMPILES = 64  # of a function; torch allows 8, and all models share the functions
+_TRIED = ((0, 1), (0, 8), (5, 3), (37, 17), (130, 32))  # (cached tokens, nodes) to try compiled layers with
+_RECOMPILES = 64  # maximum of a function; torch allows 8, and all models share the functions
 
 
 class Target:
-    """The model whose tokens are wanted.
+    """A model whose tokens are verified, or that drafts.
 
     Args:
         model: a causal language model of transformers; its attention is replaced by ours.
@@ -44,25 +44,25 @@ class Target:
 
     Attributes:
         vocab_size: number of logits.
-        max_positions: most tokens, prompt included, that the model's position encoding was made for.
-        special: what its layers want of their attention besides, in words; empty for nothing.
+        max_positions: maximum tokens, prompt included, that the model's position encoding was made for.
+        special: windows, soft caps and sinks of its layers, in words; empty for none.
         wants: the same by layer.
         split: whether ranks hold the model together; passes are collective then, and are not replayed.
-        kv_shape: what one token's keys and values take; of a model that is split over ranks, this one's part.
-        tried: whether steps on the device have been held against the host's; see :mod:`tswift.decoding.trust`.
-        distrust: what was wrong with them then; None for nothing.
-        special_fault: why plain products do what its layers want although the backend has it; None if it does that.
-        width: rows that every pass over the text is filled up to, so that a token's bits do not depend on how it was
+        kv_shape: of one token's keys and values; of a split model, this rank's part.
+        tried: whether steps on the device have been compared with the host's; see :mod:`tswift.decoding.trust`.
+        distrust: what was wrong with them; None for nothing.
+        special_fault: why windows, soft caps and sinks are left to plain products although the backend has them.
+        width: rows that every pass over the text is padded to, so that a token's bits do not depend on how it was
             forwarded; None if passes are as wide as they happen to be.
         sampler_fault: why a GPU draws tokens without the sampler's kernels; None if it uses them, or there is no GPU.
 
     Raises:
-        UnsupportedModel: the layers want something that cannot be done.
+        UnsupportedModel: the layers need an attention that we do not have.
     """
 
     def __init__(self, model: PreTrainedModel, attention: type[Attention] = TreeAttention) -> None:
         self.model = model.eval().requires_grad_(False)
-        seen = probe_attention(model)
+        probe = probe_attention(model)
         self._attention = attention
         self._graphs: Graphs | None = None
         self._anchor: KVBuffer | None = None
@@ -82,17 +82,17 @@ class Target:
         self.vocab_size: int = getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]
         self.hidden_size: int = config.hidden_size
         self.max_positions = max_positions(config)
-        self.special, self.wants = seen.special, seen.wants
-        self.device, self.dtype = seen.device, seen.dtype
+        self.special, self.wants = probe.special, probe.wants
+        self.device, self.dtype = probe.device, probe.dtype
         self.split = (getattr(model, "tp_size", None) or 1) > 1
-        heads, kv_heads, head_dim = seen.heads
-        windowed = any(wants.window for wants in seen.wants)
-        self.kv_shape = KVShape(len(seen.wants), kv_heads, head_dim, self.dtype, self.device, windowed)
+        heads, kv_heads, head_dim = probe.heads
+        windowed = any(wants.window for wants in probe.wants)
+        self.kv_shape = KVShape(len(probe.wants), kv_heads, head_dim, self.dtype, self.device, windowed)
         self._layout = Layout(kv_heads, heads // kv_heads, self.dtype, self.device)
         self._exact = exact_for(attention, head_dim)
 
     def reference(self) -> Target:
-        """The same model with the slow attention of reference implementations, to be measured beside ours."""
+        """The same model with the slow attention of reference implementations, for comparison."""
         twin = copy(self)
         twin.width = None
         twin._attention = ReferenceAttention
@@ -106,12 +106,12 @@ class Target:
 
     @property
     def _meets_wants(self) -> bool:
-        """Whether the attention does all that the layers want, where every token's slot is its position."""
+        """Whether the attention backend does all that the layers need over a cache in the text's order."""
         return not self.special or (self._attention.WANTS and self.special_fault is None)
 
     @property
     def taps(self) -> bool:
-        """Whether passes also give the states before the final norm."""
+        """Whether passes also return the states before the final norm."""
         return self._tap is not None
 
     @property
@@ -126,7 +126,7 @@ class Target:
 
     @property
     def rounding(self) -> float:
-        """How far two passes may differ, as a share of a norm: roundings add up over the layers as a random walk.
+        """Relative difference that rounding may make between two passes: it grows over the layers as a random walk.
 
         Inductor's layers gave 0.085 with 32 layers of random weights in bfloat16, and 0.11 with 48.
         """
@@ -139,7 +139,7 @@ class Target:
 
     @property
     def most_nodes(self) -> int | None:
-        """Most nodes of a draft tree that the attention can do; None if there is no such limit."""
+        """Maximum nodes of a draft tree for the attention; None if there is no such limit."""
         return self._attention.MOST_NODES
 
     def partials_bytes(self, slots: int, nodes: int) -> int:
@@ -150,14 +150,13 @@ class Target:
     def compile(self, backend: str = "inductor") -> str | None:
         """Have ``torch.compile`` fuse what is between the layers' matrix products, for passes prepared from now on.
 
-        The attention stays out of it, having kernels of its own, and so do passes that were not prepared: a prompt's
-        chunks are large, and of every size.
+        Not the attention, which has kernels of its own, nor a prompt's chunks, which are large and of every size.
 
         Args:
             backend: of ``torch.compile``.
 
         Returns:
-            None, or why it cannot be done here; the layers run as they are then.
+            None, or why it cannot be done here; the layers stay eager then.
         """
         if torch._dynamo.config.disable:
             return "torch.compile is switched off"
@@ -173,7 +172,7 @@ class Target:
                 # with one width, code for sizes in general must never take the place of that for the width
                 layer.compile(backend=backend, options=options, dynamic=None if self.width is None else False)
             apart = self._apart()
-        except Exception as error:  # compilers fail in many ways, and none of them is needed
+        except Exception as error:  # compilers fail in many ways, and compiling is optional
             return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         if not apart <= self.rounding:
             return f"compiled layers gave other hidden states ({apart:.2g} of their norm)"
@@ -182,7 +181,7 @@ class Target:
 
     @property
     def uncompiled(self) -> str | None:
-        """Why some of the layers' functions run eagerly although they were compiled; None if none is known to."""
+        """Why some of the layers' functions run eagerly although they should be compiled; None if none is known to."""
         if not self._fused:
             return None
         reasons = torch._dynamo.utils.counters["unimplemented"]
@@ -193,28 +192,28 @@ class Target:
 
     @torch.inference_mode()
     def _apart(self) -> float:
-        """How far compiled passes are from eager ones at most, as a share of the norm of a node's hidden state."""
+        """Largest relative difference between hidden states of compiled and of eager passes."""
         apart = []
         for held, count in _TRIED:
             count = min(count, self.width or count)
             text = (torch.arange(held + count, device=self.device) * 7919 + 13) % self.vocab_size
-            places = torch.arange(held, held + count, device=self.device)
+            positions = torch.arange(held, held + count, device=self.device)
             chain = torch.ones(count, count, dtype=torch.bool, device=self.device).tril_()
-            found = []
+            hidden = []
             for compute in (self._compute_eagerly, self._compute):
                 kv = FullKV(self.kv_shape, held + count)
                 self.prefill(text[:held].tolist(), kv)
-                run = self._pass(places, kv, chain) if self.width is None else self._exact_pass(kv, count, chain)
-                found.append(compute(text[held:], places, run).hidden.double())
-            apart.append(((found[1] - found[0]).norm(dim=-1) / found[0].norm(dim=-1)).max())
+                run = self._pass(positions, kv, chain) if self.width is None else self._exact_pass(kv, count, chain)
+                hidden.append(compute(text[held:], positions, run).hidden.double())
+            apart.append(((hidden[1] - hidden[0]).norm(dim=-1) / hidden[0].norm(dim=-1)).max())
         return float(torch.stack(apart).max())  # NaN if any is
 
     @torch.inference_mode()
     def tap(self) -> None:
-        """Let passes from now on also give the states before the final norm; call it before any are prepared.
+        """Let passes from now on also return the states before the final norm; call it before any are prepared.
 
         Raises:
-            UnsupportedModel: the model has no final norm that is known of.
+            UnsupportedModel: the model has no final norm of a known name.
         """
         if self._tap is not None:
             return
@@ -226,25 +225,25 @@ class Target:
 
     @torch.inference_mode()
     def prepare(self, kv: KVBuffer, limit: int) -> None:
-        """Make passes of up to ``limit`` nodes over this cache replayable, where the attention allows it.
+        """Prepare static passes of up to ``limit`` nodes over a cache, where the attention allows it.
 
-        On CUDA this captures a graph for each of a few sizes; elsewhere a replayed pass is run like any other. There
-        must always be room for ``limit`` nodes behind the cache's length.
+        On CUDA this captures a graph for each of a few sizes; elsewhere a static pass is run like any other. There
+        must always be room for ``limit`` nodes after the cache's length.
         """
         if self.replays and kv not in self._passes and self.serves(kv):
             self._passes[kv] = [StaticPass(self.compute_static, self.capture, kv, size) for size in sizes(limit)]
 
     def serves(self, kv: KVBuffer) -> bool:
-        """Whether the attention does all that the layers want over such a cache: a window wants slots in order."""
+        """Whether the attention does all that the layers need over such a cache: windows need slots in order."""
         return not self.special or (self._meets_wants and isinstance(kv, FullKV))
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
-        """A program over tensors that stay in place as one CUDA graph; as it is elsewhere, or where that fails."""
+        """A program over tensors that stay in place, as one CUDA graph where that is possible."""
         if self._graphs is None:
             if self.device.type != "cuda":
                 return run
             self._graphs = Graphs.on(self.device)
-            # a graph that stays: PyTorch cannot go on with a pool whose graphs have all gone
+            # one graph that stays: PyTorch cannot reuse a pool whose graphs have all been freed
             self._anchor = FullKV(self.kv_shape, 1)
             self.prepare(self._anchor, 1)
         return self._graphs.capture(run)
@@ -252,9 +251,9 @@ class Target:
     def compute_static(
         self, tokens: Tensor, positions: Tensor, kv: KVBuffer, length: Tensor, ancestors: Tensor | None
     ) -> Forwarded:
-        """As :meth:`forward`, with the cache's length on the device (``[]`` int32): one graph of it serves any length.
+        """As :meth:`forward`, with the cache's length on the device (``[]`` int32), so that a graph serves any length.
 
-        The attention has to be one that :attr:`replays` and :meth:`serves` the cache.
+        Only where :attr:`replays` is true, and :meth:`serves` for the cache.
         """
         attention = cast("type[StaticAttention]", self._attention)
 
@@ -268,12 +267,12 @@ class Target:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
-        """One pass over the nodes of a tree; their keys and values go to the cache's scratch slots.
+        """Forward the nodes of a tree in one pass; their keys and values go to the cache's scratch slots.
 
         Args:
             tokens: ``[n]`` int64.
             positions: ``[n]`` int64.
-            kv: what the nodes attend to; nothing is committed.
+            kv: the cache; nothing is committed.
             ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself; None where
                 every node descends from all before it.
 
@@ -303,15 +302,15 @@ class Target:
 
     def _exact_pass(self, kv: FullKV, nodes: int, ancestors: Tensor | None) -> Pass:
         """A pass of fixed width, with attention whose rows are exact."""
-        given = self._layout, kv.length, nodes, ancestors
-        attend = self._exact(*given)
+        arguments = self._layout, kv.length, nodes, ancestors
+        attend = self._exact(*arguments)
         special: SpecAttention | None = None
         if self.special:
-            special = SpecAttention(attend if self._meets_wants else ChunkedAttention(*given), self.wants)
+            special = SpecAttention(attend if self._meets_wants else ChunkedAttention(*arguments), self.wants)
         return Pass(kv.write, attend, special, nodes, self._rows(kv, nodes))
 
     def _rows(self, kv: KVBuffer, nodes: int) -> int:
-        """Rows of a pass: of one over the text always the same number, if that is wanted; drafts do not matter."""
+        """Rows of a pass: the fixed width for one over the text, if there is one; drafts need none."""
         if self.width is None or not isinstance(kv, FullKV):
             return nodes
         if nodes > self.width:
@@ -337,17 +336,16 @@ class Target:
 
     @torch.inference_mode()
     def first_broken(self, tokens: Sequence[int], kv: KVBuffer) -> tuple[str, int] | None:
-        """Where NaN or infinity first shows in a pass over the text that follows the cache's; nothing is committed.
+        """Where NaN or infinity first shows in an eager pass over tokens after the cache's; nothing is committed.
 
         Returns:
-            The name of the module whose output it is, and the first token where; None if all are finite. The pass is
-            neither replayed nor compiled.
+            The name of the module whose output it is, and the first such token; None if all are finite.
         """
-        places = torch.arange(kv.length, kv.length + len(tokens), device=self.device)
+        positions = torch.arange(kv.length, kv.length + len(tokens), device=self.device)
         ids = torch.tensor(tokens, device=self.device)
-        run = self._pass(places, kv, None)
+        run = self._pass(positions, kv, None)
         return first_broken(
-            self.model, len(tokens), lambda: self.logits(self._compute_eagerly(ids, places, run).hidden)
+            self.model, len(tokens), lambda: self.logits(self._compute_eagerly(ids, positions, run).hidden)
         )
 
     @torch.inference_mode()
@@ -356,11 +354,11 @@ class Target:
         if self.width is None:
             return self._output(hidden)
         parts = hidden.split(self.width)
-        found = [self._output(F.pad(part, (0, 0, 0, self.width - len(part))))[: len(part)] for part in parts]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        logits = [self._output(F.pad(part, (0, 0, 0, self.width - len(part))))[: len(part)] for part in parts]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def open_logits(self, hidden: Tensor) -> Tensor:
-        """``[..., V]`` logits of hidden states ``[..., H]`` for a draft, or to train by: gradients flow back."""
+        """``[..., V]`` logits of hidden states ``[..., H]`` for a draft or a loss: gradients flow back."""
         return self._output(hidden)
 
     @torch.inference_mode()
@@ -369,7 +367,7 @@ class Target:
         return self._embeddings(torch.as_tensor(token).to(self.device, non_blocking=True))
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given, so that a clock read now tells the truth."""
+        """Wait until the device is idle, so that a clock can be read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -392,7 +390,7 @@ class Target:
             show: called after every chunk; the device may still be at work on it.
 
         Returns:
-            The last chunk's pass; None if there was nothing to forward.
+            The last chunk's pass; None for an empty text.
         """
         last: Forwarded | None = None
         held = kv.length
@@ -404,6 +402,6 @@ class Target:
 
 
 def _failures() -> int:
-    """How many functions the compiler has given up on so far; they run eagerly."""
+    """Number of functions that the compiler has given up on so far; they run eagerly."""
     frames = torch._dynamo.utils.counters["frames"]
     return frames["total"] - frames["ok"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tswift.errors import InputError
-from tswift.models.source import hub
+from tswift.models.checkpoint import hub
 from tswift.training.config import TrainConfig
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tswift.engine import begin
 from tswift.errors import InputError, renamed
 from tswift.kv.full import FullKV
 from tswift.models.heads import Heads
-from tswift.models.loaded import LoadedModel
+from tswift.models.load import LoadedModel
 from tswift.models.target import Target
 from tswift.training.config import HeadsConfig
 from tswift.training.losses import heads_loss, total

@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 
+from tswift.distributed import Dist, open_ranks
 from tswift.errors import Fault, InputError, renamed
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import default_path
 from tswift.jobs.job import Signals, Stopped
 from tswift.models.devices import find_device, ran_out
 from tswift.models.fingerprint import fingerprint_of
-from tswift.models.loaded import LoadedModel
-from tswift.models.loading import load
+from tswift.models.load import LoadedModel, load
 from tswift.training.config import Progress, TrainConfig
 from tswift.training.data import Documents, corpus_files, prepare
 from tswift.training.folder import TrainFolder
 from tswift.training.losses import TOP, Metrics, total
-from tswift.training.ranks import Ranks, open_ranks
 from tswift.training.tasks import TRAINEES, Trainee, learning_rate
 
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
@@ -124,7 +123,7 @@ class _Training:
         self,
         config: TrainConfig,
         folder: TrainFolder,
-        ranks: Ranks,
+        ranks: Dist,
         progress: Progress,
         record: Mapping[str, Any] | None,
         command: Sequence[str],
@@ -133,7 +132,7 @@ class _Training:
         self._progress = progress = progress if ranks.first else Progress()
         self._step, self._seconds, self._saved = 0, 0.0, time.monotonic()
         corpus_files(config.corpus)  # before a model is loaded
-        device = find_device(ranks.device)
+        device = ranks.device or find_device(config.device)
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         try:
             # rows of a training are no text: they may be as wide as they are
@@ -235,7 +234,7 @@ class _Training:
         for number in range(config.accumulate):
             if number and ranks.highest(signals.number)[0]:
                 return None
-            key = (config.seed, self._step, number * ranks.count + ranks.index)
+            key = (config.seed, self._step, number * ranks.count + ranks.rank)
             ids = torch.from_numpy(self._documents.batch(config.batch, config.seq_len, key))
             last = number == config.accumulate - 1
             metrics.append(self._trainee.learn(ids, key, of=config.accumulate, last=last))
@@ -281,7 +280,7 @@ class _Training:
             self._folder.write_record(self._record)
 
 
-def _documents(config: TrainConfig, model: LoadedModel, ranks: Ranks, progress: Progress) -> Documents:
+def _documents(config: TrainConfig, model: LoadedModel, ranks: Dist, progress: Progress) -> Documents:
     """The corpus; the first process tokenises it, and the others find what datasets has kept."""
     if not ranks.first:
         ranks.wait()

@@ -19,20 +19,20 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tswift.decoding.params import SamplingParams
+from tswift.distributed import Dist
 from tswift.engine import ending
 from tswift.errors import Fault, InputError
+from tswift.models.checkpoint import silence
 from tswift.models.fingerprint import fingerprint_in_any_dtype
-from tswift.models.heads import KINDS, Heads
-from tswift.models.heads_files import load_heads
-from tswift.models.loaded import LoadedModel
-from tswift.models.source import silence
+from tswift.models.heads import HEAD_TYPES, Heads
+from tswift.models.heads_io import load_heads
+from tswift.models.load import LoadedModel
 from tswift.models.target import Target
 from tswift.training.config import SHAPES, DraftConfig, HeadsConfig, Progress, TrainConfig
 from tswift.training.data import Documents, jumping_positions
 from tswift.training.evaluate import Agreement, HeadsScores, agreements, evaluate_heads
 from tswift.training.folder import TrainFolder
 from tswift.training.losses import CAUSAL, DraftLoss, Metrics, heads_loss
-from tswift.training.ranks import Ranks
 
 HEADS, MODEL = "heads.safetensors", "model.safetensors"
 _WARMUP_SHARE = 0.25  # most of a training in which the rate rises: table 9's 50 steps of 200
@@ -92,7 +92,7 @@ class Trainee(ABC):
 
     scores: type  # the dataclass of what evaluate() returns
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], name: str, ranks: Ranks) -> None:
+    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], name: str, ranks: Dist) -> None:
         self.trainer, self._wrapped = Trainer(module, optimizers, name), ranks.wrap(module)
 
     def learn(self, ids: Tensor, key: Sequence[int], of: int = 1, last: bool = True) -> Metrics:
@@ -134,7 +134,7 @@ class HeadsTrainee(Trainee):
     scores = HeadsScores
 
     def __init__(
-        self, config: HeadsConfig, model: LoadedModel, documents: Documents, ranks: Ranks, progress: Progress
+        self, config: HeadsConfig, model: LoadedModel, documents: Documents, ranks: Dist, progress: Progress
     ) -> None:
         target = model.target
         if config.alpha_tokens >= target.max_positions:
@@ -143,7 +143,7 @@ class HeadsTrainee(Trainee):
         self._rows = documents.held_out_rows(config.seq_len)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            self.heads: Heads = KINDS[config.kind](target.hidden_size, config.heads_count)
+            self.heads: Heads = HEAD_TYPES[config.kind](target.hidden_size, config.heads_count)
         self.heads.to(target.device, _trained_dtype(target))
         super().__init__(self.heads, adamw(self.heads, config.lr, config.weight_decay), "heads", ranks)
 
@@ -171,7 +171,7 @@ class DraftTrainee(Trainee):
     scores = Agreement
 
     def __init__(
-        self, config: DraftConfig, model: LoadedModel, documents: Documents, ranks: Ranks, progress: Progress
+        self, config: DraftConfig, model: LoadedModel, documents: Documents, ranks: Dist, progress: Progress
     ) -> None:
         target = self._target = model.target
         self._config, self._tokenizer = config, model.tokenizer

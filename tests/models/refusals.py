@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tswift.errors import InputError
-from tswift.models.loading import load
+from tswift.models.load import load
 
 
 def changed(checkpoint: Path, folder: Path, **changes: object) -> str:

@@ -1,4 +1,4 @@
-"""A decode that several ranks make in step: the first decides how far it goes, and none goes on from other tokens."""
+"""Decoding on several ranks in lockstep: rank 0 decides when to stop, and no rank goes on from other tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.step import Step
 from tswift.decoding.tree import DraftTree
+from tswift.distributed import Dist, guard
 from tswift.errors import Fault
 from tswift.models.passes import Forwarded
-from tswift.models.ranks import Ranks
 
 
 class AgreedDrafter(Drafter):
-    """A drafter whose trees are seen to be the same on all ranks, before they begin a pass over them together."""
+    """A drafter that checks, before each pass, that all ranks have drafted the same tree."""
 
-    def __init__(self, drafter: Drafter, ranks: Ranks) -> None:
+    def __init__(self, drafter: Drafter, ranks: Dist) -> None:
         super().__init__(drafter.sources, drafter.depth, drafter.limit)
         self._drafter, self._ranks = drafter, ranks
 
@@ -48,48 +48,48 @@ class AgreedDrafter(Drafter):
         self._drafter.committed(context)
 
 
-def in_step(steps: Iterator[Step], ranks: Ranks) -> Iterator[Step]:
-    """The steps of a decode, each begun once all ranks know that all want it and that their texts are the same.
+def lockstep(steps: Iterator[Step], ranks: Dist) -> Iterator[Step]:
+    """The steps of a decode, each begun once all ranks want it and have the same text.
 
     A rank that stops taking them ends them on all.
 
     Raises:
-        KeyboardInterrupt: another rank wants no more; on the first rank, for the others it is the end.
+        KeyboardInterrupt: another rank wants no more (raised on rank 0; on others the iterator ends).
         Fault: another rank has drawn other tokens.
-        Gone: another rank is not there any more.
+        Gone: another rank has died.
     """
     drawn = 0
     while True:
-        with ranks.together():
+        with guard():
             unwilling = _unwilling(ranks, True, drawn)
             step = None if unwilling else next(steps, None)
         if unwilling:
-            if ranks.rank == 0:
+            if ranks.first:
                 raise KeyboardInterrupt(f"rank {unwilling[0]} was asked to stop")
             return
         if step is None:
-            if ranks.rank == 0:
+            if ranks.first:
                 break
-            continue  # the first has yet to say so
+            continue  # rank 0 has yet to say so
         drawn = _digest(step.tokens, drawn)
         try:
             yield step
         except GeneratorExit:
             break
-    with suppress(RuntimeError):  # one that is gone need not be told
+    with suppress(RuntimeError):  # a dead rank need not be told
         _unwilling(ranks, False, drawn)
 
 
-def _unwilling(ranks: Ranks, willing: bool, drawn: int) -> list[int]:
-    """The ranks that want no other step, all having drawn the same."""
-    words = ranks.gather(int(willing), drawn)
-    _refuse_different("tokens", [digest for _, *digest in words])
-    return [rank for rank, (theirs, _) in enumerate(words) if not theirs]
+def _unwilling(ranks: Dist, willing: bool, drawn: int) -> list[int]:
+    """The ranks that want no other step; all must have drawn the same."""
+    answers = ranks.gather(int(willing), drawn)
+    _refuse_different("tokens", [digest for _, *digest in answers])
+    return [rank for rank, (theirs, _) in enumerate(answers) if not theirs]
 
 
-def _refuse_different(what: str, found: Sequence[Sequence[int]]) -> None:
-    if any(theirs != found[0] for theirs in found):
-        raise Fault(f"the {len(found)} ranks have different {what}: they do not compute alike")
+def _refuse_different(what: str, digests: Sequence[Sequence[int]]) -> None:
+    if any(theirs != digests[0] for theirs in digests):
+        raise Fault(f"the {len(digests)} ranks have different {what}: they do not compute alike")
 
 
 def _digest(tokens: Sequence[int], before: int = 0) -> int:

@@ -1,0 +1,332 @@
+"""Where a model comes from: a folder, a hub id or a shape. Files are checked before transformers reads them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants, get_session
+from huggingface_hub.utils import logging as hub_logging
+from safetensors import SafetensorError, safe_open
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from tswift.errors import InputError, did_you_mean
+from tswift.models.config import DEMO, DEMO_DRAFT
+from tswift.models.shapes import PREFIX, shape_config, skeleton
+from tswift.reading import MOST_RECORD, parse_json, read_file
+
+_BUNDLED = {DEMO: ("demo",), DEMO_DRAFT: ("demo", "draft")}  # folders, relative to this one
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_PARSED = (CONFIG, "generation_config.json", "tokenizer_config.json", INDEX)
+_TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")  # how their files begin
+_READ = (".json", ".safetensors", ".model", ".jinja", ".txt")  # suffixes of files that transformers opens
+_MAX_BYTES = 256_000_000  # of such a file, weights apart; tokenizers have tens of millions
+_HUB_TIMEOUT = 10.0  # seconds
+
+_MAX_LAYERS = 1000  # the deepest published models have a bit more than a hundred
+_MAX_SIZE = 1 << 31
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
+_LIMITS = {**dict.fromkeys(_SIZES, _MAX_SIZE), "num_hidden_layers": _MAX_LAYERS}
+_PACKED = 8  # weights in an element of a quantised checkpoint, at most
+
+
+@contextmanager
+def hub(wanted: bool = True) -> Iterator[None]:
+    """Let files come from the hub; if it cannot be reached, from its local cache only, without retries.
+
+    The hub's own client tries each file six times within half a minute, and logs every try.
+
+    Args:
+        wanted: whether anything is to come from there; if not, nothing is done.
+    """
+    if not wanted:
+        yield
+        return
+    offline, verbosity = constants.HF_HUB_OFFLINE, hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.CRITICAL)
+    try:
+        constants.HF_HUB_OFFLINE = offline or not _reachable()
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+        hub_logging.set_verbosity(verbosity)
+
+
+def _reachable() -> bool:
+    with suppress(Exception):  # the HTTP library differs by version, and its errors with it
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)  # any answer will do
+        return True
+    return False
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Keep warnings and transformers' progress bars off stderr; what matters of them is checked here."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def in_one_line(model: str, what: str = "") -> Iterator[None]:
+    """Turn every error of a library that reads a model into an ``InputError`` of one line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # transformers, the hub client and safetensors have many ways to fail
+        here = model in _BUNDLED or Path(model).expanduser().is_dir()
+        suggestion = "" if here else close_name(Path(model), f"*/{CONFIG}", _BUNDLED)
+        if suggestion:
+            raise InputError(f"there is no folder {model!r}{suggestion}", "model") from None
+        where = "" if here else " from the hub, and is no folder here"
+        reason = _reason(error, whole=here)[:200]
+        raise InputError(f"{model} cannot be loaded{where} ({what}{reason})", "model") from None
+
+
+def _reason(error: Exception, whole: bool) -> str:
+    """An error's message in a line; with the error's name if that does not explain itself."""
+    message = str(error)
+    if "trust_remote_code" in message:
+        return "it needs code of its own, which tswift never runs"
+    text = " ".join((message if whole else message.strip().partition("\n")[0]).split())  # the hub's client adds advice
+    return text if isinstance(error, OSError) or text.count(" ") > 2 else f"{type(error).__name__} {text}".strip()
+
+
+def find_source(model: str) -> tuple[str, Path | None]:
+    """The path or hub id for transformers, and the folder if it is one."""
+    if model in _BUNDLED:
+        folder = Path(__file__).parent.joinpath(*_BUNDLED[model])
+        if not (folder / WEIGHTS).is_file():
+            raise InputError(f"the bundled model is not in this installation (looked in {folder})", "model")
+        return str(folder), folder
+    if not model.strip():
+        raise InputError(f"there is no folder {model!r}", "model")
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return str(path), path
+        is_file = path.exists()
+    except ValueError:  # a NUL in the name, or an incomplete UTF-8 character
+        raise InputError(f"invalid folder name {model[:80]}", "model") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot access {model[:80]} ({reason})", "model") from None
+    if is_file:
+        raise InputError(f"{model} is a file; give the folder it is in", "model")
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise InputError(f"there is no folder {model!r}{close_name(path, f'*/{CONFIG}', _BUNDLED)}", "model")
+    return model, None
+
+
+def close_name(path: Path, pattern: str, names: Iterable[str]) -> str:
+    """A suggestion for a path that does not exist: what lies beside it, or one of some names if it is a name alone."""
+    beside: list[str] = []
+    with suppress(OSError):
+        beside = [match.relative_to(path.parent).parts[0] for match in path.parent.glob(pattern)]
+    return did_you_mean(path.name, [*beside, *names] if path.name == str(path) else beside)
+
+
+def read_config(model: str) -> Any:
+    """The transformers configuration of a model; its weights are not read."""
+    if model.startswith(PREFIX):
+        return shape_config(model)
+    source, folder = find_source(model)
+    if folder is not None:
+        refuse_broken(folder)
+    with silence(), hub(folder is None), in_one_line(model):
+        values, _ = PreTrainedConfig.get_config_dict(source)
+        refuse_numbers(values, model)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config._attn_implementation = None  # a file's own choice could be a kernel of the hub, which is code
+        _refuse_unsupported(config.get_text_config(), model)
+    return config
+
+
+def refuse_broken(folder: Path) -> None:
+    """Refuse a folder without a model, or with files that would hang a reader or fill the memory."""
+    if (folder / "adapter_config.json").exists():
+        raise InputError(f"{folder} holds an adapter; merge it into its model first", "model")
+    for path in sorted(folder.iterdir()):
+        if path.name.endswith(_READ):
+            _refuse_irregular(path)
+    if not (folder / CONFIG).exists():
+        raise InputError(f"{folder} holds no model: there is no {CONFIG} in it", "model")
+    for name in _PARSED:
+        if (folder / name).exists():
+            read_object(folder / name, "model", _MAX_BYTES)
+
+
+def _refuse_irregular(path: Path) -> None:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        raise InputError(f"{path} is a link to nothing", "model") from None
+    except OSError as error:
+        raise InputError(f"cannot access {path} ({error.strerror})", "model") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{path} is no file", "model")
+    if status.st_size > _MAX_BYTES and path.suffix != ".safetensors":
+        raise InputError(f"{path} is too large, more than {_MAX_BYTES:,} bytes are not read", "model")
+
+
+def read_object(path: Path, option: str, max_bytes: int = MOST_RECORD) -> dict[str, Any]:
+    """The object in a JSON file."""
+    value = parse_json(read_file(path, max_bytes, option), path, option)
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds no JSON object", option)
+    return value
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model's folder holds any file of a tokenizer."""
+    return any(path.name.startswith(_TOKENIZERS) for path in folder.iterdir())
+
+
+def refuse_numbers(values: Mapping[str, Any], model: str) -> None:
+    """Refuse a configuration with impossible sizes, or one that needs code of its own."""
+    kind = values.get("model_type")
+    if "auto_map" in values and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
+        raise InputError(f"{model} needs code of its own (auto_map), which tswift never runs", "model")
+    if not isinstance(kind, str):
+        raise InputError(f"{model} has no model_type in its {CONFIG}", "model")
+    if values.get("transformers_weights") is not None:
+        reason = "names its weights itself (transformers_weights), which tswift does not read"
+        raise InputError(f"{model} {reason}", "model")
+    text = values.get("text_config")
+    for part in (values, text if isinstance(text, dict) else {}):
+        for name, limit in _LIMITS.items():
+            value = part.get(name)
+            if value is None or isinstance(value, list):  # a list has a value per layer
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
+                reason = f"has {name} {value!r:.40}, which is no integer from 1 to {limit:,}"
+                raise InputError(f"{model} {reason}", "model")
+        dtype = part.get("dtype", part.get("torch_dtype"))
+        if dtype is not None and not _is_floating_point(dtype):
+            reason = f"has dtype {dtype!r:.40}, which holds no floating-point numbers"
+            raise InputError(f"{model} {reason}", "model")
+        heads, kv_heads = part.get("num_attention_heads"), part.get("num_key_value_heads")
+        if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+            reason = f"has {heads} attention heads, which {kv_heads} KV heads cannot share"
+            raise InputError(f"{model} {reason}", "model")
+
+
+def _is_floating_point(name: object) -> bool:
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+def _refuse_unsupported(config: Any, model: str) -> None:
+    """Refuse what our attention and KV cache would compute wrongly, as far as a configuration says it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # some have one per type of layer
+    moving = {str(parameters.get("rope_type")) for parameters in ropes} & {"dynamic", "longrope"}
+    layers = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    reason = ""
+    if getattr(config, "max_position_embeddings", None) is None or getattr(config, "num_attention_heads", None) is None:
+        reason = f"the architecture {config.model_type}"
+    elif layers:
+        reason = f"layers of type {', '.join(sorted(layers))}"
+    elif getattr(config, "kv_lora_rank", None):
+        reason = "latent attention (kv_lora_rank)"
+    elif moving:
+        reason = f"rotary embeddings of type {', '.join(moving)}"
+    if reason:
+        raise InputError(f"{model} has {reason}, which tswift cannot serve exactly yet", "model")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file: the file, its name, its type such as ``BF16``, and its shape."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """The values."""
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_tensor(self.name)
+
+
+def read_header(path: Path, option: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors that a safetensors file declares, by name, and its metadata; no values are read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {n: StoredTensor(path, n, v.get_dtype(), tuple(v.get_shape())) for n, v in views.items()}
+            return tensors, file.metadata() or {}
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist", option) from None
+    except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{path} is broken or no safetensors file ({reason})", option) from None
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors that a model's weight files declare, by name; no values are read."""
+    return {name: tensor for path in _weight_files(folder) for name, tensor in read_header(path, "model")[0].items()}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would read, all of them there."""
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).exists():
+        pickled = next((path.name for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth")), None)
+        reason = f"only {pickled}, a pickle, which could run code" if pickled else f"no {WEIGHTS}"
+        raise InputError(f"{folder} has no weights that tswift reads ({reason})", "model")
+    index = read_object(folder / INDEX, "model", _MAX_BYTES)
+    shards = index.get("weight_map")
+    if not isinstance(shards, dict) or not shards or not isinstance(index.get("metadata"), dict):
+        raise InputError(f"{folder / INDEX} is broken: it lacks weight_map or metadata", "model")
+    for shard in shards.values():
+        # a file of another folder is none of the model's
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise InputError(f"{folder / INDEX} names {shard!r:.60}, no safetensors file in the folder", "model")
+        if not (folder / shard).is_file():
+            raise InputError(f"{folder} lacks {shard}, which its index names", "model")
+    return [folder / shard for shard in sorted(set(shards.values()))]
+
+
+def refuse_misfit(config: Any, tensors: Mapping[str, StoredTensor], model: str) -> None:
+    """Refuse weights that are not those of the configuration, before memory is taken for either."""
+    quantized = getattr(config, "quantization_config", None) is not None
+    parameters = dict(skeleton(config).named_parameters())
+    for name, parameter in parameters.items():
+        tensor = tensors.get(name)
+        if tensor is None or quantized:
+            continue
+        if tensor.shape != tuple(parameter.shape):
+            shapes = f"of shape {list(tensor.shape)}, {CONFIG} makes it {list(parameter.shape)}"
+            raise InputError(f"{model} has {name} {shapes}", "model")
+        if not tensor.dtype.startswith(("F", "BF")):
+            raise InputError(f"{model} has {name} of type {tensor.dtype}, and says nothing of quantisation", "model")
+    needed = sum(parameter.numel() for parameter in parameters.values())
+    stored = sum(prod(tensor.shape) for tensor in tensors.values())
+    if needed > 2 * stored * (_PACKED if quantized else 1):
+        raise InputError(f"{model} has {stored:,} weights, {CONFIG} asks for {needed:,}", "model")

@@ -1,0 +1,577 @@
+"""Load a causal language model with what drafts for it; or tell its sizes without loading it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
+from transformers.utils import CONFIG_NAME, cached_file
+
+from tswift.attention.backends import BACKENDS, choose, partials_bytes
+from tswift.distributed import ALONE, RANKS, Dist, guard
+from tswift.errors import InputError, renamed
+from tswift.kv.buffer import KVShape
+from tswift.models import quantizing
+from tswift.models.adapting import (
+    EAGER,
+    Inexact,
+    compiled,
+    fingerprint,
+    head_size,
+    heads_of,
+    running,
+    select_backend,
+    set_width,
+    wrap_model,
+)
+from tswift.models.checkpoint import (
+    find_source,
+    has_tokenizer,
+    hub,
+    in_one_line,
+    read_config,
+    refuse_misfit,
+    silence,
+    stored_tensors,
+)
+from tswift.models.config import DEMO, UNQUANTISED, refuse_shape
+from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, find_device, own_dtype
+from tswift.models.fingerprint import weights_hash
+from tswift.models.heads import HEAD_TYPES, Heads
+from tswift.models.heads_io import attach_heads, carries_heads, find_heads, heads_path
+from tswift.models.hf import max_positions
+from tswift.models.linear import copied_bytes, use_onednn
+from tswift.models.shapes import (
+    HEADS,
+    PREFIX,
+    StandInTokenizer,
+    random_heads,
+    random_weights,
+    routed,
+    skeleton,
+)
+from tswift.models.target import Target
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to decode.
+
+    Attributes:
+        name: as the user named it.
+        tokenizer: the transformers tokenizer; a stand-in where the weights are random.
+        target: the model, wrapped.
+        heads: heads that draft for it, if it has any.
+        eos_ids: token ids that end a text.
+        attention: the backend in use.
+        prepared: ``eager`` or ``compiled``, and why not what should be in use, as of loading.
+        simulated: its weights are random: times mean something, texts do not.
+        exact: hash of the bits that passes of a fixed width have here (``target.width``); None without a fixed width.
+        inexact: why there is none although there should be; None if nothing is amiss.
+        quantization: how its weights were quantised; None if they were not. Plain decoding is this model's own.
+        ranks: those that hold it together.
+        weights: hash of all weights, where that took all of the ranks; None where it can be had at any time.
+        draft: a smaller model that drafts for it, if one was asked for. Every rank holds the whole of it.
+        draft_name: as the user named that.
+        drafting: a copy with weights of fewer bits, for drafting passes; None where those run on ``target``.
+        draft_weights: its kind: ``int8``, ``fp8`` or ``int4``.
+        draft_prepared: of ``drafting``, as ``prepared``.
+        dtype_note: that the dtype is not the checkpoint's; empty if it is.
+    """
+
+    name: str
+    tokenizer: Any
+    target: Target
+    heads: Heads | None
+    eos_ids: tuple[int, ...]
+    attention: str = "sdpa"
+    prepared: str = EAGER
+    simulated: bool = False
+    exact: str | None = None
+    inexact: str | None = None
+    quantization: str | None = None
+    ranks: Dist = ALONE
+    weights: str | None = None
+    draft: Target | None = None
+    draft_name: str | None = None
+    drafting: Target | None = None
+    draft_weights: str | None = None
+    draft_prepared: str = EAGER
+    dtype_note: str = ""
+
+    @property
+    def layers(self) -> str:
+        """``eager`` or ``compiled``, and why not what should be in use, by all passes so far."""
+        return running(self.target, self.prepared)
+
+    def encode(self, text: str, bare: bool = False) -> list[int]:
+        """The token ids of a prompt, with a beginning-of-text token if the model wants one."""
+        with silence(), in_one_line(self.name, "its tokenizer: "):
+            ids = list(self.tokenizer(text, **({"add_special_tokens": False} if bare else {}))["input_ids"])
+        size = self.target.vocab_size
+        if ids and max(ids) >= size:
+            reason = f"has token id {max(ids):,} by the tokenizer of {self.name}, the model has {size:,}"
+            raise InputError(reason, "prompt")
+        return ids
+
+    def about(self) -> dict[str, Any]:
+        """What was loaded and how, for records."""
+        about: dict[str, Any] = {
+            "name": self.name,
+            "device": str(self.target.device) if self.ranks.count == 1 else self.target.device.type,
+            "dtype": dtype_name(self.target.dtype),
+            "attention": self.attention,
+            "layers": self.layers,
+            "exact": None if self.exact is None else {"width": self.target.width, "bits": self.exact},
+            **({} if self.inexact is None else {"inexact": self.inexact}),
+            "heads": None if self.heads is None else f"{self.heads.kind}, {self.heads.count}",
+            "eos_ids": list(self.eos_ids),
+            "simulated": self.simulated,
+            "quantization": self.quantization,
+            "ranks": self.ranks.count,
+        }
+        if self.draft is not None:
+            about["draft"] = {"name": self.draft_name}
+        if self.drafting is not None:
+            about |= {"draft_weights": self.draft_weights, "draft_layers": running(self.drafting, self.draft_prepared)}
+        return about
+
+    def besides(self) -> str:
+        """What is out of the ordinary, to be printed after name, device and dtype."""
+        notes = [
+            self.dtype_note,
+            "" if self.exact is None else f"exact in passes of {self.target.width} rows",
+            "" if self.inexact is None else f"not exact, as {self.inexact}",
+            f"weights quantised ({self.quantization})" if self.quantization else "",
+            "" if self.drafting is None else f"drafting passes in {self.draft_weights}",
+            f"split over {self.ranks.count} ranks" if self.ranks.count > 1 else "",
+        ]
+        return "".join(f", {note}" for note in notes if note)
+
+
+def load(
+    model: str = DEMO,
+    *,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    attention: str = "auto",
+    heads: str | os.PathLike[str] | None = None,
+    quantize: str | None = None,
+    draft_model: str | None = None,
+    draft_weights: str | None = None,
+    exact: bool | None = None,
+    ranks: Dist = ALONE,
+) -> LoadedModel:
+    """Load a model for decoding. Arguments are called as the options of the command line.
+
+    Args:
+        model: ``demo`` (the bundled model), a folder, or a hub id. Only safetensors weights are read, and no code from
+            the checkpoint is run. ``shape:NAME`` is a published model's shape with random weights, for timing.
+        device: ``cpu``, ``cuda``, ``cuda:1`` and so on; ``auto`` takes CUDA where there is one.
+        dtype: ``float32``, ``float64``, ``bfloat16`` or ``float16``, as ``bf16`` or ``torch.bfloat16`` too; ``auto`` is
+            float32 on the CPU, the checkpoint's own on CUDA, and bfloat16 for a shape.
+        attention: ``triton`` (CUDA; float32, bfloat16, float16), ``flash`` (CUDA with flash-attn installed; bfloat16,
+            float16), ``native`` (x86 CPUs where there is a C compiler; float32, bfloat16, float16), ``sdpa``
+            (everything), or ``auto``: triton or native where they can serve, sdpa elsewhere. With triton the layers are
+            compiled, and passes are replayed as CUDA graphs.
+        heads: a heads file, of ours or one of Medusa's; a folder with one, or with a whole model that carries heads; or
+            a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's folder. None takes
+            ``heads.safetensors`` there, if it exists, or the heads that the model carries. A shape has random heads of
+            either kind, chained if nothing is said.
+        quantize: ``int8``, ``fp8`` or ``int4``: have torchao quantise the weights of linear layers. What is decoded is
+            the quantised model. None leaves them as they are in the checkpoint.
+        draft_model: a smaller model with the same vocabulary, to draft for it: ``demo-draft`` (the bundled one), a
+            folder or a hub id. It comes to the model's device, in its dtype, with the same attention.
+        draft_weights: ``int8``, ``fp8`` or ``int4``: let drafting passes of the model run on a copy of it whose linear
+            layers have weights quantised by torchao, all but the LM head, and which shares all else. What is decoded is
+            the model as it is. ``none`` is what None is.
+        exact: let every pass over the text have the same number of rows, so that a token's bits do not depend on how it
+            was forwarded, and all methods give the same tokens in every dtype. None does so in bfloat16 and float16 and
+            on CUDA, where the model bears it; ``LoadedModel.inexact`` says why it does not.
+        ranks: from :func:`tswift.distributed.join`, to hold the model together with other processes. All of them have
+            to call this; what rank 0 asks for counts.
+
+    Raises:
+        InputError: something named here does not exist, is broken, or cannot be served exactly.
+        Gone: another rank has died.
+    """
+    if isinstance(dtype, torch.dtype):
+        dtype = dtype_name(dtype)
+    names = {"model": model, "device": device, "dtype": dtype, "attention": attention}
+    optional = {"draft_model": draft_model, "draft_weights": draft_weights}
+    names.update((field, name) for field, name in optional.items() if name is not None)
+    for field, name in names.items():
+        if not isinstance(name, str):
+            raise InputError(f"wants a name, got {name!r:.40}", field)
+    with guard():
+        asked = ranks.share((model, device, dtype, attention, heads, quantize, draft_model, draft_weights, exact))
+        model, device, dtype, attention, heads, quantize, draft_model, draft_weights, exact = asked
+        draft_weights = None if draft_weights == UNQUANTISED else draft_weights
+        if draft_weights is not None and ranks.count > 1:
+            raise InputError("quantised weights cannot be split over ranks yet", "draft_weights")
+        if draft_weights is not None and quantize is not None:
+            raise InputError(f"the model's weights are quantised already ({quantize})", "draft_weights")
+        where, config, simulated = device_for(device, ranks), read_config(model), model.startswith(PREFIX)
+        kind = dtype_for(dtype, where, config, simulated)
+        if draft_weights is not None:  # what cannot be quantised is refused before it is loaded
+            quantizing.weight_only(draft_weights, config, where, kind, "draft_weights")
+        source = heads_source(model, config, heads)
+        if simulated and (quantize is not None or ranks.count > 1):
+            raise InputError(f"{model} has random weights, which are neither quantised nor split", "model")
+        # a configuration need not state the dtype: the weights do
+        read_as = "auto" if dtype == "auto" and where.type == "cuda" and not simulated else kind
+        opened = open_model(model, config, where, read_as, attention, quantize, ranks)
+        target = opened.target
+        if source == ON_HUB:
+            with hub(), in_one_line(model):  # where its files were put
+                source = Path(cached_file(model, CONFIG_NAME)).parent
+        loaded = LoadedModel(
+            model,
+            opened.tokenizer,
+            target,
+            _load_heads(source, target, simulated),
+            eos_ids_of(model, target.model, opened.tokenizer, target.vocab_size),
+            opened.attention,
+            simulated=simulated,
+            quantization=opened.quantization,
+            ranks=ranks,
+            weights=weights_hash(target.model) if ranks.count > 1 else None,
+            dtype_note="" if simulated else opened.dtype_note,
+            **_prepare(target, opened.attention, opened.note, exact),
+        )
+        if draft_weights is not None:
+            loaded = _with_copy(loaded, draft_weights)
+        if draft_model is not None:
+            loaded = replace(loaded, draft=_load_draft(draft_model, loaded, attention), draft_name=draft_model)
+        return loaded
+
+
+ON_HUB = "on the hub"  # heads among a model's weights, which may not be here yet
+
+
+def heads_source(model: str, config: Any, heads: str | os.PathLike[str] | None) -> Path | str | None:
+    """Where a model's heads come from: a file or folder, ``ON_HUB``, or a kind for random ones; None for no heads."""
+    if model.startswith(PREFIX):
+        kind = "chained" if heads is None else str(heads)
+        return kind if kind in HEAD_TYPES else heads_path(kind, None)
+    _, folder = find_source(model)
+    path = heads_path(heads, folder)
+    return (folder or ON_HUB) if path is None and carries_heads(config) else path
+
+
+def _load_heads(source: Path | str | None, target: Target, simulated: bool) -> Heads | None:
+    if isinstance(source, Path):
+        return attach_heads(source, target, any_model=simulated)
+    if source is None:
+        return None
+    heads = random_heads(source, target.model.config, target.dtype, target.device)
+    use_onednn(heads)
+    return heads
+
+
+def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> dict[str, Any]:
+    """Compile a model's layers and try its exact passes; returns the fields of ``LoadedModel`` that tell how."""
+    inexact, bits = set_width(target, attention, exact), None
+    prepared = compiled(target, note)
+    if target.width is not None:
+        try:
+            bits = fingerprint(target)
+        except Inexact as error:
+            inexact, target.width = str(error), None
+    if inexact is not None and exact:
+        raise InputError(f"cannot be had here: {inexact}", "exact")
+    return {"prepared": prepared, "exact": bits, "inexact": inexact}
+
+
+def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
+    """A loaded model with a copy of fewer bits for its drafting passes."""
+    target = loaded.target
+    with silence():
+        drafting = Target(quantizing.cheaper_copy(target.model, kind), BACKENDS[loaded.attention]())
+    drafting.special_fault = target.special_fault
+    if loaded.heads is not None and loaded.heads.raw:
+        drafting.tap()
+    return replace(loaded, drafting=drafting, draft_weights=kind, draft_prepared=compiled(drafting, ""))
+
+
+def _load_draft(name: str, loaded: LoadedModel, attention: str) -> Target:
+    """The smaller model that drafts for a loaded one; its own heads, if it has any, are not read."""
+    target = loaded.target
+    try:
+        if not loaded.simulated:
+            refuse_shape(name)
+        opened = open_model(name, read_config(name), target.device, target.dtype, attention, tokenizer_optional=True)
+        draft, tokenizer = opened.target, opened.tokenizer
+        compiled(draft, opened.note)
+        _refuse_other_size(name, draft.vocab_size, loaded.name, target.vocab_size)
+        if tokenizer is not None and not (loaded.simulated or name.startswith(PREFIX)):
+            _refuse_other_tokens(name, tokenizer, loaded.name, loaded.tokenizer)
+    except InputError as error:
+        raise renamed(error, {"model": "draft_model"}) from None
+    return draft
+
+
+def _refuse_other_size(name: str, size: int, model: str, model_size: int) -> None:
+    """Refuse a draft model with another number of tokens than its target."""
+    if size != model_size:
+        raise InputError(f"{name} has a vocabulary of {size:,}, {model} has {model_size:,}", "draft_model")
+
+
+def _refuse_other_tokens(name: str, tokenizer: Any, model: str, model_tokenizer: Any) -> None:
+    """Refuse a draft model with a token id that means something else than in its target."""
+    ours, theirs = tokenizer.get_vocab(), model_tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    token = min({*ours.items()} ^ {*theirs.items()}, key=lambda pair: (pair[1], pair[0]))[0]
+    there, here = (f"id {ids[token]:,}" if token in ids else "no id" for ids in (ours, theirs))
+    reason = f"has another vocabulary than {model}: {token!r:.40} has {there} there, {here} here"
+    raise InputError(f"{name} {reason}", "draft_model")
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model, wrapped, and what came with it.
+
+    Attributes:
+        tokenizer: None if there is none.
+        attention: the backend in use.
+        note: why it is not the one that should be.
+        quantization, dtype_note: as :class:`LoadedModel` has them.
+    """
+
+    target: Target
+    tokenizer: Any
+    attention: str
+    note: str
+    quantization: str | None = None
+    dtype_note: str = ""
+
+
+def open_model(
+    model: str,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype | str,
+    attention: str,
+    quantize: str | None = None,
+    ranks: Dist = ALONE,
+    tokenizer_optional: bool = False,
+) -> OpenedModel:
+    """Read a checkpoint's weights and tokenizer, or make a shape's random ones.
+
+    Args:
+        model: a folder, a hub id, a bundled model's name or ``shape:NAME``.
+        config: its configuration.
+        device: where the weights go.
+        dtype: of the weights, or ``auto`` for the checkpoint's own.
+        attention, quantize, ranks: as for :func:`load`.
+        tokenizer_optional: whether a folder without a tokenizer will do.
+    """
+    kind = own_dtype(config) if isinstance(dtype, str) else dtype
+    if model.startswith(PREFIX):
+        backend, note = select_backend(attention, kind, device, config)
+        with silence(), in_one_line(model):
+            target = wrap_model(random_weights(config, kind, device, model), model, backend)
+        return OpenedModel(target, StandInTokenizer(), backend, note)
+    source, folder = find_source(model)
+    quantization, how, tokenizer = quantizing.own_quantization(config), dict[str, Any](), None
+    with silence(), hub(folder is None), in_one_line(model):
+        if folder is not None:
+            refuse_misfit(config, stored_tensors(folder), model)
+        backend, note = select_backend(attention, kind, device, config)
+        if ranks.count > 1:
+            if quantize or quantization:
+                raise InputError("quantised weights cannot be split over ranks yet", RANKS)
+            how.update(_split_plan(config, model, ranks))
+        if quantize is not None:
+            how["quantization_config"] = quantizing.quantizer(quantize, config, device, kind)
+            quantization = f"{quantize}, torchao"
+        if quantization and device.type == "cuda":
+            how["device_map"] = device  # quantised on the way: the whole weights need not fit
+        if not tokenizer_optional or folder is None or has_tokenizer(folder):
+            tokenizer = _load_tokenizer(source, model)
+        said = dtype_note(config, kind)  # from_pretrained may overwrite the configuration's
+        network, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **how,
+        )
+        if getattr(config, "quantization_config", None) and not getattr(network, "hf_quantizer", None):
+            raise InputError(f"{model} is quantised in a way that transformers does not know here", "model")
+        # transformers would fill what the file lacks with random numbers and only warn
+        missing = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
+        if missing:
+            raise InputError(f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model")
+        if network.dtype == torch.float64 and routed(config):
+            network.set_experts_implementation("eager")  # the others multiply no float64
+        target = wrap_model(network if how else network.to(device), model, backend)
+    return OpenedModel(target, tokenizer, backend, note, quantization, said)
+
+
+def _load_tokenizer(source: str, model: str) -> Any:
+    with in_one_line(model, "its tokenizer: "):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise InputError(f"{model} has no tokenizer.json that the tokenizers library reads", "model")
+    return tokenizer
+
+
+def _split_plan(config: Any, model: str, ranks: Dist) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that let every rank read its part."""
+    if find_spec("accelerate") is None:
+        raise InputError("to split a model, transformers needs accelerate: pip install 'tswift[ranks]'", RANKS)
+    if ranks.device is not None and ranks.device.type == "cpu" and torch.cuda.device_count():
+        raise InputError("transformers splits over the GPUs that it sees; CUDA_VISIBLE_DEVICES= hides them", "device")
+    rules = skeleton(config).tp_plan or {}
+    if not any("*" in name for name in rules):  # it may have one for the LM head alone
+        raise InputError(f"transformers has no plan to split {model} ({config.model_type}) over ranks", "model")
+    text = config.get_text_config()
+    # some plans leave attention whole: every rank has all heads then
+    if any(name.endswith(("k_proj", "qkv_proj", "query_key_value")) and rules[name] == "colwise" for name in rules):
+        queries = text.num_attention_heads
+        for name, heads in (("KV", getattr(text, "num_key_value_heads", None) or queries), ("query", queries)):
+            if heads % ranks.count:
+                counted = f"{heads} {name} head{'s' if heads > 1 else ''}"
+                raise InputError(f"{model} has {counted}, which {ranks.count} ranks cannot share evenly", RANKS)
+    return {"distributed_config": DistributedConfig(tp_size=ranks.count)}
+
+
+def eos_ids_of(model: str, network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """The token ids that end a text, by all that a checkpoint says of them."""
+    tokens: list[Any] = []
+    for holder in (network.generation_config, network.config, tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        tokens += ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)
+    for token in tokens:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            reason = f"has eos_token_id {token!r:.40}, which is no id of its vocabulary of {vocab_size:,}"
+            raise InputError(f"{model} {reason}", "model")
+    return tuple(sorted(set(tokens)))
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The sizes of a model that is not loaded, by the names that ``Target`` has for them.
+
+    Attributes:
+        name: as the user named it.
+        device: where it will be.
+        max_positions: most tokens, prompt included.
+        vocab_size: number of logits.
+        kv_shape: of its keys and values, at least: one KV head where the configuration does not say.
+        groups: query heads per KV head; 1 where the configuration does not say.
+        attention: name of the attention; empty where it is not known yet.
+        most_nodes: maximum nodes of a draft tree; None where there is no limit, or it is not known yet.
+        heads: number of tokens that its heads draft in a row; None where it is not known yet.
+        weight_bytes: of its weights without heads; 0 where it is not known.
+        heads_bytes: of the heads' weights.
+        copy_bytes: of a copy with weights of fewer bits; 0 for none.
+    """
+
+    name: str
+    device: torch.device
+    max_positions: int
+    vocab_size: int
+    kv_shape: KVShape
+    groups: int
+    attention: str
+    most_nodes: int | None
+    heads: int | None
+    weight_bytes: int
+    heads_bytes: int
+    copy_bytes: int
+
+    def partials_bytes(self, slots: int, nodes: int) -> int:
+        """As :func:`tswift.attention.backends.partials_bytes`."""
+        shape = self.kv_shape
+        return partials_bytes(self.attention, (shape.heads, self.groups), shape.head_dim, slots, nodes)
+
+
+def inspect_model(
+    model: str,
+    *,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    attention: str = "auto",
+    heads: str | os.PathLike[str] | None = None,
+    draft_weights: str | None = None,
+) -> ModelSpec:
+    """The sizes of what :func:`load` would load: from its configuration and the header of its heads."""
+    where, config = find_device(device), read_config(model)
+    kind = dtype_for(dtype, where, config, model.startswith(PREFIX))
+    count, parameters = _inspect_heads(heads_source(model, config, heads), config)
+    return _spec(model, config, where, kind, attention, count, parameters, draft_weights)
+
+
+def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") -> ModelSpec:
+    """The sizes of the draft model that :func:`load` would load for a target."""
+    try:
+        spec = _spec(draft, read_config(draft), target.device, target.kv_shape.dtype, attention)
+        _refuse_other_size(draft, spec.vocab_size, target.name, target.vocab_size)
+    except InputError as error:
+        raise renamed(error, {"model": "draft_model"}) from None
+    return spec
+
+
+def _spec(
+    model: str,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str,
+    heads: int | None = 0,
+    heads_parameters: int = 0,
+    draft_weights: str | None = None,
+) -> ModelSpec:
+    text, most_nodes, name = config.get_text_config(), None, ""
+    if attention != "auto":  # what that chooses may give way to another
+        backend = BACKENDS[choose(attention, dtype, device, head_size(config))]()
+        most_nodes, name = backend.MOST_NODES, backend.__name__
+    if draft_weights is not None:
+        quantizing.weight_only(draft_weights, config, device, dtype, "draft_weights")
+    weight_bytes = copy_bytes = 0
+    if getattr(config, "quantization_config", None) is None:
+        with silence(), in_one_line(model):
+            network = skeleton(config)
+            weight_bytes = sum(weight.numel() for weight in network.parameters()) * dtype.itemsize
+            weight_bytes += copied_bytes(network, dtype, device)
+            copy_bytes = 0 if draft_weights is None else quantizing.copy_bytes(network, draft_weights)
+    kv_heads, groups = heads_of(config)
+    return ModelSpec(
+        name=model,
+        device=device,
+        max_positions=max_positions(config),
+        vocab_size=text.vocab_size,
+        kv_shape=KVShape(text.num_hidden_layers, kv_heads, head_size(config), dtype, device),
+        groups=groups,
+        attention=name,
+        most_nodes=most_nodes,
+        heads=heads,
+        weight_bytes=weight_bytes,
+        heads_bytes=heads_parameters * dtype.itemsize,
+        copy_bytes=copy_bytes,
+    )
+
+
+def _inspect_heads(source: Path | str | None, config: Any) -> tuple[int | None, int]:
+    """How many tokens a model's heads draft in a row, None where that is not known yet; and their parameters."""
+    text = config.get_text_config()
+    if source is None or source == ON_HUB:
+        return (0 if source is None else None), 0
+    if isinstance(source, str):
+        with torch.device("meta"):
+            heads = HEAD_TYPES[source](text.hidden_size, HEADS)
+        return heads.count, sum(weight.numel() for weight in heads.parameters())
+    found = find_heads(source)
+    found.refuse_misfit(text.hidden_size, text.vocab_size)
+    return found.about["count"], found.parameters
