@@ -352,7 +352,6 @@ TOGETHER: dict[str, dict[str, str]] = {
         "--simulate-alpha 0.5 --methods medusa --tree auto": "--simulate-alpha",
         "--prompts PROMPT --prompts PROMPT": "--prompts",
         "--lens 4090 --warmup 0": "--lens",
-        "--len 4": "--len",
     },
     "roofline": {
         "--device h200": "--bandwidth",
