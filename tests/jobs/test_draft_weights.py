@@ -78,7 +78,7 @@ def test_a_run_begun_without_goes_on_with(checkpoint: Path, tmp_path: Path) -> N
     assert going_on is not None
     assert going_on.model.draft_weights == "int8"
     going_on.run(lambda *given: None)
-    with pytest.raises(InputError, match=r"^draft_weights: no 'int9'; there are int8, fp8, int4$"):
+    with pytest.raises(InputError, match=r"^draft_weights: must be one of none, int8, fp8, int4, got 'int9'"):
         resume(tmp_path / "run", {"length": 30, "draft_weights": "int9"}, False, WORDS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
+from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import Checkpoint, bytes_of, checksum
 from tswift.jobs.prompt import fingerprint
 from tswift.jobs.recorded import check_ids, read_run, read_saved, read_tokens
@@ -28,7 +30,7 @@ def run(tmp_path: Path) -> Path:
     record = {
         "schema": 2,
         "state": "interrupted",
-        "options": {"seed": 2**70, "length": 9, "method": "ar"},
+        "options": {"seed": 2**70, "length": 9, "method": "ar", "stop_at_eos": True, "heads": None},
         "sampling": {
             "temperature": 0.5,
             "top_k": 3,
@@ -39,7 +41,15 @@ def run(tmp_path: Path) -> Path:
             "window": 8,
             "banned": [0, 4],
         },
-        "model": {"name": "x/y", "device": "cpu", "dtype": "float64", "attention": "sdpa", "heads": None},
+        "model": {
+            "name": "x/y",
+            "device": "cpu",
+            "dtype": "float64",
+            "attention": "sdpa",
+            "heads": None,
+            "eos_ids": [0],
+        },
+        "drafting": {},
         "prompt": {"tokens": 3, "sha256": fingerprint([5, 6, 7])},
     }
     (tmp_path / "run.json").write_text(json.dumps({**record, "checksum": checksum(record)}))
@@ -49,11 +59,18 @@ def run(tmp_path: Path) -> Path:
 def test_reads_everything(run: Path) -> None:
     found = read_run(run)
     assert found.params == SamplingParams(0.5, 3, 0.9, 0.0, 0.1, 1.1, 8, (0, 4))
-    assert (found.seed, found.state, found.path) == (2**70, "interrupted", run)
-    assert found.prompt == [5, 6, 7]
-    assert (found.length, found.method) == (9, "ar")
-    assert (found.model, found.device, found.dtype, found.attention) == ("x/y", "cpu", "float64", "sdpa")
-    assert found.heads is None
+    made = RunConfig(
+        length=9,
+        method="ar",
+        seed=2**70,
+        stop_at_eos=True,
+        model="x/y",
+        device="cpu",
+        dtype="float64",
+        attention="sdpa",
+    )
+    assert found.config == replace(made, exact=False)
+    assert (found.state, found.prompt, found.bits, found.eos_ids) == ("interrupted", [5, 6, 7], None, (0,))
 
 
 def test_a_run_by_the_native_kernel_can_be_loaded_without_it(run: Path) -> None:
@@ -62,7 +79,7 @@ def test_a_run_by_the_native_kernel_can_be_loaded_without_it(run: Path) -> None:
     record["model"]["attention"] = "native"
     (run / "run.json").write_text(json.dumps({**record, "checksum": checksum(record)}))
     found = read_run(run)
-    assert found.attention == "auto"
+    assert found.config.attention == "auto"
     assert found.record["model"]["attention"] == "native"
 
 
@@ -103,8 +120,8 @@ def _field(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
         (_field(lambda record: record["sampling"].update(min_p=3)), "run.json is broken: min_p: must be between"),
         (_field(lambda record: record["sampling"].update(hot=1)), "run.json is broken: .*hot"),
         (_field(lambda record: record.update(model=None)), "run.json is broken"),
-        (_field(lambda record: record["options"].update(length="9")), "run.json is broken: its length is '9'"),
-        (_field(lambda record: record["model"].update(name=["x"])), "run.json is broken: its model is"),
+        (_field(lambda record: record["options"].update(length="9")), "run.json is broken: length: must be an integer"),
+        (_field(lambda record: record["model"].update(name=["x"])), "run.json is broken: model: must be a text"),
     ],
 )
 def test_what_is_broken_is_told_in_a_line(run: Path, spoil: Callable[[Path], None], message: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
+from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import (
     CHECKSUM,
     JOURNAL,
@@ -30,7 +31,6 @@ from tswift.jobs.folder import (
 from tswift.jobs.prompt import fingerprint
 from tswift.reading import MOST_RECORD, read_file
 
-_MAYBE = ("heads", "quantize", "draft_weights", "draft", "bits")
 _MOST_BYTES = 1 << 30  # of a file: tokens take four
 
 
@@ -42,40 +42,23 @@ class RunRecord:
         path: the folder.
         record: all of ``run.json``.
         state: ``running``, ``finished``, ``interrupted`` or ``failed``, as it was last written.
+        config: what made the run: its model as it was loaded, its drafting options as they were resolved. Attention is
+            ``auto`` where that was ``native``, which needs a C compiler and some dtypes: another machine has none,
+            perhaps, or the text is checked in another dtype.
         params: the sampling parameters, banned end-of-text tokens included.
-        seed: the seed.
-        length: tokens asked for.
-        method: the decoding method.
         prompt: the prompt's token ids.
-        model: name of the model, as :func:`tswift.load` takes it.
-        device, dtype, attention: how it was loaded; attention is ``auto`` where that was ``native``, which needs a C
-            compiler and float32: another machine has none, perhaps, or the text is checked in another dtype.
-        exact: whether its passes had a fixed width.
         bits: hash of the arithmetic of all its sessions; None if it was not exact, or they differ.
-        heads: kind and number of the heads that drafted; None if the model had none.
-        quantize: how its weights were quantised while it was loaded; None if they were not.
-        draft_weights: how those of drafting passes were quantised; None if they were not.
-        draft: name of the smaller model that drafted; None if there was none.
+        eos_ids: the model's end-of-text tokens.
     """
 
     path: Path
     record: Mapping[str, Any]
     state: str
+    config: RunConfig
     params: SamplingParams
-    seed: int
-    length: int
-    method: str
     prompt: list[int]
-    model: str
-    device: str
-    dtype: str
-    attention: str
-    exact: bool
     bits: str | None
-    heads: str | None
-    quantize: str | None
-    draft_weights: str | None
-    draft: str | None
+    eos_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -227,28 +210,30 @@ def _content(path: Path, missing: str, option: str | None = None) -> bytes:
 
 
 def _fields(record: dict[str, Any]) -> dict[str, Any]:
-    model, asked, sampling = record["model"], record["options"], dict(record["sampling"])
-    params = SamplingParams(**{**sampling, "banned": tuple(sampling["banned"])})
-    fields: dict[str, Any] = {
-        "state": record["state"],
-        "params": params,
-        "seed": asked["seed"],
-        "length": asked["length"],
-        "method": asked["method"],
-        "model": model["name"],
-        **{name: model[name] for name in ("device", "dtype", "attention", "heads")},
-        **{name: asked.get(name) for name in ("quantize", "draft_weights")},
-        "draft": None if model.get("draft") is None else model["draft"]["name"],
-        "exact": model.get("exact") is not None,
+    model, asked, sampling, drafting = (dict(record[part]) for part in ("model", "options", "sampling", "drafting"))
+    if isinstance(drafting.get("tree"), list):
+        drafting["tree"] = tuple(drafting["tree"])
+    own: dict[str, Any] = {name: asked[name] for name in ("length", "method", "seed", "stop_at_eos", "heads")}
+    own |= {name: asked.get(name) for name in ("quantize", "draft_weights")}
+    config = RunConfig(
+        **own,
+        model=model["name"],
+        device=model["device"],
+        dtype=model["dtype"],
+        attention="auto" if model["attention"] == "native" else model["attention"],
+        draft_model=None if model.get("draft") is None else model["draft"]["name"],
+        exact=model.get("exact") is not None,
+        drafting=drafting,
+    )
+    if not all(isinstance(session, dict) for session in record.get("resumed", ())):
+        raise ValueError("its sessions are no objects")
+    return {
+        "state": str(record["state"]),
+        "config": config,
+        "params": SamplingParams(**{**sampling, "banned": tuple(sampling["banned"])}),
         "bits": _bits(record),
+        "eos_ids": tuple(model["eos_ids"]),
     }
-    if fields["attention"] == "native":
-        fields["attention"] = "auto"
-    for name, value in fields.items():
-        kind = int if name in ("seed", "length", "exact") else SamplingParams if name == "params" else str
-        if not (isinstance(value, kind) or (name in _MAYBE and value is None)):
-            raise ValueError(f"its {name} is {value!r:.40}")
-    return fields
 
 
 def _bits(record: dict[str, Any]) -> str | None:

@@ -13,14 +13,13 @@ from tswift.distributed import ALONE, Dist
 from tswift.drafting.options import AUTO, DraftOptions, refuse_unused
 from tswift.engine import begin
 from tswift.errors import InputError
-from tswift.jobs.config import draft_for, weights_for
+from tswift.jobs.config import RunConfig
 from tswift.jobs.environment import environment, now
-from tswift.jobs.folder import RECORD, InUse, Lock, RunFolder
+from tswift.jobs.folder import InUse, Lock, RunFolder
 from tswift.jobs.job import FINISHED, Job
 from tswift.jobs.prompt import TextStream
 from tswift.jobs.recorded import JournalState, RunRecord, check_ids, read_record, read_run, read_saved
 from tswift.jobs.start import about_draft, identity, refuse_full_disk, used_options
-from tswift.models.config import refuse_shape
 from tswift.models.load import LoadedModel, load
 
 OPTION = "resume"
@@ -36,11 +35,11 @@ def resume(
 
     Args:
         path: the run's folder.
-        asked: options that were typed, by the names of ``Settings`` and of its ``sampling`` and ``drafting``. Those
-            that could change the text must be the run's own.
+        asked: options that were typed, by the names that :meth:`RunConfig.of` takes. Those that could change the
+            text must be the run's own.
         discard_damaged: go on from the last sound token where something after it is broken.
         command: the words of the command line, for ``run.json``.
-        ranks: as :func:`tswift.jobs.settings.start` takes them. Nothing says that they are as many as before.
+        ranks: as :func:`tswift.jobs.start.start` takes them. Nothing says that they are as many as before.
 
     Raises:
         InputError: no run, one that is in use, broken or made by another model, or an option in conflict with it.
@@ -69,13 +68,13 @@ def _resumed(
     path: Path, lock: Lock, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str], ranks: Dist
 ) -> Job | None:
     run = read_run(path)
-    _refuse_broken(run)
     saved = read_saved(path, run.prompt)
     _refuse_conflicts(run, asked, (*_MAY_CHANGE, *_MAY_MOVE))
+    config = _going_on(run, asked)
     if saved.damage and not discard_damaged:
         sound = len(saved.tokens)
         raise InputError(f"{saved.damage}; --discard-damaged goes on from the {sound:,} sound tokens before", OPTION)
-    length = asked.get("length", run.length)
+    length = config.length
     if length < len(saved.tokens):
         raise InputError(f"{path} has {len(saved.tokens):,} tokens already, got {length:,}", "length")
     if run.state == FINISHED and (length == len(saved.tokens) or _ended(run, saved)):
@@ -85,19 +84,18 @@ def _resumed(
     checkpoint, journal = saved.last(below=len(saved.tokens) if _ended(run, saved) else length)
     tokens = saved.tokens[: checkpoint.tokens]
     refuse_full_disk(path, length - len(tokens), OPTION)
-    model = _load(run, asked, ranks)
+    model = _load(run, config, "exact" in asked, ranks)
     for name, ids in (("prompt", run.prompt), ("tokens", tokens), ("banned ids", run.params.banned)):
         check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
-    options = _options(run, asked)
     generation = begin(
         model,
         run.prompt,
         length,
-        method=run.method,
+        method=config.method,
         params=run.params,
-        seed=run.seed,
-        options=options,
-        stop_at_eos=_stops(run),
+        seed=config.seed,
+        options=config.options(),
+        stop_at_eos=config.stop_at_eos,
         written=tokens,
     )
     try:
@@ -111,7 +109,7 @@ def _resumed(
         "at": len(tokens),
         "started": now(),
         "command": list(command),
-        "drafting": used_options(run.method, generation.options),
+        "drafting": used_options(config.method, generation.options),
         "draft": draft,
         "draft_weights": model.draft_weights,
         "exact": model.about()["exact"],
@@ -119,26 +117,9 @@ def _resumed(
     }
     resumed = [*run.record.get("resumed", ()), session]
     notes = [*_notes(saved, len(tokens)), *_other_draft(run, draft)]
-    if run.exact and model.exact != run.bits:
+    if run.config.exact and model.exact != run.bits:
         notes.append("this machine rounds otherwise than the one before: the text may go on differently than there")
     return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes)
-
-
-def _refuse_broken(run: RunRecord) -> None:
-    """Refuse a record without what only a run that goes on needs."""
-    asked, model = run.record["options"], run.record["model"]
-    try:
-        _options(run, {})
-        heads, stops, ids = asked["heads"], asked["stop_at_eos"], model["eos_ids"]
-        drafting, resumed = run.record["drafting"], run.record.get("resumed", [])
-    except (KeyError, TypeError, ValueError) as error:
-        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"{run.path / RECORD} is broken: {reason}", OPTION) from None
-    plain = isinstance(stops, bool) and (heads is None or isinstance(heads, str))
-    given = asked.get("drafting", {})
-    dicts, lists = (drafting, given), (ids, resumed)
-    if not (plain and all(isinstance(each, dict) for each in dicts) and all(isinstance(each, list) for each in lists)):
-        raise InputError(f"{run.path / RECORD} is broken: it has options of other types", OPTION)
 
 
 def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[str]) -> None:
@@ -148,10 +129,8 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[s
     drafting = {name: value for name, value in asked.items() if name in (*DraftOptions.__dataclass_fields__, "heads")}
     auto = record["drafting"].get("tree") == drafting.get("tree", AUTO) == AUTO
     kept = {name: record["drafting"].get(name) for name in ("kv", *(("tree", "recall") if auto else ()))}
-    refuse_unused([run.method], {**kept, **drafting} if drafting else {})
-    draft_for([run.method], run.model, asked.get("draft_model", run.draft))
-    weights_for([run.method], asked.get("draft_weights", run.draft_weights))
-    known["exact"] = run.exact
+    refuse_unused([run.config.method], {**kept, **drafting} if drafting else {})
+    known["exact"] = run.config.exact
     for name, value in asked.items():
         own = known.get(name)
         if name in ("device", "dtype", "attention") and value == record["model"][name]:
@@ -170,49 +149,32 @@ def _plain(value: Any) -> Any:
 
 def _ended(run: RunRecord, saved: JournalState) -> bool:
     """Whether the text was ended by an end-of-text token."""
-    return _stops(run) and bool(saved.tokens) and saved.tokens[-1] in run.record["model"]["eos_ids"]
+    return run.config.stop_at_eos and bool(saved.tokens) and saved.tokens[-1] in run.eos_ids
 
 
-def _stops(run: RunRecord) -> bool:
-    return bool(run.record["options"]["stop_at_eos"])
+def _going_on(run: RunRecord, asked: Mapping[str, Any]) -> RunConfig:
+    """The run's configuration with what may change."""
+    own = ("length", "draft_model", "draft_weights", *_MAY_MOVE)
+    drafting = {name: asked[name] for name in ("nodes", "budget") if name in asked}
+    changed = {name: asked[name] for name in own if name in asked}
+    return replace(run.config, **changed, drafting={**run.config.drafting, **drafting})
 
 
-def _load(run: RunRecord, asked: Mapping[str, Any], ranks: Dist) -> LoadedModel:
+def _load(run: RunRecord, config: RunConfig, exact_typed: bool, ranks: Dist) -> LoadedModel:
     """The run's model, loaded as it was then, and seen to be the same."""
-    name = asked.get("model", run.model)
-    refuse_shape(name)
-    load_run = partial(
-        load,
-        name,
-        device=run.device,
-        dtype=run.dtype,
-        attention=run.attention,
-        heads=asked.get("heads", run.record["options"]["heads"]),
-        quantize=run.quantize,
-        draft_model=asked.get("draft_model", run.draft),
-        draft_weights=weights_for([run.method], asked.get("draft_weights", run.draft_weights)),
-        ranks=ranks,
-    )
+    load_run = partial(load, config.model, quantize=config.quantize, ranks=ranks, **config.loading())
     try:
-        model = load_run(exact=run.exact)
+        model = load_run(exact=config.exact)
     except InputError as error:  # on other machines, or more ranks, it goes on without; notes tell
-        if error.field != "exact" or "exact" in asked:
+        if error.field != "exact" or exact_typed:
             raise
         model = load_run(exact=False)
-    found, known = identity(model), run.record["model"]
+    now_loaded, known = identity(model), run.record["model"]
     for what in ("weights", "config", "eos_ids", "heads"):
-        if found[what] != known.get(what):
-            message = f"{name} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
+        if now_loaded[what] != known.get(what):
+            message = f"{config.model} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
             raise InputError(message, "model")
     return model
-
-
-def _options(run: RunRecord, asked: Mapping[str, Any]) -> DraftOptions:
-    own = dict(run.record["drafting"])
-    if isinstance(own.get("tree"), list):
-        own["tree"] = tuple(own["tree"])
-    changed = {name: asked[name] for name in ("nodes", "budget") if name in asked}
-    return replace(DraftOptions(**own), **changed)
 
 
 def _about(run: RunRecord, length: int, model: str, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,19 +61,20 @@ def subject_of_run(
     Raises:
         InputError: the model cannot be loaded, or the run does not fit it, or was not exact and is to be now.
     """
-    if exact and not run.exact:
+    made = run.config
+    if exact and not made.exact:
         raise InputError(f"{run.path} was made without it, so it can only be judged within rounding", "exact")
-    name = run.model if model is None else model
+    name = made.model if model is None else model
     refuse_shape(name)
     _tokens(run)  # better now than after a model was loaded
     how: dict[str, Any] = {
-        "device": run.device if device is None else device,
-        "dtype": run.dtype if dtype is None else dtype,
-        "attention": run.attention,
-        "quantize": run.quantize if model is None and quantize is None else quantize,
+        "device": made.device if device is None else device,
+        "dtype": made.dtype if dtype is None else dtype,
+        "attention": made.attention,
+        "quantize": made.quantize if model is None and quantize is None else quantize,
     }
     try:
-        loaded = load(name, **how, exact=run.exact if exact is None else exact)
+        loaded = load(name, **how, exact=made.exact if exact is None else exact)
     except InputError as error:
         if error.field != "exact" or exact:
             raise
@@ -91,12 +92,12 @@ def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
         InputError: the run does not fit it.
     """
     note = None
-    if run.exact and (model.exact is None or model.exact != run.bits):
+    if run.config.exact and (model.exact is None or model.exact != run.bits):
         note = "the run was exact, but the arithmetic here differs from that of the run: judged within rounding"
-    if model.exact is not None and (note or not run.exact):
+    if model.exact is not None and (note or not run.config.exact):
         model.target.width = None
         model = replace(model, exact=None)
-    return _checked(AuditInput(model, run.prompt, _tokens(run), run.params, run.seed, run.path, note), None)
+    return _checked(AuditInput(model, run.prompt, _tokens(run), run.params, run.config.seed, run.path, note), None)
 
 
 def subject_of_text(
