@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.benchmarking.helpers import make_measurement
 from tests.fuzzing import damage, fuzzed, json_damage, other_values
 from tswift.benchmarking.gate import load_measurement
-from tswift.benchmarking.report import encode_bench
+from tswift.benchmarking.report import encode
 from tswift.errors import InputError
 from tswift.jobs.prompt import read_prompt
 from tswift.jobs.recorded import read_tokens
@@ -66,7 +66,7 @@ def test_tokens(here: Path, data: bytes) -> None:
 @given(done=json_damage())
 def test_baselines(here: Path, done: Callable[[bytes], bytes]) -> None:
     path = here / "bench.json"
-    path.write_bytes(done(encode_bench(make_measurement(repeats=2)).encode()))
+    path.write_bytes(done(encode(make_measurement(repeats=2)).encode()))
     refused(lambda: load_measurement(path), path)
 
 

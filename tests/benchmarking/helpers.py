@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 from tswift.benchmarking.roofline import Machine
@@ -17,6 +18,22 @@ _METHODS = {
     "medusa": (3, 0.40, 0.0, 0.8),
     "tokenswift": (4, 0.60, 0.05, 0.55),
 }
+_SAMPLING = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.1, "eta": 0.0,
+    "penalty": 1.2, "window": 1024, "banned": [0],
+}  # fmt: skip
+_ENVIRONMENT = {
+    "python": "3.11.9",
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "tswift": "0.1.0",
+    "git_commit": "4a387207a8f1a2b1d3a1d2f3a4b5c6d7e8f90123",
+    "platform": "Linux-6.1-x86_64",
+    "cpu": "Intel(R) Xeon(R) Processor @ 2.80GHz",
+    "threads": 2,
+    "gpu": None,
+    "driver": None,
+}
 
 
 def make_measurement(
@@ -27,7 +44,6 @@ def make_measurement(
     prompts: Sequence[str] = ("novel",),
     repeats: int = 1,
     ar: str = "full",
-    seconds_per_token: float = 0.01,
     roofline: bool = False,
     simulated: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -35,6 +51,56 @@ def make_measurement(
 
     Without ``roofline`` it is as files were before the machine's speed was measured.
     """
+
+    def sample(repeat: int, prompt: str, prefill: int, seed: int, method: str) -> dict[str, Any]:
+        depth, alpha, beta, share = _METHODS[method]
+        alpha += bool(depth) * (0.01 * (seed % 3) + 0.02 * (len(prompt) % 2))
+        share *= 1 + 0.01 * ((3 * seed + 5 * repeat + len(method)) % 4) if method != "ar" else 1.0
+
+        def seconds(tokens: int, of: float) -> float:
+            return tokens * (1 + tokens / 100_000 + prefill / 50_000) * 0.01 * of
+
+        def point(length: int) -> dict[str, Any]:
+            own, ar_seconds, floor = (seconds(length, of) for of in (share, 1.0, 0.4 if depth else 0.8))
+            passes = round(length / (1 + depth * alpha))
+            return {
+                "len": length,
+                "tokens": length,
+                "seconds": own,
+                "passes": passes,
+                "nodes": passes * (2 * depth or 1),
+                "accepted": [passes, 0, 0, 0, 0][: depth + 1],
+                "reused": round(beta * depth * passes),
+                "depth": depth,
+                "alpha": alpha,
+                "beta": beta,
+                "tokens_per_step": 1 + depth * alpha,
+                "tokens_per_second": length / own,
+                "ar_seconds": ar_seconds,
+                "speedup": ar_seconds / own,
+                **({"floor_seconds": floor, "of_floor": own / floor} if roofline else {}),
+            }
+
+        compared = method != "ar" and not (depth and simulated and simulated["alpha"] is not None)
+        estimated = method == "ar" and ar == "sampled"
+        step = max(lens) // 20
+        return {
+            "prompt": prompt,
+            "prefill": prefill,
+            "seed": seed,
+            "method": method,
+            "repeat": repeat,
+            "estimated": estimated,
+            "prefill_seconds": prefill * 0.001,
+            "same_as_ar": True if compared else None,
+            "explained": None,
+            "first_difference": None,
+            "compared_tokens": lens[-1] if compared else 0,
+            "slices": [[tokens, seconds(tokens, share)] for tokens in range(step, max(lens) + 1, step)],
+            "probes": [[prefill, [0.01, 0.011]]] if estimated else None,
+            "points": [point(length) for length in lens],
+        }
+
     workload: dict[str, Any] = {
         "model": "demo",
         "weights": "ab" * 32,
@@ -42,10 +108,7 @@ def make_measurement(
         "attention": "sdpa",
         "heads": "conditioned, 3",
         "heads_weights": "cd" * 32,
-        "sampling": {
-            "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.1, "eta": 0.0,
-            "penalty": 1.2, "window": 1024, "banned": [0],
-        },
+        "sampling": copy.deepcopy(_SAMPLING),
         "drafting": {method: {"tree": [1, 2, 2, 2]} for method in methods if _METHODS[method][0]},
         "prompts": [{"name": name, "sha256": f"{i:064x}"} for i, name in enumerate(prompts)],
         "prefills": list(prefills),
@@ -54,16 +117,7 @@ def make_measurement(
         "methods": list(methods),
         "ar": ar,
         **({"simulated": simulated} if simulated else {}),
-    }  # fmt: skip
-    given = simulated is not None and simulated["alpha"] is not None
-    samples = [
-        _sample(method, prompt, prefill, seed, repeat, lens, ar, seconds_per_token, roofline, given)
-        for repeat in range(repeats)
-        for prompt in prompts
-        for prefill in prefills
-        for seed in seeds
-        for method in methods
-    ]
+    }
     return {
         "schema": 1,
         "kind": "bench",
@@ -72,21 +126,10 @@ def make_measurement(
         "started": "2026-11-21T06:00:00+00:00",
         "ended": "2026-11-21T06:30:00+00:00",
         "command": ["tswift", "bench", "--prompts", "two words.txt"],
-        "environment": {
-            "python": "3.11.9",
-            "torch": "2.13.0",
-            "transformers": "5.23.0",
-            "tswift": "0.1.0",
-            "git_commit": "4a387207a8f1a2b1d3a1d2f3a4b5c6d7e8f90123",
-            "platform": "Linux-6.1-x86_64",
-            "cpu": "Intel(R) Xeon(R) Processor @ 2.80GHz",
-            "threads": 2,
-            "gpu": None,
-            "driver": None,
-        },
+        "environment": dict(_ENVIRONMENT),
         **({"machine": {"bandwidth": MACHINE.bandwidth, "flops": MACHINE.flops}} if roofline else {}),
         "workload": {"hash": workload_hash(workload), **workload},
-        "samples": samples,
+        "samples": [sample(*axes) for axes in product(range(repeats), prompts, prefills, seeds, methods)],
     }
 
 
@@ -101,72 +144,3 @@ def changed(measurement: dict[str, Any], change: Callable[[dict[str, Any]], obje
 def points_of(measurement: dict[str, Any], method: str) -> Iterator[dict[str, Any]]:
     """The points of a method's samples."""
     return (point for sample in measurement["samples"] if sample["method"] == method for point in sample["points"])
-
-
-def _sample(
-    method: str,
-    prompt: str,
-    prefill: int,
-    seed: int,
-    repeat: int,
-    lens: Sequence[int],
-    ar: str,
-    seconds_per_token: float,
-    roofline: bool,
-    given: bool,
-) -> dict[str, Any]:
-    depth, alpha, beta, share = _METHODS[method]
-    alpha += 0.01 * (seed % 3) * bool(depth) + 0.02 * (len(prompt) % 2) * bool(depth)
-    noise = 1 + 0.01 * ((3 * seed + 5 * repeat + len(method)) % 4)
-
-    def seconds(tokens: int, of: float) -> float:
-        return tokens * (1 + tokens / 100_000 + prefill / 50_000) * seconds_per_token * of
-
-    points = []
-    for length in lens:
-        per_step = 1 + depth * alpha
-        passes = round(length / per_step)
-        own = seconds(length, share * noise if method != "ar" else 1.0)
-        ar_seconds = seconds(length, 1.0)
-        floor = seconds(length, 0.4 if depth else 0.8)
-        points.append(
-            {
-                "len": length,
-                "tokens": length,
-                "seconds": own,
-                "passes": passes,
-                "nodes": passes * (2 * depth or 1),
-                "accepted": [passes, 0, 0, 0, 0][: depth + 1],
-                "reused": round(beta * depth * passes),
-                "depth": depth,
-                "alpha": alpha,
-                "beta": beta,
-                "tokens_per_step": per_step,
-                "tokens_per_second": length / own,
-                "ar_seconds": ar_seconds,
-                "speedup": ar_seconds / own,
-                **({"floor_seconds": floor, "of_floor": own / floor} if roofline else {}),
-            }
-        )
-    end = max(lens)
-    compared = method != "ar" and not (given and depth)
-    estimated = method == "ar" and ar == "sampled"
-    return {
-        "prompt": prompt,
-        "prefill": prefill,
-        "seed": seed,
-        "method": method,
-        "repeat": repeat,
-        "estimated": estimated,
-        "prefill_seconds": prefill * 0.001,
-        "same_as_ar": True if compared else None,
-        "explained": None,
-        "first_difference": None,
-        "compared_tokens": lens[-1] if compared else 0,
-        "slices": [
-            [tokens, seconds(tokens, share * noise if method != "ar" else 1.0)]
-            for tokens in range(end // 20, end + 1, end // 20)
-        ],
-        "probes": [[prefill, [0.01, 0.011]]] if estimated else None,
-        "points": points,
-    }

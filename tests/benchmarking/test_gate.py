@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ from hypothesis import strategies as st
 
 from tests.benchmarking.helpers import changed, make_measurement, points_of
 from tswift.benchmarking.gate import (
-    Rule,
     bench_schema,
     compare,
     load_measurement,
@@ -25,15 +26,15 @@ from tswift.benchmarking.gate import (
     refuse_single,
     schema_errors,
 )
-from tswift.benchmarking.report import encode_bench
+from tswift.benchmarking.report import encode
 from tswift.benchmarking.run import workload_hash
 from tswift.errors import InputError
 
 BASE = make_measurement()  # tokenswift: alpha 0.62 and 0.63 by seed; ar, medusa and tokenswift at 500 and 1,000 tokens
-
-
+GOOD = make_measurement(prefills=(8,), lens=(20, 40), seeds=(0,), repeats=2, ar="sampled", roofline=True)
+SIMULATED = make_measurement(simulated={"weights": False, "alpha": 0.6})
+RESULTS = Path(__file__).parents[2] / "results"
 COUNTERS = ("alpha", "beta", "tokens_per_step", "passes")
-
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -49,18 +50,17 @@ def scaled(name: str, *factors: float, method: str = "tokenswift") -> Change:
 
 
 def blanked(name: str, *methods: str) -> Change:
-    def blank(measurement: dict[str, Any]) -> None:
-        for method in methods:
-            for point in points_of(measurement, method):
-                point[name] = None
-
-    return blank
+    return lambda m: [point.update({name: None}) for method in methods for point in points_of(m, method)]
 
 
 def shortened(measurement: dict[str, Any]) -> None:
     """medusa did not reach the second length."""
     for sample in measurement["samples"]:
         sample["points"] = sample["points"][: 1 if sample["method"] == "medusa" else 2]
+
+
+def without_last(measurement: dict[str, Any]) -> None:
+    measurement["samples"].pop()
 
 
 def wrong_text(measurement: dict[str, Any]) -> None:
@@ -103,16 +103,15 @@ def unchanged(measurement: dict[str, Any]) -> None:
         ("alpha", scaled("alpha", 0.9, 1, 1.1, 1), 1),
         ("speedup:1%", scaled("speedup", 0.8, 1, 1.2, 1, method="medusa"), 0),
         # what is missing has regressed
-        ("alpha", shortened, 1),
-        ("passes:1000", lambda measurement: measurement["samples"].pop(), 2),
-        ("speedup:90%", lambda measurement: measurement["samples"].pop(), 2),
+        ("alpha", shortened, 2),
+        ("passes:1000", without_last, 2),
+        ("speedup:90%", without_last, 2),
         ("speedup:10%", blanked("speedup", "medusa"), 2),
         # a text that is not plain decoding's fails under any rule
         ("alpha", wrong_text, 1),
         ("speedup:90%", wrong_text, 1),
-        # other versions are no other machine; counters are the same on any
+        # other versions are no other machine
         ("speedup:10%", environment(torch="2.0", git_commit=None), 0),
-        ("alpha", environment(cpu="another"), 0),
     ],
 )
 def test_what_fails(rule: str, change: Change, failed: int) -> None:
@@ -120,113 +119,100 @@ def test_what_fails(rule: str, change: Change, failed: int) -> None:
     assert sum(not verdict.ok for verdict in verdicts) == failed
 
 
-@pytest.mark.parametrize("change", [shortened, lambda m: m["samples"].pop(), blanked("speedup", "medusa"), wrong_text])
+@pytest.mark.parametrize("change", [shortened, without_last, blanked("speedup", "medusa"), wrong_text])
 def test_what_only_the_baseline_lacks_does_not_fail(change: Change) -> None:
     verdicts = compare(BASE, changed(BASE, change), [parse_rule("alpha"), parse_rule("speedup:1%")])
     assert all(verdict.ok for verdict in verdicts)
 
 
+FOREIGN = "another machine (gpu 'NVIDIA H200' there, None here)"
+
+
 @pytest.mark.parametrize(
-    ("rule", "change", "force", "message"),
+    ("ours", "rule", "change", "force", "message"),
     [
-        ("alpha", lambda m: m["workload"].update(seeds=[0], ar="sampled"), True, "another workload: ar, seeds differs"),
-        ("alpha", lambda m: m["workload"].pop("heads"), True, "another workload: heads differs"),
-        ("alpha", lambda m: m.update(simulated=True), True, "simulated"),
-        ("speedup:10%", environment(gpu="NVIDIA H200"), False, "another machine (gpu 'NVIDIA H200' there, None here)"),
-        ("tokens_per_s:10%", environment(threads=64), False, "--force compares it all the same"),
-        ("speedup:10%", environment(cpu="another"), True, None),
-        ("speedup:10%", blanked("speedup", "ar", "medusa", "tokenswift"), False, "the baseline holds no speedup"),
-        ("alpha:0.62", unchanged, False, None),
-        ("alpha:0.63", unchanged, False, "alpha can never fall by more than 0.63, the baseline has 0.63 at most"),
-        ("speedup:10", unchanged, False, "a share of it is written speedup:10%"),
-        ("passes:1000000", unchanged, False, None),
+        (BASE, "alpha", lambda m: m["workload"].update(seeds=[0], ar="sampled"), True, "workload: ar, seeds differs"),
+        (BASE, "alpha", lambda m: m["workload"].pop("heads"), True, "another workload: heads differs"),
+        (BASE, "alpha", lambda m: m.update(simulated=True), True, "one of the two measurements is simulated"),
+        (BASE, "alpha", environment(cpu="another"), False, None),
+        (BASE, "speedup:10%", environment(gpu="NVIDIA H200"), False, FOREIGN),
+        (BASE, "tokens_per_s:10%", environment(threads=64), False, "--force compares it all the same"),
+        (BASE, "speedup:10%", environment(cpu="another"), True, None),
+        (BASE, "speedup:10%", blanked("speedup", "ar", "medusa", "tokenswift"), False, "baseline holds no speedup"),
+        (BASE, "alpha:0.62", unchanged, False, None),
+        (BASE, "alpha:0.63", unchanged, False, "alpha can never fall by more than 0.63, the baseline has 0.63 at most"),
+        (BASE, "speedup:10", unchanged, False, "a share of it is written speedup:10%"),
+        (BASE, "passes:1000000", unchanged, False, None),
+        (SIMULATED, "alpha", unchanged, False, "fail_on: alpha follows from --simulate-alpha"),
+        (SIMULATED, "speedup:10%", unchanged, False, None),
     ],
 )
-def test_which_baselines_are_refused(rule: str, change: Change, force: bool, message: str | None) -> None:
-    try:
-        compare(BASE, changed(BASE, change), [parse_rule(rule)], force)
-        found = None
-    except InputError as error:
-        found = str(error)
-    assert (found is None) == (message is None)
-    assert (message or "") in (found or "")
+def test_which_baselines_are_refused(
+    ours: dict[str, Any], rule: str, change: Change, force: bool, message: str | None
+) -> None:
+    arguments = (ours, changed(ours, change), [parse_rule(rule)], force)
+    if message is None:
+        return refuse_foreign(*arguments)
+    with pytest.raises(InputError, match=re.escape(message)):
+        refuse_foreign(*arguments)
 
 
-GIVEN = make_measurement(simulated={"weights": False, "alpha": 0.6})
+@pytest.mark.parametrize(
+    ("rule", "here", "there", "message"),
+    [
+        ("speedup:10%", 1, 2, "repeats: .* at least 2 repeats, got 1"),
+        ("speedup:10%", 2, 1, "against: .* at least 2 repeats, the baseline has 1"),
+        ("speedup:10%", 2, 2, None),
+        ("alpha", 1, 1, None),
+    ],
+)
+def test_times_want_repeats(rule: str, here: int, there: int, message: str | None) -> None:
+    baseline = make_measurement(repeats=there)
+    if message is None:
+        return refuse_single([parse_rule(rule)], here, baseline)
+    with pytest.raises(InputError, match=f"^{message}"):
+        refuse_single([parse_rule(rule)], here, baseline)
 
 
-NONSENSE = ["", "%", "-1", "-0.1%", "nan", "inf", "1e999", "1_0", "x", "0:0", " 1 2", "250%", "100%"]
+BAD_TOLERANCES = ["", "%", "-1", "-0.1%", "nan", "inf", "1e999", "1_0", "x", "0:0", " 1 2", "250%", "100%"]
 
 
-def read_rule(text: str) -> Rule | str:
-    """The rule, or the line that refuses it."""
-    try:
-        return parse_rule(text)
-    except InputError as error:
-        return str(error)
-
-
-@given(st.text(max_size=12))
-def test_any_tolerance_is_a_finite_number_or_a_line_that_names_the_option(text: str) -> None:
-    result = read_rule(f"alpha:{text}")
-    if isinstance(result, Rule):
-        assert 0 <= result.tolerance < math.inf
-    else:
-        assert result.startswith("fail_on: ")
-        assert len(result.splitlines()) == 1
-
-
-@pytest.mark.parametrize("text", [*(f"alpha:{text}" for text in NONSENSE), "", "alph:0", "speedup", "tokens_per_s"])
-def test_rules_that_are_refused(text: str) -> None:
+@pytest.mark.parametrize("rule", [*(f"alpha:{x}" for x in BAD_TOLERANCES), "", "alph:0", "speedup", "tokens_per_s"])
+def test_rules_that_are_refused(rule: str) -> None:
     with pytest.raises(InputError, match=r"^fail_on: "):
-        parse_rule(text)
-
-
-@pytest.mark.parametrize("rule", ["speedup:10%", "tokens_per_s:10%"])
-def test_times_want_repeats_on_both_sides(rule: str) -> None:
-    rules = [parse_rule("alpha:0"), parse_rule(rule)]
-    repeated = make_measurement(repeats=2)
-    with pytest.raises(InputError, match=rf"^repeats: {rule.partition(':')[0]} varies .* got 1$"):
-        refuse_single(rules, 1, repeated)
-    with pytest.raises(InputError, match=r"^against: .* the baseline has 1$"):
-        refuse_single(rules, 2, BASE)  # two seeds are no repeats
-    refuse_single(rules, 2, repeated)
-
-
-def test_the_table_names_what_moved() -> None:
-    ours = changed(BASE, scaled("alpha", 0.5))
-    next(points_of(ours, "medusa"))["passes"] -= 10
-    grid = moved(compare(ours, BASE, [parse_rule("alpha"), parse_rule("passes")]))
-    assert grid.title == "4 of 24 comparisons regressed"
-    # of the two seeds the one that lost more
-    assert [(row[0], row[1], row[2]) for row in grid.rows] == [
-        ("alpha", "tokenswift", "REGRESSED: prompt novel, seed 1; and 1 other draw"),
-        ("alpha", "tokenswift", "REGRESSED: prompt novel, seed 1; and 1 other draw"),
-        ("passes", "medusa", "ok: prompt novel, seed 0"),
-    ]
-    assert grid.rows[0][3:] == ["1,024", "500", "0.63", "0.315", "-0.315", "0.63"]
-    assert grid.notes == ["Unchanged: 19."]
-
-
-@pytest.mark.parametrize("rule", ["alpha:0", "beta:0", "tokens_per_step:0", "passes:0"])
-def test_what_a_simulated_acceptance_sets_is_not_judged(rule: str) -> None:
-    with pytest.raises(InputError, match=rf"^fail_on: {rule[:-2]} follows from --simulate-alpha and is not measured"):
-        refuse_foreign({**GIVEN, "samples": []}, GIVEN, [parse_rule("speedup:10%"), parse_rule(rule)])
+        parse_rule(rule)
 
 
 @given(st.floats(0, 99.9))
 def test_a_percentage_is_a_share_of_the_baseline(percent: float) -> None:
     rule = parse_rule(f"speedup:{percent!r}%")
-    assert rule.relative
     assert rule.limit(2.0) == pytest.approx(2 - percent / 50)
     assert rule.allows(2.0, rule.limit(2.0))
     assert not rule.allows(2.0, rule.limit(2.0) - 1e-6)
 
 
+def test_the_table_has_the_draw_that_moved_most_and_says_simulated() -> None:
+    ours = changed(BASE, lambda m: (scaled("alpha", 0.9, 0.7, 0.8, 1.0)(m), wrong_text(m)))
+    table = moved(compare(ours, BASE, [parse_rule("alpha")]))
+    assert table.title == "4 of 13 comparisons regressed"
+    assert table.notes == ["Unchanged: 9."]
+    assert [row[:5] for row in table.rows] == [
+        ["same_as_ar", "medusa", "REGRESSED: prompt novel, seed 0: other tokens than AR from token 321", "1,024", "-"],
+        ["alpha", "tokenswift", "REGRESSED: prompt novel, seed 1; and 1 other draw", "1,024", "500"],
+        ["alpha", "tokenswift", "REGRESSED: prompt novel, seed 0", "1,024", "1,000"],
+    ]
+    assert table.rows[1][5:] == ["0.63", "0.504", "-0.126", "0.63"]
+    slower = changed(SIMULATED, scaled("speedup", 0.5, method="medusa"))
+    rows = moved(compare(slower, SIMULATED, [parse_rule("speedup:10%")]), simulated=True).rows
+    assert [row[1] for row in rows] == ["medusa (simulated)"] * 2
+    lacking = moved(compare(changed(BASE, without_last), BASE, [parse_rule("speedup:90%")])).rows
+    assert lacking[0][2] == "REGRESSED: 1 of the baseline's runs not measured"
+
+
 def _tolerant(schema: Any) -> Any:
-    """The schema, with keys let through that it does not know, as our reader does, and without its conditions."""
+    """The schema with unknown keys let through, as our reader does, and without its conditions."""
     if isinstance(schema, list):
-        return [_tolerant(each) for each in schema]
+        return [_tolerant(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     dropped = {"if", "then", "else", *(["additionalProperties"] if schema.get("additionalProperties") is False else [])}
@@ -235,12 +221,7 @@ def _tolerant(schema: Any) -> Any:
 
 VALIDATOR = jsonschema.Draft202012Validator(bench_schema())
 ORACLE = jsonschema.Draft202012Validator(_tolerant(bench_schema()))
-
-
-GOOD = make_measurement(prefills=(8,), lens=(20, 40), seeds=(0,), repeats=2, ar="sampled", roofline=True)
-
-
-LEAVES = st.sampled_from(
+VALUES = st.sampled_from(
     [None, True, False, 0, 1, -1, 0.5, 1.5, "", "x", "finished", "a" * 64, [], {}, [1], {"len": 1}]
 )
 
@@ -250,78 +231,55 @@ def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [place, *(found for key, item in inner for found in _places(item, (*place, key)))]
 
 
-PLACES = _places(GOOD)[1:]
-
-
-def test_a_good_one() -> None:
-    assert not list(schema_errors(GOOD, bench_schema()))
-    assert not list(schema_errors(make_measurement(roofline=True, ar="sampled"), bench_schema()))
-
-
 @settings(max_examples=80, derandomize=True, deadline=None)
-@given(place=st.sampled_from(PLACES), value=LEAVES | st.just("taken away"))
-def test_says_what_a_whole_implementation_says(place: tuple[Any, ...], value: Any) -> None:
-    changed = copy.deepcopy(GOOD)
-    holder = changed
+@given(place=st.sampled_from(_places(GOOD)[1:]), value=VALUES | st.just("taken away"))
+def test_the_reader_agrees_with_jsonschema(place: tuple[Any, ...], value: Any) -> None:
+    content = copy.deepcopy(GOOD)
+    holder = content
     for key in place[:-1]:
         holder = holder[key]
     if value == "taken away":
         del holder[place[-1]]
     else:
         holder[place[-1]] = value
-    assert (not list(schema_errors(changed, bench_schema()))) == ORACLE.is_valid(changed)
+    assert (not list(schema_errors(content, bench_schema()))) == ORACLE.is_valid(content)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400, True, "1", None, [1], {}])
-def test_numbers_that_are_none(value: object) -> None:
-    changed = copy.deepcopy(GOOD)
-    changed["samples"][1]["points"][0]["seconds"] = value
-    assert list(schema_errors(changed, bench_schema())) == ["is damaged (samples[1].points[0].seconds is no number)"]
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, True, "1", None, [1], {}])
+def test_what_is_no_number(value: object) -> None:
+    wrong = changed(GOOD, lambda m: m["samples"][1]["points"][0].update(seconds=value))
+    assert list(schema_errors(wrong, bench_schema())) == ["is damaged (samples[1].points[0].seconds is no number)"]
 
 
-def test_nothing_is_too_deep() -> None:
-    deep: Any = 1
-    for _ in range(5000):
-        deep = [deep]
-    assert not list(schema_errors({**GOOD, "more": deep}, bench_schema()))
-
-
-BAD: dict[str, Callable[[dict[str, Any]], object]] = {
-    "missing at the top": lambda m: m.pop("ended"),
-    "missing in a sample": lambda m: m["samples"][0].pop("same_as_ar"),
-    "missing in a point": lambda m: m["samples"][0]["points"][0].pop("alpha"),
-    "extra in workload": lambda m: m["workload"].update(extra=1),
-    "extra in a point": lambda m: m["samples"][0]["points"][0].update(extra=1),
-    "date": lambda m: m.update(started="yesterday"),
-    "string for a number": lambda m: m["samples"][0]["points"][0].update(seconds="1.0"),
-    "alpha above 1": lambda m: m["samples"][0]["points"][0].update(alpha=1.1),
-    "slice of three": lambda m: m["samples"][0]["slices"][0].append(1),
-    "probe without times": lambda m: m["samples"][0]["probes"][0][1].clear(),
-    "simulated, and nothing says how": lambda m: m.update(simulated=True),
-    "not simulated, and something says how": lambda m: m["workload"].update(simulated={"weights": True, "alpha": None}),
-    "machine without memory": lambda m: m.update(machine={"bandwidth": 0, "flops": 1e9}),
-    "floor below nothing": lambda m: m["samples"][0]["points"][0].update(floor_seconds=-1.0),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_the_schema_refuses(name: str) -> None:
-    assert not VALIDATOR.is_valid(changed(GOOD, BAD[name]))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["workload"].update(extra=1),
+        lambda m: m["samples"][0]["points"][0].update(extra="x"),
+        lambda m: m.update(started="yesterday"),
+        lambda m: m["samples"][0]["points"][0].update(alpha=1.1),
+        lambda m: m["samples"][0]["slices"][0].append(1),
+        lambda m: m.update(simulated=True),
+        lambda m: m["workload"].update(simulated={"weights": True, "alpha": None}),
+        lambda m: m.update(machine={"bandwidth": 0, "flops": 1e9}),
+    ],
+)
+def test_the_schema_refuses(change: Change) -> None:
+    assert VALIDATOR.is_valid(GOOD)
+    assert not VALIDATOR.is_valid(changed(GOOD, change))
 
 
 def test_written_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    path.write_text(encode_bench(GOOD))
+    path.write_text(encode(GOOD))
     assert load_measurement(path) == GOOD
     assert len(path.read_text().splitlines()) < 150  # a sample per line
 
 
 def test_the_hash_is_of_the_content() -> None:
     workload = GOOD["workload"]
-    assert len(workload_hash(workload)) == 64
     assert workload_hash(workload) == workload["hash"] == workload_hash(dict(reversed(workload.items())))
-    assert workload_hash({**workload, "hash": "another"}) == workload["hash"]
-    assert workload_hash({**workload, "lens": tuple(workload["lens"])}) == workload["hash"]
+    assert workload_hash({**workload, "hash": "another", "lens": tuple(workload["lens"])}) == workload["hash"]
     for name in workload.keys() - {"hash"}:
         assert workload_hash({**workload, name: "another"}) != workload["hash"]
 
@@ -335,22 +293,19 @@ def test_the_hash_is_of_the_content() -> None:
         (b"[1]", "is not a bench.json"),
         (b'{"schema": 1}', "is not a bench.json"),
         (b'{"kind": "bench", "schema": 2}', "schema version 2, this tswift reads 1"),
-        (b'{"kind": "bench", "schema": 1}', "lacks 'simulated'"),
-        (encode_bench(changed(GOOD, lambda m: m["samples"][1]["points"][0].pop("passes"))).encode(), "lacks 'passes'"),
-        (encode_bench(changed(GOOD, lambda m: m["environment"].pop("cpu"))).encode(), "lacks 'cpu'"),
-        (encode_bench(changed(GOOD, lambda m: m["samples"].append(3))).encode(), "is damaged"),
-        (encode_bench(changed(GOOD, lambda m: m["samples"].clear())).encode(), "holds no samples"),
-        (encode_bench(changed(GOOD, lambda m: m.pop("state"))).encode(), "lacks 'state'"),
-        (
-            encode_bench(changed(GOOD, lambda m: m.update(state="running"))).encode(),
-            "did not run to its end",
-        ),
-        (encode_bench(changed(GOOD, lambda m: m.update(state="interrupted"))).encode(), "did not run to its end"),
+        (lambda m: m["samples"][1]["points"][0].pop("passes"), "lacks 'passes'"),
+        (lambda m: m["environment"].pop("cpu"), "lacks 'cpu'"),
+        (lambda m: m["samples"].append(3), "is damaged"),
+        (lambda m: m["samples"].clear(), "holds no samples"),
+        (lambda m: m.pop("state"), "lacks 'state'"),
+        (lambda m: m.update(simulated=True), "is damaged"),
+        (lambda m: m.update(state="running"), "did not run to its end"),
+        (lambda m: m.update(state="interrupted"), "did not run to its end"),
     ],
 )
-def test_what_is_no_measurement(tmp_path: Path, content: bytes, message: str) -> None:
+def test_what_is_no_measurement(tmp_path: Path, content: Any, message: str) -> None:
     path = tmp_path / "baseline.json"
-    path.write_bytes(content)
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(changed(GOOD, content)).encode())
     with pytest.raises(InputError, match=f"^against: .*baseline.json .*{message}") as caught:
         load_measurement(path)
     assert "\n" not in str(caught.value)
@@ -363,10 +318,10 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         load_measurement(tmp_path)
 
 
-def test_published_measurements_can_still_be_read() -> None:
-    published = [path for path in (Path(__file__).parents[2] / "results").rglob("*.json") if path.name == "bench.json"]
-    for path in (*published, Path(__file__).parents[2] / "results" / "baseline.json"):
+def test_measurements_of_earlier_versions_can_still_be_read() -> None:
+    paths = [RESULTS / "baseline.json", *RESULTS.rglob("bench.json")]
+    for path in paths:
         measurement = load_measurement(path)
         VALIDATOR.validate(measurement)
         assert workload_hash(measurement["workload"]) == measurement["workload"]["hash"]
-    assert published
+    assert len(paths) > 1

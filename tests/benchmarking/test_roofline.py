@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-import time
 from importlib.resources import files
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tswift.benchmarking.roofline import (
     Drafting,
     Floor,
     Machine,
+    Prediction,
     RooflineQuery,
     computing_seconds,
     decode_seconds,
@@ -37,27 +39,27 @@ from tswift.errors import InputError
 from tswift.models.shapes import Shape, shape_config, shape_of, skeleton
 
 SMALL = Shape(120, 100, hidden_size=4, layers=2, query_heads=2, kv_heads=1, head_dim=2, itemsize=2, lm_head=20)
-
-
 MACHINE = Machine(bandwidth=100.0, flops=1000.0)
+LLAMA = shape_of(skeleton(shape_config("shape:llama3.1-8b")), 2)
+A100 = MACHINES["a100-80g"]
 
 
-def test_the_small_shape_is_as_said() -> None:
-    assert (SMALL.weight_bytes, SMALL.kv_bytes, SMALL.flops(0), SMALL.flops(1)) == (200, 16, 200, 232)
+def ask(machine: Machine = A100, positions: int = 131_072, **query: Any) -> Prediction:
+    return predict(LLAMA, machine, RooflineQuery(**query), positions)
 
 
 def test_the_papers_table_2() -> None:
     text = (files("tswift.benchmarking") / "paper" / "table2_roofline.csv").read_text(encoding="utf-8")
     paper = {line["quantity"]: float(line["value"]) for line in csv.DictReader(text.splitlines())}
-    machine, shape = MACHINES["a100-80g"], shape_of(skeleton(shape_config("shape:llama3.1-8b")), 2)
-    assert machine == Machine(paper["memory bandwidth"], paper["bf16 peak"])
-    assert round(shape.weight_bytes / 1e9, 1) == paper["model weights"]
-    assert shape.flops(131_072) / 1e9 == pytest.approx(paper["max operations (128K context)"], rel=0.01)
-    assert round(1e3 * loading_seconds(shape, machine, 0), 1) == paper["loading time"]
-    assert round(1e3 * computing_seconds(shape, machine, 131_072, 1), 1) == paper["max computing time"]
+    assert Machine(paper["memory bandwidth"], paper["bf16 peak"]) == A100
+    assert round(LLAMA.weight_bytes / 1e9, 1) == paper["model weights"]
+    assert LLAMA.flops(131_072) / 1e9 == pytest.approx(paper["max operations (128K context)"], rel=0.01)
+    assert round(1e3 * loading_seconds(LLAMA, A100, 0), 1) == paper["loading time"]
+    assert round(1e3 * computing_seconds(LLAMA, A100, 131_072, 1), 1) == paper["max computing time"]
 
 
 def test_a_pass_takes_the_longer_of_loading_and_computing() -> None:
+    assert (SMALL.weight_bytes, SMALL.kv_bytes, SMALL.flops(0), SMALL.flops(1)) == (200, 16, 200, 232)
     assert loading_seconds(SMALL, MACHINE, 10) == (200 + 160) / 100
     assert loading_seconds(SMALL, MACHINE, 10, extra_bytes=40) == 4.0
     assert computing_seconds(SMALL, MACHINE, 10, 5) == 5 * 520 / 1000
@@ -72,57 +74,47 @@ def test_plain_decoding_is_the_sum_over_its_passes(context: int, length: int) ->
     assert decode_seconds(SMALL, MACHINE, context, length, length, length) == pytest.approx(one_by_one)
 
 
-def test_a_step_drafts_and_verifies() -> None:
-    # four steps of three tokens from 6 on, 20 nodes each; drafting sees 8 tokens at most
-    contexts = [6, 9, 12, 15]
-    verified = [max((200 + 16 * c) / 100, 20 * (200 + 32 * c) / 1000) for c in contexts]
-    drafted = [max((200 + 30 + 16 * min(c, 8)) / 100, (200 + 32 * min(c, 8)) / 1000) for c in contexts]
-    arguments = (SMALL, MACHINE, 6, 12, 4, 80)
-    assert decode_seconds(*arguments) == pytest.approx(sum(verified))
-    assert decode_seconds(*arguments, Drafting(8, 30)) == pytest.approx(sum(verified) + sum(drafted))
-    again = [each - 0.3 for each in drafted]  # a second drafting pass reads the heads no more
-    assert decode_seconds(*arguments, Drafting(8, 30, 2)) == pytest.approx(sum(verified) + sum(drafted) + sum(again))
-    assert decode_seconds(*arguments, Drafting(None, 30)) == pytest.approx(sum(verified) + 4 * 0.3)
+# four steps of three tokens from 6 on, 20 nodes each; drafting sees 8 tokens at most
+STEPS = (SMALL, MACHINE, 6, 12, 4, 80)
+VERIFIED = sum(max((200 + 16 * c) / 100, 20 * (200 + 32 * c) / 1000) for c in (6, 9, 12, 15))
+READ = [16 * min(c, 8) for c in (6, 9, 12, 15)]  # bytes of KV by each drafting pass; it is bound by loading
 
 
-def test_a_draft_of_fewer_bits_reads_less() -> None:
-    """Of 200 B of weights 40 are the LM head's; at 4 bits the rest are 40 B, at 8 bits 80 B."""
-    verified = decode_seconds(SMALL, MACHINE, 5, 6, 3, 9)
-    read = [min(5 + 2 * i, 8) * 16 for i in range(3)]
-    for bits, weights in ((4, 80), (8, 120), (16, 200)):
-        once = sum((weights + 30 + kv) / 100 for kv in read)
-        again = sum((weights + kv) / 100 for kv in read)
-        assert decode_seconds(SMALL, MACHINE, 5, 6, 3, 9, Drafting(8, 30, bits=bits)) == pytest.approx(verified + once)
-        both = decode_seconds(SMALL, MACHINE, 5, 6, 3, 9, Drafting(8, 30, 2, bits))
-        assert both == pytest.approx(verified + once + again)
-
-
-SHAPE = Shape(120, 100, hidden_size=4, layers=2, query_heads=2, kv_heads=1, head_dim=2, itemsize=2)
-
-
-def mark(tokens: int, passes: int, nodes: int) -> DecodeStats:
-    return DecodeStats(4, passes=passes, tokens=tokens, nodes=nodes)
+@pytest.mark.parametrize(
+    ("drafting", "seconds"),
+    [
+        (None, 0.0),
+        (Drafting(8, 30), sum(200 + 30 + kv for kv in READ) / 100),
+        (Drafting(8, 30, 2), sum(2 * (200 + kv) + 30 for kv in READ) / 100),  # the second reads no heads
+        (Drafting(None, 30), 4 * 0.3),
+        # of 200 B of weights 40 are the LM head's; at 4 bits the rest are 40 B, at 8 bits 80 B
+        (Drafting(8, 30, bits=4), sum(80 + 30 + kv for kv in READ) / 100),
+        (Drafting(8, 30, 2, bits=8), sum(2 * (120 + kv) + 30 for kv in READ) / 100),
+        (Drafting(8, 30, bits=16), sum(200 + 30 + kv for kv in READ) / 100),
+    ],
+)
+def test_a_step_drafts_and_verifies(drafting: Drafting | None, seconds: float) -> None:
+    assert decode_seconds(*STEPS, drafting) == pytest.approx(VERIFIED + seconds)
 
 
 def test_a_floor_is_the_sum_of_its_stretches() -> None:
+    def mark(tokens: int, passes: int, nodes: int) -> DecodeStats:
+        return DecodeStats(4, passes=passes, tokens=tokens, nodes=nodes)
+
     drafting = Drafting(8, 30)
-    floor = Floor(SHAPE, MACHINE, {"tokenswift": drafting})
+    floor = Floor(SMALL, MACHINE, {"tokenswift": drafting})
+    first = decode_seconds(SMALL, MACHINE, 7, 20, 10, 100, drafting)
+    second = decode_seconds(SMALL, MACHINE, 27, 30, 10, 200, drafting)
     marks = [mark(20, 10, 100), mark(50, 20, 300)]
-    first = decode_seconds(SHAPE, MACHINE, 7, 20, 10, 100, drafting)
-    second = decode_seconds(SHAPE, MACHINE, 27, 30, 10, 200, drafting)
     assert floor.seconds("tokenswift", 7, marks) == pytest.approx([first, first + second])
-    assert floor.seconds("ar", 7, [mark(20, 20, 20)]) == [decode_seconds(SHAPE, MACHINE, 7, 20, 20, 20)]
-    assert floor.seconds("ar", 7, []) == []
+    assert floor.seconds("ar", 7, [mark(20, 20, 20)]) == [decode_seconds(SMALL, MACHINE, 7, 20, 20, 20)]
 
 
-def test_what_each_method_reads_while_drafting(checkpoint) -> None:  # type: ignore[no-untyped-def]
-    entry = BenchOptions(
-        ("ar", "medusa", "tokenswift", "reuse", "magicdec"), drafting={"budget": 128}, model=str(checkpoint)
-    )
-    config = configure(entry)
-    floor = floor_of(config, RATES)
+def test_what_each_method_reads_while_drafting(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = ("ar", "medusa", "tokenswift", "reuse", "magicdec")
+    config = configure(BenchOptions(methods, drafting={"budget": 128}, model=str(checkpoint)))
+    floor, heads = floor_of(config, RATES), config.model.heads
     assert floor is not None
-    heads = config.model.heads
     assert heads is not None
     read = sum(weight.nbytes for weight in heads.parameters())
     assert floor.drafting == {
@@ -132,49 +124,36 @@ def test_what_each_method_reads_while_drafting(checkpoint) -> None:  # type: ign
         "reuse": Drafting(),
         "magicdec": Drafting(128, 0, 4),
     }
-    whole = configure(BenchOptions(("ar", "tokenswift"), drafting={"kv": "full"}, model=str(checkpoint)))
-    assert floor_of(whole, RATES).drafting["tokenswift"].budget > 10**9
     network = config.model.target.model
-    embeddings = network.get_input_embeddings().weight.nbytes
+    embeddings = network.get_input_embeddings().weight.nbytes  # type: ignore[union-attr]
     assert floor.shape.weight_bytes == sum(weight.nbytes for weight in network.parameters()) - embeddings
-
-
-def test_experts_have_no_floor(checkpoint, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    config = configure(BenchOptions(("ar",), model=str(checkpoint)))
-    monkeypatch.setattr(config.model.target.model.config, "num_experts", 8, raising=False)
+    whole = floor_of(
+        configure(BenchOptions(("ar", "tokenswift"), drafting={"kv": "full"}, model=str(checkpoint))), RATES
+    )
+    assert whole is not None
+    assert (whole.drafting["tokenswift"].budget or 0) > 10**9
+    monkeypatch.setattr(network.config, "num_experts", 8, raising=False)
     assert floor_of(config, RATES) is None
 
 
-LLAMA = shape_of(skeleton(shape_config("shape:llama3.1-8b")), 2)
-
-
-A100 = MACHINES["a100-80g"]
-
-
 def test_a_row_for_each_context_and_number_of_nodes() -> None:
-    found = predict(LLAMA, A100, RooflineQuery(contexts=(100, 50_000), nodes=(1, 8, 41)), 131_072)
-    assert [(each.context, each.nodes) for each in found.passes] == [
-        (context, nodes) for context in (100, 50_000) for nodes in (1, 8, 41)
-    ]
-    for each in found.passes:
-        assert each.read_bytes == LLAMA.weight_bytes + each.context * 131_072
-        assert each.floor_seconds == max(each.loading_seconds, each.computing_seconds)
-        assert each.floor_seconds == pass_seconds(LLAMA, A100, each.context, each.nodes)
-    table = found.grids("label")[1]
-    assert table.rows[3][:4] == ["50,000", "1", "6.55 GB", "21.6 GB"]
-
-
-def test_plain_decoding_alone_without_an_alpha() -> None:
-    found = predict(LLAMA, A100, RooflineQuery(prefill=10, length=500), 131_072)
-    (plain,) = found.decodes
+    result = ask(contexts=(100, 50_000), nodes=(1, 8, 41), prefill=10, length=500)
+    assert [(row.context, row.nodes) for row in result.passes] == [(c, n) for c in (100, 50_000) for n in (1, 8, 41)]
+    for row in result.passes:
+        assert row.read_bytes == LLAMA.weight_bytes + row.context * 131_072
+        assert row.floor_seconds == max(row.loading_seconds, row.computing_seconds)
+        assert row.floor_seconds == pass_seconds(LLAMA, A100, row.context, row.nodes)
+    _, passes, decodes = result.tables("label")
+    assert passes.rows[3][:4] == ["50,000", "1", "6.55 GB", "21.6 GB"]
+    (plain,) = result.decodes  # alone without an alpha
     assert plain.floor_seconds == decode_seconds(LLAMA, A100, 10, 500, 500, 500)
     assert (plain.method, plain.passes, plain.speedup) == ("ar", 500, 1.0)
-    assert "--alpha predicts tokenswift too." in found.grids("label")[2].notes
+    assert "--alpha predicts tokenswift too." in decodes.notes
 
 
 def test_the_papers_job_at_the_papers_alpha() -> None:
-    question = RooflineQuery(prefill=4096, length=100_000, alpha=0.9)
-    plain, ours = predict(LLAMA, A100, question, 131_072).decodes
+    result = ask(alpha=0.9)
+    plain, ours = result.decodes
     assert ours.tokens_per_step == 4.6
     assert ours.passes == 21_740  # 100,000 / 4.6, rounded up
     drafting = Drafting(4096, 3 * 4096**2 * 2)
@@ -184,72 +163,58 @@ def test_the_papers_job_at_the_papers_alpha() -> None:
     middle = LLAMA.weight_bytes + 54_096 * LLAMA.kv_bytes
     draft = LLAMA.weight_bytes + 4096 * LLAMA.kv_bytes + drafting.head_bytes
     assert ours.speedup == pytest.approx(4.6 * middle / (middle + draft), rel=0.01)
+    record = json.loads(json.dumps(result.as_dict()))
+    assert record["shape"]["weight_bytes"] == LLAMA.weight_bytes
+    assert record["question"]["contexts"] == list(CONTEXTS)
+    assert [row["method"] for row in record["decodes"]] == ["ar", "tokenswift"]
 
 
-def test_the_question_shapes_the_draft() -> None:
-    def seconds(**changes: int) -> float:
-        question = RooflineQuery(length=1000, alpha=0.5, **changes)  # type: ignore[arg-type]
-        return predict(LLAMA, A100, question, 131_072).decodes[1].floor_seconds
+def test_the_query_shapes_the_draft() -> None:
+    def seconds(machine: Machine = A100, **changes: Any) -> float:
+        return ask(machine, length=1000, alpha=0.5, **changes).decodes[1].floor_seconds
 
     assert seconds(depth=2) > seconds() > seconds(depth=6)
     assert seconds(budget=1000) < seconds()
-    slow = Machine(2.04e12, 1e12)
-    wide, narrow = (
-        predict(LLAMA, slow, RooflineQuery(length=1000, alpha=0.5, nodes=nodes), 131_072).decodes[1].floor_seconds
-        for nodes in ((1, 41), (1, 5))
-    )
-    assert wide > narrow  # computing decides there
+    slow = Machine(2.04e12, 1e12)  # computing decides
+    assert seconds(slow, nodes=(1, 41)) > seconds(slow, nodes=(1, 5))
 
 
 def test_a_cheaper_draft_stands_beside_that_of_the_models_own_bits() -> None:
-    question = RooflineQuery(alpha=0.9, draft_weights="int4")
-    plain, own, cheap = predict(LLAMA, A100, question, 131_072).decodes
-    assert (plain.draft_bits, own.draft_bits, cheap.draft_bits) == (None, 16, 4)
-    assert (plain.draft_weights, own.draft_weights, cheap.draft_weights) == (None, None, "int4")
-    eight, fp8 = (
-        predict(LLAMA, A100, RooflineQuery(alpha=0.9, draft_weights=kind), 131_072).decodes[2]
-        for kind in ("int8", "fp8")
-    )
-    assert eight.draft_bits == 8
+    result = ask(alpha=0.9, draft_weights="int4")
+    plain, own, cheap = result.decodes
+    assert [(row.draft_weights, row.draft_bits) for row in result.decodes] == [(None, None), (None, 16), ("int4", 4)]
+    assert own == ask(alpha=0.9).decodes[1]
+    eight, fp8 = (ask(alpha=0.9, draft_weights=kind).decodes[2] for kind in ("int8", "fp8"))
     assert cheap.step_seconds < eight.step_seconds == fp8.step_seconds < own.step_seconds
-    assert own == predict(LLAMA, A100, RooflineQuery(alpha=0.9), 131_072).decodes[1]
     spared = (LLAMA.read - 128_256 * 4096) * 1.5  # bytes; the LM head keeps its 16 bits
     assert own.step_seconds - cheap.step_seconds == pytest.approx(spared / A100.bandwidth)
     assert cheap.speedup == pytest.approx(own.speedup * own.step_seconds / cheap.step_seconds)
-    for each in (plain, own, cheap):
-        assert each.step_seconds * each.passes == pytest.approx(each.floor_seconds)
-        assert each.needed == pytest.approx(each.tokens_per_step / each.speedup, rel=1e-4)  # passes are rounded up
+    for row in (plain, own, cheap):
+        assert row.step_seconds * row.passes == pytest.approx(row.floor_seconds)
+        assert row.needed == pytest.approx(row.tokens_per_step / row.speedup, rel=1e-4)  # passes are rounded up
     assert own.even_alpha is None
-    even = RooflineQuery(alpha=cheap.even_alpha, draft_weights="int4")
-    assert predict(LLAMA, A100, even, 131_072).decodes[2].speedup == pytest.approx(own.speedup, rel=1e-4)
-    notes = predict(LLAMA, A100, question, 131_072).grids("label")[2].notes
-    assert f"is as quick at alpha {cheap.even_alpha:.2f} as one of 16 bits at 0.9." in notes[-1]
-
-
-def test_a_draft_that_is_never_right_has_nothing_to_lose() -> None:
-    *_, hopeless = predict(LLAMA, A100, RooflineQuery(alpha=0.0, draft_weights="int4"), 131_072).decodes
-    assert hopeless.even_alpha == 0.0
+    even = ask(alpha=cheap.even_alpha, draft_weights="int4").decodes[2]
+    assert even.speedup == pytest.approx(own.speedup, rel=1e-4)
+    assert f"at alpha {cheap.even_alpha:.2f} as one of 16 bits at 0.9." in result.tables("label")[2].notes[-1]
+    assert ask(alpha=0.0, draft_weights="int4").decodes[2].even_alpha == 0.0  # never right: nothing to lose
 
 
 def test_contexts_go_as_far_as_the_model() -> None:
-    question = RooflineQuery(prefill=10, length=10)
-    assert [each.context for each in predict(LLAMA, A100, question, 50_000).passes] == [
-        context for context in CONTEXTS[:3] for _ in range(2)
-    ]
-    assert {each.context for each in predict(LLAMA, A100, question, 100).passes} == {100}
-    with pytest.raises(InputError, match=r"^context: 60,000 is more than the model's 50,000 positions$"):
-        predict(LLAMA, A100, RooflineQuery(contexts=(10, 60_000)), 50_000)
-    with pytest.raises(InputError, match=r"^length: 4,096 prompt tokens and 100,000 new ones need 104,096 positions"):
-        predict(LLAMA, A100, RooflineQuery(), 50_000)
+    short: dict[str, Any] = {"prefill": 10, "length": 10}
+    assert [row.context for row in ask(positions=50_000, **short).passes[::2]] == list(CONTEXTS[:3])
+    assert {row.context for row in ask(positions=100, **short).passes} == {100}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"contexts": (5, 0)}, "context: must be at least 1, got 0"),
+        ({"contexts": (10, 60_000)}, "context: 60,000 is more than the model's 50,000 positions$"),
         ({"nodes": (0,)}, "nodes: must be at least 1"),
+        ({"nodes": (10**10,)}, "nodes: must be at most 1,000,000,000"),
         ({"prefill": 0}, "prefill: must be"),
         ({"length": -3}, "length: must be at least 1, got -3"),
+        ({}, "length: 4,096 prompt tokens and 100,000 new ones need 104,096 positions"),
         ({"depth": 0}, "depth: must be"),
         ({"budget": 0}, "budget: must be"),
         ({"alpha": 0.5, "draft_weights": "int5"}, "draft_weights: no 'int5'; there are int8, fp8, int4"),
@@ -257,21 +222,9 @@ def test_contexts_go_as_far_as_the_model() -> None:
         ({"alpha": float("nan")}, "alpha: must be between 0 and 1, got nan"),
     ],
 )
-def test_questions_that_have_no_answer(changes: dict[str, object], message: str) -> None:
+def test_queries_that_have_no_answer(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
-        RooflineQuery(**changes)  # type: ignore[arg-type]
-
-
-def test_everything_is_in_the_json() -> None:
-    found = json.loads(json.dumps(predict(LLAMA, A100, RooflineQuery(alpha=0.9), 131_072).as_dict()))
-    assert found["shape"]["weight_bytes"] == LLAMA.weight_bytes
-    assert found["machine"] == {"bandwidth": 2.04e12, "flops": 312e12}
-    assert found["question"]["contexts"] == list(CONTEXTS)
-    assert len(found["passes"]) == 14
-    assert [each["method"] for each in found["decodes"]] == ["ar", "tokenswift"]
-
-
-CPU = torch.device("cpu")
+        ask(positions=50_000, **changes)
 
 
 def test_rates_follow_from_the_fastest_try(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,15 +238,13 @@ def test_rates_follow_from_the_fastest_try(monkeypatch: pytest.MonkeyPatch) -> N
         return readings[-1]
 
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
-    found = module.measure_machine(CPU, torch.float32)
-    assert found.bandwidth == 1_000_000  # a quarter of the free memory, in one second
-    assert found.flops == pytest.approx(2 * 8**3 / 0.001)  # the larger product was slower
+    machine = module.measure_machine(torch.device("cpu"), torch.float32)
+    assert machine.bandwidth == 1_000_000  # a quarter of the free memory, in one second
+    assert machine.flops == pytest.approx(2 * 8**3 / 0.001)  # the larger product was slower
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_this_machine(dtype: torch.dtype) -> None:
-    started = time.monotonic()
-    found = module.measure_machine(CPU, dtype)
-    assert time.monotonic() - started < 30  # a second or two, and far more when everything else is busy
-    assert 1e8 < found.bandwidth < 1e13
-    assert 1e7 < found.flops < 1e16
+    machine = module.measure_machine(torch.device("cpu"), dtype)
+    assert 1e8 < machine.bandwidth < 1e13
+    assert 1e7 < machine.flops < 1e16

@@ -12,10 +12,10 @@ import pytest
 from tswift.benchmarking.config import Prompt
 from tswift.benchmarking.options import BenchOptions, Plan
 from tswift.benchmarking.quality import quality
-from tswift.benchmarking.report import order_grid, suite_grids, write_suite
-from tswift.benchmarking.suite_run import Pair, begin_suite, compared, prepare, run_suite, tree_nodes
-from tswift.benchmarking.suites import LENGTH, SHOWN, SUITES, Choice, Row, Suite, find_suite, published_rows
-from tswift.benchmarking.summary import Figure
+from tswift.benchmarking.report import order_table, suite_tables, write_suite
+from tswift.benchmarking.suite_run import begin_suite, compared, prepare, run_suite, tree_nodes
+from tswift.benchmarking.suites import LENGTH, SUITES, Choice, Row, Suite, find_suite, published_rows
+from tswift.benchmarking.summary import METRICS, Figure
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
@@ -27,7 +27,7 @@ EVERY = pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
 @EVERY
 def test_a_suite_fits_together(suite: Suite) -> None:
     assert set(suite.ordered) <= set(suite.columns)
-    assert {*suite.columns, *suite.plotted} <= set(SHOWN)
+    assert {*suite.columns, *suite.plotted} <= set(METRICS)
     assert set(suite.methods) <= set(METHODS)
     assert len(set(suite.labels)) == len(suite.labels)
     assert len(suite.choices) == 1 or len(suite.settings) == 1  # one axis
@@ -80,111 +80,87 @@ def test_what_a_suite_sets_itself() -> None:
     assert SUITES["table7"].own == {"methods", "tree", "nodes", "gamma", "ngrams"}
     assert SUITES["table12"].own == {"methods", "top_p", "min_p", "eta"}
     assert SUITES["table14"].own == {"methods", "prefills", "ngrams"}
-
-
-def test_another_name() -> None:
     with pytest.raises(InputError, match=r"^suite: no suite 'table2'; there are table1, table3, .*case-study$"):
         find_suite("table2")
 
 
 SUITE = Suite("made-up", "Made up", "letter", (Choice("a", "ar"),), ("alpha", "speedup"), ("alpha",))
+BY_LENGTH = replace(SUITE, axis="model", along=LENGTH)
 
 
-def measured(axis: str, *alphas: float, length: int = 100, prefill: int = 8) -> Row:
+def measured(axis: str, *alphas: float, length: int = 100) -> Row:
     draws = {("p", seed): {"alpha": alpha} for seed, alpha in enumerate(alphas)}
-    return Row(axis, "here", prefill, length, {"alpha": Figure(len(alphas), sum(alphas) / len(alphas), None)}, draws)
+    return Row(axis, "here", 8, length, {"alpha": Figure(len(alphas), sum(alphas) / len(alphas), None)}, draws)
 
 
 def paper(axis: str, alpha: float, length: int | None = 20_000, source: str = "paper") -> Row:
     return Row(axis, source, None, length, {"alpha": Figure(1, alpha, None)})
 
 
-def verdicts(pairs: list[Pair]) -> dict[tuple[str, str], str]:
-    return {(pair.first, pair.second): pair.verdict for pair in pairs}
-
-
-PAPER = [paper("a", 0.1), paper("b", 0.4), paper("c", 0.7)]
-
-
-@pytest.mark.parametrize(
-    ("alphas", "found", "order", "columns"),
-    [
-        ((0.2, 0.3, 0.5), ("same", "same", "same"), "c 0.500 > b 0.300 > a 0.200", ["3 of 3", "-", "-"]),
-        ((0.5, 0.3, 0.9), ("differs", "same", "same"), "c 0.900 > a 0.500 > b 0.300", ["2 of 3", "a > b", "-"]),
-        (
-            (0.5, 0.505, 0.9),
-            ("too close", "same", "same"),
-            "c 0.900 > b 0.505 ~ a 0.500",
-            ["2 of 3", "-", "a ~ b (within 0.010)"],
-        ),
-    ],
-)
-def test_the_order_beside_the_papers(
-    alphas: tuple[float, ...], found: tuple[str, ...], order: str, columns: list[str]
-) -> None:
-    pairs = compared(SUITE, [measured(*each) for each in zip("abc", alphas, strict=True)], PAPER)
-    assert verdicts(pairs) == dict(zip((("a", "b"), ("a", "c"), ("b", "c")), found, strict=True))
-    assert order_grid(pairs).rows == [["alpha", "100 tokens", order, *columns, "1"]]
-
-
-def test_several_draws_bring_their_own_spread() -> None:
-    apart = [measured("a", 0.30, 0.40, 0.50), measured("b", 0.35, 0.45, 0.56)]  # draws vary, differences do not
-    together = [measured("a", 0.30, 0.40, 0.50), measured("b", 0.45, 0.35, 0.56)]  # the same means
-    assert verdicts(compared(SUITE, apart, PAPER)) == {("a", "b"): "same"}
-    found = compared(SUITE, together, PAPER)
-    assert verdicts(found) == {("a", "b"): "too close"}
-    # differences -0.15, 0.05, -0.06: standard deviation 0.1002, and 4.30 of its thirds' root
-    assert found[0].within == pytest.approx(4.30 * 0.10017 / 3**0.5, rel=1e-3)
-    assert found[0].n == 3
-
-
-def test_the_paper_may_have_no_order() -> None:
-    rows = [measured("a", 0.2), measured("b", 0.6)]
-    rounded = compared(SUITE, rows, [paper("a", 0.40), paper("b", 0.41)])
-    assert verdicts(rounded) == {("a", "b"): "not in the paper"}
-    models = [("a", 0.1, "X"), ("b", 0.4, "X"), ("a", 0.4, "Y"), ("b", 0.1, "Y")]
-    disagree = compared(SUITE, rows, [paper(axis, alpha, source=source) for axis, alpha, source in models])
-    assert verdicts(disagree) == {("a", "b"): "not in the paper"}
-    assert order_grid(compared(SUITE, rows, [])).rows == [
-        ["alpha", "100 tokens", "b 0.600 > a 0.200", "not in the paper", "-", "-", "1"]
+def models(*alphas: float) -> list[Row]:
+    """The paper's a and b of two models."""
+    return [
+        paper(axis, alpha, source=name) for (name, axis), alpha in zip(("Xa", "Xb", "Ya", "Yb"), alphas, strict=True)
     ]
 
 
-def test_models_that_agree_are_one_order() -> None:
-    models = [("a", 0.1, "X"), ("b", 0.4, "X"), ("a", 0.7, "Y"), ("b", 0.9, "Y")]
-    published = [paper(axis, alpha, source=source) for axis, alpha, source in models]
-    assert verdicts(compared(SUITE, [measured("a", 0.2), measured("b", 0.6)], published)) == {("a", "b"): "same"}
+PAPER = [paper("a", 0.1), paper("b", 0.4), paper("c", 0.7)]
+TWO = [measured("a", 0.2), measured("b", 0.6)]
+THREE = [measured("a", 0.2), measured("b", 0.3), measured("c", 0.1)]
+Q = [paper("Q1", 0.5), paper("Q1", 0.8, 40_000), paper("Q2", 0.4), paper("Q2", 0.6, 40_000)]
+
+
+@pytest.mark.parametrize(
+    ("suite", "rows", "published", "verdicts"),
+    [
+        (SUITE, TWO, PAPER, ["same"]),
+        # the paper has no order within its last digit, where its models disagree, or where it has no row
+        (SUITE, TWO, [paper("a", 0.40), paper("b", 0.41)], ["not in the paper"]),
+        (SUITE, TWO, models(0.1, 0.4, 0.4, 0.1), ["not in the paper"]),
+        (SUITE, TWO, models(0.1, 0.4, 0.7, 0.9), ["same"]),
+        (SUITE, TWO, [], ["not in the paper"]),
+        # several draws bring their own spread: the same means, but differences that vary
+        (SUITE, [measured("a", 0.30, 0.40, 0.50), measured("b", 0.35, 0.45, 0.56)], PAPER, ["same"]),
+        (SUITE, [measured("a", 0.30, 0.40, 0.50), measured("b", 0.45, 0.35, 0.56)], PAPER, ["too close"]),
+        (replace(SUITE, contrasts=(("a", "b"),)), THREE, PAPER, ["same", "not compared", "not compared"]),
+        (SUITE, TWO[:1], PAPER, []),
+        (SUITE, [], PAPER, []),
+        # lengths may be what is compared: the nearest published ones, if they are two
+        (BY_LENGTH, [measured("demo", 0.3, length=20_000), measured("demo", 0.2, length=41_000)], Q, ["differs"]),
+        (BY_LENGTH, [measured("demo", 0.3), measured("demo", 0.2, length=200)], Q, ["not in the paper"]),
+    ],
+)
+def test_verdicts(suite: Suite, rows: list[Row], published: list[Row], verdicts: list[str]) -> None:
+    assert [pair.verdict for pair in compared(suite, rows, published)] == verdicts
+
+
+@pytest.mark.parametrize(
+    ("alphas", "row"),
+    [
+        ((0.2, 0.3, 0.5), ["c > b > a", "3 of 3", "-", "-"]),
+        ((0.5, 0.3, 0.9), ["c > a > b", "2 of 3", "a > b", "-"]),
+        ((0.5, 0.505, 0.9), ["c > b ~ a", "2 of 3", "-", "a ~ b"]),
+    ],
+)
+def test_the_order_beside_the_papers(alphas: tuple[float, ...], row: list[str]) -> None:
+    rows = [measured(axis, alpha) for axis, alpha in zip("abc", alphas, strict=True)]
+    assert order_table(compared(SUITE, rows, PAPER)).rows == [["alpha", "100 tokens", *row, "1"]]
+    (unknown,) = order_table(compared(SUITE, TWO, [])).rows
+    assert unknown[2:4] == ["b > a", "not in the paper"]
+
+
+def test_the_interval_of_paired_differences() -> None:
+    (pair,) = compared(SUITE, [measured("a", 0.30, 0.40, 0.50), measured("b", 0.45, 0.35, 0.56)], PAPER)
+    # differences -0.15, 0.05, -0.06: standard deviation 0.1002, and 4.30 of its thirds' root
+    assert pair.within == pytest.approx(4.30 * 0.10017 / 3**0.5, rel=1e-3)
+    assert (pair.n, pair.ours) == (3, pytest.approx(-0.16 / 3))
 
 
 def test_each_length_is_held_against_the_nearest_published_one() -> None:
     published = [paper("a", 0.1), paper("b", 0.4), paper("a", 0.4, 90_000), paper("b", 0.1, 90_000)]
-    rows = [
-        measured(axis, alpha, length=length) for length in (100, 80_000) for axis, alpha in (("a", 0.2), ("b", 0.6))
-    ]
-    found = compared(SUITE, rows, published)
-    assert [(pair.place, pair.verdict) for pair in found] == [("100 tokens", "same"), ("80,000 tokens", "differs")]
-
-
-def test_lengths_may_be_what_is_compared() -> None:
-    suite = Suite("made-up", "Made up", "model", (Choice("", "ar"),), ("alpha",), ("alpha",), along=LENGTH)
-    published = [paper("Q1", 0.5), paper("Q1", 0.8, 40_000), paper("Q2", 0.4), paper("Q2", 0.6, 40_000)]
-    rows = [measured("demo", 0.3, length=20_000), measured("demo", 0.2, length=41_000)]
-    found = compared(suite, rows, published)
-    assert verdicts(found) == {("20,000 tokens", "41,000 tokens"): "differs"}
-    near = [measured("demo", 0.3, length=100), measured("demo", 0.2, length=200)]  # both nearest to 20,000
-    assert verdicts(compared(suite, near, published)) == {("100 tokens", "200 tokens"): "not in the paper"}
-
-
-def test_a_suite_may_be_about_some_pairs_only() -> None:
-    suite = replace(SUITE, contrasts=(("a", "b"),))
-    rows = [measured("a", 0.2), measured("b", 0.3), measured("c", 0.1)]
-    others = {("a", "c"): "not compared", ("b", "c"): "not compared"}
-    assert verdicts(compared(suite, rows, PAPER)) == {("a", "b"): "same", **others}
-
-
-def test_nothing_was_measured() -> None:
-    for rows in ([], [measured("a", 0.2)]):
-        assert compared(SUITE, rows, PAPER) == []
+    rows = [measured(axis, alpha, length=n) for n in (100, 80_000) for axis, alpha in (("a", 0.2), ("b", 0.6))]
+    pairs = compared(SUITE, rows, published)
+    assert [(pair.place, pair.verdict) for pair in pairs] == [("100 tokens", "same"), ("80,000 tokens", "differs")]
 
 
 PROMPTS = [Prompt("p", list(range(1, 9)))]
@@ -212,7 +188,7 @@ def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> Non
         ("top-p 0.9", 12),
         ("min-p 0.1", 6),
     }
-    assert any(note.startswith("The suite did not run to its end") for note in suite_grids(record)[0].notes)
+    assert any(note.startswith("The suite did not run to its end") for note in suite_tables(record)[0].notes)
     assert len(write_suite(record, tmp_path)) == 3
 
 
@@ -244,7 +220,7 @@ def test_what_cannot_run_is_left_out_and_said(checkpoint: Path, tmp_path: Path) 
     assert [variant.label for variant in prepared.groups[""].contenders] == ["ar", "short"]
     assert prepared.missing == {"long": "tokenswift can draft 4 levels with these heads, got 9"}
     record = begin_suite(prepared, PROMPTS, Plan((4,), (6,), warmup=0), ["tswift"])
-    assert f"Left out: long, since {prepared.missing['long']}." in suite_grids(record)[0].notes
+    assert f"Left out: long, since {prepared.missing['long']}." in suite_tables(record)[0].notes
     with pytest.raises(InputError, match=r"^suite: table7 cannot run on this model: tokenswift can draft 4 levels"):
         made(checkpoint, "table7", choices=choices[1:])
 

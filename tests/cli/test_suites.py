@@ -12,9 +12,9 @@ import pytest
 
 from tests.conftest import SENTENCES, make_checkpoint
 from tswift.benchmarking.gate import bench_schema
-from tswift.benchmarking.grid import NOTHING
-from tswift.benchmarking.suites import PREFILL, SHOWN, SUITES
-from tswift.benchmarking.summary import QUALITY, Figure
+from tswift.benchmarking.suites import PREFILL, SUITES
+from tswift.benchmarking.summary import METRICS, QUALITY, Figure, from_source
+from tswift.benchmarking.table import NOTHING
 from tswift.drafting.methods import METHODS
 
 SMALL = ("--prefill", 8, "--lens", "6,12", "--warmup", 0)
@@ -76,7 +76,7 @@ def test_a_suite_from_end_to_end(small, small_model, name):
         for sample in group["measurement"]["samples"]:
             assert sample["same_as_ar"] is (None if sample["method"] == "ar" else True)
             for point in sample["points"]:
-                assert tuple(point["quality"]) == QUALITY
+                assert tuple(point["quality"]) == tuple(from_source(QUALITY))
     markdown = Path("s/suite.md").read_text()
     assert "## Order" in markdown
     assert len(record["pairs"]) >= len(SUITES[name].ordered)
@@ -95,7 +95,7 @@ def check_table(name, record, head, lines):
 
     def texts(row):
         figures = [Figure(*(row["figures"][figure][part] for part in ("n", "mean", "std"))) for figure in found.columns]
-        return [SHOWN[figure].text(value) for figure, value in zip(found.columns, figures, strict=True)]
+        return [METRICS[figure].text(value) for figure, value in zip(found.columns, figures, strict=True)]
 
     if found.wide:
         expected = {}

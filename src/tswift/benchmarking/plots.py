@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tswift.benchmarking.grid import marks, method_name
 from tswift.benchmarking.options import BASELINE, DRAFTLESS, REFERENCE
 from tswift.benchmarking.suite_run import measured_rows
 from tswift.benchmarking.suites import (
     LENGTH,
     PREFILL,
-    SHOWN,
     Row,
     Suite,
     counterparts,
@@ -27,8 +25,9 @@ from tswift.benchmarking.suites import (
     place_name,
     published_rows,
 )
+from tswift.benchmarking.summary import METRICS, source, summarise
 from tswift.benchmarking.summary import Figure as Value
-from tswift.benchmarking.summary import source, summarise
+from tswift.benchmarking.table import method_name
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DEFAULTS = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "tswift"}
-# Okabe and Ito's palette, which colour-blind readers can tell apart; markers say it a second time.
+# Okabe and Ito's palette, which colour-blind readers can tell apart; markers repeat it.
 _STYLES = {
     BASELINE: ("#000000", "o"),
     "tokenswift": ("#0072B2", "s"),
@@ -70,12 +69,9 @@ def bench_files(measurement: Record) -> dict[str, bytes]:
     if not summarise(measurement):
         return {}
     ending = "-simulated" if measurement["simulated"] else ""
-    figures = {"time": time_figure(measurement), "acceptance": acceptance_figure(measurement)}
-    return {
-        f"{name}{ending}.{kind}": content
-        for name, figure in figures.items()
-        for kind, content in _files(figure).items()
-    }
+    return _files(f"time{ending}", time_figure(measurement)) | _files(
+        f"acceptance{ending}", acceptance_figure(measurement)
+    )
 
 
 def suite_files(record: Record) -> dict[str, bytes]:
@@ -89,7 +85,7 @@ def suite_files(record: Record) -> dict[str, bytes]:
         figure.suptitle("\n".join([figure.get_suptitle(), *_published_times(suite)]), fontsize=12)
     else:
         figure = _suite_figure(suite, record, measured)
-    return {f"suite.{kind}": content for kind, content in _files(figure).items()}
+    return _files("suite", figure)
 
 
 @contextmanager
@@ -103,19 +99,19 @@ def _style() -> Iterator[None]:
         yield
 
 
-def _files(figure: Figure) -> dict[str, bytes]:
-    """A figure as PNG and as SVG, by kind; the same bytes for the same figure and matplotlib."""
+def _files(stem: str, figure: Figure) -> dict[str, bytes]:
+    """A figure as PNG and as SVG, by file name."""
     images = {}
     for kind, metadata in (("png", {}), ("svg", {"Date": None})):
         buffer = io.BytesIO()
         with _style():
             figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
-        images[kind] = buffer.getvalue()
+        images[f"{stem}.{kind}"] = buffer.getvalue()
     return images
 
 
 def _new_figure(width: float, rows: int, columns: int, **shared: Any) -> tuple[Figure, Any]:
-    """A figure of so many inches, and its panels as an array of rows and columns."""
+    """A figure ``width`` inches wide, and its panels as an array of rows and columns."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, 1.8 + 3.4 * rows), layout="constrained")
@@ -169,12 +165,12 @@ def time_figure(measurement: Record) -> Figure:
         figure, ((*panels,),) = _new_figure(width, 1, len(prefills), sharey=True)
         for axes, prefill in zip(panels, prefills, strict=True):
             for method in _methods(measurement):
-                mine = [sample for sample in samples if (sample["method"], sample["prefill"]) == (method, prefill)]
-                if not mine:
+                runs = [sample for sample in samples if (sample["method"], sample["prefill"]) == (method, prefill)]
+                if not runs:
                     continue
-                tokens, seconds = _mean_curve([_curve(sample) for sample in mine])
+                tokens, seconds = _mean_curve([_curve(sample) for sample in runs])
                 points = [(x, Value(1, y / seconds_per_unit, None)) for x, y in zip(tokens, seconds, strict=True)]
-                estimated = any(sample["estimated"] for sample in mine)
+                estimated = any(sample["estimated"] for sample in runs)
                 _plot(axes, points, markevery=_CURVE_POINTS // 8, **_line(method, measurement, estimated))
             axes.set_xlabel("generated tokens")
             axes.set_title(f"prefill {prefill:,} tokens", fontsize=11)
@@ -185,25 +181,22 @@ def time_figure(measurement: Record) -> Figure:
 
 
 def acceptance_figure(measurement: Record) -> Figure:
-    """alpha, beta and x against generated length: a row per prefill, a line per method.
-
-    alpha and beta leave out what drafts nothing.
-    """
+    """The metrics that are plotted (alpha, beta, x) against generated length: a row per prefill, a line per method."""
     cells = summarise(measurement)
     prefills = sorted({cell.prefill for cell in cells})
-    titles = {"alpha": "acceptance rate alpha", "beta": "n-gram acceptance rate beta", "speedup": "speedup over AR, x"}
+    shown = [name for name, metric in METRICS.items() if metric.plot]
     with _style():
-        figure, grid = _new_figure(12, len(prefills), 3, sharex=True)
+        figure, grid = _new_figure(4 * len(shown), len(prefills), len(shown), sharex=True)
         for row, prefill in zip(grid, prefills, strict=True):
-            for axes, (name, title) in zip(row, titles.items(), strict=True):
+            for axes, name in zip(row, shown, strict=True):
                 for method in _methods(measurement):
-                    mine = [cell for cell in cells if (cell.method, cell.prefill) == (method, prefill)]
-                    if name == "speedup" or method not in DRAFTLESS:
-                        estimated = any(cell.estimated for cell in mine)
-                        points = [(float(cell.length), cell.figures[name]) for cell in mine]
+                    line = [cell for cell in cells if (cell.method, cell.prefill) == (method, prefill)]
+                    if method not in DRAFTLESS or not METRICS[name].drafted:
+                        estimated = any(cell.estimated for cell in line)
+                        points = [(float(cell.length), cell.figures[name]) for cell in line]
                         _plot(axes, points, **_line(method, measurement, estimated))
                 axes.set_title(f"prefill {prefill:,} tokens", fontsize=11)
-                axes.set_ylabel(title)
+                axes.set_ylabel(METRICS[name].plot)
                 _from_zero(axes)
         for axes in grid[-1]:
             axes.set_xlabel("generated tokens")
@@ -231,9 +224,8 @@ def _methods(measurement: Record) -> list[str]:
 def _line(method: str, measurement: Record, estimated: bool) -> dict[str, Any]:
     """Label, colour, marker and dashes of a method's line."""
     others = [other for other in _methods(measurement) if other not in _STYLES]
-    known = _STYLES.get(method)
-    color, marker = known or _OTHER_STYLES[others.index(method) % len(_OTHER_STYLES)]
-    label = method_name(method, *marks(measurement["simulated"], estimated))
+    color, marker = _STYLES.get(method) or _OTHER_STYLES[others.index(method) % len(_OTHER_STYLES)]
+    label = method_name(method, measurement["simulated"], estimated)
     return {"label": label, "color": color, "marker": marker, "linestyle": "--" if estimated else "-"}
 
 
@@ -242,7 +234,7 @@ def _published_times(suite: Suite) -> list[str]:
     ends: dict[str, list[str]] = {}
     for row in published_rows(suite):
         place = f"{row.source}, prefill {row.prefill:,}, {row.length:,} tokens"
-        ends.setdefault(place, []).append(f"{method_name(row.axis)} {SHOWN['seconds'].text(row.figures['seconds'])}")
+        ends.setdefault(place, []).append(f"{method_name(row.axis)} {METRICS['seconds'].text(row.figures['seconds'])}")
     return [f"{place}: {', '.join(times)}" for place, times in ends.items()]
 
 
@@ -275,28 +267,29 @@ def _suite_figure(suite: Suite, record: Record, measured: Sequence[Row]) -> Figu
 def _panels(suite: Suite, measured: Sequence[Row]) -> list[Panel]:
     """Ours, by prefill where lines run over length; then the paper's, as near to ours as it has them."""
     prefills = list(dict.fromkeys(row.prefill for row in measured))
-    panels: list[Panel] = [
-        (f"measured, prefill {prefill:,}", [row for row in measured if row.prefill == prefill]) for prefill in prefills
-    ]
+    panels: list[Panel] = []
     if suite.plot == "bars":
         longest = max(row.length or 0 for row in measured)
         last = [row for row in measured if (row.prefill, row.length) == (prefills[0], longest)]
-        panels = [(f"measured, {longest:,} tokens, prefill {prefills[0]:,}", last)]
+        panels.append((f"measured, {longest:,} tokens, prefill {prefills[0]:,}", last))
     elif suite.along == PREFILL:
-        panels = [("measured", measured)]
+        panels.append(("measured", measured))
+    else:
+        for prefill in prefills:
+            panels.append((f"measured, prefill {prefill:,}", [row for row in measured if row.prefill == prefill]))
     published = published_rows(suite)
     middle = prefills[len(prefills) // 2] or 0
     places = list(dict.fromkeys(row.axis for row in (published if suite.along == LENGTH else measured)))
-    theirs = [
+    beside = [
         row
         for row in published
         if row.axis in places and row in counterparts(suite, row.axis, middle, row.length or 1, published)
     ]
-    for name in dict.fromkeys(row.source for row in theirs):
-        mine = sorted((row for row in theirs if row.source == name), key=lambda row: places.index(row.axis))
-        if any(figure in row.figures for row in mine for figure in suite.plotted):
-            prefill = mine[0].prefill
-            panels.append((name if prefill is None else f"{name}, prefill {prefill:,}", mine))
+    for name in dict.fromkeys(row.source for row in beside):
+        rows = sorted((row for row in beside if row.source == name), key=lambda row: places.index(row.axis))
+        if any(figure in row.figures for row in rows for figure in suite.plotted):
+            prefill = rows[0].prefill
+            panels.append((name if prefill is None else f"{name}, prefill {prefill:,}", rows))
     return panels
 
 
@@ -321,7 +314,7 @@ def _lines(axes: Axes, suite: Suite, panel: Panel, name: str, order: Sequence[st
         _plot(axes, points, key, color=_COLORS[style % len(_COLORS)], marker=_MARKERS[style % len(_MARKERS)])
     _from_zero(axes)
     axes.set_title(title, fontsize=11)
-    axes.set_ylabel(SHOWN[name].head)
+    axes.set_ylabel(METRICS[name].heading)
     axes.set_xlabel(("prefill, tokens" if over_prefill else suite.axis) if over_axis else "generated tokens")
 
 
@@ -331,13 +324,13 @@ def _bars(axes: Axes, suite: Suite, panel: Panel) -> None:
     names = [name for name in suite.plotted if any(name in row.figures for row in rows)]
     width = 0.8 / len(names)
     for index, name in enumerate(names):
-        values = {place: row.figures[name] for place, row in enumerate(rows) if name in row.figures}
-        known = {place: value for place, value in values.items() if value.mean is not None}
+        values = [(place, row.figures[name]) for place, row in enumerate(rows) if name in row.figures]
+        known = [(place, value.mean, value.std or 0.0) for place, value in values if value.mean is not None]
         if known:
-            middle = [place + width * (index - (len(names) - 1) / 2) for place in known]
-            means, stds = zip(*((value.mean or 0.0, value.std or 0.0) for value in known.values()), strict=True)
+            places, means, stds = zip(*known, strict=True)
+            middles = [place + width * (index - (len(names) - 1) / 2) for place in places]
             spread = stds if any(stds) else None
-            axes.bar(middle, means, width * 0.92, yerr=spread, color=_COLORS[index], label=SHOWN[name].name)
+            axes.bar(middles, means, width * 0.92, yerr=spread, color=_COLORS[index], label=METRICS[name].legend)
     axes.set_xticks(range(len(rows)), [method_name(row.axis) for row in rows])
     axes.set_xlabel(suite.axis)
     axes.set_title(title, fontsize=11)

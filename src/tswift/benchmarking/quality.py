@@ -19,24 +19,18 @@ from tswift.decoding.stats import distinct
 
 LONGEST = 4  # tokens of an n-gram
 SEGMENT = 64  # tokens of a piece that self-BLEU compares with the others
-REPEAT = 8  # tokens that were there before, in this order, are marked as a repetition
-EXCERPT = 240  # tokens that a terminal shows: the last ones, where repetition has set in
+REPEAT = 8  # tokens in a row that occurred before are marked as a repetition
+EXCERPT = 240  # last tokens, shown on a terminal: repetition sets in late
 
 _NO_MATCH = 0.1  # of an n-gram, where none matches: Chen and Cherry's first smoothing, or the product would be 0
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6}]
 
 
 def quality(tokens: Sequence[int], text: str) -> dict[str, float | None]:
-    """Figures of a text, by name; None where it is too short to say.
+    """Metrics of a text, given as tokens and decoded; None where it is too short.
 
-    Args:
-        tokens: the generated ones.
-        text: the same, decoded.
-
-    Returns:
-        ``distinct_1`` to ``distinct_4``: unique n-grams of tokens / n-grams (the paper's Distinct-n), and ``distinct``,
-        their mean. ``seq_rep_4``: the share of 4-grams that were there before (Welleck et al., 2020). ``self_bleu`` and
-        ``compression``: see below.
+    ``distinct_1`` to ``distinct_4`` are unique n-grams of tokens / n-grams (the paper's Distinct-n), ``distinct`` their
+    mean, ``seq_rep_4`` the share of 4-grams that occurred before (Welleck et al., 2020).
     """
     shares = [distinct(tokens, n) for n in range(1, LONGEST + 1)]
     known = len(tokens) >= LONGEST
@@ -73,20 +67,20 @@ def compression(text: str) -> float | None:
 
 
 def _matches(counts: Sequence[Counter[tuple[int, ...]]]) -> list[int]:
-    """Of each piece, its n-grams that another piece has too, each at most as often as in the piece that has most."""
-    most: dict[tuple[int, ...], tuple[int, int, int]] = {}  # the highest count, the next highest, who has the highest
+    """Of each piece, its n-grams found in another piece, each at most as often as in the piece with the most."""
+    highest: dict[tuple[int, ...], tuple[int, int, int]] = {}  # the two highest counts, and which piece has the first
     for index, count in enumerate(counts):
         for gram, times in count.items():
-            first, second, owner = most.get(gram, (0, 0, -1))
-            most[gram] = (times, first, index) if times > first else (first, max(second, times), owner)
+            first, second, owner = highest.get(gram, (0, 0, -1))
+            highest[gram] = (times, first, index) if times > first else (first, max(second, times), owner)
     return [
-        sum(min(times, most[gram][most[gram][2] == index]) for gram, times in count.items())
+        sum(min(times, highest[gram][highest[gram][2] == index]) for gram, times in count.items())
         for index, count in enumerate(counts)
     ]
 
 
 def repeated(tokens: Sequence[int], length: int = REPEAT) -> list[bool]:
-    """Of each token, whether it is part of ``length`` tokens that the text has had before in this order."""
+    """Of each token, whether it is part of ``length`` tokens in a row that occurred before."""
     marks, seen = [False] * len(tokens), set()
     for start in range(len(tokens) - length + 1):
         gram = tuple(tokens[start : start + length])
@@ -97,38 +91,34 @@ def repeated(tokens: Sequence[int], length: int = REPEAT) -> list[bool]:
 
 
 def spans(text: Mapping[str, Any], last: int | None = None) -> list[tuple[str, bool]]:
-    """A kept text as runs of characters, each with whether it is repeated.
-
-    Args:
-        text: an entry of ``texts`` in ``suite.json``.
-        last: only so many tokens from its end; None for all.
-    """
+    """A text of ``suite.json``, or its ``last`` tokens, as runs of characters, each with whether it is repeated."""
     pairs = list(zip(text["pieces"], repeated(text["tokens"]), strict=True))
-    found: list[tuple[str, bool]] = []
+    parts: list[tuple[str, bool]] = []
     for piece, mark in pairs if last is None else pairs[-last:]:
-        if found and (found[-1][1] == mark or not piece):
-            found[-1] = found[-1][0] + piece, found[-1][1]
+        if parts and (parts[-1][1] == mark or not piece):
+            parts[-1] = parts[-1][0] + piece, parts[-1][1]
         else:
-            found.append((piece, mark))
-    return found
+            parts.append((piece, mark))
+    return parts
 
 
 def paired(texts: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Kept texts of the same prompt, prefill and seed, side by side."""
-    places: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    """Texts grouped by prompt, prefill and seed."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for text in texts:
-        places.setdefault((text["prompt"], text["prefill"], text["seed"]), []).append(text)
-    return list(places.values())
+        groups.setdefault((text["prompt"], text["prefill"], text["seed"]), []).append(text)
+    return list(groups.values())
 
 
 def texts_html(record: Mapping[str, Any], about: str) -> str:
-    """All texts of a ``suite.json`` as a page that needs nothing else; ``about`` is a line on the model."""
+    """All texts of a ``suite.json`` as a self-contained page; ``about`` is a line on the model."""
     sections = []
     for texts in paired(record["texts"]):
-        columns = "".join(
-            f"<section><h2>{escape(_heading(text))}</h2><p>{_marked(text)}</p></section>" for text in texts
-        )
-        sections.append(f"<h3>{escape(_caption(texts))}</h3>\n<div>{columns}</div>\n")
+        columns = []
+        for text in texts:
+            marked = (f"<mark>{escape(part)}</mark>" if mark else escape(part) for part, mark in spans(text))
+            columns.append(f"<section><h2>{escape(_heading(text))}</h2><p>{''.join(marked)}</p></section>")
+        sections.append(f"<h3>{escape(_caption(texts))}</h3>\n<div>{''.join(columns)}</div>\n")
     title = escape(f"{record['suite']}: {record['title']}")
     legend = f"<mark>Marked</mark>: {REPEAT} or more tokens that the text has had before, in this order."
     return (
@@ -169,10 +159,6 @@ def _caption(texts: Sequence[Mapping[str, Any]]) -> str:
 def _excerpt(texts: Sequence[Mapping[str, Any]]) -> str:
     longer = any(len(text["tokens"]) > EXCERPT for text in texts)
     return f"The last {EXCERPT} of {_caption(texts)}" if longer else _caption(texts)
-
-
-def _marked(text: Mapping[str, Any]) -> str:
-    return "".join(f"<mark>{escape(part)}</mark>" if mark else escape(part) for part, mark in spans(text))
 
 
 _STYLE = """

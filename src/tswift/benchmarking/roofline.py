@@ -1,8 +1,8 @@
 """The roofline: the least time that passes and decodes can take on a machine (paper, table 2).
 
-A pass must read the weights and the KV cache once, and must compute on every node. Both can go on at the same time, so
-the floor of a pass is the longer of the two. Activations, the draft tree's own keys and values, and sampling are left
-out: they are little, and a floor may lie below the truth but never above.
+A pass must read the weights and the KV cache once, and must compute on every node. Both overlap, so the floor of a pass
+is the longer of the two. Activations, the draft tree's own keys and values, and sampling are left out: they are small,
+and a floor may lie below the truth but never above.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tswift.benchmarking.config import BenchConfig
-from tswift.benchmarking.grid import NOTHING, Grid, duration, method_name, quantity
 from tswift.benchmarking.options import BASELINE
+from tswift.benchmarking.table import NOTHING, Table, duration, method_name, quantity
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError
@@ -31,7 +31,7 @@ from tswift.models.shapes import Shape, routed, shape_of
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
 NODES = (1, 41)  # a plain pass, and the paper's draft tree with its root
 
-_MOST = 1_000_000_000
+_MAX = 1_000_000_000
 _UNBOUNDED = 1 << 62  # budget of a full KV cache
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**32}  # beyond any processor's caches
 _TRIES = 5
@@ -58,19 +58,13 @@ _DTYPES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Drafting:
-    """Cost of drafting before a verification pass.
+    """Cost of drafting before a verification pass."""
 
-    Attributes:
-        budget: tokens of the partial KV cache that a drafting pass of the model reads; None without such passes.
-        head_bytes: bytes of the heads, and of a smaller model's weights as often as they are read.
-        passes: drafting passes of the model.
-        bits: of the weights that they read, the LM head's apart; None for the model's own.
-    """
-
+    # tokens of the partial KV cache that a drafting pass of the model reads; None without such passes
     budget: int | None = None
-    head_bytes: int = 0
-    passes: int = 1
-    bits: int | None = None
+    head_bytes: int = 0  # bytes of the heads, and of a smaller model's weights times how often they are read
+    passes: int = 1  # drafting passes of the model
+    bits: int | None = None  # of the weights that these read, except the LM head's; None for the model's own
 
 
 def find_machine(name: str, dtype: str) -> Machine:
@@ -82,10 +76,8 @@ def find_machine(name: str, dtype: str) -> Machine:
     if name not in MACHINES:
         raise InputError(f"no device {name!r}; there are here, cpu, cuda, {', '.join(MACHINES)}", "--device")
     if dtype not in _DTYPES:
-        known = " and ".join(_DTYPES)
-        raise InputError(
-            f"{name} is known by its rate in {known}, not in {dtype}; give --bandwidth and --flops", "--dtype"
-        )
+        rate = f"{name} is known by its rate in {' and '.join(_DTYPES)}, not in {dtype}"
+        raise InputError(f"{rate}; give --bandwidth and --flops", "--dtype")
     return MACHINES[name]
 
 
@@ -122,15 +114,14 @@ def loading_seconds(shape: Shape, machine: Machine, context: Any, extra_bytes: i
 
 
 def computing_seconds(shape: Shape, machine: Machine, context: Any, nodes: float) -> Any:
-    """Seconds to compute on so many nodes, each of which attends to ``context`` tokens (a number or an array)."""
+    """Seconds to compute on ``nodes`` nodes that attend to ``context`` tokens each (a number or an array)."""
     return nodes * shape.flops(context) / machine.flops
 
 
 def pass_seconds(shape: Shape, machine: Machine, context: Any, nodes: float, extra_bytes: int = 0) -> Any:
     """Floor of a pass: the longer of loading and computing."""
-    return np.maximum(
-        loading_seconds(shape, machine, context, extra_bytes), computing_seconds(shape, machine, context, nodes)
-    )
+    loading = loading_seconds(shape, machine, context, extra_bytes)
+    return np.maximum(loading, computing_seconds(shape, machine, context, nodes))
 
 
 def decode_seconds(
@@ -142,14 +133,14 @@ def decode_seconds(
     nodes: float,
     drafting: Drafting | None = None,
 ) -> float:
-    """Floor of a decode or of a part of it: that of its steps, summed while the context grows.
+    """Floor of a decode, or of a part of it: the sum over its passes while the context grows.
 
     Args:
-        context: tokens in the KV cache at its beginning.
-        tokens: generated; the passes are taken to be evenly spaced over them.
+        context: tokens in the KV cache at the start.
+        tokens: generated; passes are taken as evenly spaced over them.
         passes: verification passes.
-        nodes: of all those passes together.
-        drafting: what comes before each pass; None for nothing.
+        nodes: total over all passes.
+        drafting: work before each pass; None for nothing.
     """
     if not passes:
         return 0.0
@@ -167,20 +158,14 @@ def decode_seconds(
 
 @dataclass(frozen=True)
 class Floor:
-    """Floors of what a benchmark ran, by the passes that it really made.
-
-    Attributes:
-        shape: the model's.
-        machine: what it ran on.
-        drafting: by label; nothing for those that are not named.
-    """
+    """Floors of a benchmark's runs, from the passes they made; ``drafting`` is by label."""
 
     shape: Shape
     machine: Machine
     drafting: Mapping[str, Drafting] = field(default_factory=dict)
 
     def seconds(self, label: str, prefill: int, marks: Sequence[DecodeStats]) -> list[float]:
-        """Floor up to each of a run's marks, which are its figures at rising lengths."""
+        """Floor up to each of a run's marks, which are its stats at rising lengths."""
         floors, total, before = [], 0.0, DecodeStats(0)
         for mark in marks:
             counts = (mark.tokens - before.tokens, mark.passes - before.passes, mark.nodes - before.nodes)
@@ -192,7 +177,7 @@ class Floor:
 
 
 def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
-    """Floor of a benchmark's methods; None for a quantised model, or one whose passes choose what they read."""
+    """Floors of a benchmark's methods; None for a quantised model, or for mixtures of experts."""
     model = config.model
     if routed(model.target.model.config) or model.quantization:
         return None
@@ -204,7 +189,7 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
             count = len(options.tree) - kind.by_lm_head
             extra_bytes = sum(weight.nbytes for head in model.heads.heads[:count] for weight in head.parameters())
         if kind.gamma is not None and options.gamma and "costs" not in kind.uses:  # else one is made for certain
-            # a chain that is itself drafted takes as many passes as if every draft were accepted, at least
+            # a chain that is itself drafted takes at least the passes of full acceptance
             inner = options.inner_gamma if "inner_gamma" in kind.uses else 0
             passes = math.ceil(options.gamma / (1 + inner))
         if kind.draft and model.draft is not None:
@@ -220,42 +205,32 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
 class RooflineQuery:
     """Options of ``tswift roofline``.
 
-    Attributes:
-        contexts: tokens in the KV cache; None for the usual ones as far as the model goes.
-        nodes: nodes of a pass; the most of them are the draft tree's.
-        prefill: prompt tokens of the decode.
-        length: generated tokens.
-        alpha: share of the drafted tokens that is accepted; None leaves the drafting method out.
-        depth: tokens drafted along a path: the paper's gamma + 1, by which alpha is divided.
-        budget: tokens of the partial KV cache.
-        draft_weights: predict a draft with such weights, too; as for :func:`tswift.load`.
-
     Raises:
         InputError: a value is outside its range.
     """
 
-    contexts: tuple[int, ...] | None = None
-    nodes: tuple[int, ...] = NODES
-    prefill: int = 4096
-    length: int = 100_000
-    alpha: float | None = None
-    depth: int = 4
-    budget: int = 4096
-    draft_weights: str | None = None
+    contexts: tuple[int, ...] | None = None  # tokens in the KV cache; None for the usual ones as far as the model goes
+    nodes: tuple[int, ...] = NODES  # nodes of a pass; the largest is the draft tree's
+    prefill: int = 4096  # prompt tokens of the decode
+    length: int = 100_000  # generated tokens
+    alpha: float | None = None  # share of the drafted tokens that is accepted; None leaves the drafting method out
+    depth: int = 4  # tokens drafted along a path: the paper's gamma + 1, by which alpha is divided
+    budget: int = 4096  # tokens of the partial KV cache
+    draft_weights: str | None = None  # predict a draft with such weights, too; as for :func:`tswift.load`
 
     def __post_init__(self) -> None:
-        for option, values in (
-            ("--context", self.contexts or (1,)),
-            ("--nodes", self.nodes),
-            ("--prefill", (self.prefill,)),
-            ("--len", (self.length,)),
-            ("--depth", (self.depth,)),
-            ("--budget", (self.budget,)),
+        for option, values, bounded in (
+            ("--context", self.contexts or (1,), False),  # the model bounds these
+            ("--prefill", (self.prefill,), False),
+            ("--len", (self.length,), False),
+            ("--nodes", self.nodes, True),
+            ("--depth", (self.depth,), True),
+            ("--budget", (self.budget,), True),
         ):
             if min(values) < 1:
                 raise InputError(f"must be at least 1, got {min(values)}", option)
-            if max(values) > _MOST and option in ("--nodes", "--depth", "--budget"):  # the model bounds the others
-                raise InputError(f"must be at most {_MOST:,}, got {max(values):,}", option)
+            if bounded and max(values) > _MAX:
+                raise InputError(f"must be at most {_MAX:,}, got {max(values):,}", option)
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise InputError(f"must be between 0 and 1, got {self.alpha}", "--alpha")
         if self.draft_weights is not None and self.draft_weights not in BITS:
@@ -276,27 +251,19 @@ class PassFloor:
 
 @dataclass(frozen=True)
 class DecodeFloor:
-    """Floor of a decode.
-
-    Attributes:
-        alpha: None where nothing is drafted.
-        speedup: plain decoding's floor over this one.
-        step_seconds: mean of its steps.
-        needed: tokens per step with which it would be as quick as plain decoding.
-        draft_bits: bits of the weights that drafting reads, the LM head's apart.
-        even_alpha: the alpha at which this cheaper draft is as quick as one with the model's own weights.
-    """
+    """Floor of a decode."""
 
     method: str
-    alpha: float | None
+    alpha: float | None  # None where nothing is drafted
     tokens_per_step: float
     passes: int
     floor_seconds: float
-    speedup: float
-    step_seconds: float
-    needed: float
+    speedup: float  # plain decoding's floor over this one
+    step_seconds: float  # mean over its steps
+    needed: float  # tokens per step with which it would be as quick as plain decoding
     draft_weights: str | None = None
-    draft_bits: int | None = None
+    draft_bits: int | None = None  # bits of the weights that drafting reads, except the LM head's
+    # the alpha at which this cheaper draft is as quick as one with the model's own weights
     even_alpha: float | None = None
 
 
@@ -315,55 +282,40 @@ class Prediction:
         shape = {**asdict(self.shape), "weight_bytes": self.shape.weight_bytes, "kv_bytes": self.shape.kv_bytes}
         return {**asdict(self), "shape": shape}
 
-    def grids(self, label: str) -> list[Grid]:
-        """Tables: figures of the paper's table 2, floors of passes, and of decodes."""
+    def tables(self, label: str) -> list[Table]:
+        """Figures of the paper's table 2, floors of passes, and floors of decodes."""
         shape, machine, longest = self.shape, self.machine, max(self.question.contexts or ())
-        rows = {
-            "memory bandwidth": quantity(machine.bandwidth, "B/s"),
-            "peak": quantity(machine.flops, "FLOP/s"),
-            "parameters": f"{shape.parameters:,}",
-            "model weights, read by every pass": quantity(shape.weight_bytes, "B"),
-            "KV cache of a token": f"{shape.kv_bytes:,} B",
-            f"operations of a node at {longest:,} tokens": quantity(shape.flops(longest), "FLOP"),
-            "loading time of the weights": _milliseconds(loading_seconds(shape, machine, 0)),
-            f"computing time of a node at {longest:,} tokens": _milliseconds(
-                computing_seconds(shape, machine, longest, 1)
-            ),
-        }
-        rates = Grid(f"Roofline: {label}", ["what", "value"], list(rows.items()), left=1)
-        return [rates, self._passes(label), self._decodes(label)]
-
-    def _passes(self, label: str) -> Grid:
-        rows = [
+        node_seconds = computing_seconds(shape, machine, longest, 1)
+        rates = [
+            ("memory bandwidth", quantity(machine.bandwidth, "B/s")),
+            ("peak", quantity(machine.flops, "FLOP/s")),
+            ("parameters", f"{shape.parameters:,}"),
+            ("model weights, read by every pass", quantity(shape.weight_bytes, "B")),
+            ("KV cache of a token", f"{shape.kv_bytes:,} B"),
+            (f"operations of a node at {longest:,} tokens", quantity(shape.flops(longest), "FLOP")),
+            ("loading time of the weights", _milliseconds(loading_seconds(shape, machine, 0), 1)),
+            (f"computing time of a node at {longest:,} tokens", _milliseconds(node_seconds, 1)),
+        ]
+        passes = [
             [
-                f"{each.context:,}",
-                f"{each.nodes:,}",
-                quantity(each.context * self.shape.kv_bytes, "B"),
-                quantity(each.read_bytes, "B"),
-                *(_milliseconds(x, 2) for x in (each.loading_seconds, each.computing_seconds, each.floor_seconds)),
+                f"{floor.context:,}",
+                f"{floor.nodes:,}",
+                quantity(floor.context * shape.kv_bytes, "B"),
+                quantity(floor.read_bytes, "B"),
+                *map(_milliseconds, (floor.loading_seconds, floor.computing_seconds, floor.floor_seconds)),
             ]
-            for each in self.passes
+            for floor in self.passes
         ]
         columns = ["context", "nodes", "KV cache", "read", "loading", "computing", "floor"]
         notes = ["floor: the longer of the two, since a machine can load and compute at the same time."]
-        return Grid(f"Least time of a pass: {label}", columns, rows, notes=notes)
-
-    def _decodes(self, label: str) -> Grid:
-        query = self.question
-        rows = [
-            [
-                method_name(each.method),
-                NOTHING if each.draft_bits is None else each.draft_weights or f"{each.draft_bits} bits",
-                NOTHING if each.alpha is None else f"{each.alpha:g}",
-                f"{each.tokens_per_step:.2f}",
-                f"{each.needed:.2f}",
-                f"{each.passes:,}",
-                _milliseconds(each.step_seconds, 2),
-                duration(each.floor_seconds),
-                f"{each.speedup:.2f}",
-            ]
-            for each in self.decodes
+        return [
+            Table(f"Roofline: {label}", ["what", "value"], rates, left=1),
+            Table(f"Least time of a pass: {label}", columns, passes, notes=notes),
+            self._decodes(label),
         ]
+
+    def _decodes(self, label: str) -> Table:
+        query = self.question
         notes = [
             f"Predicted, not measured: {query.length:,} tokens after a prompt of {query.prefill:,}, prefill "
             "apart, every pass at its floor. Real passes take longer: tswift bench says by how much.",
@@ -374,35 +326,41 @@ class Prediction:
             f"chained heads, then a verification of {max(query.nodes)} nodes; {query.depth} tokens are "
             "drafted along a path.",
         ]
-        notes += [
-            f"A draft in {each.draft_weights} (but for the LM head; scales are not counted) is as quick at alpha "
-            f"{each.even_alpha:.2f} as one of {8 * self.shape.itemsize} bits at {each.alpha:g}. What alpha it has is "
-            "not predicted."
-            for each in self.decodes
-            if each.even_alpha is not None
-        ]
+        rows = []
+        for floor in self.decodes:
+            rows.append(
+                [
+                    method_name(floor.method),
+                    NOTHING if floor.draft_bits is None else floor.draft_weights or f"{floor.draft_bits} bits",
+                    NOTHING if floor.alpha is None else f"{floor.alpha:g}",
+                    f"{floor.tokens_per_step:.2f}",
+                    f"{floor.needed:.2f}",
+                    f"{floor.passes:,}",
+                    _milliseconds(floor.step_seconds),
+                    duration(floor.floor_seconds),
+                    f"{floor.speedup:.2f}",
+                ]
+            )
+            if floor.even_alpha is not None:
+                notes.append(
+                    f"A draft in {floor.draft_weights} (but for the LM head; scales are not counted) is as quick at "
+                    f"alpha {floor.even_alpha:.2f} as one of {8 * self.shape.itemsize} bits at {floor.alpha:g}. What "
+                    "alpha it has is not predicted."
+                )
         columns = ["method", "draft", "alpha", "tokens/step", "needed", "passes", "step", "least time", "x"]
-        return Grid(f"Least time of a decode: {label}", columns, rows, left=1, notes=notes)
+        return Table(f"Least time of a decode: {label}", columns, rows, left=1, notes=notes)
 
 
 def predict(shape: Shape, machine: Machine, query: RooflineQuery, positions: int) -> Prediction:
-    """Floors that a query asks for.
-
-    Args:
-        positions: most tokens that the model was made for.
-
-    Raises:
-        InputError: more tokens than that.
-    """
-    beyond = [context for context in query.contexts or () if context > positions]
+    """Floors that a query asks for; an ``InputError`` if the model has too few ``positions``."""
+    contexts = query.contexts or tuple(context for context in CONTEXTS if context <= positions) or (positions,)
+    beyond = [context for context in contexts if context > positions]
     if beyond:
         raise InputError(f"{beyond[0]:,} is more than the model's {positions:,} positions", "--context")
     total = query.prefill + query.length
     if total > positions:
         need = f"{query.prefill:,} prompt tokens and {query.length:,} new ones need {total:,} positions"
         raise InputError(f"{need}, the model has {positions:,}", "--len")
-    usual = tuple(context for context in CONTEXTS if context <= positions) or (positions,)
-    contexts = query.contexts or usual
     passes = tuple(
         PassFloor(
             context,
@@ -421,9 +379,9 @@ def predict(shape: Shape, machine: Machine, query: RooflineQuery, positions: int
 def _decodes(shape: Shape, machine: Machine, query: RooflineQuery) -> tuple[DecodeFloor, ...]:
     prefill, length, alpha, depth = query.prefill, query.length, query.alpha, query.depth
     plain = decode_seconds(shape, machine, prefill, length, length, length)
-    found = [DecodeFloor(BASELINE, None, 1.0, length, plain, 1.0, plain / length, 1.0)]
+    floors = [DecodeFloor(BASELINE, None, 1.0, length, plain, 1.0, plain / length, 1.0)]
     if alpha is None:
-        return tuple(found)
+        return tuple(floors)
     per_step = depth * alpha + 1
     passes = math.ceil(length / per_step)
     head_bytes = (depth - 1) * shape.hidden_size**2 * shape.itemsize
@@ -435,14 +393,12 @@ def _decodes(shape: Shape, machine: Machine, query: RooflineQuery) -> tuple[Deco
         step = seconds / passes
         even = None if own_step is None else max(0.0, (per_step * step / own_step - 1) / depth)
         own_step = own_step or step
-        speedup, needed = plain / seconds, step * length / plain
-        found.append(
-            DecodeFloor("tokenswift", alpha, per_step, passes, seconds, speedup, step, needed, kind, bits, even)
-        )
-    return tuple(found)
+        ratios = (plain / seconds, step, step * length / plain)
+        floors.append(DecodeFloor("tokenswift", alpha, per_step, passes, seconds, *ratios, kind, bits, even))
+    return tuple(floors)
 
 
-def _milliseconds(seconds: float, digits: int = 1) -> str:
-    """Milliseconds with so many decimals, or two significant digits where nothing would be left."""
+def _milliseconds(seconds: float, digits: int = 2) -> str:
+    """Milliseconds, with two significant digits where decimals would show nothing."""
     milliseconds = 1e3 * seconds
     return f"{milliseconds:,.{digits}f} ms" if milliseconds >= 0.1 else f"{milliseconds:.2g} ms"

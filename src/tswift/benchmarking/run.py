@@ -20,7 +20,7 @@ from tswift.benchmarking.config import BenchConfig, Prompt
 from tswift.benchmarking.options import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, Plan
 from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
 from tswift.benchmarking.simulated import SimulatedWalk
-from tswift.benchmarking.summary import COUNTERS, FINISHED
+from tswift.benchmarking.summary import FINISHED, STATS, from_source
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.step import Step
 from tswift.engine import Generation, begin
@@ -43,44 +43,27 @@ Sample = dict[str, Any]  # as in bench.json
 
 @dataclass(frozen=True)
 class Probe:
-    """Plain steps from a method's state, timed.
+    """Plain steps from a method's state, timed."""
 
-    Attributes:
-        position: generated tokens that were there before the first timed step.
-        tokens: what plain decoding drew, from ``position - 1`` on.
-        seconds: wall time of each timed step.
-    """
-
-    position: int
-    tokens: tuple[int, ...]
-    seconds: tuple[float, ...]
+    position: int  # generated tokens before the first timed step
+    tokens: tuple[int, ...]  # what plain decoding drew, from ``position - 1`` on
+    seconds: tuple[float, ...]  # wall time of each timed step
 
 
 @dataclass
 class Run:
-    """One decode among several.
+    """One decode among several."""
 
-    Attributes:
-        label: its name in tables: its method's, unless several contenders have one method.
-        generation: the decode; None once the run was closed.
-        tokens: generated so far.
-        stats: figures so far.
-        slices: (tokens, seconds) so far at the end of every slice.
-        simulated: whether its acceptance is set, so that its text means nothing.
-        marks: figures when it had reached each length of the plan.
-        probes: plain steps taken between its own.
-    """
-
-    label: str
+    label: str  # its name in tables: its method's, unless several contenders have one method
     method: str
-    generation: Generation | None
-    simulated: bool = False
-    tokens: list[int] = field(default_factory=list)
+    generation: Generation | None  # the decode; None once the run was closed
+    simulated: bool = False  # whether its acceptance is set, so that its text means nothing
+    tokens: list[int] = field(default_factory=list)  # generated so far
     stats: DecodeStats = field(init=False)
-    slices: list[tuple[int, float]] = field(default_factory=list)
+    slices: list[tuple[int, float]] = field(default_factory=list)  # (tokens, seconds) at the end of every slice
     prefill_seconds: float = 0.0
-    marks: list[DecodeStats] = field(default_factory=list)
-    probes: list[Probe] = field(default_factory=list)
+    marks: list[DecodeStats] = field(default_factory=list)  # stats when it had reached each length of the plan
+    probes: list[Probe] = field(default_factory=list)  # plain steps taken between its own
 
     def __post_init__(self) -> None:
         self.stats = DecodeStats(self._open.depth)
@@ -96,22 +79,22 @@ class Run:
         self.prefill_seconds = self._open.decoding.prefill()
 
     def advance(self, goal: int) -> None:
-        """Decode until ``goal`` tokens are there; the last step may add a few more."""
+        """Decode at least ``goal`` tokens in all; the last step may add a few more."""
         if self._steps is None:
             self._steps = self._open.steps()
         while self.stats.tokens < goal:
             step = next(self._steps)
             self.tokens += step.tokens
             self.stats.add(step)
-        # what the last step left its device to do belongs to this run, not to the next one's first step
+        # work that the last step left on the device belongs to this run, not to the next one's first step
         self.stats.seconds += self._open.decoding.settle()
         self.slices.append((self.stats.tokens, self.stats.seconds))
 
     def probe(self) -> None:
         """Time a few plain steps from here on, unless the cache has no room for two.
 
-        The first step is not timed: it finds the processor's caches full of the method's data. The others find noise
-        that drafting has computed already, so plain decoding comes out a little too fast rather than too slow.
+        The first step is not timed: the processor's caches hold the method's data. The others find noise that drafting
+        has computed already, so plain decoding comes out a little too fast rather than too slow.
         """
         steps = self._open.decoding.plain(1 + _PROBE_STEPS)
         if len(steps) > 1:
@@ -119,7 +102,7 @@ class Run:
             self.probes.append(Probe(self.stats.tokens + 1, tuple(drawn), tuple(seconds)))
 
     def close(self) -> None:
-        """Let the decode and its caches go; tokens and figures stay."""
+        """Free the decode and its caches; tokens and stats stay."""
         self.generation = self._steps = None
 
 
@@ -157,7 +140,7 @@ def open_runs(
 
 
 def interleave(runs: Sequence[Run], goals: Sequence[int], on_progress: Callable[[Run], None]) -> None:
-    """Advance all runs from goal to goal, so that all see the same machine. Each slice begins with another run."""
+    """Advance all runs from goal to goal, so that all see the same machine. Each slice starts with another run."""
     for turn, goal in enumerate(goals):
         first = turn % len(runs)
         for run in (*runs[first:], *runs[:first]):
@@ -166,7 +149,7 @@ def interleave(runs: Sequence[Run], goals: Sequence[int], on_progress: Callable[
 
 
 def slice_goals(length: int, stops: Sequence[int] = (), slices: int = 50) -> list[int]:
-    """Where slices end: ``slices`` about equal parts of ``length``, and every one of ``stops``."""
+    """Where slices end: about ``slices`` equal parts of ``length``, and at every one of ``stops``."""
     even = {length * part // slices for part in range(1, slices + 1)}
     return sorted({goal for goal in (*even, *stops) if 0 < goal <= length})
 
@@ -181,24 +164,24 @@ def probes_differ(tokens: Sequence[int], probes: Sequence[Probe]) -> int | None:
     """Index of the first generated token that is not what plain decoding drew in a probe; None if there is none."""
     for probe in sorted(probes, key=lambda probe: probe.position):
         first = probe.position - 1
-        found = first_difference(tokens[first:], probe.tokens)
-        if found is not None:
-            return first + found
+        different = first_difference(tokens[first:], probe.tokens)
+        if different is not None:
+            return first + different
     return None
 
 
 def integrate(probes: Sequence[Probe], length: int) -> float:
-    """Seconds that plain decoding takes for ``length`` tokens: step times, interpolated between probes, summed.
+    """Seconds of plain decoding for ``length`` tokens: step times, interpolated between probes, summed.
 
-    A benchmark against plain decoding would take its hours. A plain step's time depends on the length of the text and
-    on little else, so steps timed at many lengths are integrated over the text instead.
+    A plain step's time depends on the length of the text and on little else, so hours of plain decoding can be
+    replaced by steps timed at many lengths.
     """
-    at: dict[float, list[float]] = {}
+    by_position: dict[float, list[float]] = {}
     for probe in probes:
-        at.setdefault(probe.position + (len(probe.seconds) - 1) / 2, []).extend(probe.seconds)
-    places = sorted(at)
-    means = [float(np.mean(at[place])) for place in places]
-    return float(np.interp(np.arange(length), places, means).sum())
+        by_position.setdefault(probe.position + (len(probe.seconds) - 1) / 2, []).extend(probe.seconds)
+    positions = sorted(by_position)
+    means = [float(np.mean(by_position[position])) for position in positions]
+    return float(np.interp(np.arange(length), positions, means).sum())
 
 
 @dataclass(frozen=True)
@@ -215,12 +198,9 @@ class Case:
 
 
 class Trial:
-    """All methods on one case, up to the longest length. Without a plain run its time is sampled between their slices.
+    """All methods on one case, up to the longest of the rising ``lens``.
 
-    Args:
-        runs: fresh ones, long enough.
-        lens: rising lengths to read off.
-        floor: floors of the methods; None if nothing is known of them.
+    Without a plain run, plain steps are timed between the slices of the others.
     """
 
     def __init__(self, case: Case, runs: Sequence[Run], lens: Sequence[int], floor: Floor | None = None) -> None:
@@ -229,14 +209,11 @@ class Trial:
         self._plain = self._runs.get(BASELINE)
 
     def run(self, on_progress: Callable[[Run], None], on_checkpoint: Callable[[list[Sample]], None]) -> bool:
-        """Run to the end, or to Ctrl-C.
+        """Run to the end, or to Ctrl-C; True if that was pressed.
 
         Args:
             on_progress: called when a run has advanced by a slice.
             on_checkpoint: called with the samples whenever all runs have reached another length.
-
-        Returns:
-            Whether Ctrl-C was pressed.
         """
         kept = 0
 
@@ -289,28 +266,27 @@ class Trial:
                     same_as_ar=None if run is self._plain or run.simulated else different is None,
                     first_difference=different,
                     compared_tokens=compared,
-                    slices=[list(each) for each in run.slices],
-                    probes=[[each.position, list(each.seconds)] for each in run.probes] or None,
+                    slices=[list(ends) for ends in run.slices],
+                    probes=[[probe.position, list(probe.seconds)] for probe in run.probes] or None,
                 )
             )
         return samples
 
-    def explain(self, samples: Sequence[Sample], audited: Callable[[Run], bool]) -> None:
+    def explain(self, samples: Sequence[Sample], config: BenchConfig) -> None:
         """Set ``explained`` of the samples that need it: whether every token is drawn exactly or within rounding.
 
-        They need it if one differs from plain decoding's, plain decoding's own then too, or if plain decoding was
-        sampled: its few steps start from the runs' own state. A text of simulated acceptance is no draw at all.
-
-        Args:
-            audited: audits a run's text. The runs' caches are gone by then.
+        A sample needs it if it differs from plain decoding's; plain decoding's own then too; and all if plain decoding
+        was sampled, since its few steps start from the runs' own state. Simulated texts are never audited.
         """
+        prompt = self._case.prompt.tokens[: self._case.prefill]
         for run in self._runs.values():
-            run.close()
+            run.close()  # an audit needs a cache of its own
         differ = any(sample["same_as_ar"] is False for sample in samples)
         for sample in samples:
             needed = sample["same_as_ar"] is False or (differ and sample["method"] == BASELINE) or self._plain is None
             if needed and not sample["estimated"] and not self._runs[sample["method"]].simulated:
-                sample["explained"] = audited(self._runs[sample["method"]])
+                run = self._runs[sample["method"]]
+                sample["explained"] = config.audit(prompt, run.tokens, self._case.seed, run.method).ok
 
     def _compare(self, run: Run) -> tuple[int | None, int]:
         """First token that is not plain decoding's, if there is one, and how many tokens could be compared."""
@@ -319,7 +295,7 @@ class Trial:
         if self._plain:
             return first_difference(run.tokens, self._plain.tokens), min(len(run.tokens), len(self._plain.tokens))
         probes = run.probes or self._probes  # a run that takes none is held against those of the others
-        compared = sum(len(run.tokens[each.position - 1 :][: len(each.tokens)]) for each in probes)
+        compared = sum(len(run.tokens[probe.position - 1 :][: len(probe.tokens)]) for probe in probes)
         return probes_differ(run.tokens, probes), compared
 
     def _estimated(self, lens: Sequence[int]) -> Sample:
@@ -334,9 +310,7 @@ class Trial:
 
     def _sample(self, label: str, marks: Sequence[DecodeStats], **known: Any) -> Sample:
         case = self._case
-        floors: Sequence[float | None] = [None] * len(marks)
-        if self._floor:
-            floors = self._floor.seconds(label, case.prefill, marks)
+        floors = self._floor.seconds(label, case.prefill, marks) if self._floor else [None] * len(marks)
         return {
             "prompt": case.prompt.name,
             "prefill": case.prefill,
@@ -353,8 +327,7 @@ class Trial:
             "probes": None,
             **known,
             "points": [
-                _point(self._lens[index], mark, self._ar_seconds(index, mark.tokens), floors[index])
-                for index, mark in enumerate(marks)
+                _point(self._lens[i], mark, self._ar_seconds(i, mark.tokens), floors[i]) for i, mark in enumerate(marks)
             ],
         }
 
@@ -366,17 +339,15 @@ class Trial:
 
 
 def _point(length: int, stats: DecodeStats, ar_seconds: float, floor_seconds: float | None) -> Sample:
-    most = max(stats.accepted, default=0)
+    """Figures at one length: counters, and all metrics that are not of the text."""
     return {
         "len": length,
         "tokens": stats.tokens,
-        "seconds": stats.seconds,
         "nodes": stats.nodes,
         "depth": stats.depth,
-        "accepted": [stats.accepted[count] for count in range(most + 1)],
+        "accepted": [stats.accepted[count] for count in range(max(stats.accepted, default=0) + 1)],
         "reused": stats.reused,
-        **{name: getattr(stats, name) for name in COUNTERS},
-        "tokens_per_second": stats.tokens_per_second,
+        **{name: getattr(stats, name) for name in from_source(STATS)},
         "ar_seconds": ar_seconds,
         "speedup": ar_seconds / stats.seconds,
         "floor_seconds": floor_seconds,
@@ -401,7 +372,6 @@ def begin_measurement(
 
     Args:
         prompts: each of at least the longest prefill.
-        command: words of the command line.
         machine: its rates; None to measure them.
 
     Raises:
@@ -409,7 +379,7 @@ def begin_measurement(
     """
     if plan.ar == SAMPLED and all(contender.method in DRAFTLESS for contender in config.contenders):
         raise InputError("sampled takes its samples while another method runs; name one", "--ar")
-    # the largest case, allocated and let go: what does not fit is refused before an hour has passed
+    # the largest case is allocated and freed: what does not fit is refused now, not after an hour
     try:
         open_runs(config, prompts[0].tokens[: max(plan.prefills)], max(plan.lens), 0, _labels(config, plan))
     except InputError as error:
@@ -450,7 +420,7 @@ def measure(
         measurement: from :func:`begin_measurement`; the samples go there. Its ``state`` says whether it is whole.
         on_progress: called whenever a run has advanced by a slice.
         on_checkpoint: called whenever all methods have reached another length.
-        on_trial: called when a trial has ended, with its texts by label; it may add to its samples.
+        on_trial: called when a trial has ended, with its texts by label; may add to its samples.
     """
     lens = sorted(plan.lens)
     trials = plan.repeats * len(prompts) * len(plan.prefills) * len(plan.seeds)
@@ -458,9 +428,8 @@ def measure(
     floor = floor_of(config, Machine(**measurement["machine"]))
 
     def keep(samples: list[Sample]) -> None:
-        if measurement["simulated"]:
-            for sample in samples:
-                sample["simulated"] = True
+        for sample in samples if measurement["simulated"] else ():
+            sample["simulated"] = True
         measurement.update(samples=[*done, *samples], ended=now(), layers=config.model.layers)
         on_checkpoint()
 
@@ -470,13 +439,11 @@ def measure(
             run.advance(plan.warmup)
         for number, case in enumerate(_cases(plan, prompts)):
             prompt = case.prompt.tokens[: case.prefill]
-            runs = open_runs(config, prompt, lens[-1], case.seed, _labels(config, plan))
-            trial = Trial(case, runs, lens, floor)
-            del runs  # or their caches would stay while the next ones are allocated
+            trial = Trial(case, open_runs(config, prompt, lens[-1], case.seed, _labels(config, plan)), lens, floor)
             interrupted = trial.run(partial(on_progress, number, trials, case), keep)
             samples = trial.samples()
             keep(samples)
-            trial.explain(samples, partial(_audited, config, prompt, case.seed))
+            trial.explain(samples, config)
             if on_trial:
                 on_trial(case, trial.texts, samples)
             done += samples
@@ -494,15 +461,11 @@ def _cases(plan: Plan, prompts: Sequence[Prompt]) -> Iterator[Case]:
     for repeat in count():  # not `product` of all: a million repeats need not be there at once
         if repeat == plan.repeats:
             return
-        yield from (Case(repeat, *each) for each in product(prompts, sorted(plan.prefills), plan.seeds))
-
-
-def _audited(config: BenchConfig, prompt: Sequence[int], seed: int, run: Run) -> bool:
-    return config.audit(prompt, run.tokens, seed, run.method).ok
+        yield from (Case(repeat, *axes) for axes in product(prompts, sorted(plan.prefills), plan.seeds))
 
 
 def _labels(config: BenchConfig, plan: Plan) -> list[str]:
-    """Labels that run: without plain decoding where that is sampled."""
+    """Labels that run: all but plain decoding where that is sampled."""
     return [label for label in config.labels if plan.ar == FULL or label != BASELINE]
 
 
@@ -538,12 +501,12 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dic
         "methods": config.labels,
         "ar": plan.ar,
     }
-    # the rest only where there is something to say, so that other workloads keep their hashes
+    # the rest only where it applies, so that other workloads keep their hashes
     if model.draft:
         workload["draft_model"] = {**about["draft"], "weights": fingerprint_of(model.draft.model)}
     if model.drafting is not None:
         workload["draft_weights"] = model.draft_weights
-    variants = {each.label: each.method for each in config.contenders if each.label != each.method}
+    variants = {entry.label: entry.method for entry in config.contenders if entry.label != entry.method}
     if about["exact"]:
         workload["exact"] = about["exact"]["width"]
     if variants:

@@ -1,6 +1,6 @@
-"""A suite on a model: its groups made ready, measured one after another, and put beside the paper's order.
+"""A suite on a model: its groups prepared, measured one after another, and compared with the paper's order.
 
-What comes of it is one dict, ``suite.json``. A group is what runs side by side: one setting, with its own plain decode.
+The result is one dict, ``suite.json``. A group is what runs side by side: one setting, with its own plain decode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tswift.benchmarking.suites import (
     AXIS,
     LENGTH,
     PREFILL,
-    SHOWN,
     Choice,
     Row,
     Suite,
@@ -30,7 +29,7 @@ from tswift.benchmarking.suites import (
     place_name,
     published_rows,
 )
-from tswift.benchmarking.summary import FINISHED, Cell, Figure, by_draw, summarise
+from tswift.benchmarking.summary import FINISHED, METRICS, Cell, Figure, by_draw, summarise
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import DraftOptions, find_method
@@ -53,38 +52,28 @@ OnProgress = Callable[[str, int, int, Case, Run], None]  # the group's label, th
 
 @dataclass(frozen=True)
 class Prepared:
-    """A suite on a loaded model.
-
-    Attributes:
-        groups: by their place on the suite's axis; that is empty where contenders differ along it.
-        missing: labels that cannot run here, and why.
-    """
+    """A suite on a loaded model."""
 
     suite: Suite
-    groups: Mapping[str, BenchConfig]
-    missing: Mapping[str, str]
+    groups: Mapping[str, BenchConfig]  # by place on the suite's axis; "" where contenders differ along it
+    missing: Mapping[str, str]  # labels that cannot run here, and why
 
 
 def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
-    """Check the options, and load the model.
-
-    A method that cannot run here, as one that needs heads on a model that has none, is left out and said to be missing.
+    """Check the options, and load the model; a method that cannot run on it is left out and listed as missing.
 
     Args:
-        options: their methods are not looked at, but for ``ar-reference``.
+        options: of their methods only ``ar-reference`` counts, and the suite's ``own`` options must not be set.
 
     Raises:
-        InputError: something asked cannot be done, or none of the suite's methods can run.
+        InputError: an option cannot be met, or none of the suite's methods can run.
     """
     typed = [*options.sampling, *options.drafting, *(["tree"] if options.trees else [])]
-    for name in typed:
-        if name in suite.own:
-            raise InputError(f"suite {suite.name} sets it itself", name)
     options.refuse_unused(suite.methods)
     reference = REFERENCE in options.methods
     if reference and not (suite.axis == "method" and suite.along == AXIS):
         raise InputError(f"suite {suite.name} compares no methods", "--with-reference-ar")
-    DraftOptions(**options.drafting)  # what is out of range is told before a model is loaded
+    DraftOptions(**options.drafting)  # what is out of range is refused before a model is loaded
     params = [SamplingParams(**{**options.sampling, **setting.sampling}) for setting in suite.settings]
     model = _load(suite, options)
     contenders, missing, errors = [Contender(BASELINE, BASELINE, DraftOptions())], {}, []
@@ -102,9 +91,9 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
     if reference:
         contenders.append(Contender(REFERENCE, REFERENCE, DraftOptions()))
     groups = {}
-    for setting, each in zip(suite.settings, params, strict=True):
+    for setting, drawn in zip(suite.settings, params, strict=True):
         label = setting.label or (model.name if suite.axis == "model" else "")
-        groups[label] = BenchConfig(model, ending(each, model.eos_ids, stop_at_eos=False)[0], contenders)
+        groups[label] = BenchConfig(model, ending(drawn, model.eos_ids, stop_at_eos=False)[0], contenders)
     return Prepared(suite, groups, missing)
 
 
@@ -123,24 +112,22 @@ def _load(suite: Suite, options: BenchOptions) -> LoadedModel:
 
 def _draft_options(choice: Choice, model: LoadedModel, options: BenchOptions, plan: Plan) -> DraftOptions:
     """A choice's resolved options."""
-    given = {**options.drafting, "tree": options.tree(choice.method), **choice.drafting}
+    fields = {**options.drafting, "tree": options.tree(choice.method), **choice.drafting}
     if "tree" in choice.drafting and model.heads is not None:
-        given["nodes"] = tree_nodes(choice.drafting["tree"], model.heads.conditioned)
-    resolved = resolve(choice.method, model.target, model.heads, DraftOptions(**given))
+        fields["nodes"] = tree_nodes(choice.drafting["tree"], model.heads.conditioned)
+    resolved = resolve(choice.method, model.target, model.heads, DraftOptions(**fields))
     try:
         check(model.target, max(plan.prefills), max(plan.lens), choice.method, resolved, draft=model.draft)
     except InputError as error:
-        if error.field == "draft_model":  # what the model itself cannot do is told for all methods
+        if error.field == "draft_model":  # what the model itself cannot do is refused for all methods
             raise
     return resolved
 
 
 def tree_nodes(tree: Sequence[int], conditioned: bool) -> int:
-    """Number of nodes of a tree, root included.
+    """Nodes of a tree with these candidates per level, root included.
 
-    Args:
-        tree: candidates per level.
-        conditioned: a level's candidates follow the best one of the level before, not every one.
+    After conditioned heads, a level's candidates follow the best one of the level before, not every one.
     """
     nodes, last = 1, 1
     for width in tree:
@@ -150,11 +137,7 @@ def tree_nodes(tree: Sequence[int], conditioned: bool) -> int:
 
 
 def begin_suite(prepared: Prepared, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str]) -> dict[str, Any]:
-    """A suite without samples: what is to be measured. See :func:`tswift.benchmarking.run.begin_measurement`.
-
-    Raises:
-        InputError: more positions or memory than there are.
-    """
+    """A suite without samples: what is to be measured. See :func:`tswift.benchmarking.run.begin_measurement`."""
     groups: list[dict[str, Any]] = []
     for label, config in prepared.groups.items():
         machine = Machine(**groups[0]["measurement"]["machine"]) if groups else None  # measured once
@@ -188,10 +171,9 @@ def run_suite(
     """Measure all groups, or as much as is done when Ctrl-C is pressed.
 
     Args:
-        record: from :func:`begin_suite`; the samples go there. Its ``state`` says whether it is whole.
-        plan: the grid of every group.
+        record: from :func:`begin_suite`; filled with samples. Its ``state`` says whether it is whole.
         on_progress: called whenever a run has advanced by a slice.
-        on_checkpoint: called whenever there is something to be kept.
+        on_checkpoint: called whenever the record is worth writing.
     """
     suite = prepared.suite
 
@@ -239,16 +221,11 @@ def _judge_texts(
     if suite.texts and samples and case.repeat == 0:
         length = samples[0]["points"][-1]["len"]
         tokens = list(texts.get(BASELINE) or next(iter(texts.values())))[:length]
-        place = {"label": label, "prompt": case.prompt.name, "prefill": case.prefill, "seed": case.seed}
-        record["texts"].append({**place, "tokens": tokens, "pieces": pieces(model, tokens)})
-
-
-def pieces(model: LoadedModel, tokens: Sequence[int]) -> list[str]:
-    """The text that each token completes; together they are the whole text."""
-    stream = TextStream(model.tokenizer)
-    found = [stream.add([token]) for token in tokens]
-    found[-1] += stream.finish()
-    return found
+        stream = TextStream(model.tokenizer)
+        pieces = [stream.add([token]) for token in tokens]  # the text that each token completes
+        pieces[-1] += stream.finish()
+        start = {"label": label, "prompt": case.prompt.name, "prefill": case.prefill, "seed": case.seed}
+        record["texts"].append({**start, "tokens": tokens, "pieces": pieces})
 
 
 def measured_rows(suite: Suite, groups: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -257,52 +234,36 @@ def measured_rows(suite: Suite, groups: Sequence[Mapping[str, Any]]) -> list[Row
     for group in groups:
         draws = by_draw(group["measurement"])
         for cell in summarise(group["measurement"]):
-            if cell.method == BASELINE and not suite.plain:
-                continue
-            each = {
-                draw: {name: figure.mean for name, figure in _figures(suite, one).items() if figure.mean is not None}
-                for draw, one in draws[cell.key].items()
-            }
-            axis = group["label"] or cell.method
-            rows.append(Row(axis, HERE, cell.prefill, cell.length, _figures(suite, cell), each))
+            if cell.method != BASELINE or suite.plain:
+                means = {
+                    draw: {name: x.mean for name, x in _figures(suite, one).items() if x.mean is not None}
+                    for draw, one in draws[cell.key].items()
+                }
+                axis = group["label"] or cell.method
+                rows.append(Row(axis, HERE, cell.prefill, cell.length, _figures(suite, cell), means))
     return rows
 
 
 def _figures(suite: Suite, cell: Cell) -> dict[str, Figure]:
-    own, plain = cell.figures["seconds"], cell.figures["ar_seconds"]
-    delta = None if own.mean is None or plain.mean is None else own.mean - plain.mean
-    every = {**cell.figures, "delta": Figure(min(own.n, plain.n), delta, None)}
-    if cell.method in DRAFTLESS:  # nothing of theirs could be accepted
-        every |= {name: Figure(0, None, None) for name in ("alpha", "beta")}
-    return {name: every[name] for name in dict.fromkeys((*suite.columns, *suite.plotted))}
+    drafts, unknown = cell.method not in DRAFTLESS, Figure(0, None, None)
+    names = dict.fromkeys((*suite.columns, *suite.plotted))
+    return {name: cell.figures[name] if drafts or not METRICS[name].drafted else unknown for name in names}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two measured rows, their order, and the paper's.
+    """Two measured rows, their order, and the paper's."""
 
-    Attributes:
-        figure: its name.
-        place: where both were measured.
-        first, second: what they are called.
-        values: the figure of both.
-        ours: the first's value minus the second's, as the mean over draws that both have.
-        within: the largest difference that would say nothing.
-        n: draws that both have.
-        paper: its sign of the same difference; None where it has none, or its models disagree.
-        verdict: same, differs, too close, not in the paper, or not compared (none of the suite's contrasts).
-    """
-
-    figure: str
-    place: str
+    figure: str  # the metric
+    place: str  # prefill, length or axis label where both were measured
     first: str
     second: str
-    values: tuple[float, float]
-    ours: float
-    within: float
-    n: int
-    paper: int | None
-    verdict: str
+    values: tuple[float, float]  # the figure of both
+    ours: float  # the first's value minus the second's, as the mean over draws that both have
+    within: float  # the largest difference that would say nothing
+    n: int  # draws that both have
+    paper: int | None  # its sign of the same difference; None where it has none, or its models disagree
+    verdict: str  # same, differs, too close, not in the paper, or not compared (none of the suite's contrasts)
 
 
 def compared(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) -> list[Pair]:
@@ -311,39 +272,34 @@ def compared(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) ->
     A pair is too close if its difference is within the figure's tolerance, or within the 95% interval of the paired
     difference where there are several draws. The paper has no order if its difference is within its last digit.
     """
-    return [
-        _pair(suite, figure, place, names, rows, published)
-        for figure in suite.ordered
-        for place, here in _places(suite, measured).items()
-        for names, rows in zip(combinations(here, 2), combinations(here.values(), 2), strict=True)
-        if all(row.figures[figure].mean is not None for row in rows)
-    ]
-
-
-def _pair(
-    suite: Suite, figure: str, place: str, names: tuple[str, str], rows: tuple[Row, Row], published: Sequence[Row]
-) -> Pair:
-    first, second = rows
-    one, other = (row.figures[figure].mean or 0.0 for row in rows)
-    apart = [
-        values[figure] - second.draws[draw][figure]
-        for draw, values in first.draws.items()
-        if figure in values and figure in second.draws.get(draw, {})
-    ]
-    ours = mean(apart) if apart else one - other
-    within = max(SHOWN[figure].tolerance(one, other), _interval(apart))
-    paper = _published_sign(suite, figure, rows, published)
-    if suite.contrasts and (first.axis, second.axis) not in suite.contrasts:
-        verdict = "not compared"
-    elif not paper:
-        verdict = "not in the paper"
-    else:
-        verdict = "too close" if abs(ours) <= within else "same" if ours * paper > 0 else "differs"
-    return Pair(figure, place, *names, (one, other), ours, within, len(apart), paper, verdict)
+    pairs = []
+    for figure in suite.ordered:
+        for place, rows in _places(suite, measured).items():
+            for (name, first), (other, second) in combinations(rows.items(), 2):
+                one, two = first.figures[figure].mean, second.figures[figure].mean
+                if one is None or two is None:
+                    continue
+                differences = [
+                    values[figure] - second.draws[draw][figure]
+                    for draw, values in first.draws.items()
+                    if figure in values and figure in second.draws.get(draw, {})
+                ]
+                ours = mean(differences) if differences else one - two
+                within = max(METRICS[figure].tolerance(one, two), _interval(differences))
+                paper = _published_sign(suite, figure, first, second, published)
+                if suite.contrasts and (first.axis, second.axis) not in suite.contrasts:
+                    verdict = "not compared"
+                elif not paper:
+                    verdict = "not in the paper"
+                else:
+                    verdict = "too close" if abs(ours) <= within else "same" if ours * paper > 0 else "differs"
+                count = len(differences)
+                pairs.append(Pair(figure, place, name, other, (one, two), ours, within, count, paper, verdict))
+    return pairs
 
 
 def _places(suite: Suite, measured: Sequence[Row]) -> dict[str, dict[str, Row]]:
-    """Rows that are put in order, by what they are called, by where they are."""
+    """Rows that are put in order, by name, grouped by where they were measured."""
     varied = {name for name in (AXIS, PREFILL, LENGTH) if len({getattr(row, name) for row in measured}) > 1}
     places: dict[str, dict[str, Row]] = {}
     for row in measured:
@@ -358,25 +314,29 @@ def _places(suite: Suite, measured: Sequence[Row]) -> dict[str, dict[str, Row]]:
     return places
 
 
-def _interval(apart: Sequence[float]) -> float:
+def _interval(differences: Sequence[float]) -> float:
     """Half of the 95% interval of the mean of paired differences; 0 from a single draw, which has no spread."""
-    if len(apart) < 2:
+    if len(differences) < 2:
         return 0.0
-    return _T[min(len(apart) - 1, len(_T)) - 1] * stdev(apart) / math.sqrt(len(apart))
+    return _T[min(len(differences) - 1, len(_T)) - 1] * stdev(differences) / math.sqrt(len(differences))
 
 
-def _published_sign(suite: Suite, figure: str, rows: tuple[Row, Row], published: Sequence[Row]) -> int | None:
+def _published_sign(suite: Suite, figure: str, first: Row, second: Row, published: Sequence[Row]) -> int | None:
     """The sign of the paper's difference; None if it has none, or has both."""
-    sides: list[dict[tuple[str, str], Figure | None]] = []
-    for row in rows:
-        found = counterparts(suite, row.axis, row.prefill or 1, row.length or 1, published)
+    values: list[dict[tuple[str, str], float | None]] = []
+    for row in (first, second):
+        beside = counterparts(suite, row.axis, row.prefill or 1, row.length or 1, published)
         # where the axis is put in order, the two sides are at different places on it
-        sides.append(
-            {(each.source, each.axis if suite.along == LENGTH else ""): each.figures.get(figure) for each in found}
+        values.append(
+            {
+                (one.source, one.axis if suite.along == LENGTH else ""): one.figures[figure].mean
+                for one in beside
+                if figure in one.figures
+            }
         )
     signs = set()
-    for key in sides[0].keys() & sides[1].keys():
-        means = [side.mean for side in (sides[0][key], sides[1][key]) if side is not None and side.mean is not None]
-        if len(means) == 2 and abs(means[0] - means[1]) > SHOWN[figure].rounding * 1.01:
-            signs.add(1 if means[0] > means[1] else -1)
+    for key in values[0].keys() & values[1].keys():
+        one, two = values[0][key], values[1][key]
+        if one is not None and two is not None and abs(one - two) > METRICS[figure].rounding * 1.01:
+            signs.add(1 if one > two else -1)
     return signs.pop() if len(signs) == 1 else None

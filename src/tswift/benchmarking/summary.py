@@ -1,4 +1,4 @@
-"""A measurement (the dict behind ``bench.json``) in figures: means and standard deviations over its samples."""
+"""The metrics of bench, and a measurement (the dict behind ``bench.json``) as means and deviations over its samples."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
-FINISHED = "finished"
-# attributes of DecodeStats that are exact for a seed; one more here is in bench.json, bench.csv and the gate
-COUNTERS = ("alpha", "beta", "tokens_per_step", "passes")
-TIMES = ("speedup", "tokens_per_second", "seconds", "ar_seconds")
-FIGURES = (*COUNTERS, *TIMES, "of_floor")
-# of texts, which suites measure; see quality.py
-QUALITY = (*(f"distinct_{n}" for n in range(1, 5)), "distinct", "seq_rep_4", "self_bleu", "compression")
+from tswift.benchmarking.table import duration, with_spread
 
-_AXES = {"prompt": "prompts", "seed": "seeds", "repeat": "repeats"}
+FINISHED = "finished"
+# where a metric is computed: an attribute of ``DecodeStats``, ``run._point``, ``quality.py``, or ``_cell`` below
+STATS, TIMES, QUALITY, DERIVED = "stats", "times", "quality", "derived"
 
 
 @dataclass(frozen=True)
@@ -29,27 +25,94 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """Figures of one method at one prefill and generated length.
+class Metric:
+    """What is known of a metric. Its entry in ``METRICS`` puts it in bench.json, CSV, tables, plots and the gate."""
 
-    Attributes:
-        runs: number of samples, repeats included.
-        draws: the (prompt, seed) pairs among them.
-        estimated: whether some of its own times are integrated from sampled steps.
-        varies: what differs between the samples, of prompts, seeds and repeats.
-        exact: whether all repeats have equal counters.
-        figures: by name, all of ``FIGURES`` and ``QUALITY``.
-    """
+    heading: str  # of its column
+    meaning: str  # one line for notes
+    source: str = STATS  # where it is computed
+    exact: bool = False  # a counter, which is the same in every repeat; not a time
+    digits: int | None = 3  # decimals; None for a duration
+    gate: str = ""  # its name in ``--fail-on``; empty if the gate cannot hold it
+    lower_is_better: bool = False  # for the gate
+    column: bool = False  # shown in bench's table of decoding times, behind the paper's columns
+    plot: str = ""  # label of its panel in bench's plot; empty for none
+    drafted: bool = False  # only methods that draft have it
+    legend: str = ""  # its name in a legend of bars
+    close: float = 0.01  # a difference in suites that says nothing: in its own unit, or relative to the larger value
+    relative: bool = False  # see close
+    rounding: float = 0.01  # the paper's last digit, in our unit
+
+    def text(self, figure: Figure | None, digits: int | None = None) -> str:
+        """The figure with its spread, with ``digits`` decimals if given; times without spread."""
+        value, std = (figure.mean, figure.std) if figure else (None, None)
+        return duration(value) if self.digits is None else with_spread(value, std, digits or self.digits)
+
+    def tolerance(self, first: float, second: float) -> float:
+        """The largest difference of two values that says nothing."""
+        return self.close * max(abs(first), abs(second)) if self.relative else self.close
+
+
+_TIME: dict[str, Any] = {"digits": None, "close": 0.05, "relative": True, "rounding": 0.6}
+_TEXT: dict[str, Any] = {"source": QUALITY, "exact": True}
+
+# in the order of bench.csv
+METRICS: dict[str, Metric] = {
+    "alpha": Metric(
+        "alpha", "accepted draft tokens / most that could be", exact=True, drafted=True, gate="alpha",
+        plot="acceptance rate alpha",
+    ),
+    "beta": Metric(
+        "beta", "the part of alpha whose longest path came from a reused 4-gram", exact=True, drafted=True, gate="beta",
+        plot="n-gram acceptance rate beta",
+    ),
+    "tokens_per_step": Metric("tokens/step", "tokens / passes", exact=True, digits=2, gate="tokens_per_step"),
+    "passes": Metric("passes", "verification passes", exact=True, digits=1, gate="passes", lower_is_better=True),
+    "speedup": Metric(
+        "x", "AR's time / the method's, prefill apart", source=TIMES, digits=2, gate="speedup",
+        plot="speedup over AR, x", close=0.05, relative=True,
+    ),
+    "tokens_per_second": Metric("tokens/s", "tokens / decoding time", digits=1, gate="tokens_per_s"),
+    "seconds": Metric("time", "decoding time, prefill apart", **_TIME),
+    "ar_seconds": Metric("T_AR", "AR's decoding time", source=TIMES, **_TIME),
+    "of_floor": Metric("T_method / floor", "decoding time / the least time", source=TIMES, digits=2),
+    "delta": Metric("delta", "the method's time - AR's", source=DERIVED, **_TIME),
+    **{
+        f"distinct_{n}": Metric(f"D-{n}", f"unique {n}-grams / {n}-grams", legend=f"Distinct-{n}", **_TEXT)
+        for n in range(1, 5)
+    },
+    "distinct": Metric("D", "mean of Distinct-1 to Distinct-4", legend="mean", **_TEXT),
+    "seq_rep_4": Metric("seq-rep-4", "4-grams that were there before / 4-grams", **_TEXT),
+    "self_bleu": Metric("self-BLEU", "mean BLEU-4 of pieces of 64 tokens against the others", **_TEXT),
+    "compression": Metric(
+        "LZMA", "compression ratio, bytes / bytes after LZMA", digits=2, close=0.03, relative=True, **_TEXT
+    ),
+}  # fmt: skip
+
+
+def from_source(*sources: str) -> list[str]:
+    """Names of the metrics from some sources."""
+    return [name for name, metric in METRICS.items() if metric.source in sources]
+
+
+def gated() -> dict[str, str]:
+    """The metrics that the gate can hold: by the name in ``--fail-on``, the name in a measurement."""
+    return {metric.gate: name for name, metric in METRICS.items() if metric.gate}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Figures of one method at one prefill and generated length."""
 
     method: str
     prefill: int
     length: int
-    runs: int
-    draws: frozenset[tuple[str, int]]
-    estimated: bool
-    varies: tuple[str, ...]
-    exact: bool
-    figures: Mapping[str, Figure]
+    runs: int  # number of samples, repeats included
+    draws: frozenset[tuple[str, int]]  # the (prompt, seed) pairs among them
+    estimated: bool  # whether some of its own times are integrated from sampled steps
+    varies: tuple[str, ...]  # what differs between the samples, of prompts, seeds and repeats
+    exact: bool  # whether all repeats have equal counters
+    figures: Mapping[str, Figure]  # by name, all of ``METRICS``
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -67,8 +130,8 @@ def summarise(measurement: Mapping[str, Any]) -> list[Cell]:
     for sample in measurement["samples"]:
         for point in sample["points"]:
             groups[sample["method"], sample["prefill"], point["len"]].append((sample, point))
-    place = {method: i for i, method in enumerate(measurement["workload"]["methods"])}
-    order = sorted(groups, key=lambda key: (key[1], key[2], place.get(key[0], len(place)), key[0]))
+    rank = {method: i for i, method in enumerate(measurement["workload"]["methods"])}
+    order = sorted(groups, key=lambda key: (key[1], key[2], rank.get(key[0], len(rank)), key[0]))
     return [_cell(*key, groups[key]) for key in order]
 
 
@@ -78,10 +141,47 @@ def by_draw(measurement: Mapping[str, Any]) -> dict[tuple[str, int, int], dict[t
     for sample in measurement["samples"]:
         samples[sample["prompt"], sample["seed"]].append(sample)
     cells: dict[tuple[str, int, int], dict[tuple[str, int], Cell]] = defaultdict(dict)
-    for draw, mine in samples.items():
-        for cell in summarise({**measurement, "samples": mine}):
+    for draw, of_draw in samples.items():
+        for cell in summarise({**measurement, "samples": of_draw}):
             cells[cell.key][draw] = cell
     return dict(cells)
+
+
+def _cell(method: str, prefill: int, length: int, members: Sequence[tuple[Any, Any]]) -> Cell:
+    draws: dict[tuple[str, int], list[Any]] = defaultdict(list)
+    for sample, point in members:
+        draws[sample["prompt"], sample["seed"]].append(point)
+    counters = [name for name in from_source(STATS) if METRICS[name].exact]
+    exact = all(point.get(name) == same[0].get(name) for same in draws.values() for point in same for name in counters)
+    points = [point for _, point in members]
+    counted = [same[0] for same in draws.values()] if exact else points
+    figures = {
+        name: _figure(
+            (point.get("quality", {}) if metric.source == QUALITY else point).get(name)
+            for point in (counted if metric.exact else points)
+        )
+        for name, metric in METRICS.items()
+    }
+    own, plain = figures["seconds"], figures["ar_seconds"]
+    if own.mean is not None and plain.mean is not None:
+        figures["delta"] = Figure(min(own.n, plain.n), own.mean - plain.mean, None)
+    return Cell(
+        method=method,
+        prefill=prefill,
+        length=length,
+        runs=len(members),
+        draws=frozenset(draws),
+        estimated=any(sample["estimated"] for sample, _ in members),
+        varies=tuple(f"{axis}s" for axis in ("prompt", "seed", "repeat") if len({s[axis] for s, _ in members}) > 1),
+        exact=exact,
+        figures=figures,
+    )
+
+
+def _figure(values: Iterable[float | None]) -> Figure:
+    # the standard library's mean and stdev are exact before their last rounding: the samples' order does not matter
+    known = [float(value) for value in values if value is not None]
+    return Figure(len(known), mean(known) if known else None, stdev(known) if len(known) > 1 else None)
 
 
 def machine_name(environment: Mapping[str, Any]) -> str:
@@ -98,41 +198,11 @@ def source(measurement: Mapping[str, Any]) -> str:
 
 def simulation(measurement: Mapping[str, Any]) -> str:
     """What a measurement simulates, in words; empty if nothing."""
-    what, alpha = measurement["workload"].get("simulated") or {}, simulated_alpha(measurement)
-    words = ["random weights"] if what.get("weights") else []
+    workload, alpha = measurement["workload"], simulated_alpha(measurement)
+    words = ["random weights"] if (workload.get("simulated") or {}).get("weights") else []
     return ", ".join(words if alpha is None else [*words, f"acceptance set to {alpha:g}"])
 
 
 def simulated_alpha(measurement: Mapping[str, Any]) -> float | None:
     """The acceptance rate that was set; None where it was measured."""
     return (measurement["workload"].get("simulated") or {}).get("alpha")
-
-
-def _cell(method: str, prefill: int, length: int, members: Sequence[tuple[Any, Any]]) -> Cell:
-    draws: dict[tuple[str, int], list[Any]] = defaultdict(list)
-    for sample, point in members:
-        draws[sample["prompt"], sample["seed"]].append(point)
-    exact = all(point[name] == points[0][name] for points in draws.values() for point in points for name in COUNTERS)
-    points = [point for _, point in members]
-    counted = [points[0] for points in draws.values()] if exact else points
-    return Cell(
-        method=method,
-        prefill=prefill,
-        length=length,
-        runs=len(members),
-        draws=frozenset(draws),
-        estimated=any(sample["estimated"] for sample, _ in members),
-        varies=tuple(plural for axis, plural in _AXES.items() if len({sample[axis] for sample, _ in members}) > 1),
-        exact=exact,
-        figures={
-            **{name: _figure(point.get(name) for point in counted) for name in COUNTERS},
-            **{name: _figure(point.get(name) for point in points) for name in (*TIMES, "of_floor")},
-            **{name: _figure(point.get("quality", {}).get(name) for point in counted) for name in QUALITY},
-        },
-    )
-
-
-def _figure(values: Iterable[float | None]) -> Figure:
-    # the standard library's mean and stdev are exact before their last rounding: the samples' order does not matter
-    known = [float(value) for value in values if value is not None]
-    return Figure(len(known), mean(known) if known else None, stdev(known) if len(known) > 1 else None)

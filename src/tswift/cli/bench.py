@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tswift.benchmarking import gate
-from tswift.benchmarking.gate import METRICS
 from tswift.benchmarking.options import BenchOptions, Plan, parse_trees
 from tswift.benchmarking.suites import SUITES, Suite, find_suite
+from tswift.benchmarking.summary import gated
 from tswift.cli import options
 from tswift.cli.streams import FAILED, INTERRUPTED, loading
 from tswift.decoding.params import SamplingParams
@@ -135,7 +135,7 @@ def suite_bench(
 
     with bars:
         run_suite(record, prepared, chosen, plan, show, progress.keep)
-    for grid in report.suite_grids(record):
+    for grid in report.suite_tables(record):
         tables.show(grid)
     _show_texts(record["texts"])
     written = report.write_suite(record, folder, draw)
@@ -207,7 +207,7 @@ def bench(
         list[str] | None,
         options.option(
             _GATE,
-            f"METRIC:TOLERANCE that fails, as speedup:10% or alpha:0; repeatable. Metrics: {', '.join(METRICS)}.",
+            f"METRIC:TOLERANCE that fails, as speedup:10% or alpha:0; repeatable. Metrics: {', '.join(gated())}.",
             "--fail-on",
         ),
     ] = None,
@@ -282,12 +282,12 @@ def bench(
     progress = Progress(bars, length, lambda: report.write_bench(measurement, folder, whole=False))
     with bars:
         measure(measurement, config, chosen, plan, lambda *at: progress.show("", *at), progress.keep)
-    for grid in report.bench_grids(measurement, paper):
+    for grid in report.bench_tables(measurement, paper):
         tables.show(grid)
     written = report.write_bench(measurement, folder, paper, draw)
     bars.say(f"written: {', '.join(str(path) for path in written)}")
     whole = measurement["state"] == FINISHED
-    verdicts = gate.compare(measurement, baseline, rules, force) if baseline and whole else []
+    verdicts = gate.compare(measurement, baseline, rules) if baseline and whole else []
     if verdicts:
         tables.show(gate.moved(verdicts, simulated))
     regressed = any(not verdict.ok for verdict in verdicts)

@@ -228,7 +228,7 @@ def roofline(
     found = predict(shape, machine, query, max_positions(config))
     words = str(kind).removeprefix("torch.")
     if record is None or record.path:
-        for grid in found.grids(f"{model}, {words}, {where}"):
+        for grid in found.tables(f"{model}, {words}, {where}"):
             tables.show(grid)
     if record:
         about = {"kind": "roofline", "command": context.obj, "model": model, "dtype": words, "device": where}
