@@ -1,4 +1,4 @@
-"""What users see of bench, compare, suites and roofline, against ``golden/``; TSWIFT_GOLDEN=write writes it anew.
+"""What users see of every command and record, against ``golden/``; TSWIFT_GOLDEN=write writes it anew.
 
 Options and fields may be added without a change here; none may go.
 """
@@ -37,6 +37,7 @@ def fields(value: Any, place: str = "") -> Iterator[str]:
     """The place of every value in a record, as ``samples[].points[].alpha``."""
     if isinstance(value, dict):
         for name, item in value.items():
+            name = "N" if name.isdigit() else name
             yield from fields(item, f"{place}.{name}" if place else name)
     elif isinstance(value, list) and value and not isinstance(value[0], int | float | str):
         for item in value:
@@ -53,12 +54,16 @@ def golden(name: str, text: str) -> str:
     return (GOLDEN / name).read_text()
 
 
-@pytest.mark.parametrize("name", ["bench", "compare", "roofline"])
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "heads"])
 def test_help(name: str) -> None:
-    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    command = COMMANDS[name]
     options = {
         " ".join([*option.opts, *option.secondary_opts]): f"{option.help} [{option.default}]"
         for option in command.params
+        if option.param_type_name == "option"
     }
     known = json.loads(golden(f"help-{name}.json", json.dumps({"": command.help, **options}, indent=1) + "\n"))
     assert known.pop("") == command.help
@@ -78,6 +83,16 @@ def test_fields(tswift, checkpoint, tmp_path: Path, name: str) -> None:  # type:
     (path,) = Path("b").glob("*.json")
     found = set(fields(json.loads(path.read_text())))
     assert {*golden(f"fields-{name}.txt", "\n".join(sorted(found)) + "\n").split("\n")} - {""} <= found
+
+
+def test_fields_of_a_run(tswift, checkpoint, prompt) -> None:  # type: ignore[no-untyped-def]
+    words = ("--model", checkpoint, "--prompt", prompt, "--len", 20, "--quiet")
+    assert tswift("generate", *words, "--verify", "--out", "runs/one").code == 0
+    assert tswift("generate", "--resume", "runs/one", "--len", 25, "--quiet").code == 0
+    assert tswift("runs", "--json", "runs.json").code == 0
+    for name, path in (("run", "runs/one/run.json"), ("verify", "runs/one/verify.json"), ("runs", "runs.json")):
+        found = set(fields(json.loads(Path(path).read_text())))
+        assert {*golden(f"fields-{name}.txt", "\n".join(sorted(found)) + "\n").split("\n")} - {""} <= found
 
 
 def test_figures_follow_from_what_was_counted(tswift, checkpoint, prompt) -> None:  # type: ignore[no-untyped-def]
