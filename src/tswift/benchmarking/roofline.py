@@ -27,6 +27,7 @@ from tswift.errors import InputError
 from tswift.models.devices import available_bytes
 from tswift.models.quantizing import BITS
 from tswift.models.shapes import Shape, routed, shape_of
+from tswift.options import check_options, option
 
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
 NODES = (1, 41)  # a plain pass, and the paper's draft tree with its root
@@ -203,38 +204,23 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
 
 @dataclass(frozen=True)
 class RooflineQuery:
-    """Options of ``tswift roofline``.
+    """Options of ``tswift roofline``. The model bounds what has no upper bound here.
 
     Raises:
         InputError: a value is outside its range.
     """
 
-    contexts: tuple[int, ...] | None = None  # tokens in the KV cache; None for the usual ones as far as the model goes
-    nodes: tuple[int, ...] = NODES  # nodes of a pass; the largest is the draft tree's
-    prefill: int = 4096  # prompt tokens of the decode
-    length: int = 100_000  # generated tokens
-    alpha: float | None = None  # share of the drafted tokens that is accepted; None leaves the drafting method out
-    depth: int = 4  # tokens drafted along a path: the paper's gamma + 1, by which alpha is divided
-    budget: int = 4096  # tokens of the partial KV cache
-    draft_weights: str | None = None  # predict a draft with such weights, too; as for :func:`tswift.load`
+    contexts: tuple[int, ...] | None = option(None, "Tokens in the KV cache; None for the usual ones.", least=1)
+    nodes: tuple[int, ...] = option(NODES, "Nodes of a pass; the largest is the draft tree's.", least=1, most=_MAX)
+    prefill: int = option(4096, "Prompt tokens.", least=1)
+    length: int = option(100_000, "Generated tokens.", least=1)
+    alpha: float | None = option(None, "Predict tokenswift at this acceptance rate.", least=0, most=1)
+    depth: int = option(4, "Tokens drafted along a path, by which alpha is divided.", least=1, most=_MAX)
+    budget: int = option(4096, "Tokens of the partial KV cache.", least=1, most=_MAX)
+    draft_weights: str | None = option(None, "Also with drafting passes in such weights.", choices=tuple(BITS))
 
     def __post_init__(self) -> None:
-        for option, values, bounded in (
-            ("--context", self.contexts or (1,), False),  # the model bounds these
-            ("--prefill", (self.prefill,), False),
-            ("--len", (self.length,), False),
-            ("--nodes", self.nodes, True),
-            ("--depth", (self.depth,), True),
-            ("--budget", (self.budget,), True),
-        ):
-            if min(values) < 1:
-                raise InputError(f"must be at least 1, got {min(values)}", option)
-            if bounded and max(values) > _MAX:
-                raise InputError(f"must be at most {_MAX:,}, got {max(values):,}", option)
-        if self.alpha is not None and not 0 <= self.alpha <= 1:
-            raise InputError(f"must be between 0 and 1, got {self.alpha}", "--alpha")
-        if self.draft_weights is not None and self.draft_weights not in BITS:
-            raise InputError(f"no {self.draft_weights!r}; there are {', '.join(BITS)}", "draft_weights")
+        check_options(self)
 
 
 @dataclass(frozen=True)
