@@ -35,7 +35,7 @@ def refused(read: Callable[[], object], path: Path) -> None:
     except InputError as caught:
         error = caught
     if error:
-        assert error.option or path.name in str(error)
+        assert error.field or path.name in str(error)
         assert len(str(error).split()) >= 3
 
 

@@ -17,8 +17,8 @@ from statistics import mean
 import torch
 
 from tswift.attention import triton
-from tswift.benchmarking.grid import Grid
 from tswift.benchmarking.roofline import MACHINES, pass_seconds
+from tswift.benchmarking.table import Table
 from tswift.drafting.options import usual_nodes
 from tswift.models.passes import sizes
 from tswift.models.shapes import SHAPES, Shape, shape_config, shape_of, skeleton
@@ -173,7 +173,7 @@ def floor(shape: Shape, context: float, budget: int) -> dict[str, float]:
     return {**parts, "step": sum(parts.values()), "ar": verify}
 
 
-def estimate(name: str, alpha: float, tokens: int = 100_000, prefill: int = 4096, budget: int = 4096) -> Grid:
+def estimate(name: str, alpha: float, tokens: int = 100_000, prefill: int = 4096, budget: int = 4096) -> Table:
     """The table: a step's mean milliseconds over a text, the text's seconds, and ratios of issue 17's targets."""
     config = shape_config(name)
     shape = shape_of(skeleton(config), 2)
@@ -210,7 +210,7 @@ def estimate(name: str, alpha: float, tokens: int = 100_000, prefill: int = 4096
         f"{PUBLISHED.bandwidth / 1e12:g} TB/s; at the {ACHIEVED / 1e12:g} that a good kernel may reach, ratios to it "
         f"are {ACHIEVED / PUBLISHED.bandwidth:.2f} times these. Before: commit b5cc13d.",
     ]
-    return Grid(f"Estimate: {name}, {tokens:,} tokens on an H200", ["", *columns], rows, left=1, notes=notes)
+    return Table(f"Estimate: {name}, {tokens:,} tokens on an H200", ["", *columns], rows, left=1, notes=notes)
 
 
 def main() -> None:

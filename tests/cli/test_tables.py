@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.cli.terminal import on_terminal
-from tswift.benchmarking.grid import Grid
+from tswift.benchmarking.table import Table
 from tswift.cli.tables import show
 
 CODE = """
-from tswift.benchmarking.grid import Grid
+from tswift.benchmarking.table import Table
 from tswift.cli.bars import Bars
 from tswift.cli.tables import show
 with Bars(quiet=False, progress=True) as bars:
     bars.update("verify", 50, 100)
-show(Grid("A title", ("class", "tokens"), [("exact", "1,234")], left=1, notes=["[a] note"]), stderr=STDERR)
+show(Table("A title", ("class", "tokens"), [("exact", "1,234")], left=1, notes=["[a] note"]), stderr=STDERR)
 """
 
 
@@ -27,7 +27,7 @@ def test_on_a_terminal(stderr: bool) -> None:
 
 @pytest.mark.parametrize("stderr", [False, True])
 def test_in_a_pipe(stderr: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    grid = Grid("A title", ("class", "tokens"), [("exact", "1,234")], left=1)
+    grid = Table("A title", ("class", "tokens"), [("exact", "1,234")], left=1)
     show(grid, stderr)
     out, err = capsys.readouterr()
     assert (err if stderr else out) == grid.plain()

@@ -15,8 +15,8 @@ from tswift.models.config import refuse_shape
 
 if TYPE_CHECKING:
     from tswift.benchmarking.comparison import Comparison, Outcome
-    from tswift.benchmarking.grid import Grid
     from tswift.benchmarking.run import Run
+    from tswift.benchmarking.table import Table
 
 
 @options.takes(CompareConfig, BenchOptions, SamplingParams, DraftOptions, without=("tree", "simulate_alpha"))
@@ -95,9 +95,9 @@ def compare(
         raise typer.Exit(INTERRUPTED)
 
 
-def _grid(comparison: Comparison) -> Grid:
-    from tswift.benchmarking.grid import NOTHING, Grid, method_name
+def _grid(comparison: Comparison) -> Table:
     from tswift.benchmarking.options import DRAFTLESS
+    from tswift.benchmarking.table import NOTHING, Table, method_name
 
     cut = ", interrupted" if comparison.interrupted else ""
     reference = any(outcome.speedup_over_reference is not None for outcome in comparison.outcomes)
@@ -120,7 +120,7 @@ def _grid(comparison: Comparison) -> Grid:
         )
         if reference:
             rows[-1].append(f"{outcome.speedup_over_reference or 0:.2f}")
-    return Grid(
+    return Table(
         f"{min(outcome.tokens for outcome in comparison.outcomes):,} tokens, in interleaved slices{cut}",
         [*columns, *(["x over reference style"] if reference else [])],
         rows,

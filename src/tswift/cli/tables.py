@@ -11,10 +11,10 @@ from rich.console import Console
 from tswift.cli.streams import visible, write_stdout
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.grid import Grid
+    from tswift.benchmarking.table import Table
 
 
-def show(grid: Grid, stderr: bool = False) -> None:
+def show(grid: Table, stderr: bool = False) -> None:
     """Print a table."""
     grid = _visible(grid)
     stream = sys.stderr if stderr else sys.stdout
@@ -26,7 +26,7 @@ def show(grid: Grid, stderr: bool = False) -> None:
         write_stdout(grid.plain())
 
 
-def _visible(grid: Grid) -> Grid:
+def _visible(grid: Table) -> Table:
     """The table, with nothing in it that a terminal would obey."""
     return replace(
         grid,

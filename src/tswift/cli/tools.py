@@ -14,8 +14,8 @@ from tswift.models.config import ModelConfig
 from tswift.options import parse_numbers
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.grid import Grid
     from tswift.benchmarking.roofline import Machine
+    from tswift.benchmarking.table import Table
     from tswift.jobs.recorded import Entry
     from tswift.models.heads_io import Description
     from tswift.models.passes import PassCosts
@@ -35,7 +35,7 @@ def env(
     Measured once for a model, and remembered.
     """
     typed.make(ModelConfig)
-    from tswift.benchmarking.grid import NOTHING, Grid
+    from tswift.benchmarking.table import NOTHING, Table
     from tswift.cli import records, tables
     from tswift.decoding.costs import costs_of, folder
     from tswift.decoding.params import SamplingParams
@@ -51,7 +51,7 @@ def env(
     costs = costs_of(loaded.target, loaded.heads, again=measure)
     if record is None or record.path:
         rows = [[name.replace("_", " "), NOTHING if value is None else str(value)] for name, value in found.items()]
-        tables.show(Grid("environment", ["what", ""], rows, left=2))
+        tables.show(Table("environment", ["what", ""], rows, left=2))
         tables.show(_grid(loaded.about(), costs, str(folder())))
     if record:
         from dataclasses import asdict
@@ -60,13 +60,13 @@ def env(
         record.write({"kind": "env", "command": typed.command, **about})
 
 
-def _grid(about: dict[str, Any], costs: PassCosts, folder: str) -> Grid:
-    from tswift.benchmarking.grid import Grid
+def _grid(about: dict[str, Any], costs: PassCosts, folder: str) -> Table:
+    from tswift.benchmarking.table import Table
 
     rows = [[str(nodes), *(f"{1e3 * costs.seconds(nodes, keys):.2f}" for keys in _KEYS)] for nodes in costs.nodes]
     notes = [f"a level of heads takes {1e3 * costs.level:.2f} ms"] if costs.level else []
     model = "{name}, {device}, {dtype}, attention {attention}, layers {layers}".format(**about)
-    return Grid(
+    return Table(
         f"{model}: ms of a pass, by keys that it attends to",
         ["nodes", *(f"{keys:,}" for keys in _KEYS)],
         rows,
@@ -298,8 +298,8 @@ def runs(
         record.write({"kind": "runs", "command": context.obj, "runs": entries})
 
 
-def _runs_grid(folder: Path, entries: list[Entry]) -> Grid:
-    from tswift.benchmarking.grid import NOTHING, Grid
+def _runs_grid(folder: Path, entries: list[Entry]) -> Table:
+    from tswift.benchmarking.table import NOTHING, Table
 
     columns = ["run", "state", "method", "model", "started", "tokens", "of", "tokens/s"]
     rows = [
@@ -317,4 +317,4 @@ def _runs_grid(folder: Path, entries: list[Entry]) -> Grid:
     ]
     reasons = [f"{entry.path.name}: {entry.reason}" for entry in entries if entry.reason]
     many = "" if len(entries) == 1 else "s"
-    return Grid(f"{len(entries):,} run{many} in {folder}", columns, rows, left=5, notes=reasons)
+    return Table(f"{len(entries):,} run{many} in {folder}", columns, rows, left=5, notes=reasons)

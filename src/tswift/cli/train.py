@@ -18,7 +18,7 @@ from tswift.errors import InputError
 from tswift.training.config import DraftConfig, HeadsConfig, Progress, TrainConfig, option
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.grid import Grid
+    from tswift.benchmarking.table import Table
     from tswift.cli.bars import Bars
     from tswift.training.run import Outcome
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _BAR = 42  # columns of a progress bar without its figures
 
 
-def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Grid], text: str) -> Callable[..., None]:
+def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Table], text: str) -> Callable[..., None]:
     """A subcommand that trains: one option for each field of its settings.
 
     Args:
@@ -123,8 +123,8 @@ class _Progress(Progress):
         self._bars.update(name, done, total, figures)
 
 
-def _heads_grid(outcome: Outcome) -> Grid:
-    from tswift.benchmarking.grid import Grid
+def _heads_grid(outcome: Outcome) -> Table:
+    from tswift.benchmarking.table import Table
 
     before, after, config = outcome.before, outcome.after, outcome.config
     assert isinstance(config, HeadsConfig)
@@ -145,7 +145,7 @@ def _heads_grid(outcome: Outcome) -> Grid:
             f"{config.alpha_tokens:,} tokens after each held-out text, by tokenswift with its defaults."
         ]
     title = f"{config.heads_count} {config.kind} heads on held-out text, untrained -> after {outcome.steps:,} steps"
-    return Grid(title, ["head", "token", "loss", "top-1", "top-2", "top-3"], rows, notes=notes)
+    return Table(title, ["head", "token", "loss", "top-1", "top-2", "top-3"], rows, notes=notes)
 
 
 train = command(
@@ -159,8 +159,8 @@ train = command(
 )
 
 
-def _draft_grid(outcome: Outcome) -> Grid:
-    from tswift.benchmarking.grid import Grid
+def _draft_grid(outcome: Outcome) -> Table:
+    from tswift.benchmarking.table import Table
 
     before, after = outcome.before, outcome.after
     rows = [
@@ -169,7 +169,7 @@ def _draft_grid(outcome: Outcome) -> Grid:
     ]
     notes = ["Same token: both draw by the defaults of generate, with the same noise, after the same held-out text."]
     title = f"A draft model after {outcome.steps:,} steps, and the model that it drafts for"
-    return Grid(title, ["", "untrained", "trained", "the model"], rows, notes=notes)
+    return Table(title, ["", "untrained", "trained", "the model"], rows, notes=notes)
 
 
 train_draft = command(

@@ -18,7 +18,7 @@ from tswift.jobs.config import AuditConfig
 from tswift.models.config import DEMO, ModelConfig, refuse_shape
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.grid import Grid
+    from tswift.benchmarking.table import Table
     from tswift.decoding.audit import Audit
     from tswift.jobs.verification import AuditInput
     from tswift.models.load import LoadedModel
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 _MOST_SHOWN = 20
 
 
-def verdict(audit: Audit, note: str | None = None) -> Grid:
+def verdict(audit: Audit, note: str | None = None) -> Table:
     """What was found, as a table: a line per class, how far rounding reaches, and what the audit does not see."""
-    from tswift.benchmarking.grid import Grid
+    from tswift.benchmarking.table import Table
 
     rows = [
         _row("drawn exactly", audit.exact, (audit.least_lead, audit.greatest_lead)),
@@ -39,7 +39,7 @@ def verdict(audit: Audit, note: str | None = None) -> Grid:
     if audit.width is not None:
         del rows[1]
     title = f"{audit.tokens:,} tokens judged in {audit.seconds:,.1f} s"
-    return Grid(
+    return Table(
         title, ("", "tokens", "smallest", "largest"), rows, left=1, notes=[*([note] if note else []), *_notes(audit)]
     )
 
