@@ -249,12 +249,12 @@ def checkpoint(architecture: Architecture, folder: Path) -> transformers.PreTrai
 def texts(model: LoadedModel, lengths: Mapping[str, int]) -> dict[str, list[int]]:
     """What methods write, by their names, given how much; and the prompt by the name of ``prompt``."""
     prompt = model.encode(_SENTENCES[0])
-    found = {"prompt": prompt}
+    written = {"prompt": prompt}
     for method, length in lengths.items():
         options = _OPTIONS.get(method, DraftOptions())
         steps = tswift.generate(model, prompt, length, method=method, params=_PARAMS, seed=4, options=options)
-        found[method] = list(chain.from_iterable(step.tokens for step in steps))
-    return found
+        written[method] = list(chain.from_iterable(step.tokens for step in steps))
+    return written
 
 
 def apart(model: LoadedModel, stock: transformers.PreTrainedModel, text: Sequence[int]) -> float:
@@ -269,13 +269,13 @@ def apart(model: LoadedModel, stock: transformers.PreTrainedModel, text: Sequenc
         It, as a share of the logits' standard deviation.
     """
     with torch.inference_mode():
-        wanted = stock(torch.tensor([text]), use_cache=False).logits[0]
+        expected = stock(torch.tensor([text]), use_cache=False).logits[0]
     target, kv = model.target, FullKV(model.target.kv_shape, len(text))
     hidden = []
     for at, token in enumerate(text):
         hidden.append(target.forward(torch.tensor([token]), torch.tensor([at]), kv, None).hidden)
         kv.commit([0])
-    return float((target.logits(torch.cat(hidden)) - wanted).abs().max() / wanted.std())
+    return float((target.logits(torch.cat(hidden)) - expected).abs().max() / expected.std())
 
 
 def stock(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
@@ -300,9 +300,9 @@ def row(name: str, length: int) -> str:
             model = tswift.load(folder, dtype="float64", device="cpu", draft_model=str(drafting))
         except InputError as error:
             return _line(name, ["refused"] * len(METHODS), "", str(error).replace(f"--model: {folder} ", ""))
-        found = texts(model, dict.fromkeys(METHODS, length))
-        far = apart(model, stock(own), found["prompt"] + found["ar"])
-    words = ["equal" if found[method] == found["ar"] else "DIFFERS" for method in METHODS]
+        written = texts(model, dict.fromkeys(METHODS, length))
+        far = apart(model, stock(own), written["prompt"] + written["ar"])
+    words = ["equal" if written[method] == written["ar"] else "DIFFERS" for method in METHODS]
     return _line(name, words, f"{far:.0e}", model.target.special)
 
 

@@ -1,7 +1,7 @@
 """Which mistakes does the audit see? (development only)
 
-Decodes with the bundled model, once as asked and once with a mistake in it, and audits both as the text that was asked
-for. For each mistake and each arithmetic: how many of the texts it changed, and how many of those the audit refused.
+Decodes with the bundled model, once right and once with a mistake in it, and audits both as the right text.
+For each mistake and each arithmetic: how many of the texts it changed, and how many of those the audit refused.
 
     python -m benchmarks.audit_power --seeds 6 --out results/audit-power
 """
@@ -11,15 +11,16 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import tswift
+from benchmarks import tables
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
@@ -39,8 +40,8 @@ CONFIGURATIONS: dict[str, tuple[int, str, bool]] = {  # tokens, dtype, whether p
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A text to decode, and the one that was decoded.
+class Reference:
+    """A text that plain decoding drew, and all that decides it.
 
     Attributes:
         model, prompt, seed: these.
@@ -60,12 +61,12 @@ class Asked:
 
     def decode(self, written: list[int] | None = None, **other: object) -> list[int]:
         """As many tokens again, after some that are there already and with other arguments."""
-        asked = {"params": self.params, "seed": self.seed, "prompt": self.prompt, **other}
-        return decode(self.model, len(self.tokens), written or [], **asked)  # type: ignore[arg-type]
+        arguments = {"params": self.params, "seed": self.seed, "prompt": self.prompt, **other}
+        return decode(self.model, len(self.tokens), written or [], **arguments)  # type: ignore[arg-type]
 
-    def with_token(self, place: int, token: int) -> list[int]:
-        """A text with this token at a place, drawn as asked before and after it."""
-        return self.decode([*self.tokens[:place], token])
+    def with_token(self, index: int, token: int) -> list[int]:
+        """A text with this token at an index, and what plain decoding draws after it."""
+        return self.decode([*self.tokens[:index], token])
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits that tokens were drawn from, ``[n, V]`` float64, and after the filters and with the noise."""
@@ -73,12 +74,12 @@ class Asked:
         passes = target.chunks(text[:-1], FullKV(target.kv_shape, len(text) + (target.width or 0)))
         logits = torch.cat([target.logits(forwarded.hidden) for forwarded in passes])[first - 1 :].double()
         sampler, scores = Sampler(self.params, self.seed, target.vocab_size, target.device), []
-        for place, row in enumerate(logits, first):
-            sampler.extend(text[sampler.length : place])
+        for index, row in enumerate(logits, first):
+            sampler.extend(text[sampler.length : index])
             seen = sampler.seen(
-                torch.tensor(text[place - 1 : place]), torch.tensor([place - 1]), torch.ones(1, 1).bool()
+                torch.tensor(text[index - 1 : index]), torch.tensor([index - 1]), torch.ones(1, 1).bool()
             )
-            scores.append(sampler.scores(row[None], seen, [place]))
+            scores.append(sampler.scores(row[None], seen, [index]))
         return logits, torch.cat(scores)
 
 
@@ -90,76 +91,68 @@ def decode(
     return [*written, *(token for step in run.steps() for token in step.tokens)]
 
 
-def ask(model: LoadedModel, seed: int, length: int, params: SamplingParams = PARAMS) -> Asked:
-    """A text of the bundled prompt's, from another place of it for every seed."""
+def decode_reference(model: LoadedModel, seed: int, length: int, params: SamplingParams = PARAMS) -> Reference:
+    """A text of the bundled prompt's, from another index of it for every seed."""
     prompt = model.encode(NOVEL.read_text())[seed * 256 :][:256]
     run = begin(model, prompt, length, method="ar", params=params, seed=seed)
-    return Asked(model, prompt, seed, run.params, [token for step in run.steps() for token in step.tokens])
+    return Reference(model, prompt, seed, run.params, [token for step in run.steps() for token in step.tokens])
 
 
-def runner_up(asked: Asked) -> list[int]:
+def runner_up(reference: Reference) -> list[int]:
     """The second best token at the middle of the text."""
-    place = len(asked.tokens) // 2
-    _, scores = asked.rows()
-    return asked.with_token(place, next(other for other in _best(scores[place]) if other != asked.tokens[place]))
+    index = len(reference.tokens) // 2
+    _, scores = reference.rows()
+    return reference.with_token(
+        index, next(t for t in scores[index].topk(2).indices.tolist() if t != reference.tokens[index])
+    )
 
 
-def dropped_token(asked: Asked) -> list[int]:
+def dropped_token(reference: Reference) -> list[int]:
     """At the middle of the text, the likeliest token that the filters drop."""
-    place = len(asked.tokens) // 2
-    logits, scores = asked.rows()
-    dropped = logits[place].masked_fill(scores[place].isfinite(), -torch.inf)
-    dropped[list(asked.params.banned)] = -torch.inf
-    return asked.with_token(place, int(dropped.argmax()))
+    index = len(reference.tokens) // 2
+    logits, scores = reference.rows()
+    dropped = logits[index].masked_fill(scores[index].isfinite(), -torch.inf)
+    dropped[list(reference.params.banned)] = -torch.inf
+    return reference.with_token(index, int(dropped.argmax()))
 
 
-def closest_lead(asked: Asked) -> list[int]:
+def closest_lead(reference: Reference) -> list[int]:
     """The second best token where its score is the closest to the best."""
-    best = asked.rows()[1].topk(2)
-    place = int((best.values[:, 0] - best.values[:, 1]).argmin())
-    return asked.with_token(place, next(t for t in best.indices[place].tolist() if t != asked.tokens[place]))
+    best = reference.rows()[1].topk(2)
+    index = int((best.values[:, 0] - best.values[:, 1]).argmin())
+    return reference.with_token(index, next(t for t in best.indices[index].tolist() if t != reference.tokens[index]))
 
 
-def _best(scores: torch.Tensor) -> list[int]:
-    return scores.topk(2).indices.tolist()
-
-
-@contextmanager
-def shifted_noise() -> Iterator[None]:
-    """Every token is drawn with the noise of the next position."""
-    right = Sampler.noise
-    Sampler.noise = lambda self, positions: right(self, [place + 1 for place in positions])  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Sampler.noise = right  # type: ignore[method-assign]
-
-
-def noise_of_the_next_position(asked: Asked) -> list[int]:
+def noise_of_the_next_position(reference: Reference) -> list[int]:
     """Every token drawn with the noise of the next position."""
-    with shifted_noise():
-        return asked.decode()
+    right = Sampler.noise
+
+    def shifted(self: Sampler, positions: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        return right(self, [index + 1 for index in positions])
+
+    with patch.object(Sampler, "noise", shifted):
+        return reference.decode()
 
 
-def other_params(**changes: float) -> Callable[[Asked], list[int]]:
+def other_params(**changes: float) -> Callable[[Reference], list[int]]:
     """Decoding with other sampling parameters."""
-    return lambda asked: asked.decode(params=replace(asked.params, **changes))
+    return lambda reference: reference.decode(params=replace(reference.params, **changes))
 
 
-def another_seed(asked: Asked) -> list[int]:
+def another_seed(reference: Reference) -> list[int]:
     """Another seed from the middle of the text."""
-    return asked.decode(asked.tokens[: len(asked.tokens) // 2], seed=asked.seed + 1000)
+    return reference.decode(reference.tokens[: len(reference.tokens) // 2], seed=reference.seed + 1000)
 
 
-def other_prompt_token(asked: Asked) -> list[int]:
+def other_prompt_token(reference: Reference) -> list[int]:
     """Another token in the middle of the prompt."""
-    prompt = list(asked.prompt)
+    prompt = list(reference.prompt)
     prompt[len(prompt) // 2] = prompt[len(prompt) // 2] % 1000 + 1
-    return asked.decode(prompt=prompt)
+    return reference.decode(prompt=prompt)
 
 
-FAULTS: dict[str, Callable[[Asked], list[int]]] = {
-    "none": lambda asked: asked.tokens,
+FAULTS: dict[str, Callable[[Reference], list[int]]] = {
+    "none": lambda reference: reference.tokens,
     "runner-up at the middle token": runner_up,
     "a token from the filter's edge": dropped_token,
     "the closest lead swapped": closest_lead,
@@ -190,44 +183,48 @@ def main() -> None:
         length, dtype, exact = CONFIGURATIONS[name]
         model = tswift.load("demo", dtype=dtype, exact=exact)
         for seed in seeds:
-            asked = ask(model, seed, length)
+            reference = decode_reference(model, seed, length)
             rows = [row for row in rows if (row["configuration"], int(row["seed"])) != (name, seed)]
             for fault, make in FAULTS.items():
-                tokens = make(asked)
-                found = asked.audit(tokens)
-                counts = {"drawn exactly": found.exact, "within rounding": len(found.within)}
-                about = {"configuration": name, "fault": fault, "seed": seed, "tokens": len(tokens)}
-                changed, caught = int(tokens != asked.tokens), int(not found.ok)
-                excess = " ".join(f"{level.observed}>{level.margin:.3g}" for level in found.excess)
+                tokens = make(reference)
+                result = reference.audit(tokens)
+                excess = (f"{level.observed}>{level.margin:.3g}" for level in result.excess)
                 rows.append(
-                    {**about, "changed": changed, "caught": caught, **counts, "violations": len(found.violations)}
-                    | {"more than rounding explains": excess}
+                    {
+                        "configuration": name,
+                        "fault": fault,
+                        "seed": seed,
+                        "tokens": len(tokens),
+                        "changed": int(tokens != reference.tokens),
+                        "caught": int(not result.ok),
+                        "drawn exactly": result.exact,
+                        "within rounding": len(result.within),
+                        "violations": len(result.violations),
+                        "more than rounding explains": " ".join(excess),
+                    }
                 )
             with raw.open("w", newline="") as file:
                 writer = csv.DictWriter(file, list(rows[0]))
                 writer.writeheader()
                 writer.writerows(rows)
             print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
-    table = [*_table(rows), "", _about()]
-    print("\n".join(table))
-    (args.out / "table.md").write_text("\n".join(table) + "\n")
+    text = f"{tables.markdown(_cells(rows))}\n\n{_about()}"
+    print(text)
+    (args.out / "table.md").write_text(text + "\n")
 
 
-def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    names = [name for name in CONFIGURATIONS if any(row["configuration"] == name for row in rows)]
-    yield "| mistake | " + " | ".join(names) + " |"
-    yield "| --- |" + " --- |" * len(names)
+def _cells(rows: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
+    """A row of the table for each mistake: how many texts it changed and how many of those were refused."""
     for fault in FAULTS:
-        cells = []
-        for name in names:
-            mine = [row for row in rows if (row["configuration"], row["fault"]) == (name, fault)]
-            changed = [row for row in mine if int(row["changed"])]
-            refused = sum(int(row["caught"]) for row in changed or mine)
-            what = (
-                f"changed {len(changed)} of {len(mine)}, caught {refused}" if changed else f"changed 0 of {len(mine)}"
-            )
-            cells.append(what if changed or not refused else f"{what}; {refused} refused wrongly")
-        yield f"| {fault} | " + " | ".join(cells) + " |"
+        cells = {"mistake": fault}
+        for name in CONFIGURATIONS:
+            tried = [row for row in rows if (row["configuration"], row["fault"]) == (name, fault)]
+            changed = [row for row in tried if int(row["changed"])]
+            refused = sum(int(row["caught"]) for row in changed or tried)
+            ending = f", caught {refused}" if changed else f"; {refused} refused wrongly" if refused else ""
+            if tried:
+                cells[name] = f"changed {len(changed)} of {len(tried)}{ending}"
+        yield cells
 
 
 def _about() -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import tables
 from benchmarks.gpu.run import at_context
 from tswift.jobs.environment import environment, now
 from tswift.models.load import load
@@ -36,10 +37,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = [
-        "| dtype | context | method | ms a step, as wide as needed | exact | ratio |",
-        "| --- | ---: | --- | ---: | ---: | ---: |",
-    ]
+    rows: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
     for dtype in args.dtypes.split(","):
         models = {exact: load(args.model, dtype=dtype, exact=exact) for exact in (False, True)}
@@ -60,18 +58,20 @@ def main() -> int:
                 for (method, exact), taken in seconds.items()
             ]
             for method in _METHODS:
-                loose, exact = (1e3 * median(seconds[method, each]) for each in (False, True))
-                rows.append(f"| {dtype} | {context:,} | {method} | {loose:.2f} | {exact:.2f} | {exact / loose:.2f} |")
-                print(rows[-1], flush=True)
+                loose, exact = (1e3 * median(seconds[method, width]) for width in (False, True))
+                row = {"dtype": dtype, "context": f"{context:,}", "method": method}
+                times = {"ms a step, as wide as needed": loose, "exact": exact, "ratio": exact / loose}
+                rows.append(row | {name: f"{value:.2f}" for name, value in times.items()})
             del decodes
+    print(tables.markdown(rows))
     about = environment(torch.device("cpu"))
     command = shlex.join(["python", "-m", "benchmarks.exact_cost", *sys.argv[1:]])
     machine = f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}"
-    told = f"`{command}`, {machine}, {now()}; medians of {args.steps} steps"
+    how = f"`{command}`, {machine}, {now()}; medians of {args.steps} steps"
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "cost.json").write_text(json.dumps({"command": command, **about, "samples": samples}))
-        (args.out / "cost.md").write_text("\n".join(["# What exact passes cost", "", told, "", *rows, ""]))
+        (args.out / "cost.md").write_text(f"# What exact passes cost\n\n{how}\n\n{tables.markdown(rows)}\n")
     return 0
 
 

@@ -1,11 +1,24 @@
-"""Compile a launch of a Triton kernel for a GPU that is not here, and have it assembled for what it takes."""
+"""What does the compiler make of the Triton kernels, for GPUs that are not here? (development only)
+
+Every launch that the attention backend would make is compiled instead, and assembled once more for the assembler's
+account of registers and spills. Prints a Markdown table, or a JSON line per kernel. TRITON_INTERPRET must not be set.
+
+    python -m benchmarks.offline
+    python -m benchmarks.offline --json --case 90,bfloat16,8,4,128,32,tree --case 80,float16,2,2,256,1,chain
+
+A case is compute capability, dtype, KV heads, query heads per KV head, head size, nodes, ``tree`` or ``chain``, and
+optionally ``window`` and ``softcap``.
+"""
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +28,11 @@ from torch import Tensor
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from benchmarks import tables
+from tswift.attention import triton as backend
+from tswift.attention.layout import Layout
+from tswift.attention.special import AttentionSpec
 
 _TYPES = {
     torch.float64: "*fp64",
@@ -30,12 +48,12 @@ _TYPES = {
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
-def compiled_launch(kernel: Any, args: tuple[Any, ...], given: Mapping[str, Any], capability: int) -> Any:
+def compiled_launch(kernel: Any, args: tuple[Any, ...], named: Mapping[str, Any], capability: int) -> Any:
     """The kernel as Triton would compile it for these arguments of a launch, for a compute capability such as 90."""
-    options = {name: given[name] for name in _OPTIONS if given.get(name) is not None}
-    values = dict(zip(kernel.arg_names, args, strict=False)) | dict(given)
+    options = {name: named[name] for name in _OPTIONS if named.get(name) is not None}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | dict(named)
     fixed, signature, aligned = {}, {}, {}
-    for place, parameter in enumerate(kernel.params):
+    for index, parameter in enumerate(kernel.params):
         name, value = parameter.name, values[parameter.name]
         if parameter.is_constexpr or value is None:
             fixed[name], signature[name] = value, "constexpr"
@@ -44,23 +62,154 @@ def compiled_launch(kernel: Any, args: tuple[Any, ...], given: Mapping[str, Any]
         signature[name] = _TYPES[value.dtype if tensor else type(value)]
         whole = tensor or isinstance(value, int)
         if whole and not parameter.do_not_specialize and (value.data_ptr() if tensor else value) % 16 == 0:
-            aligned[(place,)] = [["tt.divisibility", 16]]
+            aligned[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, fixed, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def assembled(ptx: str) -> dict[str, int]:
-    """Registers, and bytes of stack and spills, of a thread, as the assembler tells them."""
+    """Registers, and bytes of stack and spills, of a thread, as the assembler reports them."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         (target,) = re.findall(r"\.target (\w+)", ptx)
         assembler = Path(nvidia.__file__).parent / "bin" / "ptxas"
         command = [assembler, "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    numbers = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    numbers = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
     return {
-        "registers": max(map(int, re.findall(r"Used (\d+) registers", said))),
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", report))),
         "stack": max(int(stack) for stack, _, _ in numbers),
         "spills": max(int(stores) + int(loads) for _, stores, loads in numbers),
     }
+
+
+NAMES = ("attend_chunk", "combine_chunks", "store_new")
+# KB of shared memory of a multiprocessor and of a program at most, programs and threads at most
+LIMITS = {80: (164, 163, 32, 2048), 90: (228, 227, 32, 2048)}
+SHAPES = [  # llama3.1-8b, qwen2.5-7b, yarn-llama2-7b; the bundled models' head size, padded ones, gemma's
+    *(
+        ("bfloat16", 8, 4, 128, nodes, kind)
+        for nodes, kind in ((1, "chain"), (8, "tree"), (32, "tree"), (512, "chain"))
+    ),
+    *(("bfloat16", 4, 7, 128, nodes, "tree") for nodes in (8, 18)),
+    *(("bfloat16", 32, 1, 128, nodes, "tree") for nodes in (16, 128)),
+    *(("float16", 8, 4, 128, nodes, "tree") for nodes in (16, 32)),
+    *(("bfloat16", 2, 4, 64, nodes, "tree") for nodes in (4, 32)),
+    *(("bfloat16", 8, 1, 80, nodes, "tree") for nodes in (64, 128)),
+    *(("bfloat16", 4, 2, 256, nodes, "tree") for nodes in (8, 64)),
+    *(("bfloat16", 8, 4, 128, nodes, "tree", "window") for nodes in (4, 32)),
+    *(("bfloat16", 4, 2, 256, nodes, "tree", "softcap") for nodes in (8, 64)),
+    *(("bfloat16", 4, 2, 256, nodes, "tree", "window", "softcap") for nodes in (8, 64)),
+    *(("float32", 4, 7, size, 2, "tree") for size in (64, 96, 256)),
+]
+
+
+class Compiler:
+    """Stands in a kernel's place: to launch it is to compile it."""
+
+    def __init__(self, name: str, capability: int, kernels: list[dict[str, Any]]) -> None:
+        self.name, self.kernel, self.capability, self.kernels = name, getattr(backend, name), capability, kernels
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Compiler:
+        return self
+
+    def __call__(self, *args: Any, **named: Any) -> None:
+        """Compile for arguments like these."""
+        compiled = compiled_launch(self.kernel, args, named, self.capability)
+        named |= dict(zip(self.kernel.arg_names, args, strict=False))
+        ptx = compiled.asm["ptx"]
+        self.kernels.append(
+            {"kernel": self.name, "capability": self.capability}
+            | {name: named.get(name) for name in ("HEAD", "GROUPS", "ROWS", "KEYS", "TREE", "WINDOW", "SOFTCAP")}
+            | {"warps": compiled.metadata.num_warps, "stages": compiled.metadata.num_stages}
+            | resources(ptx, self.capability, compiled.metadata.num_warps, compiled.metadata.shared)
+            | {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "copies": ptx.count("cp.async.cg")}
+            | {"arithmetic": arithmetic(ptx)}
+        )
+
+
+def arithmetic(ptx: str) -> str:
+    """A hash of what is done with floating-point numbers, and exchanged between threads, in its order.
+
+    Kernels that have it in common round alike, if their threads hold the same elements.
+    """
+    operators = re.findall(r"^\s*(?:@%p\d+ )?(\w+[\w.:]*)\s.*;", ptx, re.MULTILINE)
+    kept = [name for name in operators if re.search(r"\.(f|bf)(16|32)|shfl\.sync\.bfly", name)]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
+
+
+def resources(ptx: str, capability: int, warps: int, shared: int) -> dict[str, int]:
+    """What a program takes of a multiprocessor, in bytes where it is memory, and how many programs fit into one."""
+    taken = assembled(ptx)
+    registers = taken["registers"]
+    total, _, most, threads = LIMITS[capability]
+    by_registers = 65_536 // (-(-registers // 8) * 8 * 32 * warps)
+    fit = min(most, threads // (32 * warps), by_registers, total * 1024 // (shared + 1024))
+    return {"registers": registers, "spills": taken["spills"], "shared": shared, "programs": fit}
+
+
+def compiled(
+    capability: int, dtype: str, kv_heads: int, groups: int, size: int, nodes: int, kind: str, *more: str
+) -> Iterator[dict[str, Any]]:
+    """The kernels of one pass."""
+    kernels: list[dict[str, Any]] = []
+    kept = {name: getattr(backend, name) for name in (*NAMES, "_generation")}
+    try:
+        for name in NAMES:
+            setattr(backend, name, Compiler(name, capability, kernels))
+        backend._generation = lambda device: capability // 10
+        type_ = getattr(torch, dtype)
+        query = torch.zeros(nodes, kv_heads * groups, size, dtype=type_).transpose(0, 1)
+        keys, new = (torch.zeros(kv_heads, length, size, dtype=type_) for length in (1024, nodes))
+        ancestors = torch.ones(nodes, nodes, dtype=torch.bool).tril() if kind == "tree" else None
+        length = torch.zeros((), dtype=torch.int32)
+        wants = AttentionSpec(4096 if "window" in more else None, 50.0 if "softcap" in more else None)
+        attention = backend.TritonAttention(Layout(kv_heads, groups, type_, query.device), length, nodes, ancestors)
+        attention(query, keys, keys, 1.0, wants)
+        backend.TritonAttention.store(keys, keys, new, new, length)
+    finally:
+        for name, value in kept.items():
+            setattr(backend, name, value)
+    for kernel in kernels:
+        yield {"dtype": dtype, "nodes": nodes} | kernel
+
+
+def table(kernels: list[dict[str, Any]]) -> str:
+    """Markdown; a kernel that several passes share is shown once."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for kernel in kernels:
+        words = ["tree" if kernel["TREE"] else "chain"] if kernel["TREE"] is not None else []
+        words += [word for word, name in (("window", "WINDOW"), ("soft cap", "SOFTCAP")) if kernel[name]]
+        words += [f"{kernel['GROUPS']} heads"] if kernel["GROUPS"] else []
+        about = {"kernel": kernel["kernel"], "dtype": kernel["dtype"], "head size": kernel["HEAD"]}
+        about |= {"for": ", ".join(words), "rows": kernel["ROWS"], "keys per tile": kernel["KEYS"]}
+        about |= {"warps": kernel["warps"], "stages": kernel["stages"]}
+        taken = {"registers": kernel["registers"], "spilled bytes": kernel["spills"], "KB": kernel["shared"] / 1024}
+        row = rows.setdefault(tuple(about.values()), about)
+        for name, value in (taken | {"programs": kernel["programs"]}).items():
+            row[f"sm_{kernel['capability']} {name}"] = value
+    return tables.markdown(sorted(rows.values(), key=lambda row: [str(value).rjust(4) for value in row.values()][:8]))
+
+
+def main() -> None:
+    """Compile; print a table, or a JSON line per kernel."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="a JSON line per kernel instead of a table")
+    parser.add_argument("--case", action="append", default=[], help="as the file's docstring says")
+    args = parser.parse_args()
+    cases: list[tuple[Any, ...]] = [
+        tuple(int(word) if word.isdigit() else word for word in case.split(",")) for case in args.case
+    ]
+    kernels = []
+    for case in cases or [(capability, *shape) for shape in SHAPES for capability in LIMITS]:
+        for kernel in compiled(*case):
+            kernels.append(kernel)
+            if args.json:
+                print(json.dumps(kernel), flush=True)
+    if not args.json:
+        print(table(kernels))
+
+
+if __name__ == "__main__":
+    main()

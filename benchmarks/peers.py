@@ -3,8 +3,8 @@
 Every lane is a decode in a thread of its own. A baton goes from lane to lane, once around for every slice of the
 length: one runs at a time, all of them see the same weather, and a clock runs only while its lane does.
 
-    python benchmarks/peers.py --len 20000 --prompt-tokens 1024 --seed 1 --slices 20 --out peers.md --json peers.json
-    python benchmarks/peers.py --len 200 --lanes ar-greedy,lookup-greedy
+    python -m benchmarks.peers --len 20000 --prompt-tokens 1024 --seed 1 --slices 20 --out peers.md --json peers.json
+    python -m benchmarks.peers --len 200 --lanes ar-greedy,lookup-greedy
 
 Lanes: ar, tokenswift (ours); generate, lookup, assisted (transformers); each with -sampled or -greedy behind it.
 Prints a Markdown table; --out writes it to a file as well, --json the raw samples.
@@ -35,6 +35,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 import tswift
+from benchmarks import tables
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import distinct
 from tswift.engine import begin
@@ -202,24 +203,29 @@ def relation(lane: Lane, reference: Lane | None) -> str:
 def table(lanes: list[Lane]) -> str:
     """The lanes in Markdown."""
     references = {lane.greedy: lane for lane in lanes if lane.name.startswith("ar-")}
-    lines = [
-        "| lane | sampling | tokens | prefill and first pass, s | then, s | tokens/s | x | tokens per target pass "
-        "| distinct-4 | text against ours |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
-    ]
+    rows = []
     for lane in lanes:
         tokens, seconds, passes = lane.decoded
         reference = references.get(lane.greedy)
-        times = ""
+        speedup = ""
         if reference:
-            base_tokens, base_seconds, _ = reference.decoded
-            times = f"{tokens / seconds / (base_tokens / base_seconds):.2f}"
-        lines.append(
-            f"| {lane.shown} | {'greedy' if lane.greedy else 'sampled'} | {lane.samples[-1][0]:,} "
-            f"| {lane.samples[0][1]:.2f} | {seconds:.2f} | {tokens / seconds:.1f} | {times} | {tokens / passes:.2f} "
-            f"| {distinct(lane.tokens, 4):.3f} | {relation(lane, reference)} |"
+            plain_tokens, plain_seconds, _ = reference.decoded
+            speedup = f"{tokens / seconds / (plain_tokens / plain_seconds):.2f}"
+        rows.append(
+            {
+                "lane": lane.shown,
+                "sampling": "greedy" if lane.greedy else "sampled",
+                "tokens": f"{lane.samples[-1][0]:,}",
+                "prefill and first pass, s": f"{lane.samples[0][1]:.2f}",
+                "then, s": f"{seconds:.2f}",
+                "tokens/s": f"{tokens / seconds:.1f}",
+                "x": speedup,
+                "tokens per target pass": f"{tokens / passes:.2f}",
+                "distinct-4": f"{distinct(lane.tokens, 4):.3f}",
+                "text against ours": relation(lane, reference),
+            }
         )
-    return "\n".join(lines)
+    return tables.markdown(rows)
 
 
 def notes(lanes: list[Lane], sampled: SamplingParams, greedy: SamplingParams, prompt: int) -> str:
@@ -238,13 +244,11 @@ def notes(lanes: list[Lane], sampled: SamplingParams, greedy: SamplingParams, pr
         "transformers: stock model, sdpa attention, dynamic cache (lookup and assisted take no other, and batch 1), "
         "its defaults but for what is said here.",
     ]
-    told: list[list[int]] = []
-    for lane in lanes:
-        if lane.greedy and lane.tokens not in told and (found := loop(lane.tokens)):
-            lines.append(
-                f"{lane.shown}, greedy: from token {found[0]:,} on the text repeats the same {found[1]:,} tokens."
-            )
-        told.append(lane.tokens)
+    texts = {tuple(lane.tokens): lane for lane in reversed(lanes) if lane.greedy}  # of equal ones, the first lane's
+    for lane in reversed(texts.values()):
+        if repeated := loop(lane.tokens):
+            start, period = repeated
+            lines.append(f"{lane.shown}, greedy: from token {start:,} on the text repeats the same {period:,} tokens.")
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -253,7 +257,7 @@ def make_lanes(args: argparse.Namespace) -> tuple[list[Lane], dict[str, Any], li
     model = tswift.load(args.model, device="cpu", dtype="float32")
     prompt = model.encode(read_prompt(args.prompt))[: args.prompt_tokens]
     if len(prompt) < args.prompt_tokens:
-        raise SystemExit(f"peers.py: the prompt has {len(prompt):,} tokens, --prompt-tokens wants more")
+        raise SystemExit(f"the prompt has {len(prompt):,} tokens, --prompt-tokens wants more")
     sampled = SamplingParams(banned=model.eos_ids)
     # what transformers penalises: everything
     window = len(prompt) + args.len
@@ -265,7 +269,7 @@ def make_lanes(args: argparse.Namespace) -> tuple[list[Lane], dict[str, Any], li
     network = AutoModelForCausalLM.from_pretrained(source, **stock).eval()
     layers = AutoConfig.from_pretrained(source).num_hidden_layers
     if not 1 <= args.assistant_layers <= layers:
-        raise SystemExit(f"peers.py: --assistant-layers must be between 1 and {layers}")
+        raise SystemExit(f"--assistant-layers must be between 1 and {layers}")
     drafts: dict[str, tuple[str, dict[str, Any]]] = {
         "generate": ("transformers generate", {}),
         "lookup": (f"transformers prompt lookup ({args.lookup} tokens)", {"prompt_lookup_num_tokens": args.lookup}),
@@ -338,14 +342,8 @@ def main(argv: list[str] | None = None) -> None:
             "seed": args.seed,
             "samples": "per slice: tokens, seconds, target passes, cumulative; the first is the first pass",
             "lanes": [
-                {
-                    "name": lane.name,
-                    "shown": lane.shown,
-                    "settings": settings[lane.name],
-                    "samples": lane.samples,
-                    "sha256": fingerprint(lane.tokens),
-                    "tokens": lane.tokens,
-                }
+                {name: getattr(lane, name) for name in ("name", "shown", "samples", "tokens")}
+                | {"settings": settings[lane.name], "sha256": fingerprint(lane.tokens)}
                 for lane in lanes
             ],
         }

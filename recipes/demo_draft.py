@@ -14,23 +14,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from recipes.corpus import PG19, load_documents, split, token_stream
 from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
 from tswift.engine import ending
 from tswift.errors import InputError
+from tswift.kv.full import FullKV
 from tswift.models.config import DEMO
 from tswift.models.load import LoadedModel, load
+from tswift.models.target import Target
 from tswift.training.config import DraftConfig, Progress
-from tswift.training.evaluate import Agreement, agreements
 from tswift.training.folder import METRICS, RECORD
 from tswift.training.run import resume, train
-from tswift.training.tasks import MODEL
+from tswift.training.tasks import MODEL, Agreement, compare, read_logits
 
 FILES = (MODEL, "config.json", "tokenizer.json", "tokenizer_config.json")
 POSITIONS = (0, 10_000, 40_000, 98_000)
 WINDOW, TEXTS = 1024, 2  # tokens compared at each position, and in how many texts
 RECENT = 512  # tokens that the draft model reads, as over a bounded cache
+_ROWS = 256  # tokens in a pass, which all have that many before them
 STEPS = 5000
 
 
@@ -87,16 +92,57 @@ def measure(model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]
     assert model.draft is not None
     params, _ = ending(SamplingParams(), model.eos_ids, stop_at_eos=False)
     length = POSITIONS[-1] + WINDOW + 1
-    found: list[list[list[Agreement]]] = []
+    scores: list[list[tuple[Agreement, Agreement]]] = []
     for start in np.linspace(0, len(held_out) - length, TEXTS).astype(int):
         text = held_out[start : start + length].tolist()
-        each = agreements(model.target, model.draft, text, POSITIONS, WINDOW, params, recents=(None, RECENT))
-        found.append(each)
-        log(f"held-out text from token {start:,}: {each}")
+        scores.append(agreements(model.target, model.draft, text, POSITIONS, WINDOW, params, RECENT))
+        log(f"held-out text from token {start:,}: {scores[-1]}")
     return [
-        [Agreement.mean([text[reads][place] for text in found]) for place in range(len(POSITIONS))]
+        [Agreement.mean([text[place][reads] for text in scores]) for place in range(len(POSITIONS))]
         for reads in range(2)
     ]
+
+
+@torch.inference_mode()
+def agreements(
+    target: Target,
+    draft: Target,
+    text: Sequence[int],
+    positions: Sequence[int],
+    window: int,
+    params: SamplingParams,
+    recent: int,
+) -> list[tuple[Agreement, Agreement]]:
+    """Compare a draft model with its target on ``window`` tokens from each of rising positions on.
+
+    The target reads the whole text before a position; the draft model, too, or just its last ``recent`` tokens.
+    """
+    caches = [FullKV(model.kv_shape, positions[-1] + window) for model in (target, draft)]
+    sampler, scores = Sampler(params, 0, target.vocab_size, target.device), []
+    for position in positions:
+        whole = [
+            read_logits(model, text, position, window, kv) for model, kv in zip((target, draft), caches, strict=True)
+        ]
+        sampler.extend(text[sampler.length : position])
+        last = _read_recent(draft, text, position, window, recent)
+        everything, bounded = compare(sampler, text, position, whole[0], [whole[1], last])
+        scores.append((everything, bounded))
+    return scores
+
+
+def _read_recent(model: Target, text: Sequence[int], position: int, window: int, recent: int) -> Tensor:
+    """``[window, V]`` logits with the last ``recent`` tokens (up to 256 more) in the cache, at their own positions."""
+    rows = []
+    for start in range(position, position + window, _ROWS):
+        first, end = max(0, start - recent), min(start + _ROWS, position + window)
+        kv, hidden = FullKV(model.kv_shape, end - first), []
+        for begin in range(first, end, _ROWS):
+            places = torch.arange(begin, min(begin + _ROWS, end), device=model.device)
+            tokens = torch.tensor(text[begin : begin + len(places)], device=model.device)
+            hidden.append(model.forward(tokens, places, kv, None).hidden)
+            kv.commit(range(len(places)))
+        rows.append(torch.cat(hidden)[start - first :])
+    return model.logits(torch.cat(rows)).float()
 
 
 def _card(model: LoadedModel, folder: Path, figures: Sequence[Sequence[Agreement]], about: str, documents: int) -> str:

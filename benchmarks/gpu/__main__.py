@@ -61,13 +61,13 @@ class Session:
 
     def figures(self) -> list[dict[str, Any]]:
         """All figures so far; the last line may be torn."""
-        found = []
+        figures = []
         for line in (self.work / FIGURES).read_text().splitlines():
             try:
-                found.append(json.loads(line))
+                figures.append(json.loads(line))
             except ValueError:
                 continue
-        return found
+        return figures
 
     def keep(self, caches: bool) -> None:
         """Write everything that is handed back; the caches, which are large, where they have grown."""
@@ -107,10 +107,10 @@ def command(session: Session, sections: dict[str, float]) -> list[str]:
     if next(iter(sections)) == "equality":
         plugin = ["-p", "benchmarks.gpu.equality", "-p", "no:cacheprovider", "-p", "no:xdist"]
         return [sys.executable, "-m", "pytest", *plugin, "-m", "gpu", "tests/test_gpu.py", "--durations=10"]
-    wanted = [f"{name}={seconds:.0f}" for name, seconds in sections.items() if name != "equality"]
+    timed = [f"{name}={seconds:.0f}" for name, seconds in sections.items() if name != "equality"]
     dry = ["--dry"] if session.dry else []
     until = ["--until", str(session.deadline - _RESERVE)]
-    return [sys.executable, "-m", "benchmarks.gpu.measure", "--folder", str(session.work), *until, *dry, *wanted]
+    return [sys.executable, "-m", "benchmarks.gpu.measure", "--folder", str(session.work), *until, *dry, *timed]
 
 
 def environment(session: Session) -> dict[str, str]:

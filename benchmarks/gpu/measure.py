@@ -94,11 +94,12 @@ def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ..
 
 def steps(run: Run) -> None:
     """Real steps at several contexts, and what they come to over the whole text."""
-    run.note("estimate", markdown=estimate(run.scale.main, ALPHA).markdown())
+    for row in estimate(run.scale.main, ALPHA):
+        run.note("estimate, not measured", **row)
     model, prefill = run.model(run.scale.main), min(run.scale.contexts)
-    asked = [("ar", None, True), *(("tokenswift", count, True) for count in run.scale.step_nodes), ("ar", None, False)]
-    for method, nodes, exact in asked:
-        found: dict[int, float] = {}
+    cases = [("ar", None, True), *(("tokenswift", count, True) for count in run.scale.step_nodes), ("ar", None, False)]
+    for method, nodes, exact in cases:
+        per_token: dict[int, float] = {}
         about = {"method": method if exact else f"{method}, --no-exact", "nodes": nodes or "default"}
         about["simulated alpha"] = None if method == "ar" else ALPHA
         for context in run.scale.contexts:
@@ -107,13 +108,13 @@ def steps(run: Run) -> None:
             with nullcontext() if exact else any_width(model.target):
                 decode = at_context(model, method, context, _PER_STEP * run.scale.steps, nodes)
             figures = _timed(run, decode)
-            found[context] = figures["ms"] / 1e3 / figures["tokens"]
+            per_token[context] = figures["ms"] / 1e3 / figures["tokens"]
             run.note("steps", **about, context=context, **figures)
             del decode
             run.tidy()
-        if len(found) > 1:
-            seconds = integrated(found, prefill, TOKENS)
-            run.note("integrated from steps", **about, contexts=len(found), prefill=prefill, seconds=seconds)
+        if len(per_token) > 1:
+            seconds = integrated(per_token, prefill, TOKENS)
+            run.note("integrated from steps", **about, contexts=len(per_token), prefill=prefill, seconds=seconds)
 
 
 def _timed(run: Run, decode: Generation) -> dict[str, float]:
@@ -142,13 +143,13 @@ def integrated(per_token: Mapping[int, float], prefill: int, tokens: int) -> flo
 
 def simulated(run: Run) -> None:
     """A text with simulated acceptance, step by step, as far as it comes."""
-    wanted, prefill = run.scale.text, min(run.scale.contexts)
-    steps = at_context(run.model(run.scale.main), "tokenswift", prefill, wanted).steps()
+    length, prefill = run.scale.text, min(run.scale.contexts)
+    steps = at_context(run.model(run.scale.main), "tokenswift", prefill, length).steps()
     started, tokens, shown = time.perf_counter(), 0, 0
     for count, step in enumerate(steps, 1):
         tokens += len(step.tokens)
-        last = tokens >= wanted or run.late()
-        if last or tokens - shown >= wanted // 10:
+        last = tokens >= length or run.late()
+        if last or tokens - shown >= length // 10:
             shown, seconds = tokens, time.perf_counter() - started
             run.note("simulated", alpha=ALPHA, tokens=tokens, steps=count, seconds=seconds, rate=tokens / seconds)
         if last:

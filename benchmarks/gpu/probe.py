@@ -16,16 +16,16 @@ from torch.nn.functional import linear
 
 from benchmarks.gpu.run import Run, at_context, noisy
 from benchmarks.gpu.timing import covered, interleaved, kernels, replayed
-from benchmarks.passes import grown
 from tswift.attention.layout import Layout
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
+from tswift.decoding.tree import DraftTree
 from tswift.kv.buffer import KVBuffer
 from tswift.kv.full import FullKV
 from tswift.models.shapes import PREFIX, shape_config
 from tswift.models.target import Target
 
-_NAMED = 14  # kernels told of by name
+_NAMED = 14  # kernels listed by name
 _PROFILED = 10  # steps whose kernels are recorded
 # Of the attention kernel: rows and keys of a tile, warps, stages, registers.
 _CONFIGURATIONS = [
@@ -62,7 +62,9 @@ def measure(run: Run) -> None:
 
 def one_pass(target: Target, kv: KVBuffer, nodes: int, length: int) -> Callable[[], Any]:
     """A pass of so many nodes over the first ``length`` tokens of a cache, and its logits; ready to be queued."""
-    tree = grown(nodes)
+    tree = DraftTree(5)
+    for node in range(1, nodes):  # two to a level
+        tree.grow(max(0, node - 1 - (node - 1) % 2), 6 + node, "given")
     tokens = torch.tensor(tree.tokens, device=target.device)
     positions = torch.tensor(tree.depths, device=target.device) + length
     ancestors = tree.ancestors().to(target.device)
@@ -199,8 +201,8 @@ def products(run: Run) -> None:
 
 
 def _multiply(x: Tensor, weights: Tensor) -> None:
-    for each in weights:
-        linear(x, each)
+    for weight in weights:
+        linear(x, weight)
 
 
 def sampler(run: Run) -> None:

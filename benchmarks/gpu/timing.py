@@ -35,7 +35,7 @@ def interleaved(
             marks.append((key, start, mark()))
     wait()
     between = (lambda a, b: a.elapsed_time(b) / 1e3) if device.type == "cuda" else (lambda a, b: b - a)
-    return {key: median(between(start, end) for each, start, end in marks if each == key) for key in runs}
+    return {key: median(between(start, end) for other, start, end in marks if other == key) for key in runs}
 
 
 def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[], None]]:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-# compute capability, dtype, KV heads, query heads per KV head, head size, nodes, kind; see benchmarks/kernels.py
+# compute capability, dtype, KV heads, query heads per KV head, head size, nodes, kind; see benchmarks/offline.py
 PLAIN, TREE, WIDER, SEVEN, OLDER, OLDER_TREE, SINGLE, LARGE, *OTHERS = CASES = [
     "90,bfloat16,8,4,128,1,chain",
     "90,bfloat16,8,4,128,32,tree",
@@ -33,7 +33,7 @@ def kernels(tmp_path_factory) -> dict[str, list[dict]]:
     """By case: the kernel that attends, the one that combines, the one that stores."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels", "--json"]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.offline", "--json"]
     command += [word for case in CASES for word in ("--case", case)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -63,6 +63,35 @@ def test_it_says_what_it_trains_on_and_what_that_brought(tswift, tiny: Tiny) -> 
     assert "the training in new is finished" in result.err
 
 
+def test_defaults_of_a_cpu_and_warnings(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("tswift.training.config.TrainConfig.ON_CPU", {"batch": 2, "accumulate": 1, "minutes": 0.0005})
+    words = ("--corpus", tiny.corpus, "--model", tiny.model, "--device", "cpu", "--seq-len", 64)
+    result = tswift("train", *words, "--alpha-tokens", 0)
+    assert result.code == 0, result.err
+    chosen = "--batch 2 --accumulate 1 --minutes 0.0005"
+    first, *lines = result.err.splitlines()
+    assert first == f"tswift: on a CPU, to end in minutes rather than days, the defaults are {chosen}"
+    warnings = [line for line in lines if "warning" in line]
+    assert warnings[0] == (
+        "tswift: warning: 6 of 25 documents are too short, of 64 tokens at most, and left out; a lower --seq-len keeps "
+        "them"
+    )
+    assert re.fullmatch(r"tswift: warning: 0\.0005 minutes allow about \d+ steps; a higher --minutes, .*", warnings[1])
+    assert len(warnings) == 2
+    result = tswift("train-draft", *words, "--batch", 1, "--steps", 2)
+    assert (result.code, result.err.count("on a CPU")) == (0, 0), result.err
+    assert "tswift: warning: little is learnt in 2 steps; --steps 50 or more is advised\n" in result.err
+    result = tswift("train", *words[:-1], 16, "--alpha-tokens", 0, "--steps", 50, "--batch", 1, "--eval-every", 0)
+    assert (result.code, result.err.count("warning")) == (0, 0), result.err
+
+
+@pytest.mark.parametrize("command", ["train", "train-draft"])
+def test_help_begins_with_what_is_required(tswift, command: str) -> None:  # type: ignore[no-untyped-def]
+    text, first, *_ = tswift(command, "--help").out.decode().split("╭─")
+    assert "Required: --corpus, or --resume." in " ".join(text.split())
+    assert re.search(r"--corpus .* Required", first)
+
+
 def test_a_draft_model_is_said_and_measured(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
     result = tswift("train-draft", *words_of(tiny, "--out", "new", "--objective", "distill", "--reach", 500)[1:])
     assert result.code == 0, result.err
@@ -108,7 +137,7 @@ def test_a_signal_is_told_with_the_way_on(  # type: ignore[no-untyped-def]
 
 
 def test_a_signal_while_heads_are_judged(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    import tswift.training.evaluate as module
+    import tswift.training.tasks as module
 
     def interrupted(*arguments: object, **more: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)

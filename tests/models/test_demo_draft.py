@@ -15,7 +15,7 @@ from tswift.engine import begin
 from tswift.models.config import DEMO_DRAFT
 from tswift.models.fingerprint import fingerprint_of
 from tswift.models.load import LoadedModel
-from tswift.training.evaluate import agreements
+from tswift.training.tasks import measure_agreement
 
 FOLDER = Path(tswift.__file__).parent / "models" / "demo" / "draft"
 NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
@@ -42,9 +42,9 @@ def test_it_is_a_model_of_its_own() -> None:
 def test_it_draws_what_the_model_draws(demo: LoadedModel) -> None:
     text = demo.encode(NOVEL.read_text())[:1025]
     assert demo.draft is not None
-    ((found,),) = agreements(demo.target, demo.draft, text, (0,), 1024, SamplingParams())
-    assert found.agreement > 0.35
-    assert found.target_loss < found.loss < found.target_loss + 1
+    score = measure_agreement(demo.target, demo.draft, text, SamplingParams())
+    assert score.agreement > 0.35
+    assert score.target_loss < score.loss < score.target_loss + 1
 
 
 @pytest.mark.parametrize("method", ["standalone", "triforce"])

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tswift.cli import options
 from tswift.cli.streams import BAD_INPUT
 from tswift.errors import InputError
-from tswift.training.config import DraftConfig, HeadsConfig, Progress, TrainConfig, option
+from tswift.training.config import DraftConfig, HeadsConfig, Progress, TrainConfig
 
 if TYPE_CHECKING:
     from tswift.benchmarking.table import Table
@@ -23,11 +21,17 @@ if TYPE_CHECKING:
     from tswift.training.run import Outcome
 
 
+Out = Annotated[
+    Path | None,
+    options.option("Options", "Folder for it all. (default: ./runs/<UTC time>-<command>)", "--out"),
+]
+Resume = Annotated[Path | None, options.option("Options", "Go on with the training in this folder.", "--resume")]
+
 _BAR = 42  # columns of a progress bar without its figures
 
 
 def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Table], text: str) -> Callable[..., None]:
-    """A subcommand that trains: one option for each field of its settings.
+    """Make a subcommand that trains, with one option for each field of its settings.
 
     Args:
         kind: class of the settings.
@@ -35,32 +39,40 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
         grid: makes the table that is shown at the end.
         text: its help.
     """
-    names = [each.name for each in fields(kind)]
 
     def run(
-        context: typer.Context, out: Path | None, resume: Path | None, quiet: bool, no_progress: bool, **_: Any
+        typed: options.Typed,
+        out: Out = None,
+        resume: Resume = None,
+        quiet: options.Quiet = False,
+        no_progress: options.NoProgress = False,
     ) -> None:
-        given = options.given(context, names)
         if resume is not None and out is not None:
-            raise InputError("goes on in the folder of --resume", "--out")
-        if resume is None and "corpus" not in given:
-            raise InputError("names a folder of .parquet or .txt files, or a hub id such as emozilla/pg19", "--corpus")
-        settings = kind(**given) if resume is None else None  # what is mistyped is refused before torch is imported
+            raise InputError("goes on in the folder of --resume", "out")
+        if resume is None and "corpus" not in typed.values:
+            message = "is required: a folder of .parquet or .txt files, or a hub id such as emozilla/pg19"
+            raise InputError(message, "corpus")
+        config = typed.make(kind) if resume is None else None  # what is mistyped is refused before torch is imported
 
         from tswift.cli import tables
         from tswift.cli.bars import Bars
         from tswift.distributed import find_ranks
+        from tswift.models.devices import find_device
         from tswift.training import run as training
 
         first = find_ranks()[0] == 0
         bars = Bars(quiet or not first, not no_progress)
         try:
             with bars:
-                if settings is not None:
-                    outcome = training.train(settings, out, _Progress(bars), context.obj)
+                if config is not None:
+                    chosen = kind.cpu_defaults(typed.values) if find_device(config.device).type == "cpu" else {}
+                    if chosen:
+                        words = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in chosen.items())
+                        bars.say(f"on a CPU, to end in minutes rather than days, the defaults are {words}")
+                    outcome = training.train(typed.make(kind, **chosen), out, _Progress(bars), typed.command)
                 else:
                     assert resume is not None
-                    outcome = training.resume(kind, resume, given, _Progress(bars), context.obj)
+                    outcome = training.resume(kind, resume, typed.values, _Progress(bars), typed.command)
         except InputError:
             if first:
                 raise
@@ -68,39 +80,14 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
         if first and outcome.after:
             tables.show(grid(outcome))
         if outcome.signum is not None:
-            way_on = f"tswift {kind.COMMAND} --resume {outcome.folder} goes on"
-            bars.say(f"interrupted after step {outcome.steps:,}; {way_on}")
+            bars.say(
+                f"interrupted after step {outcome.steps:,}; tswift {kind.COMMAND} --resume {outcome.folder} goes on"
+            )
             raise typer.Exit(128 + outcome.signum)
         bars.say(f"written: {outcome.folder / result}")
 
     run.__doc__, run.__name__ = text, kind.COMMAND.replace("-", "_")
-    run.__signature__ = inspect.Signature(_parameters(kind))  # type: ignore[attr-defined]
-    return run
-
-
-def _parameters(kind: type[TrainConfig]) -> list[inspect.Parameter]:
-    """The parameters that typer makes options of, in the order of ``--help``."""
-    out_text = f"Folder for it all. (default: ./runs/<UTC time>-{kind.COMMAND})"
-    folders = {"out": out_text, "resume": "Go on with the training in this folder."}
-    hints = get_type_hints(kind)
-    settings = [
-        (each.metadata["panel"], each.name, hints[each.name] | None, each.metadata["help"]) for each in fields(kind)
-    ]
-    first_output = next(at for at, (panel, *_) in enumerate(settings) if panel == "Output")
-    settings[first_output:first_output] = [("Output", name, Path | None, text) for name, text in folders.items()]
-    panels = ("Text", kind.PANEL, "Schedule", "Model", "Output")
-    settings.sort(key=lambda each: panels.index(each[0]))
-    annotated = [
-        ("context", typer.Context, inspect.Parameter.empty),
-        *(
-            (name, Annotated[hint, options.option(panel, text, option(name))], None)
-            for panel, name, hint, text in settings
-        ),
-        ("quiet", options.Quiet, False),
-        ("no_progress", options.NoProgress, False),
-    ]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(name, keyword, annotation=hint, default=default) for name, hint, default in annotated]
+    return options.takes(kind)(run)
 
 
 class _Progress(Progress):
@@ -152,9 +139,10 @@ train = command(
     HeadsConfig,
     "heads.safetensors",
     _heads_grid,
-    """Train heads that draft for a model, whose own weights stay as they are; what is not said is the paper's.
+    """Train heads that draft for a model, whose own weights stay as they are. Required: --corpus, or --resume.
 
-    A folder takes heads.safetensors, figures and checkpoints. Under torchrun, gradients of all processes are averaged.
+    Defaults are the paper's on a GPU, and smaller on a CPU. A folder takes heads.safetensors, figures and checkpoints.
+    Under torchrun, gradients of all processes are averaged.
     """,
 )
 
@@ -176,8 +164,8 @@ train_draft = command(
     DraftConfig,
     "model.safetensors",
     _draft_grid,
-    """Train a small model from random weights that drafts for a model, with that one's vocabulary.
+    """Train a small model, from random weights, that drafts for a model. Required: --corpus, or --resume.
 
-    A folder takes the model, to be given to --draft-model, figures and checkpoints.
+    It has the large model's vocabulary. A folder takes the model (for --draft-model), figures and checkpoints.
     """,
 )

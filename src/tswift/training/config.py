@@ -1,24 +1,21 @@
 """Settings of a training, and the progress that it reports.
 
-Each field carries its range and its help; the command line is made from these classes.
-
-Nothing here imports torch, so that ``--help`` and mistyped options need not wait for it.
+The command line is made from the fields; nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from tswift.errors import InputError
-from tswift.models.config import refuse_shape
+from tswift.models.config import DEMO, dtype_name, refuse_shape
+from tswift.options import check_options, option, options_of
 
 TEXT, DISTILL = OBJECTIVES = ("text", "distill")
-DEMO = "demo"  # the bundled model
 
 # Published shapes of draft models; vocabulary and special tokens are the large model's.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -51,76 +48,71 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+_text = partial(option, panel="Text")
+_schedule = partial(option, panel="Schedule")
+_model = partial(option, panel="Model")
+_output = partial(option, panel="Output", free=True)
+_heads = partial(option, panel="Heads")
+_draft = partial(option, panel="Draft model")
+_seq_len = partial(_text, help="Tokens of a row; only longer documents are used.", least=2)
+_batch = partial(_schedule, help="Rows forwarded together.", least=1, most=1 << 20)
+_accumulate = partial(_schedule, help="Batches of a step, for each process.", least=1, most=1 << 20)
 
-def setting(
-    default: Any, text: str, shown: str | None = None, *, panel: str = "Schedule", free: bool = False, **bounds: Any
-) -> Any:
-    """A field of a configuration, with its help and the bounds that :func:`_check` takes.
-
-    ``shown`` is how the help says the default, ``panel`` where ``--help`` lists the field. ``--resume`` may change what
-    is ``free``: it changes no weight, or only by rounding.
-    """
-    if shown is None and default not in (None, MISSING):
-        shown = f"{default:g}" if isinstance(default, float) else str(default)
-    text = f"{text} (default: {shown})" if shown else text
-    return field(default=default, metadata={"help": text, "panel": panel, "free": free, "bounds": bounds})
-
-
-_text = partial(setting, panel="Text")
-_model = partial(setting, panel="Model")
-_output = partial(setting, panel="Output", free=True)
-_heads = partial(setting, panel="Heads")
-_draft = partial(setting, panel="Draft model")
-_seq_len = partial(_text, text="Tokens of a row; only longer documents are used.", least=2)
-_batch = partial(setting, text="Rows forwarded together.", least=1, most=1 << 20)
-_accumulate = partial(setting, text="Batches of a step, for each process.", least=1, most=1 << 20)
-
-_CORPUS = "Folder of .parquet or .txt files, one such file, or a hub id: emozilla/pg19."
+_CORPUS = (
+    "Required, but for --resume: a folder of .parquet or .txt files, one such file, or a hub id such as emozilla/pg19."
+)
 _DTYPES = ("auto", "float32", "float64", "bfloat16")
 _ALPHA_TOKENS = "Tokens decoded after each held-out text for alpha, before and after; 0 is none."
-_SHAPE_REACH = "the shape's; 131072 for demo, 2048 for 205m"
+_SHAPE_POSITIONS = "the shape's; 131,072 for demo, 2,048 for 205m"
 
 Config = TypeVar("Config", bound="TrainConfig")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of any training: text, schedule, model, output. The defaults are those of the paper's table 9.
+    """Settings of any training: text, schedule, model, output. The defaults are the paper's, in table 9, for GPUs.
 
     Raises:
         InputError: a value is outside its range.
     """
 
-    corpus: str = _text(MISSING, _CORPUS, free=True)
-    seq_len: int = _seq_len(8192)
-    documents: int | None = _text(None, "Look at so many documents, evenly spread.", "all", least=2)
-    held_out: int | None = _text(None, "Documents never trained on.", "4, a tenth at most", least=1)
-    steps: int | None = setting(None, "Optimizer steps.", "200", least=1)
-    minutes: float | None = setting(None, "Training time, instead of --steps.", above=0)
-    batch: int = _batch(3)
-    accumulate: int = _accumulate(10)
-    lr: float = setting(5e-3, "Highest learning rate.", above=0)
-    warmup: int = setting(50, "Steps of its rise, a quarter of all at most.", least=0)
-    weight_decay: float = setting(0.1, "AdamW's.", least=0)
-    seed: int = setting(0, "Of first weights and rows.", least=0, most=2**63 - 1)
+    corpus: str = option(MISSING, _CORPUS, panel="Options", free=True)
+    seq_len: int = _seq_len(8192, shown="8,192; 1,024 on a CPU")
+    documents: int | None = _text(None, "Use so many documents, evenly spread.", shown="all", least=2)
+    held_out: int | None = _text(None, "Documents never trained on.", shown="4, a tenth at most", least=1)
+    steps: int | None = _schedule(None, "Optimizer steps.", shown="200; 5 minutes on a CPU", least=1)
+    minutes: float | None = _schedule(None, "Training time, instead of --steps.", above=0)
+    batch: int = _batch(3, shown="3; 2 on a CPU")
+    accumulate: int = _accumulate(10, shown="10; 1 on a CPU")
+    lr: float = _schedule(5e-3, "Highest learning rate.", above=0)
+    warmup: int = _schedule(50, "Steps of its rise, a quarter of all at most.", least=0)
+    weight_decay: float = _schedule(0.1, "AdamW's.", least=0)
+    seed: int = _schedule(0, "Of first weights and rows.", least=0, most=2**63 - 1)
     model: str = _model(DEMO, "demo, a folder or a hub id.", free=True)
     device: str = _model("auto", "auto, cpu, cuda, cuda:1 ...", free=True)
-    dtype: str = _model("auto", "bfloat16, float32 or float64.", "bfloat16 on CUDA, float32 on CPU", choices=_DTYPES)
+    dtype: str = _model(
+        "auto", "bfloat16, float32 or float64.", shown="bfloat16 on CUDA, float32 on CPU", choices=_DTYPES,
+        parse=dtype_name,
+    )  # fmt: skip
     attention: str = _model("auto", "auto, native, triton, flash or sdpa.", free=True)
-    eval_every: int = _output(50, "Steps between scorings of the held-out text; 0 is none.", least=0)
-    save_every: int | None = _output(None, "Steps between checkpoints.", "by time alone", least=1)
+    eval_every: int = _output(50, "Steps between evaluations of the held-out text; 0 is none.", least=0)
+    save_every: int | None = _output(None, "Steps between checkpoints.", shown="by time alone", least=1)
     save_minutes: float = _output(10.0, "Most minutes between checkpoints.", above=0)
 
     COMMAND: ClassVar[str]  # subcommand, and kind of its records
-    PANEL: ClassVar[str]  # title of the fields that other trainings do not have
+    ON_CPU: ClassVar[Mapping[str, Any]] = {"seq_len": 1024, "batch": 2, "accumulate": 1, "minutes": 5.0}
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            _check(each.name, getattr(self, each.name), **each.metadata["bounds"])
+        check_options(self)
         if self.steps is not None and self.minutes is not None:
-            raise InputError("cannot be given together with --steps", "--minutes")
-        if self.model.startswith("shape:"):
-            refuse_shape(self.model)
+            raise InputError("cannot be given together with --steps", "minutes")
+        refuse_shape(self.model)
+
+    @classmethod
+    def cpu_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults of what is not among some values on a CPU, which would take days for the paper's."""
+        named = {*values} | ({"minutes"} if "steps" in values else set())  # steps end it, too
+        return {name: value for name, value in cls.ON_CPU.items() if name not in named}
 
     @property
     def last_step(self) -> int:
@@ -144,14 +136,14 @@ class TrainConfig:
         Raises:
             InputError: a change would lead to other weights.
         """
-        asked = replace(self, **{"steps": None, "minutes": None, **changes}).resolved() if changes else self
-        free = {each.name for each in fields(self) if each.metadata["free"]}
+        changed = replace(self, **{"steps": None, "minutes": None, **changes}).resolved() if changes else self
+        free = {item.name for item, carried in options_of(self) if carried.free}
         for name in changes:
-            ours, theirs = getattr(self, name), getattr(asked, name)
-            if name not in free and ours != theirs:
-                began = "nothing" if ours is None else ours
-                raise InputError(f"the training in {folder} was begun with {began}, got {theirs}", option(name))
-        return replace(self, **{name: getattr(asked, name) for name in changes if name in free})
+            old, new = getattr(self, name), getattr(changed, name)
+            if name not in free and old != new:
+                began = "nothing" if old is None else old
+                raise InputError(f"the training in {folder} was begun with {began}, got {new}", name)
+        return replace(self, **{name: getattr(changed, name) for name in changes if name in free})
 
 
 @dataclass(frozen=True)
@@ -159,16 +151,17 @@ class HeadsConfig(TrainConfig):
     """Settings of a training of heads, which draft for a model whose weights stay as they are."""
 
     kind: str = _heads("conditioned", "conditioned or chained.", choices=("chained", "conditioned"))
-    heads_count: int = _heads(3, "How many.", least=1, most=64)
+    heads_count: int = _heads(3, "Number of heads.", least=1, most=64)
     objective: str = _heads(TEXT, "text, or distill: the model's own distribution there.", choices=OBJECTIVES)
     alpha_tokens: int = _output(256, _ALPHA_TOKENS, least=0)
 
     COMMAND: ClassVar[str] = "train"
-    PANEL: ClassVar[str] = "Heads"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check("seq_len", self.seq_len, least=self.heads_count + 2)  # every head has a token to predict
+        least = self.heads_count + 2  # every head has a token to predict
+        if self.seq_len < least:
+            raise InputError(f"must be at least {least}, got {self.seq_len}", "seq_len")
 
 
 @dataclass(frozen=True)
@@ -176,24 +169,24 @@ class DraftConfig(TrainConfig):
     """Settings of a training of a small model, from random weights, that drafts for a large one."""
 
     seq_len: int = _seq_len(512)
-    batch: int = _batch(16)
+    batch: int = _batch(16, shown="16; 8 on a CPU")
     accumulate: int = _accumulate(1)
-    lr: float = setting(0.02, "Muon's highest learning rate; 0.15 of it is AdamW's.", above=0)
-    weight_decay: float = setting(0.01, "Muon's.", least=0)
+    lr: float = _schedule(0.02, "Muon's highest learning rate; 0.15 of it is AdamW's.", above=0)
+    weight_decay: float = _schedule(0.01, "Muon's.", least=0)
     shape: str = _draft("demo", "demo (as the bundled one), or 205m (the paper's table 11).", choices=(*SHAPES,))
     reach: int | None = _draft(
-        None, "Positions it is made for; rows jump up to there.", _SHAPE_REACH, least=2, most=1 << 24
+        None, "Positions it is made for; rows jump up to there.", shown=_SHAPE_POSITIONS, least=2, most=1 << 24
     )
     objective: str = _draft(TEXT, "text, or distill: the large model's distribution.", choices=OBJECTIVES)
 
     COMMAND: ClassVar[str] = "train-draft"
-    PANEL: ClassVar[str] = "Draft model"
+    ON_CPU: ClassVar[Mapping[str, Any]] = {"batch": 8, "minutes": 5.0}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seq_len > self.positions:
             message = f"is {self.seq_len:,}, the draft model is to have {self.positions:,} positions"
-            raise InputError(message, "--seq-len")
+            raise InputError(message, "seq_len")
 
     @property
     def positions(self) -> int:
@@ -202,7 +195,7 @@ class DraftConfig(TrainConfig):
 
 
 class Progress:
-    """Is told how a training goes on, and shows nothing of it; subclasses do."""
+    """Receives what a training reports, and shows nothing of it; subclasses do."""
 
     def say(self, message: str) -> None:
         """Show a line."""
@@ -211,36 +204,9 @@ class Progress:
         """Show how far a piece of work has come."""
 
 
-def option(name: str) -> str:
-    """A field's name on the command line."""
-    return f"--{name.replace('_', '-')}"
-
-
-def _check(
-    name: str,
-    value: Any,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    choices: tuple[str, ...] = (),
-) -> None:
-    """Refuse a value outside the bounds of its field; None is in any bounds."""
-    if value is None:
-        return
-    at_least = f"must be a number >= {least}" if isinstance(value, float) else f"must be at least {least}"
-    for wrong, message in (
-        (choices and value not in choices, f"is one of {', '.join(choices)}"),
-        (most is not None and value > most, f"must be at most {most}"),
-        (above is not None and not above < value < math.inf, f"must be a number above {above}"),
-        (least is not None and not least <= value < math.inf, at_least),
-    ):
-        if wrong:
-            raise InputError(f"{message}, got {value!r}", option(name))
-
-
-def _absolute(place: str) -> str:
+def _absolute(name: str) -> str:
     try:
-        path = Path(place).expanduser()
-        return str(path.resolve()) if path.exists() else place
+        path = Path(name).expanduser()
+        return str(path.resolve()) if path.exists() else name
     except (OSError, RuntimeError, ValueError):
-        return place
+        return name

@@ -19,7 +19,7 @@ from tswift.training.config import TrainConfig
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_OPTION = "--corpus"
+_FIELD = "corpus"
 _SUFFIXES = (".parquet", ".txt")
 _HELD_OUT = 4  # documents, or a tenth of them if that is less
 
@@ -35,23 +35,25 @@ def open_corpus(corpus: str) -> Dataset:
     """
     import datasets
 
-    files, more = corpus_files(corpus), {}
+    files, reader = corpus_files(corpus), corpus
+    how: dict[str, Any] = {}
     if files:
-        more = {"data_files": files} | ({"sample_by": "document"} if files[0].endswith(".txt") else {})
-    reader = Path(files[0]).suffix.lstrip(".").replace("txt", "text") if files else corpus
+        reader, how = "parquet", {"data_files": files}
+        if files[0].endswith(".txt"):
+            reader, how["sample_by"] = "text", "document"
     with _quiet(), hub(not files):
         try:
-            rows = datasets.load_dataset(reader, split="train", **more)
+            rows = datasets.load_dataset(reader, split="train", **how)
         except Exception as error:  # the hub client and the readers fail in many ways
             reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0][:200]
-            where = "cannot be read" if files else "is no folder and cannot be loaded from the hub"
-            raise InputError(f"{corpus} {where} ({reason})", _OPTION) from None
+            problem = "cannot be read" if files else "is no folder and cannot be loaded from the hub"
+            raise InputError(f"{corpus} {problem} ({reason})", _FIELD) from None
     if "text" not in rows.column_names:
-        raise InputError(f"{corpus} has no column text, but {', '.join(rows.column_names)}", _OPTION)
+        raise InputError(f"{corpus} has no column text, but {', '.join(rows.column_names)}", _FIELD)
     if getattr(rows.features["text"], "dtype", None) not in ("string", "large_string"):
-        raise InputError(f"{corpus} has a column text that holds no texts", _OPTION)
+        raise InputError(f"{corpus} has a column text that holds no texts", _FIELD)
     if not rows.num_rows:
-        raise InputError(f"{corpus} holds no documents", _OPTION)
+        raise InputError(f"{corpus} holds no documents", _FIELD)
     return rows
 
 
@@ -62,27 +64,24 @@ def corpus_files(corpus: str) -> list[str]:
         InputError: it is neither.
     """
     if not corpus.strip():
-        raise InputError("is empty", _OPTION)
+        raise InputError("is empty", _FIELD)
     try:
         path = Path(corpus).expanduser()
-        if path.is_dir():
-            for suffix in _SUFFIXES:
-                files = sorted(str(file) for file in path.glob(f"*{suffix}") if file.is_file())
-                if files:
-                    return files
-            raise InputError(f"{corpus} holds no .parquet or .txt files", _OPTION)
-        if path.exists():
-            if path.suffix not in _SUFFIXES or not path.is_file():
-                raise InputError(f"{corpus} is no folder, and no .parquet or .txt file", _OPTION)
-            return [str(path)]
-    except InputError:
-        raise
+        exists, folder = path.exists(), path.is_dir()
+        files = sorted(file for file in path.iterdir() if file.is_file()) if folder else [path] * path.is_file()
     except ValueError:  # a NUL in the name, or an incomplete UTF-8 character
-        raise InputError(f"invalid file name {corpus[:80]}", _OPTION) from None
+        raise InputError(f"invalid file name {corpus[:80]}", _FIELD) from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
-        raise InputError(f"{corpus[:80]} cannot be read ({getattr(error, 'strerror', error)})", _OPTION) from None
+        raise InputError(f"{corpus[:80]} cannot be read ({getattr(error, 'strerror', error)})", _FIELD) from None
+    for suffix in _SUFFIXES:
+        named = [str(file) for file in files if file.suffix == suffix]
+        if named:
+            return named
+    if exists:
+        problem = "holds no .parquet or .txt files" if folder else "is no folder, and no .parquet or .txt file"
+        raise InputError(f"{corpus} {problem}", _FIELD)
     if path.is_absolute() or corpus.startswith((".", "~")) or not corpus.isprintable():  # no hub id
-        raise InputError(f"there is no file or folder {corpus}", _OPTION)
+        raise InputError(f"there is no file or folder {corpus}", _FIELD)
     return []
 
 
@@ -124,16 +123,16 @@ class Documents:
 
         ``length`` includes the prefix. The same ``key`` gives the same rows, whatever was drawn before.
         """
-        places = np.cumsum(self.lengths[self.train] - (length - len(self.prefix)) + 1)
-        drawn = np.random.default_rng(list(key)).integers(0, places[-1], size=rows)
-        chosen = np.searchsorted(places, drawn, side="right")
-        starts = drawn - np.concatenate([[0], places])[chosen]
-        return np.stack([self._row(self.train[i], at, length) for i, at in zip(chosen, starts, strict=True)])
+        ends = np.cumsum(self.lengths[self.train] - (length - len(self.prefix)) + 1)
+        drawn = np.random.default_rng(list(key)).integers(0, ends[-1], size=rows)
+        chosen = np.searchsorted(ends, drawn, side="right")
+        starts = drawn - np.concatenate([[0], ends])[chosen]
+        return np.stack([self._row(self.train[i], start, length) for i, start in zip(chosen, starts, strict=True)])
 
     def _row(self, document: int, start: int, length: int) -> np.ndarray:
         tokens = self.rows[int(document)]["tokens"]
-        own = np.asarray(tokens[int(start) : int(start) + length - len(self.prefix)], dtype=np.int64)
-        return np.concatenate([np.asarray(self.prefix, dtype=np.int64), own])
+        taken = tokens[int(start) : int(start) + length - len(self.prefix)]
+        return np.concatenate([self.prefix, taken], dtype=np.int64, casting="unsafe")
 
 
 def prepare(
@@ -154,7 +153,7 @@ def prepare(
         rows = rows.select(np.linspace(0, len(rows) - 1, config.documents).round().astype(int))
     rows = _tokenised(rows, tokenizer, on_progress)
     if max(rows["largest"]) >= vocabulary:
-        raise InputError(f"the tokenizer has tokens that the model of {vocabulary:,} does not know", "--model")
+        raise InputError(f"the tokenizer has tokens that the model of {vocabulary:,} does not know", "model")
     lengths, digests = np.asarray(rows["length"]), list(rows["digest"])
     long = np.flatnonzero(lengths > config.seq_len)
     first = {digests[int(i)]: int(i) for i in reversed(long)}
@@ -164,7 +163,7 @@ def prepare(
         raise InputError(
             f"{config.corpus} has {len(kept):,} documents of more than {config.seq_len:,} tokens among {len(rows):,}, "
             f"and {count:,} of them would be held out; the longest has {int(lengths.max()):,}",
-            _OPTION if config.held_out is None else "--held-out",
+            _FIELD if config.held_out is None else "held_out",
         )
     held = kept[((np.arange(count) + 0.5) * len(kept) / count).astype(int)]
     prefix = tuple(tokenizer("")["input_ids"])

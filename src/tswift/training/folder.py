@@ -24,21 +24,21 @@ from tswift.reading import MOST_RECORD, read_file
 
 RECORD, METRICS, CHECKPOINT = "train.json", "metrics.jsonl", "checkpoint.safetensors"
 _SCHEMA = 1
-_OPTION = "--resume"
+_FIELD = "resume"
 
 
 class TrainFolder:
     """The files of a kind of training, named by its subcommand.
 
-    What cannot be written raises a ``Fault``, and leaves what was there before.
+    What cannot be read raises an ``InputError``. What cannot be written raises a ``Fault``, and leaves what was there.
     """
 
     def __init__(self, path: Path, kind: str) -> None:
         self.path, self._kind = path, kind
-        self._made: list[Path] = []
 
-    def create(self) -> None:
-        """Make the folder, or take an empty one.
+    @contextmanager
+    def created(self) -> Iterator[None]:
+        """Make the folder, or take an empty one; remove it again if what follows fails.
 
         Raises:
             InputError: it is not empty, cannot be made, or has a name that safetensors cannot read.
@@ -46,52 +46,42 @@ class TrainFolder:
         try:
             str(self.path).encode()
         except UnicodeEncodeError:
-            raise InputError(f"{self.path} is no UTF-8, and safetensors reads no other names", "--out") from None
-        self._made = new_folder(self.path)
-        if not os.access(self.path, os.W_OK):
-            raise InputError(f"{self.path} cannot be written to", "--out")
-
-    def discard(self) -> None:
-        """Remove what :meth:`create` made, if it is empty."""
-        with suppress(OSError):
-            for folder in self._made:
-                folder.rmdir()
+            raise InputError(f"{self.path} is no UTF-8, and safetensors reads no other names", "out") from None
+        made = new_folder(self.path)
+        try:
+            if not os.access(self.path, os.W_OK):
+                raise InputError(f"{self.path} cannot be written to", "out")
+            yield
+        except BaseException:
+            with suppress(OSError):
+                for folder in made:
+                    folder.rmdir()
+            raise
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training here.
-
-        Raises:
-            InputError: one does already.
-        """
+        """Keep other processes from training here."""
         try:
             lock = Lock(self.path)
         except InUse:
-            raise InputError(f"another process is training in {self.path}", _OPTION) from None
+            raise InputError(f"another process is training in {self.path}", _FIELD) from None
         except OSError as error:
-            raise InputError(f"{self.path} cannot be written to ({error.strerror})", _OPTION) from None
+            raise InputError(f"{self.path} cannot be written to ({error.strerror})", _FIELD) from None
         with lock:
             yield
 
     def read_record(self) -> dict[str, Any]:
-        """The contents of ``train.json``.
-
-        Raises:
-            InputError: it is missing, damaged, or of another kind of training.
-        """
+        """The contents of ``train.json``."""
         path = self.path / RECORD
+        _refuse_other(path)
+        content = read_file(path, MOST_RECORD, _FIELD, f"{self.path} holds no training: there is no {RECORD} in it")
         try:
-            _refuse_other(path)
-            missing = f"{self.path} holds no training: there is no {RECORD} in it"
-            record = dict(json.loads(read_file(path, MOST_RECORD, _OPTION, missing)))
-            if record["kind"] != self._kind or record["schema"] != _SCHEMA:
-                raise InputError(f"{path} is of kind {record['kind']}, schema {record['schema']}", _OPTION)
-            for name in ("plan", "base", "corpus", "state"):
-                record[name]
-        except InputError:
-            raise
+            record = dict(json.loads(content))
+            kind, schema = record["kind"], record["schema"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise InputError(f"{path} is damaged", _OPTION) from None
+            raise InputError(f"{path} is damaged", _FIELD) from None
+        if (kind, schema) != (self._kind, _SCHEMA):
+            raise InputError(f"{path} is of kind {kind}, schema {schema}", _FIELD)
         return record
 
     def write_record(self, record: Mapping[str, Any]) -> None:
@@ -118,16 +108,12 @@ class TrainFolder:
 
     def save_checkpoint(self, tensors: Mapping[str, Tensor], step: int, seconds: float) -> None:
         """Write a checkpoint: all tensors that training continues from, steps done, seconds trained."""
-        ours = {name: value.detach().contiguous() for name, value in tensors.items()}
+        contiguous = {name: value.detach().contiguous() for name, value in tensors.items()}
         about = {"tswift": json.dumps({"kind": self._kind, "schema": _SCHEMA, "step": step, "seconds": seconds})}
-        self.write(CHECKPOINT, lambda path: save_file(ours, path, metadata=about))
+        self.write(CHECKPOINT, lambda path: save_file(contiguous, path, metadata=about))
 
     def load_checkpoint(self) -> tuple[dict[str, Tensor], int, float] | None:
-        """The last checkpoint: tensors, steps done, seconds trained; None if there is none yet.
-
-        Raises:
-            InputError: it is damaged.
-        """
+        """The last checkpoint: tensors, steps done, seconds trained; None if there is none yet."""
         path = self.path / CHECKPOINT
         _refuse_other(path)
         if not path.exists():
@@ -138,7 +124,7 @@ class TrainFolder:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return tensors, int(about["step"]), float(about["seconds"])
         except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
-            raise InputError(f"{path} is damaged ({str(error).splitlines()[0]})", _OPTION) from None
+            raise InputError(f"{path} is damaged ({str(error).splitlines()[0]})", _FIELD) from None
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""
@@ -146,11 +132,7 @@ class TrainFolder:
             file.write(json.dumps(line) + "\n")
 
     def truncate_log(self, step: int) -> None:
-        """Drop the lines of ``metrics.jsonl`` after a step: the checkpoint does not know of them.
-
-        Raises:
-            InputError: it is no regular file.
-        """
+        """Drop the lines of ``metrics.jsonl`` after a step: the checkpoint does not know of them."""
         path = self.path / METRICS
         _refuse_other(path)
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
@@ -165,9 +147,9 @@ class TrainFolder:
             yield
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-            kept = (self.path / CHECKPOINT).is_file()
-            rest = f"; tswift {self._kind} --resume {self.path} goes on from the last checkpoint" if kept else ""
-            raise Fault(f"{self.path / name} cannot be written ({reason}){rest}") from None
+            saved = (self.path / CHECKPOINT).is_file()
+            advice = f"; tswift {self._kind} --resume {self.path} goes on from the last checkpoint" if saved else ""
+            raise Fault(f"{self.path / name} cannot be written ({reason}){advice}") from None
 
 
 def _refuse_other(path: Path) -> None:
@@ -175,11 +157,11 @@ def _refuse_other(path: Path) -> None:
     try:
         refuse_other(path)
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror})", _OPTION) from None
+        raise InputError(f"{path} cannot be read ({error.strerror})", _FIELD) from None
 
 
 def _step(line: str) -> float:
-    """The step of a line; infinity if the line is torn."""
+    """The step of a line; infinity if the line is truncated."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -50,7 +50,7 @@ class Metrics:
 
     @property
     def mean_loss(self) -> list[float]:
-        """Mean loss of each head."""
+        """Mean loss of each head, in nats."""
         return (self.loss / self.positions).tolist()
 
     @property
@@ -75,7 +75,7 @@ def heads_loss(
     wrapped: Callable[[Tensor, Tensor | None], Tensor] | None = None,
     max_logits: int = _MAX_LOGITS,
 ) -> Metrics:
-    """Loss of heads on rows of text; with ``scale``, gradients are added to those of the heads' weights.
+    """Cross-entropy of heads on rows of text; with ``scale``, gradients are added to those of the heads' weights.
 
     Only positions count for which every head has a token to predict: all but the last ``heads.count + 1``.
 
@@ -83,8 +83,7 @@ def heads_loss(
         target: the frozen model.
         heads: the heads.
         ids: ``[B, T]`` int64 token ids.
-        objective: ``text``: cross-entropy against the token that follows; ``distill``: against the model's own
-            distribution there, which is less noisy.
+        objective: ``text``: against the token that follows; ``distill``: against the model's own distribution there.
         positions: ``[B, T]`` int64; None for 0, 1, ...
         scale: factor of the mean loss, summed over heads, for its gradient; None for no gradient.
         wrapped: the heads wrapped for several processes; None for ``heads`` itself.
@@ -147,11 +146,11 @@ class DraftLoss(nn.Module):
         parts = []
         for start in range(0, count, width):
             part = slice(start, min(start + width, count))
-            given = (hidden[:, part], ids[:, 1:][:, part], None if teacher is None else teacher[:, part])
+            inputs = (hidden[:, part], ids[:, 1:][:, part], None if teacher is None else teacher[:, part])
             if width >= count or not torch.is_grad_enabled():
-                parts.append(self._stretch(*given))
+                parts.append(self._stretch(*inputs))
             else:
-                parts.append(checkpoint(self._stretch, *given, use_reentrant=False))
+                parts.append(checkpoint(self._stretch, *inputs, use_reentrant=False))
         losses, hits = zip(*parts, strict=True)
         return torch.stack(losses).sum(), torch.stack(hits).sum(0)
 
@@ -170,12 +169,13 @@ def hidden_states(target: Target, ids: Tensor, positions: Tensor | None = None) 
     rows, length = ids.shape
     hidden = torch.empty(rows, length, target.hidden_size, dtype=target.dtype, device=target.device)
     kv = FullKV(target.kv_shape, length)
-    places = torch.arange(length, device=target.device).expand(rows, -1) if positions is None else positions
+    if positions is None:
+        positions = torch.arange(length, device=target.device).expand(rows, -1)
     for row in range(rows):
         kv.length = 0
         for start in range(0, length, _CHUNK):
             part = slice(start, start + _CHUNK)
-            hidden[row, part] = target.forward(ids[row, part], places[row, part], kv, None).hidden
+            hidden[row, part] = target.forward(ids[row, part], positions[row, part], kv, None).hidden
             kv.commit(range(len(ids[row, part])))
     return hidden
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,17 +28,19 @@ from tswift.training.tasks import TRAINEES, Trainee, learning_rate
 
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
 BEFORE, AFTER = "before", "after"
-_UNCHANGED = {  # what a resumed training must find as it was, and the option that names it
-    "processes": ("--resume", "number of processes"),
-    "dtype": ("--dtype", "dtype"),
-    "base": ("--model", "model's weights"),
-    "corpus": ("--corpus", "corpus"),
+_FEW_STEPS = 50  # with fewer, little is learnt
+_TIMED_STEPS = 3  # after so many it is said how many a time will allow
+_UNCHANGED = {  # what a resumed training must find as it was, and the setting that names it
+    "processes": ("resume", "number of processes"),
+    "dtype": ("dtype", "dtype"),
+    "base": ("model", "model's weights"),
+    "corpus": ("corpus", "corpus"),
 }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a training: folder, settings, steps done, scores before and after, the signal that stopped it.
+    """Result of a training: folder, settings, steps done, scores before and after, the signal that stopped it.
 
     Scores are ``HeadsScores`` or ``Agreement``; None if they are not known yet, or in a process that does not write.
     """
@@ -63,19 +65,17 @@ def train(
         command: the words of the command line, for ``train.json``.
 
     Raises:
-        InputError: something asked cannot be done.
+        InputError: a setting, the model or the corpus cannot be used.
         Fault: it broke on the way. Its last checkpoint can be resumed.
     """
     progress = progress or Progress()
     folder = TrainFolder(out or default_path(config.COMMAND), config.COMMAND)
     with open_ranks(config.device) as ranks:
-        if ranks.first:
-            folder.create()
-        try:
+        with folder.created() if ranks.first else nullcontext():
+            if ranks.first and config.minutes is None and config.last_step < _FEW_STEPS:
+                few = f"little is learnt in {config.last_step} steps; --steps {_FEW_STEPS} or more is advised"
+                progress.say(f"warning: {few}")
             training = _Training(config.resolved(), folder, ranks, progress, None, command)
-        except BaseException:
-            folder.discard()
-            raise
         outcome = training.run()
         del training  # the gradients' reducer hangs if it is freed after the process group is closed
         return outcome
@@ -104,13 +104,13 @@ def resume(
     folder = TrainFolder(path, kind.COMMAND)
     record = folder.read_record()
     try:
-        began = kind(**record["plan"])
-        steps, before, after = int(record["steps"]), _scores(kind, record, BEFORE), _scores(kind, record, AFTER)
+        began, steps, state = kind(**record["plan"]), int(record["steps"]), record["state"]
+        before, after = _scores(kind, record, BEFORE), _scores(kind, record, AFTER)
     except (TypeError, ValueError, KeyError):
-        raise InputError(f"{path} holds a plan that is damaged, or of another version of tswift", "--resume") from None
+        raise InputError(f"{path} holds a plan that is damaged, or of another version of tswift", "resume") from None
     config = began.resumed(changes or {}, path)
     with open_ranks(config.device) as ranks:
-        if record["state"] == FINISHED:
+        if state == FINISHED:
             progress.say(f"the training in {path} is finished")
             return Outcome(path, config, steps, before, after)
         return _Training(config, folder, ranks, progress, record, command).run()
@@ -131,6 +131,7 @@ class _Training:
         self._config, self._folder, self._ranks = config, folder, ranks
         self._progress = progress = progress if ranks.first else Progress()
         self._step, self._seconds, self._saved = 0, 0.0, time.monotonic()
+        self._time = 60 * (config.minutes or 0.0)  # seconds, where these and not steps end it
         corpus_files(config.corpus)  # before a model is loaded
         device = ranks.device or find_device(config.device)
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
@@ -138,15 +139,15 @@ class _Training:
             # rows of a training are no text: they may be as wide as they are
             model = load(config.model, device=str(device), dtype=dtype, attention=config.attention, exact=False)
         except InputError as error:  # heads that lie beside it are read, too
-            raise renamed(error, {"--heads": "--model"}) from None
+            raise renamed(error, {"heads": "model"}) from None
         target = model.target
         if config.seq_len > target.max_positions:
-            raise InputError(f"is {config.seq_len:,}, the model has {target.max_positions:,} positions", "--seq-len")
+            raise InputError(f"is {config.seq_len:,}, the model has {target.max_positions:,} positions", "seq_len")
         processes = f", {ranks.count} processes" * (ranks.count > 1)
         progress.say(f"model {config.model}, {target.device}, {dtype}{processes}")
         self._documents = _documents(config, model, ranks, progress)
         self._trainee: Trainee = TRAINEES[type(config)](config, model, self._documents, ranks, progress)
-        found = {
+        facts = {
             "device": str(target.device),
             "dtype": dtype,
             "processes": ranks.count,
@@ -157,15 +158,16 @@ class _Training:
             "plan": asdict(config),
         }
         if record:
-            self._restore(record, found)
+            self._restore(record, facts)
             progress.say(f"goes on after step {self._step:,}")
-        self._record = {"started": now(), **(record or {}), **found}
+        self._record = {"started": now(), **(record or {}), **facts}
 
-    def _restore(self, record: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    def _restore(self, record: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Load the last checkpoint, if all is as it was."""
-        for name, (option, words) in _UNCHANGED.items():
-            if record.get(name) != found[name]:
-                raise InputError(f"the {words} changed since the training in {self._folder.path} was begun", option)
+        for name, (field, words) in _UNCHANGED.items():
+            if record.get(name) != facts[name]:
+                message = f"the {words} changed since the training in {self._folder.path} was begun"
+                raise InputError(message, field)
         checkpoint = self._folder.load_checkpoint()
         if checkpoint is None:
             return
@@ -173,12 +175,12 @@ class _Training:
         try:
             self._trainee.trainer.load(tensors)
         except (KeyError, RuntimeError, ValueError, TypeError, IndexError):
-            raise InputError(f"{self._folder.path} holds a checkpoint of something else", "--resume") from None
+            raise InputError(f"{self._folder.path} holds a checkpoint of something else", "resume") from None
 
     def run(self) -> Outcome:
         """Train to the end, or until a signal comes."""
         first, signals, signum = self._ranks.first, Signals(), None
-        with self._folder.locked() if first else nullcontext(), signals, _memory_checked(self._folder.path):
+        with self._folder.locked() if first else nullcontext(), signals:
             try:
                 self._write_record(RUNNING)
                 if first:
@@ -193,6 +195,11 @@ class _Training:
                     self._write_record(FINISHED)
             except Stopped as stopped:
                 signum = stopped.number
+            except (MemoryError, RuntimeError) as error:
+                if not ran_out(error):
+                    raise
+                advice = f"a lower --batch or --seq-len takes less. Checkpoints are in {self._folder.path}"
+                raise Fault(f"memory ran out; {advice}") from None
             finally:
                 if self._record["state"] != FINISHED:
                     self._write_record(INTERRUPTED)
@@ -201,7 +208,7 @@ class _Training:
 
     def _loop(self, signals: Signals) -> int | None:
         """Train until all steps are done (returns None) or a signal comes (returns it), then save a checkpoint."""
-        config, ranks = self._config, self._ranks
+        config, ranks, began = self._config, self._ranks, self._step
         while True:
             started = time.monotonic()
             stop, share = ranks.highest(signals.number, self._share())
@@ -214,19 +221,28 @@ class _Training:
             self._step += 1
             self._seconds += time.monotonic() - started
             self._log(metrics, factor)
+            if began == 0 and (self._step == _TIMED_STEPS or (self._step < _TIMED_STEPS and self._share() >= 1)):
+                self._warn_if_slow()
             if config.eval_every and self._step % config.eval_every == 0 and self._share() < 1 and ranks.first:
                 scores = asdict(self._trainee.evaluate(quick=True)).items()
-                found = {name: score for name, score in scores if score is not None}
-                self._folder.log({"step": self._step, "held_out": found})
+                known = {name: score for name, score in scores if score is not None}
+                self._folder.log({"step": self._step, "held_out": known})
             by_steps = config.save_every is not None and self._step % config.save_every == 0
             if by_steps or time.monotonic() - self._saved >= 60 * config.save_minutes:
                 self._save()
 
+    def _warn_if_slow(self) -> None:
+        """Warn if the time allows few steps, by the pace of the first ones."""
+        steps = int(self._step / self._share())
+        if self._config.steps is None and steps < _FEW_STEPS:
+            advice = "a higher --minutes, or a lower --seq-len, --batch or --accumulate allows more"
+            self._progress.say(f"warning: {self._config.minutes:g} minutes allow about {steps} steps; {advice}")
+
     def _share(self) -> float:
         """Share of the training that is done."""
-        if self._config.minutes is not None:
-            return self._seconds / (60 * self._config.minutes)
-        return self._step / self._config.last_step
+        if self._config.steps is not None:
+            return self._step / self._config.steps
+        return self._seconds / self._time
 
     def _gradients(self, signals: Signals) -> Metrics | None:
         """Add up the gradients of a step; None if a signal came meanwhile."""
@@ -242,7 +258,7 @@ class _Training:
         ranks.total(whole.loss, whole.hits)
         if not whole.loss.isfinite().all():
             advice = f"a lower --lr may help; checkpoints are in {self._folder.path}"
-            raise Fault(f"the loss of step {self._step + 1:,} is no number; {advice}")
+            raise Fault(f"loss is NaN or infinite at step {self._step + 1:,}; {advice}")
         return Metrics(whole.loss, whole.hits, whole.positions * ranks.count)
 
     def _log(self, metrics: Metrics, factor: float) -> None:
@@ -253,12 +269,11 @@ class _Training:
             self._folder.log({**line, "loss": loss, "top": top})
         # what matters most comes first: a terminal may have no room for the rest
         tops = [f"top-{k + 1} {' '.join(f'{100 * head[k]:.0f}' for head in top)}%" for k in range(TOP)]
-        figures = ", ".join([f"loss {' '.join(f'{each:.2f}' for each in loss)}", *tops])
-        if config.minutes is None:
-            self._progress.update("train", self._step, config.last_step, figures)
+        figures = ", ".join([f"loss {' '.join(f'{value:.2f}' for value in loss)}", *tops])
+        if config.steps is not None:
+            self._progress.update("train", self._step, config.steps, figures)
         else:
-            done, seconds = f"{figures}, step {self._step:,}", int(60 * config.minutes)
-            self._progress.update("train, s", int(self._seconds), seconds, done)
+            self._progress.update("train, s", int(self._seconds), int(self._time), f"{figures}, step {self._step:,}")
 
     def _save(self) -> None:
         if self._ranks.first:
@@ -288,26 +303,20 @@ def _documents(config: TrainConfig, model: LoadedModel, ranks: Dist, progress: P
     documents = prepare(config, model.tokenizer, model.target.vocab_size, on_progress)
     if ranks.first:
         ranks.wait()
-    found = documents.summary()
-    twice = f", {found['twice']:,} there twice" if found["twice"] else ""
+    counts = documents.summary()
+    short = counts["documents"] - counts["kept"] - counts["twice"]
+    twice = f", {counts['twice']:,} there twice" if counts["twice"] else ""
     progress.say(
-        f"corpus {config.corpus}: {found['kept']:,} of {found['documents']:,} documents have more than "
-        f"{config.seq_len:,} tokens{twice}; {found['held_out']:,} of them held out, "
-        f"{found['train_tokens']:,} tokens to train on"
+        f"corpus {config.corpus}: {counts['kept']:,} of {counts['documents']:,} documents have more than "
+        f"{config.seq_len:,} tokens{twice}; {counts['held_out']:,} of them held out, "
+        f"{counts['train_tokens']:,} tokens to train on"
     )
+    if short:
+        progress.say(
+            f"warning: {short:,} of {counts['documents']:,} documents are too short, of {config.seq_len:,} tokens at "
+            "most, and left out; a lower --seq-len keeps them"
+        )
     return documents
-
-
-@contextmanager
-def _memory_checked(folder: Path) -> Iterator[None]:
-    """Say in one line that memory ran out."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not ran_out(error):
-            raise
-        advice = f"a lower --batch or --seq-len takes less. Checkpoints are in {folder}"
-        raise Fault(f"memory ran out; {advice}") from None
 
 
 def _scores(kind: type[TrainConfig], record: Mapping[str, Any], when: str) -> Any:

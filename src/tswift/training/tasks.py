@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,12 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
+from tswift.decoding.stats import DecodeStats
 from tswift.distributed import Dist
-from tswift.engine import ending
-from tswift.errors import Fault, InputError
+from tswift.engine import begin, ending
+from tswift.errors import Fault, InputError, renamed
+from tswift.kv.full import FullKV
 from tswift.models.checkpoint import silence
 from tswift.models.fingerprint import fingerprint_in_any_dtype
 from tswift.models.heads import HEAD_TYPES, Heads
@@ -30,12 +35,38 @@ from tswift.models.load import LoadedModel
 from tswift.models.target import Target
 from tswift.training.config import SHAPES, DraftConfig, HeadsConfig, Progress, TrainConfig
 from tswift.training.data import Documents, jumping_positions
-from tswift.training.evaluate import Agreement, HeadsScores, agreements, evaluate_heads
 from tswift.training.folder import TrainFolder
-from tswift.training.losses import CAUSAL, DraftLoss, Metrics, heads_loss
+from tswift.training.losses import CAUSAL, DraftLoss, Metrics, heads_loss, total
 
 HEADS, MODEL = "heads.safetensors", "model.safetensors"
+_PROMPT = 1024  # most tokens of a held-out text that decoding continues
+_ROWS = 256  # of scores in float64 at a time, for each model
 _WARMUP_SHARE = 0.25  # most of a training in which the rate rises: table 9's 50 steps of 200
+
+
+@dataclass(frozen=True)
+class HeadsScores:
+    """Loss in nats and top-1 to top-3 accuracy of each head; alpha and tokens per step if they were measured."""
+
+    loss: list[float]
+    top: list[list[float]]
+    alpha: float | None = None
+    tokens_per_step: float | None = None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Losses of a draft model and its target on a text, in nats per token, and how often both draw the same token."""
+
+    loss: float
+    target_loss: float
+    agreement: float
+
+    @classmethod
+    def mean(cls, scores: Sequence[Agreement]) -> Agreement:
+        """The mean of several."""
+        names = ("loss", "target_loss", "agreement")
+        return cls(*(sum(getattr(score, name) for score in scores) / len(scores) for name in names))
 
 
 class Trainer:
@@ -96,13 +127,9 @@ class Trainee(ABC):
         self.trainer, self._wrapped = Trainer(module, optimizers, name), ranks.wrap(module)
 
     def learn(self, ids: Tensor, key: Sequence[int], of: int = 1, last: bool = True) -> Metrics:
-        """Add the gradient of a micro-batch.
+        """Add the gradient of a micro-batch, ``[B, T]`` int64 token ids; ``key`` is the random generator's.
 
-        Args:
-            ids: ``[B, T]`` int64 token ids.
-            key: of the random generator.
-            of: number of micro-batches in a step.
-            last: whether this is the step's last one, after which processes average their gradients.
+        ``of`` is how many micro-batches a step has; after the ``last`` one, processes average their gradients.
         """
         with self._wrapped.no_sync() if self._wrapped is not None and not last else nullcontext():
             return self._backward(ids, key, 1 / of)
@@ -138,7 +165,7 @@ class HeadsTrainee(Trainee):
     ) -> None:
         target = model.target
         if config.alpha_tokens >= target.max_positions:
-            raise InputError(f"must be below the model's {target.max_positions:,} positions", "--alpha-tokens")
+            raise InputError(f"must be below the model's {target.max_positions:,} positions", "alpha_tokens")
         self._config, self._model, self._progress = config, model, progress
         self._rows = documents.held_out_rows(config.seq_len)
         with torch.random.fork_rng(devices=[]):
@@ -152,13 +179,30 @@ class HeadsTrainee(Trainee):
         return heads_loss(self._model.target, self.heads, ids, objective, scale=scale, wrapped=self._wrapped)
 
     def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> HeadsScores:
-        """Loss and accuracy of each head, and alpha."""
-        heads, target = self.heads, self._model.target
+        """Loss and accuracy of each head, and how much of their drafts ``tokenswift`` with its defaults accepts."""
+        config, target, tokens = self._config, self._model.target, 0 if quick else self._config.alpha_tokens
         if folder is not None:  # the file is evaluated, whose weights are rounded to bfloat16
             heads = load_heads(folder.path / HEADS, target.hidden_size, target.dtype, target.device)
-        tokens = 0 if quick else self._config.alpha_tokens
-        on_progress = partial(self._progress.update, "alpha, before" if folder is None else "alpha, after")
-        return evaluate_heads(self._model, heads, self._rows, self._config, tokens, on_progress)
+        else:
+            heads = deepcopy(self.heads).to(target.device, target.dtype).eval().requires_grad_(False)
+        metrics = total(
+            [heads_loss(target, heads, torch.from_numpy(row[None]), config.objective) for row in self._rows]
+        )
+        scores = HeadsScores(metrics.mean_loss, metrics.accuracy)
+        if not tokens:
+            return scores
+        stats, longest = DecodeStats(1), min(config.seq_len, _PROMPT, target.max_positions - tokens)
+        for row in self._rows:
+            try:
+                generation = begin(replace(self._model, heads=heads), row[:longest].tolist(), tokens, seed=config.seed)
+            except InputError as error:
+                raise renamed(error, {"length": "alpha_tokens"}) from None
+            stats.depth = generation.depth
+            for step in generation.steps():
+                stats.add(step)
+                name = "alpha, before" if folder is None else "alpha, after"
+                self._progress.update(name, stats.tokens, tokens * len(self._rows))
+        return replace(scores, alpha=stats.alpha, tokens_per_step=stats.tokens_per_step)
 
     def write(self, folder: TrainFolder) -> None:
         """Write the heads file."""
@@ -208,25 +252,66 @@ class DraftTrainee(Trainee):
             with silence():
                 network = LlamaForCausalLM.from_pretrained(folder.path, dtype=self._target.dtype)
         draft = Target(deepcopy(network).to(self._target.device, self._target.dtype))
-        window = self._config.seq_len - 1
-        each = [agreements(self._target, draft, row, (0,), window, self._params)[0][0] for row in self._rows]
-        return Agreement.mean(each)
+        return Agreement.mean([measure_agreement(self._target, draft, row, self._params) for row in self._rows])
 
     def write(self, folder: TrainFolder) -> None:
         """Write the model in bfloat16 with the large one's tokenizer: a folder for ``--draft-model``."""
         network = deepcopy(self.network).to(torch.bfloat16)
         try:
-            with TemporaryDirectory(dir=folder.path) as place, silence():
-                network.save_pretrained(place, max_shard_size="1000GB")
-                self._tokenizer.save_pretrained(place)
+            with TemporaryDirectory(dir=folder.path) as made, silence():
+                network.save_pretrained(made, max_shard_size="1000GB")
+                self._tokenizer.save_pretrained(made)
                 # the weights come last: without them it is no model
-                for path in sorted(Path(place).iterdir(), key=lambda path: path.name == MODEL):
+                for path in sorted(Path(made).iterdir(), key=lambda path: path.name == MODEL):
                     folder.write(path.name, partial(shutil.copyfile, path))
         except OSError as error:
             raise Fault(f"{folder.path} cannot be written to ({error.strerror})") from None
 
 
 TRAINEES: dict[type[TrainConfig], Any] = {HeadsConfig: HeadsTrainee, DraftConfig: DraftTrainee}
+
+
+@torch.inference_mode()
+def measure_agreement(target: Target, draft: Target, text: Sequence[int], params: SamplingParams) -> Agreement:
+    """Compare a draft model with its target, under the same sampling rule and noise, at every token of a text."""
+    caches = [FullKV(model.kv_shape, len(text) - 1) for model in (target, draft)]
+    target_logits, draft_logits = (
+        read_logits(model, text, 0, len(text) - 1, kv) for model, kv in zip((target, draft), caches, strict=True)
+    )
+    sampler = Sampler(params, 0, target.vocab_size, target.device)
+    return compare(sampler, text, 0, target_logits, [draft_logits])[0]
+
+
+def read_logits(model: Target, text: Sequence[int], position: int, window: int, kv: FullKV) -> Tensor:
+    """``[window, V]`` logits from a position on, with all of the text before it in the cache."""
+    model.prefill(text[kv.length : position], kv)
+    parts = [part.hidden for part in model.chunks(text[position : position + window], kv)]
+    return model.logits(torch.cat(parts)).float()
+
+
+def compare(
+    sampler: Sampler, text: Sequence[int], position: int, target_logits: Tensor, drafts: Sequence[Tensor]
+) -> list[Agreement]:
+    """Compare each draft model's logits with the target's, ``[n, V]`` from a position of a text on.
+
+    The sampler has read the text before the position, and reads n tokens more.
+    """
+    device, count = target_logits.device, len(target_logits)
+    ids, hits = torch.tensor(text[position : position + count + 1], device=device), torch.zeros(len(drafts))
+    for start in range(0, count, _ROWS):
+        rows = slice(start, min(start + _ROWS, count))
+        nodes, positions = ids[rows], torch.arange(position + rows.start, position + rows.stop, device=device)
+        sampler.extend(nodes[:1].tolist())
+        causal = torch.ones(len(nodes), len(nodes), dtype=torch.bool, device=device).tril()
+        seen = sampler.seen(nodes, positions, causal)
+        sampler.extend(nodes[1:].tolist())
+        following = range(position + rows.start + 1, position + rows.stop + 1)
+        target_tokens, *draft_tokens = (
+            sampler.scores(logits[rows], seen, following).argmax(-1) for logits in (target_logits, *drafts)
+        )
+        hits += torch.tensor([int((tokens == target_tokens).sum()) for tokens in draft_tokens])
+    target_loss, *losses = (F.cross_entropy(logits, ids[1:]).item() for logits in (target_logits, *drafts))
+    return [Agreement(loss, target_loss, hit / count) for loss, hit in zip(losses, hits.tolist(), strict=True)]
 
 
 def draft_network(config: DraftConfig, target: Target) -> LlamaForCausalLM:
