@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 from statistics import mean
+from typing import Any
 
 import torch
 
 from benchmarks import tables
 from tswift.attention import triton
 from tswift.benchmarking.roofline import MACHINES, pass_seconds
-from tswift.benchmarking.table import Table
-from tswift.drafting.options import usual_nodes
+from tswift.drafting.methods import usual_nodes
 from tswift.models.passes import sizes
 from tswift.models.shapes import SHAPES, Shape, shape_config, shape_of, skeleton
 
@@ -96,8 +96,10 @@ def floor(shape: Shape, context: float, budget: int) -> dict[str, float]:
     return {**parts, "step": sum(parts.values()), "ar": verify}
 
 
-def estimate(name: str, alpha: float, tokens: int = 100_000, prefill: int = 4096, budget: int = 4096) -> Table:
-    """The table: a step's mean milliseconds over a text, the text's seconds, and ratios of issue 17's targets."""
+def estimate(
+    name: str, alpha: float, tokens: int = 100_000, prefill: int = 4096, budget: int = 4096
+) -> list[dict[str, Any]]:
+    """Rows of a table: a step's mean milliseconds over a text, the text's seconds, and ratios of issue 17's targets."""
     config = shape_config(name)
     shape = shape_of(skeleton(config), 2)
     nodes = usual_nodes(torch.device("cuda"), shape.query_heads // shape.kv_heads)
@@ -125,14 +127,7 @@ def estimate(name: str, alpha: float, tokens: int = 100_000, prefill: int = 4096
             "verification / AR step, first and last": f"{verify[0]:.2f}, {verify[1]:.2f}",
             "draft pass / its floor": parts(prefill)["draft pass"] / floor(shape, prefill, budget)["draft pass"],
         }
-    rows = [[row, *(column[row] for column in columns.values())] for row in columns["floor"]]
-    notes = [
-        f"Estimated, nothing of it measured: one H200, bfloat16, alpha {alpha:g} ({per_step:g} tokens a step), from "
-        f"{prefill:,} to {prefill + tokens:,} tokens; means over the text. Floor: bytes at the published "
-        f"{PUBLISHED.bandwidth / 1e12:g} TB/s; at the {ACHIEVED / 1e12:g} that a good kernel may reach, ratios to it "
-        f"are {ACHIEVED / PUBLISHED.bandwidth:.2f} times these. Before: commit b5cc13d.",
-    ]
-    return Table(f"Estimate: {name}, {tokens:,} tokens on an H200", ["", *columns], rows, left=1, notes=notes)
+    return [{"estimate": row, **{name: column[row] for name, column in columns.items()}} for row in columns["floor"]]
 
 
 def main() -> None:
