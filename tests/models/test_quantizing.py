@@ -18,6 +18,7 @@ import tswift
 from tests import fake_torchao
 from tests.cli.conftest import tswift as run_tswift  # noqa: F401
 from tests.conftest import make_checkpoint
+from tests.helpers import options_for
 from tests.models.refusals import refuse
 from tswift import engine
 from tswift.decoding import costs
@@ -35,7 +36,8 @@ from tswift.models.linear import JoinedLinear
 from tswift.models.load import LoadedModel, inspect_model, load
 from tswift.models.quantizing import quantizer
 
-OPTIONS = DraftOptions(nodes=12, budget=64, sinks=4, reuse_recent=True)
+FIELDS = {"nodes": 12, "budget": 64, "sinks": 4}
+OPTIONS = DraftOptions(**FIELDS)
 
 
 needs_torchao = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")
@@ -56,7 +58,8 @@ class Int8Linear(nn.Module):
 
 def text(model: LoadedModel, method: str, length: int = 70) -> list[int]:
     prompt = model.encode("The ship had lain three days becalmed, and the captain")
-    steps = tswift.generate(model, prompt, length, method=method, options=OPTIONS)
+    options = options_for(method, **FIELDS, reuse_recent=True)
+    steps = tswift.generate(model, prompt, length, method=method, options=options)
     return [token for step in steps for token in step.tokens]
 
 
@@ -238,7 +241,7 @@ def test_heads_that_start_before_the_final_norm(checkpoint: Path, tmp_path: Path
     """The copy gives them its own states, and leaves the model's alone."""
     heads = MedusaHeads(32, 2, 320)
     heads.raw = True
-    monkeypatch.setattr("tswift.models.load.attach_heads", lambda path, target: (target.tap(), heads.eval())[1])
+    monkeypatch.setattr("tswift.models.load.attach_heads", lambda path, target, **_: (target.tap(), heads.eval())[1])
     fake_torchao.install(monkeypatch)
     model = load(str(checkpoint), device="cpu", draft_weights="int8")
     assert model.drafting is not None
@@ -297,7 +300,7 @@ def test_what_cannot_be_copied(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as split:
         split.setattr(Dist, "share", lambda self, asked: asked)
         refuse(model, "cannot be split over ranks", option, draft_weights="int8", ranks=Dist(0, 2))  # type: ignore
-    monkeypatch.setattr("tswift.models.load._load", None)  # all of it is said before anything is loaded
+    monkeypatch.setattr("tswift.models.load.open_model", None)  # all of it is said before anything is loaded
     refuse(model, "not in float64", option, draft_weights="int8", dtype="float64")
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     refuse(model, r"needs torchao: pip install 'tswift\[quantize\]'", option, draft_weights="int8", device="cpu")

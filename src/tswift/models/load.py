@@ -384,7 +384,6 @@ def open_model(
     with silence(), hub(folder is None), in_one_line(model):
         if folder is not None:
             refuse_misfit(config, stored_tensors(folder), model)
-        backend, note = select_backend(attention, kind, device, config)
         if ranks.count > 1:
             if quantize or quantization:
                 raise InputError("quantised weights cannot be split over ranks yet", RANKS)
@@ -394,6 +393,7 @@ def open_model(
             quantization = f"{quantize}, torchao"
         if quantization and device.type == "cuda":
             how["device_map"] = device  # quantised on the way: the whole weights need not fit
+        backend, note = select_backend(attention, kind, device, config)  # may compile a kernel: after all refusals
         if not tokenizer_optional or folder is None or has_tokenizer(folder):
             tokenizer = _load_tokenizer(source, model)
         said = dtype_note(config, kind)  # from_pretrained may overwrite the configuration's
