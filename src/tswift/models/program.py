@@ -1,0 +1,269 @@
+"""Passes of a Llama-like model on the CPU as one C function, compiled where the user has a C compiler.
+
+Eagerly a pass of a small model takes longer to be said than to be computed: some 300 operators, each through Python and
+PyTorch. Weights that lost nothing in bfloat16 are read as that, which halves the bytes and changes no product. A row's
+bits depend on no other row, so every pass is exact, whatever its width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tswift.attention import native
+from tswift.attention.building import Unbuilt, build, widest_vectors
+from tswift.attention.layout import MOST_WIDTH
+from tswift.kv.buffer import KVBuffer
+from tswift.models.passes import Forwarded
+
+_SOURCE = Path(__file__).with_name("program.c")
+_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_ROTARY = ("default", "linear", "llama3", "yarn")  # whose rates are the same at every length
+_MOST_COPIED = 1 << 30  # bytes of a model's weights in float32; above, memory is worth more than time
+
+_Sizes = Iterable[tuple[str, Any]]
+
+
+def _pointers(names: str) -> _Sizes:
+    return [(name, ctypes.c_void_p) for name in names.split()]
+
+
+def _integers(names: str) -> _Sizes:
+    return [(name, ctypes.c_int64) for name in names.split()]
+
+
+class _Linear(ctypes.Structure):
+    _fields_: ClassVar = [*_pointers("weight bias"), *_integers("inputs outputs half")]
+
+
+class _Layer(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _Linear) for name in ("joined", "output", "gates", "down")),
+        *_pointers("before after query_norm key_norm"),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("layers", ctypes.POINTER(_Layer)),
+        *_pointers("embeddings norm rates attend attention_scratch parallel"),
+        *_integers("count hidden inner heads kv_heads width"),
+        *((name, ctypes.c_float) for name in ("epsilon", "rotary_scale", "scale")),
+    ]
+
+
+class _Pass(ctypes.Structure):
+    _fields_: ClassVar = [
+        *_pointers("tokens positions keys values ancestors depths hidden raw queries space"),
+        *_integers("nodes prefix by_layer by_head threads"),
+    ]
+
+
+class Unfit(Exception):
+    """Why a model's passes cannot be such a program, in one line."""
+
+
+def library() -> ctypes.CDLL:
+    """The compiled program.
+
+    Raises:
+        Unbuilt: there is none here; it says why.
+    """
+    built = build(_SOURCE, options=widest_vectors())
+    built.tswift_block.restype = built.tswift_space.restype = ctypes.c_int64
+    return built
+
+
+class PackedLinear:
+    """Linear layers with the same input as one product, by the program: frozen weights, packed.
+
+    Args:
+        layers: as the modeling code has them; their outputs are joined in this order.
+
+    Raises:
+        Unbuilt: there is no program here.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._library = library()
+        weight = torch.cat([_plain(layer.weight) for layer in layers])
+        biases = [_plain(layer.bias) if getattr(layer, "bias", None) is not None else None for layer in layers]
+        self._bias = None
+        if any(bias is not None for bias in biases):
+            sizes = [len(_plain(layer.weight)) for layer in layers]
+            self._bias = torch.cat(
+                [torch.zeros(size) if bias is None else bias for size, bias in zip(sizes, biases, strict=True)]
+            )
+        self.outputs, self.inputs = weight.shape
+        half = torch.equal(weight.bfloat16().float(), weight)
+        block = self._library.tswift_block()
+        padded = torch.zeros(-(-self.outputs // block) * block, self.inputs, dtype=weight.dtype)
+        padded[: self.outputs] = weight
+        packed = padded.view(-1, block, self.inputs).transpose(1, 2).contiguous()
+        self._packed = packed.bfloat16() if half else packed
+        self.c = _Linear(
+            self._packed.data_ptr(),
+            0 if self._bias is None else self._bias.data_ptr(),
+            self.inputs,
+            self.outputs,
+            int(half),
+        )
+        self._address = ctypes.addressof(self.c)
+        self._parallel = native.parallel_region()
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """``[..., inputs]`` float32 to ``[..., outputs]``."""
+        given = input.contiguous()
+        out = torch.empty(*given.shape[:-1], self.outputs, dtype=torch.float32)
+        self._library.tswift_multiply(
+            ctypes.c_void_p(self._address),
+            ctypes.c_void_p(given.data_ptr()),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int64(given.numel() // self.inputs),
+            ctypes.c_void_p(self._parallel),
+            ctypes.c_int64(torch.get_num_threads()),
+        )
+        return out
+
+
+class PassProgram:
+    """The passes of a model as one C function; its logits, too.
+
+    Args:
+        network: a causal language model of transformers in float32 on the CPU, whose weights stay as they are.
+
+    Attributes:
+        most_nodes: of a pass.
+        lm_head: from ``[..., H]`` hidden states to ``[..., V]`` logits.
+
+    Raises:
+        Unfit: it is no such model.
+        Unbuilt: there is no program here.
+    """
+
+    most_nodes: ClassVar[int] = MOST_WIDTH
+
+    def __init__(self, network: PreTrainedModel) -> None:
+        config, decoder = network.config, network.get_decoder()
+        _refuse_unfit(network, config)
+        layers, width = decoder.layers, decoder.layers[0].self_attn.head_dim
+        attention = native.library(width, torch.float32)
+        self._library = library()
+        self._kept: list[Any] = []  # what the C structures point to
+        self._layers = (_Layer * len(layers))()
+        for layer, made in zip(layers, self._layers, strict=True):
+            own, mlp = layer.self_attn, layer.mlp
+            made.joined = self._pack(own.q_proj, own.k_proj, own.v_proj)
+            made.output, made.down = self._pack(own.o_proj), self._pack(mlp.down_proj)
+            made.gates = self._pack(mlp.gate_proj, mlp.up_proj)
+            made.before = self._pointer(layer.input_layernorm.weight)
+            made.after = self._pointer(layer.post_attention_layernorm.weight)
+            made.query_norm, made.key_norm = (
+                self._pointer(getattr(own, name).weight) if hasattr(own, name) else 0 for name in ("q_norm", "k_norm")
+            )
+        self.lm_head = PackedLinear([network.get_output_embeddings()])
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._shape = len(layers), heads, width, config.hidden_size
+        rotary = decoder.rotary_emb
+        self._model = _Model(
+            self._layers,
+            self._pointer(decoder.embed_tokens.weight),
+            self._pointer(decoder.norm.weight),
+            self._pointer(rotary.inv_freq.float()),
+            _address(attention.tswift_attend),
+            _address(attention.tswift_scratch),
+            native.parallel_region(),
+            len(layers),
+            config.hidden_size,
+            config.intermediate_size,
+            heads,
+            kv_heads,
+            width,
+            config.rms_norm_eps,
+            rotary.attention_scaling,
+            layers[0].self_attn.scaling * 1.4426950408889634,  # powers of two: see native.c
+        )
+        self._space = torch.empty(0)
+
+    def _pack(self, *layers: nn.Module) -> _Linear:
+        packed = PackedLinear(layers)
+        self._kept.append(packed)
+        return packed.c
+
+    def _pointer(self, weight: Tensor) -> int:
+        kept = _plain(weight).contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+    def takes(self, kv: KVBuffer, nodes: int) -> bool:
+        """Whether a pass over so many nodes can be the program's; more are for the stock operators."""
+        return 0 < nodes <= self.most_nodes and kv.length + nodes <= kv.capacity
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None, raw: bool
+    ) -> Forwarded:
+        """As :meth:`~tswift.models.target.Target.forward`, with the state before the final norm if it is asked for."""
+        layers, heads, width, hidden = self._shape
+        nodes, threads = len(tokens), torch.get_num_threads()
+        states = torch.empty(2, nodes, hidden, dtype=torch.float32)
+        queries = torch.empty(layers, heads, nodes, width, dtype=torch.float32)
+        tokens, positions = tokens.contiguous(), positions.contiguous()
+        depths = None
+        if ancestors is not None:
+            ancestors = ancestors.contiguous()
+            depths = ancestors.sum(1) - 1
+        run = _Pass(
+            tokens.data_ptr(),
+            positions.data_ptr(),
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            0 if ancestors is None else ancestors.data_ptr(),
+            0 if depths is None else depths.data_ptr(),
+            states.data_ptr(),
+            states.data_ptr() + nodes * hidden * states.itemsize,
+            queries.data_ptr(),
+            0,
+            nodes,
+            kv.length,
+            kv.keys.stride(0),
+            kv.keys.stride(1),
+            threads,
+        )
+        given = ctypes.byref(self._model), ctypes.byref(run)
+        size = self._library.tswift_space(*given)
+        if len(self._space) < size:
+            self._space = torch.empty(size + size // 2, dtype=torch.float32)
+        run.space = self._space.data_ptr()
+        self._library.tswift_forward(*given)
+        after, before = states.unbind()
+        return Forwarded(after, list(queries.unbind()), before if raw else None)
+
+
+def _refuse_unfit(network: PreTrainedModel, config: Any) -> None:
+    kind, weights = type(network).__name__, list(network.parameters())
+    if kind not in _MODELS:
+        raise Unfit(f"{kind} has no program")
+    if any(type(weight) is not nn.Parameter or weight.dtype != torch.float32 for weight in weights):
+        raise Unfit("its weights are not plain float32")
+    if any(weight.device.type != "cpu" for weight in weights):
+        raise Unfit("it is not on the CPU")
+    if sum(weight.numel() for weight in weights) * torch.float32.itemsize > _MOST_COPIED:
+        raise Unfit("its weights are too large to be held twice")
+    if config.hidden_act != "silu" or getattr(config, "rope_parameters", {}).get("rope_type") not in _ROTARY:
+        raise Unfit("its activation or position encoding has no program")
+    if not native.takes(network.get_decoder().layers[0].self_attn.head_dim):
+        raise Unfit("its heads are of a size that native attention does not take")
+
+
+def _plain(weight: Tensor) -> Tensor:
+    return weight.detach().to(torch.float32)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
