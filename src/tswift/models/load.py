@@ -43,10 +43,10 @@ from tswift.models.checkpoint import (
 from tswift.models.config import DEMO, UNQUANTISED, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, find_device, own_dtype
 from tswift.models.fingerprint import weights_hash
-from tswift.models.heads import HEAD_TYPES, Heads
+from tswift.models.heads import HEAD_TYPES, Heads, prepare
 from tswift.models.heads_io import attach_heads, carries_heads, find_heads, heads_path
 from tswift.models.hf import max_positions
-from tswift.models.linear import copied_bytes, use_onednn
+from tswift.models.linear import copied_bytes
 from tswift.models.shapes import (
     HEADS,
     PREFIX,
@@ -271,7 +271,7 @@ def _load_heads(source: Path | str | None, target: Target, simulated: bool) -> H
     if source is None:
         return None
     heads = random_heads(source, target.model.config, target.dtype, target.device)
-    use_onednn(heads)
+    prepare(heads)
     return heads
 
 

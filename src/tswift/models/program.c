@@ -310,3 +310,34 @@ void tswift_forward(const Model *m, const Pass *p) {
     for (int64_t r = 0; r < n; r++)
         tswift_norm(state + r * hidden, m->norm, p->hidden + r * hidden, hidden, m->epsilon);
 }
+
+/* One of a chain of heads: rows of states, refined, and what goes to the LM head; see heads.py. */
+typedef struct {
+    Linear mix, linear;                        /* without a mix, the head is not told the token before */
+    const float *input_norm, *embedding_norm, *after;
+    int64_t hidden;
+    float epsilon;
+} Head;
+
+/* The space is of 4 * hidden numbers for every row. */
+void tswift_head(
+    const Head *h, const float *states, const float *embeddings, float *refined, float *out, float *space, int64_t rows,
+    parallel_region *parallel, int64_t threads
+) {
+    const int64_t hidden = h->hidden, told = h->mix.weight != 0, width = (1 + told) * hidden;
+    float *input = space, *mixed = told ? space + rows * width : space;
+    for (int64_t r = 0; r < rows; r++) {
+        tswift_norm(states + r * hidden, h->input_norm, input + r * width, hidden, h->epsilon);
+        if (told)
+            tswift_norm(
+                embeddings + r * hidden, h->embedding_norm, input + r * width + hidden, hidden, h->epsilon);
+    }
+    if (told) {
+        tswift_multiply(&h->mix, input, mixed, rows, parallel, threads);
+        tswift_silu(mixed, mixed, rows * width);
+    }
+    tswift_multiply(&h->linear, mixed, refined, rows, parallel, threads);
+    for (int64_t i = 0; i < rows * hidden; i++) refined[i] += states[i];
+    for (int64_t r = 0; r < rows; r++)
+        tswift_norm(refined + r * hidden, h->after, out + r * hidden, hidden, h->epsilon);
+}

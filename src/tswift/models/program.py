@@ -65,6 +65,16 @@ class _Pass(ctypes.Structure):
     ]
 
 
+class _Head(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("mix", _Linear),
+        ("linear", _Linear),
+        *_pointers("input_norm embedding_norm after"),
+        ("hidden", ctypes.c_int64),
+        ("epsilon", ctypes.c_float),
+    ]
+
+
 class Unfit(Exception):
     """Why a model's passes cannot be such a program, in one line."""
 
@@ -150,8 +160,8 @@ class PassProgram:
     most_nodes: ClassVar[int] = MOST_WIDTH
 
     def __init__(self, network: PreTrainedModel) -> None:
+        _refuse_unfit(network)
         config, decoder = network.config, network.get_decoder()
-        _refuse_unfit(network, config)
         layers, width = decoder.layers, decoder.layers[0].self_attn.head_dim
         attention = native.library(width, torch.float32)
         self._library = library()
@@ -245,10 +255,63 @@ class PassProgram:
         return Forwarded(after, list(queries.unbind()), before if raw else None)
 
 
-def _refuse_unfit(network: PreTrainedModel, config: Any) -> None:
+class HeadProgram:
+    """The steps of a chain of heads, each as one C function.
+
+    Args:
+        heads: one by one, in float32 on the CPU, whose weights stay as they are.
+        hidden_size: width of their states.
+        eps: of their norms.
+
+    Raises:
+        Unbuilt: there is no program here.
+    """
+
+    def __init__(self, heads: Iterable[Any], hidden_size: int, eps: float) -> None:
+        self._library, self._parallel = library(), native.parallel_region()
+        self._hidden = hidden_size
+        self._kept: list[Any] = []  # what the C structures point to
+        self._heads: list[_Head] = []
+        for head in heads:
+            linear, made = PackedLinear([head.linear]), _Head(hidden=hidden_size, epsilon=eps)
+            made.linear = linear.c
+            norms = {"input_norm": head.input_layernorm, "after": head.post_layernorm}
+            if hasattr(head, "mix"):
+                mix = PackedLinear([head.mix])
+                made.mix, norms["embedding_norm"] = mix.c, head.embedding_layernorm
+                self._kept.append(mix)
+            for name, norm in norms.items():
+                weight = _plain(norm.weight).contiguous()
+                setattr(made, name, weight.data_ptr())
+                self._kept.append(weight)
+            self._kept.append(linear)
+            self._heads.append(made)
+
+    def __call__(self, index: int, hidden: Tensor, embedding: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As :meth:`~tswift.models.heads.Heads.step`."""
+        hidden = hidden.contiguous()
+        rows = hidden.numel() // self._hidden
+        embeddings = None if embedding is None else embedding.expand(hidden.shape).contiguous()
+        refined, out = torch.empty_like(hidden), torch.empty_like(hidden)
+        space = torch.empty(4 * hidden.numel(), dtype=torch.float32)
+        self._library.tswift_head(
+            ctypes.byref(self._heads[index]),
+            *(
+                ctypes.c_void_p(None if each is None else each.data_ptr())
+                for each in (hidden, embeddings, refined, out, space)
+            ),
+            ctypes.c_int64(rows),
+            ctypes.c_void_p(self._parallel),
+            ctypes.c_int64(torch.get_num_threads()),
+        )
+        return refined, out
+
+
+def _refuse_unfit(network: PreTrainedModel) -> None:
     kind, weights = type(network).__name__, list(network.parameters())
     if kind not in _MODELS:
         raise Unfit(f"{kind} has no program")
+    config = network.config
     if any(type(weight) is not nn.Parameter or weight.dtype != torch.float32 for weight in weights):
         raise Unfit("its weights are not plain float32")
     if any(weight.device.type != "cpu" for weight in weights):
