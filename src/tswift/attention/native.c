@@ -60,7 +60,7 @@ typedef struct {
     const int64_t *depths;     /* of nodes: ancestors but itself; none without ancestors */
     float *out;                /* like query */
     float *scratch;            /* as many numbers as tswift_scratch says */
-    parallel_region *parallel; /* GOMP_parallel of the OpenMP that PyTorch uses */
+    parallel_region *parallel; /* tswift_parallel of pool.c */
     int64_t keys_head, values_head, kv_heads, rows, prefix, nodes, threads;
     float scale;
 } Call;

@@ -43,8 +43,8 @@ enum {
     BLOCK = LANES * VECTORS, /* outputs of a block */
     ROWS = 6,                /* most rows that are multiplied together: so many sums stay in registers */
     ALONE = 8 / VECTORS,     /* blocks that are multiplied together for a single row, for as many sums under way */
-    LARGE = 1 << 22,         /* products of a layer that are worth a second thread */
-    PORTION = 1 << 18        /* products that a thread takes at a time, at least */
+    LARGE = 1 << 20,         /* products of a layer that are worth a second thread */
+    PORTION = 1 << 17        /* products that a thread takes at a time, at least */
 };
 
 typedef void parallel_region(void (*work)(void *), void *given, unsigned threads, unsigned flags);
@@ -81,7 +81,7 @@ typedef struct {
     const float *rates;      /* [width / 2] of the rotary embedding */
     void (*attend)(const Attention *);
     int64_t (*attention_scratch)(const Attention *);
-    parallel_region *parallel; /* GOMP_parallel of the OpenMP that PyTorch uses */
+    parallel_region *parallel; /* tswift_parallel of pool.c */
     int64_t count, hidden, inner, heads, kv_heads, width;
     float epsilon, rotary_scale, scale;
 } Model;

@@ -199,7 +199,6 @@ class PassProgram:
             rotary.attention_scaling,
             layers[0].self_attn.scaling * 1.4426950408889634,  # powers of two: see native.c
         )
-        self._space = torch.empty(0)
 
     def _pack(self, *layers: nn.Module) -> _Linear:
         packed = PackedLinear(layers)
@@ -246,10 +245,8 @@ class PassProgram:
             threads,
         )
         given = ctypes.byref(self._model), ctypes.byref(run)
-        size = self._library.tswift_space(*given)
-        if len(self._space) < size:
-            self._space = torch.empty(size + size // 2, dtype=torch.float32)
-        run.space = self._space.data_ptr()
+        space = torch.empty(self._library.tswift_space(*given), dtype=torch.float32)
+        run.space = space.data_ptr()
         self._library.tswift_forward(*given)
         after, before = states.unbind()
         return Forwarded(after, list(queries.unbind()), before if raw else None)
