@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tswift.attention.building import Unbuilt, build
+from tswift.attention.building import Unbuilt, build, widest_vectors
 from tswift.attention.layout import MOST_WIDTH, Attention, Layout
 from tswift.attention.sdpa import TreeAttention
 
@@ -108,7 +108,8 @@ def library(width: int, dtype: torch.dtype) -> ctypes.CDLL:
     Raises:
         Unbuilt: there is none here; it says why.
     """
-    kernel = build(_SOURCE, f"WIDTH={width}", f"KIND={KINDS[dtype]}", f"DRAFTED={MOST_WIDTH}")
+    defined = f"WIDTH={width}", f"KIND={KINDS[dtype]}", f"DRAFTED={MOST_WIDTH}"
+    kernel = build(_SOURCE, *defined, options=widest_vectors())
     kernel.tswift_scratch.restype = ctypes.c_int64
     return kernel
 
