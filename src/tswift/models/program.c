@@ -5,6 +5,7 @@
 
    Weights lie in blocks of BLOCK outputs, all inputs of a block together: [blocks, inputs, BLOCK]. What a matrix
    holds in bfloat16 without loss is kept so, for half the bytes, and widened in registers: the products are the same.
+   There, the weights of two neighbouring vectors take turns, so that one load and two operators widen both.
 
    program.py has the same structures. */
 
@@ -22,9 +23,11 @@ INLINE vector zero(void) { return _mm512_setzero_ps(); }
 INLINE vector spread(float x) { return _mm512_set1_ps(x); }
 INLINE vector plus(vector sum, vector x, vector y) { return _mm512_fmadd_ps(x, y, sum); }
 INLINE void store(float *to, vector x) { _mm512_storeu_ps(to, x); }
-INLINE vector load(const void *from, const int half) {
-    if (!half) return _mm512_loadu_ps(from);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from)), 16));
+INLINE vector load(const float *from) { return _mm512_loadu_ps(from); }
+INLINE void load_pair(const uint16_t *from, vector pair[2]) {
+    const __m512i both = _mm512_loadu_si512(from);
+    pair[0] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    pair[1] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(0xffff0000)));
 }
 #else
 typedef __m256 vector;
@@ -33,9 +36,11 @@ INLINE vector zero(void) { return _mm256_setzero_ps(); }
 INLINE vector spread(float x) { return _mm256_set1_ps(x); }
 INLINE vector plus(vector sum, vector x, vector y) { return _mm256_fmadd_ps(x, y, sum); }
 INLINE void store(float *to, vector x) { _mm256_storeu_ps(to, x); }
-INLINE vector load(const void *from, const int half) {
-    if (!half) return _mm256_loadu_ps(from);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16));
+INLINE vector load(const float *from) { return _mm256_loadu_ps(from); }
+INLINE void load_pair(const uint16_t *from, vector pair[2]) {
+    const __m256i both = _mm256_loadu_si256((const __m256i *)from);
+    pair[0] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    pair[1] = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(0xffff0000)));
 }
 #endif
 
@@ -123,8 +128,12 @@ INLINE void multiply(
     for (int64_t i = 0; i < inputs; i++) {
         vector weight[ALONE * VECTORS];
         for (int b = 0; b < blocks; b++)
-            for (int v = 0; v < VECTORS; v++)
-                weight[b * VECTORS + v] = load(at + b * apart + (i * BLOCK + v * LANES) * size, half);
+            for (int v = 0; v < VECTORS; v += 2) {
+                const void *pair = at + b * apart + (i * BLOCK + v * LANES) * size;
+                vector *to = weight + b * VECTORS + v;
+                if (half) load_pair(pair, to);
+                else to[0] = load(pair), to[1] = load((const float *)pair + LANES);
+            }
         for (int r = 0; r < rows; r++) {
             const vector x = spread(input[r * inputs + i]);
             for (int v = 0; v < blocks * VECTORS; v++) sum[r][v] = plus(sum[r][v], weight[v], x);
@@ -176,6 +185,7 @@ static void take_portions(void *given) {
 }
 
 int64_t tswift_block(void) { return BLOCK; }
+int64_t tswift_lanes(void) { return LANES; }
 
 /* Rows [rows, inputs] times a matrix: [rows, outputs]. */
 void tswift_multiply(

@@ -86,7 +86,8 @@ def library() -> ctypes.CDLL:
         Unbuilt: there is none here; it says why.
     """
     built = build(_SOURCE, options=widest_vectors())
-    built.tswift_block.restype = built.tswift_space.restype = ctypes.c_int64
+    for function in (built.tswift_block, built.tswift_lanes, built.tswift_space):
+        function.restype = ctypes.c_int64
     return built
 
 
@@ -115,8 +116,10 @@ class PackedLinear:
         block = self._library.tswift_block()
         padded = torch.zeros(-(-self.outputs // block) * block, self.inputs, dtype=weight.dtype)
         padded[: self.outputs] = weight
-        packed = padded.view(-1, block, self.inputs).transpose(1, 2).contiguous()
-        self._packed = packed.bfloat16() if half else packed
+        packed = padded.view(-1, block, self.inputs).transpose(1, 2)
+        if half:  # the numbers of two vectors take turns
+            packed = packed.bfloat16().unflatten(2, (-1, 2, self._library.tswift_lanes())).transpose(3, 4)
+        self._packed = packed.contiguous()
         self.c = _Linear(
             self._packed.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(),
