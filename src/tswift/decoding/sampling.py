@@ -107,7 +107,11 @@ class Sampler:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""
-        if self.params.penalises and tokens:
+        if self.params.penalises and tokens and self.newest.device.type == "cpu":
+            newest = self.newest.numpy()
+            for position, token in enumerate(tokens, start=self.length):
+                newest[token] = position
+        elif self.params.penalises and tokens:
             ids = torch.tensor(tokens).to(self.newest.device, non_blocking=True)
             positions = torch.arange(self.length, self.length + len(tokens), device=self.newest.device)
             self.newest.scatter_reduce_(0, ids, positions, "amax")

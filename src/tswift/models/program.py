@@ -226,7 +226,7 @@ class PassProgram:
         states = torch.empty(2, nodes, hidden, dtype=torch.float32)
         queries = torch.empty(layers, heads, nodes, width, dtype=torch.float32)
         tokens, positions = tokens.contiguous(), positions.contiguous()
-        depths = None
+        depths, ancestors = None, ancestors if nodes > 1 else None
         if ancestors is not None:
             ancestors = ancestors.contiguous()
             depths = ancestors.sum(1) - 1
