@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["DraftOptions", "Fault", "InputError", "SamplingParams", "Step", "__version__", "generate", "load"]
 
-# Threads that wait for work are to sleep, not to spin: with a core taken by another process, steps took 40 times as long
-# (3.4 ms instead of 136). It is read when torch is imported.
+# PyTorch's threads that wait for work are to sleep, not to spin: on a machine with other work to do, a token took 136 ms
+# instead of 3.4. It is read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOMES = {

@@ -20,11 +20,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.helpers import decode_method, drafter_of, random_tree
+from tests.helpers import decode, decode_method, random_tree
 from tswift.attention.backends import why_not
 from tswift.attention.building import Unbuilt
-from tswift.attention.native import NativeAttention
 from tswift.decoding.params import SamplingParams
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.kv.full import FullKV
 from tswift.models import adapting
@@ -148,9 +148,9 @@ def test_passes_of_a_fixed_width_are_exact_without_being_filled_up() -> None:
     target = target_of()
     target.width = 16
     assert fingerprint(target) == fingerprint(target)
+    tree, kv = tree_of(17, 0), filled(target, 0, 17)
     with pytest.raises(ValueError, match="does not fit"):
-        tokens, positions, ancestors = tree_of(17, 0)
-        target.forward(tokens, positions, filled(target, 0, 17), ancestors)
+        target.forward(*tree[:2], kv, tree[2])
 
 
 @pytest.mark.parametrize("method", ["tokenswift", "medusa", "magicdec", "recall"])
@@ -162,9 +162,6 @@ def test_every_method_writes_plain_decodings_text(method: str) -> None:
     prepare(heads)
     wanted = decode_method("ar", target, prompt, params, 3, 150)
     options = DraftOptions(budget=64) if method in ("tokenswift", "magicdec") else DraftOptions()
-    from tests.helpers import decode
-    from tswift.drafting.methods import make_drafter
-
     assert decode(target, make_drafter(method, target, heads, options, None), prompt, params, 3, 150) == wanted
 
 

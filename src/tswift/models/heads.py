@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -243,10 +244,8 @@ def prepare(heads: Heads) -> None:
     weights = list(heads.parameters())
     plain = all(weight.dtype == torch.float32 and weight.device.type == "cpu" for weight in weights)
     if isinstance(heads, _RefiningHeads) and plain:
-        try:
+        with suppress(Unbuilt):  # PyTorch computes them then
             heads.program = HeadProgram(heads.heads, heads.hidden_size, heads.eps)
-        except Unbuilt:
-            pass  # PyTorch computes them
 
 
 # Those that can be made for any model: they need its LM head and nothing of their own.

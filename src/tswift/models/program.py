@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tswift.attention import native
-from tswift.attention.building import Unbuilt, build, widest_vectors
+from tswift.attention.building import build, widest_vectors
 from tswift.attention.layout import MOST_WIDTH
 from tswift.kv.buffer import KVBuffer
 from tswift.models.passes import Forwarded
@@ -101,7 +101,7 @@ class PackedLinear:
         Unbuilt: there is no program here.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[Any]) -> None:
         self._library = library()
         weight = torch.cat([_plain(layer.weight) for layer in layers])
         biases = [_plain(layer.bias) if getattr(layer, "bias", None) is not None else None for layer in layers]
@@ -324,8 +324,9 @@ def _refuse_unfit(network: PreTrainedModel) -> None:
         raise Unfit("its heads are of a size that native attention does not take")
 
 
-def _plain(weight: Tensor) -> Tensor:
-    return weight.detach().to(torch.float32)
+def _plain(weight: Any) -> Tensor:
+    plain: Tensor = weight.detach().to(torch.float32)
+    return plain
 
 
 def _address(function: Any) -> int:
