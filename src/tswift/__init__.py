@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["DraftOptions", "Fault", "InputError", "SamplingParams", "Step", "__version__", "generate", "load"]
 
-# PyTorch's threads that wait for work are to sleep, not to spin: on a machine with other work to do, a token took 136 ms
+# PyTorch's threads are to sleep while they wait, not to spin: on a machine with other work to do, a token took 136 ms
 # instead of 3.4. It is read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
