@@ -150,8 +150,8 @@ def test_an_edge_of_top_p_is_left_to_pytorch(params: SamplingParams, edge: int) 
 def test_float64_is_left_to_pytorch(monkeypatch) -> None:
     sampler = Sampler(SamplingParams(), 1, 6, CPU)
     logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
-    assert sampler._program(logits.double()) is None
-    assert sampler._program(logits) is not None
+    assert sampler.program(torch.float64) is None
+    assert sampler.program(torch.float32) is not None
     monkeypatch.setenv("CC", "/nowhere/cc")
     monkeypatch.setattr("tswift.decoding.sampling.draw_program", lambda *given: None)
     other = Sampler(SamplingParams(), 1, 6, CPU)

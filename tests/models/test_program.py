@@ -24,12 +24,14 @@ from tests.helpers import decode, decode_method, random_tree
 from tswift.attention.backends import why_not
 from tswift.attention.building import Unbuilt
 from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
+from tswift.drafting.heads import HeadSource, LastPass
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.kv.full import FullKV
 from tswift.models import adapting
 from tswift.models.adapting import PROGRAM, compiled, fingerprint, wrap_model
-from tswift.models.heads import KINDS, prepare
+from tswift.models.heads import HEAD_TYPES, prepare
 from tswift.models.program import PackedLinear, PassProgram, Unfit
 from tswift.models.target import Target
 
@@ -158,7 +160,7 @@ def test_every_method_writes_plain_decodings_text(method: str) -> None:
     """In float32, bit for bit: there are no near-ties between passes of one row and of many."""
     target, params, prompt = target_of(), SamplingParams(penalty=1.1), [*range(1, 60), *range(20, 50)]
     assert target.program is not None
-    heads = KINDS["conditioned"](48, 3).requires_grad_(False)
+    heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
     prepare(heads)
     wanted = decode_method("ar", target, prompt, params, 3, 150)
     options = DraftOptions(budget=64) if method in ("tokenswift", "magicdec") else DraftOptions()
@@ -183,10 +185,10 @@ def test_a_product(inputs: int, outputs: int, threads: int) -> None:
         assert torch.equal(joined(rows[1, row]), found[1, row])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HEAD_TYPES)
 def test_heads(kind: str) -> None:
     torch.manual_seed(1)
-    heads = KINDS[kind](48, 3, eps=1e-5).requires_grad_(False)
+    heads = HEAD_TYPES[kind](48, 3, eps=1e-5).requires_grad_(False)
     for name, weight in heads.named_parameters():
         nn.init.normal_(weight, float("norm" in name), 0.2)
     plain = copy.deepcopy(heads)
@@ -233,3 +235,29 @@ def test_without_a_compiler_pytorch_computes(monkeypatch) -> None:
 
     monkeypatch.setattr(adapting, "PassProgram", refuse)
     assert target_of().program is None
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(penalty=1, min_p=0), SamplingParams(temperature=0)]
+)
+def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingParams, monkeypatch) -> None:
+    target, random = target_of(), torch.Generator().manual_seed(4)
+    heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
+    for weight in heads.parameters():
+        weight.normal_(std=0.3, generator=random)
+    prepare(heads)
+    reader = LastPass()
+    reader.direct = direct
+    source = HeadSource(target, heads, reader, (1, 3, 2), shared_noise=True)
+    sampler = Sampler(params, 1, VOCAB, target.device)
+    sampler.extend([*range(40), 7])
+    for place in range(20):
+        hidden = torch.randn(48, generator=random)
+        given = hidden, None, 7, range(41 + place, 44 + place), sampler
+        tokens, scores = source.guess(*given)
+        with monkeypatch.context() as patch:
+            patch.setattr(HeadSource, "_guess_by_program", lambda *given: None)
+            others = source.guess(*given)
+        assert torch.equal(tokens, others[0])
+        assert torch.equal(scores, others[1])

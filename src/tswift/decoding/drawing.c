@@ -18,15 +18,16 @@ static const double LOG_2 = 0.69315;   /* a bit more than it is */
 static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
 
 typedef struct {
+    /* these four first, as program.c moves them on from level to level */
     const void *logits;         /* [rows, vocabulary], float32, or bfloat16 if half */
+    const int64_t *positions;   /* [rows] of the tokens to be drawn; none for no noise */
+    int64_t *best;              /* [rows, count] tokens */
+    double *scores;             /* [rows, count], minus infinity where there is none */
     const uint8_t *seen;        /* [rows, vocabulary] or one row for all: the tokens that are penalised; or none, or: */
     const int64_t *newest;      /* [vocabulary]: the position of each token's last occurrence */
     const int64_t *tokens, *places; /* [rows]: of the nodes of a tree, its tokens and their positions */
     const uint8_t *ancestors;   /* [rows, rows] of the nodes */
     const uint8_t *banned;      /* [vocabulary], or none */
-    const int64_t *positions;   /* [rows] of the tokens to be drawn; none for no noise */
-    int64_t *best;              /* [rows, count] tokens */
-    double *scores;             /* [rows, count], minus infinity where there is none */
     uint8_t *unsure;            /* [rows]: whether PyTorch might rank otherwise */
     double *space;              /* 2 * vocabulary */
     int32_t *kept;              /* vocabulary */

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,8 +39,8 @@ class _Call(ctypes.Structure):
     """``Call`` in drawing.c."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("logits", "seen", "newest", *_NODES, "banned", "positions")),
-        *((name, ctypes.c_void_p) for name in ("best", "scores", "unsure", "space", "kept", "mask")),
+        *((name, ctypes.c_void_p) for name in ("logits", "positions", "best", "scores", "seen", "newest", *_NODES)),
+        *((name, ctypes.c_void_p) for name in ("banned", "unsure", "space", "kept", "mask")),
         *((name, ctypes.c_int64) for name in ("by_row", "by_seen", "rows", "vocabulary", "half", "count")),
         *((name, ctypes.c_int64) for name in ("window", "top_k", "seed")),
         *((name, ctypes.c_double) for name in ("temperature", "penalty", "log_min_p", "eta", "top_p")),
@@ -136,6 +136,47 @@ class DrawProgram:
             call.tokens, call.places, call.ancestors = (each.data_ptr() for each in kept)
         self._run(ctypes.byref(call))
         return best, scores, [row for row in range(rows) if unsure[row]]
+
+    def rank_levels(
+        self,
+        run: Callable[[ctypes.Structure, int], None],
+        positions: Sequence[int] | None,
+        levels: int,
+        count: int,
+        root: tuple[int, int],
+        newest: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Candidates of levels whose logits come one after the other, from a C function that ranks each when it has it.
+
+        Args:
+            run: is given what to call for the first level, and the address of the function to call.
+            positions: ``[levels]`` of the tokens to be drawn; None for no noise.
+            levels: how many.
+            count: candidates of each.
+            root: the text's last token, and its position.
+            newest: the sampler's, if tokens are penalised.
+
+        Returns:
+            ``[levels, count]`` tokens and their scores, as :meth:`rank`.
+        """
+        best = torch.empty(levels, count, dtype=torch.int64)
+        scores = torch.empty(levels, count, dtype=torch.float64)
+        places = None if positions is None else (ctypes.c_int64 * levels)(*positions)
+        node, unsure = (ctypes.c_int64 * 2)(*root), (ctypes.c_uint8 * 2)(0, 1)  # the root is its own ancestor
+        call = _Call(
+            positions=None if places is None else ctypes.addressof(places),
+            best=best.data_ptr(),
+            scores=scores.data_ptr(),
+            unsure=ctypes.addressof(unsure),
+            rows=1,
+            count=count,
+            **self._fixed,
+        )
+        if newest is not None:
+            call.newest, call.tokens = newest.data_ptr(), ctypes.addressof(node)
+            call.places, call.ancestors = ctypes.addressof(node) + 8, ctypes.addressof(unsure) + 1
+        run(call, ctypes.cast(self._run, ctypes.c_void_p).value or 0)
+        return best, scores
 
 
 def draw_program(params: SamplingParams, seed: int, vocab_size: int) -> DrawProgram | None:

@@ -237,7 +237,7 @@ class Sampler:
             count: how many of each row.
             nodes: tokens, positions and ancestors of a tree, as for :meth:`seen`, in place of that.
         """
-        program = self._program(logits)
+        program = self.program(logits.dtype)
         if program is None:
             return None
         places = positions.tolist() if isinstance(positions, Tensor) else positions
@@ -251,9 +251,9 @@ class Sampler:
             ranked[0][row], ranked[1][row] = best.indices[0].tolist(), best.values[0].tolist()
         return ranked
 
-    def _program(self, logits: Tensor) -> DrawProgram | None:
-        """What draws from such logits in place of PyTorch, if anything."""
-        if logits.device.type != "cpu" or logits.dtype not in DrawProgram.DTYPES:
+    def program(self, dtype: torch.dtype) -> DrawProgram | None:
+        """What draws from logits of a dtype in place of PyTorch, if anything."""
+        if self._tokens.device.type != "cpu" or dtype not in DrawProgram.DTYPES:
             return None
         if self.params not in self._programs:
             self._programs[self.params] = draw_program(self.params, self.seed, len(self._tokens))
@@ -318,7 +318,7 @@ class Sampler:
         alike = (seen is None or len(seen) in (1, len(logits))) and (positions is None or len(positions) == len(logits))
         if fused is not None and alike and not isinstance(positions, Sequence):
             return fused.candidates(logits, seen, positions, count)
-        program = self._program(logits) if alike and count <= MOST else None
+        program = self.program(logits.dtype) if alike and count <= MOST else None
         if program is not None:
             places = positions.tolist() if isinstance(positions, Tensor) else positions
             tokens, found, _ = program.rank(logits, count, places, seen)

@@ -351,3 +351,45 @@ void tswift_head(
     for (int64_t r = 0; r < rows; r++)
         tswift_norm(refined + r * hidden, h->after, out + r * hidden, hidden, h->epsilon);
 }
+
+/* The beginning of what drawing.c is called with. */
+typedef struct {
+    const float *logits;
+    const int64_t *positions;
+    int64_t *best;
+    double *scores;
+} Ranking;
+
+/* Levels of heads, each told the best token of the level before. */
+typedef struct {
+    const Head *heads;
+    const Linear *lm_head;
+    const float *embeddings, *state; /* [vocabulary, hidden]; [hidden] where the heads start */
+    const float *first;              /* [hidden] whose logits come before those of the heads, or none */
+    Ranking *ranking;                /* of the first level; those of the others lie behind */
+    void (*rank)(Ranking *);
+    parallel_region *parallel;
+    float *space;                    /* 7 * hidden, and the logits */
+    int64_t levels, count, root, hidden, threads;
+} Guess;
+
+void tswift_guess(const Guess *g) {
+    const float *state = g->state;
+    float *out = g->space, *refined = out + g->hidden, *space = refined + 2 * g->hidden, *logits = space + 4 * g->hidden;
+    int64_t root = g->root, head = 0;
+    for (int64_t level = 0; level < g->levels; level++) {
+        const float *given = g->first;
+        if (level || !given) {
+            float *next = refined + head % 2 * g->hidden;
+            tswift_head(
+                g->heads + head++, state, g->embeddings + root * g->hidden, next, out, space, 1, g->parallel, g->threads);
+            state = next, given = out;
+        }
+        tswift_multiply(g->lm_head, given, logits, 1, g->parallel, g->threads);
+        g->ranking->logits = logits;
+        g->rank(g->ranking);
+        root = *g->ranking->best;
+        g->ranking->best += g->count, g->ranking->scores += g->count;
+        if (g->ranking->positions) g->ranking->positions++;
+    }
+}

@@ -75,6 +75,13 @@ class _Head(ctypes.Structure):
     ]
 
 
+class _Guess(ctypes.Structure):
+    _fields_: ClassVar = [
+        *_pointers("heads lm_head embeddings state first ranking rank parallel space"),
+        *_integers("levels count root hidden threads"),
+    ]
+
+
 class Unfit(Exception):
     """Why a model's passes cannot be such a program, in one line."""
 
@@ -154,6 +161,7 @@ class PassProgram:
     Attributes:
         most_nodes: of a pass.
         lm_head: from ``[..., H]`` hidden states to ``[..., V]`` logits.
+        embeddings: the address of the input embeddings, ``[V, H]`` float32.
 
     Raises:
         Unfit: it is no such model.
@@ -183,10 +191,11 @@ class PassProgram:
         self.lm_head = PackedLinear([network.get_output_embeddings()])
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._shape = len(layers), heads, width, config.hidden_size
+        self.embeddings = self._pointer(decoder.embed_tokens.weight)
         rotary = decoder.rotary_emb
         self._model = _Model(
             self._layers,
-            self._pointer(decoder.embed_tokens.weight),
+            self.embeddings,
             self._pointer(decoder.norm.weight),
             self._pointer(rotary.inv_freq.float()),
             _address(attention.tswift_attend),
@@ -271,9 +280,10 @@ class HeadProgram:
         self._library, self._parallel = library(), native.parallel_region()
         self._hidden = hidden_size
         self._kept: list[Any] = []  # what the C structures point to
-        self._heads: list[_Head] = []
-        for head in heads:
-            linear, made = PackedLinear([head.linear]), _Head(hidden=hidden_size, epsilon=eps)
+        heads = list(heads)
+        self._heads = (_Head * len(heads))()
+        for head, made in zip(heads, self._heads, strict=True):
+            linear, made.hidden, made.epsilon = PackedLinear([head.linear]), hidden_size, eps
             made.linear = linear.c
             norms = {"input_norm": head.input_layernorm, "after": head.post_layernorm}
             if hasattr(head, "mix"):
@@ -285,7 +295,6 @@ class HeadProgram:
                 setattr(made, name, weight.data_ptr())
                 self._kept.append(weight)
             self._kept.append(linear)
-            self._heads.append(made)
 
     def __call__(self, index: int, hidden: Tensor, embedding: Tensor | None) -> tuple[Tensor, Tensor]:
         """As :meth:`~tswift.models.heads.Heads.step`."""
@@ -305,6 +314,51 @@ class HeadProgram:
             ctypes.c_int64(torch.get_num_threads()),
         )
         return refined, out
+
+    def guess(
+        self,
+        model: PassProgram,
+        state: Tensor,
+        first: Tensor | None,
+        root: int,
+        levels: int,
+        ranking: ctypes.Structure,
+        rank: int,
+        count: int,
+    ) -> None:
+        """Levels of candidates, each from a head that is told the best one of the level before.
+
+        Args:
+            model: whose embeddings and LM head they use.
+            state: ``[H]``, where the heads start.
+            first: ``[H]`` state whose logits come before those of the heads; None for none.
+            root: the text's last token.
+            levels: how many.
+            ranking: what the C function that ranks candidates is to be called with, for the first level.
+            rank: that function's address.
+            count: candidates of a level.
+        """
+        states = [None if each is None else each.contiguous() for each in (state, first)]
+        space = torch.empty(7 * self._hidden + model.lm_head.outputs, dtype=torch.float32)
+        self._library.tswift_guess(
+            ctypes.byref(
+                _Guess(
+                    ctypes.addressof(self._heads),
+                    ctypes.addressof(model.lm_head.c),
+                    model.embeddings,
+                    *(None if each is None else each.data_ptr() for each in states),
+                    ctypes.addressof(ranking),
+                    rank,
+                    self._parallel,
+                    space.data_ptr(),
+                    levels,
+                    count,
+                    root,
+                    self._hidden,
+                    torch.get_num_threads(),
+                )
+            )
+        )
 
 
 def _refuse_unfit(network: PreTrainedModel) -> None:
