@@ -147,6 +147,14 @@ def test_an_edge_of_top_p_is_left_to_pytorch(params: SamplingParams, edge: int) 
     assert sampler.draw(logits, None, [0]) == by_torch(sampler, logits, None, [0])
 
 
+def test_a_filter_that_it_does_not_know_is_left_to_pytorch(monkeypatch) -> None:
+    assert draw_program(SamplingParams(top_k=3), 0, 4) is not None
+    monkeypatch.setattr(SamplingParams, "filters", ("min_p", "another"))
+    assert draw_program(SamplingParams(), 0, 4) is None
+    monkeypatch.setattr(SamplingParams, "filters", ("top_k", "min_p"))
+    assert draw_program(SamplingParams(), 0, 4) is None
+
+
 def test_float64_is_left_to_pytorch(monkeypatch) -> None:
     sampler = Sampler(SamplingParams(), 1, 6, CPU)
     logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))

@@ -32,6 +32,7 @@ from tswift.decoding.params import SamplingParams
 
 _SOURCE = Path(__file__).with_name("drawing.c")
 MOST = 16  # candidates of a row
+_FILTERS = ("min_p", "eta", "top_k", "top_p")  # that it knows, in its order
 _NODES = ("tokens", "places", "ancestors")
 
 
@@ -180,7 +181,9 @@ class DrawProgram:
 
 
 def draw_program(params: SamplingParams, seed: int, vocab_size: int) -> DrawProgram | None:
-    """The program; None where there is no C compiler."""
+    """The program; None where there is no C compiler, or for a filter that it does not know."""
+    if params.filters != tuple(name for name in _FILTERS if name in params.filters):
+        return None
     try:
         return DrawProgram(params, seed, vocab_size)
     except Unbuilt:
