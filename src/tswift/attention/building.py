@@ -24,7 +24,7 @@ class Unbuilt(Exception):
     """Why there is no library, in one line that goes on after what it is for."""
 
 
-def build(source: Path, *defined: str) -> ctypes.CDLL:
+def build(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Compile a C file to a library, unless that was done before, and load it.
 
     What was compiled is kept in ``tswift`` in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``). Where
@@ -33,29 +33,30 @@ def build(source: Path, *defined: str) -> ctypes.CDLL:
     Args:
         source: the file; it needs no library and may use AVX2, FMA and F16C.
         defined: macros, as ``NAME=value``.
+        options: of the compiler, besides.
 
     Raises:
         Unbuilt: there is no compiler, or it fails; or the processor cannot run the library.
     """
-    library = _attempted(source, *defined)
+    library = _attempted(source, *defined, options=options)
     if isinstance(library, str):
         raise Unbuilt(library)
     return library
 
 
 @functools.cache
-def _attempted(source: Path, *defined: str) -> ctypes.CDLL | str:
+def _attempted(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ctypes.CDLL | str:
     """The library, or why there is none."""
     try:
-        return _built(source, *defined)
+        return _built(source, *defined, options=options)
     except Unbuilt as error:
         return str(error)
 
 
-def _built(source: Path, *defined: str) -> ctypes.CDLL:
+def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL:
     if platform.machine() not in ("x86_64", "AMD64") or not _capable():
         raise Unbuilt("needs an x86 processor with AVX2")
-    command = [*_compiler(), *_FLAGS, *(f"-D{macro}" for macro in defined)]
+    command = [*_compiler(), *_FLAGS, *options, *(f"-D{macro}" for macro in defined)]
     key = hashlib.sha256("\0".join([source.read_text(), *command]).encode()).hexdigest()[:20]
     name = f"{source.stem}-{key}.so"
     cache = _cache()
@@ -78,6 +79,12 @@ def _built(source: Path, *defined: str) -> ctypes.CDLL:
 def _capable() -> bool:
     """Whether the processor has AVX2, which PyTorch looks for, too."""
     return torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
+
+
+def widest_vectors() -> tuple[str, ...]:
+    """The compiler's options for AVX-512, where the processor has it."""
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return ("-mavx512f", "-mprefer-vector-width=512") if wide else ()
 
 
 def _cache() -> Path | None:

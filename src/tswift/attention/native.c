@@ -1,4 +1,5 @@
-/* Attention of a few rows to many keys, computed in float32, on x86 processors with AVX2, FMA and F16C.
+/* Attention of a few rows to many keys, computed in float32, on x86 processors with AVX2, FMA and F16C;
+   many rows in AVX-512 where there is that, with the same bits.
 
    A row is one query head at one node; the rows of a KV head read its keys and values together. Scores are powers of
    two: the caller's scale holds log2(e).
@@ -41,6 +42,7 @@ enum {
     TAIL = (DRAFTED + BLOCK + 128 + 7) / 8 * 8, /* most keys of a tail: so many before the prefix ends, and 128 nodes */
     TILE = 16,   /* most rows whose scores are held at a time */
     FEW = 4,     /* up to so many rows, a vector holds numbers of one row; above, one number of each row */
+    WIDE = 20,   /* keys that are scored together for sixteen rows, where vectors hold so many numbers */
     MIXED = 4,   /* most rows whose weighted values are held in registers */
     LINE = 64 / sizeof(stored),  /* numbers of a cache line */
     PIECE = 16 / sizeof(stored), /* numbers of a key that are turned at a time */
@@ -60,7 +62,7 @@ typedef struct {
     const int64_t *depths;     /* of nodes: ancestors but itself; none without ancestors */
     float *out;                /* like query */
     float *scratch;            /* as many numbers as tswift_scratch says */
-    parallel_region *parallel; /* GOMP_parallel of the OpenMP that PyTorch uses */
+    parallel_region *parallel; /* tswift_parallel of pool.c */
     int64_t keys_head, values_head, kv_heads, rows, prefix, nodes, threads;
     float scale;
 } Call;
@@ -192,9 +194,31 @@ INLINE void score_keys(const Block *b, float *scores, int key, const int count, 
         for (int v = 0; v < vectors; v++) _mm256_store_ps(scores + ((key + k) * vectors + v) * LANES, sum[k][v]);
 }
 
+#ifdef __AVX512F__
+/* The same for sixteen rows: the same sums, two vectors in one. */
+INLINE void score_wide(const Block *b, float *scores, int key, const int count) {
+    const float *keys = b->wide_keys + key * WIDTH;
+    const stored *next = b->next_keys + key * WIDTH;
+    __m512 sum[WIDE];
+    for (int k = 0; k < count; k++) sum[k] = _mm512_setzero_ps();
+    for (int d = 0; d < WIDTH; d++) {
+        const __m512 of_rows = _mm512_loadu_ps(b->query + d * 2 * LANES);
+        if (LINE * d < count * WIDTH) fetch(next + LINE * d);
+#pragma GCC unroll 24
+        for (int k = 0; k < count; k++)
+            sum[k] = _mm512_fmadd_ps(_mm512_set1_ps(keys[k * WIDTH + d]), of_rows, sum[k]);
+    }
+    for (int k = 0; k < count; k++) _mm512_storeu_ps(scores + (key + k) * 2 * LANES, sum[k]);
+}
+#endif
+
 INLINE void score_many(const Block *b, float *scores, const int vectors) {
     const int some = 12 / vectors; /* twelve sums fill the registers */
     int key = 0;
+#ifdef __AVX512F__
+    if (vectors == 2)
+        for (; key + WIDE <= b->count; key += WIDE) score_wide(b, scores, key, WIDE);
+#endif
     for (; key + some <= b->count; key += some) score_keys(b, scores, key, some, vectors);
     for (; key + 3 <= b->count; key += 3) score_keys(b, scores, key, 3, vectors);
     for (; key < b->count; key++) score_keys(b, scores, key, 1, vectors);
@@ -370,6 +394,44 @@ INLINE void mix_rows(
     }
 }
 
+#ifdef __AVX512F__
+INLINE __m512 load_wide(const stored *at) {
+    const __m512d low = _mm512_castps_pd(_mm512_castps256_ps512(load(at)));
+    return _mm512_castpd_ps(_mm512_insertf64x4(low, _mm256_castps_pd(load(at + LANES)), 1));
+}
+
+/* The same, two vectors in one. */
+INLINE void mix_wide(
+    const Block *b, const float *weights, int row, const int rows, int by_key, int by_row, const int few
+) {
+    float *out = b->out + row * WIDTH;
+    const int vectors = WIDTH % (8 * LANES) ? 1 : 4;
+    for (int d = 0; d < WIDTH; d += vectors * 2 * LANES) {
+        __m512 sum[MIXED][4];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_loadu_ps(out + r * WIDTH + d + v * 2 * LANES);
+        for (int key = 0; key < b->count; key++) {
+            __m512 value[4];
+            for (int v = 0; v < vectors; v++) {
+                const int at = key * WIDTH + d + v * 2 * LANES;
+                if (row == 0 && at % LINE == 0) fetch(b->next_values + at);
+                value[v] = few ? load_wide(b->values + at) : _mm512_loadu_ps(b->wide_values + at);
+            }
+            for (int r = 0; r < rows; r++) {
+                const __m512 weight = _mm512_set1_ps(weights[key * by_key + r * by_row]);
+                for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_fmadd_ps(weight, value[v], sum[r][v]);
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vectors; v++) _mm512_storeu_ps(out + r * WIDTH + d + v * 2 * LANES, sum[r][v]);
+    }
+}
+#define MIX(row, rows, by_key, by_row, few) mix_wide(b, weights + (row) * (by_row), row, rows, by_key, by_row, few)
+#else
+#define MIX(row, rows, by_key, by_row, few) \
+    mix_rows(b, weights + (row) * (by_row), 0, b->count, row, rows, by_key, by_row, few)
+#endif
+
 /* The same without what a row does not see: a weight of nothing times infinity would not be nothing. */
 static __attribute__((noinline)) void mix_seen(
     const Call *c, const Block *b, const float *weights, int by_key, int by_row, int few
@@ -389,9 +451,9 @@ INLINE void mix_many(const Call *c, const Block *b, const float *weights, int by
     for (int row = 0, some; row < b->rows; row += some) {
         const int left = b->rows - row, turns = (left + MIXED - 1) / MIXED;
         some = (left + turns - 1) / turns;
-        if (some == 4) mix_rows(b, weights + row, 0, b->count, row, 4, by_key, 1, 0);
-        else if (some == 3) mix_rows(b, weights + row, 0, b->count, row, 3, by_key, 1, 0);
-        else mix_rows(b, weights + row, 0, b->count, row, 2, by_key, 1, 0);
+        if (some == 4) MIX(row, 4, by_key, 1, 0);
+        else if (some == 3) MIX(row, 3, by_key, 1, 0);
+        else MIX(row, 2, by_key, 1, 0);
     }
 }
 

@@ -15,11 +15,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tswift.attention.building import Unbuilt, build
+from tswift.attention.building import Unbuilt, build, widest_vectors
 from tswift.attention.layout import MOST_WIDTH, Attention, Layout
 from tswift.attention.sdpa import TreeAttention
 
-_SOURCE = Path(__file__).with_name("native.c")
+_SOURCE, _POOL = Path(__file__).with_name("native.c"), Path(__file__).with_name("pool.c")
 _MOST_ROWS = 128  # with more, as in a prompt's chunks, the stock operators compute well
 _WIDEST = 256  # head size
 _TILE = 16  # head sizes are a multiple
@@ -108,7 +108,8 @@ def library(width: int, dtype: torch.dtype) -> ctypes.CDLL:
     Raises:
         Unbuilt: there is none here; it says why.
     """
-    kernel = build(_SOURCE, f"WIDTH={width}", f"KIND={KINDS[dtype]}", f"DRAFTED={MOST_WIDTH}")
+    defined = f"WIDTH={width}", f"KIND={KINDS[dtype]}", f"DRAFTED={MOST_WIDTH}"
+    kernel = build(_SOURCE, *defined, options=widest_vectors())
     kernel.tswift_scratch.restype = ctypes.c_int64
     return kernel
 
@@ -126,16 +127,9 @@ def _kernel(width: int, dtype: torch.dtype) -> ctypes.CDLL | None:
 
 @functools.cache
 def parallel_region() -> int:
-    """The address of OpenMP's ``GOMP_parallel``, in the library that PyTorch itself uses.
-
-    Another one would have threads of its own, which wait for work by spinning on the cores that PyTorch's run on.
+    """The address of a function that shares work with threads: ``tswift_parallel`` in pool.c.
 
     Raises:
-        Unbuilt: PyTorch uses none that has it.
+        Unbuilt: there is none here; it says why.
     """
-    try:
-        # looks in what the library was linked with, too
-        found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
-    except (OSError, AttributeError) as error:
-        raise Unbuilt("needs a PyTorch that uses OpenMP") from error
-    return ctypes.cast(found, ctypes.c_void_p).value or 0
+    return ctypes.cast(build(_POOL).tswift_parallel, ctypes.c_void_p).value or 0

@@ -150,6 +150,7 @@ def _key(target: Target, heads: Heads | None) -> str:
         config_hash(target.model),
         str(target.dtype),
         target.attention,
+        target.program is not None,
         target.width,
         heads and heads.about(),
         torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads(),

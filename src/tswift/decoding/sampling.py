@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tswift.decoding.drawing import MOST, DrawProgram, draw_program
 from tswift.decoding.noise import gumbel
 from tswift.decoding.params import SamplingParams, warp
 
@@ -51,6 +52,7 @@ class Sampler:
         self.newest = torch.full((vocab_size,), FAR, dtype=torch.int64, device=device)
         self._blocks: dict[int, Tensor] = {}
         self._banned: dict[tuple[int, ...], Tensor] = {}
+        self._programs: dict[SamplingParams, DrawProgram | None] = {}
         self._fused: dict[tuple[SamplingParams, torch.dtype, int], FusedRule] = {}  # by candidates of a row, 0: draws
         self.fault: str | None = None
         self.params = params
@@ -105,7 +107,11 @@ class Sampler:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""
-        if self.params.penalises and tokens:
+        if self.params.penalises and tokens and self.newest.device.type == "cpu":
+            newest = self.newest.numpy()
+            for position, token in enumerate(tokens, start=self.length):
+                newest[token] = position
+        elif self.params.penalises and tokens:
             ids = torch.tensor(tokens).to(self.newest.device, non_blocking=True)
             positions = torch.arange(self.length, self.length + len(tokens), device=self.newest.device)
             self.newest.scatter_reduce_(0, ids, positions, "amax")
@@ -201,7 +207,57 @@ class Sampler:
         A row with NaN or infinity, or with no token left, draws ``NO_TOKEN``; a banned token's logit is not looked at.
         It shows in the best score, whatever the filters, and comes along with the tokens.
         """
-        return _best(self.scores(logits, seen, positions)).tolist()
+        ranked = self._ranked(logits, 1, positions, seen)
+        if ranked is None:
+            return _best(self.scores(logits, seen, positions)).tolist()
+        return [token[0] if math.isfinite(score[0]) else NO_TOKEN for token, score in zip(*ranked, strict=True)]
+
+    def draw_nodes(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor) -> list[int]:
+        """As :meth:`draw_rows`, for the host, which waits for the tokens."""
+        places = (positions + 1).tolist()
+        ranked = self._ranked(logits, 1, places, None, (tokens, positions, ancestors))
+        if ranked is None:
+            return self.draw(logits, self.seen(tokens, positions, ancestors), places)
+        return [token[0] if math.isfinite(score[0]) else NO_TOKEN for token, score in zip(*ranked, strict=True)]
+
+    def _ranked(
+        self,
+        logits: Tensor,
+        count: int,
+        positions: Sequence[int] | Tensor,
+        seen: Tensor | None,
+        nodes: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[list[list[int]], list[list[float]]] | None:
+        """The best tokens of each row and their scores, by the program; None where there is none for these logits.
+
+        Where the program is unsure of the best, PyTorch has ranked them.
+
+        Args:
+            logits, positions, seen: as for :meth:`draw`.
+            count: how many of each row.
+            nodes: tokens, positions and ancestors of a tree, as for :meth:`seen`, in place of that.
+        """
+        program = self.program(logits.dtype)
+        if program is None:
+            return None
+        places = positions.tolist() if isinstance(positions, Tensor) else positions
+        newest = self.newest if self.params.penalises else None
+        tokens, scores, unsure = program.rank(logits, count, places, seen, newest, nodes)
+        ranked = tokens.tolist(), scores.tolist()
+        for row in unsure:
+            own = self.seen(*nodes) if nodes else seen
+            own = own[row : row + 1] if own is not None and len(own) > 1 else own
+            best = self.scores(logits[row : row + 1], own, places[row : row + 1]).topk(count)
+            ranked[0][row], ranked[1][row] = best.indices[0].tolist(), best.values[0].tolist()
+        return ranked
+
+    def program(self, dtype: torch.dtype) -> DrawProgram | None:
+        """What draws from logits of a dtype in place of PyTorch, if anything."""
+        if self._tokens.device.type != "cpu" or dtype not in DrawProgram.DTYPES:
+            return None
+        if self.params not in self._programs:
+            self._programs[self.params] = draw_program(self.params, self.seed, len(self._tokens))
+        return self._programs[self.params]
 
     def draw_rows(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor) -> Tensor:
         """As :meth:`draw`, the token drawn after every node of a draft tree; on a device nothing is waited for.
@@ -226,6 +282,13 @@ class Sampler:
         self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor
     ) -> tuple[list[int], list[tuple[int, float]]]:
         """As :meth:`draw`, and for each row the runner-up and the lead over it in score."""
+        ranked = self._ranked(logits, 2, positions, seen)
+        if ranked is not None:
+            pairs = list(zip(*ranked, strict=True))
+            return (
+                [tokens[0] if math.isfinite(scores[0]) else NO_TOKEN for tokens, scores in pairs],
+                [(tokens[1], scores[0] - scores[1]) for tokens, scores in pairs],
+            )
         best = self.scores(logits, seen, positions).topk(2)
         drawn, others = [], []
         # together, as each tolist waits for the device; float64 holds every token id
@@ -255,6 +318,11 @@ class Sampler:
         alike = (seen is None or len(seen) in (1, len(logits))) and (positions is None or len(positions) == len(logits))
         if fused is not None and alike and not isinstance(positions, Sequence):
             return fused.candidates(logits, seen, positions, count)
+        program = self.program(logits.dtype) if alike and count <= MOST else None
+        if program is not None:
+            places = positions.tolist() if isinstance(positions, Tensor) else positions
+            tokens, found, _ = program.rank(logits, count, places, seen)
+            return tokens, found
         scores = self.warp(logits, seen) if positions is None else self.scores(logits, seen, positions)
         best = scores.topk(count)
         return best.indices, best.values

@@ -112,12 +112,11 @@ def _verify(
     positions = torch.tensor(tree.depths).to(target.device, non_blocking=True) + context.position
     ancestors = tree.ancestors().to(target.device, non_blocking=True)
     forwarded = target.forward(tokens, positions, context.kv, ancestors)
-    seen = context.sampler.seen(tokens, positions, ancestors)
-    places = [context.position + depth + 1 for depth in tree.depths]
     logits, others = target.logits(forwarded.hidden), list[tuple[int, float]]()
     context.logits = logits
     if leads:
-        drawn, others = context.sampler.draw_with_leads(logits, seen, places)
+        seen = context.sampler.seen(tokens, positions, ancestors)
+        drawn, others = context.sampler.draw_with_leads(logits, seen, positions + 1)
     else:
-        drawn = context.sampler.draw(logits, seen, places)
+        drawn = context.sampler.draw_nodes(logits, tokens, positions, ancestors)
     return forwarded, drawn, walk(tree, drawn) if walk else tree.walk(drawn), others

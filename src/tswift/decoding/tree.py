@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
-
-_WORD = 32  # bits of an ancestor line handled at a time
-_FULL = (1 << _WORD) - 1
 
 
 class DraftTree:
@@ -73,9 +71,10 @@ class DraftTree:
         for node, parent in enumerate(self.parents[1:], start=1):
             lines.append(lines[parent] | 1 << node)
         count = len(self)
-        words = -(-count // _WORD)
-        bits = torch.tensor([[line >> _WORD * word & _FULL for word in range(words)] for line in lines])
-        return (bits.unsqueeze(-1) >> torch.arange(_WORD) & 1).bool().flatten(1)[:, :count]
+        size = -(-count // 8)  # bytes
+        lined = np.frombuffer(b"".join(line.to_bytes(size, "little") for line in lines), np.uint8)
+        bits = np.unpackbits(lined.reshape(count, size), axis=1, count=count, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
 
     def walk(self, drawn: Sequence[int]) -> list[int]:
         """The nodes that verification accepts, root first: step to the child that carries each node's drawn token.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from itertools import product
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tswift.decoding.device_step import DeviceState
 from tswift.decoding.drafter import Context
+from tswift.decoding.drawing import MOST
 from tswift.decoding.sampling import Sampler
 from tswift.decoding.tree import DraftTree
 from tswift.drafting.chains import DraftModel, PartialDraftModel
@@ -222,6 +224,10 @@ class HeadSource:
         """
         begin = raw if self._heads.raw else hidden
         assert begin is not None
+        if isinstance(root, int) and isinstance(places, range):
+            found_at_once = self._guess_by_program(begin, hidden, root, places, sampler)
+            if found_at_once is not None:
+                return found_at_once
         root_place = (
             places[:1] - 1
             if isinstance(places, Tensor)
@@ -246,6 +252,23 @@ class HeadSource:
             root = found[-1][0][0, 0]
         tokens, scores = zip(*found, strict=True)
         return torch.cat(tokens), torch.cat(scores)
+
+    def _guess_by_program(
+        self, begin: Tensor, hidden: Tensor, root: int, places: range, sampler: Sampler
+    ) -> _Guess | None:
+        """As :meth:`guess`, all levels by one C function; None where there is none."""
+        heads, model = getattr(self._heads, "program", None), self._target.program
+        draw = sampler.program(torch.float32)
+        if not (heads and model and draw and self._heads.conditioned and self.width <= MOST):
+            return None
+        first = hidden if self.reader.direct else None
+
+        def run(ranking: ctypes.Structure, rank: int) -> None:
+            heads.guess(model, begin, first, root, self.levels, ranking, rank, self.width)
+
+        newest = sampler.newest if sampler.params.penalises else None
+        noisy = places if self._shared_noise else None
+        return draw.rank_levels(run, noisy, self.levels, self.width, (root, places[0] - 1), newest)
 
     def committed(self, context: Context, most: int) -> None:
         """Keep the reader's cache up."""

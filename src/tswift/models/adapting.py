@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tswift.attention.backends import BACKENDS, USUAL, choose, fails
+from tswift.attention.building import Unbuilt
 from tswift.attention.layout import MOST_WIDTH, ROWS
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
@@ -25,10 +26,12 @@ from tswift.models.devices import dtype_name
 from tswift.models.hf import UnsupportedModel
 from tswift.models.linear import join, separate, use_onednn
 from tswift.models.passes import Forwarded
+from tswift.models.program import PassProgram, Unfit
 from tswift.models.shapes import PREFIX, routed
 from tswift.models.target import Target
 
 EAGER = "eager"
+PROGRAM = "one C program"
 
 
 def head_size(config: Any) -> int:
@@ -75,6 +78,8 @@ def compiled(target: Target, note: str) -> str:
     """
     if target.split:
         return f"{EAGER}, as ranks hold them together"
+    if target.program is not None:
+        return PROGRAM
     if not (target.replays and target.device.type == "cuda"):
         note = note or target.special_fault or ""
         if not note and target.special and target.device.type == "cuda":
@@ -263,12 +268,31 @@ def wrap_model(network: Any, model: str, backend: str, joined: bool | None = Non
     except UnsupportedModel as error:
         reason = f"{model} ({network.config.model_type}) has {error}, which tswift cannot serve exactly yet"
         raise InputError(reason, "model") from None
-    apart = (target.logits(ours).double() - wanted).abs().max().item()
     # random weights in 16 bits round worse than trained ones: 0.15 was seen, with the same architecture on both sides
     allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(PREFIX) else 0.25
-    if not apart <= allowed * max(wanted.std().item(), 1e-6):
+    most = allowed * max(wanted.std().item(), 1e-6)
+    if not (target.logits(ours).double() - wanted).abs().max().item() <= most:
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model")
+    if backend == "native":
+        use_program(target, ids, wanted, most)
     return target
+
+
+def use_program(target: Target, ids: torch.Tensor, wanted: torch.Tensor, most: float) -> None:
+    """Let a model's passes be a C program where there is one for it, if its logits are those of the modeling code.
+
+    Args:
+        target: the model.
+        ids: ``[n]`` tokens of a text.
+        wanted: ``[n, V]`` float64, their logits.
+        most: how far others may be from them.
+    """
+    try:
+        target.program = PassProgram(target.model)
+    except (Unfit, Unbuilt):
+        return
+    if not (target.logits(_tried(target, ids)).double() - wanted).abs().max().item() <= most:
+        target.program = None
 
 
 @torch.inference_mode()

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from tswift.attention.building import Unbuilt
+from tswift.models.linear import use_onednn
+from tswift.models.program import HeadProgram
 
 FORMAT = "tswift-heads-1"
 
@@ -146,9 +151,16 @@ class _RefiningHeads(Heads):
     def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5, raw: bool = False) -> None:
         super().__init__(hidden_size, (self.head(hidden_size, eps) for _ in range(count)), raw)
         self.eps = eps
+        self.program: HeadProgram | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the program: what is made of a copy may change its weights."""
+        return {**self.__dict__, "program": None}
 
     def step(self, index: int, hidden: Tensor, embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As :meth:`Heads.step`."""
+        if self.program is not None and not (torch.is_grad_enabled() and hidden.requires_grad):
+            return self.program(index, hidden, embedding)
         head = self.heads[index]
         hidden = head(hidden, embedding) if self.conditioned else head(hidden)
         return hidden, head.post_layernorm(hidden)  # type: ignore[operator, union-attr]
@@ -224,6 +236,16 @@ class MedusaHeads(Heads):
     def about(self) -> dict[str, Any]:
         """As :meth:`Heads.about`."""
         return {**super().about(), "vocab_size": self.vocab_size, "layers": self.layers}
+
+
+def prepare(heads: Heads) -> None:
+    """Have heads that were loaded compute fast; their weights stay as they are from now on."""
+    use_onednn(heads)
+    weights = list(heads.parameters())
+    plain = all(weight.dtype == torch.float32 and weight.device.type == "cpu" for weight in weights)
+    if isinstance(heads, _RefiningHeads) and plain:
+        with suppress(Unbuilt):  # PyTorch computes them then
+            heads.program = HeadProgram(heads.heads, heads.hidden_size, heads.eps)
 
 
 # Those that can be made for any model: they need its LM head and nothing of their own.

@@ -15,9 +15,8 @@ import torch
 from tswift.errors import InputError, renamed
 from tswift.models.checkpoint import CONFIG, INDEX, WEIGHTS, StoredTensor, close_name, read_header, read_object
 from tswift.models.fingerprint import fingerprint_in_any_dtype
-from tswift.models.heads import FORMAT, HEAD_TYPES, Heads, MedusaHeads, build
+from tswift.models.heads import FORMAT, HEAD_TYPES, Heads, MedusaHeads, build, prepare
 from tswift.models.hf import UnsupportedModel
-from tswift.models.linear import use_onednn
 from tswift.models.target import Target
 from tswift.reading import parse_json
 
@@ -148,7 +147,7 @@ def attach_heads(path: Path, target: Target, any_model: bool = False) -> Heads:
             target.tap()
         except UnsupportedModel as error:
             raise _refused(path, f"does not go with this model, which has {error}") from None
-    use_onednn(heads)
+    prepare(heads)
     return heads
 
 

@@ -43,10 +43,10 @@ from tswift.models.checkpoint import (
 from tswift.models.config import DEMO, UNQUANTISED, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, find_device, own_dtype
 from tswift.models.fingerprint import weights_hash
-from tswift.models.heads import HEAD_TYPES, Heads
+from tswift.models.heads import HEAD_TYPES, Heads, prepare
 from tswift.models.heads_io import attach_heads, carries_heads, find_heads, heads_path
 from tswift.models.hf import max_positions
-from tswift.models.linear import copied_bytes, use_onednn
+from tswift.models.linear import copied_bytes
 from tswift.models.shapes import (
     HEADS,
     PREFIX,
@@ -70,7 +70,7 @@ class LoadedModel:
         heads: heads that draft for it, if it has any.
         eos_ids: token ids that end a text.
         attention: the backend in use.
-        prepared: ``eager`` or ``compiled``, and why not what should be in use, as of loading.
+        prepared: ``eager``, ``compiled`` or ``one C program``, and why not what should be in use, as of loading.
         simulated: its weights are random: times mean something, texts do not.
         exact: hash of the bits that passes of a fixed width have here (``target.width``); None without a fixed width.
         inexact: why there is none although there should be; None if nothing is amiss.
@@ -107,7 +107,7 @@ class LoadedModel:
 
     @property
     def layers(self) -> str:
-        """``eager`` or ``compiled``, and why not what should be in use, by all passes so far."""
+        """``eager``, ``compiled`` or ``one C program``, and why not what should be in use, by all passes so far."""
         return running(self.target, self.prepared)
 
     def encode(self, text: str, bare: bool = False) -> list[int]:
@@ -271,7 +271,7 @@ def _load_heads(source: Path | str | None, target: Target, simulated: bool) -> H
     if source is None:
         return None
     heads = random_heads(source, target.model.config, target.dtype, target.device)
-    use_onednn(heads)
+    prepare(heads)
     return heads
 
 
@@ -544,7 +544,7 @@ def _spec(
         with silence(), in_one_line(model):
             network = skeleton(config)
             weight_bytes = sum(weight.numel() for weight in network.parameters()) * dtype.itemsize
-            weight_bytes += copied_bytes(network, dtype, device)
+            weight_bytes += 2 * copied_bytes(network, dtype, device)  # for oneDNN, and for the C program
             copy_bytes = 0 if draft_weights is None else quantizing.copy_bytes(network, draft_weights)
     kv_heads, groups = heads_of(config)
     return ModelSpec(

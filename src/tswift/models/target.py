@@ -26,6 +26,7 @@ from tswift.kv.buffer import KVBuffer, KVShape
 from tswift.kv.full import FullKV
 from tswift.models.hf import PreNormHook, UnsupportedModel, first_broken, max_positions, output_of, probe_attention
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
+from tswift.models.program import PassProgram
 
 Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
 CHUNK = 512  # prompt tokens forwarded at a time
@@ -54,6 +55,8 @@ class Target:
         special_fault: why windows, soft caps and sinks are left to plain products although the backend has them.
         width: rows that every pass over the text is padded to, so that a token's bits do not depend on how it was
             forwarded; None if passes are as wide as they happen to be.
+        program: a C function that makes the passes of up to :data:`~tswift.attention.layout.MOST_WIDTH` nodes, and the
+            logits; None if PyTorch makes them.
         sampler_fault: why a GPU draws tokens without the sampler's kernels; None if it uses them, or there is no GPU.
 
     Raises:
@@ -75,6 +78,7 @@ class Target:
         self.distrust: str | None = None
         self.special_fault: str | None = None
         self.sampler_fault: str | None = None
+        self.program: PassProgram | None = None
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
         config, lm_head = model.config.get_text_config(), model.get_output_embeddings()
@@ -94,7 +98,7 @@ class Target:
     def reference(self) -> Target:
         """The same model with the slow attention of reference implementations, for comparison."""
         twin = copy(self)
-        twin.width = None
+        twin.width = twin.program = None
         twin._attention = ReferenceAttention
         twin._passes = WeakKeyDictionary()
         return twin
@@ -219,7 +223,7 @@ class Target:
             return
         self._tap = tap = PreNormHook(self._decoder)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        forwarded = self.forward(zero, zero, FullKV(self.kv_shape, 1), None)
+        forwarded = self._compute_eagerly(zero, zero, self._pass(zero, FullKV(self.kv_shape, 1), None))
         if forwarded.raw is None or not torch.equal(tap.norm(forwarded.raw), forwarded.hidden):
             raise UnsupportedModel("something after its final norm")
 
@@ -282,6 +286,10 @@ class Target:
         for static in self._passes.get(kv, ()):
             if static.nodes >= len(tokens):
                 return static(tokens, positions, ancestors, kv.length)
+        if self.width is not None and isinstance(kv, FullKV):
+            self._rows(kv, len(tokens))
+        if self.program is not None and self.program.takes(kv, len(tokens)):
+            return self.program(tokens, positions, kv, ancestors, self.taps)
         if self.width is not None and isinstance(kv, FullKV):
             return self._computed(tokens, positions, self._exact_pass(kv, len(tokens), ancestors))
         compute = self._compute_eagerly if self._compiled else self._compute
@@ -351,6 +359,8 @@ class Target:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """``[n, V]`` logits of the hidden states ``[n, H]`` of a pass over the text, in the model's dtype."""
+        if self.program is not None:
+            return self.program.lm_head(hidden)
         if self.width is None:
             return self._output(hidden)
         parts = hidden.split(self.width)
@@ -359,7 +369,8 @@ class Target:
 
     def open_logits(self, hidden: Tensor) -> Tensor:
         """``[..., V]`` logits of hidden states ``[..., H]`` for a draft or a loss: gradients flow back."""
-        return self._output(hidden)
+        learns = hidden.requires_grad and torch.is_grad_enabled()
+        return self._output(hidden) if self.program is None or learns else self.program.lm_head(hidden)
 
     @torch.inference_mode()
     def embed(self, token: int | Tensor) -> Tensor:

@@ -1,0 +1,190 @@
+"""The sampling rule on the CPU as one C function, which draws what the rule by PyTorch draws.
+
+Why it does: up to the noise, all that decides is exact in both, in float64: sums, products, quotients and comparisons
+of the same numbers in the same order. Only logarithms and exponentials differ, by a few units in the last place (ulp).
+
+- Noise ``-log(-log(u))``: with logarithms right to 4 ulp, ``-log(u)`` is right to a factor of 1 +- 5e-16, which moves
+  its logarithm by 5e-16; that one is at most 37 and off by another 1.7e-14. So both are within 2e-14 of the truth, and
+  the scores of a token differ by at most 4e-14 and a rounding, 1.2e-16 of the score. If the best score leads the next
+  by more than 1e-12 + 1e-15 of it, both take the same token; a tie at temperature 0 is exact, and goes to the first.
+- A token whose noise is not computed could not be among the best two: the noise is at most ``-log(1 - u)``, and
+  rounding is monotonic.
+- Chances, for eta and top-p: sums of up to 10^6 terms are right to 1e-10. What is nearer to an edge than 1e-8 could
+  fall on its other side.
+
+Where one of these bounds is not met, the row is unsure, and PyTorch draws it. Logits in float64 are not served.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tswift.attention.building import Unbuilt, build, widest_vectors
+from tswift.decoding.noise import seed_stream
+from tswift.decoding.params import SamplingParams
+
+_SOURCE = Path(__file__).with_name("drawing.c")
+MOST = 16  # candidates of a row
+_FILTERS = ("min_p", "eta", "top_k", "top_p")  # that it knows, in its order
+_NODES = ("tokens", "places", "ancestors")
+
+
+class _Call(ctypes.Structure):
+    """``Call`` in drawing.c."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("logits", "positions", "best", "scores", "seen", "newest", *_NODES)),
+        *((name, ctypes.c_void_p) for name in ("banned", "unsure", "space", "kept", "mask")),
+        *((name, ctypes.c_int64) for name in ("by_row", "by_seen", "rows", "vocabulary", "half", "count")),
+        *((name, ctypes.c_int64) for name in ("window", "top_k", "seed")),
+        *((name, ctypes.c_double) for name in ("temperature", "penalty", "log_min_p", "eta", "top_p")),
+    ]
+
+
+class DrawProgram:
+    """The sampling rule for parameters and a seed; logits are float32 or bfloat16, on the CPU.
+
+    Args:
+        params: the sampling parameters.
+        seed: the sampler's.
+        vocab_size: number of token ids ``V``.
+
+    Raises:
+        Unbuilt: there is no program here.
+    """
+
+    DTYPES: ClassVar = (torch.float32, torch.bfloat16)
+
+    def __init__(self, params: SamplingParams, seed: int, vocab_size: int) -> None:
+        self._run = build(_SOURCE, options=widest_vectors()).tswift_rank
+        self._space = torch.empty(2 * vocab_size, dtype=torch.float64)
+        self._kept = torch.empty(vocab_size, dtype=torch.int32)
+        self._mask = torch.empty(vocab_size, dtype=torch.uint8)
+        self._banned = torch.zeros(vocab_size, dtype=torch.uint8)
+        self._banned[list(params.banned)] = 1
+        self._fixed: dict[str, Any] = {
+            "banned": self._banned.data_ptr() if params.banned else None,
+            "space": self._space.data_ptr(),
+            "kept": self._kept.data_ptr(),
+            "mask": self._mask.data_ptr(),
+            "vocabulary": vocab_size,
+            "window": params.window,
+            "top_k": params.top_k,
+            "seed": seed_stream(seed),
+            "temperature": params.temperature,
+            "penalty": params.penalty,
+            "log_min_p": math.log(params.min_p) if params.min_p > 0 else -math.inf,
+            "eta": params.eta,
+            "top_p": params.top_p,
+        }
+
+    def rank(
+        self,
+        logits: Tensor,
+        count: int,
+        positions: Sequence[int] | None,
+        seen: Tensor | None = None,
+        newest: Tensor | None = None,
+        nodes: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        """The best tokens of every row.
+
+        Args:
+            logits: ``[n, V]``.
+            count: how many of a row, up to :data:`MOST`.
+            positions: of the tokens to be drawn; None for no noise.
+            seen: ``[n, V]`` bool, or ``[1, V]`` for all rows: the tokens that are penalised; None for none, or for:
+            newest: the sampler's, if tokens are penalised.
+            nodes: with ``newest``: tokens, positions and ancestors of the nodes of a tree, as for
+                :meth:`~tswift.decoding.sampling.Sampler.seen`.
+
+        Returns:
+            ``[n, count]`` tokens, best first, and their scores (float64), ``-inf`` where there is none and in rows with
+            NaN or infinity; and the rows for which PyTorch might have another best token.
+        """
+        rows, vocab_size = logits.shape
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        best = torch.empty(rows, count, dtype=torch.int64)
+        scores = torch.empty(rows, count, dtype=torch.float64)
+        unsure = bytearray(rows)
+        places = None if positions is None else (ctypes.c_int64 * rows)(*positions)
+        call = _Call(
+            logits=logits.data_ptr(),
+            positions=ctypes.cast(places, ctypes.c_void_p) if places else None,
+            best=best.data_ptr(),
+            scores=scores.data_ptr(),
+            unsure=ctypes.addressof(ctypes.c_char.from_buffer(unsure)),
+            by_row=logits.stride(0),
+            rows=rows,
+            half=int(logits.dtype == torch.bfloat16),
+            count=count,
+            **self._fixed,
+        )
+        if seen is not None:
+            seen = seen.contiguous()
+            call.seen, call.by_seen = seen.data_ptr(), vocab_size if len(seen) > 1 else 0
+        elif newest is not None and nodes is not None:
+            call.newest = newest.data_ptr()
+            kept = [each.contiguous() for each in nodes]
+            call.tokens, call.places, call.ancestors = (each.data_ptr() for each in kept)
+        self._run(ctypes.byref(call))
+        return best, scores, [row for row in range(rows) if unsure[row]]
+
+    def rank_levels(
+        self,
+        run: Callable[[ctypes.Structure, int], None],
+        positions: Sequence[int] | None,
+        levels: int,
+        count: int,
+        root: tuple[int, int],
+        newest: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Candidates of levels whose logits come one after the other, from a C function that ranks each when it has it.
+
+        Args:
+            run: is given what to call for the first level, and the address of the function to call.
+            positions: ``[levels]`` of the tokens to be drawn; None for no noise.
+            levels: how many.
+            count: candidates of each.
+            root: the text's last token, and its position.
+            newest: the sampler's, if tokens are penalised.
+
+        Returns:
+            ``[levels, count]`` tokens and their scores, as :meth:`rank`.
+        """
+        best = torch.empty(levels, count, dtype=torch.int64)
+        scores = torch.empty(levels, count, dtype=torch.float64)
+        places = None if positions is None else (ctypes.c_int64 * levels)(*positions)
+        node, unsure = (ctypes.c_int64 * 2)(*root), (ctypes.c_uint8 * 2)(0, 1)  # the root is its own ancestor
+        call = _Call(
+            positions=None if places is None else ctypes.addressof(places),
+            best=best.data_ptr(),
+            scores=scores.data_ptr(),
+            unsure=ctypes.addressof(unsure),
+            rows=1,
+            count=count,
+            **self._fixed,
+        )
+        if newest is not None:
+            call.newest, call.tokens = newest.data_ptr(), ctypes.addressof(node)
+            call.places, call.ancestors = ctypes.addressof(node) + 8, ctypes.addressof(unsure) + 1
+        run(call, ctypes.cast(self._run, ctypes.c_void_p).value or 0)
+        return best, scores
+
+
+def draw_program(params: SamplingParams, seed: int, vocab_size: int) -> DrawProgram | None:
+    """The program; None where there is no C compiler, or for a filter that it does not know."""
+    if params.filters != tuple(name for name in _FILTERS if name in params.filters):
+        return None
+    try:
+        return DrawProgram(params, seed, vocab_size)
+    except Unbuilt:
+        return None

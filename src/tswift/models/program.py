@@ -1,0 +1,387 @@
+"""Passes of a Llama-like model on the CPU as one C function, compiled where the user has a C compiler.
+
+Eagerly a pass of a small model takes longer to be said than to be computed: some 300 operators, each through Python and
+PyTorch. Weights that lost nothing in bfloat16 are read as that, which halves the bytes and changes no product. A row's
+bits depend on no other row, so every pass is exact, whatever its width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tswift.attention import native
+from tswift.attention.building import build, widest_vectors
+from tswift.attention.layout import MOST_WIDTH
+from tswift.kv.buffer import KVBuffer
+from tswift.models.passes import Forwarded
+
+_SOURCE = Path(__file__).with_name("program.c")
+_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_ROTARY = ("default", "linear", "llama3", "yarn")  # whose rates are the same at every length
+_MOST_COPIED = 1 << 30  # bytes of a model's weights in float32; above, memory is worth more than time
+
+_Sizes = Iterable[tuple[str, Any]]
+
+
+def _pointers(names: str) -> _Sizes:
+    return [(name, ctypes.c_void_p) for name in names.split()]
+
+
+def _integers(names: str) -> _Sizes:
+    return [(name, ctypes.c_int64) for name in names.split()]
+
+
+class _Linear(ctypes.Structure):
+    _fields_: ClassVar = [*_pointers("weight bias"), *_integers("inputs outputs half")]
+
+
+class _Layer(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _Linear) for name in ("joined", "output", "gates", "down")),
+        *_pointers("before after query_norm key_norm"),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("layers", ctypes.POINTER(_Layer)),
+        *_pointers("embeddings norm rates attend attention_scratch parallel"),
+        *_integers("count hidden inner heads kv_heads width"),
+        *((name, ctypes.c_float) for name in ("epsilon", "rotary_scale", "scale")),
+    ]
+
+
+class _Pass(ctypes.Structure):
+    _fields_: ClassVar = [
+        *_pointers("tokens positions keys values ancestors depths hidden raw queries space"),
+        *_integers("nodes prefix by_layer by_head threads"),
+    ]
+
+
+class _Head(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("mix", _Linear),
+        ("linear", _Linear),
+        *_pointers("input_norm embedding_norm after"),
+        ("hidden", ctypes.c_int64),
+        ("epsilon", ctypes.c_float),
+    ]
+
+
+class _Guess(ctypes.Structure):
+    _fields_: ClassVar = [
+        *_pointers("heads lm_head embeddings state first ranking rank parallel space"),
+        *_integers("levels count root hidden threads"),
+    ]
+
+
+class Unfit(Exception):
+    """Why a model's passes cannot be such a program, in one line."""
+
+
+def library() -> ctypes.CDLL:
+    """The compiled program.
+
+    Raises:
+        Unbuilt: there is none here; it says why.
+    """
+    built = build(_SOURCE, options=widest_vectors())
+    for function in (built.tswift_block, built.tswift_lanes, built.tswift_space):
+        function.restype = ctypes.c_int64
+    return built
+
+
+class PackedLinear:
+    """Linear layers with the same input as one product, by the program: frozen weights, packed.
+
+    Args:
+        layers: as the modeling code has them; their outputs are joined in this order.
+
+    Raises:
+        Unbuilt: there is no program here.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._library = library()
+        weight = torch.cat([_plain(layer.weight) for layer in layers])
+        biases = [_plain(layer.bias) if getattr(layer, "bias", None) is not None else None for layer in layers]
+        self._bias = None
+        if any(bias is not None for bias in biases):
+            sizes = [len(_plain(layer.weight)) for layer in layers]
+            self._bias = torch.cat(
+                [torch.zeros(size) if bias is None else bias for size, bias in zip(sizes, biases, strict=True)]
+            )
+        self.outputs, self.inputs = weight.shape
+        half = torch.equal(weight.bfloat16().float(), weight)
+        block = self._library.tswift_block()
+        padded = torch.zeros(-(-self.outputs // block) * block, self.inputs, dtype=weight.dtype)
+        padded[: self.outputs] = weight
+        packed = padded.view(-1, block, self.inputs).transpose(1, 2)
+        if half:  # the numbers of two vectors take turns
+            packed = packed.bfloat16().unflatten(2, (-1, 2, self._library.tswift_lanes())).transpose(3, 4)
+        self._packed = packed.contiguous()
+        self.c = _Linear(
+            self._packed.data_ptr(),
+            0 if self._bias is None else self._bias.data_ptr(),
+            self.inputs,
+            self.outputs,
+            int(half),
+        )
+        self._address = ctypes.addressof(self.c)
+        self._parallel = native.parallel_region()
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """``[..., inputs]`` float32 to ``[..., outputs]``."""
+        given = input.contiguous()
+        out = torch.empty(*given.shape[:-1], self.outputs, dtype=torch.float32)
+        self._library.tswift_multiply(
+            ctypes.c_void_p(self._address),
+            ctypes.c_void_p(given.data_ptr()),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int64(given.numel() // self.inputs),
+            ctypes.c_void_p(self._parallel),
+            ctypes.c_int64(torch.get_num_threads()),
+        )
+        return out
+
+
+class PassProgram:
+    """The passes of a model as one C function; its logits, too.
+
+    Args:
+        network: a causal language model of transformers in float32 on the CPU, whose weights stay as they are.
+
+    Attributes:
+        most_nodes: of a pass.
+        lm_head: from ``[..., H]`` hidden states to ``[..., V]`` logits.
+        embeddings: the address of the input embeddings, ``[V, H]`` float32.
+
+    Raises:
+        Unfit: it is no such model.
+        Unbuilt: there is no program here.
+    """
+
+    most_nodes: ClassVar[int] = MOST_WIDTH
+
+    def __init__(self, network: PreTrainedModel) -> None:
+        _refuse_unfit(network)
+        config, decoder = network.config, network.get_decoder()
+        layers, width = decoder.layers, decoder.layers[0].self_attn.head_dim
+        attention = native.library(width, torch.float32)
+        self._library = library()
+        self._kept: list[Any] = []  # what the C structures point to
+        self._layers = (_Layer * len(layers))()
+        for layer, made in zip(layers, self._layers, strict=True):
+            own, mlp = layer.self_attn, layer.mlp
+            made.joined = self._pack(own.q_proj, own.k_proj, own.v_proj)
+            made.output, made.down = self._pack(own.o_proj), self._pack(mlp.down_proj)
+            made.gates = self._pack(mlp.gate_proj, mlp.up_proj)
+            made.before = self._pointer(layer.input_layernorm.weight)
+            made.after = self._pointer(layer.post_attention_layernorm.weight)
+            made.query_norm, made.key_norm = (
+                self._pointer(getattr(own, name).weight) if hasattr(own, name) else 0 for name in ("q_norm", "k_norm")
+            )
+        self.lm_head = PackedLinear([network.get_output_embeddings()])
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._shape = len(layers), heads, width, config.hidden_size
+        self.embeddings = self._pointer(decoder.embed_tokens.weight)
+        rotary = decoder.rotary_emb
+        self._model = _Model(
+            self._layers,
+            self.embeddings,
+            self._pointer(decoder.norm.weight),
+            self._pointer(rotary.inv_freq.float()),
+            _address(attention.tswift_attend),
+            _address(attention.tswift_scratch),
+            native.parallel_region(),
+            len(layers),
+            config.hidden_size,
+            config.intermediate_size,
+            heads,
+            kv_heads,
+            width,
+            config.rms_norm_eps,
+            rotary.attention_scaling,
+            layers[0].self_attn.scaling * 1.4426950408889634,  # powers of two: see native.c
+        )
+
+    def _pack(self, *layers: nn.Module) -> _Linear:
+        packed = PackedLinear(layers)
+        self._kept.append(packed)
+        return packed.c
+
+    def _pointer(self, weight: Tensor) -> int:
+        kept = _plain(weight).contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+    def takes(self, kv: KVBuffer, nodes: int) -> bool:
+        """Whether a pass over so many nodes can be the program's; more are for the stock operators."""
+        return 0 < nodes <= self.most_nodes and kv.length + nodes <= kv.capacity
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None, raw: bool
+    ) -> Forwarded:
+        """As :meth:`~tswift.models.target.Target.forward`, with the state before the final norm if it is asked for."""
+        layers, heads, width, hidden = self._shape
+        nodes, threads = len(tokens), torch.get_num_threads()
+        states = torch.empty(2, nodes, hidden, dtype=torch.float32)
+        queries = torch.empty(layers, heads, nodes, width, dtype=torch.float32)
+        tokens, positions = tokens.contiguous(), positions.contiguous()
+        depths, ancestors = None, ancestors if nodes > 1 else None
+        if ancestors is not None:
+            ancestors = ancestors.contiguous()
+            depths = ancestors.sum(1) - 1
+        run = _Pass(
+            tokens.data_ptr(),
+            positions.data_ptr(),
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            0 if ancestors is None else ancestors.data_ptr(),
+            0 if depths is None else depths.data_ptr(),
+            states.data_ptr(),
+            states.data_ptr() + nodes * hidden * states.itemsize,
+            queries.data_ptr(),
+            0,
+            nodes,
+            kv.length,
+            kv.keys.stride(0),
+            kv.keys.stride(1),
+            threads,
+        )
+        given = ctypes.byref(self._model), ctypes.byref(run)
+        space = torch.empty(self._library.tswift_space(*given), dtype=torch.float32)
+        run.space = space.data_ptr()
+        self._library.tswift_forward(*given)
+        after, before = states.unbind()
+        return Forwarded(after, list(queries.unbind()), before if raw else None)
+
+
+class HeadProgram:
+    """The steps of a chain of heads, each as one C function.
+
+    Args:
+        heads: one by one, in float32 on the CPU, whose weights stay as they are.
+        hidden_size: width of their states.
+        eps: of their norms.
+
+    Raises:
+        Unbuilt: there is no program here.
+    """
+
+    def __init__(self, heads: Iterable[Any], hidden_size: int, eps: float) -> None:
+        self._library, self._parallel = library(), native.parallel_region()
+        self._hidden = hidden_size
+        self._kept: list[Any] = []  # what the C structures point to
+        heads = list(heads)
+        self._heads = (_Head * len(heads))()
+        for head, made in zip(heads, self._heads, strict=True):
+            linear, made.hidden, made.epsilon = PackedLinear([head.linear]), hidden_size, eps
+            made.linear = linear.c
+            norms = {"input_norm": head.input_layernorm, "after": head.post_layernorm}
+            if hasattr(head, "mix"):
+                mix = PackedLinear([head.mix])
+                made.mix, norms["embedding_norm"] = mix.c, head.embedding_layernorm
+                self._kept.append(mix)
+            for name, norm in norms.items():
+                weight = _plain(norm.weight).contiguous()
+                setattr(made, name, weight.data_ptr())
+                self._kept.append(weight)
+            self._kept.append(linear)
+
+    def __call__(self, index: int, hidden: Tensor, embedding: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As :meth:`~tswift.models.heads.Heads.step`."""
+        hidden = hidden.contiguous()
+        rows = hidden.numel() // self._hidden
+        embeddings = None if embedding is None else embedding.expand(hidden.shape).contiguous()
+        refined, out = torch.empty_like(hidden), torch.empty_like(hidden)
+        space = torch.empty(4 * hidden.numel(), dtype=torch.float32)
+        self._library.tswift_head(
+            ctypes.byref(self._heads[index]),
+            *(
+                ctypes.c_void_p(None if each is None else each.data_ptr())
+                for each in (hidden, embeddings, refined, out, space)
+            ),
+            ctypes.c_int64(rows),
+            ctypes.c_void_p(self._parallel),
+            ctypes.c_int64(torch.get_num_threads()),
+        )
+        return refined, out
+
+    def guess(
+        self,
+        model: PassProgram,
+        state: Tensor,
+        first: Tensor | None,
+        root: int,
+        levels: int,
+        ranking: ctypes.Structure,
+        rank: int,
+        count: int,
+    ) -> None:
+        """Levels of candidates, each from a head that is told the best one of the level before.
+
+        Args:
+            model: whose embeddings and LM head they use.
+            state: ``[H]``, where the heads start.
+            first: ``[H]`` state whose logits come before those of the heads; None for none.
+            root: the text's last token.
+            levels: how many.
+            ranking: what the C function that ranks candidates is to be called with, for the first level.
+            rank: that function's address.
+            count: candidates of a level.
+        """
+        states = [None if each is None else each.contiguous() for each in (state, first)]
+        space = torch.empty(7 * self._hidden + model.lm_head.outputs, dtype=torch.float32)
+        self._library.tswift_guess(
+            ctypes.byref(
+                _Guess(
+                    ctypes.addressof(self._heads),
+                    ctypes.addressof(model.lm_head.c),
+                    model.embeddings,
+                    *(None if each is None else each.data_ptr() for each in states),
+                    ctypes.addressof(ranking),
+                    rank,
+                    self._parallel,
+                    space.data_ptr(),
+                    levels,
+                    count,
+                    root,
+                    self._hidden,
+                    torch.get_num_threads(),
+                )
+            )
+        )
+
+
+def _refuse_unfit(network: PreTrainedModel) -> None:
+    kind, weights = type(network).__name__, list(network.parameters())
+    if kind not in _MODELS:
+        raise Unfit(f"{kind} has no program")
+    config = network.config
+    if any(type(weight) is not nn.Parameter or weight.dtype != torch.float32 for weight in weights):
+        raise Unfit("its weights are not plain float32")
+    if any(weight.device.type != "cpu" for weight in weights):
+        raise Unfit("it is not on the CPU")
+    if sum(weight.numel() for weight in weights) * torch.float32.itemsize > _MOST_COPIED:
+        raise Unfit("its weights are too large to be held twice")
+    if config.hidden_act != "silu" or getattr(config, "rope_parameters", {}).get("rope_type") not in _ROTARY:
+        raise Unfit("its activation or position encoding has no program")
+    if not native.takes(network.get_decoder().layers[0].self_attn.head_dim):
+        raise Unfit("its heads are of a size that native attention does not take")
+
+
+def _plain(weight: Any) -> Tensor:
+    plain: Tensor = weight.detach().to(torch.float32)
+    return plain
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -1,0 +1,263 @@
+"""Passes and heads as C functions: what PyTorch computes but for rounding, and every row by itself."""
+
+from __future__ import annotations
+
+import copy
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests.helpers import decode, decode_method, random_tree
+from tswift.attention.backends import why_not
+from tswift.attention.building import Unbuilt
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
+from tswift.drafting.heads import HeadSource, LastPass
+from tswift.drafting.methods import make_drafter
+from tswift.drafting.options import DraftOptions
+from tswift.kv.full import FullKV
+from tswift.models import adapting
+from tswift.models.adapting import PROGRAM, compiled, fingerprint, wrap_model
+from tswift.models.heads import HEAD_TYPES, prepare
+from tswift.models.program import PackedLinear, PassProgram, Unfit
+from tswift.models.target import Target
+
+REASON = why_not("native", torch.float32, torch.device("cpu"))
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+VOCAB = 97
+KINDS_OF_MODEL = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "rotary": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 1024,
+            }
+        },
+    ),
+}
+
+
+def network(kind: str = "llama", half: bool = False, **changed: object) -> PreTrainedModel:
+    config, model, about = KINDS_OF_MODEL[kind]
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        made = model(config(**{**shape, **about, **changed})).eval().requires_grad_(False)
+        for name, weight in made.named_parameters():
+            if "norm" in name or "bias" in name:
+                nn.init.normal_(weight, 1 if "norm" in name else 0, 0.2)
+    return made.bfloat16().float() if half else made
+
+
+def target_of(kind: str = "llama", half: bool = False, **changed: object) -> Target:
+    return wrap_model(network(kind, half, **changed), kind, "native")
+
+
+def filled(target: Target, held: int, room: int) -> FullKV:
+    kv = FullKV(target.kv_shape, held + room)
+    random = torch.Generator().manual_seed(held)
+    for buffer in (kv.keys, kv.values):
+        buffer.normal_(generator=random)
+    kv.length = held
+    return kv
+
+
+def tree_of(nodes: int, held: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    tree = random_tree(nodes, Random(seed), VOCAB)
+    return torch.tensor(tree.tokens), torch.tensor(tree.depths) + held, tree.ancestors()
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("kind", KINDS_OF_MODEL)
+def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
+    target = target_of(kind, half)
+    assert target.program is not None
+    assert compiled(target, "") == PROGRAM
+    target.tap()
+    for held, nodes in ((0, 1), (0, 7), (200, 1), (200, 23), (130, 64)):
+        tokens, positions, ancestors = tree_of(nodes, held)
+        kv = filled(target, held, nodes)
+        ours = target.forward(tokens, positions, kv, ancestors)
+        logits, written = target.logits(ours.hidden), [kv.keys.clone(), kv.values.clone()]
+        target.program, program = None, target.program
+        theirs = target.forward(tokens, positions, kv, ancestors)
+        wanted = target.logits(theirs.hidden)
+        target.program = program
+        assert ours.raw is not None
+        assert theirs.raw is not None
+        for own, other in (
+            (logits, wanted),
+            (ours.hidden, theirs.hidden),
+            (ours.raw, theirs.raw),
+            (written[0], kv.keys),
+            (written[1], kv.values),
+            (torch.stack(ours.queries), torch.stack([query[:, :nodes] for query in theirs.queries])),
+        ):
+            assert own.shape == other.shape
+            assert torch.allclose(own, other, rtol=1e-4, atol=1e-4 * float(other.std()))
+
+
+def test_a_row_has_the_same_bits_in_every_pass() -> None:
+    target, held, nodes = target_of(), 150, 29
+    tokens, positions = torch.arange(nodes) % VOCAB, torch.arange(held, held + nodes)
+    kv = filled(target, held, nodes)
+    whole = target.forward(tokens, positions, kv, None)
+    logits, keys = target.logits(whole.hidden), kv.keys.clone()
+    for size in (1, 2, 5, 6, 7, 13):
+        kv.length = held
+        for start in range(0, nodes, size):
+            part = slice(start, min(start + size, nodes))
+            found = target.forward(tokens[part], positions[part], kv, None)
+            kv.commit(range(len(tokens[part])))
+            assert torch.equal(found.hidden, whole.hidden[part])
+            assert torch.equal(target.logits(found.hidden), logits[part])
+        assert torch.equal(kv.keys, keys)
+
+
+def test_passes_of_a_fixed_width_are_exact_without_being_filled_up() -> None:
+    target = target_of()
+    target.width = 16
+    assert fingerprint(target) == fingerprint(target)
+    tree, kv = tree_of(17, 0), filled(target, 0, 17)
+    with pytest.raises(ValueError, match="does not fit"):
+        target.forward(*tree[:2], kv, tree[2])
+
+
+@pytest.mark.parametrize("method", ["tokenswift", "medusa", "magicdec", "recall"])
+def test_every_method_writes_plain_decodings_text(method: str) -> None:
+    """In float32, bit for bit: there are no near-ties between passes of one row and of many."""
+    target, params, prompt = target_of(), SamplingParams(penalty=1.1), [*range(1, 60), *range(20, 50)]
+    assert target.program is not None
+    heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
+    prepare(heads)
+    wanted = decode_method("ar", target, prompt, params, 3, 150)
+    options = DraftOptions(budget=64) if method in ("tokenswift", "magicdec") else DraftOptions()
+    assert decode(target, make_drafter(method, target, heads, options, None), prompt, params, 3, 150) == wanted
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (5, 64), (48, 97), (256, 130), (1100, 4000)])
+def test_a_product(inputs: int, outputs: int, threads: int) -> None:
+    torch.manual_seed(inputs)
+    layers = [nn.Linear(inputs, outputs, bias=bias).requires_grad_(False) for bias in (True, False)]
+    joined, before = PackedLinear(layers), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rows = torch.randn(2, 9, inputs)
+        found = joined(rows)
+    finally:
+        torch.set_num_threads(before)
+    wanted = torch.cat([layer.double()(rows.double()) for layer in layers], -1)
+    assert (found.double() - wanted).abs().max() < 1e-6 * inputs**0.5 * 4
+    for row in range(9):
+        assert torch.equal(joined(rows[1, row]), found[1, row])
+
+
+@pytest.mark.parametrize("kind", HEAD_TYPES)
+def test_heads(kind: str) -> None:
+    torch.manual_seed(1)
+    heads = HEAD_TYPES[kind](48, 3, eps=1e-5).requires_grad_(False)
+    for name, weight in heads.named_parameters():
+        nn.init.normal_(weight, float("norm" in name), 0.2)
+    plain = copy.deepcopy(heads)
+    prepare(heads)
+    assert heads.program is not None
+    assert copy.deepcopy(heads).program is None  # its weights may change
+    for rows in ((48,), (3, 48)):
+        hidden, embeddings = torch.randn(rows), torch.randn(3, *rows)
+        told = embeddings if heads.conditioned else None
+        assert torch.allclose(heads(hidden, told), plain(hidden, told), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda: network(hidden_act="gelu"), "activation"),
+        (lambda: network(head_dim=8), "size"),
+        (lambda: network().double(), "float32"),
+        (lambda: nn.Linear(1, 1), "has no program"),
+    ],
+)
+def test_what_there_is_no_program_for(made, why: str) -> None:
+    with pytest.raises(Unfit, match=why):
+        PassProgram(made())
+
+
+def test_a_program_that_computes_something_else_is_not_used(monkeypatch) -> None:
+    right = PassProgram.__call__
+
+    def wrong(self, *given):
+        found = right(self, *given)
+        found.hidden.mul_(1.01)
+        return found
+
+    monkeypatch.setattr(PassProgram, "__call__", wrong)
+    target = target_of()
+    assert target.program is None
+    assert compiled(target, "") == "eager"
+
+
+def test_without_a_compiler_pytorch_computes(monkeypatch) -> None:
+    def refuse(network: PreTrainedModel) -> PassProgram:
+        raise Unbuilt("needs a C compiler")
+
+    monkeypatch.setattr(adapting, "PassProgram", refuse)
+    assert target_of().program is None
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(penalty=1, min_p=0), SamplingParams(temperature=0)]
+)
+def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingParams, monkeypatch) -> None:
+    target, random = target_of(), torch.Generator().manual_seed(4)
+    heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
+    for weight in heads.parameters():
+        weight.normal_(std=0.3, generator=random)
+    prepare(heads)
+    reader = LastPass()
+    reader.direct = direct
+    source = HeadSource(target, heads, reader, (1, 3, 2), shared_noise=True)
+    sampler = Sampler(params, 1, VOCAB, target.device)
+    sampler.extend([*range(40), 7])
+    for place in range(20):
+        hidden = torch.randn(48, generator=random)
+        given = hidden, None, 7, range(41 + place, 44 + place), sampler
+        tokens, scores = source.guess(*given)
+        with monkeypatch.context() as patch:
+            patch.setattr(HeadSource, "_guess_by_program", lambda *given: None)
+            others = source.guess(*given)
+        assert torch.equal(tokens, others[0])
+        assert torch.equal(scores, others[1])
