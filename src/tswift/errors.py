@@ -15,15 +15,8 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
-        field = field and field_name(field)
         super().__init__(f"{field}: {message}" if field else message)
         self.message, self.field = message, field
-
-
-def field_name(option: str) -> str:
-    """A parameter's name in Python, from that or its option on the command line."""
-    name = option.removeprefix("--").replace("-", "_")
-    return {"len": "length"}.get(name, name) if " " not in option else option
 
 
 class Fault(RuntimeError):
@@ -36,8 +29,7 @@ class Fault(RuntimeError):
 
 def renamed(error: InputError, fields: Mapping[str, str]) -> InputError:
     """The same error, about the parameter that the caller has in the place of the one that it names."""
-    names = {field_name(old): new for old, new in fields.items()}
-    return InputError(error.message, names.get(error.field or "", error.field))
+    return InputError(error.message, fields.get(error.field or "", error.field))
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

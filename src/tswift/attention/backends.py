@@ -105,10 +105,10 @@ def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USU
         own = "triton" if device.type == "cuda" else "native"
         return own if why_not(own, dtype, device, width) is None else "sdpa"
     if name not in BACKENDS:
-        raise InputError(f"no attention {name!r}; there are auto, {', '.join(BACKENDS)}", "--attention")
+        raise InputError(f"no attention {name!r}; there are auto, {', '.join(BACKENDS)}", "attention")
     reason = why_not(name, dtype, device, width)
     if reason:
-        raise InputError(reason, "--attention")
+        raise InputError(reason, "attention")
     return name
 
 

@@ -65,7 +65,7 @@ class Rule:
             return
         percent = self.tolerance if 1 <= self.tolerance < 100 else 10
         message = f"{self.metric} can never fall by more than {self.tolerance:g}, the baseline has {max(positive):.4g}"
-        raise InputError(f"{message} at most; a share of it is written {self.metric}:{percent:g}%", "--fail-on")
+        raise InputError(f"{message} at most; a share of it is written {self.metric}:{percent:g}%", "fail_on")
 
 
 def parse_rule(text: str) -> Rule:
@@ -79,20 +79,20 @@ def parse_rule(text: str) -> Rule:
     """
     metric, colon, tolerance = text.strip().partition(":")
     if metric not in gated():
-        raise InputError(f"knows {', '.join(gated())}, got {metric!r}", "--fail-on")
+        raise InputError(f"knows {', '.join(gated())}, got {metric!r}", "fail_on")
     rule = Rule(metric, 0.0, relative=False)
     if not colon:
         if rule.timed:
-            raise InputError(f"{metric} varies from run to run: give a tolerance, such as {metric}:10%", "--fail-on")
+            raise InputError(f"{metric} varies from run to run: give a tolerance, such as {metric}:10%", "fail_on")
         return rule
     relative = tolerance.endswith("%")
     digits = tolerance[:-1] if relative else tolerance
     value = float(digits) / (100 if relative else 1) if _NUMBER.fullmatch(digits) else math.inf
     if math.isinf(value):
         example = f"{metric}:0.05 or {metric}:10%"
-        raise InputError(f"wants a tolerance such as {example}, got {tolerance!r}", "--fail-on")
+        raise InputError(f"wants a tolerance such as {example}, got {tolerance!r}", "fail_on")
     if relative and value >= 1 and not METRICS[rule.figure].lower_is_better:
-        raise InputError(f"{metric} can never fall by more than 100%, got {tolerance!r}", "--fail-on")
+        raise InputError(f"{metric} can never fall by more than 100%, got {tolerance!r}", "fail_on")
     return Rule(metric, value, relative)
 
 
@@ -210,26 +210,26 @@ def refuse_foreign(measurement: Record, baseline: Record, rules: Sequence[Rule],
     """
     counted = next((rule.metric for rule in rules if not rule.timed), None)
     if counted and simulated_alpha(measurement) is not None:
-        raise InputError(f"{counted} follows from --simulate-alpha and is not measured; times are", "--fail-on")
+        raise InputError(f"{counted} follows from --simulate-alpha and is not measured; times are", "fail_on")
     # through JSON, as the baseline has come: it has no tuples
     ours, theirs = json.loads(json.dumps(measurement["workload"])), baseline["workload"]
     differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     if differing:
         named = [name for name in differing if name != "hash"] or differing
-        raise InputError(f"the baseline is of another workload: {', '.join(named)} differs", "--against")
+        raise InputError(f"the baseline is of another workload: {', '.join(named)} differs", "against")
     if measurement["simulated"] != baseline["simulated"]:
-        raise InputError("one of the two measurements is simulated, the other is not", "--against")
+        raise InputError("one of the two measurements is simulated, the other is not", "against")
     timed = [rule.metric for rule in rules if rule.timed]
     here, there = measurement["environment"], baseline["environment"]
     other = [name for name in _MACHINE if here.get(name) != there.get(name)]
     if timed and other and not force:
         what = ", ".join(f"{name} {there.get(name)!r} there, {here.get(name)!r} here" for name in other)
-        raise InputError(f"{timed[0]} is of another machine ({what}); --force compares it all the same", "--against")
+        raise InputError(f"{timed[0]} is of another machine ({what}); --force compares it all the same", "against")
     for rule in rules:
         cells = [cell for draws in _cells(baseline, rule.timed).values() for cell in draws.values()]
         known = [value for cell in cells if (value := cell.figures[rule.figure].mean) is not None]
         if not known:
-            raise InputError(f"the baseline holds no {rule.metric}", "--against")
+            raise InputError(f"the baseline holds no {rule.metric}", "against")
         rule.refuse_idle(known)
 
 
@@ -239,12 +239,12 @@ def refuse_single(rules: Sequence[Rule], repeats: int, baseline: Record) -> None
     theirs = len({sample["repeat"] for sample in baseline["samples"]})
     wanted = f"{timed} varies from run to run and wants at least {_MIN_REPEATS} repeats"
     if timed and repeats < _MIN_REPEATS:
-        raise InputError(f"{wanted}, got {repeats}", "--repeats")
+        raise InputError(f"{wanted}, got {repeats}", "repeats")
     if timed and theirs < _MIN_REPEATS:
-        raise InputError(f"{wanted}, the baseline has {theirs}", "--against")
+        raise InputError(f"{wanted}, the baseline has {theirs}", "against")
 
 
-def load_measurement(path: Path, option: str = "--against") -> dict[str, Any]:
+def load_measurement(path: Path, option: str = "against") -> dict[str, Any]:
     """Read a complete ``bench.json``, which ``option`` named.
 
     Raises:

@@ -98,7 +98,7 @@ def _write(folder: Path, contents: Mapping[str, str | bytes]) -> list[Path]:
             data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
             write_whole(folder / name, data)
     except OSError as error:
-        raise InputError(f"{folder} cannot be written to ({error.strerror})", "--out") from None
+        raise InputError(f"{folder} cannot be written to ({error.strerror})", "out") from None
     return [folder / name for name in contents]
 
 

@@ -75,10 +75,10 @@ def find_machine(name: str, dtype: str) -> Machine:
         InputError: there is none of that name, or its rate in this dtype is not known.
     """
     if name not in MACHINES:
-        raise InputError(f"no device {name!r}; there are here, cpu, cuda, {', '.join(MACHINES)}", "--device")
+        raise InputError(f"no device {name!r}; there are here, cpu, cuda, {', '.join(MACHINES)}", "device")
     if dtype not in _DTYPES:
         rate = f"{name} is known by its rate in {' and '.join(_DTYPES)}, not in {dtype}"
-        raise InputError(f"{rate}; give --bandwidth and --flops", "--dtype")
+        raise InputError(f"{rate}; give --bandwidth and --flops", "dtype")
     return MACHINES[name]
 
 
@@ -342,11 +342,11 @@ def predict(shape: Shape, machine: Machine, query: RooflineQuery, positions: int
     contexts = query.contexts or tuple(context for context in CONTEXTS if context <= positions) or (positions,)
     beyond = [context for context in contexts if context > positions]
     if beyond:
-        raise InputError(f"{beyond[0]:,} is more than the model's {positions:,} positions", "--context")
+        raise InputError(f"{beyond[0]:,} is more than the model's {positions:,} positions", "context")
     total = query.prefill + query.length
     if total > positions:
         need = f"{query.prefill:,} prompt tokens and {query.length:,} new ones need {total:,} positions"
-        raise InputError(f"{need}, the model has {positions:,}", "--len")
+        raise InputError(f"{need}, the model has {positions:,}", "length")
     passes = tuple(
         PassFloor(
             context,

@@ -135,7 +135,7 @@ def open_runs(
         runs.append(Run(contender.label, contender.method, generation, alpha is not None))
     if free is not None and need > free:
         message = f"{len(runs)} methods side by side need {gigabytes(need)} of caches, {gigabytes(free)} are free"
-        raise InputError(message, "--methods")
+        raise InputError(message, "methods")
     return runs
 
 
@@ -378,16 +378,16 @@ def begin_measurement(
         InputError: more positions or memory than there are, or nothing to sample plain decoding beside.
     """
     if plan.ar == SAMPLED and all(contender.method in DRAFTLESS for contender in config.contenders):
-        raise InputError("sampled takes its samples while another method runs; name one", "--ar")
+        raise InputError("sampled takes its samples while another method runs; name one", "ar")
     # the largest case is allocated and freed: what does not fit is refused now, not after an hour
     try:
         open_runs(config, prompts[0].tokens[: max(plan.prefills)], max(plan.lens), 0, _labels(config, plan))
     except InputError as error:
-        raise renamed(error, {"--len": "--lens"}) from None
+        raise renamed(error, {"length": "lens"}) from None
     try:
         _warm_runs(config, prompts[0], plan)
     except InputError as error:
-        raise renamed(error, {"--len": "--warmup"}) from None
+        raise renamed(error, {"length": "warmup"}) from None
     workload, target = _workload(config, prompts, plan), config.model.target
     return {
         "schema": SCHEMA,

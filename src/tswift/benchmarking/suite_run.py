@@ -72,7 +72,7 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
     options.refuse_unused(suite.methods)
     reference = REFERENCE in options.methods
     if reference and not (suite.axis == "method" and suite.along == AXIS):
-        raise InputError(f"suite {suite.name} compares no methods", "--with-reference-ar")
+        raise InputError(f"suite {suite.name} compares no methods", "with_reference_ar")
     DraftOptions(**options.drafting)  # what is out of range is refused before a model is loaded
     params = [SamplingParams(**{**options.sampling, **setting.sampling}) for setting in suite.settings]
     model = _load(suite, options)
@@ -87,7 +87,7 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
     if len(contenders) == 1:
         if errors[0].field in typed:
             raise errors[0]
-        raise InputError(f"{suite.name} cannot run on this model: {next(iter(missing.values()))}", "--suite")
+        raise InputError(f"{suite.name} cannot run on this model: {next(iter(missing.values()))}", "suite")
     if reference:
         contenders.append(Contender(REFERENCE, REFERENCE, DraftOptions()))
     groups = {}

@@ -247,7 +247,7 @@ SUITES: dict[str, Suite] = {suite.name: suite for suite in _ALL}
 def find_suite(name: str) -> Suite:
     """The suite of a name, or an ``InputError``."""
     if name not in SUITES:
-        raise InputError(f"no suite {name!r:.40}; there are {', '.join(SUITES)}", "--suite")
+        raise InputError(f"no suite {name!r:.40}; there are {', '.join(SUITES)}", "suite")
     return SUITES[name]
 
 

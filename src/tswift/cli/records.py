@@ -54,16 +54,16 @@ def writable(path: Path | None) -> Record | None:
         if real.is_symlink():  # a loop
             raise OSError(ELOOP, os.strerror(ELOOP))
         if real.exists() and not real.is_file():
-            raise InputError(f"{path} is no file; - is stdout", "--json")
+            raise InputError(f"{path} is no file; - is stdout", "json")
         _try(real)
     except InputError:
         raise
     except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror or error})", "--json") from None
+        raise InputError(f"{path} cannot be written ({error.strerror or error})", "json") from None
     except RuntimeError:  # a loop, up to Python 3.12
         raise InputError(f"{path} cannot be written ({os.strerror(ELOOP)})", "--json") from None
     except ValueError:  # a NUL in the name, or half a character
-        raise InputError(f"no file can be called {path}", "--json") from None
+        raise InputError(f"no file can be called {path}", "json") from None
     return Record(real)
 
 

@@ -378,16 +378,16 @@ def resolve_for(
     method = find_method(name)
     gamma, kv = None, options.kv or next(iter(method.kv), None)
     if "kv" in method.uses and kv not in method.kv:
-        raise InputError(f"{name} can read {', '.join(method.kv)}, not {kv}", "--kv")
+        raise InputError(f"{name} can read {', '.join(method.kv)}, not {kv}", "kv")
     if method.gamma is not None:
         gamma = method.gamma if options.gamma is None else options.gamma
         if not gamma:
-            raise InputError(f"must be at least 1 for {name}", "--gamma")
+            raise InputError(f"must be at least 1 for {name}", "gamma")
     tree: tuple[int, ...] | str | None = None
     if method.with_heads and not heads:
         others = [other for other, kind in METHODS.items() if not (kind.with_heads or kind.draft or kind.reference)]
         message = f"{name} drafts with heads and the model has none; without heads there are {', '.join(others)}"
-        raise InputError(message, "--method")
+        raise InputError(message, "method")
     if "tree" in method.uses:
         levels = heads + method.by_lm_head
         usual = usual_tree(name, device, levels)
@@ -395,29 +395,29 @@ def resolve_for(
         if options.gamma is not None:
             least, most = 1 - method.by_lm_head, (levels if tree == AUTO else len(usual)) - method.by_lm_head
             if not least <= options.gamma <= most:
-                raise InputError(f"must be between {least} and {most} for {name}, got {options.gamma}", "--gamma")
+                raise InputError(f"must be between {least} and {most} for {name}, got {options.gamma}", "gamma")
             if tree == AUTO:
                 gamma = options.gamma
             else:
                 tree = usual[: options.gamma + method.by_lm_head]
         if isinstance(tree, tuple) and len(tree) > levels:
-            raise InputError(f"{name} can draft {levels} levels with these heads, got {len(tree)}", "--tree")
+            raise InputError(f"{name} can draft {levels} levels with these heads, got {len(tree)}", "tree")
     chooses = "costs" in method.uses and tree in (None, AUTO)
     recall = (_KEPT if options.recall is None else options.recall) if chooses else None
     if recall and "ngrams" in method.uses and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent):
-        option = "--reuse-recent" if options.reuse_recent else "--ngrams"
+        option = "reuse_recent" if options.reuse_recent else "ngrams"
         raise InputError(f"goes with a tree of its own or --recall 0: with --tree auto {name} recalls instead", option)
     if name == "recall" and not recall:
-        raise InputError("must be at least 1 for recall, which drafts from nothing else", "--recall")
+        raise InputError("must be at least 1 for recall, which drafts from nothing else", "recall")
     if name == "reuse" and not options.ngrams:
-        raise InputError("must be at least 1 for reuse, which drafts from nothing else", "--ngrams")
+        raise InputError("must be at least 1 for reuse, which drafts from nothing else", "ngrams")
     default = min(_AUTO_NODES, most_nodes or _AUTO_NODES) if chooses else usual_nodes(device, groups)
     nodes = (options.nodes or default) if "nodes" in method.uses else None
     if nodes and most_nodes and nodes > most_nodes:
-        raise InputError(f"must be at most {most_nodes} with this attention, got {nodes}", "--nodes")
+        raise InputError(f"must be at most {most_nodes} with this attention, got {nodes}", "nodes")
     longest = max(gamma or 0, options.inner_gamma if "inner_gamma" in method.uses else 0)
     if most_nodes and longest >= most_nodes:
-        raise InputError(f"must be below {most_nodes} with this attention, got {longest}", "--gamma")
+        raise InputError(f"must be below {most_nodes} with this attention, got {longest}", "gamma")
     budget = options.budget or method.budget
     if "sinks" in used(name, options):
         refuse_sinks(options.sinks, budget)
@@ -462,7 +462,7 @@ def make_drafter(
     """
     method, options = find_method(name), resolve(name, target, heads, options)
     if method.draft and draft is None:
-        raise InputError(f"{name} drafts with a smaller model, and there is none", "--draft-model")
+        raise InputError(f"{name} drafts with a smaller model, and there is none", "draft_model")
     positions = positions or target.max_positions
     models = Models(target, drafting or target, heads, draft, positions, costs, draft_costs or costs)
     return BUILDERS[name](models, options)

@@ -308,9 +308,9 @@ def new_folder(path: Path) -> list[Path]:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
-            raise InputError(f"{path} is not empty; a run needs a folder of its own", "--out")
+            raise InputError(f"{path} is not empty; a run needs a folder of its own", "out")
     except OSError as error:
-        raise InputError(f"{path} cannot be written to ({error.strerror})", "--out") from None
+        raise InputError(f"{path} cannot be written to ({error.strerror})", "out") from None
     return made
 
 
@@ -352,7 +352,7 @@ class RunFolder:
         try:
             folder = cls(path, Lock(path), made, b"")
         except InUse:
-            raise InputError(f"{path} is in use by another run", "--out") from None
+            raise InputError(f"{path} is in use by another run", "out") from None
         except OSError as error:
             raise _unwritable(path, error) from None
         try:
@@ -485,4 +485,4 @@ class RunFolder:
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path} cannot be written to ({error.strerror})", "--out")
+    return InputError(f"{path} cannot be written to ({error.strerror})", "out")

@@ -16,7 +16,7 @@ from tswift.reading import read_file, read_stream
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said
 MOST_BYTES = 32_000_000  # of a prompt: some ten million tokens, which take a minute and gigabytes to be found
-_OPTION = "--prompt"
+_OPTION = "prompt"
 
 
 def read_prompt(source: str | None) -> str:
@@ -66,7 +66,7 @@ def take(tokens: list[int], prefill: int | None, bundled: bool) -> list[int]:
     if prefill is None:
         return tokens[:BUNDLED_PREFILL] if bundled else tokens
     if prefill > len(tokens):
-        raise InputError(f"asks for {prefill:,} tokens, the prompt has {len(tokens):,}", "--prefill")
+        raise InputError(f"asks for {prefill:,} tokens, the prompt has {len(tokens):,}", "prefill")
     return tokens[:prefill]
 
 
@@ -126,7 +126,7 @@ def _bundled() -> Path:
     return inside if inside.is_file() else package.parents[1] / "prompts" / BUNDLED
 
 
-CHAT, SYSTEM = "--chat", "--system"
+CHAT, SYSTEM = "chat", "system"
 
 
 def render(tokenizer: Any, model: str, text: str, system: str | None = None) -> str:
@@ -172,7 +172,7 @@ def read_system(source: str) -> str:
     try:
         return read_prompt(source)
     except InputError as error:
-        raise renamed(error, {"--prompt": SYSTEM}) from None
+        raise renamed(error, {"prompt": SYSTEM}) from None
 
 
 _HELD = 16  # after so many tokens without a whole character, broken bytes are let go
