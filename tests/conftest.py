@@ -15,6 +15,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tswift-cache-")
 
 import torch
+from hypothesis import settings
+
+# the same examples at every run, but at night; a tiny model's first pass takes longer than others
+settings.register_profile("dev", max_examples=20, deadline=None, derandomize=True, database=None)
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=50)
+settings.register_profile("nightly", max_examples=300, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # Without a GPU, Triton kernels are interpreted; that is decided when triton is first imported.
 if not torch.cuda.is_available():
