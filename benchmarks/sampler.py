@@ -18,7 +18,7 @@ from random import Random
 import torch
 import triton
 
-from tswift.decoding.fused import DTYPES, FusedRule, mismatches, served
+from tswift.decoding.fused import DTYPES, FusedRule, mismatches, unserved
 from tswift.decoding.params import SamplingParams
 
 
@@ -35,7 +35,7 @@ def random_params(random: Random, vocab_size: int) -> SamplingParams:
         top_k=(top_k := random.choice((0, 3))),
         top_p=random.choice((1.0, 0.5)) if top_k else 1.0,
     )
-    return params if served(params) else random_params(random, vocab_size)
+    return random_params(random, vocab_size) if unserved(params) else params
 
 
 def main() -> None:

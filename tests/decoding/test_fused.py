@@ -1,0 +1,244 @@
+"""The sampling rule in Triton kernels, interpreted on the CPU, against the rule in PyTorch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
+from tests.models.test_passes import LengthOnDevice
+from tswift.attention.backends import why_not
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import NO_TOKEN, Sampler
+from tswift.drafting.methods import make_drafter
+from tswift.drafting.options import DraftOptions
+from tswift.models.target import Target
+
+fused = pytest.importorskip("tswift.decoding.fused", reason="triton is not installed")
+CPU = torch.device("cpu")
+REASON = why_not("triton", torch.float32, CPU)
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+@pytest.fixture
+def tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of the kernels."""
+    monkeypatch.setattr(fused, "_CHECKED", {})
+
+
+@pytest.mark.parametrize("dtype", fused.DTYPES)
+def test_the_kernels_draw_what_the_rule_draws(dtype: torch.dtype) -> None:
+    from benchmarks.sampler import random_params
+
+    random = Random(3)
+    for nodes in (1, 1, 2, 3, 41, 64, 65, 127, 128, 128, 128, 128):
+        vocab = random.randint(257, 1030)  # one part of the vocabulary, or a little more
+        params = random_params(random, vocab)
+        assert fused.mismatches(params, vocab, nodes, dtype, CPU, random) == 0, (params, vocab, nodes)
+
+
+@pytest.mark.parametrize(("nodes", "vocab"), [(1, 5000), (6, 2049)])
+def test_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch, nodes: int, vocab: int) -> None:
+    monkeypatch.setattr(fused, "_INTERPRETED", False)
+    random = Random(nodes)
+    for params in (SamplingParams(window=5), SamplingParams(temperature=0.8, min_p=0.0, banned=(4,))):
+        assert fused.mismatches(params, vocab, nodes, torch.bfloat16, CPU, random) == 0
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused.FusedRule, "BLOCK", 1 << 15)  # fewer programs for the interpreter
+    assert fused.mismatches(SamplingParams(window=3), 128_256, 3, torch.bfloat16, CPU, Random(5)) == 0
+
+
+CHANGES = {
+    "seed": lambda params, seed: (params, seed + 1),
+    "window": lambda params, seed: (replace(params, window=params.window + 1), seed),
+    "penalty": lambda params, seed: (replace(params, penalty=1.0), seed),
+    "min-p": lambda params, seed: (replace(params, min_p=0.0), seed),
+    "temperature": lambda params, seed: (replace(params, temperature=0.5), seed),
+    "banned": lambda params, seed: (replace(params, banned=()), seed),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_comparison_sees_kernels_that_are_asked_for_something_else(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = fused.FusedRule
+    monkeypatch.setattr(fused, "FusedRule", lambda params, seed, *rest: right(*CHANGES[change](params, seed), *rest))
+    params = SamplingParams(window=3, banned=tuple(range(0, 300, 2)), penalty=2.0)
+    random = Random(1)
+    assert sum(fused.mismatches(params, 300, 128, torch.float32, CPU, random) for _ in range(3)) > 0
+
+
+def test_the_comparison_sees_a_path_that_is_not_penalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = fused.FusedRule.draw
+
+    def blind(self, logits, tokens, positions, ancestors, newest):
+        return call(self, logits, tokens, positions, torch.eye(len(tokens), dtype=torch.bool), newest)
+
+    monkeypatch.setattr(fused.FusedRule, "draw", blind)
+    params, random = SamplingParams(penalty=1.3), Random(1)
+    assert sum(fused.mismatches(params, 300, 128, torch.float32, CPU, random) for _ in range(5)) > 0
+
+
+@pytest.mark.parametrize("dtype", fused.DTYPES)
+def test_the_kernels_rank_candidates_by_the_rule(dtype: torch.dtype) -> None:
+    from benchmarks.sampler import random_params
+
+    random = Random(8)
+    for rows, count in ((1, 1), (1, 3), (2, 4), (4, 3), (31, 7), (1, 16)):
+        vocab = random.randint(257, 1030) if count < 16 else 14
+        params = random_params(random, vocab)
+        assert fused.misranked(params, vocab, rows, dtype, CPU, count, random) == 0, (params, vocab, rows, count)
+
+
+@pytest.mark.parametrize("change", [change for change in CHANGES if change != "window"])
+def test_the_comparison_sees_candidates_by_something_else(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = fused.FusedRule
+    monkeypatch.setattr(fused, "FusedRule", lambda params, seed, *rest: right(*CHANGES[change](params, seed), *rest))
+    params = SamplingParams(banned=tuple(range(0, 300, 2)), penalty=2.0)
+    assert fused.misranked(params, 300, 32, torch.float32, CPU, 3, Random(1)) > 0
+
+
+def test_a_sampler_ranks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, plain = sampler(SamplingParams(window=4)), sampler(SamplingParams(window=4))
+    one.fuse(torch.float32, candidates=3, interpreted=True)
+    assert one.fault is None
+    calls, ranking = [], fused.FusedRule.candidates
+    monkeypatch.setattr(
+        fused.FusedRule, "candidates", lambda self, *given: calls.append(given[3]) or ranking(self, *given)
+    )
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    places, seen = torch.tensor([4, 5]), torch.arange(100).view(2, 50) % 3 == 0
+    for mask in (None, seen[:1], seen):
+        for positions in (None, places):
+            expected = plain.candidates(logits, mask, positions, 3)
+            found = one.candidates(logits, mask, positions, 3)
+            assert torch.equal(found[0], expected[0])
+            torch.testing.assert_close(found[1], expected[1])
+    assert calls == [3] * 6
+    one.fuse(torch.float32, candidates=17, interpreted=True)
+    assert one.fault == "the kernels rank at most 16 candidates"
+    # of which the kernels know nothing: another number, one position or row for all
+    assert one.candidates(logits, None, places, 4)[0].shape == (2, 4)
+    assert one.candidates(logits, None, [4], 3)[0].shape == (2, 3)
+    assert one.candidates(logits[:1], seen, None, 3)[0].shape == (2, 3)
+    assert calls == [3] * 6
+
+
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+def test_a_decode_with_the_kernels_is_one_without(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, options = SamplingParams(min_p=0.02, window=24), DraftOptions(nodes=20, budget=64)
+    fuse, faults, steps = Sampler.fuse, [], []
+
+    def interpreted(self, dtype, candidates=0):
+        fuse(self, dtype, max(1, candidates), interpreted=True)
+        faults.append(self.fault)
+
+    for _ in range(2):
+        target = Target(tiny_llama("gqa", torch.float32), LengthOnDevice)
+        drafter = make_drafter(method, target, tiny_heads(torch.float32), options)
+        steps.append(decode_steps(target, drafter, random_prompt(30), params, 3, 30))
+        monkeypatch.setattr(Sampler, "fuse", interpreted)
+    assert set(faults) == {None}
+    assert tokens_of(steps[0]) == tokens_of(steps[1])
+    assert [step.accepted for step in steps[0]] == [step.accepted for step in steps[1]]
+
+
+def test_rows_of_nothing_and_ties() -> None:
+    rule = fused.FusedRule(SamplingParams(temperature=0, banned=(2,)), 1, 5, CPU)
+    nan, inf = math.nan, math.inf
+    logits = torch.tensor([[1, 3, 9, 3, 2], [1, nan, 0, 0, 0], [0, 0, nan, 1, 1], [-inf] * 5, [0, inf, 0, 0, 0]])
+    tokens, positions = torch.tensor([4, NO_TOKEN, NO_TOKEN, 1, 1]), torch.tensor([7, 8, 8, 8, 8])
+    newest = torch.full((5,), -(1 << 62))
+    drawn = rule.draw(logits, tokens, positions, torch.eye(5, dtype=torch.bool), newest)
+    assert drawn.tolist() == [1, NO_TOKEN, 3, NO_TOKEN, NO_TOKEN]
+
+
+def sampler(params: SamplingParams, vocab: int = 50) -> Sampler:
+    return Sampler(params, 3, vocab, CPU)
+
+
+@pytest.mark.usefixtures("tried_anew")
+def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, call = [], fused.FusedRule.draw
+    monkeypatch.setattr(fused.FusedRule, "draw", lambda self, *given: calls.append(len(given[0])) or call(self, *given))
+    one, plain = sampler(SamplingParams(window=4)), sampler(SamplingParams(window=4))
+    one.fuse(torch.float32)
+    assert (one.fault, calls) == (None, [])  # on the CPU it is not asked for
+    one.fuse(torch.float32, interpreted=True)
+    assert one.fault is None
+    assert sum(calls) == sum(fused.TRIED)
+    rules = dict(one._fused)
+    one.fuse(torch.float32, interpreted=True)
+    one.copy().fuse(torch.float32, interpreted=True)
+    assert one._fused == rules  # what a captured graph reads stays where it is
+    assert len(calls) == len(fused.TRIED)  # once for all
+    for each in (one, plain):
+        each.extend([3, 4, 5])
+    calls.clear()
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    where = torch.tensor([5, 9, 9]), torch.tensor([2, 3, 4]), torch.ones(3, 3, dtype=torch.bool).tril()
+    for drawer in (one, one.copy()):
+        assert torch.equal(drawer.draw_rows(logits, *where), plain.draw_rows(logits, *where))
+    assert calls == [3, 3]
+    one.draw_rows(logits.double(), *where)  # not what was asked for
+    one.params = replace(one.params, temperature=0.0)
+    one.draw_rows(logits, *where)
+    assert calls == [3, 3]
+
+
+@pytest.mark.usefixtures("tried_anew")
+def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for params, dtype, reason in (
+        (SamplingParams(top_k=3), torch.float32, "no kernel has top_k"),
+        (SamplingParams(), torch.float64, "the kernels do not read float64"),
+    ):
+        one = sampler(params)
+        one.fuse(dtype, interpreted=True)
+        assert one.fault == reason
+    with monkeypatch.context() as patch:
+        patch.setattr(fused.FusedRule, "draw", lambda self, logits, *given: torch.zeros(len(logits)))
+        one = sampler(SamplingParams())
+        one.fuse(torch.float32, interpreted=True)
+        assert one.fault is not None
+        assert one.fault.endswith(f"of {sum(fused.TRIED)} rows drew another token than the rule")
+
+    def broken(self, *given):
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(fused.FusedRule, "draw", broken)
+    one = sampler(SamplingParams(temperature=0))
+    one.fuse(torch.float32, interpreted=True)
+    assert one.fault == "RuntimeError: no such instruction"
+    node = torch.tensor([0])
+    assert one.draw_rows(torch.eye(1, 50), node, node, torch.ones(1, 1, dtype=torch.bool)).tolist() == [0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("TRITON_INTERPRET"), reason="compiles for real anyway")
+def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
+    cases = ["80,bfloat16,41", "90,bfloat16,1", "90,float16,4", "90,float32,128"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.decoding.compiled", *cases]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(found) == (len(cases) + 2) * (2 * 3 + 2 * 2)  # with min-p there is one more
+    for kernel in found:
+        assert kernel["spills"] == kernel["stack"] == 0, kernel
+        assert kernel["registers"] <= 128, kernel
+        assert kernel["shared"] <= 32_768, kernel
+        # divided as PyTorch divides, and nothing rounded once where it rounds twice: only logarithms fuse
+        assert kernel["div.full"] == kernel["div.approx"] == kernel[".ftz.f32"] == 0, kernel
+        assert kernel["kernel"] == "rank_parts" or kernel["fma.rn.f64"] == 0, kernel
