@@ -1,4 +1,4 @@
-"""What fuzzing has in common: damage done to bytes, and other values in what JSON says."""
+"""What properties and fuzzing have in common: how many examples, damage to bytes, other values in what JSON says."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
+few = settings(max_examples=settings().max_examples // 4)  # of a property that takes long to look at
 fuzzed = settings(deadline=5000)  # a reader that takes seconds for a small file hangs
 
 VALUES = st.sampled_from(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 import torch
-from hypothesis import settings
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,7 +26,6 @@ from tswift.models.target import Forwarded, Target
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only costs
 
-few = settings(max_examples=settings().max_examples // 4)  # of a property that takes long to look at
 VOCAB = 97
 HIDDEN = 32
 KV_HEADS = {"mha": 4, "gqa": 2, "mqa": 1}

@@ -28,7 +28,8 @@ from tests.attention.oracle import (
     dense,
     other_bits,
 )
-from tests.helpers import few, random_tree
+from tests.fuzzing import few
+from tests.helpers import random_tree
 from tswift.attention.backends import partials_bytes, why_not
 from tswift.attention.layout import Layout
 from tswift.attention.special import AttentionSpec, SpecialAttention

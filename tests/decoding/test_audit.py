@@ -20,7 +20,8 @@ from torch import Tensor
 import tswift
 from tests.decoding import test_loop as loops
 from tests.decoding.test_loop import CASES, PAPER, TEXTS, parameters
-from tests.helpers import decode, decode_method, few, random_prompt, tiny_llama, tiny_target
+from tests.fuzzing import few
+from tests.helpers import decode, decode_method, random_prompt, tiny_llama, tiny_target
 from tswift.decoding import audit as module
 from tswift.decoding.audit import VIOLATION, WITHIN, Audit, audit, stretches
 from tswift.decoding.margin import RoundingMargin, contested

@@ -140,7 +140,7 @@ def test_a_value_out_of_range_or_of_another_type_is_refused_by_name() -> None:
         ("window", 1.5), ("banned", [1]), ("banned", (1.0,)), ("banned", ("1",)), ("banned", (-1,)), ("banned", None),
     ]  # fmt: skip
     for name, value in wrong:
-        with pytest.raises(ValueError, match=f"^{name} must be"):
+        with pytest.raises(ValueError, match=f"^{name}: must be"):
             SamplingParams(**{name: value})
 
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fuzzing import few
 from tests.helpers import (
     PLAIN,
     decode_method,
     decode_steps,
-    few,
     medusa_heads,
     random_prompt,
     tiny_draft,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import tiny_draft, tiny_heads, tiny_target
+from tswift.attention.layout import ROWS
 from tswift.decoding.drafter import Drafter
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import CascadeSource, ChainSource, FullDraftModel, PartialDraftModel, SmallDraftModel
@@ -24,10 +25,11 @@ from tswift.drafting.methods import (
     resolve,
     resolve_for,
     used,
+    usual_nodes,
+    usual_tree,
+    verify_nodes,
 )
 from tswift.drafting.ngrams import ReuseSource
-from tswift.attention.layout import ROWS
-from tswift.drafting.methods import usual_nodes, usual_tree, verify_nodes
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.kv.policies import POLICIES

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import decode_method, decode_steps, few, random_prompt, tiny_heads, tiny_target, tokens_of
+from tests.fuzzing import few
+from tests.helpers import decode_method, decode_steps, random_prompt, tiny_heads, tiny_target, tokens_of
 from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler

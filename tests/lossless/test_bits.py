@@ -15,7 +15,8 @@ from torch import nn
 from benchmarks.architectures import ARCHITECTURES, checkpoint
 from tests.attention.test_chunked import FAULTS as ATTENTION
 from tests.cli.conftest import prompt, tswift  # noqa: F401
-from tests.helpers import few, random_prompt
+from tests.fuzzing import few
+from tests.helpers import random_prompt
 from tests.lossless.models import (
     DTYPES,
     KINDS,
