@@ -8,7 +8,7 @@ OUT ?= runs/gpu/out
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup run test lint bench gate demo-model demo-draft gpu gpu-dry
+.PHONY: setup run test test-all lint bench gate demo-model demo-draft gpu gpu-dry
 
 setup: $(STAMP)
 
@@ -23,6 +23,10 @@ run: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2
+
+# the slow ones too, and more examples of each property
+test-all: setup
+	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n 2 -m ""
 
 lint: setup
 	$(BIN)/ruff check .

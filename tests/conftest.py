@@ -11,10 +11,22 @@ import pytest
 # One thread for torch, here and in subprocesses: tiny models only lose by more, and test processes run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What passes cost is remembered by the tests, and not where the user's own runs would find it.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tswift-cache-")
+# What passes cost, and compiled C, is remembered by the tests, and not where the user's own runs would find it. Test
+# processes that run side by side share it, as each head size takes the compiler two seconds.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tswift-cache-")
 
 import torch
+
+try:
+    from hypothesis import settings
+except ImportError:  # a machine that is borrowed for its GPU need not have it
+    pass
+else:  # the same examples at every run, but at night; a tiny model's first pass takes longer than others
+    settings.register_profile("dev", max_examples=20, deadline=None, derandomize=True, database=None)
+    settings.register_profile("ci", settings.get_profile("dev"), max_examples=50)
+    settings.register_profile("nightly", max_examples=300, deadline=None)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # Without a GPU, Triton kernels are interpreted; that is decided when triton is first imported.
 if not torch.cuda.is_available():

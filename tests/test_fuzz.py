@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarking.helpers import make_measurement
@@ -129,7 +129,7 @@ def test_whole_models(model: Path, checkpoint: Path, name: str) -> None:
     path = model / name
     whole = (checkpoint / name).read_bytes()
 
-    @settings(fuzzed, max_examples=30)
+    @fuzzed
     @given(done=damage() if name == "model.safetensors" else json_damage())
     def check(done: Callable[[bytes], bytes]) -> None:
         path.write_bytes(done(whole))

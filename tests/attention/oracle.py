@@ -7,17 +7,45 @@ from random import Random
 import torch
 
 from tests.helpers import random_tree
+from tswift.attention.special import AttentionSpec
+
+NOTHING = AttentionSpec()
 
 
-def dense(query, keys, values, ancestors, scale):
-    """Expanded, masked, in float64: all that tree attention avoids."""
-    group = query.shape[0] // keys.shape[0]
+KV_HEADS, GROUP, DIM = 2, 3, 8
+SINKS = torch.linspace(-1, 2, KV_HEADS * GROUP)
+WANTS = {
+    "window": AttentionSpec(window=9),
+    "a window of one": AttentionSpec(window=1),
+    "soft cap": AttentionSpec(softcap=1.5),
+    "sinks": AttentionSpec(sinks=SINKS),
+    "all": AttentionSpec(9, 1.5, SINKS),
+}
+
+
+def dense(query, keys, values, ancestors, scale, wants=NOTHING, places=None, positions=None):
+    """Expanded, masked, in float64: all that tree attention avoids.
+
+    With a window, ``places`` ``[kv heads, prefix]`` and ``positions`` ``[nodes]`` say where in the text keys and nodes
+    are; by default the keys are in order, and a node is as far behind them as it has ancestors.
+    """
+    nodes, kv_heads, group = query.shape[1], len(keys), len(query) // len(keys)
     query, keys, values = query.double(), keys.double(), values.double()
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    nodes = query.shape[1]
-    prefix = torch.ones(nodes, keys.shape[1] - nodes, dtype=torch.bool, device=query.device)
+    prefix = keys.shape[1] - nodes
     scores = query @ keys.transpose(1, 2) * scale
-    return scores.masked_fill(~torch.cat([prefix, ancestors], dim=1), -torch.inf).softmax(-1) @ values
+    if wants.softcap is not None:
+        scores = wants.softcap * torch.tanh(scores / wants.softcap)
+    sees = torch.cat([ancestors.new_ones(nodes, prefix), ancestors], 1).expand(kv_heads, -1, -1)
+    if wants.window is not None:
+        positions = prefix + ancestors.sum(1) - 1 if positions is None else positions
+        places = torch.arange(prefix, device=query.device).expand(kv_heads, -1) if places is None else places
+        where = torch.cat([places, positions.expand(kv_heads, -1)], 1)
+        sees = sees & (positions[None, :, None] - where[:, None] < wants.window)
+    scores = scores.masked_fill(~sees.repeat_interleave(group, 0), -torch.inf)
+    if wants.sinks is not None:
+        scores = torch.cat([scores, wants.sinks.double()[:, None, None].expand(-1, nodes, 1)], 2)
+    return scores.softmax(-1)[..., : keys.shape[1]] @ values
 
 
 def case(kv_heads, group, dim, prefix, nodes, dtype, seed=0, sharp=1.0, device="cpu"):

@@ -1,7 +1,9 @@
-"""Which attention can serve, and the line that says why not."""
+"""Which attention can serve, and the line that says why not; flash-attn by a stand-in with its signature."""
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,10 +13,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.attention.oracle import chain
-from tests.attention.test_special import GROUP, KV_HEADS, SINKS, WANTS, dense
+from tests.attention.oracle import GROUP, KV_HEADS, NOTHING, SINKS, WANTS, case, chain, dense
 from tests.models.test_passes import LengthOnDevice
 from tswift.attention.backends import BACKENDS, choose, fails, why_not
+from tswift.attention.flash import FlashAttention
+from tswift.attention.layout import Layout
 from tswift.attention.reference import ReferenceAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.attention.special import AttentionSpec
@@ -33,39 +36,30 @@ def installed(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_sdpa_serves_everywhere(dtype, device) -> None:
+def test_what_a_backend_can_take(monkeypatch) -> None:
     assert BACKENDS["sdpa"]() is TreeAttention
-    assert why("sdpa", dtype, device) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "device", "reason"),
-    [
+    for device in ("cpu", "cuda"):
+        assert all(why("sdpa", dtype, device) is None for dtype in (torch.float64, torch.float32, torch.bfloat16))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name, dtype, device, reason in (
         ("triton", torch.float64, "cuda", "triton attention takes float32, bfloat16 and float16, not float64"),
         ("triton", torch.float32, "cpu", "triton attention needs CUDA"),
         ("flash", torch.float32, "cuda", "flash attention takes bfloat16 and float16, not float32"),
         ("flash", torch.bfloat16, "cpu", "flash attention needs CUDA"),
         ("native", torch.float32, "cuda", "native attention is for the CPU"),
         ("native", torch.float64, "cpu", "native attention takes float32, bfloat16 and float16, not float64"),
-    ],
-)
-def test_what_a_backend_cannot_take(monkeypatch, name, dtype, device, reason) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    line = why(name, dtype, device)
-    assert line.startswith(reason)
-    assert "\n" not in line
+    ):
+        line = why(name, dtype, device)
+        assert line.startswith(reason)
+        assert "\n" not in line
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "package"), [("triton", "triton", "triton"), ("flash", "flash_attn", "flash-attn")]
-)
-def test_what_is_not_installed(installed, monkeypatch, name, module, package) -> None:
-    installed(module, True)
-    assert why(name) is None
-    installed(module, False)
-    assert why(name) == f"{package} is not installed: pip install {package}"
+def test_what_is_not_installed(installed) -> None:
+    for name, module, package in (("triton", "triton", "triton"), ("flash", "flash_attn", "flash-attn")):
+        installed(module, True)
+        assert why(name) is None
+        installed(module, False)
+        assert why(name) == f"{package} is not installed: pip install {package}"
 
 
 def test_the_interpreter_serves_on_the_cpu(installed, monkeypatch) -> None:
@@ -97,32 +91,23 @@ def test_naming_the_backends_imports_none() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "device", "there", "chosen"),
-    [
+def test_the_backend_that_is_chosen(installed) -> None:
+    for name, dtype, device, there, chosen in (
         ("auto", torch.bfloat16, "cuda", True, "triton"),
         ("auto", torch.bfloat16, "cuda", False, "sdpa"),
         ("auto", torch.float64, "cuda", True, "sdpa"),
         ("auto", torch.float64, "cpu", True, "sdpa"),
         ("triton", torch.float32, "cuda", True, "triton"),
         ("sdpa", torch.float32, "cuda", True, "sdpa"),
-    ],
-)
-def test_the_backend_that_is_chosen(installed, name, dtype, device, there, chosen) -> None:
-    installed("triton", there)
-    assert choose(name, dtype, torch.device(device)) == chosen
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+    ):
+        installed("triton", there)
+        assert choose(name, dtype, torch.device(device)) == chosen
+    for name, message in (
         ("eager", "no attention 'eager'; there are auto, sdpa, native, triton, flash"),
         ("flash", "flash attention needs CUDA"),
-    ],
-)
-def test_what_cannot_be_chosen(name, message) -> None:
-    with pytest.raises(InputError, match=f"attention: {message}"):
-        choose(name, torch.bfloat16, torch.device("cpu"))
+    ):
+        with pytest.raises(InputError, match=f"attention: {message}"):
+            choose(name, torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -138,10 +123,9 @@ def served(monkeypatch):
     return tell
 
 
-@pytest.mark.parametrize("attention", [TreeAttention, LengthOnDevice, ReferenceAttention])
-def test_attention_that_computes_what_sdpa_does(served, attention) -> None:
-    assert served(attention) is None
-    assert served(attention, (1, 1)) is None
+def test_attention_that_computes_what_sdpa_does(served) -> None:
+    for attention in (TreeAttention, LengthOnDevice, ReferenceAttention):
+        assert served(attention) is served(attention, (1, 1)) is None
 
 
 def test_a_kernel_that_cannot_be_launched_is_told_in_a_line(served) -> None:
@@ -152,9 +136,7 @@ def test_a_kernel_that_cannot_be_launched_is_told_in_a_line(served) -> None:
     assert served(Broken) == "own attention fails here (Failed to find C compiler.)"
 
 
-@pytest.mark.parametrize("wrong", [1.001, torch.nan])
-@pytest.mark.parametrize("nodes", [1, 3, 17, 32])
-def test_attention_that_lies_in_one_element(served, nodes: int, wrong: float) -> None:
+def test_attention_that_lies_in_one_element(served) -> None:
     class Lying(TreeAttention):
         def __init__(self, *given) -> None:
             super().__init__(*given)
@@ -167,20 +149,19 @@ def test_attention_that_lies_in_one_element(served, nodes: int, wrong: float) ->
                 out.view(-1)[largest] *= wrong
             return out
 
-    assert "own attention computes nonsense here (off by " in served(Lying)
+    for nodes, wrong in ((1, torch.nan), (1, 1.001), (3, 1.001), (17, 1.001), (32, 1.001)):
+        assert "own attention computes nonsense here (off by " in served(Lying), (nodes, wrong)
 
 
-@pytest.mark.parametrize("off", [-1, 1])
-def test_keys_that_are_stored_in_the_wrong_place(served, off: int) -> None:
-    class Misplaced(LengthOnDevice):
-        @staticmethod
-        def store(keys, values, new_keys, new_values, length) -> None:
-            LengthOnDevice.store(keys, values, new_keys, new_values, (length + off).clamp_min(0))
+def test_keys_that_are_stored_in_the_wrong_place(served) -> None:
+    for off in (-1, 1):
 
-    assert "computes nonsense" in served(Misplaced)
+        class Misplaced(LengthOnDevice):
+            @staticmethod
+            def store(keys, values, new_keys, new_values, length, off=off) -> None:
+                LengthOnDevice.store(keys, values, new_keys, new_values, (length + off).clamp_min(0))
 
-
-NOTHING = AttentionSpec()
+        assert "computes nonsense" in served(Misplaced)
 
 
 class Wanting(LengthOnDevice):
@@ -200,9 +181,7 @@ class Wanting(LengthOnDevice):
         if not wants:
             return super().__call__(query, keys, values, scale)
         keys, values = keys[:, : self._end], values[:, : self._end]
-        places, depths = torch.arange(self.prefix).expand(KV_HEADS, -1), self.ancestors.sum(1) - 1
-        wants = self.understood(wants)
-        return dense(query, keys, values, self.ancestors, scale, wants, places, self.prefix + depths).to(query.dtype)
+        return dense(query, keys, values, self.ancestors, scale, self.understood(wants)).to(query.dtype)
 
 
 WIDE = AttentionSpec(600)
@@ -215,9 +194,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", KINDS)
-def test_attention_that_does_what_layers_want(served, name: str, dtype: torch.dtype) -> None:
-    assert served(Wanting, (KV_HEADS, GROUP), KINDS[name], dtype) is None
+def test_attention_that_does_what_layers_want(served, dtype: torch.dtype) -> None:
+    for name, wants in KINDS.items():
+        assert served(Wanting, (KV_HEADS, GROUP), wants, dtype) is None, name
 
 
 LIES: dict[str, tuple[AttentionSpec, Callable[[Wanting, AttentionSpec], AttentionSpec]]] = {
@@ -237,12 +216,13 @@ LIES: dict[str, tuple[AttentionSpec, Callable[[Wanting, AttentionSpec], Attentio
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LIES)
-def test_attention_that_does_not_do_what_layers_want(served, monkeypatch, name: str, dtype: torch.dtype) -> None:
+def test_attention_that_does_not_do_what_layers_want(served, monkeypatch, name: str) -> None:
     wants, lie = LIES[name]
     monkeypatch.setattr(Wanting, "understood", lie)
-    assert "own attention computes nonsense here (off by " in served(Wanting, (KV_HEADS, GROUP), wants, dtype)
+    assert "own attention computes nonsense here (off by " in served(
+        Wanting, (KV_HEADS, GROUP), wants, torch.bfloat16
+    )  # which hides more than float32
 
 
 def test_what_is_behind_the_length_shows_in_layers_that_want_something(served) -> None:
@@ -252,3 +232,113 @@ def test_what_is_behind_the_length_shows_in_layers_that_want_something(served) -
             return out + 0 * values[:, self._end :].sum() if wants else out
 
     assert "off by nan" in served(Beyond, (KV_HEADS, GROUP), WANTS["window"])
+
+
+# flash-attn 2.7 and 2.8, flash_attn/flash_attn_interface.py: parameters and their defaults
+PUBLISHED = {
+    "q": inspect.Parameter.empty,
+    "k_cache": inspect.Parameter.empty,
+    "v_cache": inspect.Parameter.empty,
+    "k": None,
+    "v": None,
+    "rotary_cos": None,
+    "rotary_sin": None,
+    "cache_seqlens": None,
+    "cache_batch_idx": None,
+    "cache_leftpad": None,
+    "block_table": None,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "rotary_interleaved": True,
+    "alibi_slopes": None,
+    "num_splits": 0,
+    "return_softmax_lse": False,
+}
+TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+class StandIn:
+    """Computes what flash-attn's function documents, in float64, and insists on what it asks for."""
+
+    __signature__ = inspect.Signature(
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=d) for name, d in PUBLISHED.items()]
+    )
+
+    def __init__(self) -> None:
+        self.calls: list[dict] = []
+
+    def __call__(self, *args, **kwargs):
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        self.calls.append(given)
+        query, keys, values = given["q"], given["k_cache"], given["v_cache"]
+        assert query.dim() == keys.dim() == values.dim() == 4
+        batch, positions, heads, size = query.shape
+        assert keys.shape == values.shape == (batch, keys.shape[1], heads, size)
+        assert keys.shape[1] > 0
+        assert query.dtype == keys.dtype == values.dtype
+        assert keys.stride(-1) == values.stride(-1) == 1
+        assert given["return_softmax_lse"]
+        used = {"q", "k_cache", "v_cache", "softmax_scale", "return_softmax_lse"}
+        assert all(given[name] == default for name, default in PUBLISHED.items() if name not in used)
+        query, keys, values = (x.double().transpose(1, 2) for x in (query, keys, values))
+        scores = query @ keys.transpose(2, 3) * given["softmax_scale"]
+        out = (scores.softmax(-1) @ values).transpose(1, 2)
+        assert out.shape == (batch, positions, heads, size)
+        return out.to(given["q"].dtype), scores.logsumexp(-1).float()
+
+
+@pytest.fixture
+def flash(monkeypatch) -> StandIn:
+    module = ModuleType("flash_attn")
+    module.flash_attn_with_kvcache = StandIn()
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    return module.flash_attn_with_kvcache
+
+
+def within(given, buffer) -> bool:
+    """Whether a tensor is a view into another's memory."""
+    start = buffer.untyped_storage().data_ptr()
+    return start <= given.data_ptr() < start + buffer.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("nodes", [1, 41])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim", "prefix", "dtype"),
+    [(8, 4, 128, 1, torch.bfloat16), (4, 7, 64, 129, torch.float16), (2, 1, 96, 1000, torch.bfloat16)],
+)
+def test_prefix_through_flash(flash, dtype, kv_heads, group, dim, prefix, nodes) -> None:
+    query, keys, values, ancestors, scale = case(kv_heads, group, dim, prefix, nodes, dtype)
+    out = FlashAttention(Layout(kv_heads, group, dtype, query.device), prefix, nodes, ancestors)(
+        query, keys, values, scale
+    )
+    exact = dense(query, keys, values, ancestors, scale)
+    assert out.shape == query.shape
+    assert out.dtype == dtype
+    assert (out.double() - exact).abs().max() < TOLERANCE[dtype]
+    (given,) = flash.calls
+    assert given["q"].shape == (kv_heads, group * nodes, 1, dim)
+    # a single node attends to itself as it does to what is before it
+    assert given["k_cache"].shape == (kv_heads, prefix + (nodes == 1), 1, dim)
+    assert within(given["k_cache"], keys)
+    assert within(given["v_cache"], values)
+    assert given["softmax_scale"] == scale
+
+
+def test_a_chunk_and_a_text_without_a_prefix(flash) -> None:
+    for prefix, calls in ((0, 0), (50, 1)):
+        query, keys, values, _, scale = case(2, 2, 64, prefix, 70, torch.float16)
+        out = FlashAttention(Layout(2, 2, torch.float16, query.device), prefix, 70, None)(query, keys, values, scale)
+        assert (out.double() - dense(query, keys, values, chain(70), scale)).abs().max() < TOLERANCE[torch.float16]
+        assert len(flash.calls) == calls
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
+def test_the_signature_is_the_installed_one() -> None:
+    from flash_attn import flash_attn_with_kvcache
+
+    installed = inspect.signature(flash_attn_with_kvcache).parameters
+    assert {name: parameter.default for name, parameter in installed.items()} == PUBLISHED

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = pytest.mark.slow  # the compiler takes 20 s
 
 # compute capability, dtype, KV heads, query heads per KV head, head size, nodes, kind; see benchmarks/offline.py
 PLAIN, TREE, WIDER, SEVEN, OLDER, OLDER_TREE, SINGLE, LARGE, *OTHERS = CASES = [

@@ -13,6 +13,7 @@ from filelock import FileLock
 
 from tests.cuda.bounds import BOUNDS, SENT, WAITS
 
+pytestmark = pytest.mark.slow  # two processes of half a minute
 ROOT = Path(__file__).parents[2]
 COUNTS = ("waits", "sent", "fetched", "kernels", "launches")
 

@@ -1,4 +1,4 @@
-"""Steps whose state stays on the device: the same text and the same acceptance as steps driven by the host."""
+"""Steps whose state stays on the device: the same text and acceptance as the host's; wrong ones are found out."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from tests.helpers import (
 )
 from tests.models.test_passes import LengthOnDevice, static_target
 from tswift.benchmarking.simulated import SimulatedWalk
-from tswift.decoding.device_step import ancestors_of, reached_node
+from tswift.decoding import device_step
+from tswift.decoding.device_step import DeviceStepper, ancestors_of, reached_node
 from tswift.decoding.finite import NotFinite
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
+from tswift.decoding.trust import try_steps
 from tswift.drafting.fixed_tree import FixedTree
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
@@ -44,7 +46,7 @@ def drafter(method: str, target: Target, options: DraftOptions, kind: str = "cha
     return make_drafter(method, target, heads, options, tiny_draft())
 
 
-def on_host_and_device(method, options=ROOMY, kind="chained", params=PARAMS, length=150, prompt=90, stop=()):
+def on_host_and_device(method, options=ROOMY, kind="chained", params=PARAMS, length=90, prompt=90, stop=()):
     return [
         decode_steps(target, drafter(method, target, options, kind), random_prompt(prompt), params, 3, length, stop)
         for target in (tiny_target(), static_target())
@@ -60,17 +62,19 @@ def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(method: s
     assert max(step.accepted for step in host) > 1
 
 
-@pytest.mark.parametrize("params", [SamplingParams(window=24), SamplingParams(temperature=0.0, penalty=1.0)])
-@pytest.mark.parametrize("kv", ["dynamic", "partial", "streaming", "snapkv", "full"])
-def test_every_cache_that_drafting_reads(kv: str, params: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    ("kv", "temperature"), [("dynamic", 1), ("partial", 1), ("streaming", 0), ("snapkv", 1), ("full", 0)]
+)
+def test_every_cache_that_drafting_reads(kv: str, temperature: float) -> None:
+    params = SamplingParams(window=24) if temperature else SamplingParams(temperature=0.0, penalty=1.0)
     host, device = on_host_and_device("tokenswift", DraftOptions(**{**ROOMY.__dict__, "kv": kv}), params=params)
     assert tokens_of(device) == tokens_of(host)
     assert [step.accepted for step in device] == [step.accepted for step in host]
 
 
-@pytest.mark.parametrize("prompt", [1, 2, 30, 63, 64, 65, 200])
+@pytest.mark.parametrize("prompt", [1, 2, 63, 64, 65])
 def test_every_length_of_prompt(prompt: int) -> None:
-    host, device = on_host_and_device("tokenswift", prompt=prompt, length=80)
+    host, device = on_host_and_device("tokenswift", prompt=prompt, length=50)
     assert tokens_of(device) == tokens_of(host)
     assert [step.accepted for step in device] == [step.accepted for step in host]
 
@@ -78,13 +82,13 @@ def test_every_length_of_prompt(prompt: int) -> None:
 def test_ngrams_are_accepted_on_the_device() -> None:
     """Greedy text repeats itself: what is reused is counted the same."""
     greedy = SamplingParams(temperature=0.0, penalty=1.0)
-    host, device = on_host_and_device("tokenswift", params=greedy, length=300)
+    host, device = on_host_and_device("tokenswift", params=greedy, length=180)
     assert tokens_of(device) == tokens_of(host)
     assert [(step.accepted, step.source) for step in device] == [(step.accepted, step.source) for step in host]
-    assert sum(step.source == "reuse" for step in device) > 5
+    assert sum(step.source == "reuse" for step in device) > 1
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 5, 8, 20, 41])
+@pytest.mark.parametrize("nodes", [2, 5, 8, 41])
 def test_trees_of_any_size(nodes: int) -> None:
     host, device = on_host_and_device("tokenswift", DraftOptions(tree=(1, 3, 2, 2), nodes=nodes, budget=64))
     assert tokens_of(device) == tokens_of(host)
@@ -124,16 +128,17 @@ def test_plain_steps_in_between_leave_no_trace(method: str) -> None:
     assert all(found == plain[start : start + len(found)] for start, found in probes)
 
 
-@pytest.mark.parametrize("alpha", [0.3, 1.0])
-@pytest.mark.parametrize("method", ["medusa", "tokenswift", "reuse", "magicdec"])
+@pytest.mark.parametrize(
+    ("method", "alpha"), [("medusa", 0.3), ("tokenswift", 1.0), ("tokenswift", 0.3), ("reuse", 0.3), ("magicdec", 1.0)]
+)
 def test_a_given_acceptance_is_met(method: str, alpha: float) -> None:
     accepted = []
     for target in (tiny_target(), static_target()):
         made = drafter(method, target, ROOMY)
         walk = SimulatedWalk(alpha, made.depth)
-        steps = list(Decoding(target, random_prompt(90), PARAMS, 3, made, 150, walk).steps())
+        steps = list(Decoding(target, random_prompt(90), PARAMS, 3, made, 80, walk).steps())
         accepted.append([step.accepted for step in steps[:20]])
-        assert len(tokens_of(steps)) == 150
+        assert len(tokens_of(steps)) == 80
     if method != "reuse":  # whose trees depend on the text, which is no draw here
         assert accepted[0] == accepted[1]
 
@@ -246,47 +251,6 @@ def test_nothing_to_draw_is_said_and_commits_nothing() -> None:
     assert (decoding._context.kv.length, decoding._context.text) == (length, text)
 
 
-@pytest.mark.parametrize("mistake", ["gather", "length", "penalty", "ancestors", "walk", "root"])
-def test_the_equality_above_sees_a_mistake(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
-    plain = tokens_of(on_host_and_device("ar")[0])
-    target = static_target()
-    decoding = Decoding(target, random_prompt(90), PARAMS, 3, drafter("tokenswift", target, ROOMY), 150)
-    decoding.prefill()
-    stepper = decoding._stepper
-    assert stepper is not None
-    run = dict(stepper._programs)
-
-    def planted(nodes: int):
-        kv, state = decoding._context.kv, stepper.state
-        before = {"length": state.length.clone(), "root": state.tokens[0].clone()}
-        keys = kv.keys.clone()
-        out = run[nodes]()
-        if mistake == "length":
-            state.length.copy_(before["length"])
-        elif mistake == "root":
-            state.tokens[0].copy_(before["root"])
-        elif mistake == "gather":
-            end = kv.length + int(stepper._result[0])
-            kv.keys[:, :, kv.length : end] = keys[:, :, kv.length : end]
-        return out
-
-    if mistake == "penalty":
-        monkeypatch.setattr(Sampler, "extend_rows", lambda *given: None)
-    elif mistake == "ancestors":
-        right = target.compute_static
-        monkeypatch.setattr(
-            target,
-            "compute_static",
-            lambda tokens, positions, kv, length, ancestors: right(tokens, positions, kv, length, None),
-        )
-    elif mistake == "walk":
-        monkeypatch.setattr(stepper, "_forced", torch.tensor([1]))
-    else:
-        for nodes in run:
-            stepper._programs[nodes] = lambda nodes=nodes: planted(nodes)
-    assert tokens_of(list(decoding.steps())) != plain
-
-
 def test_a_partial_cache_holds_the_same_by_either_way() -> None:
     """Tokens appended on the device lie where the host would have put them."""
     held = []
@@ -302,3 +266,87 @@ def test_a_partial_cache_holds_the_same_by_either_way() -> None:
     assert host.selections > 2
     assert int(device.device_length) == device.length
     assert torch.allclose(host.keys[:, :, : host.length], device.keys[:, :, : host.length], atol=1e-9)
+
+
+def tried(dtype: torch.dtype = torch.float64) -> Target:
+    target = Target(tiny_llama("gqa", dtype), LengthOnDevice)
+    try_steps(target, SamplingParams())
+    return target
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_right_steps_are_trusted(dtype: torch.dtype) -> None:
+    target = tried(dtype)
+    assert target.graphs is None
+    assert target.replays
+
+
+def _wrong_draw(self, logits, tokens, positions, ancestors):
+    drawn = torch.argmax(logits.double(), -1)
+    return drawn
+
+
+def _no_gather(self, dim, index, source):
+    return self
+
+
+class _Broken(LengthOnDevice):
+    """Misses the newest key of the prefix."""
+
+    def __init__(self, layout, prefix, nodes, ancestors) -> None:
+        super().__init__(layout, prefix, nodes, ancestors)
+        self._newest = int(prefix) - 1 if isinstance(prefix, torch.Tensor) else -1
+
+    def __call__(self, query, keys, values, scale):
+        if self._newest >= 0:
+            values = values.clone()
+            values[:, self._newest] = 0
+        return super().__call__(query, keys, values, scale)
+
+
+def test_a_sampler_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampler, "draw_rows", _wrong_draw)
+    assert "drew others than the rule" in tried().graphs
+
+
+def test_a_penalty_table_that_stays_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampler, "extend_rows", lambda *given: None)
+    assert "drew others than the rule" in tried().graphs
+
+
+def test_a_commit_without_its_gather_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = DeviceStepper._verify
+
+    def without(self, nodes):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "index_copy_", _no_gather)
+            patch.setattr(LengthOnDevice, "store", staticmethod(_store))
+            return right(self, nodes)
+
+    def _store(keys, values, new_keys, new_values, length):
+        end = int(length) + new_keys.shape[1]
+        keys[:, int(length) : end], values[:, int(length) : end] = new_keys, new_values
+
+    monkeypatch.setattr(DeviceStepper, "_verify", without)
+    assert "other keys and values" in tried().graphs
+
+
+def test_wrong_ancestors_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = device_step.ancestors_of
+    monkeypatch.setattr(device_step, "ancestors_of", lambda parents, index, depth: right(parents, index, 1))
+    assert tried().graphs is not None
+
+
+def test_an_attention_that_misses_a_key_is_found_out() -> None:
+    target = Target(tiny_llama("gqa", torch.float64), _Broken)
+    try_steps(target, SamplingParams())
+    assert "other keys and values" in target.graphs
+    assert not target.replays
+
+
+def test_what_cannot_be_done_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given):
+        raise RuntimeError("no kernel image is available\nand more")
+
+    monkeypatch.setattr(LengthOnDevice, "store", fails)
+    assert tried().graphs == "no kernel image is available"

@@ -62,10 +62,9 @@ FILTERS = {
 # a row that is not finite shows, whatever the filters
 
 
-@pytest.mark.parametrize("vocab", [40, 700])
 @pytest.mark.parametrize("name", FILTERS)
-def test_a_row_with_nan_or_infinity_draws_nothing(name: str, vocab: int) -> None:
-    params = FILTERS[name]
+def test_a_row_with_nan_or_infinity_draws_nothing(name: str) -> None:
+    params, vocab = FILTERS[name], 700 if "top-p" in name or name == "all" else 40
     fine = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1))
     seen = torch.rand(6, vocab, generator=torch.Generator().manual_seed(2)) < 0.3 if params.penalises else None
     plain = Sampler(params, 3, vocab, CPU).draw(fine, seen, range(6))
@@ -83,12 +82,12 @@ def test_a_row_with_nan_or_infinity_draws_nothing(name: str, vocab: int) -> None
         assert Sampler(params, 3, vocab, CPU).draw(logits, seen, range(6)) == wanted
 
 
-@pytest.mark.parametrize("name", FILTERS)
-def test_impossible_tokens_are_no_fault(name: str) -> None:
+def test_impossible_tokens_are_no_fault() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
     logits[:, 7:] = -INF
-    drawn = Sampler(FILTERS[name], 3, 50, CPU).draw(logits, None, range(4))
-    assert all(0 <= token < 7 for token in drawn)
+    for name, params in FILTERS.items():
+        drawn = Sampler(params, 3, 50, CPU).draw(logits, None, range(4))
+        assert all(0 <= token < 7 for token in drawn), name
 
 
 def test_of_equal_logits_the_first_is_drawn() -> None:
@@ -130,8 +129,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize(("name", "value"), zip(PLACES, (NAN, INF, NAN, INF, NAN), strict=True))
 def test_a_broken_weight_is_found(name: str, value: float) -> None:
     target, prompt, params = broken_target(weight(name, value)), random_prompt(20), parameters(min_p=0.1, penalty=1.2)
     for method in METHODS:
@@ -294,10 +292,9 @@ def broken_heads(value: float, kind: str) -> Heads:
     return heads
 
 
-@pytest.mark.parametrize("kind", ["chained", "conditioned"])
-@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize(("kind", "value"), [("chained", NAN), ("conditioned", INF)])
 def test_broken_heads_change_nothing(value: float, kind: str) -> None:
-    target, length = tiny_target(), 90
+    target, length = tiny_target(), 60
     for name, options in (("penalty, small budget", PAPER), ("greedy, no penalty", BLIND)):
         params, _, seed, prompt_length, _ = CUTS[name]
         params = parameters(params.temperature, top_p=0.9, top_k=30, min_p=params.min_p, penalty=params.penalty)

@@ -67,6 +67,7 @@ def test_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch, nodes: int, vocab: 
         assert fused.mismatches(params, vocab, nodes, torch.bfloat16, CPU, random) == 0
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused.FusedRule, "BLOCK", 1 << 15)  # fewer programs for the interpreter
     assert fused.mismatches(SamplingParams(window=3), 128_256, 3, torch.bfloat16, CPU, Random(5)) == 0
@@ -236,6 +237,7 @@ def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(monkeypatch: py
     assert one.draw_rows(torch.eye(1, 50), node, node, torch.ones(1, 1, dtype=torch.bool)).tolist() == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("TRITON_INTERPRET"), reason="compiles for real anyway")
 def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
     cases = ["80,bfloat16,41", "90,bfloat16,1", "90,float16,4", "90,float32,128"]

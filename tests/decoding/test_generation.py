@@ -1,20 +1,30 @@
-"""What stands between a model and a decode: how a text ends, and what it needs."""
+"""Between a model and a decode: how a text ends, what it needs, and what is refused, before loading and after."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from tests.helpers import options_for, tokens_of
+from tswift import engine
 from tswift.attention.reference import ReferenceAttention
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.step import Walk
-from tswift.drafting.methods import METHODS
+from tswift.drafting.history import LogitHistory
+from tswift.drafting.methods import METHODS, draft_slots
 from tswift.drafting.options import DraftOptions
-from tswift.engine import begin, ending, generate
+from tswift.engine import MemoryEstimate, begin, ending, generate, preflight
 from tswift.errors import InputError
-from tswift.models.load import load
+from tswift.models.load import ModelSpec, load
 
 
 def test_end_of_text_is_banned_or_stops() -> None:
@@ -42,11 +52,10 @@ def test_a_text_goes_on_from_its_tokens(checkpoint: Path, method: str) -> None:
     asked = {"method": method, "options": options, "seed": 3}
     whole = tokens_of(list(generate(model, "The ship", 90, **asked)))
     need = begin(model, model.encode("The ship"), 70, **asked).need
-    for cut in (0, 1, 57, 69):
+    for cut in (1, 57, 69):
         run = begin(model, model.encode("The ship"), 70, written=whole[:cut], **asked)
         assert run.need == need  # those written are part of the length, and counted once
-        if cut:
-            assert tokens_of(list(run.steps())) == whole[cut:70]
+        assert cut == 1 or tokens_of(list(run.steps())) == whole[cut:70]
     assert tokens_of(list(generate(model, "The ship", 90, written=whole[:70], **asked))) == whole[70:]
 
 
@@ -92,3 +101,236 @@ def test_heads_that_are_missing(checkpoint: Path) -> None:
     assert others == ["ar", "recall", "reuse", "magicdec"]
     for method in others:
         assert sum(len(step.tokens) for step in begin(model, [1], 5, method=method).steps()) == 5
+
+
+CPU = torch.device("cpu")
+
+
+def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+    monkeypatch.setattr(engine, "available_bytes", lambda device: free)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
+    dtype = "float64" if method == "medusa" else "float32"
+    options = DraftOptions(budget=128, **({"nodes": 5} if "nodes" in METHODS[method].uses else {}))
+    draft = str(checkpoint) if METHODS[method].draft else None
+    ahead = preflight(str(checkpoint), 3, 50, method, options, dtype=dtype, draft_model=draft)
+    model = load(str(checkpoint), dtype=dtype, draft_model=draft)
+    run = begin(model, [1, 2, 3], 50, method=method, options=options)
+    need = run.need
+    assert (ahead.positions, ahead.full_bytes, ahead.partial_bytes) == (53, need.full_bytes, need.partial_bytes)
+    nodes = 5 if "nodes" in METHODS[method].uses else (METHODS[method].gamma or 0) + 1
+    assert ahead.logits_bytes == need.logits_bytes == 3 * nodes * 320 * 8
+    token_bytes = model.target.kv_shape.bytes_per_token
+    assert need.full_bytes == (53 + nodes) * token_bytes
+    assert (need.partial_bytes > 0) == METHODS[method].partial
+    slots = draft_slots(method, run.options, 53)
+    assert ahead.draft_kv_bytes == need.draft_kv_bytes == slots * token_bytes
+    assert (slots > 0) == (draft is not None)
+    assert ahead.recall_bytes == need.recall_bytes
+    assert (need.recall_bytes > 0) == (method in ("recall", "cascade", "auto"))
+    assert (need.weight_bytes, need.heads_bytes) == (0, 0)  # they are there
+    assert ahead.weight_bytes == sum(weight.nbytes for weight in model.target.model.parameters())
+    assert ahead.draft_bytes == (ahead.weight_bytes if draft else 0)
+    assert ahead.total_bytes == need.total_bytes + ahead.weight_bytes + ahead.heads_bytes + ahead.draft_bytes
+
+
+def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options = str(checkpoint), DraftOptions(budget=1000)
+    need = preflight(model, 3, 2000, "tokenswift", options)
+    memory(monkeypatch, need.total_bytes)
+    assert preflight(model, 3, 2000, "tokenswift", options) == need
+    memory(monkeypatch, None)
+    assert preflight(model, 3, 2000, "tokenswift", options) == need
+    memory(monkeypatch, need.total_bytes - 1)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(InputError) as caught:
+        preflight(model, 3, 2000, "tokenswift", options)
+    assert str(caught.value) == (
+        "length: weights 0.2 MB + heads 0.0 MB + KV 0.5 MB + drafting KV 0.3 MB + logits 0.1 MB = 1.0 MB, "
+        "cpu has 1.0 MB free"
+    )
+    memory(monkeypatch, need.weight_bytes)
+    with pytest.raises(InputError, match=r"^model: weights 0.2 MB \+ heads "):  # no text is short enough
+        preflight(model, 3, 2000, "tokenswift", options)
+
+
+@pytest.mark.parametrize(
+    ("method", "tree"), [("recall", None), ("cascade", None), ("auto", None), ("medusa", "auto"), ("medusa", None)]
+)
+def test_what_is_recalled_counts(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, method: str, tree: str | None
+) -> None:
+    options = DraftOptions(tree=tree)
+    need = preflight(str(checkpoint), 3, 2000, method, options)
+    recalls = tree is not None or method != "medusa"
+    assert need.recall_bytes == (LogitHistory.bytes_for(2003, 320, 64) if recalls else 0)
+    assert need.held_bytes(CPU) - need.recall_bytes == need.held_bytes(torch.device("cuda")) == need.kv_bytes
+    if recalls:
+        fewer = preflight(str(checkpoint), 3, 2000, method, replace(options, recall=10))
+        assert fewer.recall_bytes < need.recall_bytes
+        memory(monkeypatch, need.total_bytes - 1)
+        with pytest.raises(InputError, match=r" \+ recall 0\.6 MB \+ logits "):
+            preflight(str(checkpoint), 3, 2000, method, options)
+
+
+def test_what_is_recalled_is_in_the_machines_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    need = MemoryEstimate(positions=9, full_bytes=2_000_000, partial_bytes=0, recall_bytes=1_000_000)
+    free = {"cpu": 1_000_000, "cuda": 2_000_000}
+    monkeypatch.setattr(engine, "available_bytes", lambda device: free[device.type])
+    engine._refuse_memory(need, torch.device("cuda"), "--len")
+    free["cpu"] -= 1
+    with pytest.raises(InputError, match=r"^length: recall 1.0 MB = 1.0 MB, cpu has 1.0 MB free$"):
+        engine._refuse_memory(need, torch.device("cuda"), "--len")
+    free.update(cpu=1_000_000, cuda=1_999_999)
+    with pytest.raises(InputError, match=r"^length: KV 2.0 MB = 2.0 MB, cuda has 2.0 MB free$"):
+        engine._refuse_memory(need, torch.device("cuda"), "--len")
+
+
+def test_weights_count_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(str(checkpoint))
+    need = begin(model, [1, 2, 3], 50, method="ar").need
+    memory(monkeypatch, need.total_bytes)
+    begin(model, [1, 2, 3], 50, method="ar")
+    memory(monkeypatch, need.total_bytes - 1)
+    with pytest.raises(InputError, match=r"^length: KV 0.0 MB \+ logits 0.0 MB = 0.0 MB, cpu has 0.0 MB free$"):
+        begin(model, [1, 2, 3], 50, method="ar")
+
+
+def test_too_few_positions(checkpoint: Path) -> None:
+    preflight(str(checkpoint), 96, 4000, "ar", DraftOptions())
+    with pytest.raises(InputError) as caught:
+        preflight(str(checkpoint), 97, 4000, "ar", DraftOptions())
+    assert str(caught.value) == (
+        "length: at least 97 prompt tokens and 4,000 new ones need 4,097 positions, the model has 4,096"
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "more", "message"),
+    [
+        ("medusa", DraftOptions(tree=(2, 2, 2, 2)), {}, "tree: medusa can draft 3 levels with these heads, got 4"),
+        ("medusa", DraftOptions(gamma=4), {}, "gamma: must be between 1 and 3 for medusa, got 4"),
+        ("tokenswift", DraftOptions(gamma=4), {}, "gamma: must be between 0 and 3 for tokenswift, got 4"),
+        ("reuse", DraftOptions(ngrams=0), {}, "ngrams: must be at least 1 for reuse"),
+        ("ar", DraftOptions(), {"device": "tpu"}, "device: no device 'tpu'"),
+        ("ar", DraftOptions(), {"dtype": "int8"}, "dtype: no dtype 'int8'"),
+        ("ar", DraftOptions(), {"attention": "eager"}, "attention: no attention 'eager'"),
+        ("medusa", DraftOptions(), {"heads": "/nowhere"}, "heads: there is no file /nowhere"),
+        ("none", DraftOptions(), {}, "method: no method 'none'"),
+    ],
+)
+def test_options_that_do_not_fit(
+    checkpoint: Path, method: str, options: DraftOptions, more: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        preflight(str(checkpoint), 1, 1, method, options, **more)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(message)
+
+
+def test_heads_that_are_missing_before_loading(checkpoint: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "m")
+    (model / "heads.safetensors").unlink()
+    preflight(str(model), 1, 1, "reuse", DraftOptions())
+    for options in (DraftOptions(), DraftOptions(gamma=2)):
+        with pytest.raises(InputError, match=r"^method: medusa drafts with heads and the model has none"):
+            preflight(str(model), 1, 1, "medusa", options)
+
+
+def on_cuda(monkeypatch: pytest.MonkeyPatch, attention: str = "") -> None:
+    """Foresee models as if they were to be on a GPU that nothing else is known of."""
+    known = engine.inspect_model
+
+    def inspect_model(*given: Any, **named: Any) -> ModelSpec:
+        return replace(known(*given, **named), device=torch.device("cuda"), attention=attention)
+
+    monkeypatch.setattr(engine, "inspect_model", inspect_model)
+    memory(monkeypatch, None)
+
+
+def largest(run: Callable[[], object], *operators: str) -> int:
+    """Bytes of the largest result that some operators give."""
+
+    class Watch(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket.__name__ in operators:
+                self.most = max(self.most, out.nbytes)
+            return out
+
+    with Watch() as watch:
+        run()
+    return watch.most
+
+
+EIGHT = {"prompt": 4096, "length": 100_000, "options": DraftOptions(nodes=32)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "attention", "megabytes"),
+    [
+        ({}, "tokenswift", "TritonAttention", 268.4 + 44.4),
+        ({}, "tokenswift", "", 268.4),
+        ({}, "tokenswift", "TreeAttention", 268.4),
+        ({"options": DraftOptions(nodes=128)}, "tokenswift", "TritonAttention", 268.4 + 177.5),
+        ({"options": DraftOptions(nodes=32, budget=8192)}, "tokenswift", "TritonAttention", 536.9 + 44.4),
+        ({"options": DraftOptions(nodes=32, kv="full")}, "tokenswift", "TritonAttention", 268.4 + 16.9 - 98.5),
+        ({"options": DraftOptions(nodes=32, kv="streaming")}, "tokenswift", "TritonAttention", 268.4 + 16.9 - 98.5),
+        ({"prompt": 90_000, "length": 9_000}, "reuse", "TritonAttention", 268.4 + 101.4 - 98.5),
+        ({"prompt": 100}, "reuse", "TritonAttention", 43.3),
+        ({"prompt": 100}, "ar", "", 0),
+    ],
+)
+def test_what_an_8b_model_takes_besides_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], method: str, attention: str, megabytes: float
+) -> None:
+    if attention == "TritonAttention":
+        pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
+    on_cuda(monkeypatch, attention)
+    asked = {"method": method, **EIGHT, **changes}
+    need = preflight("shape:llama3.1-8b", dtype="bfloat16", **asked)
+    assert need.workspace_bytes / 1e6 == pytest.approx(megabytes, abs=0.2)
+    assert need.total_bytes == sum((need.weight_bytes, need.heads_bytes, need.kv_bytes, need.logits_bytes)) + (
+        need.workspace_bytes
+    )
+
+
+def test_workspace_is_named_and_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (str(checkpoint), 1200, 2000, "tokenswift", DraftOptions(budget=1000))
+    assert preflight(*asked).workspace_bytes == 0
+    on_cuda(monkeypatch)
+    need = preflight(*asked)
+    assert need.workspace_bytes == need.partial_bytes // 2 // 1001 * 1000
+    memory(monkeypatch, need.total_bytes - 1)
+    with pytest.raises(InputError, match=r" \+ logits 0\.\d MB \+ workspace 0\.1 MB = "):
+        preflight(*asked)
+
+
+@pytest.mark.parametrize("kv", ["dynamic", "streaming"])
+def test_no_more_is_foreseen_than_a_decode_takes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
+    """On the CPU, which has the same queries and selections."""
+    options, prompt = DraftOptions(budget=100, kv=kv), list(range(200)) * 6
+    model = load(str(checkpoint), device="cpu")
+    decode = begin(model, prompt, 150, method="tokenswift", options=options)
+    target = model.target
+    held = 0
+
+    def watched(*given: Any) -> Any:
+        nonlocal held
+        last, out = decode.decoding._context.last, forward(*given)
+        held = max(held, sum(each.nbytes for each in [*out.queries, *(last.queries if last else [])]))
+        return out
+
+    forward = target.forward
+    monkeypatch.setattr(target, "forward", watched)
+    selected = largest(decode.decoding.prefill, "gather")
+    twin = copy(target)
+    twin.device = torch.device("cuda")
+    memory(monkeypatch, None)
+    need = engine.check(twin, len(prompt), 150, "tokenswift", decode.options)
+    assert need.workspace_bytes == max(held - need.logits_bytes, selected * (kv == "dynamic"))
+    assert selected == 100 * target.kv_shape.bytes_per_token // 2
+    assert held == 1024 * target.kv_shape.bytes_per_token // 2 * target.groups

@@ -37,8 +37,6 @@ from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.models.target import Target
 
-DTYPES = (torch.float64, torch.float32)
-
 # ---------------------------------------------------------------------------------------------------------------------
 # every method's text is plain decoding's text
 
@@ -73,6 +71,8 @@ TEXTS = {
     ),
 }  # fmt: skip
 
+CASES = [*((name, torch.float64) for name in TEXTS), ("window 2", torch.float32), ("top-p", torch.float32)]
+
 # what drafts a chain: one of these beside the others, for each text another
 SYSTEMS = [
     *(("magicdec", kv) for kv in METHODS["magicdec"].kv),
@@ -81,8 +81,7 @@ SYSTEMS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float64", "float32"])
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
     params, options, seed, prompt_length, length, kind = TEXTS[name]
     target, prompt = tiny_target(kind, dtype), random_prompt(prompt_length, seed % 1000)
@@ -93,7 +92,7 @@ def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.
     chains = replace(options, tree=None, kv=kv, gamma=1 + number % 6)
     asks = {"tokenswift": options}
     if dtype == torch.float64:  # how passes round is no matter of the method
-        asks |= {"medusa": options, "reuse": options, system: chains}
+        asks |= {("medusa", "reuse")[number % 2]: options, system: chains}
     for method, asked in asks.items():
         drafter = drafter_of(method, target, asked)
         steps = decode_steps(target, drafter, prompt, params, seed, length)
@@ -106,11 +105,11 @@ def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.
 
 
 def test_a_long_prompt() -> None:
-    target, prompt = tiny_target("gqa"), random_prompt(5000)
+    target, prompt = tiny_target("gqa"), random_prompt(2200)
     params = parameters(min_p=0.1, penalty=1.2, window=1024)
     plain = decode_method("ar", target, prompt, params, 21, 60)
     budgets = (("medusa", 64), ("tokenswift", 64), ("tokenswift", 1024), ("reuse", 64), ("magicdec", 300))
-    for method, budget in (*budgets, ("standalone", 80), ("triforce", 4096)):
+    for method, budget in (*budgets, ("standalone", 80), ("triforce", 2400)):
         options = DraftOptions(tree=(1, 3, 3), nodes=24, budget=budget)
         assert decode_method(method, target, prompt, params, 21, 60, options) == plain, (method, budget)
 
@@ -225,7 +224,7 @@ CUTS = {  # sampling parameters, draft options, seed, prompt length, tokens
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", list(CUTS)[:2])
 def test_a_text_goes_on_where_it_was_cut(name: str) -> None:
     params, options, seed, prompt_length, length = CUTS[name]
     target, prompt = tiny_target(), random_prompt(prompt_length, seed)

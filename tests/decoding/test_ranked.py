@@ -68,6 +68,7 @@ def _texts(folder: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_write_the_texts_of_one(tmp_path: Path) -> None:
     for name in SPLIT:
         checkpoint(ARCHITECTURES[name], tmp_path / name)
@@ -205,6 +206,7 @@ def _refusals(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_cannot_be_split_is_refused_by_name(tmp_path: Path) -> None:
     checkpoint(ARCHITECTURES["Llama, MQA, biases"], tmp_path / "mqa")
     checkpoint(ARCHITECTURES["GPT-2"], tmp_path / "gpt2")

@@ -6,7 +6,7 @@ from itertools import pairwise
 from random import Random
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tswift.decoding.tree import DraftTree
@@ -26,7 +26,6 @@ def spelled(tree: DraftTree, node: int) -> tuple[int, ...]:
     return (*spelled(tree, tree.parents[node]), tree.tokens[node]) if node else ()
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 4), st.integers(1, 60), paths)
 def test_a_tree_is_a_trie_within_its_limit(root: int, limit: int, all_paths) -> None:
     tree = grown(root, limit, all_paths)
@@ -49,7 +48,6 @@ def test_a_tree_is_a_trie_within_its_limit(root: int, limit: int, all_paths) -> 
         assert len(tree) == limit
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 60), paths)
 def test_ancestors_are_the_transitive_closure_of_parents(limit: int, all_paths) -> None:
     tree = grown(0, limit, all_paths)
@@ -63,7 +61,6 @@ def test_ancestors_are_the_transitive_closure_of_parents(limit: int, all_paths) 
     assert torch.equal(tree.ancestors(), closure.bool())
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(1, 60), paths, st.integers(0, 10**6))
 def test_the_walk_follows_the_drawn_tokens_as_far_as_the_tree_goes(limit: int, all_paths, seed: int) -> None:
     tree, random = grown(0, limit, all_paths), Random(seed)

@@ -1,12 +1,72 @@
-"""The dict of methods: what each looks at."""
+"""Methods: their options, what each drafts from and reads, how deep and wide, and what is refused."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tswift.drafting.methods import find_method, used
+import pytest
+import torch
+
+from tests.helpers import tiny_draft, tiny_heads, tiny_target
+from tswift.attention.layout import ROWS
+from tswift.decoding.drafter import Drafter
+from tswift.drafting.adaptive import AdaptiveDrafter
+from tswift.drafting.chains import CascadeSource, ChainSource, FullDraftModel, PartialDraftModel, SmallDraftModel
+from tswift.drafting.dynamic_tree import DynamicTreeDrafter
+from tswift.drafting.head_tree import HeadTreeSource
+from tswift.drafting.heads import HeadSource
+from tswift.drafting.history import HistorySource
+from tswift.drafting.methods import (
+    METHODS,
+    draft_slots,
+    find_method,
+    make_drafter,
+    partial_slots,
+    resolve,
+    resolve_for,
+    used,
+    usual_nodes,
+    usual_tree,
+    verify_nodes,
+)
+from tswift.drafting.ngrams import ReuseSource
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
+from tswift.kv.policies import POLICIES
+from tswift.models.passes import NOMINAL
+
+
+def test_options_out_of_range_or_of_another_type_name_themselves() -> None:
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("tree", {"tree": ()}),
+        ("tree", {"tree": (3, 0)}),
+        ("nodes", {"nodes": 1}),
+        ("ngrams", {"ngrams": -1}),
+        ("budget", {"budget": 63}),
+        ("sinks", {"sinks": -1}),
+        ("nodes", {"nodes": 1 << 40}),
+        ("tree", {"tree": "x"}),
+        ("tree", {"tree": (1.0,)}),
+        ("tree", {"tree": [1]}),
+        ("nodes", {"nodes": 2.5}),
+        ("ngrams", {"ngrams": None}),
+        ("budget", {"budget": "64"}),
+        ("sinks", {"sinks": True}),
+        ("reuse_recent", {"reuse_recent": "no"}),
+        ("shared_noise", {"shared_noise": 1}),
+        ("kv", {"kv": "some"}),
+        ("kv", {"kv": 1}),
+        ("gamma", {"gamma": -1}),
+        ("gamma", {"gamma": 1001}),
+        ("gamma", {"gamma": "4"}),
+        ("gamma", {"gamma": 2, "tree": (1, 3)}),
+        ("inner_gamma", {"inner_gamma": 0}),
+        ("inner_gamma", {"inner_gamma": None}),
+    ]
+    for option, options in wrong:
+        with pytest.raises(InputError, match=f"^{option}: ") as error:
+            DraftOptions(**options)
+        assert error.value.field == option
 
 
 def test_options_that_are_not_looked_at() -> None:
@@ -24,3 +84,220 @@ def test_options_that_are_not_looked_at() -> None:
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(InputError, match=r"method: .*nope.*ar, medusa, tokenswift, cascade, recall, reuse"):
         find_method("nope")
+
+
+def resolved(method: str, **options) -> DraftOptions:
+    return resolve(method, tiny_target(), tiny_heads(), DraftOptions(**options))
+
+
+def test_trees_deeper_than_the_heads_are_refused() -> None:
+    for method, tree in (("medusa", (1, 1, 1, 1)), ("tokenswift", (1,) * 5)):
+        with pytest.raises(InputError, match="tree"):
+            resolved(method, tree=tree)
+
+
+def test_missing_heads_are_refused() -> None:
+    for name, method in METHODS.items():
+        if name in ("medusa", "tokenswift", "cascade", "auto"):
+            with pytest.raises(InputError, match=r"method: .*heads"):
+                resolve(name, tiny_target(), None, DraftOptions())
+        else:
+            assert not method.with_heads
+            resolve(name, tiny_target(), None, DraftOptions())
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("standalone", {"kv": "snapkv"}, r"kv: standalone can read streaming, full, not snapkv"),
+        ("magicdec", {"gamma": 0}, r"gamma: must be at least 1 for magicdec"),
+        ("medusa", {"gamma": 0}, r"gamma: must be between 1 and 3 for medusa, got 0"),
+        ("tokenswift", {"gamma": 4}, r"gamma: must be between 0 and 3 for tokenswift, got 4"),
+        ("medusa", {"gamma": 4, "tree": "auto"}, r"gamma: must be between 1 and 3 for medusa, got 4"),
+        ("tokenswift", {"gamma": 4, "tree": "auto"}, r"gamma: must be between 0 and 3 for tokenswift, got 4"),
+    ],
+)
+def test_what_a_method_cannot_do(method: str, options, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        resolved(method, **options)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("method", ["medusa", "tokenswift"])
+def test_a_tree_that_pays_is_as_deep_as_the_heads_go(method: str, device: str) -> None:
+    """However deep the usual tree is."""
+
+    def gamma(heads: int, tree: str | None, asked: int) -> int | None:
+        options = DraftOptions(gamma=asked, tree=tree)
+        return resolve_for(method, torch.device(device), 4, None, heads, options).gamma
+
+    for heads in (2, 7):
+        assert gamma(heads, "auto", heads) == heads
+        with pytest.raises(InputError, match=rf"gamma: must be between \d and {heads} for {method}"):
+            gamma(heads, "auto", heads + 1)
+    with pytest.raises(InputError, match=rf"gamma: must be between \d and [34] for {method}, got 7"):
+        gamma(7, None, 7)
+
+
+def test_a_chain_that_the_attention_cannot_do() -> None:
+    with pytest.raises(InputError, match=r"gamma: must be below 16 with this attention, got 16"):
+        resolve_for("triforce", torch.device("cpu"), 4, 16, 3, DraftOptions(inner_gamma=16))
+
+
+def test_a_gpus_nodes_by_head_layout() -> None:
+    def on_cuda(groups: int, **options) -> int | None:
+        return resolve_for("tokenswift", torch.device("cuda"), groups, 128, 3, DraftOptions(**options)).nodes
+
+    assert (on_cuda(4), on_cuda(1), on_cuda(4, nodes=128)) == (32, 128, 128)
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("method", ["medusa", "tokenswift"])
+def test_no_more_levels_than_there_are(method: str, device: str) -> None:
+    whole = usual_tree(method, torch.device(device), 99)
+    assert usual_tree(method, torch.device(device), 2) == whole[:2] != whole
+
+
+def test_nodes_fill_the_rows_of_a_kv_head() -> None:
+    assert [usual_nodes(CUDA, groups) for groups in (MHA, LLAMA, QWEN_7B, 64)] == [128, 32, 18, 8]
+    assert usual_nodes(CPU, LLAMA) == usual_nodes(CPU, QWEN_7B) == 8
+
+
+def test_fewer_nodes_as_the_text_grows() -> None:
+    weight_tokens = 15.0e9 / 131_072  # LLaMA3.1-8B in bfloat16
+    found = [verify_nodes(context, LLAMA, 128, weight_tokens) for context in (0, 4096, 20_000, 50_000, 100_000)]
+    assert found == sorted(found, reverse=True)
+    assert found[:2] == [128, 128]
+    assert 32 < found[-1] < found[2]
+    # the keys alone, of an endless text: 1.2 times the rows that cost nothing
+    assert verify_nodes(10**9, LLAMA, 128, weight_tokens) == int(1.2 * ROWS / LLAMA)
+
+
+def test_never_more_nodes_than_asked_for_and_never_none() -> None:
+    for context in (0, 4096, 100_000):
+        assert verify_nodes(context, LLAMA, 32, 1e5) == 32
+        assert verify_nodes(context, 1000, 32, 0.0) == 1
+
+
+def made(method: str, **options):
+    return make_drafter(method, tiny_target(), tiny_heads(), DraftOptions(**options), tiny_draft())
+
+
+def sources_of(drafter: Drafter) -> list:
+    if isinstance(drafter, AdaptiveDrafter):
+        return [source for rival in drafter.rivals for source in sources_of(rival.drafter)]
+    return list(drafter.offering if isinstance(drafter, DynamicTreeDrafter) else drafter.sources)
+
+
+def test_what_each_method_drafts_from() -> None:
+    kinds = {method: [type(source) for source in sources_of(made(method))] for method in METHODS}
+    assert kinds == {
+        "ar": [],
+        "medusa": [HeadSource],
+        "tokenswift": [HeadSource, ReuseSource],
+        "cascade": [CascadeSource, HistorySource],
+        "recall": [HistorySource],
+        "reuse": [ReuseSource],
+        "magicdec": [ChainSource],
+        "standalone": [ChainSource],
+        "triforce": [ChainSource],
+        "auto": [HeadSource, HeadTreeSource, HistorySource, CascadeSource, HistorySource],
+        "ar-reference": [],
+    }
+
+
+def test_what_each_system_reads() -> None:
+    def level(drafter: Drafter):
+        return drafter.sources[0]._level
+
+    for kv in ("streaming", "snapkv", "dynamic", "partial"):
+        for drafted in (level(made("magicdec", kv=kv)), made("tokenswift", kv=kv).sources[0].reader._level):
+            assert drafted.kv.policy is POLICIES[kv]
+            assert drafted.target is tiny_target()
+    assert type(level(made("magicdec", kv="full"))) is FullDraftModel
+    assert type(made("tokenswift", kv="full").sources[0].reader._level) is FullDraftModel
+    alone = level(made("standalone", budget=128))
+    assert (alone.target, alone.kv.budget) == (tiny_draft(), 128)
+    everything = make_drafter("standalone", tiny_target(), None, DraftOptions(kv="full"), tiny_draft(), 700)
+    assert level(everything).kv.budget == 700
+    middle = made("triforce", budget=512)
+    assert level(middle).kv.policy is POLICIES["retrieval"]
+    assert (level(middle).target, level(middle).kv.budget) == (tiny_target(), 512)
+    small = level(middle.sources[0].drafter)
+    assert (small.target, small.kv.budget) == (tiny_draft(), 256)
+
+
+def _levels(drafter: Drafter) -> list:
+    """What its sources decode or read, and what theirs do."""
+    found = []
+    for source in sources_of(drafter):
+        if isinstance(source, HeadSource | HeadTreeSource):
+            found += [source.reader._level] if source.reader.direct else []
+        elif isinstance(source, ChainSource | CascadeSource):
+            found += [source._level, *_levels(source.drafter)]
+    return found
+
+
+def test_room_for_what_is_forwarded_over_a_partial_cache() -> None:
+    for method in METHODS:
+        for options in (
+            DraftOptions(budget=64),
+            DraftOptions(budget=64, gamma=2, inner_gamma=5),
+            DraftOptions(budget=64, gamma=2, tree="auto"),
+        ):
+            resolved = resolve(method, tiny_target(), tiny_heads(), options)
+            drafter = make_drafter(method, tiny_target(), tiny_heads(), options, tiny_draft())
+            held = [level.kv.capacity for level in _levels(drafter) if isinstance(level, PartialDraftModel)]
+            assert [partial_slots(method, resolved)] == (held or [0])
+            own = [level.kv.capacity for level in _levels(drafter) if isinstance(level, SmallDraftModel)]
+            positions = tiny_target().max_positions
+            assert [draft_slots(method, resolved, positions)] == (own or [0])
+
+
+def test_a_missing_smaller_model_is_refused() -> None:
+    for name, method in METHODS.items():
+        if name in ("standalone", "triforce"):
+            with pytest.raises(InputError, match=r"draft_model: .*smaller model"):
+                make_drafter(name, tiny_target(), tiny_heads(), DraftOptions())
+        else:
+            make_drafter(name, tiny_target(), None if not method.with_heads else tiny_heads(), DraftOptions())
+
+
+def test_depth_and_limit() -> None:
+    assert (made("ar").depth, made("ar").limit) == (0, 1)
+    assert made("medusa", tree=(3, 3, 3)).depth == 3
+    assert made("medusa", tree=(3,)).depth == 1
+    assert made("tokenswift", tree=(1, 3, 3, 3)).depth == 4
+    assert made("tokenswift", tree=(1, 3)).depth == 4  # reused n-grams reach further than these heads
+    assert made("tokenswift", tree=(1, 3), ngrams=0).depth == 2
+    assert made("reuse").depth == 3
+    assert made("reuse", nodes=17).limit == 17
+    for method, gamma in (("magicdec", 4), ("standalone", 4), ("triforce", 6)):
+        assert (made(method).depth, made(method).limit) == (gamma, gamma + 1)
+        assert made(method, gamma=9).depth == 9
+    assert made("medusa", gamma=2).depth == 2
+    assert made("tokenswift", gamma=0, ngrams=0).depth == 1
+    assert made("tokenswift", gamma=3, ngrams=0).depth == 4
+
+
+def test_trees_that_pay() -> None:
+    for method, source in (("medusa", HeadTreeSource), ("tokenswift", HeadTreeSource)):
+        drafter = made(method, tree="auto")
+        assert type(sources_of(drafter)[0]) is source
+        assert drafter.plan.costs is NOMINAL
+        assert resolve(method, tiny_target(), tiny_heads(), DraftOptions(tree="auto")).costs == "measured"
+        assert {"costs", "recall"} <= used(method, DraftOptions(tree="auto"))
+        assert not {"costs", "recall"} & used(method, DraftOptions(tree=(1, 1)))
+    assert made("medusa", tree="auto", recall=0).depth == 3
+    assert made("medusa", tree="auto", gamma=2, recall=0).depth == 2
+    assert made("tokenswift", tree="auto", gamma=2, ngrams=0, recall=0).depth == 3
+    assert made("medusa", tree="auto", nodes=12).depth == 11
+    assert made("tokenswift", tree="auto", nodes=9).limit == 9
+    many = tiny_heads(count=30)
+    for method, gamma, nodes, depth in (("medusa", 9, None, 9), ("tokenswift", 9, None, 10), ("medusa", 29, 20, 19)):
+        options = DraftOptions(tree="auto", gamma=gamma, nodes=nodes, recall=0, ngrams=0)
+        assert make_drafter(method, tiny_target(), many, options).depth == depth

@@ -50,10 +50,9 @@ def test_every_method_leaves_the_same_text(tswift: Tswift, words: Words, tmp_pat
     assert len(exact[0]["bits"]) == 16
 
 
-@pytest.mark.parametrize("cut", [1, 17, 40])
-def test_a_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path, cut: int) -> None:  # noqa: F811
+def test_a_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
     tswift(*words, "--len", 60, "--method", "ar", "--out", tmp_path / "whole")
-    tswift(*words, "--len", cut, "--out", tmp_path / "run")
+    tswift(*words, "--len", 17, "--out", tmp_path / "run")
     found = tswift("generate", "--resume", tmp_path / "run", "--exact", "--len", 60)
     assert found.code == 0, found.err
     assert "rounds otherwise" not in found.err
@@ -62,6 +61,7 @@ def test_a_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path, cu
     assert made["resumed"][0]["exact"] == made["model"]["exact"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
     tswift(*words, "--len", 300, "--method", "medusa", "--out", tmp_path / "whole")
     process = Process([*words, "--len", 300, "--method", "medusa", "--out", tmp_path / "run"], tmp_path / "out")
@@ -97,6 +97,7 @@ def test_a_machine_that_rounds_otherwise_says_so(tswift: Tswift, words: Words, t
     assert made["resumed"][0]["exact"]["bits"] != "0123456789abcdef"
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot(tswift: Tswift, prompt: Path, tmp_path: Path) -> None:  # noqa: F811
     with silence():
         checkpoint(ARCHITECTURES["Mixtral"], tmp_path / "mixtral")

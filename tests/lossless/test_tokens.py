@@ -11,7 +11,7 @@ import torch
 
 import tswift
 from tests.helpers import decode, drafter_of, random_prompt, tiny_draft, tiny_heads
-from tests.lossless.models import DTYPES, KINDS, WIDE, ExactOnDevice, exact_target
+from tests.lossless.models import DTYPES, KINDS, ExactOnDevice, exact_target
 from tswift.attention.chunked import ChunkedAttention
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
@@ -53,18 +53,24 @@ def text_of(model, prompt, length, method, params, seed=1, options=None, written
 @pytest.mark.parametrize(
     ("dtype", "params", "seed", "trees"),
     [
-        ("bfloat16", SamplingParams(), 1, {}),
-        ("bfloat16", GREEDY, 0, TREES),
-        ("float16", SamplingParams(min_p=0, top_p=0.9, penalty=1.1, window=30), 2, TREES),
-        ("float32", SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 3, {}),
+        pytest.param("bfloat16", SamplingParams(), 1, {}, id="T 1, penalty, min-p"),
+        pytest.param("bfloat16", GREEDY, 0, TREES, id="greedy", marks=pytest.mark.slow),
+        pytest.param("float16", SamplingParams(min_p=0, top_p=0.9, penalty=1.1, window=30), 2, TREES, id="top-p"),
+        pytest.param(
+            "float32",
+            SamplingParams(min_p=0, eta=0.002, top_k=50, window=2),
+            3,
+            {},
+            id="eta, top-k",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["T 1, penalty, min-p", "greedy", "top-p", "eta, top-k"],
 )
 def test_every_method_writes_the_text_of_plain_decoding(dtype, params, seed, trees) -> None:
     model, prompt = demo(dtype), novel(90)
-    plain = text_of(model, prompt, 60, "ar", params, seed)
+    plain = text_of(model, prompt, 40, "ar", params, seed)
     for method in NAMES:
-        assert text_of(model, prompt, 60, method, params, seed, trees.get(method)) == plain, method
+        assert text_of(model, prompt, 40, method, params, seed, trees.get(method)) == plain, method
 
 
 def test_without_it_texts_part_in_bfloat16() -> None:
@@ -76,35 +82,35 @@ def test_without_it_texts_part_in_bfloat16() -> None:
     assert any(parted)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != WIDE])  # for which there are heads
-def test_random_models(kind: str) -> None:
+@pytest.mark.parametrize("number", range(1, len(KINDS)))  # of those that there are heads for
+def test_random_models(number: int) -> None:
     """Trees, chains and n-grams over heads of any mind, in each dtype by another rule."""
     rules = SamplingParams(min_p=0.02, window=24), GREEDY, SamplingParams(min_p=0, top_p=0.8, penalty=1)
-    for dtype, params in zip(DTYPES, rules, strict=True):
-        target, prompt = exact_target(kind, dtype), random_prompt(50, 3)
-        plain = decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 40)
-        for method in ("medusa", "tokenswift", "magicdec"):
-            drafter = make_drafter(method, target, tiny_heads(dtype), TREES[method], tiny_draft(dtype))
-            assert decode(target, drafter, prompt, params, 4, 40) == plain, (dtype, method)
+    dtype, params = DTYPES[number % 3], rules[number % 3]
+    target, prompt = exact_target(KINDS[number], dtype), random_prompt(50, 3)
+    plain = decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 40)
+    for method in ("medusa", "tokenswift", "magicdec"):
+        drafter = make_drafter(method, target, tiny_heads(dtype), TREES[method], tiny_draft(dtype))
+        assert decode(target, drafter, prompt, params, 4, 40) == plain, method
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_text_cut_anywhere_goes_on_the_same(dtype: str) -> None:
+def test_a_text_cut_anywhere_goes_on_the_same() -> None:
     """By another method even, as no token depends on it."""
-    model, prompt, random, params = demo(dtype), novel(70), Random(dtype), SamplingParams()
+    model, prompt, random, params = demo("bfloat16"), novel(70), Random(1), SamplingParams()
     plain = text_of(model, prompt, 90, "ar", params)
     for method in NAMES:
         cut = random.randrange(1, 80)
         assert text_of(model, prompt, cut + 10, method, params, written=plain[:cut]) == plain[cut : cut + 10], method
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["Llama, GQA", "Gemma 2 (windows, soft caps)"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("Llama, GQA", torch.bfloat16), ("Gemma 2 (windows, soft caps)", torch.float16)]
+)
 def test_a_prompt_may_be_a_text_written_before(kind: str, dtype: torch.dtype) -> None:
     """Where it is cut into prompt and text decides nothing, although it is then prefilled or decoded."""
     target, params, prompt = exact_target(kind, dtype), SamplingParams(min_p=0.02, window=24), random_prompt(9)
     whole = [*prompt, *decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 90)]
-    for cut in (1, 2, 15, 16, 17, 31, 33, 64, 70):
+    for cut in (1, 2, 15, 16, 17, 33, 70):
         drafter = drafter_of("medusa", target, DraftOptions(tree=(2, 2, 1)))
         written = whole[cut:-20] if cut < len(prompt) else whole[cut:75]
         decoding = Decoding(target, whole[:cut], params, 4, drafter, len(written) + 9, written=written)
@@ -113,8 +119,9 @@ def test_a_prompt_may_be_a_text_written_before(kind: str, dtype: torch.dtype) ->
         assert found == whole[at : at + 9]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["Llama, GQA", "Gemma 2 (windows, soft caps)"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("Llama, GQA", torch.float32), ("Gemma 2 (windows, soft caps)", torch.bfloat16)]
+)
 def test_steps_on_the_device(kind: str, dtype: torch.dtype) -> None:
     """The same tokens, keys and values as one by one by the host."""
     prompt, params, found = random_prompt(50, 3), SamplingParams(min_p=0.02, window=24), []

@@ -194,7 +194,7 @@ def roofline(
     of_drafts: dict[str, Any] = {"depth": depth, "budget": budget, "draft_weights": draft_weights}
     given = {name: value for name, value in of_drafts.items() if value is not None}
     if given and alpha is None:
-        raise InputError("goes with --alpha", f"--{next(iter(given)).replace('_', '-')}")
+        raise InputError("goes with --alpha", next(iter(given)))
     _check_machine(device, bandwidth, flops)
 
     import torch

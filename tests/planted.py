@@ -1,0 +1,202 @@
+"""Planted faults: is each seen by the tests that are there for it? ``python -m tests.planted [--all] [PATTERN ...]``.
+
+Every fault is one change of the source, applied to a temporary copy of the tree in which the tests named are run.
+``--all`` runs slow tests too; a pattern selects faults by name. ``--tree`` plants them in another checkout of the
+repository, such as an older suite. Exit code 1 if a fault was not caught, or its text is no longer in the source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A mistake that somebody could make.
+
+    Attributes:
+        name: what is wrong then.
+        file: of the package.
+        tests: what should see it, below ``tests``; separated by spaces.
+        old, new: the text to replace, of which there is exactly one, and what replaces it.
+    """
+
+    name: str
+    file: str
+    tests: str
+    old: str
+    new: str
+
+
+LOOP, DEVICE, RULE = "decoding/test_loop.py", "decoding/test_device_step.py", "decoding/test_sampling.py"
+CACHES, KERNEL, NATIVE = "kv/test_caches.py", "attention/test_triton.py", "attention/test_native.py"
+FAULTS = [
+    # a step
+    Fault("a commit's gather is skipped", "kv/buffer.py", LOOP,
+          "if list(slots) != list(range(count)):", "if False:"),
+    Fault("the wrong row is committed", "decoding/step.py", LOOP,
+          ".kv.commit(path)", ".kv.commit([*path[:-1], 0])"),
+    Fault("the root's position for all nodes", "decoding/step.py", LOOP,
+          "tensor(tree.depths)", "zeros(len(tree)).long()"),
+    Fault("positions of drafted nodes are off by one", "decoding/step.py", LOOP,
+          "tensor(tree.depths).to", "tensor([d + (d > 0) for d in tree.depths]).to"),
+    Fault("a node sees all nodes of the tree", "decoding/step.py", LOOP,
+          "= tree.ancestors()", "= tree.ancestors().fill_(True)"),
+    Fault("the tree's mask lets a sibling through", "decoding/tree.py", LOOP,
+          "lines[parent] | 1 << node)", "lines[parent] | 1 << node | 1 << max(node - 1, 0))"),
+    Fault("the root's noise for all nodes", "decoding/step.py", LOOP,
+          "context.position + depth + 1 for", "context.position + 1 for"),
+    Fault("the root's penalty for all nodes", "decoding/step.py", LOOP,
+          "sampler.seen(tokens, positions, ancestors)", "sampler.seen(tokens[:1], positions[:1], ancestors[:1, :1])"),
+    Fault("the token drawn at the root ends every path", "decoding/step.py", LOOP,
+          "+ [drawn[path[-1]]]", "+ [drawn[path[0]]]"),
+    Fault("plain steps are not taken back", "decoding/loop.py", DEVICE,
+          "            kv.length = held", "            kv.length = held + 1"),
+    Fault("a resumed text forgets its first token", "decoding/loop.py", LOOP,
+          "[*prompt, *written]", "[*prompt, *written[1:]]"),
+    # on the device
+    Fault("on the device a commit's gather is skipped", "decoding/device_step.py", DEVICE,
+          "where(steps < count, path, steps)", "where(steps < count, steps, steps)"),
+    Fault("on the device the wrong row is kept for the heads", "decoding/device_step.py", DEVICE,
+          "state.last.copy_(last)", "state.last.zero_()"),
+    Fault("on the device a path may be one token too long", "decoding/device_step.py", DEVICE,
+          "(depths < wanted)", "(depths <= wanted)"),
+    Fault("on the device ancestors end one level too early", "decoding/device_step.py", DEVICE,
+          "range(min(depth, len(index) - 1))", "range(min(depth - 1, len(index) - 1))"),
+    Fault("on the device noise is shifted by one", "decoding/sampling.py", DEVICE,
+          "ancestors), positions + 1)", "ancestors), positions)"),
+    Fault("on the device the cache's length stays", "decoding/device_step.py", DEVICE,
+          "        state.length.add_(count[0])\n", ""),
+    Fault("on the device the root stays", "decoding/device_step.py", DEVICE,
+          "torch.where(count > 0, drawn[last], state.tokens[:1])", "state.tokens[:1]"),
+    Fault("on the device the penalty's window stays", "decoding/device_step.py", DEVICE,
+          "        sampler.extend_rows(emitted, state.position + 1 + steps, count)\n", ""),
+    # the sampling rule
+    Fault("noise is a tenth too small", "decoding/noise.py", RULE,
+          "return -torch.log(", "return -0.9 * torch.log("),
+    Fault("noise is shifted by one position", "decoding/noise.py", RULE,
+          "(positions + 1)", "(positions + 2)"),
+    Fault("the penalty's window is one too long", "decoding/sampling.py", RULE,
+          "(positions - window)", "(positions - window - 1)"),
+    Fault("the window of drafted tokens is one too long", "decoding/sampling.py", RULE,
+          "- positions < window)", "- positions <= window)"),
+    Fault("min-p goes before the penalty", "decoding/params.py", RULE,
+          "    if seen is not None:\n        lower",
+          "    if params.min_p and params.temperature:\n        logits = _keep_min_p(logits, params.min_p)\n"
+          "    if seen is not None:\n        lower"),
+    Fault("top-p goes before top-k", "decoding/params.py", RULE,
+          "for name in params.filters:", "for name in sorted(params.filters, key=lambda name: name != 'top_p'):"),
+    Fault("eta's threshold lacks its root", "decoding/params.py", RULE,
+          "math.sqrt(epsilon) * (-", "epsilon * (-"),
+    Fault("top-k drops ties", "decoding/params.py", RULE,
+          "logits < logits.topk(top_k).values[:, -1:]",
+          "logits.ge(math.inf).logical_not().scatter(1, logits.topk(top_k).indices, False)"),
+    Fault("the end of text is not banned", "engine.py", "decoding/test_generation.py",
+          "sorted({*params.banned, *eos_ids})", "sorted({*params.banned})"),
+    # drafting and its caches
+    Fault("one sink too many", "kv/partial.py", CACHES,
+          "sinks = min(self.sinks, text)", "sinks = min(self.sinks + 1, text)"),
+    Fault("a partial cache is not selected anew", "kv/partial.py", "kv/test_caches.py drafting/test_chain.py",
+          "(new + most > self.room or", "(self.copied == 0 or new > self.room or"),
+    Fault("a partial cache keeps old values", "kv/partial.py", CACHES,
+          "        self.values.index_copy_(2, where, values)\n", ""),
+    Fault("a rollback is off by one", "kv/streaming.py", CACHES,
+          "self.length -= self.seen - seen", "self.length -= max(0, self.seen - seen - 1)"),
+    Fault("a chain's keys stay in the cache", "drafting/chains.py", "drafting/test_chain.py",
+          "context.kv.length = self._held", "context.kv.length = self._held + 1"),
+    Fault("n-grams are read from the penalty window", "drafting/ngrams.py", "drafting/test_reuse.py",
+          "len(context.text) - hidden + 1)", "len(context.text) + 1)"),
+    Fault("of equally frequent n-grams the first counted wins", "drafting/ngrams.py", "drafting/test_reuse.py",
+          "[best[place - 1]] <= count", "[best[place - 1]] < count"),
+    Fault("heads read the wrong hidden row", "drafting/heads.py", "drafting/test_heads.py",
+          "else (context.last, context.node)", "else (context.last, 0)"),
+    # audit, exact passes, attention
+    Fault("the audit accepts any token", "decoding/audit.py", "decoding/test_audit.py",
+          "margin is not None and margin <= bound else", "margin is not None else"),
+    Fault("the audit judges with the noise of the next token", "decoding/audit.py", "decoding/test_audit.py",
+          "range(position, position + len(wanted))", "range(position + 1, position + 1 + len(wanted))"),
+    Fault("exact passes have the width of the tree", "models/target.py", "lossless/test_bits.py",
+          "        return self.width\n", "        return nodes\n"),
+    Fault("the kernel's tail misses the node itself", "attention/kernels.py", KERNEL,
+          "prefix + own_depth + 1)", "prefix + own_depth)"),
+    Fault("the kernel's window is one too wide", "attention/kernels.py", KERNEL,
+          "slots[None, :] > farthest[:, None]", "slots[None, :] >= farthest[:, None]"),
+    Fault("the C kernel splits by the prefix", "attention/native.c", NATIVE,
+          "far < c->prefix ? far", "far < c->prefix ? c->prefix"),
+    Fault("the C kernel's tail begins where the pass does", "attention/native.c", NATIVE,
+          "c->prefix + depth(c, node) - DRAFTED", "c->prefix - DRAFTED"),
+    Fault("the C kernel adds weights up by slots", "attention/native.c", NATIVE,
+          "c->prefix + depth(c, slot - c->prefix)", "slot"),
+    Fault("the C kernel adds few rows' weights up otherwise", "attention/native.c", NATIVE,
+          "each[0];", "each[0] + each[1] * 0x1p-20f;"),
+    # files and figures
+    Fault("the last flush is missing", "jobs/job.py", "jobs/test_resume.py jobs/test_folder.py cli/test_generate.py",
+          "rest = self.text.finish()", 'rest = ""'),
+    Fault("the last checkpoint is missing", "jobs/job.py", "jobs/test_resume.py",
+          "            self.folder.checkpoint(self.stats.counters(), last=True)\n", ""),
+    Fault("a resumed run draws its last token again", "jobs/resume.py", "jobs/test_resume.py",
+          "written=tokens,", "written=tokens[:-1],"),
+    Fault("the gate's sign is wrong", "benchmarking/gate.py", "benchmarking/test_gate.py",
+          "ours >= limit - slack", "ours <= limit - slack"),
+]  # fmt: skip
+
+
+def run_tests(tree: Path, tests: str, slow: bool) -> tuple[int, str]:
+    """Exit code of pytest, and the first test that failed."""
+    files = [f"tests/{name}" for name in tests.split()]
+    # no bytecode: a file changed twice within a second is told from the one before by its length alone
+    given = {"PYTHONPATH": f"{tree / 'src'}:{tree}", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *files, *(["-m", ""] if slow else [])]
+    done = subprocess.run(command, cwd=tree, env=os.environ | given, capture_output=True, text=True, check=False)
+    failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode, failed[0] if failed else ""
+
+
+def planted(tree: Path, fault: Fault, slow: bool) -> tuple[bool, str]:
+    """Whether a fault is caught, and what is to be said of it; the tree is as before then."""
+    path = tree / "src" / "tswift" / fault.file
+    source = path.read_text() if path.exists() else ""
+    if source.count(fault.old) != 1:
+        return False, f"does not apply: {source.count(fault.old)} places in {fault.file}"
+    path.write_text(source.replace(fault.old, fault.new))
+    started = time.perf_counter()
+    try:
+        code, failed = run_tests(tree, fault.tests, slow)
+    finally:
+        path.write_text(source)
+    words = {0: "NOT CAUGHT", 1: f"caught by {failed}"}.get(code, f"pytest ended with {code}")
+    return code == 1, f"{words} ({time.perf_counter() - started:.0f} s)"
+
+
+def main() -> int:
+    """Plant the faults one by one and say what came of each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("patterns", nargs="*", metavar="PATTERN")
+    parser.add_argument("--all", action="store_true", help="run slow tests too")
+    parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="where to plant them")
+    given = parser.parse_args()
+    chosen = [fault for fault in FAULTS if not given.patterns or any(each in fault.name for each in given.patterns)]
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=given.tree, capture_output=True, text=True, check=True)
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name in filter(None, listed.stdout.split("\0")):
+            if (given.tree / name).is_file():
+                (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(given.tree / name, Path(folder) / name)
+        for fault in chosen:
+            caught, words = planted(Path(folder), fault, given.all)
+            missed += not caught
+            print(f"{fault.name:55} {words}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} faults were caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
