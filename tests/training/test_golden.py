@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from safetensors import safe_open
 
 from tests.training.tiny import Tiny, make_tiny
 from tswift.cli import main
-from tswift.cli.app import app
 
 GOLDEN = Path(__file__).with_name("golden.json")
-COMMANDS = ("train", "train-draft")
 RUNS = {
     **{
         f"heads {kind} {objective}": f"train --kind {kind} --objective {objective} --alpha-tokens 9 --lr 0.01"
@@ -53,15 +50,6 @@ BAD = (
     "train-draft --corpus CORPUS --seq-len 64 --reach 63",
     "train-draft --corpus CORPUS --reach 99999999",
 )
-
-
-def options() -> dict[str, Any]:
-    """Help of each command: its text, and name, panel and text of every option in the order of ``--help``."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    return {
-        name: [commands[name].help, *([p.opts, p.rich_help_panel, p.help] for p in commands[name].params)]
-        for name in COMMANDS
-    }
 
 
 def run(words: str, tiny: Tiny) -> tuple[int, str]:
@@ -121,10 +109,6 @@ def near(found: Any, wanted: Any) -> Any:
     return wanted if same else found
 
 
-def test_the_options_and_their_help() -> None:
-    assert options() == json.loads(GOLDEN.read_text())["options"]
-
-
 @pytest.mark.parametrize("words", BAD)
 def test_what_is_refused(tiny: Tiny, words: str) -> None:
     with elsewhere():
@@ -148,7 +132,7 @@ if __name__ == "__main__":
             with elsewhere():
                 runs[key] = trained(value, made)
         bad = {words: run(words, made) for words in BAD}
-    parts = {"options": options(), "bad": bad, "runs": runs}
+    parts = {"bad": bad, "runs": runs}
     lines = [
         f'"{part}": {{\n'
         + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
