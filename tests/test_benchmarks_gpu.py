@@ -40,7 +40,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpu")
     arguments = ["--dry", "--work", str(folder / "work"), "--out", str(folder / "out"), "--commit", "abc"]
     line = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=480, check=False)
     assert done.returncode == 0, done.stderr + done.stdout + (folder / "work" / "gpu.log").read_text()
     return folder / "out"
 
