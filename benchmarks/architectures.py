@@ -299,7 +299,7 @@ def row(name: str, length: int) -> str:
         try:
             model = tswift.load(folder, dtype="float64", device="cpu", draft_model=str(drafting))
         except InputError as error:
-            return _line(name, ["refused"] * len(METHODS), "", str(error).replace(f"--model: {folder} ", ""))
+            return _line(name, ["refused"] * len(METHODS), "", error.message.replace(f"{folder} ", ""))
         written = texts(model, dict.fromkeys(METHODS, length))
         far = apart(model, stock(own), written["prompt"] + written["ar"])
     words = ["equal" if written[method] == written["ar"] else "DIFFERS" for method in METHODS]
