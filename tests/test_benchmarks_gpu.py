@@ -50,6 +50,7 @@ def content(out: Path) -> dict[str, Any]:
     return json.loads((out / "gpu.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_borrowed_machine_hands_back_every_file(out: Path) -> None:
     """It takes at most 8, of 16 MiB each."""
     assert sorted(path.name for path in out.iterdir()) == ["cache.tgz", "gpu.json", "gpu.md", "gpu.tgz"]
@@ -151,6 +152,7 @@ def test_a_section_that_hangs_is_killed_and_what_it_found_is_kept(tmp_path: Path
     assert "| 4.5 |" in (made.out / "gpu.md").read_text()
 
 
+@pytest.mark.slow
 def test_tests_that_take_too_long_are_interrupted(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(command, "_GRACE", 0.5)
     body = "try: time.sleep(60)\nexcept KeyboardInterrupt: os._exit(2)"

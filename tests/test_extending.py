@@ -60,6 +60,7 @@ def _tswift(tree: Path, *words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_filter_is_found_everywhere(tree: Path) -> None:
     for command in ("generate", "compare", "bench", "verify"):
         assert "--floor" in _tswift(tree, command, "--help").stdout
@@ -83,6 +84,7 @@ def test_a_filter_is_found_everywhere(tree: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_method_is_found_everywhere(tree: Path) -> None:
     assert "there are ar, twice, medusa" in _tswift(tree, "generate", "--method", "none").stderr
     unused = _tswift(tree, "generate", "--method", "twice", "--gamma", 3)

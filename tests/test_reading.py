@@ -27,10 +27,10 @@ def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(InputError, match=r"x: .*/some is too large, more than 9 bytes are not read"):
-        read_file(path, 9, "--x")
+        read_file(path, 9, "x")
     if Path("/proc/self/maps").exists():  # says that it has no bytes
         with pytest.raises(InputError, match=r"x: /proc/self/maps is too large"):
-            read_file(Path("/proc/self/maps"), 9, "--x")
+            read_file(Path("/proc/self/maps"), 9, "x")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_is_no_file(tmp_path: Path, name: str, reason: str) -> None:
 
 def test_other_words_for_a_file_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^x: it went$"):
-        read_file(tmp_path / "nowhere", 9, "--x", missing="it went")
+        read_file(tmp_path / "nowhere", 9, "x", missing="it went")
 
 
 def test_a_pipe_that_is_open_already(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_pipe_that_is_open_already(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[" * 100_000, b"1" * 5000, b'{"a": 1} x'])
 def test_what_is_no_json(data: bytes) -> None:
     with pytest.raises(InputError, match=r"^x: some.json is not JSON$"):
-        parse_json(data, "some.json", "--x")
+        parse_json(data, "some.json", "x")
 
 
 def test_json() -> None:

@@ -313,7 +313,7 @@ def test_what_is_no_measurement(tmp_path: Path, content: Any, message: str) -> N
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^from: there is no file .*absent.json"):
-        load_measurement(tmp_path / "absent.json", "--from")
+        load_measurement(tmp_path / "absent.json", "from")
     with pytest.raises(InputError, match="cannot be read"):
         load_measurement(tmp_path)
 

@@ -554,7 +554,7 @@ def test_what_cannot_fit_is_refused_before_the_model_is_loaded(checkpoint, monke
     monkeypatch.setattr(config_module, "load", lambda *given, **how: pytest.fail("it was loaded"))
     options = BenchOptions(("ar", "reuse"), model=str(checkpoint))
     with pytest.raises(InputError, match=r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions"):
-        configure(options, 100, 4000, "--lens")
+        configure(options, 100, 4000, "lens")
 
 
 def test_what_does_not_fit_together_is_refused(checkpoint, monkeypatch):

@@ -107,6 +107,7 @@ class Plain:
         return self._known[key]
 
 
+@pytest.mark.slow
 def test_a_run_or_a_refusal(model: LoadedModel, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("any")
     prompt = folder / "prompt.txt"

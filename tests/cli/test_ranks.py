@@ -113,6 +113,7 @@ def test_one_rank_is_no_rank(tswift: Tswift, words: list[str], monkeypatch: pyte
     assert json.loads((tmp_path / "one" / "run.json").read_text())["model"]["ranks"] == 1
 
 
+@pytest.mark.slow
 def test_torchrun(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
     """Started by torchrun itself and interrupted: all of it ends, and what was made is one rank's text."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tswift"]

@@ -36,7 +36,7 @@ def test_to_ask_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match=r"--json: .*pipe is no file; - is stdout"):
+    with pytest.raises(InputError, match=r"json: .*pipe is no file; - is stdout"):
         writable(tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
 

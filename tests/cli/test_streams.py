@@ -70,6 +70,7 @@ def finished(run):
     assert (run / "tokens.u32").stat().st_size == 4 * 9
 
 
+@pytest.mark.slow
 def test_streams_that_are_closed_from_the_start(checkpoint, prompt, tmp_path):
     """The text goes to the run's folder as ever, and nothing else does."""
     command = [sys.executable, "-m", "tswift", *of_nine_tokens(checkpoint, prompt, tmp_path / "run")]

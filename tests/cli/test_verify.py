@@ -183,9 +183,8 @@ def test_generate_verify(tswift, checkpoint: Path, prompt: Path, tmp_path: Path,
 
     from tswift.decoding.sampling import Sampler
 
-    right = Sampler.draw
-    broken = lambda self, logits, seen, places: right(self, logits, None, places)  # noqa: E731
-    monkeypatch.setattr(Sampler, "draw", broken)
+    broken = lambda self, logits, tokens, places, _: self.draw(logits, None, places + 1)  # noqa: E731
+    monkeypatch.setattr(Sampler, "draw_nodes", broken)  # nothing is penalised
     result = tswift(*words, tmp_path / "broken")
     assert result.code == 1
     assert "violations at generated tokens" in result.err

@@ -179,13 +179,13 @@ def test_what_is_recalled_is_in_the_machines_own_memory(monkeypatch: pytest.Monk
     need = MemoryEstimate(positions=9, full_bytes=2_000_000, partial_bytes=0, recall_bytes=1_000_000)
     free = {"cpu": 1_000_000, "cuda": 2_000_000}
     monkeypatch.setattr(engine, "available_bytes", lambda device: free[device.type])
-    engine._refuse_memory(need, torch.device("cuda"), "--len")
+    engine._refuse_memory(need, torch.device("cuda"), "length")
     free["cpu"] -= 1
     with pytest.raises(InputError, match=r"^length: recall 1.0 MB = 1.0 MB, cpu has 1.0 MB free$"):
-        engine._refuse_memory(need, torch.device("cuda"), "--len")
+        engine._refuse_memory(need, torch.device("cuda"), "length")
     free.update(cpu=1_000_000, cuda=1_999_999)
     with pytest.raises(InputError, match=r"^length: KV 2.0 MB = 2.0 MB, cuda has 2.0 MB free$"):
-        engine._refuse_memory(need, torch.device("cuda"), "--len")
+        engine._refuse_memory(need, torch.device("cuda"), "length")
 
 
 def test_weights_count_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,7 @@ def _troubles(folder: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_all_ranks_end_alike(folder: Path, tmp_path: Path) -> None:
     first, second = on_ranks(tmp_path, 2, _troubles, folder)
     assert (first.code, second.code) == (0, 0), first.err + second.err

@@ -112,6 +112,7 @@ def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monk
     refuse(str(tmp_path), "is not served exactly: logits differ", "model")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
 @pytest.mark.parametrize("lies", [False, True])
 def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(

@@ -91,6 +91,7 @@ def test_a_prompt_of_five_thousand_tokens() -> None:
     assert texts == [texts[0]] * len(texts)
 
 
+@pytest.mark.slow
 def test_shared_noise_and_conditioned_heads_draft_better() -> None:
     prompt = load().encode(NOVEL.read_text())[:512]
 

@@ -127,6 +127,7 @@ def test_what_the_compiler_gives_up_on_is_told(compiler, monkeypatch: pytest.Mon
     assert layers(other) == told
 
 
+@pytest.mark.slow
 def test_a_function_that_cannot_be_compiled_is_told(compiler) -> None:
     target = static_target()
     assert target.compile(backend="eager") is None

@@ -49,7 +49,7 @@ def test_the_recipe_makes_a_model_that_generates(tmp_path: Path, corpus: Path, m
     heads = HeadsPlan(steps=2, matrix_lr=0.01, tokens_per_step=64, rows=(32,))
     recipe = demo.Recipe(str(corpus), "Weather", plan, vocab_size=300, rows=4, chained=heads, conditioned=heads)
     demo.build(tmp_path / "model", tmp_path / "work", recipe)
-    with pytest.raises(InputError, match=r"^work: .* another recipe"):
+    with pytest.raises(InputError, match=r"^--work: .* another recipe"):
         demo.build(tmp_path / "model", tmp_path / "work", dataclasses.replace(recipe, rows=5))
     card = (tmp_path / "model" / "README.md").read_text()
     assert "{" not in card
@@ -91,7 +91,7 @@ def test_the_recipe_makes_a_draft_model(tmp_path: Path, corpus: Path, monkeypatc
 def test_what_was_interrupted_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_draft, "load_documents", lambda corpus: ["a text"] * 50)
     monkeypatch.setattr(demo_draft, "train", lambda *given: Outcome(tmp_path, DraftConfig("x"), 3, None, None, 15))
-    with pytest.raises(InputError, match=r"^work: the training was interrupted; the same command goes on"):
+    with pytest.raises(InputError, match=r"^--work: the training was interrupted; the same command goes on"):
         demo_draft.build("x", tmp_path / "out", tmp_path / "work", DraftConfig("x"))
     assert not (tmp_path / "out").exists()
 

@@ -243,7 +243,7 @@ def _numbers(text: str, field: str) -> tuple[int, ...]:
 
 
 def _check_machine(device: str | None, bandwidth: float | None, flops: float | None) -> None:
-    for option, value in (("--bandwidth", bandwidth), ("--flops", flops)):
+    for option, value in (("bandwidth", bandwidth), ("flops", flops)):
         if value is not None and not value > 0:
             raise InputError(f"must be above 0, got {value}", option)
         if value is not None and not _SLOWEST <= value <= _FASTEST:

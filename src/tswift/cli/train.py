@@ -66,10 +66,9 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
             with bars:
                 if config is not None:
                     chosen = kind.cpu_defaults(typed.values) if find_device(config.device).type == "cpu" else {}
-                    if chosen:
-                        words = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in chosen.items())
-                        bars.say(f"on a CPU, to end in minutes rather than days, the defaults are {words}")
-                    outcome = training.train(typed.make(kind, **chosen), out, _Progress(bars), typed.command)
+                    words = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in chosen.items())
+                    note = f"on a CPU, to end in minutes rather than days, the defaults are {words}" if chosen else None
+                    outcome = training.train(typed.make(kind, **chosen), out, _Progress(bars), typed.command, note)
                 else:
                     assert resume is not None
                     outcome = training.resume(kind, resume, typed.values, _Progress(bars), typed.command)

@@ -54,7 +54,11 @@ class Outcome:
 
 
 def train(
-    config: TrainConfig, out: Path | None = None, progress: Progress | None = None, command: Sequence[str] = ()
+    config: TrainConfig,
+    out: Path | None = None,
+    progress: Progress | None = None,
+    command: Sequence[str] = (),
+    note: str | None = None,
 ) -> Outcome:
     """Train heads (``HeadsConfig``) or a draft model (``DraftConfig``); under torchrun every process calls this.
 
@@ -63,6 +67,7 @@ def train(
         out: a folder that is empty or does not exist; None for one named after the time.
         progress: shows how it goes on.
         command: the words of the command line, for ``train.json``.
+        note: a line for people, shown once all was seen to be fit.
 
     Raises:
         InputError: a setting, the model or the corpus cannot be used.
@@ -72,10 +77,12 @@ def train(
     folder = TrainFolder(out or default_path(config.COMMAND), config.COMMAND)
     with open_ranks(config.device) as ranks:
         with folder.created() if ranks.first else nullcontext():
-            if ranks.first and config.minutes is None and config.last_step < _FEW_STEPS:
-                few = f"little is learnt in {config.last_step} steps; --steps {_FEW_STEPS} or more is advised"
-                progress.say(f"warning: {few}")
             training = _Training(config.resolved(), folder, ranks, progress, None, command)
+        if ranks.first and note is not None:
+            progress.say(note)
+        if ranks.first and config.minutes is None and config.last_step < _FEW_STEPS:
+            few = f"little is learnt in {config.last_step} steps; --steps {_FEW_STEPS} or more is advised"
+            progress.say(f"warning: {few}")
         outcome = training.run()
         del training  # the gradients' reducer hangs if it is freed after the process group is closed
         return outcome
