@@ -18,6 +18,7 @@ CERTAIN = {"runner-up at the middle token", "the closest lead swapped", "a token
 TRIED = CERTAIN | {"none", "temperature 1.02", "another seed from the middle"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True], ids=["float32", "exact bfloat16"])
 def test_what_changes_the_text_is_refused(exact: bool) -> None:
     model = tswift.load(dtype="bfloat16" if exact else "float32", exact=exact)
@@ -36,6 +37,7 @@ def test_what_changes_the_text_is_refused(exact: bool) -> None:
     assert "none" not in changed
 
 
+@pytest.mark.slow
 def test_without_exact_passes_some_are_not_seen() -> None:
     reference = decode_reference(tswift.load(dtype="bfloat16", exact=False), 1, 80)
     assert reference.audit(reference.tokens).ok

@@ -59,6 +59,7 @@ def test_the_borrowed_machine_hands_back_every_file(out: Path) -> None:
         assert sorted(tar.getnames()) == ["figures.jsonl", "gpu.json", "gpu.log", "gpu.md"]
 
 
+@pytest.mark.slow
 def test_every_section_is_done_and_leaves_nothing_out(content: dict[str, Any]) -> None:
     assert content["sections"] == dict.fromkeys(command.SECTIONS, "done")
     assert list(command.SECTIONS) == ["equality", *SECTIONS]

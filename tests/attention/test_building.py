@@ -131,6 +131,7 @@ def test_what_failed_is_not_tried_again(monkeypatch, source: Path) -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_models_own_head_size_is_built_before_it_is_loaded(monkeypatch, tmp_path: Path, broken: bool) -> None:
     """And no other; where that fails it is told, and not found out in a pass."""

@@ -72,6 +72,7 @@ def test_prefixes(prefix: int) -> None:
     check(*((2, 1, 64) if prefix % 2 else (1, 3, 8)), prefix, 1 + prefix % 2, seed=prefix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_head_sizes(dtype: torch.dtype) -> None:
     for dim in (8, 80, 256) if dtype == torch.float32 else (16, 128) if dtype == torch.float16 else (32, 96):
@@ -85,6 +86,7 @@ def test_group_sizes() -> None:
     check(1, 130, 8, 70, 3, torch.bfloat16)  # more query heads than a program has rows
 
 
+@pytest.mark.slow
 def test_a_path_of_more_nodes_than_are_exact() -> None:
     """Whose slots are not their positions: there is a node of another branch before it."""
     query, keys, values, _, scale = case(1, 1, 64, 200, 80, torch.float16)
@@ -101,6 +103,7 @@ def test_any_mask() -> None:
         assert error(attend(query, keys, values, seen, scale), dense(query, keys, values, seen, scale)) < 4e-6
 
 
+@pytest.mark.slow
 def test_chunks_need_no_ancestors() -> None:
     half, single = torch.bfloat16, torch.float32
     for prefix, nodes, dtype in ((0, 1, single), (129, 1, half), (0, 20, half), (129, 20, single), (129, 75, half)):
@@ -124,6 +127,7 @@ def test_any_shape(kv_heads, group, dim, prefix, nodes, seed, dtype, sharp) -> N
     check(kv_heads, group, dim, prefix, nodes, dtype, seed, sharp)
 
 
+@pytest.mark.slow
 def test_chunks_of_all_three_sizes(monkeypatch) -> None:
     """Of 16, 32 and 128 keys: from 256 and from 1,024 keys on."""
     monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
@@ -140,6 +144,7 @@ def test_longer_chunks_of_a_long_chain(monkeypatch) -> None:
     assert error(out, dense(query, keys, values, chain(6), scale)) < TOLERANCE[torch.float16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int64)])
 def test_the_length_is_read_on_the_device(dtype: torch.dtype, kind: torch.dtype) -> None:
     """One pass serves every length; slots past it may hold anything, NaN included."""
@@ -215,6 +220,7 @@ def test_chunks_by_position() -> None:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("p0", "dtype", "counts"),
     [
@@ -360,6 +366,7 @@ def test_the_check_sees_other_orders(monkeypatch, tmp_path, fault: str) -> None:
     assert with_other_bits(318, "a tree with gaps", torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dependence", ["chunks by the number of nodes", "tiles by the number of nodes"])
 def test_the_check_sees_an_order_that_depends_on_the_pass(monkeypatch, dependence: str) -> None:
     if dependence.startswith("chunks"):
@@ -396,6 +403,7 @@ def test_store_keeps_within_the_capacity() -> None:
     assert keys[:, 8:].eq(1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -447,6 +455,7 @@ def test_partial_results_are_as_large_as_foreseen(monkeypatch) -> None:
 LONG = AttentionSpec(window=270)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefix", "nodes", "tree"), [(0, 1, True), (61, 5, True), (61, 5, False), (300, 1, False), (600, 3, True)]
 )
@@ -470,6 +479,7 @@ def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool
         assert error(run(query, *wholes, scale), plain) < 3 * TOLERANCE[torch.float32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=SLOW)])
 def test_a_chunk_of_the_prompt_in_windows(dtype: torch.dtype) -> None:
     query, keys, values, _, scale = case(KV_HEADS, GROUP, DIM, 170, 30, dtype)

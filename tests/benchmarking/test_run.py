@@ -311,6 +311,7 @@ def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
     assert found == baseline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ar", [FULL, SAMPLED])
 def test_a_simulated_acceptance_is_met_and_compared_with_nothing(checkpoint, monkeypatch, ar):
     def no_audit(self, *arguments):

@@ -72,6 +72,7 @@ def test_a_sound_run_passes(run: Path) -> None:
     assert spoilt(run, lambda folder: None)[0] == 0
 
 
+@pytest.mark.slow
 @few
 @given(data=st.data(), done=damage(), resumed=st.booleans())
 def test_any_file_damaged(run: Path, longer: bytes, data: st.DataObject, done: Callable[..., bytes], resumed: bool):
@@ -103,6 +104,7 @@ def test_a_flipped_bit_of_the_prompt_is_refused(run: Path, place: float, bits: i
     assert spoilt(run, flip, resumed)[0] == 2
 
 
+@pytest.mark.slow
 @few
 @given(
     change=other_values(),
@@ -119,6 +121,7 @@ def test_other_values_in_the_record(run: Path, change: Callable[[Any], Any], par
     spoilt(run, record(spoil), resumed)
 
 
+@pytest.mark.slow
 @few
 @given(change=other_values())
 def test_other_values_in_the_journal(run: Path, change: Callable[[Any], Any]) -> None:

@@ -171,6 +171,7 @@ def test_ctrl_c_keeps_what_was_made(checkpoint: Path, prompt: Path, tmp_path: Pa
     assert (out / "text.txt").read_bytes() == process.output.read_bytes() == _decoded(checkpoint, tokens).encode()
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_the_run_quietly(checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-c", "import sys; from tswift.cli import main; sys.exit(main())"]

@@ -37,6 +37,7 @@ def ranked(tmp_path: Path, *words: str) -> list[Ended]:
     return on_ranks(tmp_path, 2, _main, list(words), tmp_path / "there")
 
 
+@pytest.mark.slow
 def test_one_text_one_folder_one_voice(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
     alone = tswift(*words, "--len", 40, "--out", tmp_path / "alone")
     first, second = ranked(tmp_path, *words, "--len", "40")

@@ -85,6 +85,7 @@ def test_every_method_writes_the_same_text(graphs, method: str, kind: str) -> No
     same(graphs, method, kind, OPTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "kv"),
     [(name, kv) for name, method in METHODS.items() for kv in method.kv[1:] if name != "auto"],  # its are cascade's
@@ -98,6 +99,7 @@ def test_trees_that_are_chosen_anew(graphs, method: str, kind: str) -> None:
     same(graphs, method, kind, dataclasses.replace(OPTIONS, tree="auto"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "prompt", "nodes"),
     [("reuse", 1, 2), ("tokenswift", 2, 20), ("tokenswift", 20, 4), ("tokenswift", 63, 41), ("reuse", 200, 128)],
@@ -117,6 +119,7 @@ def in_turns(graphs, methods: tuple[str, str]) -> list[list[Step]]:
     return [[step for step in steps if step] for steps in zip(*turns, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("methods", [("ar", "tokenswift"), ("tokenswift", "magicdec"), ("auto", "medusa")])
 def test_decodes_in_turns(graphs, methods: tuple[str, str]) -> None:
     """Each one's graphs destroy what the other's have given."""
@@ -232,6 +235,7 @@ def test_what_waits_cannot_be_captured(graphs, wait) -> None:
         captured(graphs(), lambda: wait(torch.ones(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "kv"),
     [("tokenswift", "full"), ("tokenswift", "dynamic"), ("cascade", "streaming"), ("magicdec", "snapkv"),

@@ -431,6 +431,7 @@ def test_altered_tokens(name: str) -> None:
         assert found.violations[0].index == at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mistake",
     [

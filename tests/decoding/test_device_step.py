@@ -62,6 +62,7 @@ def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(method: s
     assert max(step.accepted for step in host) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv", "temperature"), [("dynamic", 1), ("partial", 1), ("streaming", 0), ("snapkv", 1), ("full", 0)]
 )
@@ -88,6 +89,7 @@ def test_ngrams_are_accepted_on_the_device() -> None:
     assert sum(step.source == "reuse" for step in device) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [2, 5, 8, 41])
 def test_trees_of_any_size(nodes: int) -> None:
     host, device = on_host_and_device("tokenswift", DraftOptions(tree=(1, 3, 2, 2), nodes=nodes, budget=64))

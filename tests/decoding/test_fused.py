@@ -148,6 +148,7 @@ def test_a_sampler_ranks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     assert calls == [3] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "tokenswift"])
 def test_a_decode_with_the_kernels_is_one_without(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params, options = SamplingParams(min_p=0.02, window=24), DraftOptions(nodes=20, budget=64)

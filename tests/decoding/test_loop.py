@@ -104,6 +104,7 @@ def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.
             assert selections >= 3 if options.budget < 100 else selections == 0
 
 
+@pytest.mark.slow
 def test_a_long_prompt() -> None:
     target, prompt = tiny_target("gqa"), random_prompt(2200)
     params = parameters(min_p=0.1, penalty=1.2, window=1024)
@@ -437,6 +438,7 @@ def slots_in_order(monkeypatch) -> None:
     monkeypatch.setattr(loop.FullKV, "commit", lambda self, slots: setattr(self, "length", self.length + len(slots)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "name", "draft"),
     [

@@ -181,6 +181,7 @@ def _killed(folder: Path) -> object:
     return "not reached"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_gone_is_noticed(folder: Path, tmp_path: Path) -> None:
     ranks = Started(tmp_path, 2, _killed, folder)
     started = time.monotonic()

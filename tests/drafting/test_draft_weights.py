@@ -39,6 +39,7 @@ def test_which_methods_draft_with_the_target() -> None:
     assert SELF_DRAFTING == ["tokenswift", "cascade", "magicdec", "triforce", "auto"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "kv", "how", "dtype"), CASES)
 def test_the_text_is_plain_decodings(
     method: str, kv: str | None, how: Callable[[Tensor], Tensor], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -56,6 +57,7 @@ def test_the_text_is_plain_decodings(
     assert passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["full", "streaming"])
 def test_a_better_copy_is_right_more_often(kv: str) -> None:
     """Over all keys a copy that is none drafts what will be drawn."""

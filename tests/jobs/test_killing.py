@@ -21,6 +21,7 @@ def words(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return [*where, "--dtype", "float64", "--temperature", 1.3, "--min-p", 0, "--method"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "tokenswift"])
 def test_killed_processes_go_on_to_the_same_text(words: list[object], tmp_path: Path, method: str) -> None:
     took = left_alone([*words, method], tmp_path / "whole")

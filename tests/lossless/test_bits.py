@@ -76,6 +76,7 @@ def test_plain_passes_trees_and_chunks_have_the_same_bits(kind, dtype, border, b
     assert same(exact_target(kind, dtype), max(0, border + beyond), seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_architecture(kind: str) -> None:
     for dtype in DTYPES:
@@ -169,6 +170,7 @@ OF_WIDTH: dict[str, Callable[[Patch], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUNDED)
 def test_bits_see_it(name: str, monkeypatch: Patch) -> None:
     target = exact_target(WIDE, torch.float32)

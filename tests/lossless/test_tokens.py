@@ -82,6 +82,7 @@ def test_without_it_texts_part_in_bfloat16() -> None:
     assert any(parted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, len(KINDS)))  # of those that there are heads for
 def test_random_models(number: int) -> None:
     """Trees, chains and n-grams over heads of any mind, in each dtype by another rule."""

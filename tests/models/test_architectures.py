@@ -53,6 +53,7 @@ def made(name: str, folder: Path) -> tuple[transformers.PreTrainedModel, LoadedM
     return stock(model), load(str(folder), dtype="float64", device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_method_writes_the_text_of_plain_decoding(name: str, tmp_path: Path, monkeypatch) -> None:
     selected = []

@@ -69,6 +69,7 @@ def test_sizes_fit_every_tree(limit: int) -> None:
     assert found[-1] == limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_writes_the_text_of_plain_decoding(method: str) -> None:
     prompt = random_prompt(30)
@@ -228,6 +229,7 @@ def test_the_watch_sees_a_wait() -> None:
     assert waits.seen == ["_local_scalar_dense", "index", "nonzero"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chained", "conditioned"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_waits_for_nothing_but_its_tokens(method: str, kind: str) -> None:
@@ -242,6 +244,7 @@ def test_a_step_waits_for_nothing_but_its_tokens(method: str, kind: str) -> None
     assert waits.seen == []
 
 
+@pytest.mark.slow
 def test_compiled_layers_write_the_same_text() -> None:
     """Traced for real, but run by PyTorch's own operators: code for this machine would take a minute to make."""
     prompt, target = random_prompt(30), static_target()

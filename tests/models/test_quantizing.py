@@ -229,6 +229,7 @@ def test_joined_layers_are_copied_as_plain_ones(checkpoint: Path, monkeypatch: p
     assert all(text(model, method) == plain for method in ("ar", "tokenswift", "cascade", "magicdec"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [fake_torchao.garbage, fake_torchao.broken])
 def test_every_method_draws_the_models_own_text(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, how) -> None:
     plain = text(load(str(checkpoint), device="cpu"), "ar")

@@ -87,6 +87,7 @@ def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> 
     assert wide.rounding < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "wrong"), [(1, 1.5), (3, 1.5), (17, 1.5), (32, torch.nan)])
 def test_compiled_layers_that_lie_in_one_row_are_not_used(compiler, rows: int, wrong: float) -> None:
     def lying(graph, inputs):

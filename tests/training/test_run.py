@@ -326,6 +326,7 @@ def trained(words: list[str], cache: str) -> int:
     return main(words)
 
 
+@pytest.mark.slow
 def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_path: Path, own_cache: Path) -> None:
     train(heads_config(tiny, dtype="float64", steps=3, accumulate=4), tmp_path / "one")
     words = (
