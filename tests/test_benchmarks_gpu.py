@@ -23,6 +23,8 @@ from benchmarks.gpu.measure import SECTIONS, integrated  # noqa: E402
 from benchmarks.gpu.report import markdown, targets  # noqa: E402
 from benchmarks.gpu.timing import covered  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 TABLES = {
     "equality": {"tests"},
     "probe": {"loaded", "idle", "pass", "memory", "attention", "products", "sampler"},

@@ -84,6 +84,7 @@ def differ(kv_heads, group, dim, prefix, ancestors, dtype, seed=0, sharp=1.0) ->
     return (~same.all(-1).all(0)).nonzero().flatten().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("never_stock")
 @given(
     st.sampled_from([1, 2]),

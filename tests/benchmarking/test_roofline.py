@@ -243,6 +243,7 @@ def test_rates_follow_from_the_fastest_try(monkeypatch: pytest.MonkeyPatch) -> N
     assert machine.flops == pytest.approx(2 * 8**3 / 0.001)  # the larger product was slower
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_this_machine(dtype: torch.dtype) -> None:
     machine = module.measure_machine(torch.device("cpu"), dtype)

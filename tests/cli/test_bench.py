@@ -75,6 +75,7 @@ def test_a_given_acceptance_is_labelled_everywhere(bench):
     assert all(row.startswith("tokenswift (simulated)") for row in rows)
 
 
+@pytest.mark.slow
 def test_random_weights_in_a_shape(tswift, tiny_shapes):
     words = ("bench", "--prefill", 8, "--lens", "10,30", "--methods", "medusa,tokenswift", "--warmup", 4)
     result = tswift(*words, "--model", "shape:tiny", "--simulate-alpha", 0.9, "--no-plots")

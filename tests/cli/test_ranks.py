@@ -55,6 +55,7 @@ def test_one_text_one_folder_one_voice(tswift: Tswift, words: list[str], tmp_pat
     assert first.err == f"tswift: the run in {run} is finished; a larger --len goes on with it\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -83,6 +84,7 @@ def _broken(words: list[str], folder: Path) -> int:
     return _main(words, folder)
 
 
+@pytest.mark.slow
 def test_what_one_rank_alone_finds_it_says_itself(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     first, second = on_ranks(tmp_path, 2, _broken, words, tmp_path / "there")

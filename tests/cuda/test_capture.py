@@ -78,6 +78,7 @@ def same(graphs, method: str, kind: str, options: DraftOptions, prompt: int = 90
 HEADS = [name for name, method in METHODS.items() if name in ("medusa", "tokenswift", "cascade", "auto")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "kind"), [(name, kind) for name in METHODS for kind in ("chained", "conditioned")[: 1 + (name in HEADS)]]
 )

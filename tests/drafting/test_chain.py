@@ -128,6 +128,7 @@ def test_nothing_to_draw_ends_the_chain_and_no_more(monkeypatch) -> None:
     assert len(context.text) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["full", "streaming", "snapkv", "dynamic", "partial"])
 def test_the_target_over_its_own_cache(kv: str) -> None:
     prompt, options = random_prompt(80, 6), DraftOptions(kv=kv, budget=64, gamma=5)

@@ -194,6 +194,7 @@ def plain(params: SamplingParams) -> list[int]:
     return decode_method("ar", tiny_target(), random_prompt(90, 3), params, 5, 120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "method", "params"),
     [

@@ -362,6 +362,7 @@ def test_a_long_match_is_followed_many_tokens_at_once() -> None:
         assert max(sketched(guesses, 0.0, text=text, depth=depth)[0].depths) == depth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"),
     [

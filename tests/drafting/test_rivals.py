@@ -112,6 +112,7 @@ def test_the_slowest_is_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert took[-2000:].count("1") >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("costs", "recall"), [("nominal", 0), ("measured", 8)])
 def test_the_text_is_plain_decodings(costs: str, recall: int) -> None:
     prompt = random_prompt(90, 3)

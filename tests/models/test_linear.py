@@ -253,6 +253,7 @@ def traced(model: PreTrainedModel, backend) -> tuple[dict[str, int], list[int]]:
     }, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_compiled_layers_have_no_more_parts_than_without(layers: int) -> None:
     plain, same = (tiny_llama("gqa", torch.float64, layers=layers) for _ in range(2))

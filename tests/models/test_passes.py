@@ -155,6 +155,7 @@ def test_too_many_nodes_are_refused() -> None:
     make_drafter("reuse", tiny_target(), None, DraftOptions(nodes=129))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
 @pytest.mark.parametrize(
     ("name", "method"),
@@ -181,6 +182,7 @@ def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, metho
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
 @pytest.mark.parametrize(
     ("method", "length"),

@@ -215,6 +215,7 @@ def test_layers_that_onednn_computes_are_copied_as_plain_ones(monkeypatch: pytes
     assert text(model, "tokenswift") == text(load(device="cpu", dtype="float32"), "ar")
 
 
+@pytest.mark.slow
 def test_joined_layers_are_copied_as_plain_ones(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA queries, keys and values are one product: the copy must not hand its inputs to the model's."""
     fake_torchao.install(monkeypatch, fake_torchao.garbage)

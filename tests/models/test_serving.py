@@ -105,6 +105,7 @@ def test_compiled_layers_that_lie_in_one_row_are_not_used(compiler, rows: int, w
     assert text(target) == text(tiny_target())
 
 
+@pytest.mark.slow
 def test_layers_that_are_compiled_are_said_to_be(compiler) -> None:
     target = static_target()
     assert target.compile(backend="eager") is None
