@@ -113,14 +113,16 @@ class Dist:
             own = error
         errors: list[Any] = [None] * self.count
         if self.count > 1:
-            mine = None if own is None else (str(own), isinstance(own, InputError))
+            of_input = isinstance(own, InputError)
+            told = (own.message, own.field) if isinstance(own, InputError) else (str(own), None)
+            mine = None if own is None else (*told, of_input)
             dist.all_gather_object(errors, mine, group=self.group)
         if own is not None:
             raise own
         for rank, theirs in enumerate(errors):
             if theirs is not None:
-                message, of_input = theirs
-                raise InputError(message) if of_input else Fault(f"rank {rank}: {message}")
+                message, field, of_input = theirs
+                raise InputError(message, field) if of_input else Fault(f"rank {rank}: {message}")
 
     def report(self) -> None:
         """Let the others know that this rank prints what went wrong."""

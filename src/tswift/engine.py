@@ -13,7 +13,7 @@ from tswift.decoding.costs import costs_of, measure
 from tswift.decoding.lockstep import AgreedDrafter, lockstep
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.step import Step, Walk
+from tswift.decoding.step import AcceptFn, Step
 from tswift.decoding.trust import try_steps
 from tswift.distributed import ALONE, Dist, guard
 from tswift.drafting.methods import (
@@ -309,7 +309,7 @@ def begin(
     options: DraftOptions = _OPTIONS,
     stop_at_eos: bool = False,
     written: Sequence[int] = (),
-    walk: Callable[[int], Walk] | None = None,
+    walk: Callable[[int], AcceptFn] | None = None,
 ) -> Generation:
     """Check the arguments of :func:`generate`, and allocate the caches.
 
@@ -332,6 +332,10 @@ def begin(
             raise InputError(f"must be at least {len(written) + 1:,}, got {length:,}{so_far}", "length")
         if not prompt:
             raise InputError("has no tokens", "prompt")
+        vocab_size = model.target.vocab_size
+        for name, ids in (("prompt", prompt), ("written", written), ("banned", params.banned)):
+            if not all(0 <= token < vocab_size for token in ids):
+                raise InputError(f"has token ids outside the model's vocabulary of {vocab_size:,}", name)
         params, stop = ending(params, model.eos_ids, stop_at_eos)
         if model.target.device.type == "cuda":
             try_steps(model.target, params)

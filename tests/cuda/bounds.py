@@ -28,7 +28,7 @@ BOUNDS: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
 WAITS = frozenset(
     {
         "decoding/device_step.py:_verified",
-        "decoding/sampling.py:draw_with_leads",
+        "decoding/sampling.py:draw_with_runner_up",
         "drafting/head_tree.py:_offer",
         "drafting/heads.py:propose",
         "drafting/history.py:think",

@@ -69,7 +69,7 @@ def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype
     wanted = by_torch(sampler, logits, seen, positions + 1)
     assert sampler.draw_nodes(logits, tokens, positions, tree.ancestors()) == wanted
     assert sampler.draw(logits, seen, positions + 1) == wanted
-    drawn, others = sampler.draw_with_leads(logits, seen, positions + 1)
+    drawn, others = sampler.draw_with_runner_up(logits, seen, positions + 1)
     assert drawn == wanted
     best = sampler.scores(logits, seen, positions + 1).topk(2).values
     leads = (best[:, 0] - best[:, 1]).tolist()

@@ -18,7 +18,7 @@ from tests.helpers import options_for, tokens_of
 from tswift import engine
 from tswift.attention.reference import ReferenceAttention
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.step import Walk
+from tswift.decoding.step import AcceptFn
 from tswift.drafting.history import LogitHistory
 from tswift.drafting.methods import METHODS, draft_slots
 from tswift.drafting.options import DraftOptions
@@ -82,7 +82,7 @@ def test_every_method_says_what_it_uses() -> None:
 def test_a_walk_is_made_for_the_methods_depth(checkpoint: Path) -> None:
     model, asked = load(str(checkpoint)), []
 
-    def make(depth: int) -> Walk:
+    def make(depth: int) -> AcceptFn:
         asked.append(depth)
         return lambda tree, drawn: [0]
 

@@ -24,7 +24,7 @@ from tests.helpers import (
 )
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, Plan
+from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, TreeBudget
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.models.passes import NOMINAL, PassCosts
@@ -127,20 +127,20 @@ COSTS = PassCosts((1, 8, 16), (1.0, 1.5, 4.0), (0.001, 0.001, 0.002), 0.2)
 
 @given(CHANCES, st.integers(0, 100_000), st.floats(0, 10))
 def test_no_other_number_of_nodes_promises_more(reach: list[float], keys: int, spent: float) -> None:
-    size = Plan(COSTS).size(reach, keys, spent)
+    size = TreeBudget(COSTS).size(reach, keys, spent)
     rates = [sum(reach[:n]) / (spent + COSTS.seconds(n, keys)) for n in range(1, len(reach) + 1)]
     assert math.isclose(rates[size - 1], max(rates))
 
 
 def test_trees_are_smaller_where_nodes_cost_more_and_larger_where_drafting_did() -> None:
     reach = [0.8**n for n in range(30)]
-    short, long = (Plan(NOMINAL).size(reach, keys, 3e-3) for keys in (100, 100_000))
+    short, long = (TreeBudget(NOMINAL).size(reach, keys, 3e-3) for keys in (100, 100_000))
     assert 1 < long < short
-    assert Plan(NOMINAL).size(reach, 100_000, 50e-3) > long
+    assert TreeBudget(NOMINAL).size(reach, 100_000, 50e-3) > long
 
 
 def test_worth_is_judged_by_the_rate_of_late() -> None:
-    plan = Plan(COSTS)
+    plan = TreeBudget(COSTS)
     assert plan.worth(0.001, 100)  # nothing is known yet
     plan.size([1.0], 0, 1.0)  # two seconds
     plan.learn(3)

@@ -17,7 +17,7 @@ from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams, warp
 from tswift.decoding.sampling import Sampler
-from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, DynamicTreeDrafter, Plan
+from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, DynamicTreeDrafter, TreeBudget
 from tswift.drafting.history import Candidates, HistorySource, LogitHistory, SuffixIndex, TopKLogits
 from tswift.drafting.methods import make_drafter, resolve
 from tswift.drafting.options import DraftOptions
@@ -291,7 +291,7 @@ class Known:
         return [self.guesses.get(tuple(path), NONE) for path in paths]
 
 
-class Picky(Plan):
+class Picky(TreeBudget):
     """Worth it is what is this likely."""
 
     def __init__(self, least: float) -> None:
@@ -418,7 +418,7 @@ def test_texts_are_those_of_plain_decoding(params: SamplingParams, pieces: int) 
     written: list[int] = []
     steps = []
     for piece in range(1, pieces + 1):  # a decode that stopped goes on, with less to recall
-        plan = Plan()
+        plan = TreeBudget()
         memory = LogitHistory(target, True)
         source = HistorySource(memory, plan, 16)
         drafter = DynamicTreeDrafter(offering=[source], depth=8, limit=16, plan=plan, memory=memory)

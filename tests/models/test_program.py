@@ -261,3 +261,32 @@ def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingP
             others = source.guess(*given)
         assert torch.equal(tokens, others[0])
         assert torch.equal(scores, others[1])
+
+
+def test_a_model_with_windows_has_none() -> None:
+    """The text that is tried when a model is loaded is shorter than any window."""
+    model = wrap_model(network("mistral", sliding_window=40), "some/model", "native")
+    assert model.special
+    assert model.program is None
+
+
+@pytest.mark.parametrize("inner", [50, 57, 172])
+def test_sizes_that_fill_no_vector(inner: int) -> None:
+    plain = network("llama", intermediate_size=inner)
+    eager = Target(copy.deepcopy(plain), adapting.BACKENDS["sdpa"]())
+    model = wrap_model(plain, "some/model", "native")
+    assert model.program is not None
+    tokens = torch.arange(40) % VOCAB
+    for target in (model, eager):
+        kv = FullKV(target.kv_shape, 100)
+        for first in range(0, 40, 5):  # more rows than attention computes one by one
+            chunk = tokens[first : first + 5]
+            out = target.forward(chunk, torch.arange(first, first + 5), kv, None)
+            kv.advance(5)
+        target.found = target.logits(out.hidden)  # type: ignore[attr-defined]
+    torch.testing.assert_close(model.found, eager.found, rtol=1e-4, atol=1e-4)  # type: ignore[attr-defined]
+
+
+def test_no_rows() -> None:
+    model = wrap_model(network(), "some/model", "native")
+    assert model.logits(torch.empty(0, 48)).shape == (0, VOCAB)

@@ -102,7 +102,8 @@ def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: s
     """
     params, drafting, how = SamplingParams(**options.sampling), options.check(), loading(options, options.methods)
     try:
-        for method, asked in drafting.items():
+        # how much memory a model takes that is quantised while it is loaded is seen then
+        for method, asked in drafting.items() if options.quantize is None else ():
             preflight(options.model, prompt, length, method, asked, **how, option=option)
         model = load(options.model, exact=options.exact, quantize=options.quantize, **how)
         contenders = [

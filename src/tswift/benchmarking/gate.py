@@ -13,7 +13,7 @@ from typing import Any
 
 from tswift.benchmarking.summary import FINISHED, METRICS, Cell, by_draw, gated, simulated_alpha, summarise
 from tswift.benchmarking.table import NOTHING, Table, method_name
-from tswift.errors import InputError
+from tswift.errors import InputError, did_you_mean
 from tswift.reading import MOST_RECORD, parse_json, read_file
 
 SAME_TEXT = "same_as_ar"
@@ -79,7 +79,7 @@ def parse_rule(text: str) -> Rule:
     """
     metric, colon, tolerance = text.strip().partition(":")
     if metric not in gated():
-        raise InputError(f"knows {', '.join(gated())}, got {metric!r}", "fail_on")
+        raise InputError(f"knows {', '.join(gated())}, got {metric!r}{did_you_mean(metric, gated())}", "fail_on")
     rule = Rule(metric, 0.0, relative=False)
     if not colon:
         if rule.timed:

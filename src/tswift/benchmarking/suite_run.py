@@ -106,7 +106,8 @@ def _load(suite: Suite, options: BenchOptions) -> LoadedModel:
             raise
         # methods that need a draft model are left out
         how = loading(options, [method for method in suite.methods if not find_method(method).draft])
-    preflight(options.model, 1, 1, BASELINE, DraftOptions(), option="model", **how)
+    if options.quantize is None:  # else how much memory it takes is seen when it is loaded
+        preflight(options.model, 1, 1, BASELINE, DraftOptions(), option="model", **how)
     return load(options.model, exact=options.exact, quantize=options.quantize, **how)
 
 

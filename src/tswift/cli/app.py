@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _command().main(args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words])
     except InputError as error:
-        return _bad_input(_as_typed(error, words))
+        return _bad_input(as_typed(error, words))
     except Fault as error:
         return _failed(str(error))
     except (KeyboardInterrupt, typer.Abort) as stop:
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else OK
 
 
-def _as_typed(error: InputError, words: Sequence[str]) -> str:
+def as_typed(error: InputError, words: Sequence[str]) -> str:
     """An error's line, its parameter called as the command calls it."""
     if error.field is None:
         return error.message

@@ -252,6 +252,7 @@ def bench(
     if force and not against:
         raise InputError("goes with --against", "force")
     asked.check()
+    baseline = gate.load_measurement(against) if against else None
     with loading(asked.model, quiet):
         from tswift.benchmarking import report
         from tswift.benchmarking.config import configure, encode, read_texts
@@ -261,18 +262,17 @@ def bench(
         from tswift.cli.bars import Bars
         from tswift.jobs.folder import default_path
 
-    baseline = gate.load_measurement(against) if against else None
-    texts = read_texts(prompts or ())
-    simulated = asked.simulate_alpha is not None or asked.model.startswith(SHAPE_PREFIX)
-    folder = out or default_path("bench-simulated" if simulated else "bench")
-    longest, length = max(plan.prefills), max(plan.lens)
-    with empty_folder(folder):
-        config = configure(asked, longest, length, "prefills" if longest > length else "lens")
-        chosen = encode(texts, config.model, longest)
-        measurement = begin_measurement(config, chosen, plan, typed.command)
-        if baseline:
-            gate.refuse_foreign(measurement, baseline, rules, force)
-            gate.refuse_single(rules, plan.repeats, baseline)
+        texts = read_texts(prompts or ())
+        simulated = asked.simulate_alpha is not None or asked.model.startswith(SHAPE_PREFIX)
+        folder = out or default_path("bench-simulated" if simulated else "bench")
+        longest, length = max(plan.prefills), max(plan.lens)
+        with empty_folder(folder):
+            config = configure(asked, longest, length, "prefills" if longest > length else "lens")
+            chosen = encode(texts, config.model, longest)
+            measurement = begin_measurement(config, chosen, plan, typed.command)
+            if baseline:
+                gate.refuse_foreign(measurement, baseline, rules, force)
+                gate.refuse_single(rules, plan.repeats, baseline)
     bars = Bars(quiet, not no_progress)
     if config.note is not None:
         bars.say(config.note)

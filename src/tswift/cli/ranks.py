@@ -85,8 +85,11 @@ def follow(device: str) -> int:
         # before they have connected, all ranks of a machine find the same
         reported = ranks.reported() if ranks else os.environ["LOCAL_RANK"] != "0"
         if not reported:
+            from tswift.cli.app import as_typed
+
             kind = "" if isinstance(error, (InputError, RuntimeError)) else f"{type(error).__name__}: "
-            message = " ".join(str(error).split())
+            told = as_typed(error, sys.argv[1:]) if isinstance(error, InputError) else str(error)
+            message = " ".join(told.split())
             print(f"tswift: error: rank {os.environ['RANK']}: {kind}{message}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, InputError) else FAILED
     return OK

@@ -120,7 +120,7 @@ def _level(target: Target, heads: Heads) -> Callable[[], object]:
         out = states
         if heads.conditioned:
             _, out = heads.step(0, states, target.embed(tokens))
-        return sampler.draw_with_leads(target.open_logits(out), sampler.seen(tokens, tokens, alone), [0] * _ROWS)
+        return sampler.draw_with_runner_up(target.open_logits(out), sampler.seen(tokens, tokens, alone), [0] * _ROWS)
 
     return run
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tswift.decoding.drafter import Context, DeviceDraft, Drafter
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.step import NoTokenLeft, Step, Walk
+from tswift.decoding.step import AcceptFn, NoTokenLeft, Step
 from tswift.decoding.tree import DraftTree
 from tswift.models.passes import Forwarded, sizes
 from tswift.models.target import Target
@@ -220,7 +220,7 @@ class DeviceStepper:
         target.synchronize()  # the block is free to be written again
 
     @torch.inference_mode()
-    def step(self, wanted: int, stop: Collection[int] = (), walk: Walk | None = None) -> Step:
+    def step(self, wanted: int, stop: Collection[int] = (), walk: AcceptFn | None = None) -> Step:
         """Take a step: at least one token is added to the text.
 
         Args:
@@ -274,7 +274,7 @@ class DeviceStepper:
         self._run_draft()
         self._drafted = True
 
-    def _propose(self, wanted: int, walk: Walk | None) -> tuple[int, int, Sequence[str]]:
+    def _propose(self, wanted: int, walk: AcceptFn | None) -> tuple[int, int, Sequence[str]]:
         """Draft a tree; returns the size of the program that verifies it, the forced node, and each node's source."""
         if self._draft is not None:
             if not self._drafted:
@@ -360,7 +360,7 @@ class DeviceStepper:
         return forwarded.queries, logits
 
 
-def _forced(walk: Walk | None, tree: DraftTree, wanted: int) -> int:
+def _forced(walk: AcceptFn | None, tree: DraftTree, wanted: int) -> int:
     """Last node of a simulated path, no deeper than tokens are wanted; ``_BY_RULE`` if nothing is simulated."""
     if walk is None:
         return _BY_RULE

@@ -14,7 +14,7 @@ from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.finite import not_finite
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.step import NoTokenLeft, Step, Walk, advance
+from tswift.decoding.step import AcceptFn, NoTokenLeft, Step, decode_step
 from tswift.kv.full import FullKV
 from tswift.models.target import Show, Target
 
@@ -45,7 +45,7 @@ class Decoding:
         seed: int,
         drafter: Drafter,
         length: int,
-        walk: Walk | None = None,
+        walk: AcceptFn | None = None,
         written: Sequence[int] = (),
     ) -> None:
         if not prompt:
@@ -155,12 +155,12 @@ class Decoding:
         drafter: Drafter,
         wanted: int,
         stop: Collection[int],
-        walk: Walk | None,
+        walk: AcceptFn | None,
     ) -> Step:
         try:
             if stepper is not None:
                 return stepper.step(wanted, stop, walk)
-            return advance(self._target, context, drafter, wanted, stop, walk)
+            return decode_step(self._target, context, drafter, wanted, stop, walk)
         except NoTokenLeft as nothing:
             params = context.sampler.params
             raise not_finite(self._target, context.kv, context.text, nothing.logits, params) from None

@@ -278,7 +278,7 @@ class Sampler:
             return fused.draw(logits, tokens, positions, ancestors, self.newest)
         return _best(self.scores(logits, self.seen(tokens, positions, ancestors), positions + 1))
 
-    def draw_with_leads(
+    def draw_with_runner_up(
         self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor
     ) -> tuple[list[int], list[tuple[int, float]]]:
         """As :meth:`draw`, and for each row the runner-up and the lead over it in score."""

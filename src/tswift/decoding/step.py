@@ -19,7 +19,7 @@ from tswift.decoding.tree import DraftTree
 from tswift.models.passes import Forwarded
 from tswift.models.target import Target
 
-Walk = Callable[[DraftTree, Sequence[int]], list[int]]  # as DraftTree.walk: the nodes accepted, root first
+AcceptFn = Callable[[DraftTree, Sequence[int]], list[int]]  # as DraftTree.walk: the nodes accepted, root first
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class NoTokenLeft(Exception):
         self.logits = logits
 
 
-def advance(
+def decode_step(
     target: Target,
     context: Context,
     drafter: Drafter,
     wanted: int,
     stop: Collection[int] = (),
-    walk: Walk | None = None,
+    walk: AcceptFn | None = None,
     leads: bool = False,
 ) -> Step:
     """Take a step: at least one token is added to the text, and what was forwarded to the cache.
@@ -105,7 +105,7 @@ def advance(
 
 
 def _verify(
-    target: Target, context: Context, tree: DraftTree, walk: Walk | None, leads: bool
+    target: Target, context: Context, tree: DraftTree, walk: AcceptFn | None, leads: bool
 ) -> tuple[Forwarded, list[int], list[int], list[tuple[int, float]]]:
     """One pass over a tree, the token drawn after each of its nodes, the nodes accepted, and the leads if asked for."""
     tokens = torch.tensor(tree.tokens).to(target.device, non_blocking=True)
@@ -116,7 +116,7 @@ def _verify(
     context.logits = logits
     if leads:
         seen = context.sampler.seen(tokens, positions, ancestors)
-        drawn, others = context.sampler.draw_with_leads(logits, seen, positions + 1)
+        drawn, others = context.sampler.draw_with_runner_up(logits, seen, positions + 1)
     else:
         drawn = context.sampler.draw_nodes(logits, tokens, positions, ancestors)
     return forwarded, drawn, walk(tree, drawn) if walk else tree.walk(drawn), others

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter
-from tswift.decoding.step import NoTokenLeft, Step, advance
+from tswift.decoding.step import NoTokenLeft, Step, decode_step
 from tswift.decoding.tree import DraftTree
-from tswift.drafting.dynamic_tree import CandidateTree, DynamicTreeDrafter, Plan
+from tswift.drafting.dynamic_tree import CandidateTree, DynamicTreeDrafter, TreeBudget
 from tswift.kv.buffer import KVBuffer
 from tswift.kv.partial import PartialKV
 from tswift.kv.streaming import StreamingKV
@@ -206,7 +206,7 @@ class ChainSource:
         if target.replays and target.serves(kv):
             self._stepper = DeviceStepper(target, aside, self.drafter)
             return self._stepper.step
-        return partial(advance, target, aside, self.drafter)
+        return partial(decode_step, target, aside, self.drafter)
 
     def committed(self, context: Context, most: int) -> None:
         """Keep the level's cache up."""
@@ -236,7 +236,7 @@ class CascadeSource:
 
     name = "self"
 
-    def __init__(self, level: DraftModel, drafter: DynamicTreeDrafter, shared_noise: bool, plan: Plan) -> None:
+    def __init__(self, level: DraftModel, drafter: DynamicTreeDrafter, shared_noise: bool, plan: TreeBudget) -> None:
         self._level, self.drafter, self._shared_noise, self._plan = level, drafter, shared_noise, plan
         self.spent = 0.0
         self._usual = 1.0  # tokens of a step on the level, of late
@@ -263,7 +263,7 @@ class CascadeSource:
         """Decode the chain and offer it, as long as that pays; ``held`` keys are what it is verified over."""
         node, keys, costs = 0, self._level.keys or held, self.drafter.plan.costs
         while sketch.depths[node] < sketch.depth and self._worth(sketch.reach[node], keys, held):
-            step = advance(self._level.target, aside, self.drafter, sketch.depth - sketch.depths[node], leads=True)
+            step = decode_step(self._level.target, aside, self.drafter, sketch.depth - sketch.depths[node], leads=True)
             self.spent += self.drafter.spent + costs.seconds(step.nodes, keys)
             self._usual += 0.05 * (len(step.tokens) - self._usual)
             for token, (other, lead) in zip(step.tokens, step.leads, strict=True):

@@ -51,7 +51,7 @@ class AcceptanceEstimator:
 _STEADY = 0.05  # of what is known of late, forgotten in a step
 
 
-class Plan:
+class TreeBudget:
     """Decides by expected tokens per second. It may depend on timings; the text does not depend on it.
 
     Args:
@@ -241,7 +241,7 @@ class DynamicTreeDrafter(Drafter):
     """
 
     offering: Sequence[CostedSource] = ()
-    plan: Plan = field(default_factory=Plan)
+    plan: TreeBudget = field(default_factory=TreeBudget)
     spent: float = 0.0
     _calibration: AcceptanceEstimator = field(default_factory=AcceptanceEstimator)
     _sketched: tuple[CandidateTree, int] | None = None  # and the text's length then

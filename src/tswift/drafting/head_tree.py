@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.drafter import Context
-from tswift.drafting.dynamic_tree import CandidateTree, Plan
+from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
 from tswift.drafting.heads import DraftingPass, LastPass
 from tswift.models.heads import Heads
 from tswift.models.passes import Forwarded
@@ -50,7 +50,7 @@ class HeadTreeSource:
         reader: LastPass | DraftingPass,
         levels: int,
         shared_noise: bool,
-        plan: Plan,
+        plan: TreeBudget,
     ) -> None:
         self._target, self._heads, self.reader, self._shared_noise = target, heads, reader, shared_noise
         self._levels, self._plan = levels, plan

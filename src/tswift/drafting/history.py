@@ -28,7 +28,7 @@ from torch import Tensor
 from tswift.decoding.drafter import Context
 from tswift.decoding.params import warp
 from tswift.decoding.sampling import Sampler
-from tswift.drafting.dynamic_tree import CandidateTree, Plan
+from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
 from tswift.models.target import Target
 
 _MASK = (1 << 64) - 1
@@ -409,7 +409,7 @@ class HistorySource:
 
     name = "reuse"
 
-    def __init__(self, recall: LogitHistory, plan: Plan, limit: int) -> None:
+    def __init__(self, recall: LogitHistory, plan: TreeBudget, limit: int) -> None:
         self._recall, self._plan, self._limit = recall, plan, limit
         self.follows = True
         self.spent = 0.0

@@ -19,7 +19,7 @@ from tswift.drafting.chains import (
     PartialDraftModel,
     SmallDraftModel,
 )
-from tswift.drafting.dynamic_tree import CostedSource, DynamicTreeDrafter, Plan
+from tswift.drafting.dynamic_tree import CostedSource, DynamicTreeDrafter, TreeBudget
 from tswift.drafting.fixed_tree import FixedTreeDrafter
 from tswift.drafting.head_tree import HeadTreeSource
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
@@ -107,7 +107,7 @@ def _of_heads(
         depth, ngrams = max(len(tree), longest), others[0] if others else None
         fewer = _fewer(models.target, options.nodes)
         return FixedTreeDrafter([source, *others], depth, options.nodes, heads=source, ngrams=ngrams, fewer=fewer)
-    plan = Plan(models.costs)
+    plan = TreeBudget(models.costs)
     if options.gamma is None:
         levels = heads.count + reader.direct + (_BEYOND if heads.conditioned else 0)
     else:
@@ -130,7 +130,7 @@ def recall(models: Models, options: DraftOptions) -> Drafter:
     """What the target thought where the text stood like this before, and nothing else."""
     memory = _memory(models, options)
     assert memory is not None
-    return _recalling(options, Plan(models.costs), _deepest(options), [], memory)
+    return _recalling(options, TreeBudget(models.costs), _deepest(options), [], memory)
 
 
 def _memory(models: Models, options: DraftOptions) -> LogitHistory | None:
@@ -145,7 +145,7 @@ def _deepest(options: DraftOptions) -> int:
 
 
 def _recalling(
-    options: DraftOptions, plan: Plan, depth: int, sources: Sequence[CostedSource], memory: LogitHistory
+    options: DraftOptions, plan: TreeBudget, depth: int, sources: Sequence[CostedSource], memory: LogitHistory
 ) -> DynamicTreeDrafter:
     """Sources and what is recalled, up to ``depth`` tokens deep."""
     assert options.nodes is not None
@@ -164,7 +164,7 @@ def _cascade(models: Models, options: DraftOptions, memory: LogitHistory | None)
     verified = replace(models, costs=models.draft_costs)  # by the level's passes
     inner = medusa(verified, replace(options, tree=AUTO, gamma=None, nodes=INNER_NODES, recall=0))
     assert isinstance(inner, DynamicTreeDrafter)
-    plan = Plan(models.costs)
+    plan = TreeBudget(models.costs)
     recalled: list[CostedSource] = []
     if memory is not None:  # one for the chain and for what the chain is drafted from
         recalled = [HistorySource(memory, plan, options.nodes)]

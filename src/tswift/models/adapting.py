@@ -287,6 +287,10 @@ def use_program(target: Target, ids: torch.Tensor, wanted: torch.Tensor, most: f
         wanted: ``[n, V]`` float64, their logits.
         most: how far others may be from them.
     """
+    if (
+        target.special or target.split
+    ):  # windows, soft caps and sinks: the program has none, and a short text shows none
+        return
     try:
         target.program = PassProgram(target.model)
     except (Unfit, Unbuilt):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tswift.attention.building import Unbuilt
 from tswift.models.linear import use_onednn
-from tswift.models.program import HeadProgram
+from tswift.models.program import MOST_COPIED, HeadProgram
 
 FORMAT = "tswift-heads-1"
 
@@ -159,7 +159,8 @@ class _RefiningHeads(Heads):
 
     def step(self, index: int, hidden: Tensor, embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As :meth:`Heads.step`."""
-        if self.program is not None and not (torch.is_grad_enabled() and hidden.requires_grad):
+        learns = torch.is_grad_enabled() and hidden.requires_grad
+        if self.program is not None and hidden.dtype == torch.float32 and not learns:
             return self.program(index, hidden, embedding)
         head = self.heads[index]
         hidden = head(hidden, embedding) if self.conditioned else head(hidden)
@@ -243,7 +244,8 @@ def prepare(heads: Heads) -> None:
     use_onednn(heads)
     weights = list(heads.parameters())
     plain = all(weight.dtype == torch.float32 and weight.device.type == "cpu" for weight in weights)
-    if isinstance(heads, _RefiningHeads) and plain:
+    small = sum(weight.numel() for weight in weights) * torch.float32.itemsize <= MOST_COPIED
+    if isinstance(heads, _RefiningHeads) and plain and small:
         with suppress(Unbuilt):  # PyTorch computes them then
             heads.program = HeadProgram(heads.heads, heads.hidden_size, heads.eps)
 

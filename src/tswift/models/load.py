@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, cached_file
@@ -47,6 +48,7 @@ from tswift.models.heads import HEAD_TYPES, Heads, prepare
 from tswift.models.heads_io import attach_heads, carries_heads, find_heads, heads_path
 from tswift.models.hf import max_positions
 from tswift.models.linear import copied_bytes
+from tswift.models.program import MODELS
 from tswift.models.shapes import (
     HEADS,
     PREFIX,
@@ -523,6 +525,11 @@ def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") 
     return spec
 
 
+def _has_program(network: nn.Module, dtype: torch.dtype, attention: str) -> bool:
+    """Whether a model's passes would be a C program, which has a copy of the weights."""
+    return dtype == torch.float32 and attention in ("auto", "native") and type(network).__name__ in MODELS
+
+
 def _spec(
     model: str,
     config: Any,
@@ -544,7 +551,7 @@ def _spec(
         with silence(), in_one_line(model):
             network = skeleton(config)
             weight_bytes = sum(weight.numel() for weight in network.parameters()) * dtype.itemsize
-            weight_bytes += 2 * copied_bytes(network, dtype, device)  # for oneDNN, and for the C program
+            weight_bytes += copied_bytes(network, dtype, device) * (1 + _has_program(network, dtype, attention))
             copy_bytes = 0 if draft_weights is None else quantizing.copy_bytes(network, draft_weights)
     kv_heads, groups = heads_of(config)
     return ModelSpec(

@@ -48,6 +48,7 @@ enum {
     BLOCK = LANES * VECTORS, /* outputs of a block */
     ROWS = 6,                /* most rows that are multiplied together: so many sums stay in registers */
     ALONE = 8 / VECTORS,     /* blocks that are multiplied together for a single row, for as many sums under way */
+    ALIGNED = 16,            /* numbers of a line of the cache */
     LARGE = 1 << 20,         /* products of a layer that are worth a second thread */
     PORTION = 1 << 17        /* products that a thread takes at a time, at least */
 };
@@ -191,6 +192,7 @@ int64_t tswift_lanes(void) { return LANES; }
 void tswift_multiply(
     const Linear *l, const float *input, float *output, int64_t rows, parallel_region *parallel, int64_t threads
 ) {
+    if (!rows) return;
     Product p = {.linear = l, .input = input, .output = output, .rows = rows};
     p.blocks = (l->outputs + BLOCK - 1) / BLOCK;
     p.portion = PORTION / (l->inputs * BLOCK * rows) / ALONE * ALONE + ALONE;
@@ -260,7 +262,7 @@ static Attention attention(const Model *m, const Pass *p) {
 int64_t tswift_space(const Model *m, const Pass *p) {
     const Attention a = attention(m, p);
     const int64_t row = m->hidden + widest(m) + m->inner + 2 * m->heads * m->width + m->width;
-    return p->nodes * row + m->attention_scratch(&a);
+    return p->nodes * row + ALIGNED + m->attention_scratch(&a);
 }
 
 void tswift_forward(const Model *m, const Pass *p) {
@@ -270,7 +272,8 @@ void tswift_forward(const Model *m, const Pass *p) {
     float *seen = inner + n * m->inner, *turned = seen + n * heads * width;
     float *cosines = turned + n * heads * width, *sines = cosines + n * half, *state = p->raw;
     Attention a = attention(m, p);
-    a.scratch = sines + n * half;
+    /* attention reads whole vectors there, which must not cross a line of the cache */
+    a.scratch = p->space + (sines + n * half - p->space + ALIGNED - 1) / ALIGNED * ALIGNED;
     for (int64_t r = 0; r < n; r++) {
         memcpy(state + r * hidden, m->embeddings + p->tokens[r] * hidden, hidden * sizeof *state);
         for (int64_t i = 0; i < half; i++) {

@@ -23,9 +23,9 @@ from tswift.kv.buffer import KVBuffer
 from tswift.models.passes import Forwarded
 
 _SOURCE = Path(__file__).with_name("program.c")
-_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROTARY = ("default", "linear", "llama3", "yarn")  # whose rates are the same at every length
-_MOST_COPIED = 1 << 30  # bytes of a model's weights in float32; above, memory is worth more than time
+MOST_COPIED = 1 << 30  # bytes of a model's weights in float32; above, memory is worth more than time
 
 _Sizes = Iterable[tuple[str, Any]]
 
@@ -363,16 +363,16 @@ class HeadProgram:
 
 def _refuse_unfit(network: PreTrainedModel) -> None:
     kind, weights = type(network).__name__, list(network.parameters())
-    if kind not in _MODELS:
+    if kind not in MODELS:
         raise Unfit(f"{kind} has no program")
     config = network.config
     if any(type(weight) is not nn.Parameter or weight.dtype != torch.float32 for weight in weights):
         raise Unfit("its weights are not plain float32")
     if any(weight.device.type != "cpu" for weight in weights):
         raise Unfit("it is not on the CPU")
-    if sum(weight.numel() for weight in weights) * torch.float32.itemsize > _MOST_COPIED:
+    if sum(weight.numel() for weight in weights) * torch.float32.itemsize > MOST_COPIED:
         raise Unfit("its weights are too large to be held twice")
-    if config.hidden_act != "silu" or getattr(config, "rope_parameters", {}).get("rope_type") not in _ROTARY:
+    if config.hidden_act != "silu" or (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in _ROTARY:
         raise Unfit("its activation or position encoding has no program")
     if not native.takes(network.get_decoder().layers[0].self_attn.head_dim):
         raise Unfit("its heads are of a size that native attention does not take")
