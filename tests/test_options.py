@@ -99,3 +99,11 @@ def test_a_run_of_options_by_name() -> None:
     assert preset.sampling["penalty"] == 1.15
     assert preset.overridden == ("min_p",)
     assert preset.model == "TokenSwift/TokenSwift-Qwen2.5-7B"
+
+
+def test_other_parameters_are_flags_on_the_command_line_alone() -> None:
+    from tswift.cli.app import as_typed
+
+    with pytest.raises(InputError, match="^gamma: cannot be given together with tree$") as caught:
+        DraftOptions(tree=(1, 2), gamma=2)
+    assert as_typed(caught.value, ["generate"]) == "--gamma: cannot be given together with --tree"

@@ -10,12 +10,12 @@ class InputError(ValueError):
     """Something the user gave cannot be used.
 
     Args:
-        message: what is wrong, in one line.
+        message: what is wrong, in one line; other parameters that it names stand in backticks.
         field: the parameter that caused it, such as ``min_p``. The command line says the option: ``--min-p``.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(f"{field}: {message}" if field else message)
+        super().__init__((f"{field}: {message}" if field else message).replace("`", ""))
         self.message, self.field = message, field
 
 

@@ -391,7 +391,7 @@ def test_what_does_not_go_with_recalling() -> None:
     target, heads = tiny_target(), tiny_heads()
     for method, options, words in (
         ("recall", {"recall": 0}, "recall: must be at least 1 for recall"),
-        ("tokenswift", {"tree": "auto", "ngrams": 3}, "ngrams: goes with a tree of its own or --recall 0"),
+        ("tokenswift", {"tree": "auto", "ngrams": 3}, "ngrams: goes with a tree of its own or recall 0"),
         ("tokenswift", {"tree": "auto", "reuse_recent": True}, "reuse_recent: goes with a tree of its own"),
     ):
         with pytest.raises(InputError) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -89,15 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def as_typed(error: InputError, words: Sequence[str]) -> str:
     """An error's line, its parameter called as the command calls it."""
-    if error.field is None:
-        return error.message
     command = _command()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
     flags = {parameter.name: parameter.opts[0] for parameter in command.params}
-    plain = error.field if " " in error.field or error.field.isupper() else f"--{error.field.replace('_', '-')}"
-    flag = flags.get(error.field) or flags.get(f"{error.field}s") or plain
-    return f"{flag}: {error.message}"
+
+    def flag(field: str) -> str:
+        plain = field if " " in field or field.isupper() else f"--{field.replace('_', '-')}"
+        return flags.get(field) or flags.get(f"{field}s") or plain
+
+    message = re.sub(r"`(\w+)`", lambda match: flag(match[1]), error.message)
+    return message if error.field is None else f"{flag(error.field)}: {message}"
 
 
 def _ran_out(error: Exception) -> bool:

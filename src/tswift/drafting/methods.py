@@ -406,7 +406,7 @@ def resolve_for(
     recall = (_KEPT if options.recall is None else options.recall) if chooses else None
     if recall and "ngrams" in method.uses and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent):
         option = "reuse_recent" if options.reuse_recent else "ngrams"
-        raise InputError(f"goes with a tree of its own or --recall 0: with --tree auto {name} recalls instead", option)
+        raise InputError(f"goes with a tree of its own or `recall` 0: with `tree` auto {name} recalls instead", option)
     if name == "recall" and not recall:
         raise InputError("must be at least 1 for recall, which drafts from nothing else", "recall")
     if name == "reuse" and not options.ngrams:

@@ -121,7 +121,7 @@ class DraftOptions:
         if prod(widths) > _MOST_PATHS:
             raise InputError(f"has {prod(widths):,} paths, at most {_MOST_PATHS:,} are possible", "tree")
         if isinstance(self.tree, tuple) and self.gamma is not None:
-            raise InputError("cannot be given together with --tree", "gamma")
+            raise InputError("cannot be given together with `tree`", "gamma")
         if self.budget is not None:
             refuse_sinks(self.sinks, self.budget)
 
@@ -138,7 +138,7 @@ def refuse_sinks(sinks: int, budget: int) -> None:
         InputError: there are.
     """
     if sinks > budget // 4:
-        raise InputError(f"must be at most a quarter of --budget {budget}, got {sinks}", "sinks")
+        raise InputError(f"must be at most a quarter of `budget` {budget}, got {sinks}", "sinks")
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,8 @@ def refuse_unused(
     for name, value in given.items():
         if value is not None and name not in looked_at:
             message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
-            message += " with --kv full" if options.kv == FULL else ""
-            message += " without --tree auto" if name in OF_CHOICE and "tree" in looked_at else ""
+            message += " with `kv` full" if options.kv == FULL else ""
+            message += " without `tree` auto" if name in OF_CHOICE and "tree" in looked_at else ""
             reused = name in OF_NGRAMS and any(name in find_method(method).uses for method in methods)
-            message += " with --tree auto, but for --recall 0" if reused else ""
+            message += " with `tree` auto, but for `recall` 0" if reused else ""
             raise InputError(message, name)
