@@ -525,7 +525,7 @@ def test_ctrl_c_leaves_the_outcomes_so_far(checkpoint):
         (BenchOptions(("ar", "medusa"), drafting={"ngrams": 3}), "ngrams: none of ar, medusa uses it"),
         (BenchOptions(("ar", "reuse"), trees={"": (2, 2)}), "tree: none of ar, reuse uses it"),
         (BenchOptions(("ar", "medusa"), trees={"tokenswift": (2, 2)}), "tree: is given for tokenswift"),
-        (BenchOptions(("ar", "tokenswift"), {}, {"ngrams": 20}, {"": "auto"}), "ngrams: none of .* with --tree"),
+        (BenchOptions(("ar", "tokenswift"), {}, {"ngrams": 20}, {"": "auto"}), "ngrams: none of .* with tree"),
         (BenchOptions(("ar", "tokenswift"), {}, {"ngrams": 20}, {"tokenswift": "auto"}), "ngrams: none of ar, "),
         (BenchOptions(("ar", "reuse"), heads="chained"), "heads: none of ar, reuse uses it"),
         (BenchOptions(("ar", "medusa"), sampling={"min_p": 3.0}), "min_p: must be between"),

@@ -303,7 +303,7 @@ def test_what_the_method_does_not_use_is_refused(asked: RunConfig) -> None:
 @pytest.mark.parametrize(("recall", "reuses"), [(None, False), (0, True)])
 def test_what_a_tree_that_pays_does_not_use_is_refused(asked: RunConfig, recall: int | None, reuses: bool) -> None:
     folder = interrupted(replace(asked, drafting={"tree": "auto", "budget": 64, "recall": recall}))
-    message = "the run was made with 20, got 7" if reuses else "tokenswift does not use it with --tree auto"
+    message = "the run was made with 20, got 7" if reuses else "tokenswift does not use it with tree auto"
     with pytest.raises(InputError, match=f"ngrams: {message}"):
         resume(folder, {"ngrams": 7}, False, [])
 
