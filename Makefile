@@ -25,8 +25,9 @@ test: setup
 	$(BIN)/python -m pytest -n 2
 
 # the slow ones too, and more examples of each property
+PROFILE ?= ci
 test-all: setup
-	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n 2 -m ""
+	HYPOTHESIS_PROFILE=$(PROFILE) $(BIN)/python -m pytest -n 2 -m ""
 
 lint: setup
 	$(BIN)/ruff check .

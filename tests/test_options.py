@@ -104,6 +104,6 @@ def test_a_run_of_options_by_name() -> None:
 def test_other_parameters_are_flags_on_the_command_line_alone() -> None:
     from tswift.cli.app import as_typed
 
-    with pytest.raises(InputError, match="^gamma: cannot be given together with tree$") as caught:
+    with pytest.raises(InputError, match=r"^gamma: cannot be given together with tree$") as caught:
         DraftOptions(tree=(1, 2), gamma=2)
     assert as_typed(caught.value, ["generate"]) == "--gamma: cannot be given together with --tree"
