@@ -25,7 +25,7 @@ from recipes.pretrain import Plan, pretrain
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.kv.full import FullKV
-from tswift.models.fingerprint import fingerprint_in_any_dtype
+from tswift.models.checkpoint import fingerprint_in_any_dtype
 from tswift.models.heads import ChainedHeads, ConditionedHeads
 from tswift.models.heads_io import load_heads
 from tswift.models.target import Target

@@ -27,8 +27,7 @@ from tswift.models.config import DEMO
 from tswift.models.load import LoadedModel, load
 from tswift.models.target import Target
 from tswift.training.config import DraftConfig, Progress
-from tswift.training.folder import METRICS, RECORD
-from tswift.training.run import resume, train
+from tswift.training.run import METRICS, RECORD, resume, train
 from tswift.training.tasks import MODEL, Agreement, compare, read_logits
 
 FILES = (MODEL, "config.json", "tokenizer.json", "tokenizer_config.json")

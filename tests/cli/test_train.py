@@ -179,7 +179,7 @@ def test_memory_that_runs_out_is_one_line(tswift, tiny: Tiny, monkeypatch: pytes
 
 
 def test_a_full_disk_is_one_line(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    import tswift.training.folder as module
+    import tswift.training.run as module
 
     def full(*arguments: object, **more: object) -> None:
         raise OSError(28, "No space left on device")

@@ -19,7 +19,7 @@ from tswift.decoding.drafter import Drafter
 from tswift.decoding.sampling import Sampler
 from tswift.distributed import Gone, join
 from tswift.kv.partial import PartialKV
-from tswift.models.fingerprint import fingerprint_of
+from tswift.models.checkpoint import fingerprint_of
 from tswift.models.load import LoadedModel, load
 
 # How much methods write: with grouped heads; with biases and a tied LM head; by a plan that leaves attention whole.

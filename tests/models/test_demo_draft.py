@@ -12,8 +12,8 @@ import tswift
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.engine import begin
+from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import DEMO_DRAFT
-from tswift.models.fingerprint import fingerprint_of
 from tswift.models.load import LoadedModel
 from tswift.training.tasks import measure_agreement
 

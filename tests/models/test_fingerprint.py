@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import make_checkpoint
 from tests.helpers import tiny_llama
 from tswift.errors import InputError
-from tswift.models.fingerprint import fingerprint_in_any_dtype, fingerprint_of
+from tswift.models.checkpoint import fingerprint_in_any_dtype, fingerprint_of
 from tswift.models.heads import ChainedHeads, ConditionedHeads
 from tswift.models.heads_io import load_heads
 from tswift.models.load import load

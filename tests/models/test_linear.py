@@ -18,7 +18,7 @@ from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_llama, t
 from tests.models.test_passes import OPTIONS, PARAMS, LengthOnDevice
 from tswift.errors import InputError
 from tswift.models.adapting import wrap_model
-from tswift.models.fingerprint import weights_hash
+from tswift.models.checkpoint import weights_hash
 from tswift.models.linear import JoinedLinear, OneDNNLinear, copied_bytes, join, separate, use_onednn
 from tswift.models.load import inspect_model
 from tswift.models.target import Target

@@ -30,11 +30,10 @@ from tswift.errors import InputError
 from tswift.kv.full import FullKV
 from tswift.models import load as loading
 from tswift.models.adapting import wrap_model
-from tswift.models.fingerprint import fingerprint_of, weights_hash
+from tswift.models.checkpoint import fingerprint_of, weights_hash
 from tswift.models.heads import MedusaHeads
-from tswift.models.linear import JoinedLinear
+from tswift.models.linear import JoinedLinear, quantizer
 from tswift.models.load import LoadedModel, inspect_model, load
-from tswift.models.quantizing import quantizer
 
 FIELDS = {"nodes": 12, "budget": 64, "sinks": 4}
 OPTIONS = DraftOptions(**FIELDS)

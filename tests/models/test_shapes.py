@@ -16,8 +16,8 @@ from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.prompt import read_prompt
 from tswift.models import shapes
+from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import refuse_shape
-from tswift.models.fingerprint import fingerprint_of
 from tswift.models.heads import ChainedHeads
 from tswift.models.load import LoadedModel, load
 from tswift.models.shapes import (

@@ -29,8 +29,7 @@ from tswift.jobs import folder as files
 from tswift.kv.full import FullKV
 from tswift.training.config import DraftConfig, HeadsConfig, Progress, TrainConfig
 from tswift.training.data import Documents
-from tswift.training.folder import CHECKPOINT, METRICS, RECORD, TrainFolder
-from tswift.training.run import resume, train
+from tswift.training.run import CHECKPOINT, METRICS, RECORD, TrainFolder, resume, train
 from tswift.training.tasks import HEADS, MODEL
 
 STEPS = 6

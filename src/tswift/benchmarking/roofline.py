@@ -24,8 +24,8 @@ from tswift.benchmarking.table import NOTHING, Table, duration, method_name, qua
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError
+from tswift.models.config import BITS
 from tswift.models.devices import available_bytes
-from tswift.models.quantizing import BITS
 from tswift.models.shapes import Shape, routed, shape_of
 from tswift.options import check_options, option
 

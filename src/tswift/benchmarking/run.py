@@ -27,8 +27,8 @@ from tswift.engine import Generation, begin
 from tswift.errors import InputError, renamed
 from tswift.jobs.environment import environment, now
 from tswift.jobs.prompt import fingerprint
+from tswift.models.checkpoint import fingerprint_of
 from tswift.models.devices import available_bytes, gigabytes
-from tswift.models.fingerprint import fingerprint_of
 
 SCHEMA = 1
 KIND = "bench"

@@ -18,7 +18,7 @@ import tswift
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.kv.full import FullKV
-from tswift.models.fingerprint import config_hash
+from tswift.models.checkpoint import config_hash
 from tswift.models.heads import Heads
 from tswift.models.passes import PassCosts
 from tswift.models.target import Target

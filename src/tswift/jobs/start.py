@@ -28,8 +28,8 @@ from tswift.jobs.prompt import (
     special_tokens_in,
     take,
 )
+from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.devices import gigabytes
-from tswift.models.fingerprint import config_hash, weights_hash
 from tswift.models.load import LoadedModel, load
 
 

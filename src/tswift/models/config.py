@@ -12,7 +12,7 @@ DEMO_DRAFT = "demo-draft"  # the one that drafts for it
 SHAPE_PREFIX = "shape:"  # before a published model's name: random weights
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
-KINDS = ("int8", "fp8", "int4")  # of quantised weights
+BITS = {"int8": 8, "fp8": 8, "int4": 4}  # of a quantised weight, by kind, without its scale
 UNQUANTISED = "none"  # drafting passes run on the model as it is
 
 _PANEL, _DRAFTING = "Model", "Drafting"
@@ -67,7 +67,7 @@ class ModelConfig:
         "int8, fp8 or int4: drafting passes of the model run on a copy that torchao quantises; never changes the text.",
         panel=_DRAFTING,
         shown=UNQUANTISED,
-        choices=(UNQUANTISED, *KINDS),
+        choices=(UNQUANTISED, *BITS),
     )
     model: str = option(DEMO, "demo (the bundled model), a folder or a hub id.", panel=_PANEL)
     device: str = option("auto", "auto, cpu, cuda, cuda:1 ...", panel=_PANEL)
@@ -88,7 +88,7 @@ class ModelConfig:
         "int8, fp8 or int4: torchao quantises the weights.",
         panel=_PANEL,
         shown="as they are",
-        choices=KINDS,
+        choices=tuple(BITS),
     )
 
     def __post_init__(self) -> None:

@@ -13,8 +13,16 @@ from typing import Any
 import torch
 
 from tswift.errors import InputError, renamed
-from tswift.models.checkpoint import CONFIG, INDEX, WEIGHTS, StoredTensor, close_name, read_header, read_object
-from tswift.models.fingerprint import fingerprint_in_any_dtype
+from tswift.models.checkpoint import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    StoredTensor,
+    close_name,
+    fingerprint_in_any_dtype,
+    read_header,
+    read_object,
+)
 from tswift.models.heads import FORMAT, HEAD_TYPES, Heads, MedusaHeads, build, prepare
 from tswift.models.hf import UnsupportedModel
 from tswift.models.target import Target

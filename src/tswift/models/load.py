@@ -18,7 +18,6 @@ from tswift.attention.backends import BACKENDS, choose, partials_bytes
 from tswift.distributed import ALONE, RANKS, Dist, guard
 from tswift.errors import InputError, renamed
 from tswift.kv.buffer import KVShape
-from tswift.models import quantizing
 from tswift.models.adapting import (
     EAGER,
     Inexact,
@@ -40,14 +39,14 @@ from tswift.models.checkpoint import (
     refuse_misfit,
     silence,
     stored_tensors,
+    weights_hash,
 )
 from tswift.models.config import DEMO, UNQUANTISED, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, find_device, own_dtype
-from tswift.models.fingerprint import weights_hash
 from tswift.models.heads import HEAD_TYPES, Heads, prepare
 from tswift.models.heads_io import attach_heads, carries_heads, find_heads, heads_path
 from tswift.models.hf import max_positions
-from tswift.models.linear import copied_bytes
+from tswift.models.linear import cheaper_copy, copied_bytes, copy_bytes, own_quantization, quantizer, weight_only
 from tswift.models.program import MODELS
 from tswift.models.shapes import (
     HEADS,
@@ -222,7 +221,7 @@ def load(
         where, config, simulated = device_for(device, ranks), read_config(model), model.startswith(PREFIX)
         kind = dtype_for(dtype, where, config, simulated)
         if draft_weights is not None:  # what cannot be quantised is refused before it is loaded
-            quantizing.weight_only(draft_weights, config, where, kind, "draft_weights")
+            weight_only(draft_weights, config, where, kind, "draft_weights")
         source = heads_source(model, config, heads)
         if simulated and (quantize is not None or ranks.count > 1):
             raise InputError(f"{model} has random weights, which are neither quantised nor split", "model")
@@ -295,7 +294,7 @@ def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
     """A loaded model with a copy of fewer bits for its drafting passes."""
     target = loaded.target
     with silence():
-        drafting = Target(quantizing.cheaper_copy(target.model, kind), BACKENDS[loaded.attention]())
+        drafting = Target(cheaper_copy(target.model, kind), BACKENDS[loaded.attention]())
     drafting.special_fault = target.special_fault
     if loaded.heads is not None and loaded.heads.raw:
         drafting.tap()
@@ -382,7 +381,7 @@ def open_model(
             target = wrap_model(random_weights(config, kind, device, model), model, backend)
         return OpenedModel(target, StandInTokenizer(), backend, note)
     source, folder = find_source(model)
-    quantization, how, tokenizer = quantizing.own_quantization(config), dict[str, Any](), None
+    quantization, how, tokenizer = own_quantization(config), dict[str, Any](), None
     with silence(), hub(folder is None), in_one_line(model):
         if folder is not None:
             refuse_misfit(config, stored_tensors(folder), model)
@@ -391,7 +390,7 @@ def open_model(
                 raise InputError("quantised weights cannot be split over ranks yet", RANKS)
             how.update(_split_plan(config, model, ranks))
         if quantize is not None:
-            how["quantization_config"] = quantizing.quantizer(quantize, config, device, kind)
+            how["quantization_config"] = quantizer(quantize, config, device, kind)
             quantization = f"{quantize}, torchao"
         if quantization and device.type == "cuda":
             how["device_map"] = device  # quantised on the way: the whole weights need not fit
@@ -545,14 +544,14 @@ def _spec(
         backend = BACKENDS[choose(attention, dtype, device, head_size(config))]()
         most_nodes, name = backend.MOST_NODES, backend.__name__
     if draft_weights is not None:
-        quantizing.weight_only(draft_weights, config, device, dtype, "draft_weights")
-    weight_bytes = copy_bytes = 0
+        weight_only(draft_weights, config, device, dtype, "draft_weights")
+    weight_bytes = reduced_bytes = 0
     if getattr(config, "quantization_config", None) is None:
         with silence(), in_one_line(model):
             network = skeleton(config)
             weight_bytes = sum(weight.numel() for weight in network.parameters()) * dtype.itemsize
             weight_bytes += copied_bytes(network, dtype, device) * (1 + _has_program(network, dtype, attention))
-            copy_bytes = 0 if draft_weights is None else quantizing.copy_bytes(network, draft_weights)
+            reduced_bytes = 0 if draft_weights is None else copy_bytes(network, draft_weights)
     kv_heads, groups = heads_of(config)
     return ModelSpec(
         name=model,
@@ -566,7 +565,7 @@ def _spec(
         heads=heads,
         weight_bytes=weight_bytes,
         heads_bytes=heads_parameters * dtype.itemsize,
-        copy_bytes=copy_bytes,
+        copy_bytes=reduced_bytes,
     )
 
 

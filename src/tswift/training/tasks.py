@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,16 +27,17 @@ from tswift.distributed import Dist
 from tswift.engine import begin, ending
 from tswift.errors import Fault, InputError, renamed
 from tswift.kv.full import FullKV
-from tswift.models.checkpoint import silence
-from tswift.models.fingerprint import fingerprint_in_any_dtype
+from tswift.models.checkpoint import fingerprint_in_any_dtype, silence
 from tswift.models.heads import HEAD_TYPES, Heads
 from tswift.models.heads_io import load_heads
 from tswift.models.load import LoadedModel
 from tswift.models.target import Target
 from tswift.training.config import SHAPES, DraftConfig, HeadsConfig, Progress, TrainConfig
 from tswift.training.data import Documents, jumping_positions
-from tswift.training.folder import TrainFolder
 from tswift.training.losses import CAUSAL, DraftLoss, Metrics, heads_loss, total
+
+if TYPE_CHECKING:
+    from tswift.training.run import TrainFolder
 
 HEADS, MODEL = "heads.safetensors", "model.safetensors"
 _PROMPT = 1024  # most tokens of a held-out text that decoding continues
