@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tswift.benchmarking.options import BenchOptions, CompareConfig, Plan
+from tswift.benchmarking.config import BenchOptions, CompareConfig, Plan
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from benchmarks.gpu import FIGURES
 from tswift.benchmarking.roofline import Machine
-from tswift.benchmarking.simulated import SimulatedWalk
+from tswift.benchmarking.run import SimulatedWalk
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, begin
 from tswift.kv.buffer import KVBuffer

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 import tswift.benchmarking.roofline as module
 from tests.benchmarking.helpers import MACHINE as RATES
-from tswift.benchmarking.config import configure
-from tswift.benchmarking.options import BenchOptions
+from tswift.benchmarking.config import BenchOptions, configure
 from tswift.benchmarking.roofline import (
     CONTEXTS,
     MACHINES,

@@ -17,23 +17,33 @@ from hypothesis import strategies as st
 from tests.helpers import PLAIN, drafter_of, random_prompt, random_tree, tiny_target
 from tswift.benchmarking import config as config_module
 from tswift.benchmarking import run as run_module
-from tswift.benchmarking.comparison import compare
-from tswift.benchmarking.config import BenchConfig, Contender, Prompt, configure, encode, read_texts
+from tswift.benchmarking.config import (
+    FULL,
+    SAMPLED,
+    BenchConfig,
+    BenchOptions,
+    Contender,
+    Plan,
+    Prompt,
+    configure,
+    encode,
+    read_texts,
+)
 from tswift.benchmarking.gate import bench_schema
-from tswift.benchmarking.options import FULL, SAMPLED, BenchOptions, Plan
 from tswift.benchmarking.run import (
     Case,
     Probe,
     Run,
+    SimulatedWalk,
     Trial,
     begin_measurement,
+    compare,
     integrate,
     measure,
     open_runs,
     probes_differ,
     slice_goals,
 )
-from tswift.benchmarking.simulated import SimulatedWalk
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.tree import DraftTree
@@ -552,7 +562,7 @@ def test_a_tree_goes_to_its_method(checkpoint):
 
 
 def test_what_cannot_fit_is_refused_before_the_model_is_loaded(checkpoint, monkeypatch):
-    monkeypatch.setattr(config_module, "load", lambda *given, **how: pytest.fail("it was loaded"))
+    monkeypatch.setattr("tswift.models.load.load", lambda *given, **how: pytest.fail("it was loaded"))
     options = BenchOptions(("ar", "reuse"), model=str(checkpoint))
     with pytest.raises(InputError, match=r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions"):
         configure(options, 100, 4000, "lens")

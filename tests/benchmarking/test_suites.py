@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tswift.benchmarking.config import Prompt
-from tswift.benchmarking.options import BenchOptions, Plan
+from tswift.benchmarking.config import BenchOptions, Plan, Prompt
 from tswift.benchmarking.quality import quality
 from tswift.benchmarking.report import order_table, suite_tables, write_suite
 from tswift.benchmarking.suite_run import begin_suite, compared, prepare, run_suite, tree_nodes

@@ -21,7 +21,7 @@ from tests.helpers import (
     tokens_of,
 )
 from tests.models.test_passes import LengthOnDevice, static_target
-from tswift.benchmarking.simulated import SimulatedWalk
+from tswift.benchmarking.run import SimulatedWalk
 from tswift.decoding import device_step
 from tswift.decoding.device_step import DeviceStepper, ancestors_of, reached_node
 from tswift.decoding.finite import NotFinite

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_checkpoint
 from tswift import engine
-from tswift.benchmarking.config import configure
-from tswift.benchmarking.options import BenchOptions
+from tswift.benchmarking.config import BenchOptions, configure
 from tswift.benchmarking.run import open_runs
 from tswift.drafting.methods import draft_slots
 from tswift.drafting.options import DraftOptions

@@ -9,9 +9,8 @@ import pytest
 
 from tests import fake_torchao
 from tests.benchmarking.helpers import MACHINE
-from tswift.benchmarking.config import Prompt, configure
+from tswift.benchmarking.config import BenchOptions, Plan, Prompt, configure
 from tswift.benchmarking.gate import bench_schema, schema_errors
-from tswift.benchmarking.options import BenchOptions, Plan
 from tswift.benchmarking.roofline import floor_of
 from tswift.benchmarking.run import begin_measurement
 from tswift.benchmarking.suite_run import prepare

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tswift.benchmarking.options import BASELINE, DRAFTLESS, REFERENCE
+from tswift.benchmarking.config import BASELINE, DRAFTLESS, REFERENCE
 from tswift.benchmarking.suite_run import measured_rows
 from tswift.benchmarking.suites import (
     LENGTH,

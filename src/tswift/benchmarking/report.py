@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tswift.benchmarking import plots
-from tswift.benchmarking.options import BASELINE, DRAFTLESS, SAMPLED
+from tswift.benchmarking.config import BASELINE, DRAFTLESS, SAMPLED
 from tswift.benchmarking.quality import texts_html
 from tswift.benchmarking.suite_run import Pair, compared, measured_rows
 from tswift.benchmarking.suites import (

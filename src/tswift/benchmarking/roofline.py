@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tswift.benchmarking.config import BenchConfig
-from tswift.benchmarking.options import BASELINE
+from tswift.benchmarking.config import BASELINE, BenchConfig
 from tswift.benchmarking.table import NOTHING, Table, duration, method_name, quantity
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import FULL, find_method

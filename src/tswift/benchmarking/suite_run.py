@@ -13,8 +13,16 @@ from itertools import combinations
 from statistics import mean, stdev
 from typing import Any
 
-from tswift.benchmarking.config import BenchConfig, Contender, Prompt
-from tswift.benchmarking.options import BASELINE, DRAFTLESS, REFERENCE, BenchOptions, Plan
+from tswift.benchmarking.config import (
+    BASELINE,
+    DRAFTLESS,
+    REFERENCE,
+    BenchConfig,
+    BenchOptions,
+    Contender,
+    Plan,
+    Prompt,
+)
 from tswift.benchmarking.quality import quality
 from tswift.benchmarking.roofline import Machine
 from tswift.benchmarking.run import INTERRUPTED, RUNNING, Case, Run, Sample, begin_measurement, measure

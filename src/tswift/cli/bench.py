@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tswift.benchmarking import gate
-from tswift.benchmarking.options import BenchOptions, Plan, parse_trees
+from tswift.benchmarking.config import BenchOptions, Plan, parse_trees
 from tswift.benchmarking.suites import SUITES, Suite, find_suite
 from tswift.benchmarking.summary import gated
 from tswift.cli import options
@@ -115,7 +115,7 @@ def suite_bench(
     from tswift.benchmarking.config import encode, read_texts
     from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite
     from tswift.benchmarking.summary import FINISHED
-    from tswift.cli import tables
+    from tswift.cli import output
     from tswift.jobs.folder import default_path
 
     texts = read_texts(prompts)
@@ -136,7 +136,7 @@ def suite_bench(
     with bars:
         run_suite(record, prepared, chosen, plan, show, progress.keep)
     for grid in report.suite_tables(record):
-        tables.show(grid)
+        output.show(grid)
     _show_texts(record["texts"])
     written = report.write_suite(record, folder, draw)
     bars.say(f"written: {', '.join(str(path) for path in written)}")
@@ -258,7 +258,7 @@ def bench(
         from tswift.benchmarking.config import configure, encode, read_texts
         from tswift.benchmarking.run import begin_measurement, measure
         from tswift.benchmarking.summary import FINISHED, simulation
-        from tswift.cli import tables
+        from tswift.cli import output
         from tswift.cli.bars import Bars
         from tswift.jobs.folder import default_path
 
@@ -283,12 +283,12 @@ def bench(
     with bars:
         measure(measurement, config, chosen, plan, lambda *at: progress.show("", *at), progress.keep)
     for grid in report.bench_tables(measurement, paper):
-        tables.show(grid)
+        output.show(grid)
     written = report.write_bench(measurement, folder, paper, draw)
     bars.say(f"written: {', '.join(str(path) for path in written)}")
     whole = measurement["state"] == FINISHED
     verdicts = gate.compare(measurement, baseline, rules) if baseline and whole else []
     if verdicts:
-        tables.show(gate.moved(verdicts, simulated))
+        output.show(gate.moved(verdicts, simulated))
     regressed = any(not verdict.ok for verdict in verdicts)
     finish(bars, measurement["samples"], whole, folder, regressed)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tswift.benchmarking.options import BenchOptions, CompareConfig, parse_trees
+from tswift.benchmarking.config import BenchOptions, CompareConfig, parse_trees
 from tswift.cli import options
 from tswift.cli.streams import FAILED, INTERRUPTED, loading
 from tswift.decoding.params import SamplingParams
@@ -14,8 +14,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.models.config import refuse_shape
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.comparison import Comparison, Outcome
-    from tswift.benchmarking.run import Run
+    from tswift.benchmarking.run import Comparison, Outcome, Run
     from tswift.benchmarking.table import Table
 
 
@@ -36,15 +35,15 @@ def compare(
     asked.check()
     text = wanted.read(asked.model)
     with loading(asked.model, quiet):
-        from tswift.benchmarking.comparison import compare as run_all
         from tswift.benchmarking.config import configure
+        from tswift.benchmarking.run import compare as run_all
         from tswift.benchmarking.run import open_runs
-        from tswift.cli import records, tables
+        from tswift.cli import output
         from tswift.cli.bars import Bars
         from tswift.jobs.environment import environment
         from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, take
 
-        record = records.writable(json)
+        record = output.writable(json)
         length, prefill, seed = wanted.length, wanted.prefill, wanted.seed
         least = prefill or (BUNDLED_PREFILL if wanted.bundled else 1)
         config = configure(asked, least, length, "prefill" if prefill and prefill > length else "length")
@@ -72,7 +71,7 @@ def compare(
             config, ids, length, seed, on_progress, lambda name, *done: bars.update(f"audit of {name}", *done)
         )
     if record is None or record.path:
-        tables.show(_grid(comparison))
+        output.show(_grid(comparison))
     if record:
         record.write(
             {
@@ -96,7 +95,7 @@ def compare(
 
 
 def _grid(comparison: Comparison) -> Table:
-    from tswift.benchmarking.options import DRAFTLESS
+    from tswift.benchmarking.config import DRAFTLESS
     from tswift.benchmarking.table import NOTHING, Table, method_name
 
     cut = ", interrupted" if comparison.interrupted else ""

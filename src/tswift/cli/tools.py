@@ -36,14 +36,14 @@ def env(
     """
     typed.make(ModelConfig)
     from tswift.benchmarking.table import NOTHING, Table
-    from tswift.cli import records, tables
+    from tswift.cli import output
     from tswift.decoding.costs import costs_of, folder
     from tswift.decoding.params import SamplingParams
     from tswift.decoding.trust import try_steps
     from tswift.jobs.environment import environment
     from tswift.models.load import load
 
-    record = records.writable(json_file)
+    record = output.writable(json_file)
     loaded = load(**typed.of(ModelConfig))
     if loaded.target.device.type == "cuda":  # what is said of it is what was seen
         try_steps(loaded.target, SamplingParams())
@@ -51,8 +51,8 @@ def env(
     costs = costs_of(loaded.target, loaded.heads, again=measure)
     if record is None or record.path:
         rows = [[name.replace("_", " "), NOTHING if value is None else str(value)] for name, value in found.items()]
-        tables.show(Table("environment", ["what", ""], rows, left=2))
-        tables.show(_grid(loaded.about(), costs, str(folder())))
+        output.show(Table("environment", ["what", ""], rows, left=2))
+        output.show(_grid(loaded.about(), costs, str(folder())))
     if record:
         from dataclasses import asdict
 
@@ -92,11 +92,11 @@ def inspect(
     json: options.Json = None,
 ) -> None:
     """Tell what a file or a folder of heads holds. Its weights are not read, and nothing is run."""
-    from tswift.cli import records
+    from tswift.cli import output
     from tswift.cli.streams import visible, write_stdout
     from tswift.models.heads_io import describe
 
-    record = records.writable(json)
+    record = output.writable(json)
     found = describe(file.expanduser())
     if record is None or record.path:
         write_stdout("".join(f"{name:<12} {visible(value)}\n" for name, value in _lines(found)))
@@ -200,7 +200,7 @@ def roofline(
     import torch
 
     from tswift.benchmarking.roofline import RooflineQuery, predict
-    from tswift.cli import records, tables
+    from tswift.cli import output
     from tswift.models.checkpoint import in_one_line, read_config, silence
     from tswift.models.devices import find_device, find_dtype, own_dtype
     from tswift.models.hf import max_positions
@@ -214,7 +214,7 @@ def roofline(
         alpha=alpha,
         **given,
     )
-    record = records.writable(json)
+    record = output.writable(json)
     config = read_config(model)
     refuse_routed(config, model)
     place = find_device("auto" if device in (None, _HERE) else str(device)) if _is_here(device, bandwidth) else None
@@ -229,7 +229,7 @@ def roofline(
     words = str(kind).removeprefix("torch.")
     if record is None or record.path:
         for grid in found.tables(f"{model}, {words}, {where}"):
-            tables.show(grid)
+            output.show(grid)
     if record:
         about = {"kind": "roofline", "command": context.obj, "model": model, "dtype": words, "device": where}
         record.write({**about, **found.as_dict()})
@@ -283,17 +283,17 @@ def runs(
     json_file: options.Json = None,
 ) -> None:
     """List runs: state, tokens, method, model, speed. A killed or interrupted one goes on with generate --resume."""
-    from tswift.cli import records, tables
+    from tswift.cli import output
     from tswift.jobs.recorded import list_runs
 
-    record = records.writable(json_file)
+    record = output.writable(json_file)
     if folder is None:
         folder = Path("runs")
         if not folder.is_dir():
             raise InputError(f"there are no runs here: looked in {folder.resolve()}; name the folder that holds them")
     entries = list_runs(folder)
     if record is None or record.path:
-        tables.show(_runs_grid(folder, entries))
+        output.show(_runs_grid(folder, entries))
     if record:
         record.write({"kind": "runs", "command": context.obj, "runs": entries})
 

@@ -54,7 +54,7 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
             raise InputError(message, "corpus")
         config = typed.make(kind) if resume is None else None  # what is mistyped is refused before torch is imported
 
-        from tswift.cli import tables
+        from tswift.cli import output
         from tswift.cli.bars import Bars
         from tswift.distributed import find_ranks
         from tswift.models.devices import find_device
@@ -77,7 +77,7 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
                 raise
             raise typer.Exit(BAD_INPUT) from None  # the first process says it
         if first and outcome.after:
-            tables.show(grid(outcome))
+            output.show(grid(outcome))
         if outcome.signum is not None:
             bars.say(
                 f"interrupted after step {outcome.steps:,}; tswift {kind.COMMAND} --resume {outcome.folder} goes on"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tswift.cli import options, tables
+from tswift.cli import options, output
 from tswift.cli.bars import Bars
-from tswift.cli.records import Record, writable
+from tswift.cli.output import Record, writable
 from tswift.cli.streams import FAILED, loading
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
@@ -140,7 +140,7 @@ def verify(
             subject = subject_of_text(tokens, config, params, model, words)
     found = _audited(subject, quiet, not no_progress)
     if record is None or record.path:
-        tables.show(verdict(found, subject.note))
+        output.show(verdict(found, subject.note))
     if record:
         record.write({"kind": "verify", "command": typed.command, **report(subject, found)})
     if not found.ok:
@@ -162,7 +162,7 @@ def verify_folder(model: LoadedModel | None, path: Path, command: Sequence[str],
     found = _audited(subject, quiet, progress)
     Record(path / AUDIT).write({"kind": "verify", "command": command, **report(subject, found)})
     if not quiet:
-        tables.show(verdict(found, subject.note), stderr=True)
+        output.show(verdict(found, subject.note), stderr=True)
     if not found.ok:
         raise typer.Exit(FAILED)
 

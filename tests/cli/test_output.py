@@ -1,4 +1,4 @@
-"""Where JSON goes: to a file, by whatever name and through whatever link, and never over something else."""
+"""Tables on a terminal and in a pipe; and where JSON goes: by whatever name or link, and never over something else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tswift.cli.records import writable
+from tests.cli.terminal import on_terminal
+from tswift.benchmarking.table import Table
+from tswift.cli.output import show, writable
 from tswift.errors import InputError
 
 
@@ -71,3 +73,29 @@ def test_a_stdout_that_has_no_such_characters(tswift, checkpoint: Path, tmp_path
             patch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
             assert tswift(*words, *more).code == 0
             assert shown in written.getvalue()
+
+
+CODE = """
+from tswift.benchmarking.table import Table
+from tswift.cli.bars import Bars
+from tswift.cli.output import show
+with Bars(quiet=False, progress=True) as bars:
+    bars.update("verify", 50, 100)
+show(Table("A title", ("class", "tokens"), [("exact", "1,234")], left=1, notes=["[a] note"]), stderr=STDERR)
+"""
+
+
+@pytest.mark.parametrize("stderr", [False, True])
+def test_on_a_terminal(stderr: bool) -> None:
+    seen = on_terminal(CODE.replace("STDERR", str(stderr)), columns=80)
+    for said in (b"verify", b"50/100", b"A title", b"1,234", b"[a] note"):
+        assert said in seen, seen
+
+
+@pytest.mark.parametrize("stderr", [False, True])
+def test_in_a_pipe(stderr: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = Table("A title", ("class", "tokens"), [("exact", "1,234")], left=1)
+    show(grid, stderr)
+    out, err = capsys.readouterr()
+    assert (err if stderr else out) == grid.plain()
+    assert (out if stderr else err) == ""

@@ -1,4 +1,4 @@
-"""JSON that a command was asked for: to a file, or to stdout."""
+"""What a command gives out: tables, framed on a terminal and aligned text in a pipe; and JSON, to a file or stdout."""
 
 from __future__ import annotations
 
@@ -13,13 +13,41 @@ from dataclasses import dataclass
 from errno import EACCES, ELOOP
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tswift.cli.streams import write_stdout
+from rich.console import Console
+
+from tswift.cli.streams import visible, write_stdout
 from tswift.errors import InputError
 from tswift.jobs.folder import write_whole
 
+if TYPE_CHECKING:
+    from tswift.benchmarking.table import Table
+
 SCHEMA = 1
+
+
+def show(grid: Table, stderr: bool = False) -> None:
+    """Print a table."""
+    grid = _visible(grid)
+    stream = sys.stderr if stderr else sys.stdout
+    if stream.isatty():
+        Console(highlight=False, stderr=stderr).print(grid)
+    elif stderr:
+        print(grid.plain(), end="", file=stream)
+    else:
+        write_stdout(grid.plain())
+
+
+def _visible(grid: Table) -> Table:
+    """The table, with nothing in it that a terminal would obey."""
+    return dataclasses.replace(
+        grid,
+        title=visible(grid.title),
+        columns=[visible(column) for column in grid.columns],
+        rows=[[visible(cell) for cell in row] for row in grid.rows],
+        notes=[visible(note) for note in grid.notes],
+    )
 
 
 @dataclass(frozen=True)
