@@ -241,7 +241,7 @@ def test_every_method_draws_the_models_own_text(checkpoint: Path, monkeypatch: p
 def test_heads_that_start_before_the_final_norm(checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
     """The copy gives them its own states, and leaves the model's alone."""
     heads = MedusaHeads(32, 2, 320)
-    heads.raw = True
+    heads.pre_norm = True
     monkeypatch.setattr("tswift.models.load.attach_heads", lambda path, target, **_: (target.tap(), heads.eval())[1])
     fake_torchao.install(monkeypatch)
     model = load(str(checkpoint), device="cpu", draft_weights="int8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from tswift.benchmarking.roofline import Machine
     from tswift.benchmarking.table import Table
     from tswift.jobs.recorded import Entry
-    from tswift.models.heads_io import Description
     from tswift.models.passes import PassCosts
 
 
@@ -101,22 +99,22 @@ def inspect(
     if record is None or record.path:
         write_stdout("".join(f"{name:<12} {visible(value)}\n" for name, value in _lines(found)))
     if record:
-        record.write({"kind": "heads", "command": context.obj, "heads": asdict(found)})
+        record.write({"kind": "heads", "command": context.obj, "heads": found})
 
 
-def _lines(found: Description) -> list[tuple[str, str]]:
-    own = "the model's" if found.vocab_size is None else f"their own, {found.vocab_size:,} tokens"
+def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    own = "the model's" if found["vocab_size"] is None else f"their own, {found['vocab_size']:,} tokens"
     return [
-        ("file", found.path),
-        ("layout", found.layout),
-        ("kind", found.kind),
-        ("heads", str(found.count)),
-        ("hidden size", f"{found.hidden_size:,}"),
+        ("file", found["path"]),
+        ("layout", found["layout"]),
+        ("kind", found["kind"]),
+        ("heads", str(found["count"])),
+        ("hidden size", f"{found['hidden_size']:,}"),
         ("LM heads", own),
-        ("start from", f"the state {'before' if found.raw else 'after'} the model's final norm"),
-        ("parameters", f"{found.parameters:,}"),
-        ("dtype", ", ".join(found.dtypes)),
-        ("base model", found.base or "not said"),
+        ("start from", f"the state {'before' if found['raw'] else 'after'} the model's final norm"),
+        ("parameters", f"{found['parameters']:,}"),
+        ("dtype", ", ".join(found["dtypes"])),
+        ("base model", found["base"] or "not said"),
     ]
 
 

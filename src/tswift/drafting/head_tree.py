@@ -68,7 +68,7 @@ class HeadTreeSource:
             return
         (forwarded, node), self._read = self._read, None
         hidden = forwarded.hidden[node]
-        begin = forwarded.before_norm(node) if self._heads.raw else hidden
+        begin = forwarded.before_norm(node) if self._heads.pre_norm else hidden
         self.spent = self.reader.price(self._plan.costs, context)
         place = torch.tensor([context.position]).to(hidden.device, non_blocking=True)
         seen = context.sampler.seen(place, place, torch.ones(1, 1, dtype=torch.bool, device=hidden.device))

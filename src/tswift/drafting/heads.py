@@ -222,7 +222,7 @@ class HeadSource:
         Returns:
             ``[levels, width]`` tokens, best first, and their scores, ``-inf`` for a token that is never drawn.
         """
-        begin = raw if self._heads.raw else hidden
+        begin = raw if self._heads.pre_norm else hidden
         assert begin is not None
         if isinstance(root, int) and isinstance(places, range):
             found_at_once = self._guess_by_program(begin, hidden, root, places, sampler)

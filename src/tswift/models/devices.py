@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,8 +15,8 @@ from tswift.models.config import dtype_name as known_dtype
 
 def find_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The dtype of a name: ``bfloat16``, ``bf16``, ``torch.bfloat16`` and so on; not of ``auto``."""
-    found: torch.dtype = getattr(torch, known_dtype(str(dtype)))
-    return found
+    named: torch.dtype = getattr(torch, known_dtype(str(dtype)))
+    return named
 
 
 def own_dtype(config: Any) -> torch.dtype:
@@ -34,14 +35,7 @@ def dtype_note(config: Any, dtype: torch.dtype) -> str:
 
 
 def dtype_for(dtype: str | torch.dtype, device: torch.device, config: Any, simulated: bool) -> torch.dtype:
-    """The dtype to load a model in.
-
-    Args:
-        dtype: a name; ``auto`` is float32 on the CPU, and the checkpoint's own on CUDA and for random weights.
-        device: where it will be.
-        config: the model's.
-        simulated: whether its weights are random.
-    """
+    """The dtype to load a model in: ``auto`` is float32 on the CPU, its own on CUDA and for random weights."""
     if dtype != "auto":
         return find_dtype(dtype)
     return own_dtype(config) if device.type == "cuda" or simulated else torch.float32
@@ -60,44 +54,32 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's own, to be reused
         return torch.cuda.mem_get_info(device)[0] + held
-    known = [count for count in (_free_of_system(_ROOT), *_free_of_groups(_ROOT)) if count is not None]
-    return min(known, default=None)
+    available = [line.split()[1] for line in _lines(_ROOT / "proc/meminfo") if line.startswith("MemAvailable:")]
+    return min([*(int(size) * 1024 for size in available), *_free_of_groups()], default=None)
 
 
-def _free_of_system(root: Path) -> int | None:
-    """Free memory of the machine, as its kernel estimates it."""
-    sizes = [line.split()[1] for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
-    return int(sizes[0]) * 1024 if sizes else None
+def _free_of_groups() -> Iterator[int]:
+    """Bytes that the control groups of this process, and those around them, have left of their limits.
 
-
-def _free_of_groups(root: Path) -> list[int | None]:
-    """What the control groups of this process, and those around them, have left of their limits.
-
-    A container or a batch system gives a process less than the machine has, and kills it when it takes more.
+    A container or a batch system gives a process less than the machine has, and kills it when it takes more. The page
+    cache counts as free.
     """
-    free = []
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in _lines(_ROOT / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
         if not controllers:  # version 2
-            mount, names, prefix = root / "sys/fs/cgroup", ("memory.max", "memory.current"), ""
+            mount, names, prefix = _ROOT / "sys/fs/cgroup", ("memory.max", "memory.current"), ""
         elif "memory" in controllers.split(","):
-            mount, prefix = root / "sys/fs/cgroup/memory", "total_"
+            mount, prefix = _ROOT / "sys/fs/cgroup/memory", "total_"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
         path = PurePosixPath(group.lstrip("/"))
-        free += [_left(mount / each, names, prefix) for each in (path, *path.parents)]
-    return free
-
-
-def _left(group: Path, names: tuple[str, str], prefix: str) -> int | None:
-    """What a group has left of its limit; None if it has none. The page cache counts as free."""
-    limit, used = ("".join(_lines(group / name)) for name in names)
-    if not (limit.isdecimal() and used.isdecimal()):
-        return None
-    cached = (f"{prefix}inactive_file ", f"{prefix}active_file ")
-    page_cache = sum(int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith(cached))
-    return max(0, int(limit) - int(used) + page_cache)
+        for folder in (mount / part for part in (path, *path.parents)):
+            limit, used = ("".join(_lines(folder / name)) for name in names)
+            if limit.isdecimal() and used.isdecimal():
+                cached = (f"{prefix}inactive_file ", f"{prefix}active_file ")
+                sizes = [int(row.split()[1]) for row in _lines(folder / "memory.stat") if row.startswith(cached)]
+                yield max(0, int(limit) - int(used) + sum(sizes))
 
 
 def _lines(path: Path) -> list[str]:
@@ -114,10 +96,9 @@ def gigabytes(count: int) -> str:
 
 def ran_out(error: BaseException) -> bool:
     """Whether an error says that a device has no memory left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
     # PyTorch's allocator for the CPU has no type of its own for that
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    of_cpu = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def find_device(device: str) -> torch.device:

@@ -29,7 +29,7 @@ class Heads(nn.Module):
     Args:
         hidden_size: width of the model's hidden states.
         heads: their modules.
-        raw: whether they start from the state before the model's final norm, not after it.
+        pre_norm: whether they start from the state before the model's final norm, not after it; ``raw`` in files.
 
     Attributes:
         kind: name in the heads file.
@@ -42,9 +42,9 @@ class Heads(nn.Module):
     conditioned = False
     base: str | None = None
 
-    def __init__(self, hidden_size: int, heads: Iterable[nn.Module], raw: bool = False) -> None:
+    def __init__(self, hidden_size: int, heads: Iterable[nn.Module], pre_norm: bool = False) -> None:
         super().__init__()
-        self.hidden_size, self.raw = hidden_size, raw
+        self.hidden_size, self.pre_norm = hidden_size, pre_norm
         self.heads = nn.ModuleList(heads)
         self.count = len(self.heads)
 
@@ -92,7 +92,7 @@ class Heads(nn.Module):
 
     def about(self) -> dict[str, Any]:
         """What :func:`build` needs to rebuild them, for a file."""
-        return {"kind": self.kind, "count": self.count, "hidden_size": self.hidden_size, "raw": self.raw}
+        return {"kind": self.kind, "count": self.count, "hidden_size": self.hidden_size, "raw": self.pre_norm}
 
     def save(self, path: Path, dtype: torch.dtype = torch.bfloat16, base: str | None = None) -> None:
         """Write the weights and :meth:`about` into one safetensors file.
@@ -148,8 +148,8 @@ class _RefiningHeads(Heads):
 
     head: type[ChainedHead] | type[ConditionedHead]
 
-    def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5, raw: bool = False) -> None:
-        super().__init__(hidden_size, (self.head(hidden_size, eps) for _ in range(count)), raw)
+    def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5, pre_norm: bool = False) -> None:
+        super().__init__(hidden_size, (self.head(hidden_size, eps) for _ in range(count)), pre_norm)
         self.eps = eps
         self.program: HeadProgram | None = None
 
@@ -263,9 +263,9 @@ def build(about: Mapping[str, Any]) -> Heads:
         KeyError: something is missing, or there is no such kind.
         TypeError, ValueError, RuntimeError: a value is of the wrong type, or impossible.
     """
-    raw = about.get("raw", False)
-    if type(raw) is not bool:
-        raise TypeError(f"raw is {raw!r:.40}")
+    pre_norm = about.get("raw", False)
+    if type(pre_norm) is not bool:
+        raise TypeError(f"raw is {pre_norm!r:.40}")
     if about["kind"] == MedusaHeads.kind:
         return MedusaHeads(about["hidden_size"], about["count"], about["vocab_size"], about["layers"])
-    return HEAD_TYPES[about["kind"]](about["hidden_size"], about["count"], about["eps"], raw)
+    return HEAD_TYPES[about["kind"]](about["hidden_size"], about["count"], about["eps"], pre_norm)

@@ -32,25 +32,62 @@ HEADS_FILE, MEDUSA_FILE = "heads.safetensors", "medusa_lm_head.safetensors"
 PICKLES = (".pt", ".pth", ".bin")
 _OWN = "tswift"  # layout, and key of the metadata
 _KINDS = (*HEAD_TYPES, MedusaHeads.kind)
-_TOKENSWIFT = re.compile(r"(?:model\.)?medusa_layers\.(\d+)\.((?:input_layernorm|linear|post_layernorm)\.weight)")
-_MEDUSA = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)")
 
 
 @dataclass(frozen=True)
 class HeadsFile:
-    """Heads found in a file or folder, not yet read.
+    """Heads in a file or folder, checked and not yet read.
 
     Attributes:
         path: the folder or the file.
         layout: who writes heads so: ``tswift``, ``TokenSwift`` or ``Medusa``.
         about: as :meth:`~tswift.models.heads.Heads.about`.
         tensors: by the name of the parameter in :class:`~tswift.models.heads.Heads`.
+
+    Raises:
+        InputError: there are other tensors than those of the heads that ``about`` describes.
     """
 
     path: Path
     layout: str
     about: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+
+    def __post_init__(self) -> None:
+        self._refuse_sizes()
+        try:
+            with torch.device("meta"):
+                shapes = {name: tuple(weight.shape) for name, weight in build(self.about).named_parameters()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _no_heads(self.path, " ".join(str(error).split())[:200]) from None
+        for name in sorted(shapes.keys() | self.tensors.keys()):
+            stored = self.tensors.get(name)
+            if stored is None:
+                raise _refused(self.path, f"lacks {name} of its heads")
+            if name not in shapes:
+                raise _refused(self.path, f"has {stored.name}, which no head of its kind has")
+            if stored.shape != shapes[name]:
+                wrong = f"of shape {list(stored.shape)}, where {list(shapes[name])} belongs"
+                raise _refused(self.path, f"has {stored.name} {wrong}")
+
+    def _refuse_sizes(self) -> None:
+        """Refuse numbers that describe no heads, before anything of the size that they state is made."""
+        about, most = self.about, len(self.tensors)
+        medusa = about["kind"] == MedusaHeads.kind  # with LM heads of their own, and no norms
+        eps, base = about.get("eps", 0 if medusa else None), about.get("base")
+        if not (isinstance(eps, (int, float)) and 0 <= eps < 1):
+            raise _no_heads(self.path, f"its eps is {eps!r:.40}")
+        if not isinstance(base, str | None):
+            raise _no_heads(self.path, f"its base model is {base!r:.40}")
+        for name, default, least, end in (
+            ("hidden_size", None, 1, 1 << 31),
+            ("count", None, 1, most + 1),
+            ("layers", None if medusa else 0, 0, most + 1),
+            ("vocab_size", None if medusa else 1, 1, 1 << 31),
+        ):
+            value = about.get(name, default)
+            if type(value) is not int or not least <= value < end:
+                raise _no_heads(self.path, f"its {name} is {value!r:.40}")
 
     @property
     def parameters(self) -> int:
@@ -116,13 +153,16 @@ def find_heads(path: Path) -> HeadsFile:
     folder = path if path.is_dir() else path.parent
     stored, metadata = (_folder_tensors(path), {}) if path.is_dir() else read_header(path, "heads")
     if _OWN in metadata:
-        return _own_heads(path, metadata[_OWN], stored)
+        return HeadsFile(path, _OWN, _own_about(path, metadata[_OWN]), stored)
     config = read_object(folder / CONFIG, "heads") if (folder / CONFIG).exists() else {}
-    for layout, pattern, read in (("TokenSwift", _TOKENSWIFT, _tokenswift), ("Medusa", _MEDUSA, _medusa)):
-        matches = {name: match for name in stored if (match := pattern.fullmatch(name))}
+    for layout, (pattern, read) in _PUBLISHED.items():
+        matches = [(match, tensor) for name, tensor in stored.items() if (match := pattern.fullmatch(name))]
         if matches:
-            about, names = read({name: (matches[name], stored[name]) for name in matches}, config, path)
-            return HeadsFile(path, layout, about, {new: stored[old] for new, old in names.items()})
+            try:
+                about, tensors = read(matches, config)
+            except ValueError as error:
+                raise _refused(path, str(error)) from None
+            return HeadsFile(path, layout, about, tensors)
     if path.is_dir() and (path / MEDUSA_FILE).with_suffix(".pt").exists():
         raise _refused(path, f"has its heads in {Path(MEDUSA_FILE).stem}.pt, a pickle, which could run code when read")
     raise InputError(f"there are no heads in {path}", "heads")
@@ -130,9 +170,9 @@ def find_heads(path: Path) -> HeadsFile:
 
 def load_heads(path: Path, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Heads:
     """Read heads for a model of a hidden size, from any known file."""
-    found = find_heads(path)
-    found.refuse_misfit(hidden_size)
-    return found.load(dtype, device)
+    file = find_heads(path)
+    file.refuse_misfit(hidden_size)
+    return file.load(dtype, device)
 
 
 def attach_heads(path: Path, target: Target, any_model: bool = False) -> Heads:
@@ -143,14 +183,14 @@ def attach_heads(path: Path, target: Target, any_model: bool = False) -> Heads:
         target: the model; if the heads start from the states before its final norm, its passes give those from now on.
         any_model: whether heads of any model will do, as for random weights.
     """
-    found = find_heads(path)
-    found.refuse_misfit(target.hidden_size, target.vocab_size)
-    heads = found.load(target.dtype, target.device)
+    file = find_heads(path)
+    file.refuse_misfit(target.hidden_size, target.vocab_size)
+    heads = file.load(target.dtype, target.device)
     # quantised weights cannot be told from others
     known = heads.base is not None and getattr(target.model.config, "quantization_config", None) is None
     if known and not any_model and heads.base != fingerprint_in_any_dtype(target.model):
         raise _refused(path, "was made for another model: the fingerprints differ")
-    if heads.raw:
+    if heads.pre_norm:
         try:
             target.tap()
         except UnsupportedModel as error:
@@ -164,153 +204,81 @@ def carries_heads(config: object) -> bool:
     return any(vars(config).get(name) for name in ("medusa_heads", "medusa_num_heads"))
 
 
-@dataclass(frozen=True)
-class Description:
-    """What ``tswift heads inspect`` tells of heads, and its JSON has.
-
-    Attributes:
-        vocab_size: of their own LM heads; None where they share the model's.
-        raw: whether they start from the state before the model's final norm.
-        parameters: number of weights of all heads together.
-        base: fingerprint of the model that they were made for; None if unknown.
-    """
-
-    path: str
-    layout: str
-    kind: str
-    count: int
-    hidden_size: int
-    vocab_size: int | None
-    raw: bool
-    parameters: int
-    dtypes: tuple[str, ...]
-    base: str | None
-
-
-def describe(path: Path) -> Description:
-    """Describe the heads in a file or folder; no weights are read."""
+def describe(path: Path) -> dict[str, Any]:
+    """What ``tswift heads inspect`` tells of the heads in a file or folder, and its JSON has; no weights are read."""
     try:
-        found = find_heads(heads_path(path, None) or path)
+        file = find_heads(heads_path(path, None) or path)
     except InputError as error:
         raise renamed(error, {"heads": "FILE"}) from None
-    about = found.about
-    return Description(
-        path=str(found.path),
-        layout=found.layout,
-        kind=about["kind"],
-        count=about["count"],
-        hidden_size=about["hidden_size"],
-        vocab_size=about.get("vocab_size"),
-        raw=about.get("raw", False),
-        parameters=found.parameters,
-        dtypes=tuple(sorted({tensor.dtype for tensor in found.tensors.values()})),
-        base=about.get("base"),
-    )
+    about = file.about
+    return {
+        "path": str(file.path),
+        "layout": file.layout,
+        "kind": about["kind"],
+        "count": about["count"],
+        "hidden_size": about["hidden_size"],
+        "vocab_size": about.get("vocab_size"),  # of their own LM heads; None where they share the model's
+        "raw": about.get("raw", False),  # whether they start from the state before the model's final norm
+        "parameters": file.parameters,
+        "dtypes": sorted({tensor.dtype for tensor in file.tensors.values()}),
+        "base": about.get("base"),  # fingerprint of the model that they were made for; None if unknown
+    }
 
 
-def _own_heads(path: Path, metadata: str, tensors: Mapping[str, StoredTensor]) -> HeadsFile:
-    """Heads as :meth:`Heads.save` writes them."""
+def _own_about(path: Path, metadata: str) -> dict[str, Any]:
+    """What :meth:`Heads.save` has written of heads beside their weights."""
     about = parse_json(metadata.encode(errors="replace"), f"the metadata of {path}", "heads")
-    try:
-        _refuse_about(about, path, len(tensors))
-        with torch.device("meta"):
-            shapes = {name: tuple(weight.shape) for name, weight in build(about).named_parameters()}
-    except KeyError as error:
-        raise _no_heads(path, f"there is no {error} in its metadata") from None
-    except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise _no_heads(path, " ".join(str(error).split())[:200]) from None
-    if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
-        raise _refused(path, f"has not the tensors of {about['count']} {about['kind']} heads")
-    return HeadsFile(path, _OWN, about, tensors)
-
-
-def _refuse_about(about: Any, path: Path, tensors: int) -> None:
-    """Refuse metadata that describe no heads, before anything of the size that they state is made.
-
-    Raises:
-        KeyError: something is missing.
-    """
     if not isinstance(about, dict):
         raise _no_heads(path, "its metadata are no JSON object")
-    if about["format"] != FORMAT or not isinstance(about["kind"], str) or about["kind"] not in _KINDS:
-        held = f"holds heads of format {about['format']!s:.40}, kind {about['kind']!s:.40}"
-        raise _refused(path, f"{held}; known are {FORMAT} and {', '.join(_KINDS)}")
-    size, count, base = about["hidden_size"], about["count"], about.get("base")
-    eps, layers, vocab = about.get("eps"), about.get("layers", 0), about.get("vocab_size", 1)  # each kind has its own
-    if type(size) is not int or not 0 < size < 1 << 31 or type(count) is not int or not 0 < count <= tensors:
-        raise _no_heads(path, f"it says it has {count!r:.40} heads for hidden size {size!r:.40}")
-    if about["kind"] in HEAD_TYPES and not (isinstance(eps, (int, float)) and 0 <= eps < 1):
-        raise _no_heads(path, f"its eps is {eps!r:.40}")
-    if type(layers) is not int or not 0 <= layers <= tensors or type(vocab) is not int or not 0 < vocab < 1 << 31:
-        raise _no_heads(path, f"it says it has {layers!r:.40} layers and a vocabulary of {vocab!r:.40}")
-    if not (base is None or isinstance(base, str)):
-        raise _no_heads(path, f"its base model is {base!r:.40}")
+    if about.get("format") != FORMAT or about.get("kind") not in _KINDS:
+        has = f"holds heads of format {about.get('format')!s:.40}, kind {about.get('kind')!s:.40}"
+        raise _refused(path, f"{has}; known are {FORMAT} and {', '.join(_KINDS)}")
+    return about
 
 
-_Matches = Mapping[str, tuple["re.Match[str]", StoredTensor]]
-_Read = tuple[dict[str, Any], dict[str, str]]  # as of HeadsFile.about; stored names by parameters' names
+_Matches = list[tuple[re.Match[str], StoredTensor]]
+_Read = tuple[dict[str, Any], dict[str, StoredTensor]]  # as HeadsFile has them
 
 
-def _tokenswift(matches: _Matches, config: Mapping[str, Any], path: Path) -> _Read:
-    names = {f"heads.{match[1]}.{match[2]}": name for name, (match, _) in matches.items()}
-    parts = ("input_layernorm.weight", "linear.weight", "post_layernorm.weight")
-    count = _count({int(match[1]) for match, _ in matches.values()}, path)
-    _refuse_other_names({f"heads.{head}.{part}" for head in range(count) for part in parts}, names, path)
-    stated = config.get("medusa_heads", count)
+def _tokenswift(matches: _Matches, config: Mapping[str, Any]) -> _Read:
+    """TokenSwift's chained heads, among the weights of their model."""
+    count = len({match[1] for match, _ in matches})
+    stated, eps = config.get("medusa_heads", count), config.get("rms_norm_eps")
     if stated != count:
-        raise _refused(path, f"has {count} heads, its configuration says {stated}")
-    hidden = next(tensor.shape[0] for match, tensor in matches.values() if match[2] == "linear.weight")
-    _refuse_other_shapes(matches, lambda m: (hidden, hidden) if m[2] == "linear.weight" else (hidden,), path)
-    eps = config.get("rms_norm_eps")
+        raise ValueError(f"has {count} heads, its configuration says {stated}")
     if type(eps) not in (int, float):
-        raise _refused(path, "has no rms_norm_eps in the configuration beside it, which its heads need")
-    return {"kind": "chained", "count": count, "hidden_size": hidden, "eps": eps, "raw": True}, names
+        raise ValueError("has no rms_norm_eps in the configuration beside it, which its heads need")
+    hidden = next((tensor.shape[0] for match, tensor in matches if match[2] == "linear.weight" and tensor.shape), 1)
+    tensors = {f"heads.{match[1]}.{match[2]}": tensor for match, tensor in matches}
+    return {"kind": "chained", "count": count, "hidden_size": hidden, "eps": eps, "raw": True}, tensors
 
 
-def _medusa(matches: _Matches, config: Mapping[str, Any], path: Path) -> _Read:
-    count = _count({int(match[1]) for match, _ in matches.values()}, path)
-    layers = max(int(match[2]) for match, _ in matches.values())
-    names = {}
-    for name, (match, _) in matches.items():
-        last = int(match[2]) == layers
-        if last == bool(match[3]):
-            raise _refused(path, f"has {name}, which is out of place in Medusa's heads of {layers} blocks")
-        part = f"lm_head.{match[4]}" if last else f"blocks.{match[2]}.{match[4]}"
-        names[f"heads.{match[1]}.{part}"] = name
-    parts = [f"blocks.{block}.{part}" for block in range(layers) for part in ("weight", "bias")]
-    needed = {f"heads.{head}.{part}" for head in range(count) for part in (*parts, "lm_head.weight")}
-    _refuse_other_names(needed, names, path)
+def _medusa(matches: _Matches, config: Mapping[str, Any]) -> _Read:
+    """Medusa's heads: in a file of their own, or among the weights of their model."""
+    count, layers = len({match[1] for match, _ in matches}), max(int(match[2]) for match, _ in matches)
     # the first published configurations name fewer heads than there are, so that more is no mistake
     stated, blocks = config.get("medusa_num_heads", count), config.get("medusa_num_layers", layers)
     if not isinstance(stated, int) or stated > count or blocks != layers:
-        raise _refused(path, f"has {count} heads with {layers} blocks, its configuration says {stated} with {blocks}")
-    vocab, hidden = next(tensor.shape for match, tensor in matches.values() if not match[3] and match[4] == "weight")
-    shapes = {"weight": (hidden, hidden), "bias": (hidden,)}
-    _refuse_other_shapes(matches, lambda m: shapes[m[4]] if m[3] else (vocab, hidden), path)
-    about = {"kind": "medusa", "count": count, "hidden_size": hidden, "raw": False}
-    return {**about, "vocab_size": vocab, "layers": layers}, names
+        raise ValueError(f"has {count} heads with {layers} blocks, its configuration says {stated} with {blocks}")
+    tensors, shape = {}, (1, 1)
+    for match, tensor in matches:
+        head, block, linear, part = match.groups()
+        name = f"blocks.{block}.{part}" if linear else f"lm_head.{part}" if int(block) == layers else match[0]
+        tensors[f"heads.{head}.{name}"] = tensor
+        if name == "lm_head.weight" and len(tensor.shape) == 2:
+            shape = tensor.shape
+    about = {"kind": "medusa", "count": count, "hidden_size": shape[1], "raw": False}
+    return {**about, "vocab_size": shape[0], "layers": layers}, tensors
 
 
-def _count(indices: set[int], path: Path) -> int:
-    if indices != set(range(len(indices))):
-        raise _refused(path, f"has heads {', '.join(map(str, sorted(indices)))}, not one after the other")
-    return len(indices)
-
-
-def _refuse_other_names(needed: set[str], names: Mapping[str, str], path: Path) -> None:
-    missing, unknown = sorted(needed - names.keys()), sorted(names.keys() - needed)
-    if missing:
-        raise _refused(path, f"lacks {missing[0]} of its heads")
-    if unknown:
-        raise _refused(path, f"has {names[unknown[0]]}, which no head of its kind has")
-
-
-def _refuse_other_shapes(matches: _Matches, shape: Callable[[re.Match[str]], tuple[int, ...]], path: Path) -> None:
-    for name, (match, tensor) in matches.items():
-        if tensor.shape != shape(match):
-            raise _refused(path, f"has {name} of shape {list(tensor.shape)}, where {list(shape(match))} belongs")
+# Layouts that others publish heads in: names of their tensors, and what reads them; a ValueError says what is wrong.
+_PUBLISHED: dict[str, tuple[re.Pattern[str], Callable[[_Matches, Mapping[str, Any]], _Read]]] = {
+    "TokenSwift": (
+        re.compile(r"(?:model\.)?medusa_layers\.(\d+)\.((?:input_layernorm|linear|post_layernorm)\.weight)"),
+        _tokenswift,
+    ),
+    "Medusa": (re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)"), _medusa),
+}
 
 
 def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:

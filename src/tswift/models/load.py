@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, cached_file
@@ -48,15 +47,7 @@ from tswift.models.heads_io import attach_heads, carries_heads, find_heads, head
 from tswift.models.hf import max_positions
 from tswift.models.linear import cheaper_copy, copied_bytes, copy_bytes, own_quantization, quantizer, weight_only
 from tswift.models.program import MODELS
-from tswift.models.shapes import (
-    HEADS,
-    PREFIX,
-    StandInTokenizer,
-    random_heads,
-    random_weights,
-    routed,
-    skeleton,
-)
+from tswift.models.shapes import HEADS, PREFIX, StandInTokenizer, random_heads, random_weights, routed, skeleton
 from tswift.models.target import Target
 
 
@@ -66,7 +57,7 @@ class LoadedModel:
 
     Attributes:
         name: as the user named it.
-        tokenizer: the transformers tokenizer; a stand-in where the weights are random.
+        tokenizer: the transformers tokenizer; a stand-in where the weights are random, None for a draft model without.
         target: the model, wrapped.
         heads: heads that draft for it, if it has any.
         eos_ids: token ids that end a text.
@@ -78,8 +69,8 @@ class LoadedModel:
         quantization: how its weights were quantised; None if they were not. Plain decoding is this model's own.
         ranks: those that hold it together.
         weights: hash of all weights, where that took all of the ranks; None where it can be had at any time.
-        draft: a smaller model that drafts for it, if one was asked for. Every rank holds the whole of it.
-        draft_name: as the user named that.
+        draft, draft_name: a smaller model that drafts for it, if one was asked for, as the user named it. Every rank
+            holds the whole of it.
         drafting: a copy with weights of fewer bits, for drafting passes; None where those run on ``target``.
         draft_weights: its kind: ``int8``, ``fp8`` or ``int4``.
         draft_prepared: of ``drafting``, as ``prepared``.
@@ -211,8 +202,9 @@ def load(
         if not isinstance(name, str):
             raise InputError(f"wants a name, got {name!r:.40}", field)
     with guard():
-        asked = ranks.share((model, device, dtype, attention, heads, quantize, draft_model, draft_weights, exact))
-        model, device, dtype, attention, heads, quantize, draft_model, draft_weights, exact = asked
+        model, device, dtype, attention, heads, quantize, draft_model, draft_weights, exact = ranks.share(
+            (model, device, dtype, attention, heads, quantize, draft_model, draft_weights, exact)
+        )
         draft_weights = None if draft_weights == UNQUANTISED else draft_weights
         if draft_weights is not None and ranks.count > 1:
             raise InputError("quantised weights cannot be split over ranks yet", "draft_weights")
@@ -227,24 +219,17 @@ def load(
             raise InputError(f"{model} has random weights, which are neither quantised nor split", "model")
         # a configuration need not state the dtype: the weights do
         read_as = "auto" if dtype == "auto" and where.type == "cuda" and not simulated else kind
-        opened = open_model(model, config, where, read_as, attention, quantize, ranks)
-        target = opened.target
+        loaded, note = open_model(model, config, where, read_as, attention, quantize, ranks)
+        target = loaded.target
         if source == ON_HUB:
             with hub(), in_one_line(model):  # where its files were put
                 source = Path(cached_file(model, CONFIG_NAME)).parent
-        loaded = LoadedModel(
-            model,
-            opened.tokenizer,
-            target,
-            _load_heads(source, target, simulated),
-            eos_ids_of(model, target.model, opened.tokenizer, target.vocab_size),
-            opened.attention,
-            simulated=simulated,
-            quantization=opened.quantization,
-            ranks=ranks,
+        loaded = replace(
+            loaded,
+            heads=_load_heads(source, target, simulated),
+            eos_ids=eos_ids_of(model, target.model, loaded.tokenizer, target.vocab_size),
             weights=weights_hash(target.model) if ranks.count > 1 else None,
-            dtype_note="" if simulated else opened.dtype_note,
-            **_prepare(target, opened.attention, opened.note, exact),
+            **_prepare(target, loaded.attention, note, exact),
         )
         if draft_weights is not None:
             loaded = _with_copy(loaded, draft_weights)
@@ -292,11 +277,10 @@ def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> d
 
 def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
     """A loaded model with a copy of fewer bits for its drafting passes."""
-    target = loaded.target
     with silence():
-        drafting = Target(cheaper_copy(target.model, kind), BACKENDS[loaded.attention]())
-    drafting.special_fault = target.special_fault
-    if loaded.heads is not None and loaded.heads.raw:
+        drafting = Target(cheaper_copy(loaded.target.model, kind), BACKENDS[loaded.attention]())
+    drafting.special_fault = loaded.target.special_fault
+    if loaded.heads is not None and loaded.heads.pre_norm:
         drafting.tap()
     return replace(loaded, drafting=drafting, draft_weights=kind, draft_prepared=compiled(drafting, ""))
 
@@ -307,15 +291,16 @@ def _load_draft(name: str, loaded: LoadedModel, attention: str) -> Target:
     try:
         if not loaded.simulated:
             refuse_shape(name)
-        opened = open_model(name, read_config(name), target.device, target.dtype, attention, tokenizer_optional=True)
-        draft, tokenizer = opened.target, opened.tokenizer
-        compiled(draft, opened.note)
-        _refuse_other_size(name, draft.vocab_size, loaded.name, target.vocab_size)
-        if tokenizer is not None and not (loaded.simulated or name.startswith(PREFIX)):
-            _refuse_other_tokens(name, tokenizer, loaded.name, loaded.tokenizer)
+        draft, note = open_model(
+            name, read_config(name), target.device, target.dtype, attention, tokenizer_optional=True
+        )
+        compiled(draft.target, note)
+        _refuse_other_size(name, draft.target.vocab_size, loaded.name, target.vocab_size)
+        if not (draft.tokenizer is None or draft.simulated or loaded.simulated):
+            _refuse_other_tokens(name, draft.tokenizer.get_vocab(), loaded.name, loaded.tokenizer.get_vocab())
     except InputError as error:
         raise renamed(error, {"model": "draft_model"}) from None
-    return draft
+    return draft.target
 
 
 def _refuse_other_size(name: str, size: int, model: str, model_size: int) -> None:
@@ -324,34 +309,14 @@ def _refuse_other_size(name: str, size: int, model: str, model_size: int) -> Non
         raise InputError(f"{name} has a vocabulary of {size:,}, {model} has {model_size:,}", "draft_model")
 
 
-def _refuse_other_tokens(name: str, tokenizer: Any, model: str, model_tokenizer: Any) -> None:
+def _refuse_other_tokens(name: str, ours: dict[str, int], model: str, theirs: dict[str, int]) -> None:
     """Refuse a draft model with a token id that means something else than in its target."""
-    ours, theirs = tokenizer.get_vocab(), model_tokenizer.get_vocab()
     if ours == theirs:
         return
     token = min({*ours.items()} ^ {*theirs.items()}, key=lambda pair: (pair[1], pair[0]))[0]
     there, here = (f"id {ids[token]:,}" if token in ids else "no id" for ids in (ours, theirs))
     reason = f"has another vocabulary than {model}: {token!r:.40} has {there} there, {here} here"
     raise InputError(f"{name} {reason}", "draft_model")
-
-
-@dataclass(frozen=True)
-class OpenedModel:
-    """A model, wrapped, and what came with it.
-
-    Attributes:
-        tokenizer: None if there is none.
-        attention: the backend in use.
-        note: why it is not the one that should be.
-        quantization, dtype_note: as :class:`LoadedModel` has them.
-    """
-
-    target: Target
-    tokenizer: Any
-    attention: str
-    note: str
-    quantization: str | None = None
-    dtype_note: str = ""
 
 
 def open_model(
@@ -363,7 +328,7 @@ def open_model(
     quantize: str | None = None,
     ranks: Dist = ALONE,
     tokenizer_optional: bool = False,
-) -> OpenedModel:
+) -> tuple[LoadedModel, str]:
     """Read a checkpoint's weights and tokenizer, or make a shape's random ones.
 
     Args:
@@ -373,31 +338,35 @@ def open_model(
         dtype: of the weights, or ``auto`` for the checkpoint's own.
         attention, quantize, ranks: as for :func:`load`.
         tokenizer_optional: whether a folder without a tokenizer will do.
+
+    Returns:
+        The model without heads and ends of text, nothing compiled yet; why its attention is not the one that should
+        be.
     """
     kind = own_dtype(config) if isinstance(dtype, str) else dtype
     if model.startswith(PREFIX):
         backend, note = select_backend(attention, kind, device, config)
         with silence(), in_one_line(model):
             target = wrap_model(random_weights(config, kind, device, model), model, backend)
-        return OpenedModel(target, StandInTokenizer(), backend, note)
+        return LoadedModel(model, StandInTokenizer(), target, None, (), backend, simulated=True), note
     source, folder = find_source(model)
-    quantization, how, tokenizer = own_quantization(config), dict[str, Any](), None
+    quantization, options, tokenizer = own_quantization(config), dict[str, Any](), None
     with silence(), hub(folder is None), in_one_line(model):
         if folder is not None:
             refuse_misfit(config, stored_tensors(folder), model)
         if ranks.count > 1:
             if quantize or quantization:
                 raise InputError("quantised weights cannot be split over ranks yet", RANKS)
-            how.update(_split_plan(config, model, ranks))
+            options.update(_split_plan(config, model, ranks))
         if quantize is not None:
-            how["quantization_config"] = quantizer(quantize, config, device, kind)
+            options["quantization_config"] = quantizer(quantize, config, device, kind)
             quantization = f"{quantize}, torchao"
         if quantization and device.type == "cuda":
-            how["device_map"] = device  # quantised on the way: the whole weights need not fit
+            options["device_map"] = device  # quantised on the way: the whole weights need not fit
         backend, note = select_backend(attention, kind, device, config)  # may compile a kernel: after all refusals
         if not tokenizer_optional or folder is None or has_tokenizer(folder):
             tokenizer = _load_tokenizer(source, model)
-        said = dtype_note(config, kind)  # from_pretrained may overwrite the configuration's
+        other_dtype = dtype_note(config, kind)  # from_pretrained may overwrite the configuration's
         network, info = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
@@ -405,7 +374,7 @@ def open_model(
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            **how,
+            **options,
         )
         if getattr(config, "quantization_config", None) and not getattr(network, "hf_quantizer", None):
             raise InputError(f"{model} is quantised in a way that transformers does not know here", "model")
@@ -415,8 +384,11 @@ def open_model(
             raise InputError(f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model")
         if network.dtype == torch.float64 and routed(config):
             network.set_experts_implementation("eager")  # the others multiply no float64
-        target = wrap_model(network if how else network.to(device), model, backend)
-    return OpenedModel(target, tokenizer, backend, note, quantization, said)
+        target = wrap_model(network if options else network.to(device), model, backend)
+    loaded = LoadedModel(
+        model, tokenizer, target, None, (), backend, quantization=quantization, ranks=ranks, dtype_note=other_dtype
+    )
+    return loaded, note
 
 
 def _load_tokenizer(source: str, model: str) -> Any:
@@ -473,10 +445,10 @@ class ModelSpec:
         groups: query heads per KV head; 1 where the configuration does not say.
         attention: name of the attention; empty where it is not known yet.
         most_nodes: maximum nodes of a draft tree; None where there is no limit, or it is not known yet.
-        heads: number of tokens that its heads draft in a row; None where it is not known yet.
         weight_bytes: of its weights without heads; 0 where it is not known.
-        heads_bytes: of the heads' weights.
         copy_bytes: of a copy with weights of fewer bits; 0 for none.
+        heads, heads_bytes: number of tokens that its heads draft in a row, None where it is not known yet; their
+            weights.
     """
 
     name: str
@@ -487,10 +459,10 @@ class ModelSpec:
     groups: int
     attention: str
     most_nodes: int | None
-    heads: int | None
     weight_bytes: int
-    heads_bytes: int
     copy_bytes: int
+    heads: int | None = 0
+    heads_bytes: int = 0
 
     def partials_bytes(self, slots: int, nodes: int) -> int:
         """As :func:`tswift.attention.backends.partials_bytes`."""
@@ -509,75 +481,54 @@ def inspect_model(
 ) -> ModelSpec:
     """The sizes of what :func:`load` would load: from its configuration and the header of its heads."""
     where, config = find_device(device), read_config(model)
-    kind = dtype_for(dtype, where, config, model.startswith(PREFIX))
-    count, parameters = _inspect_heads(heads_source(model, config, heads), config)
-    return _spec(model, config, where, kind, attention, count, parameters, draft_weights)
+    kind, text = dtype_for(dtype, where, config, model.startswith(PREFIX)), config.get_text_config()
+    source, count, parameters = heads_source(model, config, heads), 0, 0
+    if isinstance(source, Path):
+        file = find_heads(source)
+        file.refuse_misfit(text.hidden_size, text.vocab_size)
+        count, parameters = file.about["count"], file.parameters
+    elif source is not None and source != ON_HUB:
+        with torch.device("meta"):
+            weights = HEAD_TYPES[source](text.hidden_size, HEADS).parameters()
+        count, parameters = HEADS, sum(weight.numel() for weight in weights)
+    spec = _inspect(model, config, where, kind, attention, draft_weights)
+    return replace(spec, heads=None if source == ON_HUB else count, heads_bytes=parameters * kind.itemsize)
 
 
 def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") -> ModelSpec:
     """The sizes of the draft model that :func:`load` would load for a target."""
     try:
-        spec = _spec(draft, read_config(draft), target.device, target.kv_shape.dtype, attention)
+        spec = _inspect(draft, read_config(draft), target.device, target.kv_shape.dtype, attention)
         _refuse_other_size(draft, spec.vocab_size, target.name, target.vocab_size)
     except InputError as error:
         raise renamed(error, {"model": "draft_model"}) from None
     return spec
 
 
-def _has_program(network: nn.Module, dtype: torch.dtype, attention: str) -> bool:
-    """Whether a model's passes would be a C program, which has a copy of the weights."""
-    return dtype == torch.float32 and attention in ("auto", "native") and type(network).__name__ in MODELS
-
-
-def _spec(
+def _inspect(
     model: str,
     config: Any,
     device: torch.device,
     dtype: torch.dtype,
     attention: str,
-    heads: int | None = 0,
-    heads_parameters: int = 0,
     draft_weights: str | None = None,
 ) -> ModelSpec:
-    text, most_nodes, name = config.get_text_config(), None, ""
+    text, most_nodes, name, size = config.get_text_config(), None, "", head_size(config)
     if attention != "auto":  # what that chooses may give way to another
-        backend = BACKENDS[choose(attention, dtype, device, head_size(config))]()
+        backend = BACKENDS[choose(attention, dtype, device, size)]()
         most_nodes, name = backend.MOST_NODES, backend.__name__
     if draft_weights is not None:
         weight_only(draft_weights, config, device, dtype, "draft_weights")
-    weight_bytes = reduced_bytes = 0
+    weight_bytes = reduced = 0
     if getattr(config, "quantization_config", None) is None:
         with silence(), in_one_line(model):
             network = skeleton(config)
+            # a C program has a copy of the weights, too
+            program = dtype == torch.float32 and attention in ("auto", "native") and type(network).__name__ in MODELS
             weight_bytes = sum(weight.numel() for weight in network.parameters()) * dtype.itemsize
-            weight_bytes += copied_bytes(network, dtype, device) * (1 + _has_program(network, dtype, attention))
-            reduced_bytes = 0 if draft_weights is None else copy_bytes(network, draft_weights)
+            weight_bytes += copied_bytes(network, dtype, device) * (1 + program)
+            reduced = 0 if draft_weights is None else copy_bytes(network, draft_weights)
     kv_heads, groups = heads_of(config)
-    return ModelSpec(
-        name=model,
-        device=device,
-        max_positions=max_positions(config),
-        vocab_size=text.vocab_size,
-        kv_shape=KVShape(text.num_hidden_layers, kv_heads, head_size(config), dtype, device),
-        groups=groups,
-        attention=name,
-        most_nodes=most_nodes,
-        heads=heads,
-        weight_bytes=weight_bytes,
-        heads_bytes=heads_parameters * dtype.itemsize,
-        copy_bytes=reduced_bytes,
-    )
-
-
-def _inspect_heads(source: Path | str | None, config: Any) -> tuple[int | None, int]:
-    """How many tokens a model's heads draft in a row, None where that is not known yet; and their parameters."""
-    text = config.get_text_config()
-    if source is None or source == ON_HUB:
-        return (0 if source is None else None), 0
-    if isinstance(source, str):
-        with torch.device("meta"):
-            heads = HEAD_TYPES[source](text.hidden_size, HEADS)
-        return heads.count, sum(weight.numel() for weight in heads.parameters())
-    found = find_heads(source)
-    found.refuse_misfit(text.hidden_size, text.vocab_size)
-    return found.about["count"], found.parameters
+    kv_shape = KVShape(text.num_hidden_layers, kv_heads, size, dtype, device)
+    positions, vocab_size = max_positions(config), text.vocab_size
+    return ModelSpec(model, device, positions, vocab_size, kv_shape, groups, name, most_nodes, weight_bytes, reduced)
