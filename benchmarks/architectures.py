@@ -59,13 +59,10 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of the table's rows.
+    """A row of the table: a configuration class and its settings, where None takes a common one away.
 
-    Attributes:
-        config: the name of its configuration class.
-        settings: what its configuration has beside the common ones; None takes a common one away.
-        refused: a regular expression that the reason of its refusal matches; empty for one that is served.
-        whole: settings of the configuration around it, where it is a part of a larger model.
+    ``refused`` is a regular expression that the reason of its refusal matches, empty for one that is served; ``whole``
+    are settings of the configuration around it, where it is a part of a larger model.
     """
 
     config: str
@@ -102,133 +99,121 @@ def _rope(kind: str, **settings: Any) -> dict[str, Any]:
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64, "factor": 8.0}
 _YARN = {"original_max_position_embeddings": 64, "factor": 8.0}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_WINDOWED = {"sliding_window": WINDOW}
+_OF_8, _OF_16 = {"head_dim": 8}, {"head_dim": 16}
+_UNGROUPED = {"num_key_value_heads": None}
+_TWO_KINDS = {**_OF_16, **_WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_LONGROPE = _rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, factor=8.0)
 
+_FIXED = "attention that cannot be replaced"
+_KEPT = "layers that keep arguments from their attention"
+_LINEAR = "layers of type linear_attention"
+_MAMBA = "has layers of type|the architecture mamba"
+_EXPERTS_OF_QWEN = {"num_experts": 4, "num_experts_per_tok": 2}
+_LATENT = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+_BIASES = {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, **_OF_16}
+_LAYERS_OF_3N = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_EMBEDDINGS_OF_3N = {"hidden_size_per_layer_input": 8, "laurel_rank": 8, "vocab_size_per_layer_input": 300}
+
+# name: configuration class, settings, why it is refused, settings around it
 ARCHITECTURES: dict[str, Architecture] = {
-    "Llama, MHA": Architecture("LlamaConfig", {"num_key_value_heads": 4}),
-    "Llama, GQA": Architecture("LlamaConfig"),
-    "Llama, GQA, tied": Architecture("LlamaConfig", {"tie_word_embeddings": True}),
-    "Llama, MQA, biases": Architecture(
-        "LlamaConfig", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "head_dim": 16}
-    ),
-    "Llama 3.1 (llama3 scaling)": Architecture("LlamaConfig", _rope("llama3", **_LLAMA3)),
-    "Llama 2 (YaRN)": Architecture("LlamaConfig", {"num_key_value_heads": 4, **_rope("yarn", **_YARN)}),
-    "Llama 2 (linear scaling)": Architecture("LlamaConfig", _rope("linear", factor=4.0)),
-    "Llama (dynamic scaling)": Architecture("LlamaConfig", _rope("dynamic", factor=4.0), "rotary embeddings of type"),
-    "Qwen2.5": Architecture("Qwen2Config"),
-    "Qwen2.5, tied, YaRN": Architecture("Qwen2Config", {"tie_word_embeddings": True, **_rope("yarn", **_YARN)}),
-    "Qwen2, sliding window in a layer": Architecture(
-        "Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
-    ),
-    "Qwen3": Architecture("Qwen3Config", {"head_dim": 16}),
-    "Qwen3 MoE": Architecture(
-        "Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
-    ),
-    "Qwen3-Next (linear attention)": Architecture(
-        "Qwen3NextConfig", {"head_dim": 8, "num_experts": 4}, "layers of type linear_attention"
-    ),
-    "Mistral": Architecture("MistralConfig", {"sliding_window": None}),
-    "Mistral 7B v0.1 (sliding window)": Architecture("MistralConfig", {"sliding_window": WINDOW}),
-    "Ministral 3 (queries scaled by position)": Architecture(
-        "Ministral3Config",
-        {"sliding_window": None, "head_dim": 8, **_rope("yarn", **_YARN, llama_4_scaling_beta=0.5)},
-    ),
-    "Mixtral": Architecture("MixtralConfig", _EXPERTS),
-    "Phi-2": Architecture("PhiConfig", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
-    "Phi-3": Architecture("Phi3Config", {"sliding_window": None}),
-    "Phi-3 mini 4K (sliding window)": Architecture("Phi3Config", {"sliding_window": WINDOW}),
-    "Phi-3 mini 128K (longrope)": Architecture(
-        "Phi3Config",
-        {
-            "original_max_position_embeddings": 64,
-            **_rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, factor=8.0),
-        },
-        "rotary embeddings of type longrope",
-    ),
-    "Gemma": Architecture("GemmaConfig", {"num_key_value_heads": 1, "head_dim": 16}),
-    "Gemma 2 (windows, soft caps)": Architecture(
-        "Gemma2Config", {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
-    ),
-    "Gemma 3 (windows)": Architecture(
-        "Gemma3TextConfig",
-        {"head_dim": 16, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "Gemma 3, with images (windows)": Architecture(
-        "Gemma3Config",
-        {"head_dim": 16, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-        whole={
-            "vision_config": {
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 28,
-                "patch_size": 14,
-            },
-            "mm_tokens_per_image": 4,
-        },
-    ),
-    "Gemma 3n": Architecture(
-        "Gemma3nTextConfig",
-        {
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 2,
-            "sliding_window": WINDOW,
-            "head_dim": 8,
-            "hidden_size_per_layer_input": 8,
-            "laurel_rank": 8,
-            "vocab_size_per_layer_input": 300,
-        },
-    ),
-    "GPT-2": Architecture("GPT2Config", {"num_key_value_heads": None, "n_inner": 48}),
-    "GPT-BigCode": Architecture("GPTBigCodeConfig", {"num_key_value_heads": None, "n_inner": 48}),
-    "GPT-J": Architecture(
-        "GPTJConfig", {"num_key_value_heads": None, "rotary_dim": 4}, "attention that cannot be replaced"
-    ),
-    "GPT-NeoX": Architecture("GPTNeoXConfig", {"num_key_value_heads": None}),
-    "gpt-oss (windows, sinks)": Architecture(
-        "GptOssConfig", {**_EXPERTS, "head_dim": 8, "sliding_window": WINDOW, **_rope("yarn", **_YARN)}
-    ),
-    "OPT": Architecture("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32, "num_key_value_heads": None}),
-    "BLOOM": Architecture("BloomConfig", {"num_key_value_heads": None}, "attention that cannot be replaced"),
-    "Falcon": Architecture("FalconConfig", {"num_key_value_heads": None}, "attention that cannot be replaced"),
-    "StableLM": Architecture("StableLmConfig", {}, "layers that keep arguments from their attention"),
-    "StarCoder2 (sliding window)": Architecture("Starcoder2Config", {"sliding_window": WINDOW}),
-    "OLMo": Architecture("OlmoConfig"),
-    "OLMo 2": Architecture("Olmo2Config"),
-    "OLMo 3 (windows)": Architecture("Olmo3Config", {"sliding_window": WINDOW}),
-    "OLMoE": Architecture("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "Granite": Architecture(
-        "GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
-    ),
-    "Granite MoE": Architecture("GraniteMoeConfig", {**_EXPERTS, "logits_scaling": 4.0}),
-    "Command R (Cohere)": Architecture("CohereConfig", {"logit_scale": 0.5, "use_qk_norm": True}),
-    "Command R7B (Cohere 2, windows)": Architecture(
-        "Cohere2Config", {"logit_scale": 0.5, "sliding_window": WINDOW, "sliding_window_pattern": 2, "head_dim": 8}
-    ),
-    "SmolLM3": Architecture("SmolLM3Config", {"no_rope_layer_interval": 2}),
-    "GLM-4": Architecture("Glm4Config", {"head_dim": 8}),
-    "Nemotron": Architecture("NemotronConfig", {}, "layers that keep arguments from their attention"),
-    "Helium": Architecture("HeliumConfig", {"head_dim": 8}),
-    "EXAONE 4": Architecture("Exaone4Config", {"sliding_window": WINDOW, "sliding_window_pattern": 2}),
-    "ERNIE 4.5": Architecture("Ernie4_5Config", {"head_dim": 8}),
-    "Seed-OSS": Architecture("SeedOssConfig", {"head_dim": 8}),
-    "Arcee": Architecture("ArceeConfig"),
-    "Apertus": Architecture("ApertusConfig"),
-    "Hunyuan": Architecture("HunYuanDenseV1Config", {"head_dim": 8}),
-    "Llama 4 (chunked attention)": Architecture(
-        "Llama4TextConfig", {"head_dim": 8, **_EXPERTS, "intermediate_size_mlp": 48}, "layers of type chunked_attention"
-    ),
-    "DeepSeek-V3 (latent attention)": Architecture(
-        "DeepseekV3Config",
-        {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
-        "latent attention",
-    ),
-    "Mamba": Architecture("MambaConfig", {"num_key_value_heads": None}, "has layers of type|the architecture mamba"),
-    "Falcon-H1": Architecture("FalconH1Config", {}, "layers of type"),
-    "Jamba": Architecture("JambaConfig", {}, "layers of type linear_attention|the architecture jamba"),
-    "LFM2": Architecture("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
-    "MiniMax": Architecture("MiniMaxConfig", {}, "layers of type linear_attention"),
+    name: Architecture(*row)
+    for name, row in {
+        "Llama, MHA": ("LlamaConfig", {"num_key_value_heads": 4}),
+        "Llama, GQA": ("LlamaConfig",),
+        "Llama, GQA, tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+        "Llama, MQA, biases": ("LlamaConfig", _BIASES),
+        "Llama 3.1 (llama3 scaling)": ("LlamaConfig", _rope("llama3", **_LLAMA3)),
+        "Llama 2 (YaRN)": ("LlamaConfig", {"num_key_value_heads": 4, **_rope("yarn", **_YARN)}),
+        "Llama 2 (linear scaling)": ("LlamaConfig", _rope("linear", factor=4.0)),
+        "Llama (dynamic scaling)": ("LlamaConfig", _rope("dynamic", factor=4.0), "rotary embeddings of type"),
+        "Qwen2.5": ("Qwen2Config",),
+        "Qwen2.5, tied, YaRN": ("Qwen2Config", {"tie_word_embeddings": True, **_rope("yarn", **_YARN)}),
+        "Qwen2, sliding window in a layer": (
+            "Qwen2Config",
+            {"use_sliding_window": True, **_WINDOWED, "max_window_layers": 1},
+        ),
+        "Qwen3": ("Qwen3Config", _OF_16),
+        "Qwen3 MoE": ("Qwen3MoeConfig", {**_EXPERTS_OF_QWEN, "moe_intermediate_size": 32, **_OF_8}),
+        "Qwen3-Next (linear attention)": ("Qwen3NextConfig", {**_OF_8, "num_experts": 4}, _LINEAR),
+        "Mistral": ("MistralConfig", {"sliding_window": None}),
+        "Mistral 7B v0.1 (sliding window)": ("MistralConfig", _WINDOWED),
+        "Ministral 3 (queries scaled by position)": (
+            "Ministral3Config",
+            {"sliding_window": None, **_OF_8, **_rope("yarn", **_YARN, llama_4_scaling_beta=0.5)},
+        ),
+        "Mixtral": ("MixtralConfig", _EXPERTS),
+        "Phi-2": ("PhiConfig", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
+        "Phi-3": ("Phi3Config", {"sliding_window": None}),
+        "Phi-3 mini 4K (sliding window)": ("Phi3Config", _WINDOWED),
+        "Phi-3 mini 128K (longrope)": (
+            "Phi3Config",
+            {"original_max_position_embeddings": 64, **_LONGROPE},
+            "rotary embeddings of type longrope",
+        ),
+        "Gemma": ("GemmaConfig", {"num_key_value_heads": 1, **_OF_16}),
+        "Gemma 2 (windows, soft caps)": ("Gemma2Config", {**_OF_16, **_WINDOWED, "query_pre_attn_scalar": 16}),
+        "Gemma 3 (windows)": ("Gemma3TextConfig", _TWO_KINDS),
+        "Gemma 3, with images (windows)": (
+            "Gemma3Config",
+            _TWO_KINDS,
+            "",
+            {"vision_config": {**_VISION, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
+        ),
+        "Gemma 3n": (
+            "Gemma3nTextConfig",
+            {**_LAYERS_OF_3N, "num_kv_shared_layers": 2, **_WINDOWED, **_OF_8, **_EMBEDDINGS_OF_3N},
+        ),
+        "GPT-2": ("GPT2Config", {**_UNGROUPED, "n_inner": 48}),
+        "GPT-BigCode": ("GPTBigCodeConfig", {**_UNGROUPED, "n_inner": 48}),
+        "GPT-J": ("GPTJConfig", {**_UNGROUPED, "rotary_dim": 4}, _FIXED),
+        "GPT-NeoX": ("GPTNeoXConfig", _UNGROUPED),
+        "gpt-oss (windows, sinks)": (
+            "GptOssConfig",
+            {**_EXPERTS, **_OF_8, **_WINDOWED, **_rope("yarn", **_YARN)},
+        ),
+        "OPT": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32, **_UNGROUPED}),
+        "BLOOM": ("BloomConfig", _UNGROUPED, _FIXED),
+        "Falcon": ("FalconConfig", _UNGROUPED, _FIXED),
+        "StableLM": ("StableLmConfig", {}, _KEPT),
+        "StarCoder2 (sliding window)": ("Starcoder2Config", _WINDOWED),
+        "OLMo": ("OlmoConfig",),
+        "OLMo 2": ("Olmo2Config",),
+        "OLMo 3 (windows)": ("Olmo3Config", _WINDOWED),
+        "OLMoE": ("OlmoeConfig", _EXPERTS_OF_QWEN),
+        "Granite": (
+            "GraniteConfig",
+            {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+        ),
+        "Granite MoE": ("GraniteMoeConfig", {**_EXPERTS, "logits_scaling": 4.0}),
+        "Command R (Cohere)": ("CohereConfig", {"logit_scale": 0.5, "use_qk_norm": True}),
+        "Command R7B (Cohere 2, windows)": (
+            "Cohere2Config",
+            {"logit_scale": 0.5, **_WINDOWED, "sliding_window_pattern": 2, **_OF_8},
+        ),
+        "SmolLM3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+        "GLM-4": ("Glm4Config", _OF_8),
+        "Nemotron": ("NemotronConfig", {}, _KEPT),
+        "Helium": ("HeliumConfig", _OF_8),
+        "EXAONE 4": ("Exaone4Config", {**_WINDOWED, "sliding_window_pattern": 2}),
+        "ERNIE 4.5": ("Ernie4_5Config", _OF_8),
+        "Seed-OSS": ("SeedOssConfig", _OF_8),
+        "Arcee": ("ArceeConfig",),
+        "Apertus": ("ApertusConfig",),
+        "Hunyuan": ("HunYuanDenseV1Config", _OF_8),
+        "Llama 4 (chunked attention)": (
+            "Llama4TextConfig",
+            {**_OF_8, **_EXPERTS, "intermediate_size_mlp": 48},
+            "layers of type chunked_attention",
+        ),
+        "DeepSeek-V3 (latent attention)": ("DeepseekV3Config", _LATENT, "latent attention"),
+        "Mamba": ("MambaConfig", _UNGROUPED, _MAMBA),
+        "Falcon-H1": ("FalconH1Config", {}, "layers of type"),
+        "Jamba": ("JambaConfig", {}, f"{_LINEAR}|the architecture jamba"),
+        "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+        "MiniMax": ("MiniMaxConfig", {}, _LINEAR),
+    }.items()
 }
 
 
@@ -258,15 +243,9 @@ def texts(model: LoadedModel, lengths: Mapping[str, int]) -> dict[str, list[int]
 
 
 def apart(model: LoadedModel, stock: transformers.PreTrainedModel, text: Sequence[int]) -> float:
-    """The largest difference between the target's logits, token by token, and the stock model's over the whole text.
+    """How far the target's logits, token by token, are from the stock model's over the whole text, at most.
 
-    Args:
-        model: the loaded one.
-        stock: the same weights, in float64.
-        text: token ids.
-
-    Returns:
-        It, as a share of the logits' standard deviation.
+    As a share of the logits' standard deviation.
     """
     with torch.inference_mode():
         expected = stock(torch.tensor([text]), use_cache=False).logits[0]

@@ -218,13 +218,13 @@ def main() -> int:
             break
         run.section, run.until = name, min(args.until, time.time() + float(seconds))
         run.note("begun", until=run.until)
-        started, why = time.time(), None
+        started, state = time.time(), "done"
         try:
             SECTIONS[name](run)
         except Exception as error:
             traceback.print_exc()
-            why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
-        run.note("ended", seconds=time.time() - started, why=why)
+            state = f"failed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+        run.note("ended", seconds=time.time() - started, state=state)
         try:
             run.tidy()
         except RuntimeError:  # after an illegal access every call fails: a new process goes on

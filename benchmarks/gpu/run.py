@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.gpu import FIGURES
+from benchmarks.gpu import note
 from tswift.benchmarking.roofline import Machine
 from tswift.benchmarking.run import SimulatedWalk
 from tswift.drafting.options import DraftOptions
@@ -79,13 +78,7 @@ def add_tiny_shapes() -> None:
 
 
 class Run:
-    """A process that measures.
-
-    Attributes:
-        section: the one under way.
-        until: its end, in seconds since the epoch.
-        machine: the device's rates, as measured.
-    """
+    """A process that measures: its section and when that ends, the device's rates, and a model."""
 
     def __init__(self, folder: Path, scale: Scale, device: torch.device) -> None:
         self.folder, self.scale, self.device = folder, scale, device
@@ -101,8 +94,7 @@ class Run:
 
     def note(self, table: str, **values: Any) -> None:
         """Write one figure, or one row of figures, at once."""
-        with (self.folder / FIGURES).open("a") as file:
-            file.write(json.dumps({"section": self.section, "table": table, **values}) + "\n")
+        note(self.folder, self.section, table, **values)
 
     def model(self, name: str) -> LoadedModel:
         """A shape with random weights; the one before is let go of."""
