@@ -41,13 +41,7 @@ CONFIGURATIONS: dict[str, tuple[int, str, bool]] = {  # tokens, dtype, whether p
 
 @dataclass(frozen=True)
 class Reference:
-    """A text that plain decoding drew, and all that decides it.
-
-    Attributes:
-        model, prompt, seed: these.
-        params: the sampling parameters, banned ids included.
-        tokens: what plain decoding draws.
-    """
+    """A text that plain decoding drew, and all that decides it."""
 
     model: LoadedModel
     prompt: list[int]
@@ -59,10 +53,11 @@ class Reference:
         """Audit other tokens as if they were these."""
         return audit(self.model.target, self.prompt, tokens, self.params, self.seed)
 
-    def decode(self, written: list[int] | None = None, **other: object) -> list[int]:
-        """As many tokens again, after some that are there already and with other arguments."""
-        arguments = {"params": self.params, "seed": self.seed, "prompt": self.prompt, **other}
-        return decode(self.model, len(self.tokens), written or [], **arguments)  # type: ignore[arg-type]
+    def decode(self, written: Sequence[int] = (), prompt: list[int] | None = None, **other: Any) -> list[int]:
+        """As many tokens again by plain decoding, after some that are there already and with other arguments."""
+        given = {"params": self.params, "seed": self.seed, "written": written, **other}
+        run = begin(self.model, prompt or self.prompt, len(self.tokens), method="ar", **given)
+        return [*written, *(token for step in run.steps() for token in step.tokens)]
 
     def with_token(self, index: int, token: int) -> list[int]:
         """A text with this token at an index, and what plain decoding draws after it."""
@@ -83,14 +78,6 @@ class Reference:
         return logits, torch.cat(scores)
 
 
-def decode(
-    model: LoadedModel, length: int, written: list[int], prompt: list[int], params: SamplingParams, seed: int
-) -> list[int]:
-    """What plain decoding draws, after tokens that are there already."""
-    run = begin(model, prompt, length, method="ar", params=params, seed=seed, written=written)
-    return [*written, *(token for step in run.steps() for token in step.tokens)]
-
-
 def decode_reference(model: LoadedModel, seed: int, length: int, params: SamplingParams = PARAMS) -> Reference:
     """A text of the bundled prompt's, from another index of it for every seed."""
     prompt = model.encode(NOVEL.read_text())[seed * 256 :][:256]
@@ -101,10 +88,8 @@ def decode_reference(model: LoadedModel, seed: int, length: int, params: Samplin
 def runner_up(reference: Reference) -> list[int]:
     """The second best token at the middle of the text."""
     index = len(reference.tokens) // 2
-    _, scores = reference.rows()
-    return reference.with_token(
-        index, next(t for t in scores[index].topk(2).indices.tolist() if t != reference.tokens[index])
-    )
+    best = reference.rows()[1][index].topk(2).indices.tolist()
+    return reference.with_token(index, next(t for t in best if t != reference.tokens[index]))
 
 
 def dropped_token(reference: Reference) -> list[int]:
