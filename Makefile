@@ -22,12 +22,12 @@ run: setup
 	$(BIN)/tswift generate --len $(LEN)
 
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # the slow ones too, and more examples of each property
 PROFILE ?= ci
 test-all: setup
-	HYPOTHESIS_PROFILE=$(PROFILE) $(BIN)/python -m pytest -n 2 -m ""
+	HYPOTHESIS_PROFILE=$(PROFILE) $(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 
 lint: setup
 	$(BIN)/ruff check .

@@ -43,8 +43,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tree")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "prompts", folder / "prompts")
-    assert len(FILTER) == 1
-    assert len(METHOD) == 2
     for name, changes in {**FILTER, **METHOD}.items():
         text = (folder / name).read_text()
         for old, new in changes:
@@ -54,46 +52,65 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _tswift(tree: Path, *words: object) -> subprocess.CompletedProcess[str]:
+# runs many commands in one process, which imports torch but once
+_RUN = """
+import contextlib, io, json, sys
+from tswift.cli import main
+for words in json.loads(sys.argv[1]):
+    out, err = io.TextIOWrapper(io.BytesIO()), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+        out.flush()
+    print(json.dumps([code, out.buffer.getvalue().decode(), err.getvalue()]))
+"""
+
+
+def tswift(tree: Path, *commands: str) -> list[tuple[int, str, str]]:
+    """Exit code, standard output and error of each command."""
     environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "COLUMNS": "200"}
-    command = [sys.executable, "-m", "tswift", *map(str, words)]
-    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    line = [sys.executable, "-c", _RUN, json.dumps([command.split() for command in commands])]
+    done = subprocess.run(line, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [tuple(json.loads(said)) for said in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
 def test_a_filter_is_found_everywhere(tree: Path) -> None:
-    for command in ("generate", "compare", "bench", "verify"):
-        assert "--floor" in _tswift(tree, command, "--help").stdout
-    refused = _tswift(tree, "generate", "--floor", 100)
-    assert refused.stderr == "tswift: error: --floor: must be between 0 and 99, got 100.0\n"
-    words = ["generate", "--len", 40, "--method", "medusa", "--min-p", 0, "--seed", 5]
-    for name, floor in (("free", 0), ("run", 1.5)):
-        made = _tswift(tree, *words, "--floor", floor, "--out", name)
-        assert made.returncode == 0, made.stderr
-    texts = [(tree / name / "tokens.u32").read_bytes() for name in ("free", "run")]
-    assert texts[0] != texts[1]
-    record = json.loads((tree / "run" / "run.json").read_text())
-    assert record["sampling"]["floor"] == 1.5
-    assert _tswift(tree, "verify", "run").returncode == 0
-    text = ["verify", "--tokens", "run/tokens.u32", "--min-p", 0, "--seed", 5]
-    assert _tswift(tree, *text, "--floor", 1.5).returncode == 0
-    assert _tswift(tree, *text, "--floor", 0.5).returncode == 1
-    other = _tswift(tree, "generate", "--resume", "run", "--floor", 2)
-    assert (
-        other.stderr == "tswift: error: --floor: the run was made with 1.5, got 2.0; a resumed run keeps its options\n"
+    for _, out, _ in tswift(tree, *(f"{command} --help" for command in ("generate", "compare", "bench", "verify"))):
+        assert "--floor" in out
+    made = "generate --len 40 --method medusa --min-p 0 --seed 5"
+    checked = "verify --tokens run/tokens.u32 --min-p 0 --seed 5"
+    refused, *rest, other = tswift(
+        tree,
+        "generate --floor 100",
+        f"{made} --floor 0 --out free",
+        f"{made} --floor 1.5 --out run",
+        "verify run",
+        f"{checked} --floor 1.5",
+        f"{checked} --floor 0.5",
+        "generate --resume run --floor 2",
     )
+    assert refused[2] == "tswift: error: --floor: must be between 0 and 99, got 100.0\n"
+    assert [code for code, _, _ in rest] == [0, 0, 0, 0, 1]
+    assert (tree / "free" / "tokens.u32").read_bytes() != (tree / "run" / "tokens.u32").read_bytes()
+    assert json.loads((tree / "run" / "run.json").read_text())["sampling"]["floor"] == 1.5
+    kept = "the run was made with 1.5, got 2.0; a resumed run keeps its options"
+    assert other[2] == f"tswift: error: --floor: {kept}\n"
 
 
 @pytest.mark.slow
 def test_a_method_is_found_everywhere(tree: Path) -> None:
-    assert "there are ar, twice, medusa" in _tswift(tree, "generate", "--method", "none").stderr
-    unused = _tswift(tree, "generate", "--method", "twice", "--gamma", 3)
-    assert unused.stderr == "tswift: error: --gamma: twice does not use it\n"
-    compared = _tswift(tree, "compare", "--len", 40, "--methods", "twice", "--ngrams", 5, "--json", "compare.json")
-    assert compared.returncode == 0, compared.stderr
+    unknown, unused, compared, measured = tswift(
+        tree,
+        "generate --method none",
+        "generate --method twice --gamma 3",
+        "compare --len 40 --methods twice --ngrams 5 --json compare.json",
+        "bench --methods twice --prefill 64 --lens 20,40 --warmup 0 --no-plots --out bench",
+    )
+    assert "there are ar, twice, medusa" in unknown[2]
+    assert unused[2] == "tswift: error: --gamma: twice does not use it\n"
+    assert (compared[0], measured[0]) == (0, 0)
     record = json.loads((tree / "compare.json").read_text())
     assert [outcome["method"] for outcome in record["outcomes"]] == ["ar", "twice"]
     assert record["drafting"]["twice"]["ngrams"] == 5
-    bench = ["bench", "--methods", "twice", "--prefill", 64, "--lens", "20,40", "--warmup", 0, "--no-plots"]
-    assert _tswift(tree, *bench, "--out", "bench").returncode == 0
     assert "twice" in (tree / "bench" / "bench.md").read_text()
