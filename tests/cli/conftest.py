@@ -60,7 +60,6 @@ def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def load_once() -> Iterator[Callable[..., LoadedModel]]:
     """For as long as this lasts, no model is loaded twice in the same way, by whoever loads it: what loads them."""
     import tswift.jobs.environment
-    import tswift.jobs.resume
     import tswift.jobs.start
     import tswift.jobs.verification
     from tswift.models import load as loading

@@ -160,6 +160,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     # everything that takes long to import; nothing of it may have made threads before a fork
-    import_module("tswift.jobs.resume")
+    import_module("tswift.jobs.start")
 
     sys.exit(main())

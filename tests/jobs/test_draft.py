@@ -19,8 +19,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, preflight
 from tswift.errors import InputError
 from tswift.jobs.config import RunConfig, draft_for
-from tswift.jobs.resume import resume
-from tswift.jobs.start import start
+from tswift.jobs.start import resume, start
 from tswift.models.load import inspect_model, load
 
 PROMPT = "The ship had lain three days becalmed, and nobody spoke."

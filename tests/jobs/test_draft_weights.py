@@ -17,8 +17,7 @@ from tswift.benchmarking.suite_run import prepare
 from tswift.benchmarking.suites import find_suite
 from tswift.errors import InputError
 from tswift.jobs.config import RunConfig, weights_for
-from tswift.jobs.resume import resume
-from tswift.jobs.start import start
+from tswift.jobs.start import resume, start
 
 WORDS = ["tswift"]
 

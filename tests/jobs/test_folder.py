@@ -22,8 +22,8 @@ from tswift.jobs.folder import (
     default_path,
     in_use,
     parse_journal,
+    read_saved,
 )
-from tswift.jobs.recorded import read_saved
 
 
 @pytest.fixture

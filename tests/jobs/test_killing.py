@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import time
 from pathlib import Path
 from random import Random
 
@@ -10,7 +12,7 @@ import pytest
 
 from tests.jobs.killing import Process, kill_and_resume, left_alone, result
 from tswift.jobs import folder
-from tswift.jobs.recorded import list_runs
+from tswift.jobs.folder import list_runs
 
 
 @pytest.fixture
@@ -30,6 +32,27 @@ def test_killed_processes_go_on_to_the_same_text(words: list[object], tmp_path: 
     assert found.equal, found
     assert found.kept
     assert found.kept[0] < 800
+
+
+@pytest.mark.slow
+def test_killed_in_the_prefill_goes_on_from_nothing(tmp_path: Path) -> None:
+    """The bundled model reads 15,000 tokens, which takes seconds, and is killed before it has drawn one."""
+    words = ["generate", "--prefill", 15_000, "--len", 30, "--quiet", "--out"]
+    process = Process([*words, tmp_path / "run"], tmp_path / "first.out")
+    while not (tmp_path / "run" / "run.json").exists() and process.poll() is None:
+        time.sleep(0.005)
+    time.sleep(0.3)
+    process.send(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, process.errors.read_text()
+    assert "prefill_seconds" not in json.loads((tmp_path / "run" / "run.json").read_text())
+    assert process.output.read_bytes() == b""
+    for number, more in enumerate(
+        (["generate", "--quiet", "--resume", tmp_path / "run"], [*words, tmp_path / "whole"])
+    ):
+        process = Process(more, tmp_path / f"{number}.out")
+        assert process.wait() == 0, process.errors.read_text()
+    assert result(tmp_path / "run") == result(tmp_path / "whole")
+    assert len(result(tmp_path / "run")[0]) == 4 * 30
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

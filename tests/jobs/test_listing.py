@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tswift.errors import InputError
-from tswift.jobs.folder import RunFolder
-from tswift.jobs.recorded import list_runs
+from tswift.jobs.folder import RunFolder, list_runs
 
 
 def made(path: Path, state: str, started: str, **more: Any) -> RunFolder:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 import tswift
-from tswift.jobs.recorded import read_run
-from tswift.jobs.resume import resume
+from tswift.jobs.folder import read_run
+from tswift.jobs.start import resume
 
 FOLDER = Path(__file__).parent / "interrupted"  # made at commit 53d1036, killed by SIGKILL
 

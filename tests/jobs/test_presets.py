@@ -10,7 +10,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions, refuse_unused
 from tswift.errors import InputError
-from tswift.jobs.presets import PRESETS, banned_ids, choose, find_preset, remark
+from tswift.jobs.config import PRESETS, banned_ids, choose, find_preset, remark
 from tswift.models.shapes import SHAPES
 
 TABLE_10 = """\

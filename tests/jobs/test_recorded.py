@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.jobs.config import RunConfig
-from tswift.jobs.folder import Checkpoint, bytes_of, checksum
+from tswift.jobs.folder import Checkpoint, bytes_of, check_ids, checksum, read_run, read_saved, read_tokens
 from tswift.jobs.prompt import fingerprint
-from tswift.jobs.recorded import check_ids, read_run, read_saved, read_tokens
 
 
 @pytest.fixture

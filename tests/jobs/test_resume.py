@@ -18,14 +18,11 @@ from tests.jobs.faults import FaultyOs, Killed, power_cut
 from tswift.decoding.stats import DecodeStats
 from tswift.errors import Fault, InputError
 from tswift.jobs import folder as files
-from tswift.jobs import folder as folder_module
-from tswift.jobs import resume as resume_module
 from tswift.jobs import start as starting
 from tswift.jobs.config import RunConfig
+from tswift.jobs.folder import list_runs, read_saved
 from tswift.jobs.job import Job
-from tswift.jobs.recorded import read_saved
-from tswift.jobs.resume import resume
-from tswift.jobs.start import start
+from tswift.jobs.start import resume, start
 from tswift.models.load import LoadedModel
 from tswift.models.load import load as real_load
 
@@ -42,9 +39,8 @@ def model(checkpoint: Path) -> LoadedModel:
 @pytest.fixture(autouse=True)
 def quick(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is loaded once, and checkpoints are frequent."""
-    for module in (starting, resume_module):
-        monkeypatch.setattr(module, "load", lambda *names, **how: model)
-    monkeypatch.setattr(folder_module, "_TOKENS", 16)
+    monkeypatch.setattr(starting, "load", lambda *names, **how: model)
+    monkeypatch.setattr(files, "_TOKENS", 16)
 
 
 @pytest.fixture
@@ -153,6 +149,26 @@ def test_killed_at_any_call(asked: RunConfig, whole: tuple[list[int], bytes], fa
         shutil.rmtree(folder)
 
 
+def test_killed_while_the_prompt_is_prefilled(asked: RunConfig, whole: tuple[list[int], bytes], faulty: Any) -> None:
+    job, system = start(asked, []), faulty(0)
+
+    def kill(done: int, total: int) -> None:
+        system.dead = True
+        raise Killed
+
+    with pytest.raises(Killed):
+        job.run(silent, kill)
+    release(job)
+    faulty(0)
+    assert asked.out is not None
+    assert [entry.state for entry in list_runs(asked.out)] == ["killed"]
+    assert read_saved(asked.out, job.prompt).tokens == []
+    again = resume(asked.out, {}, False, [])
+    assert again is not None
+    assert (tokens_in(asked.out), (run(again).state, again.stats.tokens)) == ([], ("finished", LENGTH))
+    assert (tokens_in(asked.out), (asked.out / "text.txt").read_bytes()) == whole
+
+
 def test_a_power_cut_takes_nothing_from_a_finished_run(
     asked: RunConfig, whole: tuple[list[int], bytes], faulty: Any
 ) -> None:
@@ -259,7 +275,7 @@ def test_ended_by_an_end_of_text(asked: RunConfig, checkpoint: Path) -> None:
     # stopped between its last token and its last record
     record = json.loads((asked.out / "run.json").read_text())
     record["state"] = "running"
-    record["checksum"] = folder_module.checksum(record)
+    record["checksum"] = files.checksum(record)
     (asked.out / "run.json").write_text(json.dumps(record))
     job = resume(asked.out, {}, False, [])
     assert job is not None

@@ -59,7 +59,7 @@ def generate(
         with loading(what, quiet):
             from tswift.cli.display import Display
             from tswift.jobs.job import Signals
-            from tswift.jobs.resume import resume as resumed
+            from tswift.jobs.start import resume as resumed
             from tswift.jobs.start import start
 
             signals, all_of_them = stack.enter_context(Signals()), stack.enter_context(ranks.leading(device))

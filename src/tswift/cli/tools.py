@@ -15,7 +15,7 @@ from tswift.options import parse_numbers
 if TYPE_CHECKING:
     from tswift.benchmarking.roofline import Machine
     from tswift.benchmarking.table import Table
-    from tswift.jobs.recorded import Entry
+    from tswift.jobs.folder import Entry
     from tswift.models.passes import PassCosts
 
 
@@ -282,7 +282,7 @@ def runs(
 ) -> None:
     """List runs: state, tokens, method, model, speed. A killed or interrupted one goes on with generate --resume."""
     from tswift.cli import output
-    from tswift.jobs.recorded import list_runs
+    from tswift.jobs.folder import list_runs
 
     record = output.writable(json_file)
     if folder is None:

@@ -130,7 +130,7 @@ def verify(
     words = "" if tokens is None else config.read(model.get("model", DEMO))
     record = writable(json_file)
     with loading(str(model.get("model") or run or DEMO), quiet):
-        from tswift.jobs.recorded import read_run
+        from tswift.jobs.folder import read_run
         from tswift.jobs.verification import report, subject_of_run, subject_of_text
 
         if run is not None:
@@ -153,8 +153,7 @@ def verify_folder(model: LoadedModel | None, path: Path, command: Sequence[str],
     Raises:
         Exit: it is not what the rule draws.
     """
-    from tswift.jobs.folder import AUDIT
-    from tswift.jobs.recorded import read_run
+    from tswift.jobs.folder import AUDIT, read_run
     from tswift.jobs.verification import report, subject_of_run, with_model
 
     run = read_run(path)

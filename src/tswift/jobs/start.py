@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tswift.decoding.stats import DecodeStats
 from tswift.distributed import ALONE, Dist
 from tswift.drafting.methods import cut_note
-from tswift.drafting.options import DraftOptions, find_method, used
+from tswift.drafting.options import AUTO, DraftOptions, find_method, refuse_unused, used
 from tswift.engine import begin, preflight
 from tswift.errors import InputError
-from tswift.jobs.config import RunConfig
+from tswift.jobs.config import RunConfig, banned_ids, remark
 from tswift.jobs.environment import environment, now
-from tswift.jobs.folder import RunFolder, default_path
-from tswift.jobs.job import Job
-from tswift.jobs.presets import banned_ids, remark
+from tswift.jobs.folder import (
+    InUse,
+    JournalState,
+    Lock,
+    RunFolder,
+    RunRecord,
+    check_ids,
+    default_path,
+    read_record,
+    read_run,
+    read_saved,
+)
+from tswift.jobs.job import FINISHED, Job
 from tswift.jobs.prompt import (
     BUNDLED_PREFILL,
     TextStream,
@@ -153,3 +164,189 @@ def refuse_full_disk(path: Path, tokens: int, option: str) -> None:
         raise InputError(
             f"{tokens:,} tokens take about {gigabytes(need)}, {path} has {gigabytes(disk.free)} free", option
         )
+
+
+OPTION = "resume"
+# None of them changes a token. Memory may want nodes and budget lower.
+_MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "draft_weights")
+_MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
+
+
+def resume(
+    path: Path, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str], ranks: Dist = ALONE
+) -> Job | None:
+    """A job that goes on with a run; None if that is finished.
+
+    Args:
+        path: the run's folder.
+        asked: options that were typed, by the names that :meth:`RunConfig.of` takes. Those that could change the
+            text must be the run's own.
+        discard_damaged: go on from the last sound token where something after it is broken.
+        command: the words of the command line, for ``run.json``.
+        ranks: as :func:`tswift.jobs.start.start` takes them. Nothing says that they are as many as before.
+
+    Raises:
+        InputError: no run, one that is in use, broken or made by another model, or an option in conflict with it.
+            The folder is as it was then.
+    """
+    read_record(path)  # a folder without one is none to put a lock into
+    try:
+        lock = Lock(path)
+    except InUse:
+        process = read_record(path).get("process")
+        who = "process {pid} on {host}".format(**process) if isinstance(process, dict) else "another process"
+        raise InputError(f"{path} is in use: {who} is writing it", OPTION) from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be written to ({error.strerror})", OPTION) from None
+    try:
+        job = _resumed(path, lock, asked, discard_damaged, command, ranks)
+    except BaseException:
+        lock.release()
+        raise
+    if job is None:
+        lock.release()
+    return job
+
+
+def _resumed(
+    path: Path, lock: Lock, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str], ranks: Dist
+) -> Job | None:
+    run = read_run(path)
+    saved = read_saved(path, run.prompt)
+    _refuse_conflicts(run, asked, (*_MAY_CHANGE, *_MAY_MOVE))
+    config = _going_on(run, asked)
+    if saved.damage and not discard_damaged:
+        sound = len(saved.tokens)
+        raise InputError(f"{saved.damage}; --discard-damaged goes on from the {sound:,} sound tokens before", OPTION)
+    length = config.length
+    if length < len(saved.tokens):
+        raise InputError(f"{path} has {len(saved.tokens):,} tokens already, got {length:,}", "length")
+    if run.state == FINISHED and (length == len(saved.tokens) or _ended(run, saved)):
+        _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
+        return None
+    # a run that was stopped after its last token and before its last record has to draw that token again
+    checkpoint, journal = saved.last(below=len(saved.tokens) if _ended(run, saved) else length)
+    tokens = saved.tokens[: checkpoint.tokens]
+    refuse_full_disk(path, length - len(tokens), OPTION)
+    model = _load(run, config, "exact" in asked, ranks)
+    for name, ids in (("prompt", run.prompt), ("tokens", tokens), ("banned ids", run.params.banned)):
+        check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
+    generation = begin(
+        model,
+        run.prompt,
+        length,
+        method=config.method,
+        params=run.params,
+        seed=config.seed,
+        options=config.options(),
+        stop_at_eos=config.stop_at_eos,
+        written=tokens,
+    )
+    try:
+        stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
+    except ValueError as error:
+        raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
+    text, draft = TextStream(model.tokenizer), about_draft(model)
+    folder = RunFolder.reopen(path, lock, run.prompt, checkpoint, journal, text.add(tokens))
+    about = _about(run, length, model.name, asked)
+    session = {
+        "at": len(tokens),
+        "started": now(),
+        "command": list(command),
+        "drafting": used_options(config.method, generation.options),
+        "draft": draft,
+        "draft_weights": model.draft_weights,
+        "exact": model.about()["exact"],
+        "environment": environment(model.target.device),
+    }
+    resumed = [*run.record.get("resumed", ()), session]
+    notes = [*_notes(saved, len(tokens)), *_other_draft(run, draft)]
+    if run.config.exact and model.exact != run.bits:
+        notes.append("this machine rounds otherwise than the one before: the text may go on differently than there")
+    return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes)
+
+
+def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[str]) -> None:
+    """No option is silently ignored: what was typed is either the run's own or refused."""
+    record = run.record
+    known = {**record["options"], **record["options"].get("drafting", {}), **record["sampling"], **record["drafting"]}
+    drafting = {name: value for name, value in asked.items() if name in (*DraftOptions.__dataclass_fields__, "heads")}
+    auto = record["drafting"].get("tree") == drafting.get("tree", AUTO) == AUTO
+    kept = {name: record["drafting"].get(name) for name in ("kv", *(("tree", "recall") if auto else ()))}
+    refuse_unused([run.config.method], {**kept, **drafting} if drafting else {})
+    known["exact"] = run.config.exact
+    for name, value in asked.items():
+        own = known.get(name)
+        if name in ("device", "dtype", "attention") and value == record["model"][name]:
+            continue
+        if _plain(value) == record["options"].get("drafting", {}).get(name):  # it was cut to what fits then, too
+            continue
+        if name not in free and _plain(value) != _plain(own):
+            said = "none" if own is None else own
+            message = f"the run was made with {said}, got {value}; a resumed run keeps its options"
+            raise InputError(message, name)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _ended(run: RunRecord, saved: JournalState) -> bool:
+    """Whether the text was ended by an end-of-text token."""
+    return run.config.stop_at_eos and bool(saved.tokens) and saved.tokens[-1] in run.eos_ids
+
+
+def _going_on(run: RunRecord, asked: Mapping[str, Any]) -> RunConfig:
+    """The run's configuration with what may change."""
+    own = ("length", "draft_model", "draft_weights", *_MAY_MOVE)
+    drafting = {name: asked[name] for name in ("nodes", "budget") if name in asked}
+    changed = {name: asked[name] for name in own if name in asked}
+    return replace(run.config, **changed, drafting={**run.config.drafting, **drafting})
+
+
+def _load(run: RunRecord, config: RunConfig, exact_typed: bool, ranks: Dist) -> LoadedModel:
+    """The run's model, loaded as it was then, and seen to be the same."""
+    load_run = partial(load, config.model, quantize=config.quantize, ranks=ranks, **config.loading())
+    try:
+        model = load_run(exact=config.exact)
+    except InputError as error:  # on other machines, or more ranks, it goes on without; notes tell
+        if error.field != "exact" or exact_typed:
+            raise
+        model = load_run(exact=False)
+    now_loaded, known = identity(model), run.record["model"]
+    for what in ("weights", "config", "eos_ids", "heads"):
+        if now_loaded[what] != known.get(what):
+            message = f"{config.model} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
+            raise InputError(message, "model")
+    return model
+
+
+def _about(run: RunRecord, length: int, model: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    kept = ["command", "options", "sampling", "drafting", "model", "prompt"]
+    kept += ["started", "environment", "prefill_seconds"]
+    about = {name: run.record[name] for name in kept if name in run.record}
+    moved = {name: asked[name] for name in _MAY_MOVE if name in asked}
+    return {
+        **about,
+        "options": {**about["options"], "length": length, **moved},
+        "model": {**about["model"], "name": model},
+    }
+
+
+def _notes(saved: JournalState, kept: int) -> list[str]:
+    notes = [f"going on after {kept:,} tokens"]
+    if saved.damage:
+        notes.append(f"{saved.damage}: what comes after token {kept:,} is drawn again")
+    elif saved.torn:
+        notes.append("the last line of the journal was cut short: the checkpoint before it is used")
+    again = len(saved.tokens) - kept + saved.unsure
+    if again:
+        notes.append(f"{again:,} tokens behind the last checkpoint are drawn again")
+    return notes
+
+
+def _other_draft(run: RunRecord, draft: Mapping[str, Any] | None) -> list[str]:
+    """What is to be said of a draft model that is not the one that the run was begun with."""
+    if draft is None or draft["weights"] == (run.record["model"].get("draft") or {}).get("weights"):
+        return []
+    return [f"the draft model {draft['name']} is not the one that the run was begun with; no token depends on it"]

@@ -13,9 +13,8 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import check, ending
 from tswift.errors import InputError
 from tswift.jobs.config import AuditConfig
-from tswift.jobs.folder import TOKENS
+from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens
 from tswift.jobs.prompt import take
-from tswift.jobs.recorded import RunRecord, check_ids, read_tokens
 from tswift.models.config import refuse_shape
 from tswift.models.load import LoadedModel, load
 from tswift.models.target import Show
