@@ -31,8 +31,7 @@ from triton.compiler import ASTSource
 
 from benchmarks import tables
 from tswift.attention import triton as backend
-from tswift.attention.layout import Layout
-from tswift.attention.special import AttentionSpec
+from tswift.attention.layout import AttentionSpec, Layout
 
 _TYPES = {
     torch.float64: "*fp64",

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tswift.decoding.drafter import Context, Drafter
+from tswift.decoding.drafter import Context, Drafter, DraftTree, Step
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.step import Step
-from tswift.decoding.tree import DraftTree
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions, find_method
-from tswift.kv.buffer import KVBuffer, KVShape
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV, KVBuffer, KVShape
 from tswift.models.heads import HEAD_TYPES, Heads, MedusaHeads
 from tswift.models.target import Forwarded, Target
 

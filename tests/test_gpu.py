@@ -16,17 +16,16 @@ import torch
 import tswift
 from tests.attention.oracle import case, chain, dense, other_bits
 from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
-from tswift.attention.layout import Layout
-from tswift.attention.special import AttentionSpec, SpecialAttention
+from tswift.attention.layout import AttentionSpec, Layout
+from tswift.attention.sdpa import SpecialAttention
 from tswift.decoding.audit import audit
-from tswift.decoding.noise import noise_bits
 from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import noise_bits
 from tswift.drafting.methods import METHODS, make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
 from tswift.jobs.prompt import read_prompt
-from tswift.kv.buffer import KVShape
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV, KVShape
 from tswift.models.load import LoadedModel
 from tswift.models.target import Target
 
@@ -308,7 +307,7 @@ def test_triton_head_sizes(triton_attention, size, dtype) -> None:
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_flash_against_float64(model, dtype) -> None:
     pytest.importorskip("flash_attn", reason="flash-attn is not installed")
-    from tswift.attention.flash import FlashAttention
+    from tswift.attention.sdpa import FlashAttention
 
     kv_heads, group, size = LAYOUTS[model]
     query, keys, values, ancestors, scale = on_device(kv_heads, group, size, 20_000, 41, dtype=dtype)

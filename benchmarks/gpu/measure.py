@@ -30,7 +30,7 @@ from tswift.benchmarking.roofline import measure_machine, pass_seconds
 from tswift.decoding.params import SamplingParams
 from tswift.engine import Generation
 from tswift.jobs.environment import environment
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.kv.partial import PartialKV
 from tswift.models.devices import available_bytes
 from tswift.models.shapes import PREFIX, random_weights, shape_config, shape_of

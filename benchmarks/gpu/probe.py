@@ -17,11 +17,10 @@ from torch.nn.functional import linear
 from benchmarks.gpu.run import Run, at_context, noisy
 from benchmarks.gpu.timing import covered, interleaved, kernels, replayed
 from tswift.attention.layout import Layout
+from tswift.decoding.drafter import DraftTree
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.tree import DraftTree
-from tswift.kv.buffer import KVBuffer
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV, KVBuffer
 from tswift.models.shapes import PREFIX, shape_config
 from tswift.models.target import Target
 

@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tswift.decoding.drafter import Step
     from tswift.decoding.params import SamplingParams
-    from tswift.decoding.step import Step
     from tswift.drafting.options import DraftOptions
     from tswift.engine import generate
     from tswift.errors import Fault, InputError
@@ -33,7 +33,7 @@ _HOMES = {
     "generate": "tswift.engine",
     "SamplingParams": "tswift.decoding.params",
     "DraftOptions": "tswift.drafting.options",
-    "Step": "tswift.decoding.step",
+    "Step": "tswift.decoding.drafter",
     "InputError": "tswift.errors",
     "Fault": "tswift.errors",
 }

@@ -10,11 +10,11 @@ from numbers import Integral
 import torch
 
 from tswift.decoding.costs import costs_of, measure
+from tswift.decoding.device_step import try_steps
+from tswift.decoding.drafter import AcceptFn, Step
 from tswift.decoding.lockstep import AgreedDrafter, lockstep
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.step import AcceptFn, Step
-from tswift.decoding.trust import try_steps
 from tswift.distributed import ALONE, Dist, guard
 from tswift.drafting.methods import (
     draft_slots,
@@ -26,7 +26,7 @@ from tswift.drafting.methods import (
 )
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError
-from tswift.kv.policies import POLICIES
+from tswift.kv.partial import POLICIES
 from tswift.models.devices import available_bytes, gigabytes
 from tswift.models.load import LoadedModel, ModelSpec, inspect_draft_model, inspect_model
 from tswift.models.passes import NOMINAL

@@ -7,7 +7,7 @@ from random import Random
 import torch
 
 from tests.helpers import random_tree
-from tswift.attention.special import AttentionSpec
+from tswift.attention.layout import AttentionSpec
 
 NOTHING = AttentionSpec()
 

@@ -16,11 +16,8 @@ import torch
 from tests.attention.oracle import GROUP, KV_HEADS, NOTHING, SINKS, WANTS, case, chain, dense
 from tests.models.test_passes import LengthOnDevice
 from tswift.attention.backends import BACKENDS, choose, fails, why_not
-from tswift.attention.flash import FlashAttention
-from tswift.attention.layout import Layout
-from tswift.attention.reference import ReferenceAttention
-from tswift.attention.sdpa import TreeAttention
-from tswift.attention.special import AttentionSpec
+from tswift.attention.layout import AttentionSpec, Layout
+from tswift.attention.sdpa import FlashAttention, ReferenceAttention, TreeAttention
 from tswift.errors import InputError
 
 

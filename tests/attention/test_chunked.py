@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.attention.oracle import NOTHING, blind_to_siblings, case, chain, dense
 from tswift.attention import chunked
 from tswift.attention.chunked import ChunkedAttention
-from tswift.attention.layout import MOST_WIDTH, Layout
-from tswift.attention.special import AttentionSpec
+from tswift.attention.layout import MOST_WIDTH, AttentionSpec, Layout
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

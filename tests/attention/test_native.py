@@ -19,7 +19,7 @@ from tswift.attention.building import Unbuilt
 from tswift.attention.layout import Layout
 from tswift.attention.native import NativeAttention
 from tswift.attention.sdpa import TreeAttention
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.models.load import load
 
 CPU = torch.device("cpu")

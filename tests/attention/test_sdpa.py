@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from tests.attention.oracle import DIM, GROUP, KV_HEADS, WANTS, blind_to_siblings, case, chain, dense
 from tests.helpers import PLAIN, decode, drafter_of, random_prompt, tiny_target
-from tswift.attention import sdpa, special
-from tswift.attention.layout import Layout
-from tswift.attention.reference import ReferenceAttention
-from tswift.attention.sdpa import TreeAttention
-from tswift.attention.special import AttentionSpec, SpecialAttention
+from tswift.attention import sdpa
+from tswift.attention.layout import AttentionSpec, Layout
+from tswift.attention.sdpa import ReferenceAttention, SpecialAttention, TreeAttention
 from tswift.drafting.options import DraftOptions
 
 
@@ -138,7 +136,7 @@ def run(wants: AttentionSpec, prefix: int, nodes: int, dtype=torch.float64, tree
 @pytest.mark.parametrize("name", WANTS)
 def test_against_a_dense_computation(monkeypatch, name: str) -> None:
     for block, tree in product((7, 2048), (True, False)):
-        monkeypatch.setattr(special, "_BLOCK", block)
+        monkeypatch.setattr(sdpa, "_MASKED_BLOCK", block)
         for prefix, nodes in ((0, 1), (0, 30), (5, 12), (60, 1), (60, 12), (61, 40)):
             torch.testing.assert_close(*run(WANTS[name], prefix, nodes, tree=tree), rtol=0, atol=1e-12)
 

@@ -31,9 +31,9 @@ from tests.attention.oracle import (
 from tests.fuzzing import few
 from tests.helpers import random_tree
 from tswift.attention.backends import partials_bytes, why_not
-from tswift.attention.layout import Layout
-from tswift.attention.special import AttentionSpec, SpecialAttention
-from tswift.kv.full import FullKV
+from tswift.attention.layout import AttentionSpec, Layout
+from tswift.attention.sdpa import SpecialAttention
+from tswift.kv.cache import FullKV
 from tswift.models.target import Target
 
 backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")

@@ -46,7 +46,6 @@ from tswift.benchmarking.run import (
 )
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
-from tswift.decoding.tree import DraftTree
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, MemoryEstimate
 from tswift.errors import InputError

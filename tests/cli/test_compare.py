@@ -34,7 +34,7 @@ def test_json(tswift, checkpoint, prompt, tmp_path):
 
 
 def test_a_wrong_method_exits_with_one(tswift, checkpoint, prompt, monkeypatch):
-    from tswift.decoding.tree import DraftTree
+    from tswift.decoding.drafter import DraftTree
 
     walk = DraftTree.walk
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tswift.cli.verify import verdict
-from tswift.decoding.audit import VIOLATION, WITHIN, Audit, Finding
-from tswift.decoding.rounding import Level
+from tswift.decoding.audit import VIOLATION, WITHIN, Audit, Finding, Level
 
 FOUND = (
     Finding(3, 13, 7, 8, 0.01, WITHIN),

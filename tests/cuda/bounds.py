@@ -37,18 +37,18 @@ WAITS = frozenset(
 SENT = frozenset(
     {
         "decoding/device_step.py:send",
-        "decoding/noise.py:noise_bits",
+        "decoding/sampling.py:noise_bits",
         "decoding/sampling.py:extend",
-        "decoding/step.py:_verify",
+        "decoding/loop.py:_verify",
         "drafting/head_tree.py:_sent",
         "drafting/head_tree.py:propose",
         "drafting/heads.py:guess",
         "drafting/chains.py:cache",
         "drafting/history.py:committed",
-        "kv/buffer.py:commit",
+        "kv/cache.py:commit",
         "kv/partial.py:append",
         "kv/partial.py:select",
-        "kv/streaming.py:settle",
+        "kv/cache.py:settle",
         "models/target.py:embed",
     }
 )

@@ -51,7 +51,7 @@ def main(capability: str, dtype: str, nodes: str) -> None:
     ancestors, newest = torch.zeros(count, count, dtype=torch.bool), torch.zeros(VOCAB, dtype=torch.int64)
     for label, params in PARAMS.items():
         for name in ("top_logits", "rank_parts", "rank_rows"):
-            setattr(fused.kernels, name, Compiler(KERNELS[name], int(capability), f"{dtype}, {nodes} nodes, {label}"))
+            setattr(fused, name, Compiler(KERNELS[name], int(capability), f"{dtype}, {nodes} nodes, {label}"))
         rule = fused.FusedRule(params, 1, VOCAB, device)
         rule.draw(logits, tokens, tokens, ancestors, newest)
         if count <= 4:
@@ -64,7 +64,7 @@ PARAMS = {
     "all": SamplingParams(temperature=0.7, banned=(1,)),
     "no min-p": SamplingParams(temperature=0.7, min_p=0.0),
 }
-KERNELS = {name: getattr(fused.kernels, name) for name in ("top_logits", "rank_parts", "rank_rows")}
+KERNELS = {name: getattr(fused, name) for name in ("top_logits", "rank_parts", "rank_rows")}
 
 if __name__ == "__main__":
     for case in sys.argv[1:]:

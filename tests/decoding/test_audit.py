@@ -23,13 +23,22 @@ from tests.decoding.test_loop import CASES, PAPER, TEXTS, parameters
 from tests.fuzzing import few
 from tests.helpers import decode, decode_method, random_prompt, tiny_llama, tiny_target
 from tswift.decoding import audit as module
-from tswift.decoding.audit import VIOLATION, WITHIN, Audit, audit, stretches
-from tswift.decoding.margin import RoundingMargin, contested
+from tswift.decoding.audit import (
+    FALSE_ALARMS,
+    VIOLATION,
+    WITHIN,
+    Audit,
+    Rounding,
+    RoundingMargin,
+    audit,
+    contested,
+    most,
+    stretches,
+)
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.rounding import FALSE_ALARMS, Rounding, most
 from tswift.decoding.sampling import Sampler
 from tswift.engine import begin
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.models.target import Target
 
 CPU = torch.device("cpu")

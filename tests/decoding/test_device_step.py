@@ -23,12 +23,10 @@ from tests.helpers import (
 from tests.models.test_passes import LengthOnDevice, static_target
 from tswift.benchmarking.run import SimulatedWalk
 from tswift.decoding import device_step
-from tswift.decoding.device_step import DeviceStepper, ancestors_of, reached_node
-from tswift.decoding.finite import NotFinite
-from tswift.decoding.loop import Decoding
+from tswift.decoding.device_step import DeviceStepper, ancestors_of, reached_node, try_steps
+from tswift.decoding.loop import Decoding, NotFinite
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.trust import try_steps
 from tswift.drafting.fixed_tree import FixedTree
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tests.helpers import random_tree
 from tswift.decoding.drawing import draw_program
-from tswift.decoding.noise import gumbel
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import NO_TOKEN, Sampler, _best
+from tswift.decoding.sampling import NO_TOKEN, Sampler, _best, gumbel, seed_stream
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(draw_program(SamplingParams(), 0, 4) is None, reason="no C compiler")
@@ -109,7 +108,7 @@ def test_rows_from_which_nothing_can_be_drawn(broken: float, temperature: float)
 def test_near_ties_are_left_to_pytorch() -> None:
     """Logits made such that two scores tie but for the rounding of a float32: the program has to say so."""
     params, vocab, seed = SamplingParams(min_p=0.0, penalty=1.0), 8, 3
-    program = draw_program(params, seed, vocab)
+    program = draw_program(params, seed_stream(seed), vocab)
     assert program is not None
     noise = gumbel(seed, range(100_000), torch.arange(vocab))
     apart = noise[:, 0] - noise[:, 5]

@@ -22,17 +22,15 @@ from tests.helpers import (
     tiny_target,
     tokens_of,
 )
-from tswift.decoding import finite
+from tswift.decoding import loop
 from tswift.decoding.audit import audit
-from tswift.decoding.drafter import Drafter
-from tswift.decoding.finite import NotFinite
-from tswift.decoding.loop import Decoding
+from tswift.decoding.drafter import Drafter, DraftTree
+from tswift.decoding.loop import Decoding, NotFinite
 from tswift.decoding.params import SamplingParams, warp
 from tswift.decoding.sampling import NO_TOKEN, Sampler
-from tswift.decoding.tree import DraftTree
 from tswift.drafting.chains import PartialDraftModel
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.kv.partial import PartialKV
 from tswift.models.heads import Heads
 from tswift.models.target import Target
@@ -162,17 +160,17 @@ def test_a_broken_embedding_in_the_prompt_is_found_where_it_stands() -> None:
 
 
 def test_the_cache_is_searched_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finite, "_TOKENS", 7)
+    monkeypatch.setattr(loop, "_TOKENS", 7)
     kv = FullKV(tiny_target().kv_shape, 40)
     kv.keys.zero_()
     kv.values.zero_()
     kv.length = 30
-    assert finite._first_broken(kv) is None
+    assert loop._first_broken(kv) is None
     kv.keys[1, 0, 30] = NAN  # nothing that counts
-    assert finite._first_broken(kv) is None
+    assert loop._first_broken(kv) is None
     for place, buffer in ((29, kv.values), (25, kv.keys), (7, kv.values), (6, kv.keys), (0, kv.keys)):
         buffer[1, 1, place, 5] = -INF
-        assert finite._first_broken(kv) == place
+        assert loop._first_broken(kv) == place
 
 
 class Bad:

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import options_for, tokens_of
 from tswift import engine
-from tswift.attention.reference import ReferenceAttention
+from tswift.attention.sdpa import ReferenceAttention
+from tswift.decoding.drafter import AcceptFn
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.step import AcceptFn
 from tswift.drafting.history import LogitHistory
 from tswift.drafting.methods import METHODS, draft_slots
 from tswift.drafting.options import DraftOptions

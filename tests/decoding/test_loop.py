@@ -27,12 +27,10 @@ from tests.helpers import (
 )
 from tswift.decoding import drafter as source
 from tswift.decoding import loop
-from tswift.decoding.drafter import Context, Drafter
+from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.decoding.loop import Decoding
-from tswift.decoding.noise import gumbel
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import Sampler
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.sampling import Sampler, gumbel
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.models.target import Target

@@ -25,11 +25,10 @@ from transformers.generation.logits_process import (
 )
 
 from tests.helpers import PLAIN, random_tree
-from tswift.decoding import noise as noises
 from tswift.decoding import params as warping
-from tswift.decoding.noise import gumbel, noise_bits
+from tswift.decoding import sampling as noises
 from tswift.decoding.params import SamplingParams, warp
-from tswift.decoding.sampling import NO_TOKEN, Sampler
+from tswift.decoding.sampling import NO_TOKEN, Sampler, gumbel, noise_bits
 
 MASK = 2**64 - 1
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import PLAIN, Proposals, decode_method, decode_steps, tiny_target
-from tswift.decoding.drafter import Drafter
+from tswift.decoding.drafter import Drafter, Step
 from tswift.decoding.stats import DecodeStats, distinct
-from tswift.decoding.step import Step
 
 
 def test_figures_of_steps_counted_by_hand() -> None:

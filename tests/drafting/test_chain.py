@@ -15,16 +15,14 @@ from tests.helpers import (
     tiny_target,
     tokens_of,
 )
-from tswift.decoding.drafter import Context, Drafter
+from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.tree import DraftTree
 from tswift.drafting.chains import CHUNK, ChainSource, FullDraftModel, SmallDraftModel
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV, StreamingKV
 from tswift.kv.partial import PartialKV
-from tswift.kv.streaming import StreamingKV
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
 

@@ -15,14 +15,13 @@ from tests.helpers import (
     tiny_heads,
     tiny_target,
 )
-from tswift.decoding.drafter import Context
+from tswift.decoding.drafter import Context, DraftTree
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource, LastPass
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.models.passes import Forwarded
 
 

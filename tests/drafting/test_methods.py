@@ -32,7 +32,7 @@ from tswift.drafting.methods import (
 from tswift.drafting.ngrams import ReuseSource
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.kv.policies import POLICIES
+from tswift.kv.partial import POLICIES
 from tswift.models.passes import NOMINAL
 
 

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import PLAIN
-from tswift.decoding.drafter import Context
+from tswift.decoding.drafter import Context, DraftTree
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.tree import DraftTree
 from tswift.drafting.ngrams import NgramTable, ReuseSource
 
 texts = st.lists(st.integers(0, 3), max_size=120)

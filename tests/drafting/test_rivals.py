@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from tests.fuzzing import few
 from tests.helpers import decode_method, decode_steps, random_prompt, tiny_heads, tiny_target, tokens_of
-from tswift.decoding.drafter import Context, Drafter
+from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.tree import DraftTree
 from tswift.drafting.adaptive import AdaptiveDrafter, Arm
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
 

@@ -34,7 +34,7 @@ from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.sdpa import TreeAttention
 from tswift.errors import InputError
-from tswift.kv.buffer import KVBuffer
+from tswift.kv.cache import KVBuffer
 from tswift.models import target as module
 from tswift.models.adapting import Inexact, fingerprint
 from tswift.models.checkpoint import silence

@@ -15,8 +15,8 @@ from benchmarks.architectures import ARCHITECTURES
 from tests import fake_torchao
 from tests.models.refusals import changed, refuse
 from tswift.attention.backends import BACKENDS, why_not
-from tswift.attention.special import AttentionSpec
-from tswift.kv.full import FullKV
+from tswift.attention.layout import AttentionSpec
+from tswift.kv.cache import FullKV
 from tswift.models import adapting
 from tswift.models.adapting import compiled, wrap_model
 from tswift.models.load import LoadedModel, _with_copy, load

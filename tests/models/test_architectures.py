@@ -11,10 +11,10 @@ import transformers
 from transformers.utils import logging
 
 from benchmarks.architectures import ARCHITECTURES, WINDOW, Architecture, apart, checkpoint, row, stock, texts
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import DraftTree
 from tswift.drafting.methods import METHODS
 from tswift.errors import InputError
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.kv.partial import PartialKV
 from tswift.models.load import LoadedModel, load
 

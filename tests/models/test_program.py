@@ -28,7 +28,7 @@ from tswift.decoding.sampling import Sampler
 from tswift.drafting.heads import HeadSource, LastPass
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.models import adapting
 from tswift.models.adapting import PROGRAM, compiled, fingerprint, wrap_model
 from tswift.models.heads import HEAD_TYPES, prepare

@@ -27,7 +27,7 @@ from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.engine import preflight
 from tswift.errors import InputError
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.models import load as loading
 from tswift.models.adapting import wrap_model
 from tswift.models.checkpoint import fingerprint_of, weights_hash
@@ -250,7 +250,7 @@ def test_heads_that_start_before_the_final_norm(checkpoint: Path, tmp_path: Path
         norm = target.model.model.norm
         assert len(norm._forward_pre_hooks) == 1
         zero = torch.zeros(1, dtype=torch.int64)
-        forwarded = target.forward(zero, zero, tswift.kv.full.FullKV(target.kv_shape, 1), None)
+        forwarded = target.forward(zero, zero, tswift.kv.cache.FullKV(target.kv_shape, 1), None)
         assert torch.equal(norm(forwarded.raw), forwarded.hidden)
     assert text(model, "tokenswift") == text(model, "ar")
 

@@ -16,7 +16,7 @@ from tests.models.refusals import refuse
 from tests.models.test_passes import OPTIONS, PARAMS, static_target
 from tswift.attention.backends import why_not
 from tswift.attention.native import NativeAttention
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.models import shapes
 from tswift.models.adapting import heads_of
 from tswift.models.load import LoadedModel

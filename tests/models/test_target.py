@@ -8,8 +8,8 @@ import transformers
 
 from benchmarks.architectures import ARCHITECTURES, WINDOW, Architecture
 from tests.helpers import VOCAB, random_prompt, tiny_llama, tiny_target
-from tswift.attention.special import AttentionSpec
-from tswift.kv.full import FullKV
+from tswift.attention.layout import AttentionSpec
+from tswift.kv.cache import FullKV
 from tswift.models.hf import UnsupportedModel, output_of, probe_attention
 from tswift.models.target import Target
 

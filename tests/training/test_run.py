@@ -26,7 +26,7 @@ from tests.training.tiny import Tiny
 from tswift.cli import main
 from tswift.errors import Fault, InputError
 from tswift.jobs import folder as files
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.training.config import DraftConfig, HeadsConfig, Progress, TrainConfig
 from tswift.training.data import Documents
 from tswift.training.run import CHECKPOINT, METRICS, RECORD, TrainFolder, resume, train

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from tswift.attention.chunked import ChunkedAttention
-from tswift.attention.layout import Attention, Layout, StaticAttention
-from tswift.attention.sdpa import TreeAttention
-from tswift.attention.special import AttentionSpec, SpecialAttention
+from tswift.attention.layout import Attention, AttentionSpec, Layout, StaticAttention
+from tswift.attention.sdpa import SpecialAttention, TreeAttention
 from tswift.errors import InputError
-from tswift.kv.buffer import KVShape
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV, KVShape
 
 
 def _sdpa() -> type[Attention]:
@@ -37,7 +35,7 @@ def _triton() -> type[Attention]:
 
 
 def _flash() -> type[Attention]:
-    from tswift.attention.flash import FlashAttention
+    from tswift.attention.sdpa import FlashAttention
 
     return FlashAttention
 

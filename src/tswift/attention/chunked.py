@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tswift.attention.layout import MOST_WIDTH, Layout
-from tswift.attention.special import AttentionSpec
+from tswift.attention.layout import MOST_WIDTH, AttentionSpec, Layout
 
 _LEAST, _MOST = 256, 2048  # keys of a block
 _LOWEST = -80.0  # difference of scores; exponentials that are no normal float32 take a CPU 50 times as long

@@ -32,6 +32,24 @@ class Layout:
     device: torch.device
 
 
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a layer wants; nothing, where all is None.
+
+    Attributes:
+        window: a node sees this many tokens, itself included; None for all.
+        softcap: scores are squeezed to between minus and plus this, by a hyperbolic tangent; None for not at all.
+        sinks: ``[query heads]`` scores that take part in the softmax and stand for no key; None for none.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def __bool__(self) -> bool:
+        return self.window is not None or self.softcap is not None or self.sinks is not None
+
+
 class Attention(Protocol):
     """Attention of one pass; what all its layers share is worked out once, when it is made.
 

@@ -1,19 +1,23 @@
 """Tree attention from stock operators: the prefix without a mask, the tree with a small one, merged by log-sum-exps.
 
-The query heads that share a KV head are packed into rows, so keys and values are never expanded.
+The query heads that share a KV head are packed into rows, so keys and values are never expanded. Beside it: the prefix
+through flash-attn, attention as reference implementations do it, and layers with windows, soft caps or sinks.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from tswift.attention.layout import Layout, bias
+from tswift.attention.layout import AttentionSpec, Layout, bias
 
 _OPERATOR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BLOCK = 8192  # keys scored at a time where no operator returns log-sum-exps
+_MASKED_BLOCK = 2048  # keys scored at a time in masked attention
 
 
 class TreeAttention:
@@ -104,3 +108,140 @@ def _blockwise(rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tupl
         weights = torch.exp(scores - lses[-1].unsqueeze(-1))
         outs.append(torch.bmm(weights, values[:, start : start + _BLOCK].to(wide)))
     return torch.stack(outs), torch.stack(lses)
+
+
+class FlashAttention(TreeAttention):
+    """An :class:`~tswift.attention.layout.Attention` for CUDA in bfloat16 and float16.
+
+    Raises:
+        ImportError: flash-attn is not installed.
+    """
+
+    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
+        from flash_attn import flash_attn_with_kvcache
+
+        super().__init__(layout, prefix, nodes, ancestors)
+        self._flash = flash_attn_with_kvcache
+
+    def _split(self, layout: Layout, prefix: int, rows: int) -> int:
+        return 1  # flash-attn cuts the keys itself
+
+    def _prefix(self, rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        # Each KV head is a batch entry with one head, and its rows are the positions: nothing is copied or expanded.
+        out, lse = self._flash(
+            rows.unsqueeze(2),
+            keys.unsqueeze(2),
+            values.unsqueeze(2),
+            softmax_scale=scale,
+            causal=False,
+            return_softmax_lse=True,
+        )
+        return out.squeeze(2).unsqueeze(0), lse.squeeze(1).unsqueeze(0)
+
+
+class ReferenceAttention:
+    """An :class:`~tswift.attention.layout.Attention` that computes what the others do."""
+
+    STATIC: ClassVar[bool] = False
+    WANTS: ClassVar[bool] = False
+    MOST_NODES: ClassVar[int | None] = None
+    EXACT: ClassVar[bool] = False
+
+    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
+        prefix = int(prefix)
+        self._groups = layout.groups
+        self._mask = bias(layout, prefix, nodes, ancestors, layout.dtype)
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Attend; shapes as for every attention."""
+        keys, values = (x.repeat_interleave(self._groups, dim=0).unsqueeze(0) for x in (keys, values))
+        return F.scaled_dot_product_attention(query.unsqueeze(0), keys, values, self._mask, scale=scale)[0]
+
+
+class SpecAttention:
+    """Attention of one pass by a backend that itself does what layers want.
+
+    Args:
+        attend: the backend's; it also takes ``wants``.
+        wants: by layer.
+    """
+
+    def __init__(self, attend: Callable[..., Tensor], wants: Sequence[AttentionSpec]) -> None:
+        self._attend, self.wants = attend, wants
+
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Attend; the layer's index, and shapes as for every attention."""
+        return self._attend(query, keys, values, scale, wants=self.wants[layer])
+
+
+class Places(Protocol):
+    """A cache that knows where in the text its tokens are."""
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        ...
+
+    def places(self, layer: int) -> Tensor:
+        """``[kv heads or 1, length]`` positions of the tokens held."""
+        ...
+
+    def before(self, window: int) -> int:
+        """How many slots at the beginning hold tokens that no coming one has in its window."""
+        ...
+
+
+class SpecialAttention:
+    """Attention of one pass, for layers that want something.
+
+    Args:
+        layout: the model's.
+        wants: by layer.
+        cache: what the nodes attend to, themselves apart.
+        positions: ``[n]`` int64, the nodes'.
+        ancestors: as for :class:`~tswift.attention.layout.Attention`.
+    """
+
+    def __init__(
+        self, layout: Layout, wants: Sequence[AttentionSpec], cache: Places, positions: Tensor, ancestors: Tensor | None
+    ) -> None:
+        self.wants, self._cache, self._positions = wants, cache, positions
+        if ancestors is None:
+            ancestors = torch.ones(len(positions), len(positions), dtype=torch.bool, device=layout.device).tril_()
+        self._ancestors = ancestors
+        self._wide = torch.promote_types(layout.dtype, torch.float32)
+
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Attend; the layer's index, and shapes as for every attention."""
+        wants = self.wants[layer]
+        start = 0 if wants.window is None else self._cache.before(wants.window)
+        visible = self._visible(layer, wants.window, start)
+        wide, heads = self._wide, len(keys)
+        rows = query.unflatten(0, (heads, -1)).to(wide) * scale  # [kv heads, groups, n, d]
+        lowest = torch.finfo(wide).min  # stands for minus infinity, which a block without a visible key would give
+        out, total = torch.zeros_like(rows), rows.new_full(rows.shape[:-1], lowest)
+        for at in range(start, keys.shape[1], _MASKED_BLOCK):
+            block = slice(at, at + _MASKED_BLOCK)
+            scores = rows @ keys[:, None, block].to(wide).transpose(2, 3)
+            if wants.softcap is not None:
+                scores = torch.tanh(scores / wants.softcap) * wants.softcap
+            scores.masked_fill_(~visible[:, None, :, at - start : at - start + _MASKED_BLOCK], -torch.inf)
+            larger = torch.logaddexp(total, scores.logsumexp(-1)).clamp_min(lowest)
+            shares = torch.exp(scores - larger.unsqueeze(-1))
+            out = out * torch.exp(total - larger).unsqueeze(-1) + shares @ values[:, None, block].to(wide)
+            total = larger
+        if wants.sinks is not None:
+            sinks = wants.sinks.to(wide).view(heads, -1, 1)
+            out = out * torch.exp(total - torch.logaddexp(total, sinks)).unsqueeze(-1)
+        return out.flatten(0, 1).to(query.dtype)
+
+    def _visible(self, layer: int, window: int | None, start: int) -> Tensor:
+        """``[kv heads or 1, n, keys]`` bool: true where a node sees a key, from slot ``start`` on."""
+        held, nodes = self._cache.length - start, len(self._positions)
+        if window is None:
+            before = self._ancestors.new_ones(1, nodes, held)
+            return torch.cat([before, self._ancestors.unsqueeze(0)], dim=2)
+        first = self._positions - window  # the last position that is out of sight
+        before = self._cache.places(layer)[:, None, start:] > first[:, None]
+        own = self._ancestors & (self._positions > first[:, None])
+        return torch.cat([before, own.expand(len(before), -1, -1)], dim=2)

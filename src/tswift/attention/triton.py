@@ -36,8 +36,7 @@ import triton
 from torch import Tensor
 
 from tswift.attention.kernels import MIDDLE, NEAR, attend_chunk, combine_chunks, store_new
-from tswift.attention.layout import MOST_WIDTH, Layout
-from tswift.attention.special import AttentionSpec
+from tswift.attention.layout import MOST_WIDTH, AttentionSpec, Layout
 
 _PROMPT = 128  # nodes; a pass of more is over a prompt
 _LONG = 32  # times as long are the chunks of a prompt

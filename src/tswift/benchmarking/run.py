@@ -21,9 +21,8 @@ from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAM
 from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
 from tswift.benchmarking.summary import FINISHED, STATS, from_source
 from tswift.decoding.audit import Audit
+from tswift.decoding.drafter import DraftTree, Step
 from tswift.decoding.stats import DecodeStats
-from tswift.decoding.step import Step
-from tswift.decoding.tree import DraftTree
 from tswift.engine import Generation, begin
 from tswift.errors import InputError, renamed
 from tswift.jobs.environment import environment, now

@@ -36,8 +36,8 @@ def env(
     from tswift.benchmarking.table import NOTHING, Table
     from tswift.cli import output
     from tswift.decoding.costs import costs_of, folder
+    from tswift.decoding.device_step import try_steps
     from tswift.decoding.params import SamplingParams
-    from tswift.decoding.trust import try_steps
     from tswift.jobs.environment import environment
     from tswift.models.load import load
 

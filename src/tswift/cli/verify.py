@@ -64,7 +64,7 @@ def _notes(audit: Audit) -> Iterator[str]:
 
 
 def _about_rounding(audit: Audit) -> Iterator[str]:
-    from tswift.decoding.rounding import FALSE_ALARMS
+    from tswift.decoding.audit import FALSE_ALARMS
 
     yield (
         f"passes of different widths differ by up to {_number(audit.measured)} in a logit; "

@@ -1,7 +1,18 @@
-"""Is this text what the sampling rule draws? One chunked prefill over it, the rule applied at every position.
+"""The audit: is this text what the sampling rule draws? One chunked prefill, the rule applied at every position.
 
 It costs about a prefill, whatever made the text and however long that took, and it does not lose the thread where
 rounding has swapped two candidates: every token is judged after the text that stands before it.
+
+Two passes over the same tokens round differently. That can do more than swap two close scores: a token at the edge of
+min-p is kept by one pass and dropped by the other. So the whole rule is applied again with changed logits, instead of
+a gap being read off its scores (:class:`RoundingMargin`). The bound on each token is the largest difference that was
+measured, and most are far smaller: a text drawn by slightly other parameters hides below it, token by token. So
+measured differences are added to the logits of the audit's pass and the rule is applied again, which gives as many
+texts as honest passes could have drawn (:class:`Rounding`). The text in question may not have more tokens turned than
+those, nor more of them by much. Assumed: the passes that made the text differ from the audit's as passes of the
+stretches do where those differ at all, up to the factor ``_MORE``: they read keys that differ, which those of a stretch
+do only from the first difference on. And a difference is as likely with either sign, and at any token whose logit has
+the same rank in its row.
 """
 
 from __future__ import annotations
@@ -16,12 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tswift.decoding.finite import broken, not_finite
-from tswift.decoding.margin import RoundingMargin
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.rounding import Level, Rounding
+from tswift.decoding.loop import broken, not_finite
+from tswift.decoding.params import SamplingParams, warp
 from tswift.decoding.sampling import Sampler
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.models.target import Show, Target
 
 WITHIN, VIOLATION = "within rounding", "violation"
@@ -30,6 +39,15 @@ _CHUNK = 256  # tokens forwarded at a time
 _ELEMENTS = 1 << 21  # scores held at a time, in float64
 _STRETCHES, _STRETCH, _WIDTHS = 8, 32, (1, 8)
 _WIDE, _NARROW = 256.0, 16.0  # most rounding there can be, in units of the largest logit's last place
+FALSE_ALARMS = 1e-3  # at most this share of honest texts is refused
+_SAFETY = 2.0
+_MORE = 1.25
+_DRAWS = 32  # texts that honest passes could have drawn
+_LEVELS = (0.0, 1.0, 2.0, 4.0)  # margins beyond which tokens are counted, in units of the usual difference
+_KEPT, _TOP = 8, 32  # rows kept of each comparison; largest logits of a row, which are those that matter
+_SMALLEST = 1e-12  # where the search starts if no rounding was measured
+_UP, _DOWN = 40, 6  # most steps of the search, each by a factor of four
+_HALVINGS = 20
 
 
 @dataclass(frozen=True)
@@ -134,7 +152,7 @@ def audit(
     violation. Elsewhere a token may also be within rounding. How far rounding reaches is measured: at up to eight
     stretches of 32 tokens, from the text's start to its end, the tokens are also forwarded one at a time and eight at a
     time, and the logits compared with those of the chunk. The whole text is held against what such differences make of
-    it: see :mod:`tswift.decoding.rounding`.
+    it: see :mod:`tswift.decoding.audit`.
 
     Args:
         target: the model.
@@ -302,3 +320,261 @@ class _Judge:
         exact = count - len(findings)
         about = self._target.width, rounding.levels() if self._target.width is None else (), rounding.contested
         return Audit(count, exact, findings, rounding.measured, limit, bound, least, greatest, seconds, *about)
+
+
+@dataclass(frozen=True)
+class Level:
+    """The tokens within rounding whose margin is above some size, against what rounding explains.
+
+    Attributes:
+        margin: this size, a change of the logits.
+        observed: how many there are.
+        expected: how many rounding makes, by the measured differences.
+        most: an honest text has more than this, at any level, with a probability of at most ``FALSE_ALARMS``.
+    """
+
+    margin: float
+    observed: int
+    expected: float
+    most: int
+
+
+class Rounding:
+    """Differences between passes over the same tokens, and what they make of a text's draws.
+
+    Attributes:
+        measured: the largest difference of two logits so far.
+        contested: rows so far whose draw some change of the logits within the bound turns.
+    """
+
+    def __init__(self) -> None:
+        self.measured, self.contested = 0.0, 0
+        self._sample: list[Tensor] = []  # rows of differences, each in the order of its row's logits
+        self._random = torch.Generator().manual_seed(0)
+        self._observed, self._made = [0] * len(_LEVELS), [0] * len(_LEVELS)
+
+    @property
+    def bound(self) -> float:
+        """The margin up to which a token is within rounding."""
+        return _SAFETY * self.measured
+
+    @property
+    def usual(self) -> float:
+        """Root mean square of the differences of the largest logits."""
+        return float(self._best().square().mean().sqrt()) if self._sample else 0.0
+
+    def _best(self) -> Tensor:
+        return torch.cat([rows[:, :_TOP].double() for rows in self._sample])
+
+    def measure(self, logits: Tensor, other: Tensor) -> None:
+        """Compare the logits ``[n, V]`` of two passes over the same tokens."""
+        differences = other.double() - logits.double()
+        self.measured = max(self.measured, float(differences.abs().max()))
+        rows = differences.any(-1).nonzero().squeeze(1)
+        if not len(rows):
+            return
+        rows = rows[:: math.ceil(len(rows) / _KEPT)]
+        order = logits[rows].argsort(-1, descending=True)
+        self._sample.append(differences[rows].gather(-1, order).to(torch.promote_types(logits.dtype, torch.float32)))
+
+    def judge(
+        self, sampler: Sampler, logits: Tensor, seen: Tensor | None, noise: Tensor, drawn: Tensor, tokens: Tensor
+    ) -> None:
+        """Count the tokens within rounding among a text's, and those among texts drawn with differences added.
+
+        Args:
+            sampler: the sampling rule.
+            logits: ``[n, V]``.
+            seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
+            noise: ``[n, V]``, of the places of the rows' tokens.
+            drawn: ``[n]`` int64, what the rule draws from these logits.
+            tokens: ``[n]`` int64, the text's; where rounding does not explain the text's, what is drawn.
+        """
+        if not self._sample:
+            return  # nothing is within a bound of 0
+        close = contested(sampler, logits, seen, noise, drawn, self.bound) | (tokens != drawn)
+        self.contested += int(close.sum())
+        rows = close.nonzero().squeeze(1)
+        about = sampler, logits[rows], None if seen is None else seen[rows], noise[rows], drawn[rows]
+        # most are out of the reach of what is added below
+        rows = rows[contested(*about, _MORE * float(self._best().abs().max())) | (tokens != drawn)[rows]]
+        if not len(rows):
+            return
+        logits, noise, drawn, tokens = logits[rows].double(), noise[rows], drawn[rows], tokens[rows]
+        seen = None if seen is None else seen[rows]
+        ranks = logits.argsort(-1, descending=True).argsort(-1)
+        sample = torch.cat(self._sample)
+        turned = [(tokens != drawn).nonzero().squeeze(1)]
+        others = [tokens[turned[0]]]
+        for _ in range(_DRAWS):
+            chosen = torch.randint(len(sample), (len(rows),), generator=self._random).to(rows.device)
+            signs = torch.randint(2, (len(rows), 1), generator=self._random).to(rows.device) * 2 - 1
+            changes = sample[chosen].gather(1, ranks).double() * signs * _MORE
+            again = (sampler.warp(logits + changes, seen) + noise).argmax(-1)
+            turned.append((again != drawn).nonzero().squeeze(1))
+            others.append(again[turned[-1]])
+        made = torch.arange(_DRAWS + 1, device=rows.device).repeat_interleave(
+            torch.tensor([len(each) for each in turned], device=rows.device)
+        )
+        kinds, places = torch.stack([torch.cat(turned), torch.cat(others)]).unique(dim=1, return_inverse=True)
+        doubt = RoundingMargin(
+            sampler, logits[kinds[0]], None if seen is None else seen[kinds[0]], noise[kinds[0]], kinds[1]
+        )
+        for at, level in enumerate(_LEVELS):
+            beyond = (~doubt.explained(level * self.usual))[places]
+            self._observed[at] += int((beyond & (made == 0)).sum())
+            self._made[at] += int((beyond & (made > 0)).sum())
+
+    def levels(self) -> tuple[Level, ...]:
+        """What was counted, and what an honest text may have."""
+        rate = FALSE_ALARMS / len(_LEVELS)
+        return tuple(
+            Level(level * self.usual, observed, made / _DRAWS, most(made, _DRAWS, rate))
+            for level, observed, made in zip(_LEVELS, self._observed, self._made, strict=True)
+        )
+
+
+def most(made: int, draws: int, rate: float) -> int:
+    """The largest count in one text that ``made`` in ``draws`` others like it do not refute.
+
+    Counts of rare events are Poisson's. Of all events, these and the others', each is then this text's with a
+    probability of ``1 / (draws + 1)``: one with a larger count has a probability of less than ``rate``.
+    """
+    count = made // draws
+    while _tail(count + 1, made, 1 / (draws + 1)) >= rate:
+        count += 1
+    return count
+
+
+def _tail(count: int, others: int, share: float) -> float:
+    """Probability that of ``count + others`` events, each with a probability of ``share``, at least ``count`` occur."""
+    total, sum_ = count + others, 0.0
+    for hits in range(count, total + 1):
+        ways = math.lgamma(total + 1) - math.lgamma(hits + 1) - math.lgamma(total - hits + 1)
+        term = math.exp(ways + hits * math.log(share) + (total - hits) * math.log1p(-share))
+        sum_ += term
+        if term < 1e-12 * sum_:
+            break
+    return sum_
+
+
+class RoundingMargin:
+    """Rows of logits from which the rule draws another token than the one in question.
+
+    A change of the logits is a sign for every token, times its size. Signs are tried in four patterns, in all of which
+    the token in question goes up:
+
+    0. tokens with a higher score go down, the others up: a competitor is pushed over the edge of a filter that others
+       set, or the mass above a token that top-p drops shrinks;
+    1. all others go down: a close draw, or the token itself at the edge of min-p, eta or top-k;
+    2. tokens that would score higher if nothing were dropped go down, the others stay: the token and a competitor, both
+       at an edge;
+    3. the same, and the others go up.
+
+    That they are enough was tried: of draws turned by a random change of all logits, one in some hundreds had a margin
+    larger than that change, none more than twice as large.
+
+    Args:
+        sampler: the sampling rule.
+        logits: ``[n, V]``.
+        seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
+        noise: ``[n, V]``, of the place where each row's token is.
+        tokens: ``[n]`` int64, the tokens in question.
+
+    Attributes:
+        patterns: ``[4, n, V]`` int8, the signs.
+    """
+
+    def __init__(self, sampler: Sampler, logits: Tensor, seen: Tensor | None, noise: Tensor, tokens: Tensor) -> None:
+        self._params, self._logits, self._seen, self._tokens = sampler.params, logits.double(), seen, tokens
+        self._noise = noise
+        column = tokens[:, None]
+        scores = warp(self._logits.clone(), seen, self._params) + self._noise
+        whole = warp(self._logits.clone(), seen, self._params.unfiltered()) + self._noise
+        self._possible = whole.gather(1, column).squeeze(1) > -math.inf  # a banned token is not
+        higher = (scores > scores.gather(1, column)).to(torch.int8)
+        would = (whole > whole.gather(1, column)).to(torch.int8)
+        self.patterns = torch.stack([1 - 2 * higher, torch.full_like(higher, -1), -would, 1 - 2 * would])
+        self.patterns.scatter_(2, column.expand(4, -1, 1), 1)
+
+    def explained(self, size: float | Tensor, rows: Tensor | None = None) -> Tensor:
+        """Whether a change of this size, in one of the patterns, makes the rule draw the token.
+
+        Args:
+            size: the change, one for all rows or one each.
+            rows: ``[m]`` int64, the rows to look at; None for all.
+
+        Returns:
+            ``[m]`` bool.
+        """
+        rows = torch.arange(len(self._tokens), device=self._tokens.device) if rows is None else rows
+        sizes = torch.as_tensor(size, dtype=torch.float64, device=rows.device).expand(len(rows))[:, None]
+        logits, noise = self._logits[rows], self._noise[rows]
+        seen = None if self._seen is None else self._seen[rows]
+        drawn = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        for signs in self.patterns:
+            scores = warp(logits + sizes * signs[rows], seen, self._params) + noise
+            drawn |= scores.argmax(-1) == self._tokens[rows]
+        return drawn
+
+    def margins(self, near: float, rows: Tensor | None = None) -> Tensor:
+        """The smallest change found, by search around ``near`` and then by halving. It is an upper bound of the least.
+
+        Args:
+            near: a change that is likely to matter; tried first.
+            rows: ``[m]`` int64, the rows to look at; None for all.
+
+        Returns:
+            ``[m]`` float64, infinite for a banned token. A change of just this size was tried and does it.
+        """
+        rows = torch.arange(len(self._tokens), device=self._tokens.device) if rows is None else rows
+        start = near or _SMALLEST
+        high = torch.full((len(rows),), math.inf, dtype=torch.float64, device=rows.device)
+        low = torch.zeros_like(high)
+        # Not all that explains is monotone: a larger change can let another token in. So smaller ones are tried too.
+        for power in [0, *range(-1, -_DOWN - 1, -1), *range(1, _UP + 1)]:
+            left = (high.isinf() & self._possible[rows]).nonzero().squeeze(1)
+            if not len(left):
+                break
+            size = start * 4.0**power
+            found = left[self.explained(size, rows[left])]
+            high[found] = size
+            low[found] = size / 4 if power > 0 else 0.0
+        found = high.isfinite().nonzero().squeeze(1)
+        for _ in range(_HALVINGS if len(found) else 0):
+            middle = (low[found] + high[found]) / 2
+            enough = self.explained(middle, rows[found])
+            high[found] = torch.where(enough, middle, high[found])
+            low[found] = torch.where(enough, low[found], middle)
+        return high
+
+
+def contested(
+    sampler: Sampler, logits: Tensor, seen: Tensor | None, noise: Tensor, drawn: Tensor, size: float
+) -> Tensor:
+    """Whether a change of the logits of this size makes the rule draw another token than it does.
+
+    Two changes are tried, in both of which the drawn token goes down. All others go up: a close draw, or the drawn
+    token at a filter's edge. Or only those go up that would be about as high if nothing were dropped, and what sets
+    the filter goes down: a competitor at its edge.
+
+    Args:
+        sampler: the sampling rule.
+        logits: ``[n, V]``.
+        seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
+        noise: ``[n, V]``, of the place where each row's token is.
+        drawn: ``[n]`` int64, what the rule draws.
+        size: the change.
+
+    Returns:
+        ``[n]`` bool.
+    """
+    logits, params, column = logits.double(), sampler.params, drawn[:, None]
+    whole = warp(logits.clone(), seen, params.unfiltered()) + noise
+    reach = 2 * size * max(1.0, params.penalty) / (params.temperature or 1)
+    rivals = (whole >= whole.gather(1, column) - reach).scatter_(1, column, False)
+    found = torch.zeros(len(drawn), dtype=torch.bool, device=drawn.device)
+    for signs in (torch.ones_like(logits), rivals * 2.0 - 1):
+        changed = logits + size * signs.scatter_(1, column, -1)
+        found |= (warp(changed, seen, params) + noise).argmax(-1) != drawn
+    return found

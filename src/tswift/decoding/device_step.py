@@ -1,6 +1,6 @@
 """A decoding step whose state stays on the device: two programs, drafting and verification, and one wait of the host.
 
-The step in :mod:`tswift.decoding.step` sends a tree, waits for the drawn tokens and commits them by many launches. Here
+The step in :mod:`tswift.decoding.loop` sends a tree, waits for the drawn tokens and commits them by many launches. Here
 the verification program does all of that itself: pass, sampling rule, walk, commit. On CUDA each program is one graph.
 The state that it reads and writes stays in place, so one graph serves every step of a decode. A step::
 
@@ -8,6 +8,10 @@ The state that it reads and writes stays in place, so one graph serves every ste
     device       draft program                           | verification program        | next draft ...
 
 A program is warmed up and captured with ``wanted`` = 0 in the block from the host, for which nothing is committed.
+
+A kernel or a captured graph may be wrong on a card, driver or library that nobody has tried it on. So device steps are
+compared with the rule on the host once per model (:func:`try_steps`). Where they differ, the model's passes are not
+replayed: decoding is slower then and not wrong, and the reason is in every record.
 """
 
 from __future__ import annotations
@@ -17,20 +21,24 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tswift.decoding.drafter import Context, DeviceDraft, Drafter
-from tswift.decoding.sampling import Sampler
-from tswift.decoding.step import AcceptFn, NoTokenLeft, Step
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import AcceptFn, Context, DeviceDraft, Drafter, DraftTree, Step
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import NoTokenLeft, Sampler
+from tswift.kv.cache import FullKV
 from tswift.models.passes import Forwarded, sizes
 from tswift.models.target import Target
 
 _CONTROL = 2  # numbers of the block's first section: tokens wanted, and the node to accept up to (or _BY_RULE)
 _BY_RULE = -1
+_TRIED = ((1, 3), (37, 8), (130, 32))  # tokens of the prompt, none a round number, and nodes of the trees
+_STEPS = 12
+_DEPTH = 6
 
 
 class HostBlock:
@@ -366,3 +374,101 @@ def _forced(walk: AcceptFn | None, tree: DraftTree, wanted: int) -> int:
         return _BY_RULE
     path = walk(tree, ())
     return path[min(len(path), wanted) - 1]
+
+
+class _Guesses:
+    """Draft source of the check: the known continuation among random tokens, or a random tree without one."""
+
+    name = "guesses"
+
+    def __init__(self, known: list[int], random: Random, vocab_size: int) -> None:
+        self._known, self._random, self._vocab_size = known, random, vocab_size
+        self.tree = DraftTree(0)
+
+    def start(self, context: Context) -> None:
+        """Nothing to start."""
+
+    def propose(self, tree: DraftTree, context: Context) -> None:
+        """Fill the tree."""
+        self.tree, start = tree, len(context.text)
+        right = self._known[start : start + self._random.randint(0, _DEPTH)]
+        for _ in range(self._random.randrange(10)):
+            path = right[: self._random.randint(0, _DEPTH)]
+            tree.add([*path, self._random.randrange(self._vocab_size)], self.name)
+        tree.add(right, self.name)
+
+    def committed(self, context: Context, most: int) -> None:
+        """Nothing to keep."""
+
+
+@torch.inference_mode()
+def try_steps(target: Target, params: SamplingParams) -> None:
+    """Check a model's device steps, and stop using them if they differ from the host's.
+
+    Steps are tried once for every model, in a second or so. ``params`` are those that a decode will draw with: why it
+    does so without the sampler's kernels is left in ``target.sampler_fault``.
+    """
+    if not target.replays:
+        return
+    if not target.tried:
+        target.tried = True
+        try:
+            target.distrust = _difference(target)
+        except Exception as error:  # compilers, drivers and libraries have many ways to fail
+            target.distrust = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    sampler = Sampler(params, 0, target.vocab_size, target.device)
+    sampler.fuse(target.dtype)
+    target.sampler_fault = sampler.fault
+
+
+def _difference(target: Target) -> str | None:
+    """What is wrong with device steps, in one line; None if nothing is."""
+    for seed, (length, nodes) in enumerate(_TRIED):
+        nodes = min(nodes, target.width or nodes)
+        random = Random(seed)
+        prompt = [random.randrange(target.vocab_size) for _ in range(length)]
+        known = [*prompt]
+        for drafter in (Drafter(), Drafter([_Guesses(known, random, target.vocab_size)], _DEPTH, nodes)):
+            found = _steps(target, prompt, drafter, seed)
+            if isinstance(found, str):
+                return found
+            known += found[len(known) :]
+    return None
+
+
+def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> list[int] | str:
+    """Take some device steps and check each; returns prompt and text, or what is wrong."""
+    params = SamplingParams(window=20)
+    sampler, twin = (Sampler(params, seed, target.vocab_size, target.device) for _ in range(2))
+    kv = FullKV(target.kv_shape, len(prompt) + _STEPS * (_DEPTH + 1) + drafter.limit)
+    target.prefill(prompt[:-1], kv)
+    context = Context([*prompt], sampler, kv)
+    for each in (sampler, twin):
+        each.extend(prompt)
+    stepper = DeviceStepper(target, context, drafter)
+    for _ in range(_STEPS):
+        held = kv.length
+        try:
+            new = stepper.step(_DEPTH + 1).tokens
+        except NoTokenLeft:
+            break  # random weights may give nothing to draw from; the host would say so, too
+        tree = drafter.sources[0].tree if drafter.sources else DraftTree(context.text[held])  # type: ignore[attr-defined]
+        places = torch.tensor(tree.depths, device=target.device) + held
+        assert context.logits is not None
+        seen = twin.seen(torch.tensor(tree.tokens, device=target.device), places, tree.ancestors().to(target.device))
+        drawn = twin.draw(context.logits[: len(tree)], seen, (places + 1).tolist())
+        path = tree.walk(drawn)
+        if list(new) != [*(tree.tokens[node] for node in path[1:]), drawn[path[-1]]]:
+            return f"a step on the device over {held:,} tokens drew others than the rule"
+        twin.extend(new)
+    fresh = FullKV(target.kv_shape, kv.length)
+    target.prefill(context.text[:-1], fresh)
+    for ours, theirs in ((kv.keys, fresh.keys), (kv.values, fresh.values)):
+        exact = theirs[:, :, : kv.length].float()
+        apart = (ours[:, :, : kv.length].float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-6)
+        worst = apart.mean((0, 1)).amax().item() if kv.length else 0.0
+        if not worst <= target.rounding:
+            return f"steps on the device leave other keys and values ({worst:.2g} of their norm)"
+        if target.width is not None and not torch.equal(ours[:, :, : kv.length], theirs[:, :, : kv.length]):
+            return "steps on the device leave keys and values with other bits than a prefill"
+    return context.text

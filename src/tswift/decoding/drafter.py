@@ -1,24 +1,132 @@
-"""What a draft source sees and offers. A method is a list of sources; plain decoding has none."""
+"""What drafting and verification share: the draft tree, the decode under way, its steps, and the draft sources.
+
+A method is a list of sources; plain decoding has none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.tree import DraftTree
-from tswift.kv.buffer import KVBuffer
+from tswift.kv.cache import KVBuffer
 from tswift.models.passes import Forwarded
 
 if TYPE_CHECKING:
     from tswift.decoding.device_step import DeviceState
     from tswift.models.target import Target
 
+
+AcceptFn = Callable[["DraftTree", Sequence[int]], list[int]]  # as DraftTree.walk
 REUSE = "reuse"  # the source of reused n-grams, whose accepted tokens are counted apart
+
+
+class DraftTree:
+    """A trie of drafted tokens below the last token of the text.
+
+    Node 0 is the root: the text's last token, known but not yet forwarded. Parents come before their children.
+
+    Args:
+        root: the text's last token.
+        limit: most nodes the tree takes, the root included.
+        depth: most tokens along a path below the root.
+
+    Attributes:
+        tokens, parents, depths: one entry per node.
+        sources: which draft source proposed the node first, by name; empty for the root.
+        depth: most tokens along a path below the root.
+    """
+
+    def __init__(self, root: int, limit: int = 128, depth: int = 128) -> None:
+        self.tokens, self.parents, self.depths, self.sources = [root], [-1], [0], [""]
+        self._children: dict[tuple[int, int], int] = {}
+        self._limit, self.depth = limit, depth
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def full(self) -> bool:
+        """Whether no node can be added any more."""
+        return len(self) >= self._limit
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of ``node`` that carries ``token``, if there is one."""
+        return self._children.get((node, token))
+
+    def grow(self, node: int, token: int, source: str) -> int | None:
+        """The child of ``node`` that carries ``token``, made if need be; None if the tree is full or too deep."""
+        known = self.child(node, token)
+        if known is not None:
+            return known
+        if self.full or self.depths[node] >= self.depth:
+            return None
+        self.tokens.append(token)
+        self.parents.append(node)
+        self.depths.append(self.depths[node] + 1)
+        self.sources.append(source)
+        self._children[node, token] = len(self) - 1
+        return len(self) - 1
+
+    def add(self, path: Iterable[int], source: str) -> None:
+        """Add a path of tokens below the root, as far as the limit allows."""
+        node = 0
+        for token in path:
+            grown = self.grow(node, token, source)
+            if grown is None:
+                return
+            node = grown
+
+    def ancestors(self) -> Tensor:
+        """``[n, n]`` bool on the CPU: true where the column is an ancestor of the row, or the row itself."""
+        lines = [1]  # of each node: the node and its ancestors, as bits
+        for node, parent in enumerate(self.parents[1:], start=1):
+            lines.append(lines[parent] | 1 << node)
+        count = len(self)
+        size = -(-count // 8)  # bytes
+        lined = np.frombuffer(b"".join(line.to_bytes(size, "little") for line in lines), np.uint8)
+        bits = np.unpackbits(lined.reshape(count, size), axis=1, count=count, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+
+    def walk(self, drawn: Sequence[int]) -> list[int]:
+        """The nodes that verification accepts, root first: step to the child that carries each node's drawn token.
+
+        Args:
+            drawn: for each node, the token the sampling rule drew after it.
+        """
+        path = [0]
+        while (step := self.child(path[-1], drawn[path[-1]])) is not None:
+            path.append(step)
+        return path
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one verification pass added to the text.
+
+    Attributes:
+        tokens: the new tokens: the accepted draft and the one drawn after it.
+        accepted: drafted tokens accepted by the verification.
+        source: the draft source of the last accepted token; empty if none was accepted.
+        nodes: nodes of the draft tree, the root included.
+        seconds: wall time of the step, drafting included.
+        leads: for each token the runner-up, and its lead over that in score; where they were asked for.
+        choice: which of several drafters drafted; empty where there is but one.
+    """
+
+    tokens: tuple[int, ...]
+    accepted: int
+    source: str
+    nodes: int
+    seconds: float
+    leads: tuple[tuple[int, float], ...] = ()
+    choice: str = ""
 
 
 @dataclass

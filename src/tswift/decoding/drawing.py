@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from tswift.attention.building import Unbuilt, build, widest_vectors
-from tswift.decoding.noise import seed_stream
 from tswift.decoding.params import SamplingParams
 
 _SOURCE = Path(__file__).with_name("drawing.c")
@@ -53,7 +52,7 @@ class DrawProgram:
 
     Args:
         params: the sampling parameters.
-        seed: the sampler's.
+        stream: of the sampler's seed, as :func:`~tswift.decoding.sampling.seed_stream` gives it.
         vocab_size: number of token ids ``V``.
 
     Raises:
@@ -62,7 +61,7 @@ class DrawProgram:
 
     DTYPES: ClassVar = (torch.float32, torch.bfloat16)
 
-    def __init__(self, params: SamplingParams, seed: int, vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, stream: int, vocab_size: int) -> None:
         self._run = build(_SOURCE, options=widest_vectors()).tswift_rank
         self._space = torch.empty(2 * vocab_size, dtype=torch.float64)
         self._kept = torch.empty(vocab_size, dtype=torch.int32)
@@ -77,7 +76,7 @@ class DrawProgram:
             "vocabulary": vocab_size,
             "window": params.window,
             "top_k": params.top_k,
-            "seed": seed_stream(seed),
+            "seed": stream,
             "temperature": params.temperature,
             "penalty": params.penalty,
             "log_min_p": math.log(params.min_p) if params.min_p > 0 else -math.inf,
@@ -180,11 +179,11 @@ class DrawProgram:
         return best, scores
 
 
-def draw_program(params: SamplingParams, seed: int, vocab_size: int) -> DrawProgram | None:
+def draw_program(params: SamplingParams, stream: int, vocab_size: int) -> DrawProgram | None:
     """The program; None where there is no C compiler, or for a filter that it does not know."""
     if params.filters != tuple(name for name in _FILTERS if name in params.filters):
         return None
     try:
-        return DrawProgram(params, seed, vocab_size)
+        return DrawProgram(params, stream, vocab_size)
     except Unbuilt:
         return None

@@ -8,9 +8,7 @@ from zlib import crc32
 
 import numpy as np
 
-from tswift.decoding.drafter import Context, Drafter
-from tswift.decoding.step import Step
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import Context, Drafter, DraftTree, Step
 from tswift.distributed import Dist, guard
 from tswift.errors import Fault
 from tswift.models.passes import Forwarded

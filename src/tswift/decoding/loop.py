@@ -1,6 +1,9 @@
-"""The one decode loop: prefill, then step by step until the text is as long as wanted.
+"""The decode loop: prefill, then step by step until the text is as long as wanted.
 
-Plain autoregressive decoding is this loop with a draft of nothing.
+A step drafts a tree, verifies it in one pass, and keeps what the sampling rule would have drawn: the rule is applied
+once at every node, at the node's own position and with its own penalty window, and the walk from the root follows the
+drawn tokens. So the text is that of plain decoding, which is this loop with a draft of nothing. A draft that is itself
+decoded, by another model or over another cache, takes the same step.
 """
 
 from __future__ import annotations
@@ -9,14 +12,84 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from tswift.decoding.device_step import DeviceStepper
-from tswift.decoding.drafter import Context, Drafter
-from tswift.decoding.finite import not_finite
+from tswift.decoding.drafter import AcceptFn, Context, Drafter, DraftTree, Step
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import Sampler
-from tswift.decoding.step import AcceptFn, NoTokenLeft, Step, decode_step
-from tswift.kv.full import FullKV
+from tswift.decoding.sampling import NO_TOKEN, NoTokenLeft, Sampler
+from tswift.errors import Fault
+from tswift.kv.cache import FullKV, KVBuffer
+from tswift.models.passes import Forwarded
 from tswift.models.target import Show, Target
+
+_TOKENS = 512  # looked at together
+
+
+def decode_step(
+    target: Target,
+    context: Context,
+    drafter: Drafter,
+    wanted: int,
+    stop: Collection[int] = (),
+    walk: AcceptFn | None = None,
+    leads: bool = False,
+) -> Step:
+    """Take a step: at least one token is added to the text, and what was forwarded to the cache.
+
+    Args:
+        target: whose tokens are wanted.
+        context: the decode; it is moved on.
+        drafter: what is drafted from.
+        wanted: most tokens to add.
+        stop: tokens that end the text.
+        walk: as for :class:`~tswift.decoding.loop.Decoding`.
+        leads: whether the step is to tell them.
+
+    Raises:
+        NoTokenLeft: there is none to add.
+    """
+    started = time.perf_counter()
+    with torch.inference_mode():
+        tree = drafter.propose(context, wanted)
+        forwarded, drawn, path, others = _verify(target, context, tree, walk, leads)
+        if len(tree) > 1 and any(drawn[node] == NO_TOKEN for node in path):
+            # not yet a fault: a drafted token can be too much for the model, and its NaN spreads in the pass
+            tree = DraftTree(context.text[-1], limit=1)
+            forwarded, drawn, path, others = _verify(target, context, tree, walk, leads)
+        if drawn[path[-1]] == NO_TOKEN:
+            raise NoTokenLeft(target.logits(forwarded.hidden)[0])
+        new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
+        context.kv.commit(path)
+        context.text += new
+        context.sampler.extend(new)
+        context.last, context.path = forwarded, path
+        drafter.committed(context)
+    ends = [index for index, token in enumerate(new) if token in stop]
+    kept = new[: ends[0] + 1] if ends else new
+    accepted = min(len(path) - 1, len(kept))
+    source = tree.sources[path[accepted]]
+    near = tuple(others[node] for node in path[: len(kept)]) if leads else ()
+    return Step(tuple(kept), accepted, source, len(tree), time.perf_counter() - started, near, drafter.choice)
+
+
+def _verify(
+    target: Target, context: Context, tree: DraftTree, walk: AcceptFn | None, leads: bool
+) -> tuple[Forwarded, list[int], list[int], list[tuple[int, float]]]:
+    """One pass over a tree, the token drawn after each of its nodes, the nodes accepted, and the leads if asked for."""
+    tokens = torch.tensor(tree.tokens).to(target.device, non_blocking=True)
+    positions = torch.tensor(tree.depths).to(target.device, non_blocking=True) + context.position
+    ancestors = tree.ancestors().to(target.device, non_blocking=True)
+    forwarded = target.forward(tokens, positions, context.kv, ancestors)
+    logits, others = target.logits(forwarded.hidden), list[tuple[int, float]]()
+    context.logits = logits
+    if leads:
+        seen = context.sampler.seen(tokens, positions, ancestors)
+        drawn, others = context.sampler.draw_with_runner_up(logits, seen, positions + 1)
+    else:
+        drawn = context.sampler.draw_nodes(logits, tokens, positions, ancestors)
+    return forwarded, drawn, walk(tree, drawn) if walk else tree.walk(drawn), others
 
 
 class Decoding:
@@ -164,3 +237,59 @@ class Decoding:
         except NoTokenLeft as nothing:
             params = context.sampler.params
             raise not_finite(self._target, context.kv, context.text, nothing.logits, params) from None
+
+
+class NotFinite(Fault):
+    """There is nothing to draw: logits are NaN or infinite, or the sampling parameters leave no token."""
+
+
+def broken(logits: Tensor) -> Tensor:
+    """Of rows ``[n, V]``, which have NaN or infinity: ``[n]`` bool. A token may be impossible, at ``-inf``."""
+    return ~(logits.amax(-1) < torch.inf)
+
+
+@torch.inference_mode()
+def not_finite(target: Target, kv: KVBuffer, text: Sequence[int], logits: Tensor, params: SamplingParams) -> NotFinite:
+    """What to say where nothing can be drawn after the token that follows those in the cache. It costs a pass.
+
+    Args:
+        target: the model.
+        kv: the cache; it keeps its length, and tokens in it may be forwarded again.
+        text: the tokens that it holds, and the one that follows.
+        logits: ``[V]``, given by that one.
+        params: the sampling parameters.
+    """
+    held = kv.length
+    if not broken(logits[None]).item():
+        asked = f"temperature {params.temperature}, penalty {params.penalty} and {len(params.banned):,} banned ids"
+        return NotFinite(
+            f"there is nothing to draw at position {held + 1:,}: the logits are finite; {asked} leave none of them so"
+        )
+    what = f"the logits for position {held + 1:,} are {'NaN' if logits.isnan().any() else 'infinite'}"
+    start = _first_broken(kv)
+    try:
+        kv.length = held if start is None else start
+        first = kv.length
+        found = target.first_broken(text[first : min(first + _TOKENS, held + 1)], kv)
+    finally:
+        kv.length = held
+    if found is None:
+        what += "" if start is None else f", and keys or values of position {start:,} are not finite"
+        return NotFinite(f"{what}; a second pass gave finite ones: the memory or the device may be faulty")
+    name, node = found
+    kind = str(target.dtype).removeprefix("torch.")
+    return NotFinite(
+        f"{what}; the first output that is not finite is that of {name} at position {first + node:,}: "
+        f"its weights are broken, or {kind} is too narrow for the model"
+    )
+
+
+def _first_broken(kv: KVBuffer) -> int | None:
+    """The first token in the cache whose keys or values are not finite in some layer."""
+    for start in range(0, kv.length, _TOKENS):
+        fine = torch.ones(min(_TOKENS, kv.length - start), dtype=torch.bool, device=kv.keys.device)
+        for buffer in (kv.keys, kv.values):
+            fine &= buffer[:, :, start : start + len(fine)].isfinite().all(-1).all(0).all(0)
+        if not fine.all():
+            return start + int((~fine).nonzero()[0])
+    return None

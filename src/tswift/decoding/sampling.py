@@ -2,6 +2,7 @@
 
 ``next = argmax over kept tokens of (warped logit + gumbel(seed, position, token))``; no noise at temperature 0. The
 Gumbel-max trick makes this an exact draw from the warped distribution. Everything after the model's logits is float64.
+Noise is a pure function of (seed, position, token): the same bits on any device, in any order, for any subset.
 """
 
 from __future__ import annotations
@@ -15,14 +16,83 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.drawing import MOST, DrawProgram, draw_program
-from tswift.decoding.noise import gumbel
 from tswift.decoding.params import SamplingParams, warp
 
 if TYPE_CHECKING:
     from tswift.decoding.fused import FusedRule
 
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
 NO_TOKEN = -1  # drawn where there is nothing to draw; in a draft tree, a candidate that does not exist
 FAR = -(1 << 62)  # position of a token that is not in the text
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _splitmix(value: int) -> int:
+    """SplitMix64's output function (Steele et al., 2014) on a Python integer."""
+    value = (value ^ (value >> 30)) * _MIX_1 & _MASK
+    value = (value ^ (value >> 27)) * _MIX_2 & _MASK
+    return value ^ (value >> 31)
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    # a logical shift; int64 shifts are arithmetic
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mixed(value: Tensor) -> Tensor:
+    """As :func:`_splitmix`, of int64."""
+    value = (value ^ _shift(value, 30)) * _signed(_MIX_1)
+    value = (value ^ _shift(value, 27)) * _signed(_MIX_2)
+    return value ^ _shift(value, 31)
+
+
+def seed_stream(seed: int) -> int:
+    """What stands for a seed (any integer, taken modulo 2^64) in the noise of its positions: an int64."""
+    return _signed(_splitmix(seed & _MASK))
+
+
+def noise_bits(seed: int, positions: Sequence[int] | Tensor, tokens: Tensor) -> Tensor:
+    """64 random bits for each (position, token id): a pure function of the three integers.
+
+    Args:
+        seed: any integer, taken modulo 2^64.
+        positions: ``n`` positions in the text; as an int64 tensor on the tokens' device nothing is copied to it.
+        tokens: ``[m]`` int64 token ids, or ``[n, m]`` for others at each position.
+
+    Returns:
+        ``[n, m]`` int64.
+    """
+    if not isinstance(positions, Tensor):
+        positions = torch.tensor(list(positions), dtype=torch.int64).to(tokens.device, non_blocking=True)
+    start = _mixed((positions + 1) * _signed(_GOLDEN) + seed_stream(seed))
+    return _mixed(start[:, None] + tokens * _signed(_GOLDEN))
+
+
+def gumbel(seed: int, positions: Sequence[int] | Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise ``[n, m]`` (float64) for each (position, token id); never infinite."""
+    # 52 bits and a half: the largest value is still below 1 in float64
+    uniform = (_shift(noise_bits(seed, positions, tokens), 12).double() + 0.5) * 2.0**-52
+    return -torch.log(-torch.log(uniform))
+
+
+class NoTokenLeft(Exception):
+    """There is nothing to draw after the root; the text and the cache are as they were.
+
+    Attributes:
+        logits: ``[V]``, of which that is so.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__("nothing to draw")
+        self.logits = logits
 
 
 class Sampler:
@@ -256,7 +326,7 @@ class Sampler:
         if self._tokens.device.type != "cpu" or dtype not in DrawProgram.DTYPES:
             return None
         if self.params not in self._programs:
-            self._programs[self.params] = draw_program(self.params, self.seed, len(self._tokens))
+            self._programs[self.params] = draw_program(self.params, seed_stream(self.seed), len(self._tokens))
         return self._programs[self.params]
 
     def draw_rows(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tswift.decoding.drafter import REUSE
-from tswift.decoding.step import Step
+from tswift.decoding.drafter import REUSE, Step
 
 _MOST, _LONGEST = 1 << 53, 1e12  # of what is counted, and seconds of a decode
 

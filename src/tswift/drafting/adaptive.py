@@ -10,8 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tswift.decoding.drafter import Context, Drafter
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.drafting.dynamic_tree import DynamicTreeDrafter
 from tswift.models.passes import Forwarded, PassCosts
 

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.device_step import DeviceStepper
-from tswift.decoding.drafter import Context, Drafter
-from tswift.decoding.step import NoTokenLeft, Step, decode_step
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import Context, Drafter, DraftTree, Step
+from tswift.decoding.loop import decode_step
+from tswift.decoding.sampling import NoTokenLeft
 from tswift.drafting.dynamic_tree import CandidateTree, DynamicTreeDrafter, TreeBudget
-from tswift.kv.buffer import KVBuffer
+from tswift.kv.cache import KVBuffer, StreamingKV
 from tswift.kv.partial import PartialKV
-from tswift.kv.streaming import StreamingKV
 from tswift.models.target import Target
 
 CHUNK = 128  # tokens that a small model catches up with at a time

@@ -10,8 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tswift.decoding.drafter import Context, Drafter
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.models.passes import NOMINAL, PassCosts
 
 _WEIGHT = 8.0  # observations that the chance given at first counts for

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.device_step import DeviceState
-from tswift.decoding.drafter import Context, DeviceDraft, Drafter
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import Context, DeviceDraft, Drafter, DraftTree
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.ngrams import ReuseSource
-from tswift.kv.buffer import KVBuffer
+from tswift.kv.cache import KVBuffer
 from tswift.kv.partial import PartialKV
 from tswift.models.passes import sizes
 

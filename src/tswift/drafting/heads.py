@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.device_step import DeviceState
-from tswift.decoding.drafter import Context
+from tswift.decoding.drafter import Context, DraftTree
 from tswift.decoding.drawing import MOST
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.tree import DraftTree
 from tswift.drafting.chains import DraftModel, PartialDraftModel
 from tswift.kv.partial import PartialKV
 from tswift.models.heads import Heads

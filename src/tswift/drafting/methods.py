@@ -36,9 +36,8 @@ from tswift.drafting.options import (
     used,
 )
 from tswift.errors import InputError
-from tswift.kv.partial import PartialKV
-from tswift.kv.policies import POLICIES
-from tswift.kv.streaming import StreamingKV
+from tswift.kv.cache import StreamingKV
+from tswift.kv.partial import POLICIES, PartialKV
 from tswift.models.heads import Heads
 from tswift.models.passes import NOMINAL, PassCosts
 from tswift.models.target import Target

@@ -21,7 +21,7 @@ from tswift.attention.backends import BACKENDS, USUAL, choose, fails
 from tswift.attention.building import Unbuilt
 from tswift.attention.layout import MOST_WIDTH, ROWS
 from tswift.errors import InputError
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.models.devices import dtype_name
 from tswift.models.hf import UnsupportedModel
 from tswift.models.linear import join, separate, use_onednn

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from tswift.attention.special import AttentionSpec
+from tswift.attention.layout import AttentionSpec
 
 _MAX_POSITIONS = 1 << 24  # beyond what any model was made for
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tswift.attention.layout import Attention
-from tswift.attention.special import SpecAttention, SpecialAttention
-from tswift.kv.buffer import KVBuffer
+from tswift.attention.sdpa import SpecAttention, SpecialAttention
+from tswift.kv.cache import KVBuffer
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from tswift.attention import native
 from tswift.attention.building import build, widest_vectors
 from tswift.attention.layout import MOST_WIDTH
-from tswift.kv.buffer import KVBuffer
+from tswift.kv.cache import KVBuffer
 from tswift.models.passes import Forwarded
 
 _SOURCE = Path(__file__).with_name("program.c")

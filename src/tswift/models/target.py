@@ -19,11 +19,8 @@ from transformers import PreTrainedModel
 from tswift.attention.backends import exact_for, partials_bytes
 from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.layout import Attention, Layout, StaticAttention
-from tswift.attention.reference import ReferenceAttention
-from tswift.attention.sdpa import TreeAttention
-from tswift.attention.special import SpecAttention, SpecialAttention
-from tswift.kv.buffer import KVBuffer, KVShape
-from tswift.kv.full import FullKV
+from tswift.attention.sdpa import ReferenceAttention, SpecAttention, SpecialAttention, TreeAttention
+from tswift.kv.cache import FullKV, KVBuffer, KVShape
 from tswift.models.hf import PreNormHook, UnsupportedModel, first_broken, max_positions, output_of, probe_attention
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
 from tswift.models.program import PassProgram
@@ -50,7 +47,7 @@ class Target:
         wants: the same by layer.
         split: whether ranks hold the model together; passes are collective then, and are not replayed.
         kv_shape: of one token's keys and values; of a split model, this rank's part.
-        tried: whether steps on the device have been compared with the host's; see :mod:`tswift.decoding.trust`.
+        tried: whether steps on the device have been compared with the host's; see :mod:`tswift.decoding.device_step`.
         distrust: what was wrong with them; None for nothing.
         special_fault: why windows, soft caps and sinks are left to plain products although the backend has them.
         width: rows that every pass over the text is padded to, so that a token's bits do not depend on how it was

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.models.heads import Heads
 from tswift.models.target import Target
 from tswift.training.config import DISTILL, TEXT

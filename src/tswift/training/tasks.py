@@ -26,7 +26,7 @@ from tswift.decoding.stats import DecodeStats
 from tswift.distributed import Dist
 from tswift.engine import begin, ending
 from tswift.errors import Fault, InputError, renamed
-from tswift.kv.full import FullKV
+from tswift.kv.cache import FullKV
 from tswift.models.checkpoint import fingerprint_in_any_dtype, silence
 from tswift.models.heads import HEAD_TYPES, Heads
 from tswift.models.heads_io import load_heads

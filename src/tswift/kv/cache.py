@@ -1,0 +1,186 @@
+"""KV caches: two preallocated tensors, a length, and scratch slots after it for the pass at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one token's keys and values take: layers, KV heads, head size, and how they are stored.
+
+    Attributes:
+        placed: whether a cache that mixes tokens has to know where in the text they are.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    placed: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+
+    def allocate(self, capacity: int) -> Tensor:
+        """Uninitialised ``[layers, heads, capacity, head_dim]``."""
+        return torch.empty(self.layers, self.heads, capacity, self.head_dim, dtype=self.dtype, device=self.device)
+
+
+class KVBuffer:
+    """Preallocated keys and values, and how many of them count.
+
+    Args:
+        shape: what one token takes.
+        capacity: slots, scratch included.
+
+    Attributes:
+        length: tokens held. Slots from there on are scratch: to roll back is not to count them.
+        keys, values: ``[layers, heads, capacity, head_dim]``; keys are rotated.
+    """
+
+    def __init__(self, shape: KVShape, capacity: int) -> None:
+        self.shape, self.capacity, self.length = shape, capacity, 0
+        self.keys, self.values = shape.allocate(capacity), shape.allocate(capacity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def places(self, layer: int) -> Tensor:
+        """``[heads or 1, length]`` positions in the text of the tokens held."""
+        raise NotImplementedError
+
+    def before(self, window: int) -> int:
+        """How many slots at the beginning hold tokens that no coming one has in its window of so many tokens."""
+        raise NotImplementedError
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put a pass's keys and values ``[heads, n, head_dim]`` into the scratch slots.
+
+        Returns:
+            Views ``[heads, length + n, head_dim]`` of the layer's keys and values.
+        """
+        end = self.length + keys.shape[1]
+        self.keys[layer, :, self.length : end] = keys
+        self.values[layer, :, self.length : end] = values
+        return self.keys[layer, :, :end], self.values[layer, :, :end]
+
+    def commit(self, slots: Sequence[int]) -> None:
+        """Keep the drafted tokens in these scratch slots, counted from ``length``, in this order."""
+        count = len(slots)
+        if list(slots) != list(range(count)):
+            chosen = torch.tensor(slots).to(self.keys.device, non_blocking=True) + self.length
+            for buffer in (self.keys, self.values):
+                buffer[:, :, self.length : self.length + count] = buffer.index_select(2, chosen)
+        self.advance(count)
+
+    def advance(self, count: int) -> None:
+        """Keep the first ``count`` scratch slots."""
+        self.length += count
+
+
+class FullKV(KVBuffer):
+    """Keys and values of a whole text, a token's slot being its position."""
+
+    def places(self, layer: int) -> Tensor:
+        """``[1, length]``: the slots."""
+        return torch.arange(self.length, device=self.shape.device).unsqueeze(0)
+
+    def take(self, other: FullKV) -> None:
+        """Hold what another cache of the same model holds."""
+        self.length = other.length
+        self.keys[:, :, : self.length] = other.keys[:, :, : self.length]
+        self.values[:, :, : self.length] = other.values[:, :, : self.length]
+
+    def before(self, window: int) -> int:
+        """The slots that are too far back for the next token, and so for those after it."""
+        return max(0, self.length - window + 1)
+
+
+class StreamingKV(KVBuffer):
+    """Keys and values of a text's first and newest tokens, forwarded over no more than these.
+
+    Tokens are committed behind those held, where they can be taken back; :meth:`settle` lets all but the newest of them
+    take the place of the oldest.
+
+    Args:
+        shape: what one token takes.
+        budget: most tokens held for good.
+        sinks: how many of the first tokens always stay; fewer than the budget.
+        slack: how many of the newest tokens can always be taken back.
+        scratch: most tokens that are forwarded before tokens are settled.
+
+    Attributes:
+        seen: tokens of the text that were committed, held still or not.
+        settled: those of them that cannot be taken back.
+    """
+
+    def __init__(self, shape: KVShape, budget: int, sinks: int, slack: int, scratch: int) -> None:
+        super().__init__(shape, budget + slack + scratch)
+        self.budget, self.sinks, self.slack = budget, sinks, slack
+        self.seen = self.settled = 0
+        self._places = torch.zeros(budget, dtype=torch.int64, device=shape.device)
+
+    def places(self, layer: int) -> Tensor:
+        """``[1, length]``."""
+        newer = torch.arange(self.settled, self.seen, device=self._places.device)
+        return torch.cat([self._places[: self._held], newer]).unsqueeze(0)
+
+    def before(self, window: int) -> int:
+        """None: the slots are in no order once the oldest have been replaced."""
+        return 0
+
+    @property
+    def _held(self) -> int:
+        return min(self.settled, self.budget)
+
+    def advance(self, count: int) -> None:
+        """As for any cache; the tokens can be taken back until they are settled."""
+        super().advance(count)
+        self.seen += count
+
+    def take_back(self, seen: int) -> None:
+        """Forget all tokens of the text but the first ``seen``, of which none is settled that would go.
+
+        Raises:
+            ValueError: one is.
+        """
+        if not self.settled <= seen <= self.seen:
+            raise ValueError(f"between {self.settled} and {self.seen} tokens can be kept, not {seen}")
+        self.length -= self.seen - seen
+        self.seen = seen
+
+    def settle(self) -> None:
+        """Let all but the newest ``slack`` tokens take their place in the budget."""
+        before, after = self.settled, max(self.settled, self.seen - self.slack)
+        if after == before:
+            return
+        offset = self._held - before  # from a token's place in the text to its slot
+        ring = self.budget - self.sinks
+        # of many at once the oldest are overwritten by the newest: they need not be moved
+        staying = [place for place in range(before, after) if place < self.budget or place >= after - ring]
+        kept = {self._slot(place): place for place in staying}
+        self.settled = after
+        newer = range(after, self.seen)
+        moves = kept | {self._held + place - after: place for place in newer}
+        moves = {slot: place + offset for slot, place in moves.items() if slot != place + offset}
+        parts: list[list[int]] = [[*kept.keys()], [*kept.values()], [*moves.keys()], [*moves.values()]]
+        packed = torch.tensor([each for part in parts for each in part])  # one copy to the device
+        sent = packed.to(self.keys.device, non_blocking=True).split([*map(len, parts)])
+        self._places.index_copy_(0, sent[0], sent[1])
+        if moves:
+            for buffer in (self.keys, self.values):
+                buffer.index_copy_(2, sent[2], buffer.index_select(2, sent[3]))
+        self.length = self._held + self.seen - after
+
+    def _slot(self, place: int) -> int:
+        return place if place < self.budget else self.sinks + (place - self.sinks) % (self.budget - self.sinks)
