@@ -44,6 +44,7 @@ from tswift.benchmarking.run import (
     probes_differ,
     slice_goals,
 )
+from tswift.decoding.drafter import DraftTree
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import DraftOptions
