@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.drafters import drafter_folder
 from tests.helpers import HIDDEN, VOCAB, medusa_heads, tiny_heads
 from tests.published import make_base, medusa_file, tokenswift_model
 
@@ -117,3 +118,14 @@ def test_the_group_alone_tells_what_it_has(tswift) -> None:  # type: ignore[no-u
     result = tswift("heads")
     assert result.code == 0
     assert b"inspect" in result.out
+
+
+def test_drafters(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    folder = drafter_folder(tmp_path / "d", "dspark")
+    found = said(tswift("heads", "inspect", folder))
+    assert (found["kind"], found["drafts"], found["layout"]) == ("dspark", "4 tokens", "DeepSpec")
+    assert found["not"] == "read     confidence_head.proj.weight, confidence_head.proj.bias"
+    record = json.loads(tswift("heads", "inspect", folder, "--json", "-").out)
+    assert record["heads"]["taps"] == [1, 4]
+    refused = tswift("heads", "inspect", drafter_folder(tmp_path / "d", "dspark", tensors={"fc.weight": None}))
+    assert (refused.code, refused.err) == (2, f"tswift: error: FILE: {folder} lacks fc.weight\n")

@@ -86,10 +86,12 @@ def _heads(context: typer.Context) -> None:
 @heads.command()
 def inspect(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="A heads file, or a folder: of heads, or of a model that has some.")],
+    file: Annotated[
+        Path, typer.Argument(help="A heads file, or a folder: of heads, of a model that has some, or of a drafter.")
+    ],
     json: options.Json = None,
 ) -> None:
-    """Tell what a file or a folder of heads holds. Its weights are not read, and nothing is run."""
+    """Tell what a file or a folder of heads, or of a drafter, holds. Its weights are not read, and nothing is run."""
     from tswift.cli import output
     from tswift.cli.streams import visible, write_stdout
     from tswift.models.heads_io import describe
@@ -103,6 +105,8 @@ def inspect(
 
 
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    if "taps" in found:
+        return _drafter_lines(found)
     own = "the model's" if found["vocab_size"] is None else f"their own, {found['vocab_size']:,} tokens"
     return [
         ("file", found["path"]),
@@ -115,6 +119,27 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("parameters", f"{found['parameters']:,}"),
         ("dtype", ", ".join(found["dtypes"])),
         ("base model", found["base"] or "not said"),
+    ]
+
+
+def _drafter_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    taps = "SafeAILab's three" if found["taps"] is None else ", ".join(map(str, found["taps"]))
+    guessed = "all" if found["draft_vocab"] == found["vocab_size"] else f"{found['draft_vocab']:,}"
+    before = f"biases the next ({found['markov']})" if found["markov"] else "is not known to the next"
+    block = [("block", f"{found['block']} tokens, filled with token {found['mask']:,}"), ("token before", before)]
+    return [
+        ("file", found["path"]),
+        ("layout", found["layout"]),
+        ("kind", found["kind"]),
+        ("drafts", f"{found['count']} tokens"),
+        ("layers", str(found["layers"])),
+        ("hidden size", f"{found['hidden_size']:,}"),
+        ("vocabulary", f"{found['vocab_size']:,}, {guessed} of which it can guess"),
+        ("reads", f"states after the model's layers {taps} (from 0)"),
+        *(block if found["block"] else ()),
+        ("parameters", f"{found['parameters']:,}"),
+        ("dtype", ", ".join(found["dtypes"])),
+        *([("not read", ", ".join(found["unused"]))] if found["unused"] else ()),
     ]
 
 

@@ -23,6 +23,7 @@ from tswift.models.checkpoint import (
     read_header,
     read_object,
 )
+from tswift.models.drafters_io import describe_drafter, is_drafter
 from tswift.models.heads import FORMAT, HEAD_TYPES, Heads, MedusaHeads, build, prepare
 from tswift.models.hf import UnsupportedModel
 from tswift.models.target import Target
@@ -205,11 +206,13 @@ def carries_heads(config: object) -> bool:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What ``tswift heads inspect`` tells of the heads in a file or folder, and its JSON has; no weights are read."""
+    """What ``tswift heads inspect`` tells of heads, or of a drafter, and its JSON has; no weights are read."""
     try:
+        if path.is_dir() and is_drafter(path):
+            return describe_drafter(path)
         file = find_heads(heads_path(path, None) or path)
     except InputError as error:
-        raise renamed(error, {"heads": "FILE"}) from None
+        raise renamed(error, {"heads": "FILE", "drafter": "FILE"}) from None
     about = file.about
     return {
         "path": str(file.path),

@@ -6,8 +6,9 @@ make. So a model is probed once, by a pass over one token in which it is given t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -253,6 +254,22 @@ class PreNormHook:
 
     def _catch(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._caught = inputs[0]
+
+
+class LayerTaps:
+    """Catches the outputs of some layers of a decoder, as ``get_decoder()`` gives it."""
+
+    def __init__(self, decoder: Any, layers: Sequence[int]) -> None:
+        self._layers, self._caught = tuple(layers), dict[int, Tensor]()
+        for index in {*layers}:
+            decoder.layers[index].register_forward_hook(partial(self._catch, index))
+
+    def take(self) -> Tensor:
+        """``[n, M * H]`` of the last pass, in the order of the layers asked for."""
+        return torch.cat([self._caught[index][0] for index in self._layers], -1)
+
+    def _catch(self, index: int, module: nn.Module, inputs: object, out: Any) -> None:
+        self._caught[index] = out[0] if isinstance(out, tuple) else out
 
 
 def first_broken(model: PreTrainedModel, nodes: int, run: Callable[[], object]) -> tuple[str, int] | None:

@@ -130,11 +130,13 @@ class Forwarded:
         hidden: ``[n, H]`` last hidden states, after the final norm.
         queries: per layer ``[query heads, >= n, head_dim]``, rotated; good until the next prepared pass over any cache.
         raw: ``[n, H]``, before the final norm; None unless the target has a hook for it.
+        taps: ``[n, M * H]``, after M of its layers; None unless it has hooks for them.
     """
 
     hidden: Tensor
     queries: list[Tensor]
     raw: Tensor | None = None
+    taps: Tensor | None = None
 
     def queries_of(self, nodes: Sequence[int]) -> Tensor:
         """``[layers, query heads, len(nodes), head_dim]`` of some nodes."""
@@ -257,5 +259,5 @@ class StaticPass:
             self._ancestors[:count, :count].copy_(ancestors)
         self._length.fill_(length)
         out = self._run()
-        raw = None if out.raw is None else out.raw[:count].clone()
-        return Forwarded(out.hidden[:count].clone(), out.queries, raw)
+        raw, taps = (None if each is None else each[:count].clone() for each in (out.raw, out.taps))
+        return Forwarded(out.hidden[:count].clone(), out.queries, raw, taps)

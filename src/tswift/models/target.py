@@ -21,7 +21,15 @@ from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.sdpa import ReferenceAttention, SpecAttention, SpecialAttention, TreeAttention
 from tswift.kv.cache import FullKV, KVBuffer, KVShape
-from tswift.models.hf import PreNormHook, UnsupportedModel, first_broken, max_positions, output_of, probe_attention
+from tswift.models.hf import (
+    LayerTaps,
+    PreNormHook,
+    UnsupportedModel,
+    first_broken,
+    max_positions,
+    output_of,
+    probe_attention,
+)
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
 from tswift.models.program import PassProgram
 
@@ -67,6 +75,7 @@ class Target:
         self._graphs: Graphs | None = None
         self._anchor: KVBuffer | None = None
         self._tap: PreNormHook | None = None
+        self._layer_taps: LayerTaps | None = None
         self._compiled = self._fused = False  # layers have compiled code; prepared passes use it
         self._failures = 0  # functions that could not be compiled before the layers were
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
@@ -225,6 +234,22 @@ class Target:
             raise UnsupportedModel("something after its final norm")
 
     @torch.inference_mode()
+    def tap_layers(self, layers: Sequence[int]) -> None:
+        """Let passes from now on also return the states after these layers, from 0; before any are prepared.
+
+        The layers' own modeling code makes the passes then, not a program.
+
+        Raises:
+            UnsupportedModel: a layer's output is no such state.
+        """
+        self.program = None
+        self._layer_taps = LayerTaps(self._decoder, layers)
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        forwarded = self._compute_eagerly(zero, zero, self._pass(zero, FullKV(self.kv_shape, 1), None))
+        if forwarded.taps is None or forwarded.taps.shape != (1, len(layers) * self.hidden_size):
+            raise UnsupportedModel("layers whose outputs are no states")
+
+    @torch.inference_mode()
     def prepare(self, kv: KVBuffer, limit: int) -> None:
         """Prepare static passes of up to ``limit`` nodes over a cache, where the attention allows it.
 
@@ -333,7 +358,8 @@ class Target:
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
         )
         raw = self._tap.take()[: run.nodes] if self._tap else None
-        return Forwarded(out.last_hidden_state[0, : run.nodes], run.queries, raw)
+        taps = self._layer_taps.take()[: run.nodes] if self._layer_taps else None
+        return Forwarded(out.last_hidden_state[0, : run.nodes], run.queries, raw, taps)
 
     def _compute_eagerly(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         with torch.compiler.set_stance("force_eager"):

@@ -1,0 +1,442 @@
+"""Published drafters as modules: block drafters (DSpark, DFlash) and EAGLE-3, over a windowed cache of their own.
+
+They read the target's states after some of its layers (taps). A block drafter guesses a whole block in one pass;
+EAGLE-3 guesses token by token, fed with its own. Either way a round is a few passes of known sizes: nothing in it waits
+for the device, so that one CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tswift.kv.cache import KVShape
+from tswift.kv.window import WindowKV
+from tswift.models.target import Target
+
+DSPARK, DFLASH, EAGLE3 = "dspark", "dflash", "eagle3"
+_EXCLUDED = -1e4  # logit of a token outside a draft vocabulary: never among the best, and finite in every dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSpec:
+    """Sizes and switches of a drafter, as its configuration and its tensors' shapes tell them.
+
+    Attributes:
+        kind: ``dspark``, ``dflash`` or ``eagle3``.
+        hidden_size, inner_size, layers, heads, kv_heads, head_dim, vocab_size, eps: as in transformers' configurations.
+        rope: transformers' ``rope_parameters``.
+        tap_size: hidden size of the target.
+        tap_count: how many of its states are read.
+        taps: after which of its layers, from 0; None for EAGLE-3's usual three.
+        target_layers: how many layers the target has; None where that is not said.
+        qk_norm: whether queries and keys are normalised.
+        block: tokens of a block; EAGLE-3 has none.
+        mask: token id of the positions to be guessed.
+        in_place: a slot guesses the token at its own position (DFlash), not the next one.
+        markov: how the token before biases a slot: ``vanilla``, ``gated`` or ``rnn``; empty for not at all.
+        rank: of that bias.
+        draft_vocab: tokens that EAGLE-3 can guess.
+        embeds: whether EAGLE-3 has embeddings of its own.
+        norm_before_residual, norm_output, input_norm, fc_norm: which of its norms EAGLE-3 applies where.
+    """
+
+    kind: str
+    hidden_size: int
+    inner_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    eps: float
+    rope: Mapping[str, Any]
+    tap_size: int
+    tap_count: int
+    taps: tuple[int, ...] | None = None
+    target_layers: int | None = None
+    qk_norm: bool = True
+    block: int = 0
+    mask: int = 0
+    in_place: bool = False
+    markov: str = ""
+    rank: int = 0
+    draft_vocab: int = 0
+    embeds: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    input_norm: bool = False
+    fc_norm: bool = False
+
+    def tapped(self, layers: int) -> tuple[int, ...]:
+        """After which layers of a target with so many the states are read (the three are SafeAILab's)."""
+        return (1, layers // 2 - 1, layers - 4) if self.taps is None else self.taps
+
+    def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
+        """Of the drafter's own cache."""
+        return KVShape(self.layers, self.kv_heads, self.head_dim, dtype, device)
+
+
+class Rotary(nn.Module):
+    """Rotary embeddings; cosines and sines are taken in float32, at any position."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=spec.heads * spec.head_dim,
+            num_attention_heads=spec.heads,
+            head_dim=spec.head_dim,
+            rope_parameters=dict(spec.rope),
+        )
+        with torch.device("cpu"):
+            made = LlamaRotaryEmbedding(config)
+        self.rates, self.scale = made.inv_freq.float(), float(made.attention_scaling)
+
+    def forward(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Rotate ``[heads, n, d]`` to ``positions`` ``[n]``."""
+        self.rates = self.rates.to(rows.device)
+        angles = positions[:, None].float() * self.rates
+        cos, sin = ((turn * self.scale).to(rows.dtype) for turn in (angles.cos(), angles.sin()))
+        first, second = rows.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class DrafterAttention(nn.Module):
+    """Attention of a drafter's layer, ``width`` its input's."""
+
+    def __init__(self, spec: DrafterSpec, width: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, size = spec.heads, spec.kv_heads, spec.head_dim
+        self.q_proj = nn.Linear(width, spec.heads * size, bias=False)
+        self.k_proj = nn.Linear(width, spec.kv_heads * size, bias=False)
+        self.v_proj = nn.Linear(width, spec.kv_heads * size, bias=False)
+        self.o_proj = nn.Linear(spec.heads * size, spec.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(size, spec.eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(size, spec.eps) if spec.qk_norm else nn.Identity()
+
+    def remember(
+        self, index: int, rows: Tensor, positions: Tensor, slots: Tensor, rotary: Rotary, kv: WindowKV
+    ) -> None:
+        """Put the keys and values of rows ``[n, width]`` into slots ``[n]`` of layer ``index``."""
+        keys, values = (
+            proj(rows).unflatten(-1, (self.kv_heads, -1)).transpose(0, 1) for proj in (self.k_proj, self.v_proj)
+        )
+        kv.put(index, slots, rotary(self.k_norm(keys), positions), values)
+
+    def forward(
+        self, index: int, rows: Tensor, positions: Tensor, rotary: Rotary, kv: WindowKV, seen: Tensor
+    ) -> Tensor:
+        """``[n, H]``: rows ``[n, width]`` attend to layer ``index``'s slots that are ``seen`` ``[n or 1, slots]``."""
+        queries = rotary(self.q_norm(self.q_proj(rows).unflatten(-1, (self.heads, -1)).transpose(0, 1)), positions)
+        # the query heads of a KV head are its rows: keys and values are not repeated
+        packed = queries.unflatten(0, (self.kv_heads, -1)).flatten(1, 2)
+        mask = seen if len(seen) == 1 else seen.repeat(self.heads // self.kv_heads, 1)
+        out = F.scaled_dot_product_attention(packed[None], kv.keys[index][None], kv.values[index][None], mask)[0]
+        return self.o_proj(out.unflatten(1, (-1, len(rows))).flatten(0, 1).transpose(0, 1).flatten(1))
+
+
+class _MLP(nn.Module):
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.inner_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.inner_size, bias=False)
+        self.down_proj = nn.Linear(spec.inner_size, spec.hidden_size, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(rows)) * self.up_proj(rows))
+        return out
+
+
+class _Layer(nn.Module):
+    """A layer of a block drafter (as Qwen3's)."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(spec.hidden_size, spec.eps)
+        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, spec.eps)
+        self.self_attn, self.mlp = DrafterAttention(spec, spec.hidden_size), _MLP(spec)
+
+
+class _Markov(nn.Module):
+    """The bias that the token before gives to a slot's logits (DSpark)."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        rank, hidden = spec.rank, spec.hidden_size
+        self.markov_w1, self.markov_w2 = (
+            nn.Embedding(spec.vocab_size, rank),
+            nn.Linear(rank, spec.vocab_size, bias=False),
+        )
+        if spec.markov == "gated":
+            self.gate_proj = nn.Linear(hidden + rank, rank)
+        elif spec.markov == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+
+    def forward(self, tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """``[n, V]`` after tokens ``[n]`` in a slot of state ``hidden`` ``[H]``, and states ``[n, r]`` for the next."""
+        told = self.markov_w1(tokens)
+        hidden = hidden.expand(len(told), -1)
+        if hasattr(self, "gate_proj"):
+            told = torch.sigmoid(self.gate_proj(torch.cat([hidden, told], -1))) * told
+        elif hasattr(self, "joint_proj"):
+            state = torch.zeros_like(told) if state is None else state
+            gate, new, out = self.joint_proj(torch.cat([state, told, hidden], -1)).chunk(3, -1)
+            gate = torch.sigmoid(gate)
+            state, told = gate * state + (1 - gate) * torch.tanh(new), torch.tanh(out)
+        return self.markov_w2(told), state
+
+
+class DrafterRound(Protocol):
+    """A round of a drafter under way: the logits of its levels, one after another."""
+
+    def logits(self, level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
+        """``[n or 1, V]`` after drafted tokens ``[n]`` at ``level``, 0 being that of the root.
+
+        Args:
+            level: how many tokens were drafted before.
+            rows: ``[n]``, of each token's parent among those of the level before; None for the root.
+            tokens: ``[n]``.
+        """
+
+
+class DraftNetwork(nn.Module):
+    """What all drafters have: the target, and what is remembered of its text.
+
+    Args:
+        spec: sizes.
+        target: whose embeddings and LM head are shared; its passes give the taps.
+
+    Attributes:
+        told: whether a level's logits depend on the tokens drafted before.
+    """
+
+    told = True
+
+    def __init__(self, spec: DrafterSpec, target: Target | None) -> None:
+        super().__init__()
+        self.spec, self._targets = spec, (target,)  # no submodule
+        self.rotary = Rotary(spec)
+
+    @property
+    def target(self) -> Target:
+        """The model that it drafts for."""
+        (target,) = self._targets
+        assert target is not None
+        return target
+
+    @property
+    def count(self) -> int:
+        """Most tokens that it drafts along a path, if nothing else is said."""
+        raise NotImplementedError
+
+    def slots(self, levels: int, beam: int) -> int:
+        """Scratch slots that a round of so many levels takes."""
+        raise NotImplementedError
+
+    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV) -> Tensor:
+        """Put committed tokens into the cache: nothing is waited for.
+
+        Args:
+            taps: ``[n, M * H]`` of the passes that forwarded them.
+            following: ``[n]``, the token after each.
+            places: ``[n]``, where in the text they are.
+            slots: ``[n]``, where their keys and values go.
+            kv: the cache.
+
+        Returns:
+            ``[n, ...]``: what :meth:`begin` wants of the last one.
+        """
+        raise NotImplementedError
+
+    def begin(self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> DrafterRound:
+        """Begin a round.
+
+        Args:
+            state: ``[1, ...]``, what :meth:`remember` returned for the token before the root.
+            root: ``[1]``, the text's last token.
+            position: ``[1]``, its position.
+            kv: the cache; scratch slots are written.
+            seen: ``[slots]`` bool, those of committed tokens.
+        """
+        raise NotImplementedError
+
+
+class BlockDrafter(DraftNetwork):
+    """DSpark and DFlash: a block of masks after the root is filled in one pass, all of it seeing all of it."""
+
+    def __init__(self, spec: DrafterSpec, target: Target | None) -> None:
+        super().__init__(spec, target)
+        self.told = bool(spec.markov)
+        self.fc = nn.Linear(spec.tap_count * spec.tap_size, spec.hidden_size, bias=False)
+        self.hidden_norm, self.norm = (nn.RMSNorm(spec.hidden_size, spec.eps) for _ in range(2))
+        self.layers = nn.ModuleList(_Layer(spec) for _ in range(spec.layers))
+        if spec.markov:
+            self.markov_head = _Markov(spec)
+
+    @property
+    def count(self) -> int:
+        """As :attr:`DraftNetwork.count`."""
+        return self.spec.block - self.spec.in_place
+
+    def slots(self, levels: int, beam: int) -> int:
+        """As :meth:`DraftNetwork.slots`: the whole block, even to use less of it."""
+        return self.spec.block
+
+    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV) -> Tensor:
+        """As :meth:`DraftNetwork.remember`."""
+        rows = self.hidden_norm(self.fc(taps))
+        for index, layer in enumerate(self.layers):
+            layer.self_attn.remember(index, rows, places, slots, self.rotary, kv)  # type: ignore[operator, union-attr]
+        return rows
+
+    def begin(self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> DrafterRound:
+        """As :meth:`DraftNetwork.begin`."""
+        block = torch.arange(self.spec.block, device=root.device)
+        tokens = torch.where(block == 0, root, self.spec.mask)
+        slots, places = kv.scratch + block, position + block
+        seen = seen.clone()
+        seen[kv.scratch : kv.scratch + self.spec.block] = True
+        rows = self.target.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            normed, attention = layer.input_layernorm(rows), layer.self_attn  # type: ignore[operator]
+            attention.remember(index, normed, places, slots, self.rotary, kv)  # type: ignore[operator, union-attr]
+            rows = rows + attention(index, normed, places, self.rotary, kv, seen[None])  # type: ignore[operator]
+            rows = rows + layer.mlp(layer.post_attention_layernorm(rows))  # type: ignore[operator]
+        return _BlockRound(self, self.norm(rows)[int(self.spec.in_place) :])
+
+
+class _BlockRound:
+    """The logits of a block's slots."""
+
+    def __init__(self, drafter: BlockDrafter, hidden: Tensor) -> None:
+        self._drafter, self._hidden = drafter, hidden
+        self._logits, self._state = drafter.target.open_logits(hidden), None
+
+    def logits(self, level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
+        """As :meth:`DrafterRound.logits`."""
+        own = self._logits[level : level + 1]
+        if not self._drafter.told:
+            return own
+        state = self._state if self._state is None or rows is None else self._state.index_select(0, rows)
+        bias, self._state = self._drafter.markov_head(tokens, self._hidden[level], state)
+        return own + bias
+
+
+class _EagleLayer(nn.Module):
+    """EAGLE-3's one layer, whose attention reads a token's embedding beside its state."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
+            nn.RMSNorm(spec.hidden_size, spec.eps) for _ in range(3)
+        )
+        self.self_attn, self.mlp = DrafterAttention(spec, 2 * spec.hidden_size), _MLP(spec)
+
+    def inputs(self, states: Tensor, embeddings: Tensor) -> Tensor:
+        """``[n, 2 H]`` that the attention reads."""
+        return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(states)], -1)
+
+
+_EAGLE_LEVELS = 6  # as many as a pass each is worth
+
+
+class EagleDrafter(DraftNetwork):
+    """EAGLE-3: row p has the taps of token p and the embedding of token p + 1, and guesses the one after that."""
+
+    d2t: Tensor  # from an id of the draft vocabulary to what is to be added to it
+
+    def __init__(self, spec: DrafterSpec, target: Target | None) -> None:
+        super().__init__(spec, target)
+        hidden = spec.hidden_size
+        self.fc = nn.Linear(spec.tap_count * spec.tap_size, hidden, bias=False)
+        self.midlayer, self.norm = _EagleLayer(spec), nn.RMSNorm(hidden, spec.eps)
+        self.lm_head = nn.Linear(hidden, spec.draft_vocab, bias=False)
+        if spec.input_norm:
+            self.input_norm = nn.RMSNorm(spec.tap_count * spec.tap_size, spec.eps)
+        if spec.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(spec.tap_size, spec.eps) for _ in range(spec.tap_count))
+        if spec.embeds:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
+        if spec.draft_vocab < spec.vocab_size:
+            self.register_buffer("d2t", torch.zeros(spec.draft_vocab, dtype=torch.int64))
+
+    @property
+    def count(self) -> int:
+        """As :attr:`DraftNetwork.count`."""
+        return _EAGLE_LEVELS
+
+    def slots(self, levels: int, beam: int) -> int:
+        """As :meth:`DraftNetwork.slots`: those of the tokens that are fed back."""
+        return (levels - 1) * beam
+
+    def _inputs(self, states: Tensor, tokens: Tensor) -> Tensor:
+        embeddings = self.embed_tokens(tokens) if self.spec.embeds else self.target.embed(tokens)
+        return self.midlayer.inputs(states, embeddings)
+
+    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV) -> Tensor:
+        """As :meth:`DraftNetwork.remember`."""
+        if self.spec.input_norm:
+            taps = self.input_norm(taps)
+        if self.spec.fc_norm:
+            parts = taps.chunk(self.spec.tap_count, -1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        states: Tensor = self.fc(taps)
+        self.midlayer.self_attn.remember(0, self._inputs(states, following), places, slots, self.rotary, kv)
+        return states
+
+    def begin(self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> DrafterRound:
+        """As :meth:`DraftNetwork.begin`."""
+        return _EagleRound(self, state, position, kv, seen)
+
+    def step(
+        self, states: Tensor, tokens: Tensor, places: Tensor, slots: Tensor | None, kv: WindowKV, seen: Tensor
+    ) -> Tensor:
+        """``[n, H]`` states after the layer, before the norm; keys and values go to ``slots``, if any."""
+        rows, layer = self._inputs(states, tokens), self.midlayer
+        if slots is not None:
+            layer.self_attn.remember(0, rows, places, slots, self.rotary, kv)
+        residual: Tensor = layer.hidden_norm(states) if self.spec.norm_before_residual else states
+        out: Tensor = residual + layer.self_attn(0, rows, places, self.rotary, kv, seen)
+        out = out + layer.mlp(layer.post_attention_layernorm(out))
+        return out
+
+    def logits(self, states: Tensor) -> Tensor:
+        """``[n, V]`` of the target's vocabulary."""
+        own = self.lm_head(self.norm(states))
+        if self.spec.draft_vocab == self.spec.vocab_size:
+            return own
+        full = own.new_full((len(own), self.spec.vocab_size), _EXCLUDED)
+        return full.index_copy_(1, self.d2t + torch.arange(self.spec.draft_vocab, device=own.device), own)
+
+
+class _EagleRound:
+    """The logits of EAGLE-3's levels: a pass each, over the tokens drafted last."""
+
+    def __init__(self, drafter: EagleDrafter, state: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> None:
+        self._drafter, self._states, self._kv = drafter, state, kv
+        self._place, self._lines, self._used = position - 1, seen[None], kv.scratch
+
+    def logits(self, level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
+        """As :meth:`DrafterRound.logits`."""
+        states, slots = self._states, None  # the root's row is among those remembered
+        if rows is not None:
+            slots = torch.arange(self._used, self._used + len(tokens), device=tokens.device)
+            self._used += len(tokens)
+            states = states.index_select(0, rows)
+            self._lines = self._lines.index_select(0, rows).scatter_(1, slots[:, None], True)
+        places = (self._place + level).expand(len(tokens))
+        out = self._drafter.step(states, tokens, places, slots, self._kv, self._lines)
+        self._states = self._drafter.norm(out) if self._drafter.spec.norm_output else out
+        return self._drafter.logits(out)
+
+
+def build(spec: DrafterSpec, target: Target | None = None) -> BlockDrafter | EagleDrafter:
+    """A drafter with uninitialised weights."""
+    return EagleDrafter(spec, target) if spec.kind == EAGLE3 else BlockDrafter(spec, target)
