@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -44,12 +43,6 @@ def test_refuses_what_it_would_compute_wrongly(
     refuse(changed(checkpoint, tmp_path / "m", **changes), match)
 
 
-@pytest.mark.parametrize("changes", [{"use_sliding_window": False}, {}])
-def test_a_window_that_is_not_used_is_fine(checkpoint: Path, tmp_path: Path, changes: dict[str, object]) -> None:
-    """Llama knows of no windows, whatever its configuration says."""
-    assert load(changed(checkpoint, tmp_path / "m", sliding_window=64, **changes)).target.special == ""
-
-
 @pytest.mark.parametrize(
     ("name", "value", "dtype", "place"),
     [
@@ -67,16 +60,6 @@ def test_a_model_that_gives_no_numbers(
     save_file(weights, tmp_path / "m" / "model.safetensors", {"format": "pt"})
     reason = f"the first output that is not finite is that of {place}: its weights are broken, or {dtype} is too narrow"
     refuse(model, f"gives logits that are NaN or infinite; {reason} for it$", dtype=dtype)
-
-
-def test_attention_that_cannot_be_replaced(checkpoint: Path, tmp_path: Path) -> None:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    folder = tmp_path / "m"
-    BloomForCausalLM(BloomConfig(vocab_size=320, hidden_size=32, n_layer=1, n_head=2)).save_pretrained(folder)
-    for file in checkpoint.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    refuse(str(folder), "bloom")
 
 
 def test_an_architecture_that_does_something_unheard_of_is_refused(checkpoint: Path, monkeypatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -97,22 +96,6 @@ def test_scaled_rotary_embeddings_beyond_the_original_length(name: str, tmp_path
     ours = target.logits(torch.cat([part.hidden for part in target.chunks(text.tolist(), kv)]))
     assert (ours - wanted)[64:].abs().max() < 1e-6 * wanted.std()
     assert (ours - unscaled)[64:].abs().max() > 0.1 * wanted.std()
-
-
-def test_a_checkpoint_is_read_in_shards(tmp_path: Path) -> None:
-    own, model = made("Llama, MHA", tmp_path)
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    assert (tmp_path / "model.safetensors.index.json").is_file()
-    for name, weight in model.target.model.state_dict().items():
-        assert torch.equal(weight, own.state_dict()[name])
-
-
-def test_a_shard_that_is_missing(tmp_path: Path) -> None:
-    checkpoint(ARCHITECTURES["Llama, MHA"], tmp_path)
-    shutil.move(sorted(tmp_path.glob("model-*.safetensors"))[1], tmp_path / "elsewhere")
-    with pytest.raises(InputError, match=r"^model: ") as error:
-        load(str(tmp_path))
-    assert "\n" not in str(error.value)
 
 
 def test_the_check_of_logits_sees_a_window_that_is_off_by_one(tmp_path: Path) -> None:

@@ -62,17 +62,6 @@ def stored(dtype: str, *shape: int) -> module.StoredTensor:
     return module.StoredTensor(Path("f"), "x", dtype, shape)
 
 
-def test_what_is_stored(folder: Path) -> None:
-    whole = stored_tensors(folder)
-    weights = load_file(folder / "model.safetensors")
-    assert {name: each.shape for name, each in whole.items()} == {name: tuple(w.shape) for name, w in weights.items()}
-    assert {each.dtype for each in whole.values()} == {"F32"}
-    sharded()(folder)
-    assert {name: (t.dtype, t.shape) for name, t in stored_tensors(folder).items()} == {
-        name: (t.dtype, t.shape) for name, t in whole.items()
-    }
-
-
 def test_a_tied_head_need_not_be_stored(tmp_path: Path) -> None:
     tied = LlamaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8)
     tied.tie_word_embeddings = True

@@ -1,4 +1,4 @@
-"""The bundled model: small enough, plain transformers, and the same text from every method."""
+"""The bundled models: small enough, plain transformers, of use to each other, and the same text from every method."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from tswift.decoding.stats import DecodeStats
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
+from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import DEMO_DRAFT
 from tswift.models.load import LoadedModel
+from tswift.training.tasks import measure_agreement
 
 FOLDER = Path(tswift.__file__).parent / "models" / "demo"
+DRAFT = FOLDER / "draft"
 NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
 
 
@@ -102,3 +105,22 @@ def test_shared_noise_and_conditioned_heads_draft_better() -> None:
     chained, blind, conditioned = alpha("chained", True), alpha("chained", False), alpha(None, True)
     assert chained > 2 * blind
     assert conditioned > 1.3 * chained
+
+
+def test_it_is_small_and_plain_transformers_loads_it() -> None:
+    demo = load(dtype="float32", draft_model=DEMO_DRAFT)
+    assert sum(path.stat().st_size for path in DRAFT.iterdir()) < 1_300_000
+    plain = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
+    assert 450_000 < plain.num_parameters() < 550_000
+    assert demo.draft is not None
+    assert fingerprint_of(demo.draft.model) == fingerprint_of(plain)
+    assert demo.draft.max_positions == demo.target.max_positions
+
+
+def test_it_draws_what_the_model_draws() -> None:
+    demo = load(dtype="float32", draft_model=DEMO_DRAFT)
+    text = demo.encode(NOVEL.read_text())[:1025]
+    assert demo.draft is not None
+    score = measure_agreement(demo.target, demo.draft, text, SamplingParams())
+    assert score.agreement > 0.35
+    assert score.target_loss < score.loss < score.target_loss + 1

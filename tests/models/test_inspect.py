@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.conftest import make_checkpoint
@@ -20,7 +20,6 @@ from tswift.models.devices import available_bytes, gigabytes
 from tswift.models.heads import HEAD_TYPES, ConditionedHeads
 from tswift.models.hf import max_positions, probe_attention
 from tswift.models.load import inspect_model, load
-from tswift.models.shapes import SHAPES
 from tswift.models.target import Target
 
 
@@ -71,14 +70,6 @@ def test_a_configuration_that_does_not_say_how_many_kv_heads(tmp_path: Path) -> 
     assert (seen.heads, seen.heads_bytes) == (0, 0)
 
 
-def test_heads_that_are_elsewhere_or_not_there(checkpoint: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(checkpoint, tmp_path / "m")
-    (model / "heads.safetensors").unlink()
-    assert inspect_model(str(model)).heads == 0
-    ConditionedHeads(32, 2).save(tmp_path / "own")
-    assert inspect_model(str(model), heads=tmp_path / "own").heads == 2
-
-
 def test_heads_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
     ConditionedHeads(48, 2).save(tmp_path / "own")
     with pytest.raises(InputError, match=r"^heads: .*own was made for hidden size 48, the model has 32$"):
@@ -124,11 +115,6 @@ def test_an_attention_that_cannot_serve(checkpoint: Path, monkeypatch: pytest.Mo
     assert inspect_model(str(checkpoint), attention="sdpa").most_nodes is None
 
 
-def test_nothing_is_loaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    assert inspect_model(str(checkpoint)).weight_bytes > 0
-
-
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 
@@ -162,11 +148,6 @@ CONFIGS = {
 def test_configurations(name: str) -> None:
     config, positions = CONFIGS[name]
     assert max_positions(config) == positions
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes_serve_what_the_paper_needs(name: str) -> None:
-    assert max_positions(SHAPES[name]) == 131_072
 
 
 def frequencies(config: PreTrainedConfig) -> torch.Tensor:

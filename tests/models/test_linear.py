@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 import tswift
 from benchmarks.architectures import ARCHITECTURES
-from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_llama, tiny_target, tokens_of
+from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_llama, tokens_of
 from tests.models.test_passes import OPTIONS, PARAMS, LengthOnDevice
 from tswift.errors import InputError
 from tswift.models.adapting import wrap_model
@@ -221,14 +221,6 @@ def test_architectures_are_served_with_joined_products(name: str, tmp_path: Path
     assert all(torch.equal(weight, state[name]) for name, weight in saved.items())
 
 
-def test_drafts_are_verified_with_joined_products() -> None:
-    target = wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa", joined=True)
-    plain = decode_steps(tiny_target(), drafter_of("ar", tiny_target(), OPTIONS), random_prompt(30), PARAMS, 3, 100)
-    for method in ("tokenswift", "cascade"):
-        steps = decode_steps(target, drafter_of(method, target, OPTIONS), random_prompt(30), PARAMS, 3, 100)
-        assert tokens_of(steps) == tokens_of(plain)
-
-
 def test_the_comparison_of_logits_covers_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JoinedLinear, "forward", lambda self, input: nn.functional.linear(input, self.weight * 1.1))
     wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa")
@@ -261,51 +253,6 @@ def test_compiled_layers_have_no_more_parts_than_without(layers: int) -> None:
     assert traced(same, "eager") == traced(plain, "eager")
 
 
-@pytest.mark.slow
-def test_compiled_code_gives_away_nothing_but_what_comes_next() -> None:
-    """The layers' outputs that are handed over stay inside, so that the compiler may fuse what follows."""
-    outputs: list[list[int]] = []
-
-    def backend(graph, inputs):
-        outputs[-1].append(len(graph.graph.output_node().args[0]))
-        return graph.forward
-
-    for joining in (False, True):
-        model = network("Qwen2.5")
-        if joining:
-            join(model)
-        outputs.append([])
-        traced(model, backend)
-    assert outputs[0] == outputs[1]
-
-
-@pytest.mark.slow
-def test_models_of_other_sizes_have_code_of_their_own() -> None:
-    """Sizes of weights are constants of the code, as they are of layers that are not joined."""
-    counts = []
-    for joining in (False, True):
-        torch._dynamo.reset()
-        shapes: list[bool] = []
-
-        def backend(graph, inputs, shapes=shapes):
-            shapes += [
-                all(isinstance(size, int) for size in node.meta["example_value"].shape)
-                for node in graph.graph.find_nodes(op="placeholder")
-                if isinstance(node.meta["example_value"], nn.Parameter)
-            ]
-            return graph.forward
-
-        for kind in ("gqa", "mha", "mqa"):
-            model = tiny_llama(kind, torch.float64)
-            if joining:
-                join(model)
-            assert Target(model, LengthOnDevice).compile(backend=backend) is None
-        assert shapes
-        assert all(shapes)
-        counts.append(len(shapes))
-    assert counts[1] < counts[0]
-
-
 able = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="PyTorch without oneDNN")
 
 
@@ -327,12 +274,6 @@ def test_the_same_products(rows: int) -> None:
     assert (found.double() - exact).abs().max() < 2e-6
 
 
-def test_float64_is_left_alone() -> None:
-    layers = layers_of(torch.float64)
-    use_onednn(layers)
-    assert [type(layer) for layer in layers[::2]] == [nn.Linear, nn.Linear]
-
-
 @able
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_converted_once_where_the_processor_would_do_it_in_every_call(
@@ -350,13 +291,6 @@ def test_16_bits_are_converted_once_where_the_processor_would_do_it_in_every_cal
     assert (found.double() - exact).abs().max() < 8 * torch.finfo(dtype).eps
     assert type(deepcopy(layers)[0]) is nn.Linear  # with the layer's weights, whatever becomes of them
     assert (again.double() - exact).abs().max() < 8 * torch.finfo(dtype).eps
-
-
-def test_16_bits_are_left_alone_where_the_processor_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
-    layers = layers_of(torch.bfloat16)
-    use_onednn(layers)
-    assert type(layers[0]) is nn.Linear
 
 
 @able

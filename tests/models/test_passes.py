@@ -182,27 +182,6 @@ def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, metho
     assert texts[0] == texts[1]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
-@pytest.mark.parametrize(
-    ("method", "length"),
-    [
-        ("ar", 8),
-        pytest.param("tokenswift", 24, marks=pytest.mark.slow),
-        pytest.param("triforce", 16, marks=pytest.mark.slow),
-    ],
-)
-def test_attention_by_triton_writes_the_text_of_plain_decoding(method: str, length: int) -> None:
-    """Interpreted, in float32, which is the same up to near-ties: there are none in so few tokens."""
-    prompt, texts = random_prompt(30), []
-    for name, attention in (("ar", "sdpa"), (method, "triton")):
-        target = Target(tiny_llama("gqa", torch.float32), BACKENDS[attention]())
-        assert target.replays == (attention == "triton")
-        steps = decode_steps(target, drafter_of(name, target, OPTIONS), prompt, PARAMS, 3, length)
-        texts.append(tokens_of(steps))
-    assert texts[0] == texts[1]
-
-
 class Waits(TorchDispatchMode):
     """Counts the operators for which a host has to wait for its device."""
 
@@ -270,21 +249,6 @@ def test_a_compiler_that_fails_is_told_of_and_done_without() -> None:
         for model in (tiny_target(), target)
     ]
     assert texts[0] == texts[1]
-
-
-@pytest.mark.slow
-def test_layers_share_their_compiled_code() -> None:
-    """Whatever the number of layers and of passes: code is made for one layer, and for a few numbers of nodes."""
-    graphs = []
-    for layers in (2, 4):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        target = Target(tiny_llama("gqa", torch.float64, layers=layers), LengthOnDevice)
-        assert target.compile(backend="eager") is None
-        decode_steps(target, drafter_of("tokenswift", target, OPTIONS), random_prompt(30), PARAMS, 3, 60)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs[0] == graphs[1]
-    assert 0 < graphs[0] <= 12
 
 
 def test_compiled_layers_that_compute_something_else_are_not_used(monkeypatch) -> None:

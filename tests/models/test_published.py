@@ -21,7 +21,6 @@ from tests.published import (
     COUNT,
     EPS,
     NAME,
-    PARTS,
     add_shard,
     drawn,
     make_base,
@@ -190,16 +189,6 @@ def test_heads_of_a_model_of_the_hub(base: Path, tmp_path: Path, monkeypatch) ->
     assert (heads.kind, heads.count, heads.pre_norm) == ("chained", COUNT, True)
 
 
-def test_a_model_that_carries_heads_may_have_others(base: Path, tmp_path: Path) -> None:
-    folder = tokenswift_model(base, tmp_path / "m")
-    heads = load(str(folder), device="cpu", heads=medusa_file(base, tmp_path)).heads
-    assert heads is not None
-    assert heads.kind == "medusa"
-    heads = load(str(base), device="cpu", heads=folder).heads
-    assert heads is not None
-    assert (heads.kind, heads.pre_norm) == ("chained", True)
-
-
 def changed(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         path = next(iter(folder.glob("m*extra.safetensors")), folder / "medusa_lm_head.safetensors")
@@ -222,11 +211,6 @@ def pickled(folder: Path) -> None:
 T = "model.medusa_layers"
 BAD_TOKENSWIFT = {
     "another count": (lambda folder: say(folder, medusa_heads=4), "has 3 heads, its configuration says 4"),
-    "no heads at all": (changed(lambda x: [x.clear(), x.update(other=drawn(1))]), "there are no heads in"),
-    "a head lost": (
-        changed(lambda x: [x.pop(f"{T}.1.{n}.weight") for n in PARTS]),
-        "has 2 heads, .* says 3",
-    ),
     "a tensor lost": (changed(lambda x: x.pop(f"{T}.1.linear.weight")), r"lacks heads\.1\.linear\.weight"),
     "a tensor too wide": (
         changed(lambda x: x.update({f"{T}.1.linear.weight": drawn(HIDDEN, 7)})),
@@ -237,7 +221,6 @@ BAD_TOKENSWIFT = {
         changed(lambda x: x[f"{T}.0.linear.weight"].fill_(torch.nan)),
         "something else than finite numbers",
     ),
-    "integers": (changed(lambda x: x.update({f"{T}.0.linear.weight": drawn(32, 32).long()})), "finite numbers"),
 }
 
 
@@ -251,22 +234,10 @@ BAD_MEDUSA = {
         lambda folder: say(folder, medusa_num_heads=5),
         "has 3 heads with 1 blocks, .* says 5 with 1",
     ),
-    "other blocks": (lambda folder: say(folder, medusa_num_layers=2), "has 3 heads with 1 blocks, .* says 2 with 2"),
     "another vocabulary": (changed(lambda x: shorten(x)), "was made for a vocabulary of 11, the model has"),
     "a bias lost": (changed(lambda x: x.pop("1.0.linear.bias")), r"lacks heads\.1\.blocks\.0\.bias"),
-    "a block lost": (
-        changed(lambda x: [x.pop(f"2.0.linear.{n}") for n in ("bias", "weight")]),
-        r"lacks heads\.2\.blocks",
-    ),
     "an LM head with a bias": (changed(lambda x: x.update({"0.1.bias": drawn(4)})), r"has 0\.1\.bias, which no head"),
-    "a block without a linear": (
-        changed(lambda x: x.update({"0.0.weight": drawn(4)})),
-        r"has 0\.0\.weight, which",
-    ),
-    "a head lost": (changed(lambda x: [x.pop(name) for name in list(x) if name[0] == "0"]), r"lacks heads\.0\.blocks"),
     "pickled": (pickled, "a pickle, which could run code"),
-    "cut short": (lambda folder: cut(folder / "medusa_lm_head.safetensors"), "is broken or no safetensors file"),
-    "a configuration that is none": (lambda folder: (folder / "config.json").write_text("["), "is not JSON"),
     "a configuration that is a list": (lambda folder: (folder / "config.json").write_text("[1]"), "no JSON object"),
 }
 
@@ -275,10 +246,6 @@ def shorten(tensors: dict[str, Tensor]) -> None:
     for name, value in tensors.items():
         if "linear" not in name:
             tensors[name] = value[:11].clone()
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-9])
 
 
 def refused(match: str, model: Path, heads: Path | None) -> None:

@@ -307,24 +307,6 @@ def test_what_cannot_be_copied(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     refuse(model, r"needs torchao: pip install 'tswift\[quantize\]'", option, draft_weights="int8", device="cpu")
 
 
-def test_a_checkpoint_that_is_quantised_has_no_cheaper_copy(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_torchao.install(monkeypatch)
-    folder = make_checkpoint(tmp_path / "m")
-    config = (folder / "config.json").read_text().replace("{", '{"quantization_config": {"quant_method": "gptq"},', 1)
-    (folder / "config.json").write_text(config)
-    refuse(str(folder), r"quantised already \(gptq\)", "draft_weights", draft_weights="int8", device="cpu")
-
-
-def test_random_weights_can_be_copied(tiny_shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For times: every method runs."""
-    fake_torchao.install(monkeypatch)
-    model = load("shape:tiny", draft_weights="int8")
-    assert model.drafting is not None
-    assert text(model, "tokenswift", 20) == text(model, "ar", 20)
-
-
 @needs_torchao
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

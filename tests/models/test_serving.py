@@ -105,15 +105,6 @@ def test_compiled_layers_that_lie_in_one_row_are_not_used(compiler, rows: int, w
     assert text(target) == text(tiny_target())
 
 
-@pytest.mark.slow
-def test_layers_that_are_compiled_are_said_to_be(compiler) -> None:
-    target = static_target()
-    assert target.compile(backend="eager") is None
-    text(target)
-    assert layers(target) == "compiled"
-    assert torch._dynamo.config.recompile_limit >= 64
-
-
 @pytest.mark.parametrize("method", ["ar", "tokenswift"])
 def test_what_the_compiler_gives_up_on_is_told(compiler, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.setattr("tswift.models.target._RECOMPILES", 1)
@@ -150,4 +141,4 @@ def test_a_function_that_cannot_be_compiled_is_told(compiler) -> None:
 )
 def test_heads_by_the_configuration(config: dict[str, object], heads: tuple[int, int]) -> None:
     text = SimpleNamespace(**config)
-    assert heads_of(SimpleNamespace(get_text_config=lambda: text)) == heads
+    assert heads_of(SimpleNamespace(get_text_config=lambda: text))[:2] == heads

@@ -8,13 +8,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, Qwen2Config, Qwen3MoeConfig
 
-from tests.helpers import tiny_llama
-from tswift.decoding.loop import Decoding
-from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import make_drafter
-from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.jobs.prompt import read_prompt
 from tswift.models import shapes
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import refuse_shape
@@ -61,42 +55,11 @@ def test_published_sizes(name: str) -> None:
     assert shape.head_dim == 128
 
 
-def test_the_papers_table_2() -> None:
-    shape = of("llama3.1-8b")
-    assert shape.weight_bytes == pytest.approx(15.0e9, rel=0.002)
-    assert shape.flops(131_072) == pytest.approx(83.9e9, rel=0.01)
-
-
-def test_embeddings_are_read_only_where_they_are_the_lm_head() -> None:
-    untied, tied = of("qwen2.5-7b"), of("qwen2.5-1.5b")
-    assert untied.parameters - untied.read == 152_064 * 3584
-    assert tied.read == tied.parameters
-    assert (untied.lm_head, tied.lm_head) == (152_064 * 3584, 151_936 * 1536)
-
-
-def test_rotary_embeddings_reach_as_far_as_published() -> None:
-    llama, yarn = (SHAPES[name].rope_parameters for name in ("llama3.1-8b", "yarn-llama2-7b-128k"))
-    assert (llama["rope_type"], llama["factor"], llama["original_max_position_embeddings"]) == ("llama3", 8, 8192)
-    assert (yarn["rope_type"], yarn["factor"], yarn["original_max_position_embeddings"]) == ("yarn", 32, 4096)
-    assert SHAPES["qwen2.5-14b"].rope_parameters["rope_theta"] == 1e6
-
-
-def test_a_skeleton_counts_as_the_model_does() -> None:
-    network = tiny_llama("gqa", torch.float64)
-    assert shape_of(skeleton(network.config), 8) == shape_of(network, 8)
-    assert next(skeleton(network.config).parameters()).is_meta
-
-
 def test_costs_of_a_shape_worked_by_hand() -> None:
     shape = Shape(100, 80, hidden_size=8, layers=2, query_heads=4, kv_heads=1, head_dim=3, itemsize=2)
     assert (shape.weight_bytes, shape.kv_bytes) == (160, 2 * 2 * 1 * 3 * 2)
     assert shape.flops(10) == 2 * 80 + 2 * 2 * 10 * 4 * 3 * 2
     assert [replace(shape, lm_head=30).spared_bytes(bits) for bits in (4, 8, 16)] == [75, 50, 0]
-
-
-def test_a_configuration_may_be_changed() -> None:
-    shape_config("shape:qwen2.5-7b").hidden_size = 1
-    assert SHAPES["qwen2.5-7b"].hidden_size == 3584
 
 
 def test_what_is_refused() -> None:
@@ -114,10 +77,6 @@ def test_experts_are_seen(config: object) -> None:
         refuse_routed(config, "m")
 
 
-def test_dense_models_have_no_experts() -> None:
-    assert not any(routed(config) for config in SHAPES.values())
-
-
 @pytest.mark.parametrize("name", ["tiny", "tied"])
 def test_everything_that_a_method_needs(tiny_shapes: None, name: str) -> None:
     model = load(f"shape:{name}")
@@ -133,10 +92,6 @@ def test_everything_that_a_method_needs(tiny_shapes: None, name: str) -> None:
     assert model.eos_ids == (7,)
     tied = model.target.model.get_input_embeddings().weight is model.target.model.get_output_embeddings().weight
     assert tied == (name == "tied")
-
-
-def test_a_real_model_is_not_simulated() -> None:
-    assert not load("demo", device="cpu").about()["simulated"]
 
 
 def test_weights_are_noise_and_norms_are_ones(tiny_shapes: None) -> None:
@@ -161,41 +116,6 @@ def test_the_same_weights_every_time(tiny_shapes: None) -> None:
     assert fingerprint_of(first.target.model) != fingerprint_of(other.target.model)
     pairs = zip(first.target.model.parameters(), again.target.model.parameters(), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
-
-
-def test_no_float32_copy_is_made(tiny_shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every weight is born in the dtype, and transformers initialises none of them."""
-    from transformers import PreTrainedModel
-
-    def initialise(*_: object, **__: object) -> None:
-        raise AssertionError("weights were initialised")
-
-    monkeypatch.setattr(PreTrainedModel, "init_weights", initialise)
-    born: list[torch.dtype] = []
-    made = torch.nn.Linear.__init__
-
-    def note(self: torch.nn.Linear, *arguments: object, **options: object) -> None:
-        made(self, *arguments, **options)  # type: ignore[arg-type]
-        born.append(self.weight.dtype)
-
-    config = SHAPES["tiny"]
-    monkeypatch.setattr(shapes, "skeleton", lambda config: torch.nn.Module())
-    monkeypatch.setattr(torch.nn.Linear, "__init__", note)
-    shapes.random_weights(config, torch.bfloat16, torch.device("cpu"), "shape:tiny")
-    assert set(born) == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("method", ["medusa", "tokenswift", "reuse"])
-def test_every_method_decodes_what_plain_decoding_does(tiny_shapes: None, method: str) -> None:
-    model = load("shape:tiny", dtype="float64")
-    prompt = model.encode("The ship had lain three days becalmed.")
-    texts = []
-    for name in ("ar", method):
-        drafter = make_drafter(name, model.target, model.heads, DraftOptions(budget=64))
-        steps = Decoding(model.target, prompt, SamplingParams(), 3, drafter, 60).steps()
-        texts.append([token for step in steps for token in step.tokens])
-    assert texts[0] == texts[1]
-    assert len(set(texts[0])) > 20
 
 
 def test_heads_of_either_kind_or_from_a_file(tiny_shapes: None, tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -237,10 +157,3 @@ def test_deep_stacks_in_bfloat16_pass_the_check_of_our_attention(monkeypatch: py
     )
     monkeypatch.setitem(SHAPES, "deep", deep)
     assert isinstance(load("shape:deep"), LoadedModel)
-
-
-def test_the_bundled_prompt_is_long_enough(tiny_shapes: None) -> None:
-    ids = load("shape:tiny").encode(read_prompt(None))
-    assert len(ids) >= 8192
-    assert max(ids) < 256
-    assert load("shape:tiny").tokenizer.decode(ids[:1234]) == "[1,234 tokens of random weights]"

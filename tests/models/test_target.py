@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from benchmarks.architectures import ARCHITECTURES, WINDOW, Architecture
-from tests.helpers import VOCAB, random_prompt, tiny_llama, tiny_target
+from tests.helpers import random_prompt, tiny_llama, tiny_target
 from tswift.attention.layout import AttentionSpec
 from tswift.kv.cache import FullKV
 from tswift.models.hf import UnsupportedModel, output_of, probe_attention
@@ -92,15 +92,6 @@ def test_the_queries_of_a_pass_are_rotated_and_one_per_layer() -> None:
     first, second = last.queries[0].unbind(1)
     torch.testing.assert_close(first.norm(dim=-1), second.norm(dim=-1))
     assert (first - second).abs().max() > 1e-3
-
-
-def test_what_the_target_says_of_itself() -> None:
-    target = tiny_target("gqa")
-    assert (target.vocab_size, target.hidden_size, target.max_positions) == (VOCAB, 32, 16_384)
-    shape = target.kv_shape
-    assert (shape.layers, shape.heads, shape.head_dim, shape.dtype) == (2, 2, 8, torch.float64)
-    assert target.prefill([], FullKV(shape, 1)) is None
-    assert isinstance(target, Target)
 
 
 @pytest.mark.parametrize(

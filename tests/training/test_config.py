@@ -12,11 +12,9 @@ import pytest
 from transformers import LlamaConfig
 
 from tswift.errors import InputError
-from tswift.models.config import DEMO as BUNDLED
-from tswift.models.heads import HEAD_TYPES
 from tswift.models.shapes import skeleton
 from tswift.options import option_of, options_of, type_of
-from tswift.training.config import DEMO, SHAPES, DraftConfig, HeadsConfig, TrainConfig
+from tswift.training.config import SHAPES, DraftConfig, HeadsConfig, TrainConfig
 
 SCHEDULE = ("seq_len", "batch", "accumulate", "steps", "minutes")
 
@@ -44,11 +42,6 @@ def test_defaults_of_table_9(kind: type[TrainConfig], schedule: tuple[int, ...])
     assert config.step_tokens == math.prod(schedule)
 
 
-def test_other_defaults_of_table_9() -> None:
-    config = HeadsConfig("x")
-    assert (config.heads_count, config.lr, config.warmup, config.weight_decay) == (3, 5e-3, 50, 0.1)
-
-
 def test_the_shape_of_table_11() -> None:
     """Its rows, as the paper's appendix has them, and the number in its title."""
     table = """hidden_size,768
@@ -66,10 +59,6 @@ vocab_size,128256"""
     assert sum(weight.numel() for weight in skeleton(config).parameters()) == 215_879_424
     assert 215_879_424 >> 20 == 205
     assert 450_000 < sum(w.numel() for w in skeleton(LlamaConfig(**SHAPES["demo"])).parameters()) < 550_000
-
-
-def test_names_that_are_written_without_importing_torch() -> None:
-    assert (sorted(option_of(HeadsConfig, "kind").choices), DEMO) == (sorted(HEAD_TYPES), BUNDLED)
 
 
 @pytest.mark.parametrize("kind", [HeadsConfig, DraftConfig])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from recipes.corpus import load_documents, random_rows, split
+from recipes.corpus import load_documents, random_rows
 from tests.training.tiny import LONG, SHORT, Tiny
 from tswift.errors import InputError
 from tswift.training.config import HeadsConfig
@@ -26,10 +26,6 @@ def test_rows_of_a_stream_are_crops_of_it(rows: int, length: int, seed: int) -> 
     assert (taken.shape, taken.dtype) == ((rows, length), np.int64)
     assert (np.diff(taken, axis=1) == 1).all()
     assert 100 <= taken.min() <= taken.max() < 130
-
-
-def test_every_place_of_a_stream_is_drawn() -> None:
-    assert {*random_rows(np.arange(10), 500, 4, np.random.default_rng(1))[:, 0].tolist()} == {*range(7)}
 
 
 @settings(max_examples=30, deadline=None)
@@ -66,13 +62,6 @@ def test_documents_of_folders_and_files(tmp_path: Path) -> None:
     path = parquet(tmp_path / "c.parquet", title=["x", "y"], text=["one", None])
     assert load_documents(path) == ["one", ""]
     assert load_documents(str(tmp_path)) == ["one", ""]  # parquet first
-
-
-def test_six_documents_of_the_recipes_are_held_out() -> None:
-    texts = [str(number) for number in range(300)]
-    kept, held = split(texts)
-    assert held == ["0", "41", "82", "123", "164", "205"]
-    assert sorted(kept + held, key=int) == texts
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import tswift
 from recipes import demo, demo_draft
 from recipes.heads import HeadsPlan, train_heads, write_text
 from recipes.pretrain import Plan, head_losses, pretrain
-from tests.helpers import HIDDEN, tiny_heads, tiny_llama
+from tests.helpers import HIDDEN, tiny_llama
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.models.heads import HEAD_TYPES, ChainedHeads
@@ -94,23 +94,6 @@ def test_what_was_interrupted_is_no_model(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(InputError, match=r"^--work: the training was interrupted; the same command goes on"):
         demo_draft.build("x", tmp_path / "out", tmp_path / "work", DraftConfig("x"))
     assert not (tmp_path / "out").exists()
-
-
-def test_losses_of_heads_are_cross_entropies_at_their_offsets() -> None:
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(2, 9, HIDDEN, generator=generator)
-    weight = torch.randn(11, HIDDEN, generator=generator)
-    ids = torch.randint(11, (2, 9), generator=generator)
-    heads = tiny_heads(torch.float32)
-    losses = head_losses(hidden, ids, heads, lambda x: x @ weight.T)
-    states = heads(hidden)
-    for index in range(3):
-        expected = [
-            F.cross_entropy(states[index, row, at] @ weight.T, ids[row, at + index + 2])
-            for row in range(2)
-            for at in range(9 - index - 2)
-        ]
-        torch.testing.assert_close(losses[index], torch.stack(expected).mean())
 
 
 def test_pretraining_lowers_the_loss_of_model_and_heads() -> None:

@@ -10,12 +10,13 @@ in the model depends on other rows, or on a row's index. That is tried once per 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tswift.attention.backends import BACKENDS, USUAL, choose, fails
 from tswift.attention.building import Unbuilt
@@ -23,7 +24,7 @@ from tswift.attention.layout import MOST_WIDTH, ROWS
 from tswift.errors import InputError
 from tswift.kv.cache import FullKV
 from tswift.models.devices import dtype_name
-from tswift.models.hf import UnsupportedModel
+from tswift.models.hf import UnsupportedModel, watched
 from tswift.models.linear import join, separate, use_onednn
 from tswift.models.passes import Forwarded
 from tswift.models.program import PassProgram, Unfit
@@ -34,24 +35,18 @@ EAGER = "eager"
 PROGRAM = "one C program"
 
 
-def head_size(config: Any) -> int:
-    """Size of a model's keys and values by its configuration; the usual one where it does not say."""
-    text = config.get_text_config()
-    size, hidden, heads = (getattr(text, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
-    if type(size) is int and size > 0:
-        return size
-    if type(hidden) is int and type(heads) is int and hidden >= heads > 0:
-        return hidden // heads
-    return USUAL
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """KV heads, query heads per KV head, and head size by a model's configuration.
 
-
-def heads_of(config: Any) -> tuple[int, int]:
-    """KV heads, and query heads per KV head, by a model's configuration; one each where it does not say."""
+    Where it does not say: one each, and the usual size.
+    """
     text = config.get_text_config()
-    heads, kv_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if type(heads) is int and type(kv_heads) is int and heads >= kv_heads > 0 == heads % kv_heads:
-        return kv_heads, heads // kv_heads
-    return 1, 1
+    heads, kv_heads, size, hidden = (
+        value if type(value := getattr(text, name, None)) is int and value > 0 else 0
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    )
+    size = size or (hidden // heads if hidden >= heads > 0 else USUAL)
+    return (kv_heads, heads // kv_heads, size) if heads and kv_heads and heads % kv_heads == 0 else (1, 1, size)
 
 
 def select_backend(attention: str, dtype: torch.dtype, device: torch.device, config: Any) -> tuple[str, str]:
@@ -59,10 +54,10 @@ def select_backend(attention: str, dtype: torch.dtype, device: torch.device, con
 
     A backend serves if it computes of random rows what sdpa computes.
     """
-    width = head_size(config)
+    kv_heads, groups, width = heads_of(config)
     backend = choose(attention, dtype, device, width)
     tried = backend != "sdpa" and (backend == "native" or device.type == "cuda")
-    reason = fails(backend, dtype, device, width, heads_of(config)) if tried else None
+    reason = fails(backend, dtype, device, width, (kv_heads, groups)) if tried else None
     if reason is None:
         return backend, ""
     if attention != "auto":
@@ -99,7 +94,6 @@ def running(target: Target, words: str) -> str:
     return words if target.sampler_fault is None else f"{words}; sampler by PyTorch: {target.sampler_fault}"
 
 
-_CPU_WIDTH = 16
 _LEAST_WIDTH = 16
 _HELD = 1_500  # random keys in the cache: several chunks of every attention
 _OTHERS = (0, 99, 700)  # other lengths of the cache
@@ -111,7 +105,7 @@ class Inexact(Exception):
 
 def usual_width(device: torch.device, groups: int) -> int:
     """Rows of every pass over a text: nodes of a usual draft tree, which cost little more than one."""
-    return _CPU_WIDTH if device.type == "cpu" else min(MOST_WIDTH, max(_LEAST_WIDTH, ROWS // groups))
+    return _LEAST_WIDTH if device.type == "cpu" else min(MOST_WIDTH, max(_LEAST_WIDTH, ROWS // groups))
 
 
 def exact_by_default(dtype: torch.dtype, device: torch.device) -> bool:
@@ -153,7 +147,7 @@ def fingerprint(target: Target) -> str:
         tokens = torch.where(on_path, ids[index // 2], ids.flip(0))
         return forward(tokens, (index + 1) // 2, ancestors)
 
-    same, rows = alike(), list(range(width))
+    same, rows = alike(), range(width)
     _compare(target, (same, [0] * width, alike), (same, rows, alike), "its place in the pass")
     whole = chain()
     written = [buffer[:, :, before:].clone() for buffer in (kv.keys, kv.values)]
@@ -168,32 +162,30 @@ def fingerprint(target: Target) -> str:
             if not torch.equal(buffer[:, :, before + depth], known[:, :, depth]):
                 raise Inexact("keys and values depend on a token's ancestors being drafted")
     parts = [whole.hidden, target.logits(whole.hidden)]
-    parts += [
-        forward(ids, index, None, held).hidden for held in _OTHERS if held <= before
-    ]  # one pass may round alike by chance
+    # one pass may round alike by chance
+    parts += [forward(ids, index, None, held).hidden for held in _OTHERS if held <= before]
     bits = b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
     return hashlib.sha256(bits).hexdigest()[:16]
 
 
-_Rows = tuple[Forwarded, list[int], Callable[[], Forwarded]]  # a pass, rows in it, and how to run it again
+_Rows = tuple[Forwarded, Sequence[int], Callable[[], Forwarded]]  # a pass, rows in it, and how to run it again
 
 
 def _compare(target: Target, one: _Rows, other: _Rows, cause: str) -> None:
     """Compare rows that should have the same bits, and name the first module where they differ."""
-    logits, hidden = (
-        [target.logits(forwarded.hidden)[rows] for forwarded, rows, _ in (one, other)],
-        [forwarded.hidden[rows] for forwarded, rows, _ in (one, other)],
-    )
+    hidden = [forwarded.hidden[list(rows)] for forwarded, rows, _ in (one, other)]
+    logits = [target.logits(forwarded.hidden)[list(rows)] for forwarded, rows, _ in (one, other)]
     differ = [(first != second).any(-1) for first, second in (hidden, logits)]
     wrong = (differ[0] | differ[1]).nonzero().flatten().tolist()
     if not wrong:
         return
-    seen = [_outputs(target, run, rows[wrong[0]]) for _, rows, run in (one, other)]
-    for (name, given, out), (_, twin, made) in zip(*seen, strict=True):
-        if not torch.equal(out, made):
-            where = name if torch.equal(given, twin) else f"what comes before {name}"
-            raise Inexact(f"the result of {where} depends on {cause}")
-    where = "the compiled layers" if differ[0].any() else "the LM head"
+    outputs = [_outputs(target, run, rows[wrong[0]]) for _, rows, run in (one, other)]
+    for (name, input, out), (_, other_input, other_out) in zip(*outputs, strict=True):
+        if not torch.equal(out, other_out):
+            where = name if torch.equal(input, other_input) else f"what comes before {name}"
+            break
+    else:
+        where = "the compiled layers" if differ[0].any() else "the LM head"
     raise Inexact(f"the result of {where} depends on {cause}")
 
 
@@ -201,19 +193,12 @@ def _outputs(target: Target, run: Callable[[], Forwarded], row: int) -> list[tup
     """Name, input and output of one row, for every module that has both per row, in the order of execution."""
     outputs: list[tuple[str, Tensor, Tensor]] = []
 
-    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, out: Any) -> None:
-            if inputs and all(isinstance(value, Tensor) and value.dim() == 3 for value in (inputs[0], out)):
-                outputs.append((name, inputs[0][0, row].clone(), out[0, row].clone()))
+    def see(name: str, inputs: Any, out: Any) -> None:
+        if inputs and all(isinstance(value, Tensor) and value.dim() == 3 for value in (inputs[0], out)):
+            outputs.append((name, inputs[0][0, row].clone(), out[0, row].clone()))
 
-        return hook
-
-    hooks = [part.register_forward_hook(keep(name)) for name, part in target.model.named_modules()]
-    try:
+    with watched(dict(target.model.named_modules()), see):
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return outputs
 
 
@@ -266,37 +251,20 @@ def wrap_model(network: Any, model: str, backend: str, joined: bool | None = Non
         ours = _tried(target, ids)
         separate(network)
     except UnsupportedModel as error:
-        reason = f"{model} ({network.config.model_type}) has {error}, which tswift cannot serve exactly yet"
-        raise InputError(reason, "model") from None
+        reason = f"has {error}, which tswift cannot serve exactly yet"
+        raise InputError(f"{model} ({network.config.model_type}) {reason}", "model") from None
     # random weights in 16 bits round worse than trained ones: 0.15 was seen, with the same architecture on both sides
     allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(PREFIX) else 0.25
     most = allowed * max(wanted.std().item(), 1e-6)
     if not (target.logits(ours).double() - wanted).abs().max().item() <= most:
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model")
-    if backend == "native":
-        use_program(target, ids, wanted, most)
+    if backend == "native" and not (target.special or target.split):
+        # the program has no windows, soft caps and sinks, and a text as short as this shows none
+        with suppress(Unfit, Unbuilt):
+            target.program = PassProgram(target.model)
+            if not (target.logits(_tried(target, ids)).double() - wanted).abs().max().item() <= most:
+                target.program = None
     return target
-
-
-def use_program(target: Target, ids: torch.Tensor, wanted: torch.Tensor, most: float) -> None:
-    """Let a model's passes be a C program where there is one for it, if its logits are those of the modeling code.
-
-    Args:
-        target: the model.
-        ids: ``[n]`` tokens of a text.
-        wanted: ``[n, V]`` float64, their logits.
-        most: how far others may be from them.
-    """
-    if (
-        target.special or target.split
-    ):  # windows, soft caps and sinks: the program has none, and a short text shows none
-        return
-    try:
-        target.program = PassProgram(target.model)
-    except (Unfit, Unbuilt):
-        return
-    if not (target.logits(_tried(target, ids)).double() - wanted).abs().max().item() <= most:
-        target.program = None
 
 
 @torch.inference_mode()
@@ -307,7 +275,7 @@ def try_special(target: Target, backend: str) -> None:
     """
     if not (target.special and BACKENDS[backend]().WANTS):
         return
-    kinds = {(each.window, each.softcap, each.sinks is None): each for each in target.wants if each}
+    kinds = {(wants.window, wants.softcap, wants.sinks is None): wants for wants in target.wants if wants}
     shape = target.kv_shape
     heads = shape.heads, target.groups
     reason = fails(backend, target.dtype, target.device, shape.head_dim, heads, kinds.values())

@@ -50,12 +50,9 @@ _PACKED = 8  # weights in an element of a quantised checkpoint, at most
 
 @contextmanager
 def hub(wanted: bool = True) -> Iterator[None]:
-    """Let files come from the hub; if it cannot be reached, from its local cache only, without retries.
+    """Let files come from the hub, if any are ``wanted`` from there; if it is out of reach, from its local cache only.
 
     The hub's own client tries each file six times within half a minute, and logs every try.
-
-    Args:
-        wanted: whether anything is to come from there; if not, nothing is done.
     """
     if not wanted:
         yield
@@ -174,26 +171,23 @@ def refuse_broken(folder: Path) -> None:
     if (folder / "adapter_config.json").exists():
         raise InputError(f"{folder} holds an adapter; merge it into its model first", "model")
     for path in sorted(folder.iterdir()):
-        if path.name.endswith(_READ):
-            _refuse_irregular(path)
+        if not path.name.endswith(_READ):
+            continue
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            raise InputError(f"{path} is a link to nothing", "model") from None
+        except OSError as error:
+            raise InputError(f"cannot access {path} ({error.strerror})", "model") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{path} is no file", "model")
+        if status.st_size > _MAX_BYTES and path.suffix != ".safetensors":
+            raise InputError(f"{path} is too large, more than {_MAX_BYTES:,} bytes are not read", "model")
     if not (folder / CONFIG).exists():
         raise InputError(f"{folder} holds no model: there is no {CONFIG} in it", "model")
     for name in _PARSED:
         if (folder / name).exists():
             read_object(folder / name, "model", _MAX_BYTES)
-
-
-def _refuse_irregular(path: Path) -> None:
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        raise InputError(f"{path} is a link to nothing", "model") from None
-    except OSError as error:
-        raise InputError(f"cannot access {path} ({error.strerror})", "model") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise InputError(f"{path} is no file", "model")
-    if status.st_size > _MAX_BYTES and path.suffix != ".safetensors":
-        raise InputError(f"{path} is too large, more than {_MAX_BYTES:,} bytes are not read", "model")
 
 
 def read_object(path: Path, option: str, max_bytes: int = MOST_RECORD) -> dict[str, Any]:
@@ -211,36 +205,35 @@ def has_tokenizer(folder: Path) -> bool:
 
 def refuse_numbers(values: Mapping[str, Any], model: str) -> None:
     """Refuse a configuration with impossible sizes, or one that needs code of its own."""
-    kind = values.get("model_type")
+    kind, reason = values.get("model_type"), ""
     if "auto_map" in values and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
-        raise InputError(f"{model} needs code of its own (auto_map), which tswift never runs", "model")
-    if not isinstance(kind, str):
-        raise InputError(f"{model} has no model_type in its {CONFIG}", "model")
-    if values.get("transformers_weights") is not None:
+        reason = "needs code of its own (auto_map), which tswift never runs"
+    elif not isinstance(kind, str):
+        reason = f"has no model_type in its {CONFIG}"
+    elif values.get("transformers_weights") is not None:
         reason = "names its weights itself (transformers_weights), which tswift does not read"
-        raise InputError(f"{model} {reason}", "model")
     text = values.get("text_config")
     for part in (values, text if isinstance(text, dict) else {}):
-        for name, limit in _LIMITS.items():
-            value = part.get(name)
-            if value is None or isinstance(value, list):  # a list has a value per layer
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
-                reason = f"has {name} {value!r:.40}, which is no integer from 1 to {limit:,}"
-                raise InputError(f"{model} {reason}", "model")
-        dtype = part.get("dtype", part.get("torch_dtype"))
-        if dtype is not None and not _is_floating_point(dtype):
-            reason = f"has dtype {dtype!r:.40}, which holds no floating-point numbers"
-            raise InputError(f"{model} {reason}", "model")
-        heads, kv_heads = part.get("num_attention_heads"), part.get("num_key_value_heads")
-        if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
-            reason = f"has {heads} attention heads, which {kv_heads} KV heads cannot share"
-            raise InputError(f"{model} {reason}", "model")
+        reason = reason or _impossible(part)
+    if reason:
+        raise InputError(f"{model} {reason}", "model")
 
 
-def _is_floating_point(name: object) -> bool:
+def _impossible(values: Mapping[str, Any]) -> str:
+    """What is wrong with the numbers of a configuration; empty for nothing."""
+    for name, limit in _LIMITS.items():
+        value = values.get(name)
+        # a list has a value per layer
+        if not (value is None or isinstance(value, list) or (type(value) is int and 0 < value <= limit)):
+            return f"has {name} {value!r:.40}, which is no integer from 1 to {limit:,}"
+    name = values.get("dtype", values.get("torch_dtype"))
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return f"has dtype {name!r:.40}, which holds no floating-point numbers"
+    heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        return f"has {heads} attention heads, which {kv_heads} KV heads cannot share"
+    return ""
 
 
 def _refuse_unsupported(config: Any, model: str) -> None:
@@ -321,13 +314,11 @@ def refuse_misfit(config: Any, tensors: Mapping[str, StoredTensor], model: str) 
     """Refuse weights that are not those of the configuration, before memory is taken for either."""
     quantized = getattr(config, "quantization_config", None) is not None
     parameters = dict(skeleton(config).named_parameters())
-    for name, parameter in parameters.items():
-        tensor = tensors.get(name)
-        if tensor is None or quantized:
-            continue
-        if tensor.shape != tuple(parameter.shape):
-            shapes = f"of shape {list(tensor.shape)}, {CONFIG} makes it {list(parameter.shape)}"
-            raise InputError(f"{model} has {name} {shapes}", "model")
+    for name in () if quantized else [name for name in parameters if name in tensors]:
+        tensor, shape = tensors[name], tuple(parameters[name].shape)
+        if tensor.shape != shape:
+            wrong = f"of shape {list(tensor.shape)}, {CONFIG} makes it {list(shape)}"
+            raise InputError(f"{model} has {name} {wrong}", "model")
         if not tensor.dtype.startswith(("F", "BF")):
             raise InputError(f"{model} has {name} of type {tensor.dtype}, and says nothing of quantisation", "model")
     needed = sum(parameter.numel() for parameter in parameters.values())
@@ -338,13 +329,12 @@ def refuse_misfit(config: Any, tensors: Mapping[str, StoredTensor], model: str) 
 
 # fields about how and from where a model was loaded
 _VOLATILE = {
-    "transformers_version",
-    "_name_or_path",
-    "dtype",
-    "torch_dtype",
-    "_attn_implementation",
-    "distributed_config",
+    *("transformers_version", "_name_or_path", "dtype", "torch_dtype"),
+    *("_attn_implementation", "distributed_config"),
 }
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def fingerprint_of(network: nn.Module) -> str:
@@ -353,7 +343,7 @@ def fingerprint_of(network: nn.Module) -> str:
     The same however the network is split over ranks, all of which have to ask together then.
     """
     digest = sha256()
-    for name, weight in weights_of(network):
+    for name, weight in _weights_of(network):
         digest.update(f"{name}{tuple(weight.shape)}".encode())
         digest.update(weight.flatten()[:64].double().cpu().numpy().tobytes())
     return digest.hexdigest()
@@ -366,8 +356,9 @@ def weights_hash(network: nn.Module) -> str:
     is split over ranks, all of which have to ask together then.
     """
     digest = sha256(fingerprint_of(network).encode())
-    for name, weight in weights_of(network):
-        digest.update(f"{name}{weight.dtype}{_sum_of_bits(weight)}".encode())
+    for name, weight in _weights_of(network):
+        bits = weight.contiguous().view(_INTEGERS[weight.element_size()]).sum(dtype=torch.int64)
+        digest.update(f"{name}{weight.dtype}{int(bits)}".encode())
     return digest.hexdigest()
 
 
@@ -390,12 +381,7 @@ def config_hash(model: PreTrainedModel) -> str:
     return sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _sum_of_bits(weight: Tensor) -> int:
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
-    return int(weight.contiguous().view(whole).sum(dtype=torch.int64))
-
-
-def weights_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _weights_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All weights by name as plain tensors: split ones gathered, quantised ones as they are stored.
 
     Buffers in the checkpoint count: some quantised layers keep their weights there.

@@ -33,12 +33,14 @@ class Heads(nn.Module):
 
     Attributes:
         kind: name in the heads file.
+        fields: names of what else :meth:`about` says and the class is made from, after hidden size and count.
         conditioned: whether a head reads the token drafted just before its own.
         count: number of heads.
         base: fingerprint of the model that they were made for; None if unknown.
     """
 
     kind: str
+    fields: tuple[str, ...]
     conditioned = False
     base: str | None = None
 
@@ -59,15 +61,12 @@ class Heads(nn.Module):
         raise NotImplementedError
 
     def step(self, index: int, hidden: Tensor, embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Run one head of a chain.
+        """Run one head of a chain: from ``[..., H]`` to the refined state and the one to feed to the LM head.
 
         Args:
             index: of the head.
-            hidden: ``[..., H]`` state of the head before, or of the model for the first.
-            embedding: ``[..., H]`` input embedding of the token drafted before; for conditioned heads only.
-
-        Returns:
-            The refined state, for the next head, and the state to feed to the LM head; both ``[..., H]``.
+            hidden: state of the head before, or of the model for the first.
+            embedding: input embedding of the token drafted before; for conditioned heads only.
         """
         raise NotImplementedError
 
@@ -92,16 +91,11 @@ class Heads(nn.Module):
 
     def about(self) -> dict[str, Any]:
         """What :func:`build` needs to rebuild them, for a file."""
-        return {"kind": self.kind, "count": self.count, "hidden_size": self.hidden_size, "raw": self.pre_norm}
+        about = {"kind": self.kind, "count": self.count, "hidden_size": self.hidden_size, "raw": self.pre_norm}
+        return about | {name: getattr(self, name) for name in self.fields}
 
     def save(self, path: Path, dtype: torch.dtype = torch.bfloat16, base: str | None = None) -> None:
-        """Write the weights and :meth:`about` into one safetensors file.
-
-        Args:
-            path: the file; replaced if it exists.
-            dtype: to write the weights in.
-            base: fingerprint of the model that they were made for; None keeps what is known.
-        """
+        """Write :meth:`about` and the weights, in ``dtype``, into one file; ``base`` None keeps what is known."""
         about = {"format": FORMAT, **self.about()}
         base = self.base if base is None else base
         if base is not None:
@@ -147,6 +141,7 @@ class _RefiningHeads(Heads):
     """A chain of heads over the model's own LM head."""
 
     head: type[ChainedHead] | type[ConditionedHead]
+    fields = ("eps",)
 
     def __init__(self, hidden_size: int, count: int = 3, eps: float = 1e-5, pre_norm: bool = False) -> None:
         super().__init__(hidden_size, (self.head(hidden_size, eps) for _ in range(count)), pre_norm)
@@ -173,10 +168,6 @@ class _RefiningHeads(Heads):
             hidden, out = self.step(index, hidden, embeddings[index] if embeddings is not None else None)
             states.append(out)
         return torch.stack(states)
-
-    def about(self) -> dict[str, Any]:
-        """As :meth:`Heads.about`."""
-        return {**super().about(), "eps": self.eps}
 
 
 class ChainedHeads(_RefiningHeads):
@@ -212,7 +203,7 @@ class MedusaHead(nn.Module):
 class MedusaHeads(Heads):
     """Medusa's heads: independent of each other, with LM heads of their own."""
 
-    kind = "medusa"
+    kind, fields = "medusa", ("vocab_size", "layers")
 
     def __init__(self, hidden_size: int, count: int, vocab_size: int, layers: int = 1) -> None:
         super().__init__(hidden_size, (MedusaHead(hidden_size, vocab_size, layers) for _ in range(count)))
@@ -233,10 +224,6 @@ class MedusaHeads(Heads):
         before = [] if first is None else [lm_head(first)]
         heads = self.heads[: None if levels is None else levels - len(before)]
         return torch.stack([*before, *(head.lm_head(head(hidden)) for head in heads)])  # type: ignore[operator, union-attr]
-
-    def about(self) -> dict[str, Any]:
-        """As :meth:`Heads.about`."""
-        return {**super().about(), "vocab_size": self.vocab_size, "layers": self.layers}
 
 
 def prepare(heads: Heads) -> None:
@@ -263,9 +250,9 @@ def build(about: Mapping[str, Any]) -> Heads:
         KeyError: something is missing, or there is no such kind.
         TypeError, ValueError, RuntimeError: a value is of the wrong type, or impossible.
     """
-    pre_norm = about.get("raw", False)
+    pre_norm, kind = about.get("raw", False), {**HEAD_TYPES, MedusaHeads.kind: MedusaHeads}[about["kind"]]
     if type(pre_norm) is not bool:
         raise TypeError(f"raw is {pre_norm!r:.40}")
-    if about["kind"] == MedusaHeads.kind:
-        return MedusaHeads(about["hidden_size"], about["count"], about["vocab_size"], about["layers"])
-    return HEAD_TYPES[about["kind"]](about["hidden_size"], about["count"], about["eps"], pre_norm)
+    heads = kind(about["hidden_size"], about["count"], *(about[name] for name in kind.fields))
+    heads.pre_norm = pre_norm
+    return heads

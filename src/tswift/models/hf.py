@@ -6,7 +6,8 @@ make. So a model is probed once, by a pass over one token in which it is given t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,23 +34,17 @@ def max_positions(config: Any) -> int:
       and it was made for the 131,072 that it says.
 
     Where each type of layer has its own rotary embeddings (Gemma 3), the maximum is that of the scaled ones already.
-
-    Args:
-        config: of transformers.
     """
     text = config.get_text_config()
     stated: int = text.max_position_embeddings
     rope = getattr(text, "rope_parameters", None) or {}
     kind, factor = rope.get("rope_type"), _number(rope, "factor", 1)
     original = _number(rope, "original_max_position_embeddings", stated)
+    served: float = stated
     if kind == "linear":
         served = stated * factor
-    elif kind == "yarn":
+    elif kind == "yarn" or (kind == "llama3" and stated <= original):
         served = max(stated, original * factor)
-    elif kind == "llama3" and stated <= original:
-        served = original * factor
-    else:
-        served = stated
     return int(min(served, _MAX_POSITIONS))
 
 
@@ -103,7 +98,7 @@ class AttentionProbe:
         self.dtype, self.device = torch.get_default_dtype(), device
         self.wants: list[AttentionSpec] = []
         self._keys = torch.arange(positions, device=device)
-        self._windows: dict[int, tuple[_Rule, int | None]] = {}  # by the rule's identity
+        self._windows: dict[_Rule, int | None] = {}
 
     @property
     def special(self) -> str:
@@ -115,14 +110,9 @@ class AttentionProbe:
         return " and ".join(words)
 
     def note(self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: _Rule | None, more: Any) -> Tensor:
-        """Record a layer's needs, and return ``[query heads, 1, d]``: the token attends to itself alone.
+        """Record a layer's needs, from tensors ``[heads, 1, d]``; returns attention of the token to itself alone.
 
-        Args:
-            index: of the layer.
-            query: ``[query heads, 1, d]``.
-            key, value: ``[kv heads, 1, d]``.
-            mask: the rule of its mask; None for plain causality.
-            more: the other arguments of its attention.
+        ``mask`` is the rule of its mask, None for plain causality; ``more`` are other arguments of its attention.
         """
         for name, argument in more.items():
             if argument is not None and name not in _IGNORED:
@@ -132,30 +122,24 @@ class AttentionProbe:
         heads = (len(query), len(key), key.shape[-1])
         if value.shape != key.shape or heads != (self.heads if index else heads):
             raise UnsupportedModel("heads of several sizes")
-        self.heads, self.dtype, self.device = heads, key.dtype, key.device
-        self.wants.append(AttentionSpec(self._window(mask), more.get("softcap"), more.get("s_aux")))
-        return value.repeat_interleave(len(query) // len(value), dim=0)
-
-    def _window(self, mask: _Rule | None) -> int | None:
-        if mask is None:
-            return None
-        if not isinstance(mask, _Rule):
+        if not isinstance(mask, _Rule | None):
             raise UnsupportedModel("masks of its own")
-        if id(mask) not in self._windows:
-            self._windows[id(mask)] = (mask, self._measure(mask))
-        return self._windows[id(mask)][1]
+        if mask is not None and mask not in self._windows:
+            self._windows[mask] = self._measure(mask)
+        self.heads, self.dtype, self.device = heads, key.dtype, key.device
+        window = None if mask is None else self._windows[mask]
+        self.wants.append(AttentionSpec(window, more.get("softcap"), more.get("s_aux")))
+        return value.repeat_interleave(len(query) // len(value), dim=0)
 
     def _measure(self, rule: _Rule) -> int | None:
         """The window of a rule; None if every token sees all before it."""
-        keys, zero = self._keys, self._keys.new_zeros(())
-        last = len(keys) - 1
+        keys, zero, last = self._keys, self._keys.new_zeros(()), len(self._keys) - 1
         rows = {
             at: rule.sees(zero, zero, keys[at], keys).expand_as(keys) for at in {last, max(0, last - 1), last // 2, 0}
         }
         window = int(rows[last].sum())
-        for at, row in rows.items():
-            if not torch.equal(row, (keys <= at) & (keys > at - window)):
-                raise UnsupportedModel("masks of its own")
+        if not all(torch.equal(row, (keys <= at) & (keys > at - window)) for at, row in rows.items()):
+            raise UnsupportedModel("masks of its own")
         return None if window == len(keys) else window
 
 
@@ -166,12 +150,8 @@ def _note(module, query, key, value, attention_mask, scaling=None, tswift=None, 
     return out.transpose(0, 1).contiguous().unsqueeze(0), None
 
 
-def _rule(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> _Rule:
-    return _Rule(mask_function)
-
-
 AttentionInterface.register(_PROBE, _note)
-AttentionMaskInterface.register(_PROBE, _rule)
+AttentionMaskInterface.register(_PROBE, lambda *args, mask_function, **kwargs: _Rule(mask_function))
 
 
 @torch.inference_mode()
@@ -205,34 +185,24 @@ def output_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     ``final_logit_softcapping`` (Gemma); any other shows when logits are compared at loading.
     """
     lm_head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
-    rule = _logit_rule(model.config.get_text_config())
-    return lm_head if rule is None else lambda hidden: rule(lm_head(hidden))
-
-
-def _logit_rule(config: Any) -> Callable[[Tensor], Tensor] | None:
-    scale = getattr(config, "logit_scale", None) or 1.0
-    divisor = getattr(config, "logits_scaling", None) or 1.0
-    cap = getattr(config, "final_logit_softcapping", None)
+    config = model.config.get_text_config()
+    scale, divisor, cap = (
+        getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")
+    )
     if cap:
-        return lambda logits: torch.tanh(logits / cap) * cap
-    if scale != 1:
-        return lambda logits: logits * scale
-    if divisor != 1:
-        return lambda logits: logits / divisor
-    return None
+        return lambda hidden: torch.tanh(lm_head(hidden) / cap) * cap
+    if scale not in (None, 0, 1):
+        return lambda hidden: lm_head(hidden) * scale
+    if divisor not in (None, 0, 1):
+        return lambda hidden: lm_head(hidden) / divisor
+    return lm_head
 
 
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
 
 class PreNormHook:
-    """Catches the input of a decoder's final norm.
-
-    Args:
-        decoder: as ``get_decoder()`` gives it.
-
-    Attributes:
-        norm: the final norm.
+    """Catches the input of a decoder's final norm, ``norm``.
 
     Raises:
         UnsupportedModel: it has no final norm of a known name.
@@ -272,33 +242,16 @@ class LayerTaps:
         self._caught[index] = out[0] if isinstance(out, tuple) else out
 
 
-def first_broken(model: PreTrainedModel, nodes: int, run: Callable[[], object]) -> tuple[str, int] | None:
-    """The first output of a pass with NaN or infinity, of embeddings, layers, final norm and LM head.
+@contextmanager
+def watched(modules: Mapping[str, nn.Module], see: Callable[[str, Any, Any], None]) -> Iterator[None]:
+    """Call a function with name, inputs and output of modules as they run."""
 
-    Args:
-        model: a causal language model.
-        nodes: number of nodes of the pass.
-        run: runs it, LM head included.
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda module, inputs, out: see(name, inputs, out)
 
-    Returns:
-        The name of the module whose output it is, and the first such node; None if all are finite.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    broken: list[tuple[str, int]] = []
-
-    def look(module: nn.Module, inputs: object, out: Any) -> None:
-        first = out[0] if isinstance(out, tuple) else out
-        rows = (~first.reshape(nodes, -1).isfinite().all(-1)).nonzero()
-        if len(rows):
-            broken.append((names[module], int(rows[0])))
-
-    parts = [model.get_output_embeddings()]
-    for part in model.get_decoder().children():
-        parts += part if isinstance(part, nn.ModuleList) else [part]
-    hooks = [part.register_forward_hook(look) for part in parts]
+    hooks = [module.register_forward_hook(watch(name)) for name, module in modules.items()]
     try:
-        run()
+        yield
     finally:
         for hook in hooks:
             hook.remove()
-    return broken[0] if broken else None

@@ -99,10 +99,7 @@ def copied_bytes(network: nn.Module, dtype: torch.dtype, device: torch.device) -
 
 def _converted() -> set[torch.dtype]:
     """Dtypes in which this processor multiplies in float32."""
-    native = {
-        torch.bfloat16: torch.cpu._is_avx512_bf16_supported(),
-        torch.float16: _has_float16(),
-    }
+    native = {torch.bfloat16: torch.cpu._is_avx512_bf16_supported(), torch.float16: _has_float16()}
     return {torch.float32} | {dtype for dtype, has in native.items() if not has}
 
 
@@ -233,9 +230,8 @@ def cheaper_copy(network: PreTrainedModel, kind: str) -> PreTrainedModel:
     how = weight_only(kind, network.config, device, dtype, "draft_weights")
     from torchao.quantization import quantize_
 
-    whole = network.get_input_embeddings(), network.get_output_embeddings()
-    shared = [*network.parameters(), *network.buffers(), *whole]
-    twin = deepcopy(network, {id(each): each for each in shared})
+    ends = network.get_input_embeddings(), network.get_output_embeddings()
+    twin = deepcopy(network, {id(shared): shared for shared in (*network.parameters(), *network.buffers(), *ends)})
     for module in twin.modules():
         module._forward_pre_hooks.clear()  # the model's own tap
     slow(twin.get_decoder())
@@ -247,37 +243,34 @@ def copy_bytes(network: PreTrainedModel, kind: str) -> int:
     """Bytes that :func:`cheaper_copy` takes beside the model, by the shapes of its weights."""
     count = 0
     for layer in network.get_decoder().modules():
-        if isinstance(layer, nn.Linear):
-            rows, width = layer.weight.shape
-            if kind == "int4":
-                if width % _GROUP == 0:  # else torchao leaves the layer alone
-                    rows, width = rows + -rows % _TILE[1], width + -width % _TILE[0]
-                    count += rows * width // 2 + rows * width // _GROUP * 4
-            else:
-                count += rows * width + rows * 4
+        rows, width = layer.weight.shape if isinstance(layer, nn.Linear) else (0, 0)
+        if kind != "int4":
+            count += rows * width + rows * 4
+        elif width % _GROUP == 0:  # else torchao leaves the layer alone
+            rows, width = rows + -rows % _TILE[1], width + -width % _TILE[0]
+            count += rows * width // 2 + rows * width // _GROUP * 4
     return count
 
 
 def weight_only(kind: str, config: Any, device: torch.device, dtype: torch.dtype, field: str = "quantize") -> Any:
-    """The torchao configuration of a kind; arguments and errors as for :func:`quantizer`."""
+    """The torchao configuration of a kind; what cannot be quantised so is refused."""
+    own, reason = own_quantization(config), ""
     if kind not in BITS:
-        raise InputError(f"no {kind!r}; there are {', '.join(BITS)}", field)
-    own = own_quantization(config)
-    if own is not None:
-        raise InputError(f"the model's weights are quantised already ({own})", field)
-    if dtype == torch.float64:
-        raise InputError("works in float32, bfloat16 and float16, not in float64", field)
-    if kind == "int4" and (device.type != "cuda" or dtype != torch.bfloat16):
-        raise InputError("int4 needs a CUDA device and bfloat16", field)
+        reason = f"no {kind!r}; there are {', '.join(BITS)}"
+    elif own is not None:
+        reason = f"the model's weights are quantised already ({own})"
+    elif dtype == torch.float64:
+        reason = "works in float32, bfloat16 and float16, not in float64"
+    elif kind == "int4" and (device.type != "cuda" or dtype != torch.bfloat16):
+        reason = "int4 needs a CUDA device and bfloat16"
+    if reason:
+        raise InputError(reason, field)
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
     except ImportError:
         raise InputError("needs torchao: pip install 'tswift[quantize]'", field) from None
     # settings of the whole process are not torchao's to change: the model's own passes go by them
     alone = {"set_inductor_config": False}
-    if kind == "int8":
-        return Int8WeightOnlyConfig(**alone)
-    if kind == "fp8":
-        return Float8WeightOnlyConfig(**alone)
-    # the layout of PyTorch's own product; torchao's plain one needs a library more
-    return Int4WeightOnlyConfig(group_size=_GROUP, int4_packing_format="tile_packed_to_4d", **alone)
+    if kind == "int4":  # the layout of PyTorch's own product; torchao's plain one needs a library more
+        return Int4WeightOnlyConfig(group_size=_GROUP, int4_packing_format="tile_packed_to_4d", **alone)
+    return Int8WeightOnlyConfig(**alone) if kind == "int8" else Float8WeightOnlyConfig(**alone)

@@ -22,7 +22,6 @@ from tswift.models.adapting import (
     Inexact,
     compiled,
     fingerprint,
-    head_size,
     heads_of,
     running,
     select_backend,
@@ -513,7 +512,8 @@ def _inspect(
     attention: str,
     draft_weights: str | None = None,
 ) -> ModelSpec:
-    text, most_nodes, name, size = config.get_text_config(), None, "", head_size(config)
+    text, most_nodes, name = config.get_text_config(), None, ""
+    kv_heads, groups, size = heads_of(config)
     if attention != "auto":  # what that chooses may give way to another
         backend = BACKENDS[choose(attention, dtype, device, size)]()
         most_nodes, name = backend.MOST_NODES, backend.__name__
@@ -528,7 +528,6 @@ def _inspect(
             weight_bytes = sum(weight.numel() for weight in network.parameters()) * dtype.itemsize
             weight_bytes += copied_bytes(network, dtype, device) * (1 + program)
             reduced = 0 if draft_weights is None else copy_bytes(network, draft_weights)
-    kv_heads, groups = heads_of(config)
     kv_shape = KVShape(text.num_hidden_layers, kv_heads, size, dtype, device)
     positions, vocab_size = max_positions(config), text.vocab_size
     return ModelSpec(model, device, positions, vocab_size, kv_shape, groups, name, most_nodes, weight_bytes, reduced)

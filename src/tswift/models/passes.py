@@ -41,13 +41,11 @@ class PassCosts:
     @property
     def sound(self) -> bool:
         """Whether these are possible costs."""
-        count = len(self.nodes)
-        figures = (*self.base, *self.per_key, self.level)
         return (
-            count == len(self.base) == len(self.per_key) > 1
+            len(self.nodes) == len(self.base) == len(self.per_key) > 1
             and self.nodes[0] == 1
             and list(self.nodes) == sorted(set(self.nodes))
-            and all(0 <= figure < math.inf for figure in figures)
+            and all(0 <= figure < math.inf for figure in (*self.base, *self.per_key, self.level))
             and all(figure > 0 for figure in self.base)
         )
 
@@ -101,18 +99,11 @@ class Pass:
     queries: list[Tensor] = field(default_factory=list)
 
     def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """One layer's attention.
+        """Attention of one layer after the other: from a rotated query to a result of its shape ``[heads, rows, d]``.
 
-        Args:
-            index: of the layer; they come in order.
-            query: ``[query heads, rows, d]``, rotated.
-            key, value: ``[kv heads, rows, d]``, the nodes' own.
-            scale: factor of the scores.
-
-        Returns:
-            ``[query heads, rows, d]``.
+        ``key`` and ``value`` ``[kv heads, rows, d]`` are the nodes' own; ``scale`` is a factor of the scores.
         """
-        query, key, value = (each[:, : self.nodes] for each in (query, key, value))
+        query, key, value = (rows[:, : self.nodes] for rows in (query, key, value))
         keys, values = self.write(index, key, value)
         self.queries.append(query)
         if self.special is not None and self.special.wants[index]:
@@ -162,19 +153,12 @@ def sizes(limit: int) -> list[int]:
 
 @dataclass
 class Graphs:
-    """State that the CUDA graphs of a model share.
-
-    Attributes:
-        device: where they run.
-        pool: of their memory.
-        stream: for captures; one for all, as libraries keep memory for every stream that they have seen.
-        failure: why they cannot be captured here; empty as long as they can.
-    """
+    """State that the CUDA graphs of a model share."""
 
     device: torch.device
-    pool: Any
-    stream: torch.cuda.Stream
-    failure: str = ""
+    pool: Any  # of their memory
+    stream: torch.cuda.Stream  # for captures; one for all, as libraries keep memory for every stream they have seen
+    failure: str = ""  # why they cannot be captured here; empty as long as they can
 
     @classmethod
     def on(cls, device: torch.device) -> Graphs:
@@ -185,9 +169,8 @@ class Graphs:
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
         """A program as a graph that can be replayed; the program itself where that fails, for a reason in ``failure``.
 
-        Args:
-            run: reads and writes tensors that stay in place. It is run once before the capture, so what that changes
-                must be scratch. What it returns is overwritten by every replay.
+        It reads and writes tensors that stay in place. It is run once before the capture, so what that changes must be
+        scratch. What it returns is overwritten by every replay.
         """
         if self.failure:
             return run
@@ -216,11 +199,7 @@ class Graphs:
 class StaticPass:
     """A pass over one cache for trees of up to ``nodes`` nodes; smaller ones are padded with separate nodes.
 
-    Args:
-        compute: :meth:`tswift.models.target.Target.compute_static`.
-        capture: :meth:`tswift.models.target.Target.capture`.
-        kv: the cache, with room for ``nodes`` after its length.
-        nodes: the maximum.
+    ``compute`` and ``capture`` are the target's ``compute_static`` and ``capture``; the cache has room for ``nodes``.
     """
 
     def __init__(self, compute: Compute, capture: Capture, kv: KVBuffer, nodes: int) -> None:

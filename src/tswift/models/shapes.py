@@ -68,26 +68,17 @@ SHAPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that decide the cost of a pass over a model.
+    """The sizes that decide the cost of a pass over a model."""
 
-    Attributes:
-        parameters: number of all weights.
-        read: weights that a pass reads: all but the input embeddings, unless the LM head is tied to them.
-        hidden_size: width of the hidden states.
-        layers, query_heads, kv_heads, head_dim: of the attention.
-        itemsize: bytes of a weight, and of an element of the KV cache.
-        lm_head: weights of the LM head, which are among those read.
-    """
-
-    parameters: int
-    read: int
+    parameters: int  # number of all weights
+    read: int  # weights that a pass reads: all but the input embeddings, unless the LM head is tied to them
     hidden_size: int
     layers: int
     query_heads: int
     kv_heads: int
     head_dim: int
-    itemsize: int
-    lm_head: int = 0
+    itemsize: int  # bytes of a weight, and of an element of the KV cache
+    lm_head: int = 0  # weights of the LM head, which are among those read
 
     @property
     def weight_bytes(self) -> int:
@@ -177,13 +168,10 @@ class StandInTokenizer:
 def random_weights(config: Any, dtype: torch.dtype, device: torch.device, model: str) -> PreTrainedModel:
     """A model with random weights: the same ones everywhere, made on the device in the dtype, without a copy."""
     weights = sum(weight.numel() for weight in skeleton(config).parameters())
-    needed = (weights + HEADS * config.hidden_size**2) * dtype.itemsize
-    free = available_bytes(device)
+    needed, free = (weights + HEADS * config.hidden_size**2) * dtype.itemsize, available_bytes(device)
     if free is not None and needed > free:
-        kind = dtype_name(dtype)
-        raise InputError(
-            f"{model} in {kind} needs {gigabytes(needed)}, {device.type} has {gigabytes(free)} free", "model"
-        )
+        reason = f"needs {gigabytes(needed)}, {device.type} has {gigabytes(free)} free"
+        raise InputError(f"{model} in {dtype_name(dtype)} {reason}", "model")
     with torch.device(device), no_init_weights():
         network = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, trust_remote_code=False)
     network.tie_weights()  # left out with the initialisation
@@ -207,10 +195,9 @@ def _fill(network: nn.Module) -> None:
     The noise is drawn once, on the CPU, and repeated: billions of draws would take minutes there, and other devices
     would draw other numbers.
     """
-    weights = dict(network.named_parameters())
-    first = next(iter(weights.values()))
+    first = next(network.parameters())
     noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(_SEED)).mul_(_STD).to(first.device, first.dtype)
-    for name, weight in weights.items():
+    for name, weight in network.named_parameters():
         if weight.ndim == 1 and name.endswith("weight"):
             weight.fill_(1)
             continue

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from typing import cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -25,10 +25,10 @@ from tswift.models.hf import (
     LayerTaps,
     PreNormHook,
     UnsupportedModel,
-    first_broken,
     max_positions,
     output_of,
     probe_attention,
+    watched,
 )
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
 from tswift.models.program import PassProgram
@@ -51,12 +51,11 @@ class Target:
     Attributes:
         vocab_size: number of logits.
         max_positions: maximum tokens, prompt included, that the model's position encoding was made for.
-        special: windows, soft caps and sinks of its layers, in words; empty for none.
-        wants: the same by layer.
+        special, wants: windows, soft caps and sinks of its layers, in words (empty for none) and by layer.
         split: whether ranks hold the model together; passes are collective then, and are not replayed.
         kv_shape: of one token's keys and values; of a split model, this rank's part.
-        tried: whether steps on the device have been compared with the host's; see :mod:`tswift.decoding.device_step`.
-        distrust: what was wrong with them; None for nothing.
+        tried, distrust: whether steps on the device have been compared with the host's, and what was wrong with them;
+            see :mod:`tswift.decoding.device_step`.
         special_fault: why windows, soft caps and sinks are left to plain products although the backend has them.
         width: rows that every pass over the text is padded to, so that a token's bits do not depend on how it was
             forwarded; None if passes are as wide as they happen to be.
@@ -96,8 +95,8 @@ class Target:
         self.device, self.dtype = probe.device, probe.dtype
         self.split = (getattr(model, "tp_size", None) or 1) > 1
         heads, kv_heads, head_dim = probe.heads
-        windowed = any(wants.window for wants in probe.wants)
-        self.kv_shape = KVShape(len(probe.wants), kv_heads, head_dim, self.dtype, self.device, windowed)
+        windowed = any(wants.window for wants in self.wants)
+        self.kv_shape = KVShape(len(self.wants), kv_heads, head_dim, self.dtype, self.device, windowed)
         self._layout = Layout(kv_heads, heads // kv_heads, self.dtype, self.device)
         self._exact = exact_for(attention, head_dim)
 
@@ -161,12 +160,7 @@ class Target:
         """Have ``torch.compile`` fuse what is between the layers' matrix products, for passes prepared from now on.
 
         Not the attention, which has kernels of its own, nor a prompt's chunks, which are large and of every size.
-
-        Args:
-            backend: of ``torch.compile``.
-
-        Returns:
-            None, or why it cannot be done here; the layers stay eager then.
+        Returns None, or why it cannot be done here; the layers stay eager then.
         """
         if torch._dynamo.config.disable:
             return "torch.compile is switched off"
@@ -305,15 +299,15 @@ class Target:
         Raises:
             ValueError: there are more nodes than passes over the text have rows.
         """
+        nodes = len(tokens)
         for static in self._passes.get(kv, ()):
-            if static.nodes >= len(tokens):
+            if static.nodes >= nodes:
                 return static(tokens, positions, ancestors, kv.length)
-        if self.width is not None and isinstance(kv, FullKV):
-            self._rows(kv, len(tokens))
-        if self.program is not None and self.program.takes(kv, len(tokens)):
+        self._rows(kv, nodes)
+        if self.program is not None and self.program.takes(kv, nodes):
             return self.program(tokens, positions, kv, ancestors, self.taps)
         if self.width is not None and isinstance(kv, FullKV):
-            return self._computed(tokens, positions, self._exact_pass(kv, len(tokens), ancestors))
+            return self._computed(tokens, positions, self._exact_pass(kv, nodes, ancestors))
         compute = self._compute_eagerly if self._compiled else self._compute
         return compute(tokens, positions, self._pass(positions, kv, ancestors))
 
@@ -322,21 +316,17 @@ class Target:
         attend = self._attention(self._layout, kv.length, nodes, ancestors)
         special: SpecialAttention | SpecAttention | None = None
         if self.special:
-            known = self.serves(kv)
-            special = (
-                SpecAttention(attend, self.wants)
-                if known
-                else SpecialAttention(self._layout, self.wants, kv, positions, ancestors)
-            )
+            if self.serves(kv):
+                special = SpecAttention(attend, self.wants)
+            else:
+                special = SpecialAttention(self._layout, self.wants, kv, positions, ancestors)
         return Pass(kv.write, attend, special, nodes, nodes)
 
     def _exact_pass(self, kv: FullKV, nodes: int, ancestors: Tensor | None) -> Pass:
         """A pass of fixed width, with attention whose rows are exact."""
-        arguments = self._layout, kv.length, nodes, ancestors
-        attend = self._exact(*arguments)
-        special: SpecAttention | None = None
-        if self.special:
-            special = SpecAttention(attend if self._meets_wants else ChunkedAttention(*arguments), self.wants)
+        attend = self._exact(self._layout, kv.length, nodes, ancestors)
+        known = attend if self._meets_wants else ChunkedAttention(self._layout, kv.length, nodes, ancestors)
+        special = SpecAttention(known, self.wants) if self.special else None
         return Pass(kv.write, attend, special, nodes, self._rows(kv, nodes))
 
     def _rows(self, kv: KVBuffer, nodes: int) -> int:
@@ -353,7 +343,7 @@ class Target:
 
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         if run.rows > run.nodes:
-            tokens, positions = (F.pad(each, (0, run.rows - run.nodes)) for each in (tokens, positions))
+            tokens, positions = (F.pad(row, (0, run.rows - run.nodes)) for row in (tokens, positions))
         out = self._decoder(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
         )
@@ -370,14 +360,25 @@ class Target:
         """Where NaN or infinity first shows in an eager pass over tokens after the cache's; nothing is committed.
 
         Returns:
-            The name of the module whose output it is, and the first such token; None if all are finite.
+            The embeddings, layer, final norm or LM head whose output it is, by name, and the first such token; None if
+            all are finite.
         """
+        broken: list[tuple[str, int]] = []
+
+        def look(name: str, inputs: object, out: Any) -> None:
+            first = out[0] if isinstance(out, tuple) else out
+            rows = (~first.reshape(len(tokens), -1).isfinite().all(-1)).nonzero()
+            if len(rows):
+                broken.append((name, int(rows[0])))
+
+        parts = [self.model.get_output_embeddings()]
+        for part in self._decoder.children():
+            parts += part if isinstance(part, nn.ModuleList) else [part]
         positions = torch.arange(kv.length, kv.length + len(tokens), device=self.device)
         ids = torch.tensor(tokens, device=self.device)
-        run = self._pass(positions, kv, None)
-        return first_broken(
-            self.model, len(tokens), lambda: self.logits(self._compute_eagerly(ids, positions, run).hidden)
-        )
+        with watched({name: part for name, part in self.model.named_modules() if part in parts}, look):
+            self._output(self._compute_eagerly(ids, positions, self._pass(positions, kv, None)).hidden)
+        return broken[0] if broken else None
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -416,15 +417,9 @@ class Target:
             yield forwarded
 
     def prefill(self, tokens: Sequence[int], kv: FullKV, show: Show | None = None) -> Forwarded | None:
-        """Forward a text and commit it.
+        """Forward a text and commit it to a cache; returns the last chunk's pass, None for an empty text.
 
-        Args:
-            tokens: the text.
-            kv: the cache that it goes to.
-            show: called after every chunk; the device may still be at work on it.
-
-        Returns:
-            The last chunk's pass; None for an empty text.
+        ``show`` is called after every chunk; the device may still be at work on it.
         """
         last: Forwarded | None = None
         held = kv.length

@@ -17,35 +17,30 @@ from tswift.options import check_options, option, options_of
 
 TEXT, DISTILL = OBJECTIVES = ("text", "distill")
 
+
+def _shape(
+    vocab: int, hidden: int, mlp: int, positions: int, layers: int, heads: int, theta: float, **more: Any
+) -> Any:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "max_position_embeddings": positions,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        **more,
+    }
+
+
 # Published shapes of draft models; vocabulary and special tokens are the large model's.
 SHAPES: dict[str, dict[str, Any]] = {
     # The paper's table 11. It says nothing of layers and embeddings; two layers and an LM head of its own, as the
     # model of 68M parameters has that TriForce drafts with, make 205.9 x 2^20 parameters with LLaMA3.1's vocabulary.
-    "205m": {
-        "vocab_size": 128_256,
-        "hidden_size": 768,
-        "hidden_act": "silu",
-        "intermediate_size": 3072,
-        "max_position_embeddings": 2048,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-        "num_hidden_layers": 2,
-        "tie_word_embeddings": False,
-    },
+    "205m": _shape(128_256, 768, 3072, 2048, 2, 12, 500_000.0, hidden_act="silu", tie_word_embeddings=False),
     # the bundled one's, half a million parameters with a vocabulary of 2,048
-    "demo": {
-        "vocab_size": 2048,
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "max_position_embeddings": 131_072,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
-        "num_hidden_layers": 1,
-        "tie_word_embeddings": True,
-    },
+    "demo": _shape(2048, 128, 512, 131_072, 1, 1, 100_000.0, head_dim=64, tie_word_embeddings=True),
 }
 
 _text = partial(option, panel="Text")
@@ -111,8 +106,8 @@ class TrainConfig:
     @classmethod
     def cpu_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Defaults of what is not among some values on a CPU, which would take days for the paper's."""
-        named = {*values} | ({"minutes"} if "steps" in values else set())  # steps end it, too
-        return {name: value for name, value in cls.ON_CPU.items() if name not in named}
+        typed = {*values} | ({"minutes"} if "steps" in values else set())  # steps end it, too
+        return {name: value for name, value in cls.ON_CPU.items() if name not in typed}
 
     @property
     def last_step(self) -> int:

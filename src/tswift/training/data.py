@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _FIELD = "corpus"
-_SUFFIXES = (".parquet", ".txt")
 _HELD_OUT = 4  # documents, or a tenth of them if that is less
 
 
@@ -35,25 +34,27 @@ def open_corpus(corpus: str) -> Dataset:
     """
     import datasets
 
-    files, reader = corpus_files(corpus), corpus
-    how: dict[str, Any] = {}
+    files, reader, options = corpus_files(corpus), corpus, dict[str, Any]()
     if files:
-        reader, how = "parquet", {"data_files": files}
+        reader, options = "parquet", {"data_files": files}
         if files[0].endswith(".txt"):
-            reader, how["sample_by"] = "text", "document"
+            reader, options["sample_by"] = "text", "document"
     with _quiet(), hub(not files):
         try:
-            rows = datasets.load_dataset(reader, split="train", **how)
+            rows = datasets.load_dataset(reader, split="train", **options)
         except Exception as error:  # the hub client and the readers fail in many ways
             reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0][:200]
             problem = "cannot be read" if files else "is no folder and cannot be loaded from the hub"
             raise InputError(f"{corpus} {problem} ({reason})", _FIELD) from None
+    problem = ""
     if "text" not in rows.column_names:
-        raise InputError(f"{corpus} has no column text, but {', '.join(rows.column_names)}", _FIELD)
-    if getattr(rows.features["text"], "dtype", None) not in ("string", "large_string"):
-        raise InputError(f"{corpus} has a column text that holds no texts", _FIELD)
-    if not rows.num_rows:
-        raise InputError(f"{corpus} holds no documents", _FIELD)
+        problem = f"has no column text, but {', '.join(rows.column_names)}"
+    elif getattr(rows.features["text"], "dtype", None) not in ("string", "large_string"):
+        problem = "has a column text that holds no texts"
+    elif not rows.num_rows:
+        problem = "holds no documents"
+    if problem:
+        raise InputError(f"{corpus} {problem}", _FIELD)
     return rows
 
 
@@ -73,7 +74,7 @@ def corpus_files(corpus: str) -> list[str]:
         raise InputError(f"invalid file name {corpus[:80]}", _FIELD) from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
         raise InputError(f"{corpus[:80]} cannot be read ({getattr(error, 'strerror', error)})", _FIELD) from None
-    for suffix in _SUFFIXES:
+    for suffix in (".parquet", ".txt"):
         named = [str(file) for file in files if file.suffix == suffix]
         if named:
             return named
@@ -104,14 +105,14 @@ class Documents:
     def summary(self) -> dict[str, Any]:
         """Counts and a hash of the documents, for ``train.json``."""
         digests = list(self.rows["digest"])
-        chosen = sorted(digests[int(i)] for i in (*self.train, *self.held_out))
+        kept = sorted(digests[int(i)] for i in (*self.train, *self.held_out))
         return {
             "documents": len(self.lengths),
-            "kept": len(chosen),
+            "kept": len(kept),
             "twice": self.duplicates,
             "held_out": len(self.held_out),
             "train_tokens": int(self.lengths[self.train].sum()),
-            "sha256": sha256("".join(chosen).encode()).hexdigest(),
+            "sha256": sha256("".join(kept).encode()).hexdigest(),
         }
 
     def held_out_rows(self, length: int) -> list[np.ndarray]:
@@ -156,8 +157,7 @@ def prepare(
         raise InputError(f"the tokenizer has tokens that the model of {vocabulary:,} does not know", "model")
     lengths, digests = np.asarray(rows["length"]), list(rows["digest"])
     long = np.flatnonzero(lengths > config.seq_len)
-    first = {digests[int(i)]: int(i) for i in reversed(long)}
-    kept = np.array(sorted(first.values()), dtype=int)
+    kept = np.array(sorted({digests[int(i)]: int(i) for i in reversed(long)}.values()), dtype=int)
     count = max(1, min(_HELD_OUT, len(kept) // 10)) if config.held_out is None else config.held_out
     if len(kept) <= count:
         raise InputError(

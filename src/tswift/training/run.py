@@ -25,10 +25,10 @@ from tswift.jobs.folder import InUse, Lock, default_path, new_folder, refuse_oth
 from tswift.jobs.job import Signals, Stopped
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.devices import find_device, ran_out
-from tswift.models.load import LoadedModel, load
+from tswift.models.load import load
 from tswift.reading import MOST_RECORD, read_file
 from tswift.training.config import Progress, TrainConfig
-from tswift.training.data import Documents, corpus_files, prepare
+from tswift.training.data import corpus_files, prepare
 from tswift.training.losses import TOP, Metrics, total
 from tswift.training.tasks import TRAINEES, Trainee, learning_rate
 
@@ -49,7 +49,7 @@ _UNCHANGED = {  # what a resumed training must find as it was, and the setting t
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a training: folder, settings, steps done, scores before and after, the signal that stopped it.
+    """Result of a training, with the signal that stopped it.
 
     Scores are ``HeadsScores`` or ``Agreement``; None if they are not known yet, or in a process that does not write.
     """
@@ -90,8 +90,8 @@ def train(
         if ranks.first and note is not None:
             progress.say(note)
         if ranks.first and config.minutes is None and config.last_step < _FEW_STEPS:
-            few = f"little is learnt in {config.last_step} steps; --steps {_FEW_STEPS} or more is advised"
-            progress.say(f"warning: {few}")
+            advice = f"--steps {_FEW_STEPS} or more is advised"
+            progress.say(f"warning: little is learnt in {config.last_step} steps; {advice}")
         outcome = training.run()
         del training  # the gradients' reducer hangs if it is freed after the process group is closed
         return outcome
@@ -133,7 +133,7 @@ def resume(
 
 
 class _Training:
-    """A training under way. All processes run it; the first one evaluates, writes and shows."""
+    """A training in progress. All processes run it; the first one evaluates, writes and shows."""
 
     def __init__(
         self,
@@ -161,14 +161,21 @@ class _Training:
             raise InputError(f"is {config.seq_len:,}, the model has {target.max_positions:,} positions", "seq_len")
         processes = f", {ranks.count} processes" * (ranks.count > 1)
         progress.say(f"model {config.model}, {target.device}, {dtype}{processes}")
-        self._documents = _documents(config, model, ranks, progress)
+        if not ranks.first:  # the first process tokenises the corpus, the others find what datasets has kept
+            ranks.wait()
+        on_progress = partial(progress.update, "tokenise")
+        self._documents = prepare(config, model.tokenizer, target.vocab_size, on_progress)
+        if ranks.first:
+            ranks.wait()
+        corpus = self._documents.summary()
+        _describe(config, corpus, progress)
         self._trainee: Trainee = TRAINEES[type(config)](config, model, self._documents, ranks, progress)
         facts = {
             "device": str(target.device),
             "dtype": dtype,
             "processes": ranks.count,
             "base": fingerprint_of(target.model),
-            "corpus": self._documents.summary(),
+            "corpus": corpus,
             "environment": environment(target.device),
             "command": list(command),
             "plan": asdict(config),
@@ -182,8 +189,7 @@ class _Training:
         """Load the last checkpoint, if all is as it was."""
         for name, (field, words) in _UNCHANGED.items():
             if record.get(name) != facts[name]:
-                message = f"the {words} changed since the training in {self._folder.path} was begun"
-                raise InputError(message, field)
+                raise InputError(f"the {words} changed since the training in {self._folder.path} was begun", field)
         checkpoint = self._folder.load_checkpoint()
         if checkpoint is None:
             return
@@ -238,7 +244,10 @@ class _Training:
             self._seconds += time.monotonic() - started
             self._log(metrics, factor)
             if began == 0 and (self._step == _TIMED_STEPS or (self._step < _TIMED_STEPS and self._share() >= 1)):
-                self._warn_if_slow()
+                steps = int(self._step / self._share())
+                if config.steps is None and steps < _FEW_STEPS:
+                    advice = "a higher --minutes, or a lower --seq-len, --batch or --accumulate allows more"
+                    self._progress.say(f"warning: {config.minutes:g} minutes allow about {steps} steps; {advice}")
             if config.eval_every and self._step % config.eval_every == 0 and self._share() < 1 and ranks.first:
                 scores = asdict(self._trainee.evaluate(quick=True)).items()
                 known = {name: score for name, score in scores if score is not None}
@@ -246,13 +255,6 @@ class _Training:
             by_steps = config.save_every is not None and self._step % config.save_every == 0
             if by_steps or time.monotonic() - self._saved >= 60 * config.save_minutes:
                 self._save()
-
-    def _warn_if_slow(self) -> None:
-        """Warn if the time allows few steps, by the pace of the first ones."""
-        steps = int(self._step / self._share())
-        if self._config.steps is None and steps < _FEW_STEPS:
-            advice = "a higher --minutes, or a lower --seq-len, --batch or --accumulate allows more"
-            self._progress.say(f"warning: {self._config.minutes:g} minutes allow about {steps} steps; {advice}")
 
     def _share(self) -> float:
         """Share of the training that is done."""
@@ -280,8 +282,8 @@ class _Training:
     def _log(self, metrics: Metrics, factor: float) -> None:
         config, loss, top = self._config, metrics.mean_loss, metrics.accuracy
         if self._ranks.first:
-            seconds, tokens = round(self._seconds, 3), self._step * config.step_tokens * self._ranks.count
-            line = {"step": self._step, "seconds": seconds, "tokens": tokens, "lr": config.lr * factor}
+            tokens = self._step * config.step_tokens * self._ranks.count
+            line = {"step": self._step, "seconds": round(self._seconds, 3), "tokens": tokens, "lr": config.lr * factor}
             self._folder.log({**line, "loss": loss, "top": top})
         # what matters most comes first: a terminal may have no room for the rest
         tops = [f"top-{k + 1} {' '.join(f'{100 * head[k]:.0f}' for head in top)}%" for k in range(TOP)]
@@ -311,15 +313,8 @@ class _Training:
             self._folder.write_record(self._record)
 
 
-def _documents(config: TrainConfig, model: LoadedModel, ranks: Dist, progress: Progress) -> Documents:
-    """The corpus; the first process tokenises it, and the others find what datasets has kept."""
-    if not ranks.first:
-        ranks.wait()
-    on_progress = partial(progress.update, "tokenise")
-    documents = prepare(config, model.tokenizer, model.target.vocab_size, on_progress)
-    if ranks.first:
-        ranks.wait()
-    counts = documents.summary()
+def _describe(config: TrainConfig, counts: Mapping[str, Any], progress: Progress) -> None:
+    """Say how many documents are used, and how many are not."""
     short = counts["documents"] - counts["kept"] - counts["twice"]
     twice = f", {counts['twice']:,} there twice" if counts["twice"] else ""
     progress.say(
@@ -332,7 +327,6 @@ def _documents(config: TrainConfig, model: LoadedModel, ranks: Dist, progress: P
             f"warning: {short:,} of {counts['documents']:,} documents are too short, of {config.seq_len:,} tokens at "
             "most, and left out; a lower --seq-len keeps them"
         )
-    return documents
 
 
 def _scores(kind: type[TrainConfig], record: Mapping[str, Any], when: str) -> Any:
