@@ -111,8 +111,8 @@ def test_reopened_where_it_was_left(folder: RunFolder) -> None:
     folder.append([3], " three", nothing)
     folder.checkpoint({})
     folder.close()
-    place, size = read_saved(folder.path, [9, 9]).places[1]
-    again = RunFolder.reopen(folder.path, Lock(folder.path), [9, 9], place, size, "one two")
+    checkpoint = read_saved(folder.path, [9, 9]).checkpoints[1]
+    again = RunFolder.reopen(folder.path, Lock(folder.path), checkpoint, "one two")
     again.append([4], " four", nothing)
     again.checkpoint({})
     again.close()
@@ -126,12 +126,12 @@ def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path, name: 
     folder.append([1, 2], "one two", nothing)
     folder.checkpoint({})
     folder.close()
-    place, size = read_saved(folder.path, [9, 9]).places[-1]
+    checkpoint = read_saved(folder.path, [9, 9]).checkpoints[-1]
     (folder.path / name).rename(tmp_path / "precious")
     (folder.path / name).symlink_to(tmp_path / "precious")
     before = (tmp_path / "precious").read_bytes()
     with Lock(folder.path) as lock, pytest.raises(SaveFailed):
-        RunFolder.reopen(folder.path, lock, [9, 9], place, size, "")
+        RunFolder.reopen(folder.path, lock, checkpoint, "")
     assert (tmp_path / "precious").read_bytes() == before
 
 

@@ -7,10 +7,9 @@ import csv
 import pytest
 
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import METHODS
-from tswift.drafting.options import DraftOptions, refuse_unused
+from tswift.drafting.options import METHODS
 from tswift.errors import InputError
-from tswift.jobs.config import PRESETS, banned_ids, choose, find_preset, remark
+from tswift.jobs.config import PRESETS, RunConfig, banned_ids, preset_note
 from tswift.models.shapes import SHAPES
 
 TABLE_10 = """\
@@ -21,53 +20,48 @@ Qwen2.5-1.5b,20,1.0,0.9,,1.15,1024
 Qwen2.5-7b,20,1.0,,0.05,1.15,1024
 Qwen2.5-14b,20,1.0,,0.05,1.13,1024
 """
-LLAMA = PRESETS["llama3.1-8b"]
 
 
 def test_presets_are_table_10() -> None:
     rows = {row["model"].lower(): row for row in csv.DictReader(TABLE_10.splitlines())}
     assert list(rows) == list(PRESETS) == list(SHAPES)
     for name, row in rows.items():
-        params = SamplingParams(**PRESETS[name].sampling)
-        assert params == SamplingParams(
+        config = RunConfig.of(preset=name, prompt="x")
+        assert config.model == PRESETS[name]["model"]
+        assert config.params() == SamplingParams(
             temperature=float(row["temperature"]),
             top_p=float(row["top_p"] or 1),
             min_p=float(row["min_p"] or 0),
             penalty=float(row["penalty"]),
             window=int(row["penalty_window"]),
         )
-        assert PRESETS[name].ngrams == int(row["ngram_k"])
+        assert config.drafting == {"ngrams": int(row["ngram_k"]), "tree": (1, 3, 3, 3)}
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_is_given_what_it_uses(name: str, method: str) -> None:
-    drafting = PRESETS[name].drafting(method)
-    refuse_unused([method], drafting)
-    DraftOptions(**drafting)
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if not method.draft])
+def test_a_method_gets_what_it_uses(method: str) -> None:
+    drafting = RunConfig.of(preset="llama3.1-8b", method=method, prompt="x").drafting  # which refuses what is not used
     tree = {"tokenswift": (1, 3, 3, 3), "medusa": (3, 3, 3)}.get(method)
     assert drafting.get("tree") == tree
     assert drafting.get("ngrams") == (20 if method in ("tokenswift", "reuse") else None)
 
 
 def test_what_was_typed_wins() -> None:
-    plain = choose("llama3.1-8b", "tokenswift", {}, {})
-    assert (plain.model, plain.sampling, plain.instead) == (LLAMA.model, LLAMA.sampling, ())
-    typed = choose(
-        "llama3.1-8b", "tokenswift", {"min_p": 0.02, "window": 1024, "eta": 0.1}, {"nodes": 20}, model="demo"
-    )
-    assert typed.model == "demo"
-    assert typed.sampling == {**LLAMA.sampling, "min_p": 0.02, "eta": 0.1}
-    assert typed.drafting == {"ngrams": 20, "tree": (1, 3, 3, 3), "nodes": 20}
-    assert typed.instead == ("model", "min_p", "eta")  # a window of 1,024 is the preset's
-    tree = choose("llama3.1-8b", "medusa", {}, {"tree": (2, 2)})
-    assert (tree.drafting, tree.instead) == ({"tree": (2, 2)}, ("tree",))
-    assert choose("llama3.1-8b", "tokenswift", {}, {"gamma": 2}).drafting == {"ngrams": 20, "gamma": 2}
-    auto = choose("llama3.1-8b", "tokenswift", {}, {"tree": "auto"})
-    assert auto.drafting == {"tree": "auto"}
-    refuse_unused(["tokenswift"], auto.drafting)  # what was not typed is not told to be ignored
-    reuses = {"tree": "auto", "recall": 0}
-    assert choose("llama3.1-8b", "tokenswift", {}, reuses).drafting == {"ngrams": 20, **reuses}
+    plain = RunConfig.of(preset="llama3.1-8b", prompt="x")
+    assert plain.overridden == ()
+    typed = {"model": "demo", "min_p": 0.02, "window": 1024, "eta": 0.1, "nodes": 20}
+    config = RunConfig.of(preset="llama3.1-8b", **typed)
+    assert config.model == "demo"
+    assert config.sampling == {**plain.sampling, "min_p": 0.02, "eta": 0.1}
+    assert config.drafting == {"ngrams": 20, "tree": (1, 3, 3, 3), "nodes": 20}
+    assert set(config.overridden) == {"model", "min_p", "eta"}  # a window of 1,024 is the preset's
+    for typed, drafting in (
+        ({"method": "medusa", "tree": (2, 2)}, {"tree": (2, 2)}),
+        ({"gamma": 2}, {"ngrams": 20, "gamma": 2}),
+        ({"tree": "auto"}, {"tree": "auto"}),
+        ({"tree": "auto", "recall": 0}, {"ngrams": 20, "tree": "auto", "recall": 0}),
+    ):
+        assert RunConfig.of(preset="llama3.1-8b", prompt="x", **typed).drafting == drafting
 
 
 class Tokenizer:
@@ -86,16 +80,16 @@ def test_ids_are_banned_only_where_they_mean_what_they_should() -> None:
     assert banned_ids("qwen2.5-7b", right, 128_256) == ()
 
 
-def test_what_is_said_of_a_preset() -> None:
-    plain, typed = choose("llama3.1-8b", "ar", {}, {}), choose("llama3.1-8b", "ar", {"min_p": 0.2, "top_p": 0.5}, {})
-    assert remark("llama3.1-8b", plain.instead, (18_328, 78_191)) == "preset llama3.1-8b; never drawn: 18328, 78191"
-    said = remark("llama3.1-8b", typed.instead, ())
-    assert said.startswith("preset llama3.1-8b; but for --top-p, --min-p; its banned ids mean something else")
-    assert remark("qwen2.5-7b", (), ()) == "preset qwen2.5-7b"
+def test_the_line_about_a_preset() -> None:
+    assert preset_note("llama3.1-8b", (), (18_328, 78_191)) == "preset llama3.1-8b; never drawn: 18328, 78191"
+    typed = RunConfig.of(preset="llama3.1-8b", prompt="x", min_p=0.2, top_p=0.5)
+    note = preset_note("llama3.1-8b", typed.overridden, ())
+    assert note.startswith("preset llama3.1-8b; but for --top-p, --min-p; its banned ids mean something else")
+    assert preset_note("qwen2.5-7b", (), ()) == "preset qwen2.5-7b"
 
 
 def test_there_is_no_such_preset() -> None:
     with pytest.raises(InputError, match=r"preset: no preset 'gpt'; there are llama3\.1-8b, yarn-"):
-        find_preset("gpt")
+        RunConfig.of(preset="gpt")
     with pytest.raises(InputError, match="method: no method"):
-        choose("llama3.1-8b", "nope", {}, {})
+        RunConfig.of(preset="llama3.1-8b", method="nope")

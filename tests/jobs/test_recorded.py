@@ -175,17 +175,17 @@ def journaled(folder: Path, counts: list[int], tokens: list[int] = TEXT) -> Path
 
 def test_what_was_saved(tmp_path: Path) -> None:
     saved = read_saved(journaled(tmp_path, [2, 5]), PROMPT)
-    assert (saved.tokens, saved.unsure, saved.torn, saved.damage) == (TEXT[:5], 1, False, "")
-    assert [place.tokens for place, _ in saved.places] == [0, 2, 5]
-    assert saved.places[-1][1] == (tmp_path / "journal").stat().st_size
-    assert saved.places[-1][0].counters == {"passes": 5}
-    assert saved.last(below=5)[0].tokens == 2
-    assert saved.last(below=1) == saved.places[0]
+    assert (saved.tokens, saved.unsure, saved.truncated, saved.damage) == (TEXT[:5], 1, False, "")
+    assert [checkpoint.tokens for checkpoint in saved.checkpoints] == [0, 2, 5]
+    assert saved.checkpoints[-1].end == (tmp_path / "journal").stat().st_size
+    assert saved.checkpoints[-1].counters == {"passes": 5}
+    assert saved.last(below=5).tokens == 2
+    assert saved.last(below=1) == saved.checkpoints[0]
 
 
 def test_nothing_was_saved(tmp_path: Path) -> None:
     saved = read_saved(journaled(tmp_path, []), PROMPT)
-    assert (saved.tokens, saved.unsure, saved.damage, saved.last(9)[1]) == ([], 6, "", 0)
+    assert (saved.tokens, saved.unsure, saved.damage, saved.last(9).end) == ([], 6, "", 0)
 
 
 @given(cut=st.integers(1, 40))
@@ -194,7 +194,7 @@ def test_a_torn_last_line_is_no_damage(tmp_path_factory: pytest.TempPathFactory,
     lines = (folder / "journal").read_bytes()
     (folder / "journal").write_bytes(lines[:-cut])
     saved = read_saved(folder, PROMPT)
-    assert (saved.tokens, saved.torn, saved.damage) == (TEXT[:2], True, "")
+    assert (saved.tokens, saved.truncated, saved.damage) == (TEXT[:2], True, "")
 
 
 @given(data=st.data())
@@ -208,7 +208,7 @@ def test_every_changed_bit_is_seen(tmp_path_factory: pytest.TempPathFactory, dat
     (folder / name).write_bytes(content)
     saved = read_saved(folder, PROMPT)
     assert saved.tokens == TEXT[: len(saved.tokens)]  # only sound tokens are ever given
-    assert saved.damage or saved.torn
+    assert saved.damage or saved.truncated
     assert len(saved.tokens) < 5
 
 

@@ -15,160 +15,65 @@ from tswift.models.config import DEMO, DEMO_DRAFT, UNQUANTISED, ModelConfig, ref
 from tswift.options import check_options, option, options_of
 
 
-@dataclass(frozen=True)
-class Preset:
-    """What the paper chose for a model.
-
-    Attributes:
-        model: hub id.
-        temperature, top_p, min_p, penalty, window: as in ``SamplingParams``.
-        ngrams, tree: as in ``DraftOptions``; the tree is tokenswift's.
-        banned: what is never drawn: token ids, and the texts that they must stand for.
-    """
-
-    model: str
-    penalty: float
-    top_p: float = 1.0
-    min_p: float = 0.0
-    temperature: float = 1.0
-    window: int = 1024
-    ngrams: int = 20
-    tree: tuple[int, ...] = (1, 3, 3, 3)
-    banned: Mapping[int, str] = field(default_factory=dict)
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Fields of ``SamplingParams``, all but the banned ids; a filter that the paper does not name is off."""
-        return {
-            **OFF,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "penalty": self.penalty,
-            "window": self.window,
-        }
-
-    def drafting(self, method: str) -> dict[str, Any]:
-        """Fields of ``DraftOptions`` that a method uses.
-
-        Raises:
-            InputError: there is no such method.
-        """
-        kind = find_method(method)
-        # where the LM head drafts no level, the tree begins with the first head's
-        found = {"ngrams": self.ngrams, "tree": self.tree[1 - kind.by_lm_head :]}
-        return {name: value for name, value in found.items() if name in kind.uses}
-
-
-PRESETS: dict[str, Preset] = {
-    "llama3.1-8b": Preset(
-        "TokenSwift/TokenSwift-Llama-3.1-8B", min_p=0.1, penalty=1.2, banned={18_328: " assistant", 78_191: "assistant"}
-    ),
-    "yarn-llama2-7b-128k": Preset("TokenSwift/TokenSwift-Yarn-Llama-2-7b-128k", top_p=0.9, penalty=1.15),
-    "qwen2.5-1.5b": Preset("TokenSwift/TokenSwift-Qwen2.5-1.5B", top_p=0.9, penalty=1.15),
-    "qwen2.5-7b": Preset("TokenSwift/TokenSwift-Qwen2.5-7B", min_p=0.05, penalty=1.15),
-    "qwen2.5-14b": Preset("TokenSwift/TokenSwift-Qwen2.5-14B", min_p=0.05, penalty=1.13),
+_PAPER = {**OFF, "temperature": 1.0, "window": 1024}  # a filter that the paper does not name is off
+_NGRAMS, _TREE = 20, (1, 3, 3, 3)  # tokenswift's tree, of table 7
+# table 10: the models that the authors published with their heads, and their sampling
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama3.1-8b": {"model": "TokenSwift/TokenSwift-Llama-3.1-8B", "min_p": 0.1, "penalty": 1.2},
+    "yarn-llama2-7b-128k": {"model": "TokenSwift/TokenSwift-Yarn-Llama-2-7b-128k", "top_p": 0.9, "penalty": 1.15},
+    "qwen2.5-1.5b": {"model": "TokenSwift/TokenSwift-Qwen2.5-1.5B", "top_p": 0.9, "penalty": 1.15},
+    "qwen2.5-7b": {"model": "TokenSwift/TokenSwift-Qwen2.5-7B", "min_p": 0.05, "penalty": 1.15},
+    "qwen2.5-14b": {"model": "TokenSwift/TokenSwift-Qwen2.5-14B", "min_p": 0.05, "penalty": 1.13},
 }
+# ids that main.py of bigai-nlco/TokenSwift hands to its sampler as assistant_token_id, and the texts they stand for
+_NEVER_DRAWN = {"llama3.1-8b": {18_328: " assistant", 78_191: "assistant"}}
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """A preset and what was typed, put together.
-
-    Attributes:
-        model: a preset's, or the one that was typed.
-        sampling, drafting: fields of ``SamplingParams`` and ``DraftOptions``.
-        instead: fields of the preset that were typed otherwise.
-    """
-
-    model: str
-    sampling: Mapping[str, Any]
-    drafting: Mapping[str, Any]
-    instead: Sequence[str]
-
-
-def find_preset(name: str) -> Preset:
-    """The preset of a name.
-
-    Raises:
-        InputError: there is none.
-    """
-    if name not in PRESETS:
-        raise InputError(
-            f"no preset {name!r:.40}; there are {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}", "preset"
-        )
-    return PRESETS[name]
-
-
-def choose(
-    name: str,
-    method: str,
-    sampling: Mapping[str, Any],
-    drafting: Mapping[str, Any],
-    *,
-    model: str | None = None,
-) -> Chosen:
-    """A preset's settings; what was typed wins over them.
+def preset_options(name: str, method: str, typed: Mapping[str, Any]) -> dict[str, Any]:
+    """A preset's model, sampling and drafting options by name; of the last those that the method uses.
 
     Args:
         name: the preset's.
         method: of decoding.
-        sampling, drafting: fields that were typed.
-        model: the one that was typed; None for the preset's.
+        typed: options that were typed, by name: what the method uses may depend on them.
 
     Raises:
         InputError: there is no such preset, or no such method.
     """
-    preset = find_preset(name)
-    drafted = preset.drafting(method)
-    if "gamma" in drafting:  # it stands in for a tree
-        drafted.pop("tree", None)
-    looked_at = used(method, DraftOptions(tree=drafting.get("tree"), recall=drafting.get("recall")))
-    # a tree that pays may reuse no n-grams
-    drafted = {name: value for name, value in drafted.items() if name in looked_at}
-    own = {"model": preset.model, **preset.sampling, **drafted}
-    typed = {**({} if model is None else {"model": model}), **sampling, **drafting}
-    instead = tuple(name for name, value in own.items() if name in typed and typed[name] != value)
-    return Chosen(
-        preset.model if model is None else model, {**preset.sampling, **sampling}, {**drafted, **drafting}, instead
-    )
+    if name not in PRESETS:
+        message = f"no preset {name!r:.40}; there are {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}"
+        raise InputError(message, "preset")
+    # where the LM head drafts no level, the tree begins with the first head's
+    drafting = {"ngrams": _NGRAMS, "tree": _TREE[1 - find_method(method).by_lm_head :]}
+    uses = used(method, DraftOptions(tree=typed.get("tree"), recall=typed.get("recall")))
+    if "gamma" in typed:  # it stands in for a tree
+        uses -= {"tree"}
+    return {**_PAPER, **PRESETS[name], **{option: value for option, value in drafting.items() if option in uses}}
 
 
-def banned_ids(name: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+def banned_ids(preset: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """The ids that are never drawn by a preset; none where the tokenizer means something else by one of them."""
-    preset = find_preset(name)
-    for token, text in preset.banned.items():
-        if token >= vocab_size or tokenizer.decode([token]) != text:
-            return ()
-    return tuple(preset.banned)
+    banned = _NEVER_DRAWN.get(preset, {})
+    same = all(token < vocab_size and tokenizer.decode([token]) == text for token, text in banned.items())
+    return tuple(banned) if same else ()
 
 
-def remark(name: str, instead: Collection[str], banned: Collection[int]) -> str:
-    """What is to be said of a preset that is in use, in a line.
-
-    Args:
-        name: of it.
-        instead: fields that were typed otherwise.
-        banned: ids that are never drawn.
-    """
-    preset = find_preset(name)
-    words = [f"preset {name}"]
-    if instead:
-        words.append(f"but for {', '.join('--' + each.replace('_', '-') for each in instead)}")
+def preset_note(preset: str, overridden: Sequence[str], banned: Collection[int]) -> str:
+    """A line for people about a preset in use, the options that override it, and the ids that are never drawn."""
+    words = [f"preset {preset}"]
+    if overridden:
+        words.append(f"but for {', '.join('--' + name.replace('_', '-') for name in overridden)}")
     if banned:
         words.append(f"never drawn: {', '.join(map(str, sorted(banned)))}")
-    elif preset.banned:
+    elif preset in _NEVER_DRAWN:
         words.append("its banned ids mean something else to this tokenizer, and are left out")
     return "; ".join(words)
 
 
 def draft_for(methods: Sequence[str], model: str, asked: str | None) -> str | None:
-    """The draft model to load for methods; None if none of them needs one.
+    """The draft model to load for methods of a model; None if none needs one.
 
-    Args:
-        methods: names.
-        model: the large model's name.
-        asked: what was typed, or None: that is the bundled draft model for the bundled model.
+    ``asked`` is what was typed; None is the bundled draft model for the bundled model.
 
     Raises:
         InputError: no such method, one was typed and none needs it, or none was typed and one is needed.
@@ -186,11 +91,7 @@ def draft_for(methods: Sequence[str], model: str, asked: str | None) -> str | No
 
 
 def weights_for(methods: Sequence[str], asked: str | None) -> str | None:
-    """What the model's own drafting passes are to be quantised by; None for nothing.
-
-    Args:
-        methods: names.
-        asked: what was typed, ``none`` for nothing; or None.
+    """How the model's own drafting passes are to be quantised: what was typed, or None for not at all.
 
     Raises:
         InputError: no such method, or one was typed and none of the methods drafts with the model itself.
@@ -280,10 +181,7 @@ class RunConfig(TextConfig, ModelConfig):
         InputError: a value outside its range, or values that do not go together.
     """
 
-    method: str = option(
-        "tokenswift",
-        f"One of {', '.join(METHODS)}.",
-    )
+    method: str = option("tokenswift", f"One of {', '.join(METHODS)}.")
     stop_at_eos: bool = option(
         False, "Stop at an end-of-text token instead of never drawing one.", flag="--stop-at-eos", shown=""
     )
@@ -292,9 +190,7 @@ class RunConfig(TextConfig, ModelConfig):
     )
     system: str | None = option(None, "With --chat: file with a system prompt.", metavar="FILE")
     preset: str | None = option(
-        None,
-        f"The paper's settings, where nothing else is typed: {', '.join(PRESETS)}.",
-        metavar="NAME",
+        None, f"The paper's settings, where nothing else is typed: {', '.join(PRESETS)}.", metavar="NAME"
     )
     out: Path | None = option(None, "Folder for the run.", panel="Output", shown="./runs/<UTC time>-<method>")
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -305,7 +201,7 @@ class RunConfig(TextConfig, ModelConfig):
         TextConfig.__post_init__(self)
         ModelConfig.__post_init__(self)
         method = find_method(self.method)
-        refuse_with_chat(self)
+        _refuse_with_chat(self)
         refuse_shape(self.model)
         heads = {} if self.heads is None else {"heads": self.heads}
         refuse_unused([self.method], {**self.drafting, **heads})
@@ -322,13 +218,35 @@ class RunConfig(TextConfig, ModelConfig):
         Raises:
             InputError: a value is outside its range, or values do not go together.
         """
-        own, sampling, drafting = (fields_of(kind, values) for kind in (cls, SamplingParams, DraftOptions))
         overridden: tuple[str, ...] = ()
-        if own.get("preset") is not None:
-            preset = choose(own["preset"], own.get("method", cls.method), sampling, drafting, model=own.get("model"))
-            own["model"], sampling, drafting = preset.model, dict(preset.sampling), dict(preset.drafting)
-            overridden = tuple(preset.instead)
+        if values.get("preset") is not None:
+            preset = preset_options(values["preset"], values.get("method", cls.method), values)
+            overridden = tuple(name for name, value in preset.items() if values.get(name, value) != value)
+            values = {**preset, **values}
+        own, sampling, drafting = (fields_of(kind, values) for kind in (cls, SamplingParams, DraftOptions))
         return cls(**own, sampling=sampling, drafting=drafting, overridden=overridden)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> RunConfig:
+        """The configuration of a recorded run: its model as it was loaded, its drafting options as they were resolved.
+
+        Raises:
+            AttributeError, KeyError, TypeError, ValueError: the record is broken.
+        """
+        options, model, drafting = record["options"], record["model"], dict(record["drafting"])
+        if isinstance(drafting.get("tree"), list):
+            drafting["tree"] = tuple(drafting["tree"])
+        return cls(
+            **{name: options[name] for name in ("length", "method", "seed", "stop_at_eos", "heads")},
+            **{name: options.get(name) for name in ("quantize", "draft_weights")},
+            model=model["name"],
+            device=model["device"],
+            dtype=model["dtype"],
+            attention="auto" if model["attention"] == "native" else model["attention"],
+            draft_model=None if model.get("draft") is None else model["draft"]["name"],
+            exact=model.get("exact") is not None,
+            drafting=drafting,
+        )
 
     def loading(self) -> dict[str, Any]:
         """Arguments of :func:`tswift.load`; ``exact`` and ``quantize`` apart."""
@@ -354,12 +272,8 @@ def fields_of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return {each.name: values[each.name] for each, _ in options_of(kind) if each.name in values}
 
 
-def refuse_with_chat(config: RunConfig) -> None:
-    """Refuse options that do not go together with a chat, or need one.
-
-    Raises:
-        InputError: a system prompt without a chat; a chat without a prompt, or with a part of one.
-    """
+def _refuse_with_chat(config: RunConfig) -> None:
+    """Refuse options that do not go together with a chat, or need one."""
     if config.system is not None and not config.chat:
         raise InputError("goes with --chat", "system")
     if config.chat and config.bundled:

@@ -1,8 +1,7 @@
 """A run's folder: ``prompt.u32``, ``tokens.u32``, ``journal``, ``text.txt`` and ``run.json``.
 
-Tokens are appended while the job runs, with a line of the journal for every checkpoint, and both are on the disk before
-the job goes on. So whatever ends it, what was made is there, and it is known how much of it is sound. One process at a
-time writes the folder.
+Tokens are appended while the job runs, with a journal line per checkpoint, and both are on the disk before the job goes
+on. So whatever ends it, what was made is there, and it is known how much of it is sound. One process at a time writes.
 
 A line of the journal is a JSON object, a tab, the CRC-32 of the object's bytes, and a newline. The object holds
 ``tokens`` (how many), ``crc32`` (of the prompt's and these tokens' bytes) and the counters of the steps. Checksums of
@@ -34,9 +33,30 @@ from tswift.jobs.config import RunConfig
 from tswift.jobs.prompt import fingerprint
 from tswift.reading import MOST_RECORD, read_file
 
-_FOLLOW_NOT = getattr(os, "O_NOFOLLOW", 0)  # a link in a run's folder could point at anything
+SCHEMA = 2
+TEXT, TOKENS, RECORD, PROMPT, AUDIT = "text.txt", "tokens.u32", "run.json", "prompt.u32", "verify.json"
+JOURNAL, CHECKSUM, LOCK = "journal", "checksum", "lock"
+RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
+KILLED, BROKEN = "killed", "broken"  # in a list of runs only
+_SECONDS, _TOKENS = 2.0, 512  # between two checkpoints, at most
+_LOCK_SECONDS = 0.3  # ``tswift runs`` holds a lock for an instant, to see whether anybody does
+_MOST_BYTES = 1 << 30  # of a file: tokens take four
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # a link in a run's folder could point at anything
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows
 _MODE = 0o644
+
+Counters = Mapping[str, Any]
+
+
+class SaveFailed(Fault):
+    """A run's folder cannot be written any more."""
+
+
+class InUse(Exception):
+    """Another process holds the lock."""
+
+
+# --- files
 
 
 def sync_folder(path: Path) -> None:
@@ -51,25 +71,31 @@ def sync_folder(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, whatever happens meanwhile.
+    """Replace a file whole, or not at all, whatever happens meanwhile.
 
     Raises:
         OSError: it cannot be written, and named; what was there before still is.
     """
     new = path.with_name(f"{path.name}.new")
     try:
-        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FOLLOW_NOT | _BINARY, _MODE)
+        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINKS | _BINARY, _MODE)
         try:
-            _write(handle, content)
+            _write(handle, bytearray(content))
             os.fsync(handle)
         finally:
             os.close(handle)
         os.replace(new, path)
     except OSError as error:
-        _remove(new)
+        with suppress(OSError):
+            os.unlink(new)
         error.filename = str(path)  # a write's error names no file
         raise
     sync_folder(path.parent)
+
+
+def _write(handle: int, content: bytearray) -> None:
+    while content:
+        del content[: os.write(handle, content)]
 
 
 class AppendedFile:
@@ -77,16 +103,16 @@ class AppendedFile:
 
     Args:
         path: the file.
-        keep: bytes of it that stay, the rest being cut off; None for a file that must not be there yet.
+        keep: leading bytes to keep, the rest being cut off; None for a file that must not exist yet.
 
     Raises:
         OSError: it cannot be opened or cut; or it is a link, or no regular file.
     """
 
     def __init__(self, path: Path, keep: int | None = None) -> None:
-        self.path = path
         new = os.O_CREAT | os.O_EXCL if keep is None else 0
-        self._handle = os.open(path, os.O_WRONLY | new | _FOLLOW_NOT | _BINARY, _MODE)
+        self._handle = os.open(path, os.O_WRONLY | new | _NO_LINKS | _BINARY, _MODE)
+        self._waiting, self._open = bytearray(), True
         try:
             if not stat.S_ISREG(os.fstat(self._handle).st_mode):
                 raise OSError(0, "it is no regular file", str(path))
@@ -94,10 +120,8 @@ class AppendedFile:
                 os.ftruncate(self._handle, keep)
             os.lseek(self._handle, 0, os.SEEK_END)
         except OSError:
-            os.close(self._handle)
+            self.close()
             raise
-        self._waiting = bytearray()
-        self._open = True
 
     def add(self, content: bytes) -> None:
         """Add to what the next sync writes."""
@@ -109,8 +133,7 @@ class AppendedFile:
         Raises:
             OSError: it cannot be written. A part of it may have been.
         """
-        while self._waiting:
-            del self._waiting[: os.write(self._handle, self._waiting)]
+        _write(self._handle, self._waiting)
         if durable:
             os.fsync(self._handle)
 
@@ -129,13 +152,10 @@ class AppendedFile:
 
 
 def refuse_other(path: Path) -> None:
-    """Refuse to read what is no regular file, but a link to one, say; that it may be missing is no matter.
-
-    Args:
-        path: the file.
+    """Refuse to read anything but a regular file; a missing one is fine.
 
     Raises:
-        OSError: it is something else.
+        OSError: it is a link or another kind of file.
     """
     try:
         mode = os.lstat(path).st_mode
@@ -143,179 +163,6 @@ def refuse_other(path: Path) -> None:
         return
     if not stat.S_ISREG(mode):
         raise OSError(0, "it is a link" if stat.S_ISLNK(mode) else "it is no regular file", str(path))
-
-
-def _write(handle: int, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[os.write(handle, left) :]
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        os.unlink(path)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What is known of a run at one place of its text.
-
-    Attributes:
-        tokens: how many there were.
-        crc32: of the bytes of the prompt and of these tokens.
-        counters: of the steps that made them; see :meth:`tswift.decoding.stats.DecodeStats.counters`.
-    """
-
-    tokens: int
-    crc32: int
-    counters: Mapping[str, Any] = field(default_factory=dict)
-
-    def line(self) -> bytes:
-        """The journal's line."""
-        about = {"tokens": self.tokens, "crc32": self.crc32, **self.counters}
-        text = json.dumps(about, separators=(",", ":")).encode()
-        return b"%s\t%08x\n" % (text, crc32(text))
-
-
-@dataclass(frozen=True)
-class Journal:
-    """A journal that was read.
-
-    Attributes:
-        checkpoints: of the whole lines before the first broken one.
-        size: bytes of those lines.
-        torn: the last line is broken or has no end: writing it was cut short.
-        broken: number of a line, from 1, that is broken although others follow; None if there is none.
-    """
-
-    checkpoints: list[Checkpoint]
-    size: int
-    torn: bool
-    broken: int | None
-
-
-def parse_journal(content: bytes) -> Journal:
-    """Read a journal; nothing in it is too broken for that."""
-    lines = content.split(b"\n")
-    unended = lines.pop()
-    found: list[Checkpoint] = []
-    size = 0
-    for number, line in enumerate(lines, 1):
-        checkpoint = _parse(line)
-        if checkpoint is None or (found and checkpoint.tokens <= found[-1].tokens):
-            last = number == len(lines) and not unended
-            return Journal(found, size, torn=last, broken=None if last else number)
-        found.append(checkpoint)
-        size += len(line) + 1
-    return Journal(found, size, torn=bool(unended), broken=None)
-
-
-def _parse(line: bytes) -> Checkpoint | None:
-    text, _, checksum = line.rpartition(b"\t")
-    if checksum != b"%08x" % crc32(text):
-        return None
-    try:
-        about = json.loads(text)
-        tokens, crc = about.pop("tokens"), about.pop("crc32")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return None
-    counted = isinstance(tokens, int) and isinstance(crc, int) and tokens >= 0
-    return Checkpoint(tokens, crc, about) if counted else None
-
-
-LOCK = "lock"
-_PATIENCE = 0.3  # seconds: ``tswift runs`` holds a lock for an instant, to see whether anybody does
-
-
-class InUse(Exception):
-    """Another process holds the lock."""
-
-
-class Lock:
-    """The lock of a run's folder; the system lets it go with the process, however that ends.
-
-    Args:
-        folder: the run's.
-
-    Raises:
-        InUse: another process has it.
-        OSError: there can be none here.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._lock = FileLock(folder / LOCK)
-        try:
-            self._lock.acquire(timeout=_PATIENCE, poll_interval=0.05)
-        except Timeout:
-            raise InUse from None
-        except NotImplementedError as error:
-            raise OSError(0, f"its file system has no locks: {error}", str(folder)) from None
-
-    def __enter__(self) -> Lock:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Take its file away, and let it go."""
-        with suppress(OSError):  # one that waits for it sees that the file is gone, and makes another
-            Path(self._lock.lock_file).unlink()
-        self._lock.release(force=True)
-
-
-def in_use(folder: Path) -> bool:
-    """Whether a process is writing a run's folder."""
-    path = folder / LOCK
-    if not path.exists():
-        return False
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return True
-    except (OSError, NotImplementedError):
-        return False
-    lock.release(force=True)
-    return False
-
-
-SCHEMA = 2
-TEXT, TOKENS, RECORD, PROMPT, AUDIT = "text.txt", "tokens.u32", "run.json", "prompt.u32", "verify.json"
-JOURNAL, CHECKSUM = "journal", "checksum"
-_SECONDS, _TOKENS = 2.0, 512  # between two checkpoints, at most
-
-Counters = Mapping[str, Any]
-
-
-class SaveFailed(Fault):
-    """A run's folder cannot be written any more."""
-
-
-def default_path(method: str) -> Path:
-    """``runs/<UTC time>-<method>`` in the working directory, with a number if that is taken."""
-    name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{method}"
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))  # a clock may have been set back
-    return next(path for path in map(Path("runs").joinpath, names) if not path.exists())
-
-
-def new_folder(path: Path) -> list[Path]:
-    """Make a folder, or take one that is empty.
-
-    Returns:
-        The folders that were made, the innermost first.
-
-    Raises:
-        InputError: it holds something, or cannot be made.
-    """
-    try:
-        made = [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            raise InputError(f"{path} is not empty; a run needs a folder of its own", "out")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written to ({error.strerror})", "out") from None
-    return made
 
 
 def bytes_of(tokens: Sequence[int]) -> bytes:
@@ -329,6 +176,153 @@ def checksum(record: Mapping[str, Any]) -> str:
     return sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+# --- folders and their locks
+
+
+def default_path(method: str) -> Path:
+    """``runs/<UTC time>-<method>`` in the working directory, with a number if that is taken."""
+    name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{method}"
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))  # a clock may have been set back
+    return next(path for path in map(Path("runs").joinpath, names) if not path.exists())
+
+
+def new_folder(path: Path) -> list[Path]:
+    """Make a folder, or take one that is empty; returns the folders that were made, the innermost first.
+
+    Raises:
+        InputError: it holds something, or cannot be made.
+    """
+    try:
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise InputError(f"{path} is not empty; a run needs a folder of its own", "out")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    return made
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    return InputError(f"{path} cannot be written to ({error.strerror})", "out")
+
+
+class Lock:
+    """The lock of a run's folder; the system releases it with the process, however that ends.
+
+    Raises:
+        InUse: another process has it.
+        OSError: there can be none here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = FileLock(folder / LOCK)
+        try:
+            self._lock.acquire(timeout=_LOCK_SECONDS, poll_interval=0.05)
+        except Timeout:
+            raise InUse from None
+        except NotImplementedError as error:
+            raise OSError(0, f"its file system has no locks: {error}", str(folder)) from None
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Remove its file, and release it."""
+        with suppress(OSError):  # one that waits for it sees that the file is gone, and makes another
+            Path(self._lock.lock_file).unlink()
+        self._lock.release(force=True)
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process is writing a run's folder."""
+    if not (folder / LOCK).exists():
+        return False
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    except (OSError, NotImplementedError):
+        return False
+    lock.release(force=True)
+    return False
+
+
+# --- the journal
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A line of the journal.
+
+    Attributes:
+        tokens: how many there were.
+        crc32: of the bytes of the prompt and of these tokens.
+        counters: of the steps that made them; see :meth:`tswift.decoding.stats.DecodeStats.counters`.
+        end: bytes of the journal up to the end of this line.
+    """
+
+    tokens: int
+    crc32: int
+    counters: Counters = field(default_factory=dict)
+    end: int = field(default=0, compare=False)
+
+    def line(self) -> bytes:
+        """The journal's line."""
+        content = {"tokens": self.tokens, "crc32": self.crc32, **self.counters}
+        text = json.dumps(content, separators=(",", ":")).encode()
+        return b"%s\t%08x\n" % (text, crc32(text))
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A journal that was read.
+
+    Attributes:
+        checkpoints: of the whole lines before the first broken one.
+        truncated: the last line is broken or has no end: writing it was cut short.
+        broken: number of a line, from 1, that is broken although others follow; None if there is none.
+    """
+
+    checkpoints: list[Checkpoint]
+    truncated: bool
+    broken: int | None
+
+
+def parse_journal(content: bytes) -> Journal:
+    """Read a journal; nothing in it is too broken for that."""
+    *lines, rest = content.split(b"\n")
+    checkpoints: list[Checkpoint] = []
+    end = 0
+    for number, line in enumerate(lines, 1):
+        end += len(line) + 1
+        checkpoint = _parse(line, end)
+        if checkpoint is None or (checkpoints and checkpoint.tokens <= checkpoints[-1].tokens):
+            last = number == len(lines) and not rest
+            return Journal(checkpoints, truncated=last, broken=None if last else number)
+        checkpoints.append(checkpoint)
+    return Journal(checkpoints, truncated=bool(rest), broken=None)
+
+
+def _parse(line: bytes, end: int) -> Checkpoint | None:
+    text, _, crc = line.rpartition(b"\t")
+    if crc != b"%08x" % crc32(text):
+        return None
+    try:
+        counters = json.loads(text)
+        checkpoint = Checkpoint(counters.pop("tokens"), counters.pop("crc32"), counters, end)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return None
+    numbers = isinstance(checkpoint.tokens, int) and isinstance(checkpoint.crc32, int)
+    return checkpoint if numbers and checkpoint.tokens >= 0 else None
+
+
+# --- writing
+
+
 class RunFolder:
     """A run's folder, open for appending and locked against other processes. Made by :meth:`create` or :meth:`reopen`.
 
@@ -337,12 +331,10 @@ class RunFolder:
         saved: tokens that are on the disk for certain.
     """
 
-    def __init__(self, path: Path, lock: Lock, made: Sequence[Path], prompt: bytes) -> None:
-        self.path, self._lock, self._made, self._prompt = path, lock, made, prompt
+    def __init__(self, path: Path, lock: Lock, made: Sequence[Path] = ()) -> None:
+        self.path, self._lock, self._made = path, lock, made
         self._files: dict[str, AppendedFile] = {}
-        self.saved = 0
-        self._appended = 0
-        self._crc = crc32(prompt)
+        self.saved = self._appended = self._crc = 0
         self._checked = time.monotonic()
 
     @classmethod
@@ -354,7 +346,7 @@ class RunFolder:
         """
         made = new_folder(path)
         try:
-            folder = cls(path, Lock(path), made, b"")
+            folder = cls(path, Lock(path), made)
         except InUse:
             raise InputError(f"{path} is in use by another run", "out") from None
         except OSError as error:
@@ -362,33 +354,29 @@ class RunFolder:
         try:
             for name in (TOKENS, TEXT, JOURNAL):
                 folder._files[name] = AppendedFile(path / name)
-            for place in (path, *(below.parent for below in made)):
-                sync_folder(place)
+            for parent in (path, *(below.parent for below in made)):
+                sync_folder(parent)
         except OSError as error:
             folder.discard()
             raise _unwritable(path, error) from None
         return folder
 
     @classmethod
-    def reopen(
-        cls, path: Path, lock: Lock, prompt: Sequence[int], checkpoint: Checkpoint, journal: int, text: str
-    ) -> RunFolder:
+    def reopen(cls, path: Path, lock: Lock, checkpoint: Checkpoint, text: str) -> RunFolder:
         """The folder of a run that goes on from a checkpoint; what lies behind it is cut off.
 
         Args:
             path: the folder.
             lock: its lock, held.
-            prompt: the prompt's token ids.
             checkpoint: where to go on.
-            journal: bytes of the journal up to that checkpoint.
             text: the text up to there.
 
         Raises:
             SaveFailed: it cannot be written to.
         """
-        folder = cls(path, lock, (), bytes_of(prompt))
+        folder = cls(path, lock)
         with folder._saving():
-            folder._files[JOURNAL] = AppendedFile(path / JOURNAL, journal)
+            folder._files[JOURNAL] = AppendedFile(path / JOURNAL, checkpoint.end)
             folder._files[TOKENS] = AppendedFile(path / TOKENS, 4 * checkpoint.tokens)
             (path / TEXT).unlink(missing_ok=True)
             folder._files[TEXT] = AppendedFile(path / TEXT)
@@ -403,20 +391,14 @@ class RunFolder:
         Raises:
             InputError: it cannot be written.
         """
-        self._prompt = bytes_of(tokens)
-        self._crc = crc32(self._prompt)
+        self._crc = crc32(bytes_of(tokens))
         try:
-            write_whole(self.path / PROMPT, self._prompt)
+            write_whole(self.path / PROMPT, bytes_of(tokens))
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
     def append(self, tokens: Sequence[int], text: str, counters: Callable[[], Counters]) -> None:
-        """Add generated tokens and the text that they complete; a checkpoint if one is due.
-
-        Args:
-            tokens: token ids.
-            text: what they complete.
-            counters: gives the counters of the steps so far.
+        """Add generated tokens and the text that they complete; a checkpoint with the ``counters`` if one is due.
 
         Raises:
             SaveFailed: a checkpoint was due and cannot be written.
@@ -426,8 +408,7 @@ class RunFolder:
         self._files[TEXT].add(text.encode())
         self._crc = crc32(data, self._crc)
         self._appended += len(tokens)
-        late = time.monotonic() - self._checked >= _SECONDS
-        if late or self._appended - self.saved >= _TOKENS:
+        if time.monotonic() - self._checked >= _SECONDS or self._appended - self.saved >= _TOKENS:
             self.checkpoint(counters())
 
     def checkpoint(self, counters: Counters, last: bool = False) -> None:
@@ -435,7 +416,7 @@ class RunFolder:
 
         Args:
             counters: of the steps so far.
-            last: the run ends here; the text is made durable, too, as a finished run is never gone on with.
+            last: the run ends here; the text is made durable, too, as a finished run is never resumed.
 
         Raises:
             SaveFailed: it cannot be written.
@@ -460,17 +441,17 @@ class RunFolder:
         plain = json.loads(json.dumps({"schema": SCHEMA, **record}, default=str))  # paths
         content = json.dumps({**plain, CHECKSUM: checksum(plain)}, indent=2, ensure_ascii=False)
         with self._saving():
-            # half a character, as in a file's name that is no UTF-8, as JSON writes it
+            # backslashes for incomplete UTF-8, as in a file's name
             write_whole(self.path / RECORD, f"{content}\n".encode(errors="backslashreplace"))
 
     def close(self) -> None:
-        """Close the files, and let other processes have the folder. What no checkpoint has written is dropped."""
+        """Close the files and release the folder. What no checkpoint has written is dropped."""
         for file in self._files.values():
             file.close()
         self._lock.release()
 
     def discard(self) -> None:
-        """Take back a folder in which no run was started."""
+        """Remove a folder in which no run was started."""
         self.close()
         for name in (TOKENS, TEXT, PROMPT, JOURNAL, LOCK):
             (self.path / name).unlink(missing_ok=True)
@@ -488,24 +469,19 @@ class RunFolder:
             raise SaveFailed(f"{self.path} cannot be written to ({error.strerror})") from None
 
 
-def _unwritable(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path} cannot be written to ({error.strerror})", "out")
-
-
-_MOST_BYTES = 1 << 30  # of a file: tokens take four
+# --- reading
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder tells it, finished or not.
+    """A run as its folder describes it, finished or not.
 
     Attributes:
         path: the folder.
         record: all of ``run.json``.
         state: ``running``, ``finished``, ``interrupted`` or ``failed``, as it was last written.
         config: what made the run: its model as it was loaded, its drafting options as they were resolved. Attention is
-            ``auto`` where that was ``native``, which needs a C compiler and some dtypes: another machine has none,
-            perhaps, or the text is checked in another dtype.
+            ``auto`` where that was ``native``, which another machine may lack.
         params: the sampling parameters, banned end-of-text tokens included.
         prompt: the prompt's token ids.
         bits: hash of the arithmetic of all its sessions; None if it was not exact, or they differ.
@@ -528,21 +504,21 @@ class JournalState:
 
     Attributes:
         tokens: the generated token ids that are vouched for.
-        places: the checkpoints that hold, and the bytes of the journal up to each; the first is the beginning.
-        torn: the journal's last line was cut short, so that a checkpoint before it is the last.
+        checkpoints: those that hold; the first is the beginning.
+        truncated: the journal's last line was cut short, so that a checkpoint before it is the last.
         unsure: tokens in the file behind the last checkpoint. They may be right; they are drawn again.
-        damage: what is broken; empty if nothing is. A torn end is no damage.
+        damage: what is broken; empty if nothing is. A truncated end is no damage.
     """
 
     tokens: list[int]
-    places: list[tuple[Checkpoint, int]]
-    torn: bool
+    checkpoints: list[Checkpoint]
+    truncated: bool
     unsure: int
     damage: str
 
-    def last(self, below: int) -> tuple[Checkpoint, int]:
-        """The last place with fewer tokens than ``below``, which is at least 1."""
-        return next(place for place in reversed(self.places) if place[0].tokens < below)
+    def last(self, below: int) -> Checkpoint:
+        """The last checkpoint with fewer tokens than ``below``, which is at least 1."""
+        return next(checkpoint for checkpoint in reversed(self.checkpoints) if checkpoint.tokens < below)
 
 
 def read_run(path: Path) -> RunRecord:
@@ -554,18 +530,29 @@ def read_run(path: Path) -> RunRecord:
     record = read_record(path)
     prompt = read_tokens(path / PROMPT)
     try:
-        run = RunRecord(path, record, prompt=prompt, **_fields(record))
-        known = record["prompt"]["sha256"]
+        sampling, eos_ids = record["sampling"], tuple(record["model"]["eos_ids"])
+        params = SamplingParams(**{**sampling, "banned": tuple(sampling["banned"])})
+        config, state, sha256_of_prompt = RunConfig.from_record(record), str(record["state"]), record["prompt"]["sha256"]
+        run = RunRecord(path, record, state, config, params, prompt, _bits(record), eos_ids)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path / RECORD} is broken: {reason}") from None
-    if known != fingerprint(prompt):
+    if sha256_of_prompt != fingerprint(prompt):
         raise InputError(f"{path / PROMPT} is not the prompt of {RECORD}: their SHA-256 differ")
     return run
 
 
+def _bits(record: Mapping[str, Any]) -> str | None:
+    sessions = record.get("resumed", ())
+    if not all(isinstance(session, dict) for session in sessions):
+        raise ValueError("its sessions are no objects")
+    exact = [record["model"].get("exact"), *(session.get("exact") for session in sessions)]
+    bits = {None if how is None else how["bits"] for how in exact}
+    return bits.pop() if len(bits) == 1 else None
+
+
 def read_record(path: Path) -> dict[str, Any]:
-    """``run.json`` of a run's folder, seen to be as it was written.
+    """``run.json`` of a run's folder, with its checksum checked.
 
     Raises:
         InputError: there is no such folder, no record in it, or a broken one.
@@ -589,29 +576,22 @@ def read_saved(path: Path, prompt: Sequence[int]) -> JournalState:
     Raises:
         InputError: a file cannot be read.
     """
-    lines = _content(path / JOURNAL, f"there is no file {path / JOURNAL}")
-    data = _content(path / TOKENS, f"there is no file {path / TOKENS}")
-    journal = parse_journal(lines)
-    damage = ""
-    if journal.broken:
-        damage = f"line {journal.broken:,} of {path / JOURNAL} does not match its checksum"
-    good = Checkpoint(0, crc32(bytes_of(prompt)))
-    places, end, size = [(good, 0)], 0, 0
-    # checksums run on, so each one that holds vouches for everything before it
-    for checkpoint, line in zip(journal.checkpoints, lines.splitlines(keepends=True), strict=False):
-        size += len(line)
-        reach = 4 * checkpoint.tokens
-        if reach > len(data):
-            damage = damage or f"{path / TOKENS} has {len(data):,} bytes, its journal speaks of {reach:,}"
+    journal, data = parse_journal(_content(path / JOURNAL)), _content(path / TOKENS)
+    damage = f"line {journal.broken:,} of {path / JOURNAL} does not match its checksum" if journal.broken else ""
+    sound = [Checkpoint(0, crc32(bytes_of(prompt)))]
+    for checkpoint in journal.checkpoints:
+        before, end = sound[-1], 4 * checkpoint.tokens
+        if end > len(data):
+            damage = damage or f"{path / TOKENS} has {len(data):,} bytes, its journal speaks of {end:,}"
             break
-        if crc32(data[end:reach], good.crc32) != checkpoint.crc32:
-            where = f"between tokens {good.tokens:,} and {checkpoint.tokens:,}"
+        if crc32(data[4 * before.tokens : end], before.crc32) != checkpoint.crc32:
+            where = f"between tokens {before.tokens:,} and {checkpoint.tokens:,}"
             damage = damage or f"{path / TOKENS} does not match its checksum {where}"
             break
-        good, end = checkpoint, reach
-        places.append((good, size))
-    tokens: list[int] = np.frombuffer(data[:end], "<u4").tolist()
-    return JournalState(tokens, places, journal.torn, (len(data) - end) // 4, damage)
+        sound.append(checkpoint)
+    length = sound[-1].tokens
+    tokens: list[int] = np.frombuffer(data[: 4 * length], "<u4").tolist()
+    return JournalState(tokens, sound, journal.truncated, len(data) // 4 - length, damage)
 
 
 def read_tokens(path: Path, option: str | None = None, whole: bool = True) -> list[int]:
@@ -619,13 +599,13 @@ def read_tokens(path: Path, option: str | None = None, whole: bool = True) -> li
 
     Args:
         path: the file.
-        option: what the user gave it with, for the error.
+        option: what the user named it with, for the error; None for a file of a run.
         whole: whether the file must end with a whole token; a run that was killed may have left a part of one.
 
     Raises:
         InputError: there is no such file, or it is none of token ids.
     """
-    data = _content(path, f"there is no file {path}", option=option)
+    data = _content(path, option=option)
     if whole and len(data) % 4:
         raise InputError(f"{path} is not a file of uint32: it has {len(data):,} bytes", option)
     if len(data) < 4:
@@ -634,34 +614,7 @@ def read_tokens(path: Path, option: str | None = None, whole: bool = True) -> li
     return ids
 
 
-def check_ids(ids: Sequence[int], vocab_size: int, name: str, option: str | None = None) -> None:
-    """Refuse token ids that the model does not have.
-
-    Raises:
-        InputError: there is one; the first is named.
-    """
-    for place, token in enumerate(ids):
-        if token >= vocab_size:
-            message = f"{name} has token id {token:,} at {place:,}, outside the model's vocabulary of {vocab_size:,}"
-            raise InputError(message, option)
-
-
-def refuse_no_folder(path: Path) -> None:
-    """Refuse what is no folder.
-
-    Raises:
-        InputError: it is none.
-    """
-    try:
-        found = path.is_dir()
-    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{str(path)[:80]} cannot be looked at ({reason})") from None
-    if not found:
-        raise InputError(f"there is no folder {path}")
-
-
-def _content(path: Path, missing: str, option: str | None = None) -> bytes:
+def _content(path: Path, missing: str | None = None, option: str | None = None) -> bytes:
     if option is None:  # a file that the user names may be reached by a link; one in a run's folder must not
         try:
             refuse_other(path)
@@ -670,40 +623,23 @@ def _content(path: Path, missing: str, option: str | None = None) -> bytes:
     return read_file(path, _MOST_BYTES, option, missing)
 
 
-def _fields(record: dict[str, Any]) -> dict[str, Any]:
-    model, asked, sampling, drafting = (dict(record[part]) for part in ("model", "options", "sampling", "drafting"))
-    if isinstance(drafting.get("tree"), list):
-        drafting["tree"] = tuple(drafting["tree"])
-    own: dict[str, Any] = {name: asked[name] for name in ("length", "method", "seed", "stop_at_eos", "heads")}
-    own |= {name: asked.get(name) for name in ("quantize", "draft_weights")}
-    config = RunConfig(
-        **own,
-        model=model["name"],
-        device=model["device"],
-        dtype=model["dtype"],
-        attention="auto" if model["attention"] == "native" else model["attention"],
-        draft_model=None if model.get("draft") is None else model["draft"]["name"],
-        exact=model.get("exact") is not None,
-        drafting=drafting,
-    )
-    if not all(isinstance(session, dict) for session in record.get("resumed", ())):
-        raise ValueError("its sessions are no objects")
-    return {
-        "state": str(record["state"]),
-        "config": config,
-        "params": SamplingParams(**{**sampling, "banned": tuple(sampling["banned"])}),
-        "bits": _bits(record),
-        "eos_ids": tuple(model["eos_ids"]),
-    }
+def check_ids(ids: Sequence[int], vocab_size: int, name: str, option: str | None = None) -> None:
+    """Refuse token ids that the model does not have, by naming the first."""
+    for index, token in enumerate(ids):
+        if token >= vocab_size:
+            message = f"{name} has token id {token:,} at {index:,}, outside the model's vocabulary of {vocab_size:,}"
+            raise InputError(message, option)
 
 
-def _bits(record: dict[str, Any]) -> str | None:
-    sessions = [record["model"].get("exact"), *(session.get("exact") for session in record.get("resumed", ()))]
-    found = {None if exact is None else exact["bits"] for exact in sessions}
-    return found.pop() if len(found) == 1 else None
-
-
-RUNNING, KILLED, BROKEN = "running", "killed", "broken"
+def refuse_no_folder(path: Path) -> None:
+    """Refuse what is no folder."""
+    try:
+        is_folder = path.is_dir()
+    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{str(path)[:80]} cannot be looked at ({reason})") from None
+    if not is_folder:
+        raise InputError(f"there is no folder {path}")
 
 
 @dataclass(frozen=True)
@@ -716,11 +652,8 @@ class Entry:
             process has its lock; ``broken`` if its record cannot be read.
         reason: why it failed or is broken; empty otherwise.
         tokens: saved so far.
-        length: asked for; None where that is not known, like all that follows.
-        method: how it drafts.
-        model: the model's name.
+        length, method, model, started: as recorded; None where the record cannot be read.
         tokens_per_second: of decoding; None before the first checkpoint.
-        started: UTC time.
     """
 
     path: Path
@@ -742,7 +675,7 @@ def list_runs(folder: Path) -> list[Entry]:
     """
     refuse_no_folder(folder)
     try:
-        paths = [folder] if (folder / RECORD).exists() else [path for path in folder.iterdir() if _is_run(path)]
+        paths = [folder] if (folder / RECORD).exists() else list(filter(_is_run, folder.iterdir()))
     except OSError as error:
         raise InputError(f"{folder} cannot be read ({error.strerror})") from None
     return sorted(map(_entry, paths), key=lambda entry: (entry.started or "", str(entry.path)))
@@ -753,34 +686,27 @@ def _is_run(path: Path) -> bool:
 
 
 def _entry(path: Path) -> Entry:
-    tokens, seconds = _saved(path)
+    working, tokens, seconds = in_use(path), 0, None
+    with suppress(InputError):
+        for checkpoint in parse_journal(read_file(path / JOURNAL, MOST_RECORD)).checkpoints[-1:]:
+            tokens, seconds = checkpoint.tokens, checkpoint.counters.get("seconds")
     try:
         record = read_record(path)
-        state, reason = _state(path, str(record["state"])), str(record.get("reason", ""))
-        length, started = int(record["options"]["length"]), str(record["started"])
-        method, model = str(record["options"]["method"]), str(record["model"]["name"])
+        state = RUNNING if working else str(record["state"])
+        return Entry(
+            path,
+            KILLED if state == RUNNING and not working else state,
+            str(record.get("reason", "")),
+            tokens,
+            int(record["options"]["length"]),
+            str(record["options"]["method"]),
+            str(record["model"]["name"]),
+            tokens / seconds if isinstance(seconds, float) and seconds else None,
+            str(record["started"]),
+        )
     except InputError as error:
-        working = not (path / RECORD).exists() and in_use(path)  # its model is being loaded
-        return Entry(path, RUNNING if working else BROKEN, "" if working else str(error), tokens)
+        if working and not (path / RECORD).exists():  # its model is being loaded
+            return Entry(path, RUNNING, "", tokens)
+        return Entry(path, BROKEN, str(error), tokens)
     except (KeyError, TypeError, ValueError) as error:
         return Entry(path, BROKEN, f"{path / RECORD} is broken: {error!r}", tokens)
-    speed = tokens / seconds if seconds else None
-    return Entry(path, state, reason, tokens, length, method, model, speed, started)
-
-
-def _state(path: Path, recorded: str) -> str:
-    if in_use(path):
-        return RUNNING
-    return KILLED if recorded == RUNNING else recorded
-
-
-def _saved(path: Path) -> tuple[int, float]:
-    """Tokens and seconds at the last checkpoint."""
-    try:
-        checkpoints = parse_journal(read_file(path / JOURNAL, MOST_RECORD)).checkpoints
-    except InputError:
-        return 0, 0.0
-    if not checkpoints:
-        return 0, 0.0
-    seconds: Any = checkpoints[-1].counters.get("seconds")
-    return checkpoints[-1].tokens, seconds if isinstance(seconds, float) else 0.0

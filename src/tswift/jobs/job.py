@@ -12,14 +12,14 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from tswift.decoding.stats import DecodeStats, distinct
 from tswift.engine import Generation
 from tswift.errors import Fault
 from tswift.jobs.environment import now, peak_bytes
-from tswift.jobs.folder import RunFolder, SaveFailed
+from tswift.jobs.folder import FAILED, FINISHED, INTERRUPTED, RUNNING, RunFolder, SaveFailed
 from tswift.jobs.prompt import TextStream
 from tswift.models.devices import gigabytes, ran_out
 from tswift.models.load import LoadedModel
@@ -28,11 +28,7 @@ _STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") i
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked this process to stop.
-
-    Args:
-        number: of the signal.
-    """
+    """A signal, by its number, asked this process to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -45,7 +41,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Signals:
-    """While entered, signals to stop raise :class:`Stopped`; or are noted, where work must not be torn apart.
+    """While entered, signals to stop raise :class:`Stopped`; or are noted, where work must not be interrupted.
 
     A signal that the process was told to ignore (``nohup``) stays ignored. Outside the main thread nothing is done.
 
@@ -55,39 +51,36 @@ class Signals:
 
     def __init__(self) -> None:
         self.patience = 0
-        self._caught: list[int] = []
+        self._noted: list[int] = []
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in _STOPPING:
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._catch)
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     @property
     def number(self) -> int:
-        """Of the first signal that was noted; 0 if there was none."""
-        return self._caught[0] if self._caught else 0
+        """The first signal that was noted; 0 if there was none."""
+        return self._noted[0] if self._noted else 0
 
     @property
     def stopped(self) -> Stopped | None:
-        """The first signal that was noted; None if there was none."""
-        return Stopped(self.number) if self._caught else None
+        """The error of the first signal that was noted; None if there was none."""
+        return Stopped(self.number) if self._noted else None
 
-    def _catch(self, number: int, frame: FrameType | None) -> None:
-        self._caught.append(number)
-        if len(self._caught) > self.patience:
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted.append(number)
+        if len(self._noted) > self.patience:
             raise Stopped(number)
 
 
-RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 _NOTHING_STOPS = 1 << 20
 Show = Callable[[str, DecodeStats], None]
 ShowPrefill = Callable[[int, int], None]
@@ -98,16 +91,14 @@ class Job:
     """A decode and the folder it fills.
 
     Attributes:
-        model: the model.
-        generation: the decode.
-        folder: where its tokens, text and figures go.
+        model, generation, folder: what decodes, and where its tokens, text and figures go.
         about: what ``run.json`` says of the command, its options, the prompt and the machine.
         prompt: the prompt's token ids.
         text: the text so far; whole characters.
         stats: figures so far.
         tokens: token ids so far.
-        resumed: what ``run.json`` says of each time that the run was gone on with, this one last.
-        notes: lines for people, about what was found.
+        resumed: what ``run.json`` says of each time that the run was resumed, this one last.
+        notes: lines for people.
         state: ``running``, ``finished``, ``interrupted`` or ``failed``.
         reason: why it failed.
     """
@@ -150,7 +141,12 @@ class Job:
         except BaseException as error:
             signals.patience = _NOTHING_STOPS
             self.state = INTERRUPTED if isinstance(error, (KeyboardInterrupt, OSError)) else FAILED
-            fault = self._fault(error)
+            if ran_out(error):
+                device, made = self.model.target.device.type, self.stats.tokens
+                advice = "a lower --nodes or --budget needs less"
+                fault: Fault | None = Fault(f"{device} has no memory left after {made:,} tokens; {advice}")
+            else:
+                fault = error if isinstance(error, Fault) else None
             if fault is None:
                 self.reason = repr(error) if self.state == FAILED else ""
                 rest = self._end()
@@ -159,7 +155,14 @@ class Job:
                         show(rest, self.stats)
                 raise
             self.reason = str(fault)
-            self._save_after(fault)
+            if isinstance(fault, SaveFailed):
+                # What was not synced is not tried again: a second sync can succeed although the first lost something.
+                self.folder.close()
+                with suppress(SaveFailed):
+                    self.folder.record(self._record())
+            else:
+                with suppress(Fault):  # the first fault is the one to tell of
+                    self._end()
             raise Fault(f"{fault}; {self.saved()}") from error
         signals.patience = _NOTHING_STOPS
         self.state = FINISHED
@@ -180,13 +183,6 @@ class Job:
             if signals.stopped:
                 raise signals.stopped
 
-    def _fault(self, error: BaseException) -> Fault | None:
-        """What is to be said of an error; None if it is none of a kind that was to be expected."""
-        if ran_out(error):
-            device, made = self.model.target.device.type, self.stats.tokens
-            return Fault(f"{device} has no memory left after {made:,} tokens; a lower --nodes or --budget needs less")
-        return error if isinstance(error, Fault) else None
-
     def _end(self) -> str:
         """Save everything and close the folder; returns the text that was held back."""
         rest = self.text.finish()
@@ -200,16 +196,6 @@ class Job:
         finally:
             self.folder.close()
         return rest
-
-    def _save_after(self, fault: Fault) -> None:
-        if not isinstance(fault, SaveFailed):
-            with suppress(Fault):  # the first fault is the one to tell of
-                self._end()
-            return
-        # What was not synced is not tried again: a second sync can succeed although the first lost something.
-        self.folder.close()
-        with suppress(SaveFailed):
-            self.folder.record(self._record())
 
     def saved(self) -> str:
         """How much is on the disk, and how to go on; for people."""

@@ -1,9 +1,13 @@
-"""A job made of its configuration: everything cheap is checked before anything heavy is loaded."""
+"""A job made of its configuration, or of a run that stopped: its tokens so far and the seed are its whole state.
+
+Everything cheap is checked before anything heavy is loaded.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +17,12 @@ from tswift.decoding.stats import DecodeStats
 from tswift.distributed import ALONE, Dist
 from tswift.drafting.methods import cut_note
 from tswift.drafting.options import AUTO, DraftOptions, find_method, refuse_unused, used
-from tswift.engine import begin, preflight
+from tswift.engine import Generation, begin, preflight
 from tswift.errors import InputError
-from tswift.jobs.config import RunConfig, banned_ids, remark
+from tswift.jobs.config import RunConfig, banned_ids, preset_note
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import (
+    FINISHED,
     InUse,
     JournalState,
     Lock,
@@ -29,54 +34,42 @@ from tswift.jobs.folder import (
     read_run,
     read_saved,
 )
-from tswift.jobs.job import FINISHED, Job
-from tswift.jobs.prompt import (
-    BUNDLED_PREFILL,
-    TextStream,
-    fingerprint,
-    read_system,
-    render,
-    special_tokens_in,
-    take,
-)
+from tswift.jobs.job import Job
+from tswift.jobs.prompt import BUNDLED_PREFILL, TextStream, fingerprint, read_system, render, special_tokens_in, take
 from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.devices import gigabytes
 from tswift.models.load import LoadedModel, load
 
-
-def about_draft(model: LoadedModel) -> dict[str, Any] | None:
-    """For records: a loaded model's draft model, down to every bit of its weights; None if it has none."""
-    if model.draft is None:
-        return None
-    return {"name": model.draft_name, "weights": weights_hash(model.draft.model)}
-
-
+OPTION = "resume"
 _BYTES_PER_TOKEN = 4 + 6  # its id, and its text
 _BYTES_BESIDE = 100_000  # journal and record
+# A resumed run may change these: none changes a token, and memory may want nodes and budget lower.
+_MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "draft_weights")
+_MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
+_KEPT = ("command", "options", "sampling", "drafting", "model", "prompt", "started", "environment", "prefill_seconds")
 
 
 def start(config: RunConfig, command: Sequence[str], ranks: Dist = ALONE, text: str | None = None) -> Job:
     """Make the run's folder, load the model: a job ready to run.
 
     Args:
-        config: what is asked.
+        config: what is asked for.
         command: the words of the command line, for ``run.json``.
         ranks: those that do it together, of which this is the first; the others follow (``tswift.cli.ranks``).
         text: the prompt, if it was read already.
 
     Raises:
-        InputError: something asked cannot be done. No folder is left behind then.
+        InputError: something asked for cannot be done. No folder is left behind then.
     """
-    params, options = config.params(), config.options()
+    params, options, how = config.params(), config.options(), config.loading()
     text = config.read(config.model) if text is None else text
     system = None if config.system is None else read_system(config.system)
-    how = config.loading()
     if ranks.count == 1 and config.quantize is None:  # else how much memory it takes is seen when it is loaded
         least = config.prefill or (BUNDLED_PREFILL if config.bundled else 1)
         larger = "prefill" if config.prefill and config.prefill > config.length else "length"
         preflight(config.model, least, config.length, config.method, options, option=larger, **how)
     path = config.out or default_path(config.method)
-    refuse_full_disk(path, config.length, "out")
+    _refuse_full_disk(path, config.length, "out")
     folder = RunFolder.create(path)
     try:
         exact = False if find_method(config.method).reference else config.exact
@@ -106,70 +99,18 @@ def start(config: RunConfig, command: Sequence[str], ranks: Dist = ALONE, text: 
         "options": config.as_dict(),
         "sampling": asdict(generation.params),
         "drafting": used_options(config.method, generation.options),
-        "model": identity(model),
-        "prompt": {
-            "source": config.source,
-            "tokens": len(prompt),
-            "sha256": fingerprint(prompt),
-        },
+        "model": _identity(model),
+        "prompt": {"source": config.source, "tokens": len(prompt), "sha256": fingerprint(prompt)},
         "started": now(),
         "environment": environment(model.target.device),
     }
-    stats = DecodeStats(generation.depth)
-    notes = [] if config.preset is None else [remark(config.preset, config.overridden, params.banned)]
-    cut = cut_note(options, model.target.width)
-    if cut is not None:
-        notes.append(cut)
-    reused = "ngrams" in used(config.method, generation.options) and generation.options.ngrams
-    if reused and params.penalises and not options.reuse_recent and len(prompt) + config.length <= params.window:
-        notes.append(
-            f"no n-gram is reused: all of the text is in the penalty window of {params.window:,} tokens "
-            "(--reuse-recent reuses it)"
-        )
+    notes = [] if config.preset is None else [preset_note(config.preset, config.overridden, params.banned)]
+    notes += _drafting_notes(config, generation, len(prompt), model.target.width)
     spelled = () if config.chat else special_tokens_in(model.tokenizer, text, len(prompt))
     if spelled:
         notes.append(f"the prompt spells out special tokens, which are taken as such: {', '.join(spelled)}")
+    stats = DecodeStats(generation.depth)
     return Job(model, generation, folder, about, prompt, TextStream(model.tokenizer), stats, notes=notes)
-
-
-def used_options(method: str, options: DraftOptions) -> dict[str, Any]:
-    """The drafting options that a method uses, by name."""
-    return {name: value for name, value in asdict(options).items() if name in used(method, options)}
-
-
-def identity(model: LoadedModel) -> dict[str, Any]:
-    """What was loaded and how, down to every bit of its weights."""
-    weights, draft = model.weights or weights_hash(model.target.model), about_draft(model)
-    own = {**model.about(), "weights": weights, "config": config_hash(model.target.model)}
-    return own if draft is None else {**own, "draft": draft}
-
-
-def refuse_full_disk(path: Path, tokens: int, option: str) -> None:
-    """Refuse a run whose files would not fit on the disk.
-
-    Args:
-        path: the run's folder, there or not.
-        tokens: how many are to come.
-        option: the one that named the folder.
-
-    Raises:
-        InputError: there is too little room.
-    """
-    need = tokens * _BYTES_PER_TOKEN + _BYTES_BESIDE
-    try:
-        disk = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists()))
-    except OSError:
-        return  # what is wrong with it will be said when the folder is made
-    if disk.total and disk.free < need:  # some file systems do not say
-        raise InputError(
-            f"{tokens:,} tokens take about {gigabytes(need)}, {path} has {gigabytes(disk.free)} free", option
-        )
-
-
-OPTION = "resume"
-# None of them changes a token. Memory may want nodes and budget lower.
-_MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "draft_weights")
-_MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
 
 
 def resume(
@@ -183,72 +124,57 @@ def resume(
             text must be the run's own.
         discard_damaged: go on from the last sound token where something after it is broken.
         command: the words of the command line, for ``run.json``.
-        ranks: as :func:`tswift.jobs.start.start` takes them. Nothing says that they are as many as before.
+        ranks: as :func:`start` takes them; they need not be as many as before.
 
     Raises:
         InputError: no run, one that is in use, broken or made by another model, or an option in conflict with it.
             The folder is as it was then.
     """
-    read_record(path)  # a folder without one is none to put a lock into
-    try:
-        lock = Lock(path)
-    except InUse:
-        process = read_record(path).get("process")
-        who = "process {pid} on {host}".format(**process) if isinstance(process, dict) else "another process"
-        raise InputError(f"{path} is in use: {who} is writing it", OPTION) from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be written to ({error.strerror})", OPTION) from None
-    try:
-        job = _resumed(path, lock, asked, discard_damaged, command, ranks)
-    except BaseException:
-        lock.release()
-        raise
-    if job is None:
-        lock.release()
-    return job
-
-
-def _resumed(
-    path: Path, lock: Lock, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str], ranks: Dist
-) -> Job | None:
-    run = read_run(path)
-    saved = read_saved(path, run.prompt)
-    _refuse_conflicts(run, asked, (*_MAY_CHANGE, *_MAY_MOVE))
-    config = _going_on(run, asked)
-    if saved.damage and not discard_damaged:
-        sound = len(saved.tokens)
-        raise InputError(f"{saved.damage}; --discard-damaged goes on from the {sound:,} sound tokens before", OPTION)
-    length = config.length
-    if length < len(saved.tokens):
-        raise InputError(f"{path} has {len(saved.tokens):,} tokens already, got {length:,}", "length")
-    if run.state == FINISHED and (length == len(saved.tokens) or _ended(run, saved)):
-        _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
-        return None
-    # a run that was stopped after its last token and before its last record has to draw that token again
-    checkpoint, journal = saved.last(below=len(saved.tokens) if _ended(run, saved) else length)
-    tokens = saved.tokens[: checkpoint.tokens]
-    refuse_full_disk(path, length - len(tokens), OPTION)
-    model = _load(run, config, "exact" in asked, ranks)
-    for name, ids in (("prompt", run.prompt), ("tokens", tokens), ("banned ids", run.params.banned)):
-        check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
-    generation = begin(
-        model,
-        run.prompt,
-        length,
-        method=config.method,
-        params=run.params,
-        seed=config.seed,
-        options=config.options(),
-        stop_at_eos=config.stop_at_eos,
-        written=tokens,
-    )
-    try:
-        stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
-    except ValueError as error:
-        raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
-    text, draft = TextStream(model.tokenizer), about_draft(model)
-    folder = RunFolder.reopen(path, lock, run.prompt, checkpoint, journal, text.add(tokens))
-    about = _about(run, length, model.name, asked)
+    with ExitStack() as unlocking:
+        lock = _lock(path)
+        unlocking.callback(lock.release)
+        run = read_run(path)
+        saved = read_saved(path, run.prompt)
+        _refuse_conflicts(run, asked, (*_MAY_CHANGE, *_MAY_MOVE))
+        config = _changed(run.config, asked)
+        made = len(saved.tokens)
+        if saved.damage and not discard_damaged:
+            raise InputError(f"{saved.damage}; --discard-damaged goes on from the {made:,} sound tokens before", OPTION)
+        if config.length < made:
+            raise InputError(f"{path} has {made:,} tokens already, got {config.length:,}", "length")
+        ended = config.stop_at_eos and made > 0 and saved.tokens[-1] in run.eos_ids
+        if run.state == FINISHED and (config.length == made or ended):
+            _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
+            return None
+        # a run that was stopped after its last token and before its last record has to draw that token again
+        checkpoint = saved.last(below=made if ended else config.length)
+        tokens = saved.tokens[: checkpoint.tokens]
+        _refuse_full_disk(path, config.length - len(tokens), OPTION)
+        model = _load(run, config, "exact" in asked, ranks)
+        for name, ids in (("prompt", run.prompt), ("tokens", tokens), ("banned ids", run.params.banned)):
+            check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
+        generation = begin(
+            model,
+            run.prompt,
+            config.length,
+            method=config.method,
+            params=run.params,
+            seed=config.seed,
+            options=config.options(),
+            stop_at_eos=config.stop_at_eos,
+            written=tokens,
+        )
+        try:
+            stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
+        except ValueError as error:
+            raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
+        text, draft = TextStream(model.tokenizer), _draft_identity(model)
+        folder = RunFolder.reopen(path, lock, checkpoint, text.add(tokens))
+        unlocking.pop_all()
+    about = {name: run.record[name] for name in _KEPT if name in run.record}
+    moved = {name: asked[name] for name in _MAY_MOVE if name in asked}
+    about["options"] = {**about["options"], "length": config.length, **moved}
+    about["model"] = {**about["model"], "name": model.name}
     session = {
         "at": len(tokens),
         "started": now(),
@@ -260,48 +186,91 @@ def _resumed(
         "environment": environment(model.target.device),
     }
     resumed = [*run.record.get("resumed", ()), session]
-    notes = [*_notes(saved, len(tokens)), *_other_draft(run, draft)]
+    notes = _resume_notes(run, saved, len(tokens), draft)
     if run.config.exact and model.exact != run.bits:
         notes.append("this machine rounds otherwise than the one before: the text may go on differently than there")
     return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes)
 
 
+def used_options(method: str, options: DraftOptions) -> dict[str, Any]:
+    """The drafting options that a method uses, by name."""
+    return {name: value for name, value in asdict(options).items() if name in used(method, options)}
+
+
+def _identity(model: LoadedModel) -> dict[str, Any]:
+    """What was loaded and how, down to every bit of its weights."""
+    weights, draft = model.weights or weights_hash(model.target.model), _draft_identity(model)
+    identity = {**model.about(), "weights": weights, "config": config_hash(model.target.model)}
+    return identity if draft is None else {**identity, "draft": draft}
+
+
+def _draft_identity(model: LoadedModel) -> dict[str, Any] | None:
+    return None if model.draft is None else {"name": model.draft_name, "weights": weights_hash(model.draft.model)}
+
+
+def _refuse_full_disk(path: Path, tokens: int, option: str) -> None:
+    """Refuse a run of so many tokens if its files would not fit on the disk of its folder."""
+    need = tokens * _BYTES_PER_TOKEN + _BYTES_BESIDE
+    try:
+        disk = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
+    except OSError:
+        return  # what is wrong with it will be said when the folder is made
+    if disk.total and disk.free < need:  # some file systems do not say
+        raise InputError(
+            f"{tokens:,} tokens take about {gigabytes(need)}, {path} has {gigabytes(disk.free)} free", option
+        )
+
+
+def _drafting_notes(config: RunConfig, generation: Generation, prompt: int, width: int | None) -> list[str]:
+    options, params = generation.options, generation.params
+    cut = cut_note(config.options(), width)
+    notes = [] if cut is None else [cut]
+    reused = "ngrams" in used(config.method, options) and options.ngrams and not options.reuse_recent
+    if reused and params.penalises and prompt + config.length <= params.window:
+        notes.append(
+            f"no n-gram is reused: all of the text is in the penalty window of {params.window:,} tokens "
+            "(--reuse-recent reuses it)"
+        )
+    return notes
+
+
+def _lock(path: Path) -> Lock:
+    read_record(path)  # a folder without one is none to put a lock into
+    try:
+        return Lock(path)
+    except InUse:
+        process = read_record(path).get("process")
+        who = "process {pid} on {host}".format(**process) if isinstance(process, dict) else "another process"
+        raise InputError(f"{path} is in use: {who} is writing it", OPTION) from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be written to ({error.strerror})", OPTION) from None
+
+
 def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[str]) -> None:
-    """No option is silently ignored: what was typed is either the run's own or refused."""
-    record = run.record
-    known = {**record["options"], **record["options"].get("drafting", {}), **record["sampling"], **record["drafting"]}
+    """No option is silently ignored: what was typed is free to change, or the run's own, or refused."""
+    record, options = run.record, run.record["options"]
+    typed = options.get("drafting", {})
     drafting = {name: value for name, value in asked.items() if name in (*DraftOptions.__dataclass_fields__, "heads")}
-    auto = record["drafting"].get("tree") == drafting.get("tree", AUTO) == AUTO
-    kept = {name: record["drafting"].get(name) for name in ("kv", *(("tree", "recall") if auto else ()))}
-    refuse_unused([run.config.method], {**kept, **drafting} if drafting else {})
-    known["exact"] = run.config.exact
+    if drafting:
+        auto = record["drafting"].get("tree") == drafting.get("tree", AUTO) == AUTO
+        kept = {name: record["drafting"].get(name) for name in ("kv", *(("tree", "recall") if auto else ()))}
+        refuse_unused([run.config.method], {**kept, **drafting})
+    known = {**options, **typed, **record["sampling"], **record["drafting"], "exact": run.config.exact}
     for name, value in asked.items():
-        own = known.get(name)
-        if name in ("device", "dtype", "attention") and value == record["model"][name]:
+        plain = list(value) if isinstance(value, tuple) else value
+        if name in ("device", "dtype", "attention") and plain == record["model"][name]:
             continue
-        if _plain(value) == record["options"].get("drafting", {}).get(name):  # it was cut to what fits then, too
-            continue
-        if name not in free and _plain(value) != _plain(own):
-            said = "none" if own is None else own
-            message = f"the run was made with {said}, got {value}; a resumed run keeps its options"
-            raise InputError(message, name)
+        # what was typed may have been cut to what fits
+        if name not in free and plain not in (known.get(name), typed.get(name)):
+            own = "none" if known.get(name) is None else known[name]
+            raise InputError(f"the run was made with {own}, got {value}; a resumed run keeps its options", name)
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _ended(run: RunRecord, saved: JournalState) -> bool:
-    """Whether the text was ended by an end-of-text token."""
-    return run.config.stop_at_eos and bool(saved.tokens) and saved.tokens[-1] in run.eos_ids
-
-
-def _going_on(run: RunRecord, asked: Mapping[str, Any]) -> RunConfig:
+def _changed(config: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
     """The run's configuration with what may change."""
-    own = ("length", "draft_model", "draft_weights", *_MAY_MOVE)
-    drafting = {name: asked[name] for name in ("nodes", "budget") if name in asked}
-    changed = {name: asked[name] for name in own if name in asked}
-    return replace(run.config, **changed, drafting={**run.config.drafting, **drafting})
+    changes = {name: asked[name] for name in (*_MAY_CHANGE, *_MAY_MOVE) if name in asked}
+    drafting = {name: changes.pop(name) for name in ("nodes", "budget") if name in changes}
+    return replace(config, **changes, drafting={**config.drafting, **drafting})
 
 
 def _load(run: RunRecord, config: RunConfig, exact_typed: bool, ranks: Dist) -> LoadedModel:
@@ -313,40 +282,24 @@ def _load(run: RunRecord, config: RunConfig, exact_typed: bool, ranks: Dist) -> 
         if error.field != "exact" or exact_typed:
             raise
         model = load_run(exact=False)
-    now_loaded, known = identity(model), run.record["model"]
+    identity, known = _identity(model), run.record["model"]
     for what in ("weights", "config", "eos_ids", "heads"):
-        if now_loaded[what] != known.get(what):
+        if identity[what] != known.get(what):
             message = f"{config.model} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
             raise InputError(message, "model")
     return model
 
 
-def _about(run: RunRecord, length: int, model: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    kept = ["command", "options", "sampling", "drafting", "model", "prompt"]
-    kept += ["started", "environment", "prefill_seconds"]
-    about = {name: run.record[name] for name in kept if name in run.record}
-    moved = {name: asked[name] for name in _MAY_MOVE if name in asked}
-    return {
-        **about,
-        "options": {**about["options"], "length": length, **moved},
-        "model": {**about["model"], "name": model},
-    }
-
-
-def _notes(saved: JournalState, kept: int) -> list[str]:
+def _resume_notes(run: RunRecord, saved: JournalState, kept: int, draft: Mapping[str, Any] | None) -> list[str]:
     notes = [f"going on after {kept:,} tokens"]
     if saved.damage:
         notes.append(f"{saved.damage}: what comes after token {kept:,} is drawn again")
-    elif saved.torn:
+    elif saved.truncated:
         notes.append("the last line of the journal was cut short: the checkpoint before it is used")
     again = len(saved.tokens) - kept + saved.unsure
     if again:
         notes.append(f"{again:,} tokens behind the last checkpoint are drawn again")
+    if draft is not None and draft["weights"] != (run.record["model"].get("draft") or {}).get("weights"):
+        name = draft["name"]
+        notes.append(f"the draft model {name} is not the one that the run was begun with; no token depends on it")
     return notes
-
-
-def _other_draft(run: RunRecord, draft: Mapping[str, Any] | None) -> list[str]:
-    """What is to be said of a draft model that is not the one that the run was begun with."""
-    if draft is None or draft["weights"] == (run.record["model"].get("draft") or {}).get("weights"):
-        return []
-    return [f"the draft model {draft['name']} is not the one that the run was begun with; no token depends on it"]
