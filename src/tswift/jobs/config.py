@@ -14,7 +14,6 @@ from tswift.jobs.prompt import check_prompt, read_prompt
 from tswift.models.config import DEMO, DEMO_DRAFT, UNQUANTISED, ModelConfig, refuse_shape
 from tswift.options import check_options, option, options_of
 
-
 _PAPER = {**OFF, "temperature": 1.0, "window": 1024}  # a filter that the paper does not name is off
 _NGRAMS, _TREE = 20, (1, 3, 3, 3)  # tokenswift's tree, of table 7
 # table 10: the models that the authors published with their heads, and their sampling

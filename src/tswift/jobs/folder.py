@@ -532,12 +532,16 @@ def read_run(path: Path) -> RunRecord:
     try:
         sampling, eos_ids = record["sampling"], tuple(record["model"]["eos_ids"])
         params = SamplingParams(**{**sampling, "banned": tuple(sampling["banned"])})
-        config, state, sha256_of_prompt = RunConfig.from_record(record), str(record["state"]), record["prompt"]["sha256"]
+        config, state, sha256_of_prompt = (
+            RunConfig.from_record(record),
+            str(record["state"]),
+            record["prompt"]["sha256"],
+        )
         run = RunRecord(path, record, state, config, params, prompt, _bits(record), eos_ids)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path / RECORD} is broken: {reason}") from None
-    if sha256_of_prompt != fingerprint(prompt):
+    if recorded_prompt != fingerprint(prompt):
         raise InputError(f"{path / PROMPT} is not the prompt of {RECORD}: their SHA-256 differ")
     return run
 

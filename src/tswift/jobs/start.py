@@ -269,7 +269,7 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[s
 def _changed(config: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
     """The run's configuration with what may change."""
     changes = {name: asked[name] for name in (*_MAY_CHANGE, *_MAY_MOVE) if name in asked}
-    drafting = {name: changes.pop(name) for name in ("nodes", "budget") if name in changes}
+    drafting: dict[str, Any] = {name: changes.pop(name) for name in ("nodes", "budget") if name in changes}
     return replace(config, **changes, drafting={**config.drafting, **drafting})
 
 
