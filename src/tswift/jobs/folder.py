@@ -532,12 +532,8 @@ def read_run(path: Path) -> RunRecord:
     try:
         sampling, eos_ids = record["sampling"], tuple(record["model"]["eos_ids"])
         params = SamplingParams(**{**sampling, "banned": tuple(sampling["banned"])})
-        config, state, sha256_of_prompt = (
-            RunConfig.from_record(record),
-            str(record["state"]),
-            record["prompt"]["sha256"],
-        )
-        run = RunRecord(path, record, state, config, params, prompt, _bits(record), eos_ids)
+        config, recorded_prompt = RunConfig.from_record(record), record["prompt"]["sha256"]
+        run = RunRecord(path, record, str(record["state"]), config, params, prompt, _bits(record), eos_ids)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path / RECORD} is broken: {reason}") from None
