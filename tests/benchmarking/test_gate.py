@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -12,7 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarking.helpers import changed, make_measurement, points_of
@@ -23,8 +22,6 @@ from tswift.benchmarking.gate import (
     moved,
     parse_rule,
     refuse_foreign,
-    refuse_single,
-    schema_errors,
 )
 from tswift.benchmarking.report import encode
 from tswift.benchmarking.run import workload_hash
@@ -32,7 +29,7 @@ from tswift.errors import InputError
 
 BASE = make_measurement()  # tokenswift: alpha 0.62 and 0.63 by seed; ar, medusa and tokenswift at 500 and 1,000 tokens
 GOOD = make_measurement(prefills=(8,), lens=(20, 40), seeds=(0,), repeats=2, ar="sampled", roofline=True)
-SIMULATED = make_measurement(simulated={"weights": False, "alpha": 0.6})
+SIMULATED = make_measurement(repeats=2, simulated={"weights": False, "alpha": 0.6})
 RESULTS = Path(__file__).parents[2] / "results"
 COUNTERS = ("alpha", "beta", "tokens_per_step", "passes")
 
@@ -133,7 +130,6 @@ FOREIGN = "another machine (gpu 'NVIDIA H200' there, None here)"
     [
         (BASE, "alpha", lambda m: m["workload"].update(seeds=[0], ar="sampled"), True, "workload: ar, seeds differs"),
         (BASE, "alpha", lambda m: m["workload"].pop("heads"), True, "another workload: heads differs"),
-        (BASE, "alpha", lambda m: m.update(simulated=True), True, "one of the two measurements is simulated"),
         (BASE, "alpha", environment(cpu="another"), False, None),
         (BASE, "speedup:10%", environment(gpu="NVIDIA H200"), False, FOREIGN),
         (BASE, "tokens_per_s:10%", environment(threads=64), False, "--force compares it all the same"),
@@ -150,7 +146,8 @@ FOREIGN = "another machine (gpu 'NVIDIA H200' there, None here)"
 def test_which_baselines_are_refused(
     ours: dict[str, Any], rule: str, change: Change, force: bool, message: str | None
 ) -> None:
-    arguments = (ours, changed(ours, change), [parse_rule(rule)], force)
+    ours = make_measurement(repeats=2) if ours is BASE and not rule.startswith("alpha") else ours
+    arguments = (ours, changed(ours, change), [parse_rule(rule)], 2, force)
     if message is None:
         return refuse_foreign(*arguments)
     with pytest.raises(InputError, match=re.escape(message)):
@@ -169,9 +166,9 @@ def test_which_baselines_are_refused(
 def test_times_want_repeats(rule: str, here: int, there: int, message: str | None) -> None:
     baseline = make_measurement(repeats=there)
     if message is None:
-        return refuse_single([parse_rule(rule)], here, baseline)
+        return refuse_foreign(baseline, baseline, [parse_rule(rule)], here)
     with pytest.raises(InputError, match=f"^{message}"):
-        refuse_single([parse_rule(rule)], here, baseline)
+        refuse_foreign(baseline, baseline, [parse_rule(rule)], here)
 
 
 BAD_TOLERANCES = ["", "%", "-1", "-0.1%", "nan", "inf", "1e999", "1_0", "x", "0:0", " 1 2", "250%", "100%"]
@@ -209,46 +206,17 @@ def test_the_table_has_the_draw_that_moved_most_and_says_simulated() -> None:
     assert lacking[0][2] == "REGRESSED: 1 of the baseline's runs not measured"
 
 
-def _tolerant(schema: Any) -> Any:
-    """The schema with unknown keys let through, as our reader does, and without its conditions."""
-    if isinstance(schema, list):
-        return [_tolerant(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    dropped = {"if", "then", "else", *(["additionalProperties"] if schema.get("additionalProperties") is False else [])}
-    return {name: _tolerant(value) for name, value in schema.items() if name not in dropped}
-
-
 VALIDATOR = jsonschema.Draft202012Validator(bench_schema())
-ORACLE = jsonschema.Draft202012Validator(_tolerant(bench_schema()))
-VALUES = st.sampled_from(
-    [None, True, False, 0, 1, -1, 0.5, 1.5, "", "x", "finished", "a" * 64, [], {}, [1], {"len": 1}]
-)
-
-
-def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [place, *(found for key, item in inner for found in _places(item, (*place, key)))]
-
-
-@settings(max_examples=80, derandomize=True, deadline=None)
-@given(place=st.sampled_from(_places(GOOD)[1:]), value=VALUES | st.just("taken away"))
-def test_the_reader_agrees_with_jsonschema(place: tuple[Any, ...], value: Any) -> None:
-    content = copy.deepcopy(GOOD)
-    holder = content
-    for key in place[:-1]:
-        holder = holder[key]
-    if value == "taken away":
-        del holder[place[-1]]
-    else:
-        holder[place[-1]] = value
-    assert (not list(schema_errors(content, bench_schema()))) == ORACLE.is_valid(content)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, True, "1", None, [1], {}])
-def test_what_is_no_number(value: object) -> None:
-    wrong = changed(GOOD, lambda m: m["samples"][1]["points"][0].update(seconds=value))
-    assert list(schema_errors(wrong, bench_schema())) == ["is damaged (samples[1].points[0].seconds is no number)"]
+def test_what_is_no_number(tmp_path: Path, value: object) -> None:
+    path = tmp_path / "bench.json"
+    for name in ("seconds", "tokens"):
+        wrong = changed(GOOD, lambda m, name=name: m["samples"][1]["points"][0].update({name: value}))
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(InputError, match=rf"is damaged \(\$.samples\[1\].points\[0\].{name}: .* is not of type"):
+            load_measurement(path)
 
 
 @pytest.mark.parametrize(
@@ -293,11 +261,11 @@ def test_the_hash_is_of_the_content() -> None:
         (b"[1]", "is not a bench.json"),
         (b'{"schema": 1}', "is not a bench.json"),
         (b'{"kind": "bench", "schema": 2}', "schema version 2, this tswift reads 1"),
-        (lambda m: m["samples"][1]["points"][0].pop("passes"), "lacks 'passes'"),
-        (lambda m: m["environment"].pop("cpu"), "lacks 'cpu'"),
+        (lambda m: m["samples"][1]["points"][0].pop("passes"), "'passes' is a required property"),
+        (lambda m: m["environment"].pop("cpu"), "'cpu' is a required property"),
         (lambda m: m["samples"].append(3), "is damaged"),
         (lambda m: m["samples"].clear(), "holds no samples"),
-        (lambda m: m.pop("state"), "lacks 'state'"),
+        (lambda m: m.pop("state"), "'state' is a required property"),
         (lambda m: m.update(simulated=True), "is damaged"),
         (lambda m: m.update(state="running"), "did not run to its end"),
         (lambda m: m.update(state="interrupted"), "did not run to its end"),

@@ -15,7 +15,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.benchmarking.helpers import changed, make_measurement
-from tswift.benchmarking.plots import acceptance_figure, bench_files, time_figure
+from tswift.benchmarking.plots import acceptance_figure, files, time_figure
 
 SEEDS = make_measurement(methods=("ar", "ar-reference", "medusa", "tokenswift"), seeds=(0, 1, 2))
 SINGLE = make_measurement(seeds=(0,))
@@ -33,7 +33,7 @@ def labels_of(axes: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def images() -> dict[str, bytes]:
-    return bench_files(SEEDS)
+    return files(SEEDS)
 
 
 def test_images_open(images: dict[str, bytes]) -> None:
@@ -50,7 +50,7 @@ def test_the_same_bytes_whatever_the_users_configuration_says(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # it would take over the user's windows
     with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9, "svg.hashsalt": None}):
-        assert bench_files(SEEDS)["time.svg"] == images["time.svg"]
+        assert files(SEEDS)["time.svg"] == images["time.svg"]
         assert matplotlib.rcParams["font.size"] == 30
         assert matplotlib.rcParams["svg.hashsalt"] is None
 
@@ -124,7 +124,7 @@ def test_simulated_is_in_title_legend_and_file_name() -> None:
         assert "(simulated)" in figure.get_suptitle()
         assert legend_of(figure) == ["AR (simulated, sampled)", "medusa (simulated)", "tokenswift (simulated)"]
         assert "simulated" not in build(SINGLE).get_suptitle() + "".join(legend_of(build(SINGLE)))
-    assert list(bench_files(simulated)) == [
+    assert list(files(simulated)) == [
         *("time-simulated.png", "time-simulated.svg"),
         *("acceptance-simulated.png", "acceptance-simulated.svg"),
     ]

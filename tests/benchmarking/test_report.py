@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from tests.benchmarking.helpers import changed, make_measurement, points_of
-from tswift.benchmarking.report import bench_csv, bench_markdown, bench_tables, write_bench
+from tswift.benchmarking.report import csv_text, markdown, tables, write_report
 from tswift.benchmarking.summary import METRICS, Cell, Figure, Metric, summarise
 from tswift.benchmarking.table import Table, duration, quantity, with_spread
 from tswift.errors import InputError
@@ -39,8 +39,8 @@ MEASUREMENTS = {
     "paper": PAPER,
 }
 TEXTS = {
-    **{f"{name}.md": bench_markdown(one, paper=name == "paper") for name, one in MEASUREMENTS.items()},
-    **{f"{name}.csv": bench_csv(one) for name, one in MEASUREMENTS.items()},
+    **{f"{name}.md": markdown(one, paper=name == "paper") for name, one in MEASUREMENTS.items()},
+    **{f"{name}.csv": csv_text(one) for name, one in MEASUREMENTS.items()},
 }
 
 
@@ -94,7 +94,7 @@ def test_groups_and_their_order() -> None:
 
 
 def notes_of(measurement: dict[str, Any]) -> list[str]:
-    acceptance, times = bench_tables(measurement)
+    acceptance, times = tables(measurement)
     return [*acceptance.notes, *times.notes]
 
 
@@ -153,13 +153,13 @@ def test_cells_that_are_missing_are_dashes() -> None:
             for point in sample["points"]:
                 point.update(speedup=None, ar_seconds=None)
 
-    acceptance, times = bench_tables(changed(SMALL, stop_early))
+    acceptance, times = tables(changed(SMALL, stop_early))
     assert acceptance.rows[1][2:4] == ["-", "-"]
     assert (times.rows[0][4:6], times.rows[0][7]) == (["-", "-"], "-")
 
 
 def test_all_files_are_written_and_nothing_else(tmp_path: Path) -> None:
-    paths = write_bench(SMALL, tmp_path / "a" / "b", draw=True)
+    paths = write_report(SMALL, tmp_path / "a" / "b", draw=True)
     assert [path.name for path in paths] == [
         *("bench.json", "bench.csv", "bench.md"),
         *("time.png", "time.svg", "acceptance.png", "acceptance.svg"),
@@ -170,7 +170,7 @@ def test_all_files_are_written_and_nothing_else(tmp_path: Path) -> None:
 
 def test_nothing_reached_is_reported_without_plots(tmp_path: Path) -> None:
     nothing = {**SMALL, "state": "interrupted", "samples": []}
-    record, table, text = write_bench(nothing, tmp_path, paper=True, draw=True)
+    record, table, text = write_report(nothing, tmp_path, paper=True, draw=True)
     assert json.loads(record.read_text()) == nothing
     assert len(table.read_text().splitlines()) == 1  # the head
     assert "\nNothing was measured: no length was reached.\n" in text.read_text()
@@ -184,7 +184,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(files.os, "replace", fail)
     with pytest.raises(InputError, match=r"^out: .* cannot be written to \(No space left on device\)"):
-        write_bench(SMALL, tmp_path)
+        write_report(SMALL, tmp_path)
     assert (tmp_path / "bench.json").read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
 

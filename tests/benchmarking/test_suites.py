@@ -11,9 +11,9 @@ import pytest
 
 from tswift.benchmarking.config import BenchOptions, Plan, Prompt
 from tswift.benchmarking.quality import quality
-from tswift.benchmarking.report import order_table, suite_tables, write_suite
-from tswift.benchmarking.suite_run import begin_suite, compared, prepare, run_suite, tree_nodes
-from tswift.benchmarking.suites import LENGTH, SUITES, Choice, Row, Suite, find_suite, published_rows
+from tswift.benchmarking.report import order_table, tables, write_report
+from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite, tree_nodes
+from tswift.benchmarking.suites import LENGTH, SUITES, Row, Suite, compared, find_suite, published_rows
 from tswift.benchmarking.summary import METRICS, Figure
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
@@ -29,13 +29,13 @@ def test_a_suite_fits_together(suite: Suite) -> None:
     assert {*suite.columns, *suite.plotted} <= set(METRICS)
     assert set(suite.methods) <= set(METHODS)
     assert len(set(suite.labels)) == len(suite.labels)
-    assert len(suite.choices) == 1 or len(suite.settings) == 1  # one axis
-    for setting in suite.settings:
-        SamplingParams(**setting.sampling)
-        assert set(setting.sampling) == set(suite.settings[0].sampling)  # or one would keep what another sets
-    for choice in suite.choices:
-        DraftOptions(**choice.drafting)
-        assert set(choice.drafting) <= METHODS[choice.method].uses
+    assert len(suite.contenders) == 1 or len(suite.settings) == 1  # one axis
+    for sampling in suite.settings.values():
+        SamplingParams(**sampling)
+        assert sampling.keys() == next(iter(suite.settings.values())).keys()  # or one would keep what another sets
+    for method, drafting in suite.contenders.values():
+        DraftOptions(**drafting)
+        assert set(drafting) <= METHODS[method].uses
     assert {label for pair in suite.contrasts for label in pair} <= set(suite.labels)
     if suite.plot == "axis":
         assert all(float(label) >= 0 for label in suite.labels)
@@ -83,7 +83,7 @@ def test_what_a_suite_sets_itself() -> None:
         find_suite("table2")
 
 
-SUITE = Suite("made-up", "Made up", "letter", (Choice("a", "ar"),), ("alpha", "speedup"), ("alpha",))
+SUITE = Suite("made-up", "Made up", "letter", {"a": ("ar", {})}, ("alpha", "speedup"), ("alpha",))
 BY_LENGTH = replace(SUITE, axis="model", along=LENGTH)
 
 
@@ -174,9 +174,12 @@ def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> Non
     plan = Plan((4,), (6, 12), warmup=0)
     record, kept = begin_suite(prepared, PROMPTS, plan, ["tswift"]), []
 
-    def tick(label, number, rounds, place, run) -> None:  # type: ignore[no-untyped-def]
-        if label == "min-p 0.1" and run.stats.tokens > 8:
-            raise KeyboardInterrupt
+    def tick(label):  # type: ignore[no-untyped-def]
+        def press(number, rounds, place, run) -> None:  # type: ignore[no-untyped-def]
+            if label == "min-p 0.1" and run.stats.tokens > 8:
+                raise KeyboardInterrupt
+
+        return press
 
     run_suite(record, prepared, PROMPTS, plan, tick, lambda: kept.append(record["state"]))
     assert record["state"] == "interrupted"
@@ -187,15 +190,15 @@ def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> Non
         ("top-p 0.9", 12),
         ("min-p 0.1", 6),
     }
-    assert any(note.startswith("The suite did not run to its end") for note in suite_tables(record)[0].notes)
-    assert len(write_suite(record, tmp_path)) == 3
+    assert any(note.startswith("The suite did not run to its end") for note in tables(record)[0].notes)
+    assert len(write_report(record, tmp_path)) == 3
 
 
 def test_every_text_has_its_own_figures(checkpoint: Path) -> None:
     prepared = made(checkpoint, "case-study")
     plan = Plan((4,), (30, 150), (1, 2), warmup=0)
     record = begin_suite(prepared, PROMPTS, plan, ["tswift"])
-    run_suite(record, prepared, PROMPTS, plan, lambda *tick: None, lambda: None)
+    run_suite(record, prepared, PROMPTS, plan, lambda label: lambda *at: None, lambda: None)
     assert [(text["label"], text["seed"]) for text in record["texts"]] == [
         *(("with penalty", seed) for seed in (1, 2)),
         *(("without", seed) for seed in (1, 2)),
@@ -214,14 +217,14 @@ def test_every_text_has_its_own_figures(checkpoint: Path) -> None:
 
 
 def test_what_cannot_run_is_left_out_and_said(checkpoint: Path, tmp_path: Path) -> None:
-    choices = (Choice("short", "tokenswift", {"tree": (1, 1)}), Choice("long", "tokenswift", {"tree": (1,) * 9}))
-    prepared = made(checkpoint, "table7", choices=choices)
+    short, long = {"short": ("tokenswift", {"tree": (1, 1)})}, {"long": ("tokenswift", {"tree": (1,) * 9})}
+    prepared = made(checkpoint, "table7", contenders=short | long)
     assert [variant.label for variant in prepared.groups[""].contenders] == ["ar", "short"]
     assert prepared.missing == {"long": "tokenswift can draft 4 levels with these heads, got 9"}
     record = begin_suite(prepared, PROMPTS, Plan((4,), (6,), warmup=0), ["tswift"])
-    assert f"Left out: long, since {prepared.missing['long']}." in suite_tables(record)[0].notes
+    assert f"Left out: long, since {prepared.missing['long']}." in tables(record)[0].notes
     with pytest.raises(InputError, match=r"^suite: table7 cannot run on this model: tokenswift can draft 4 levels"):
-        made(checkpoint, "table7", choices=choices[1:])
+        made(checkpoint, "table7", contenders=long)
 
 
 def test_nodes_of_trees() -> None:

@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from tests.conftest import SENTENCES
-from tswift.benchmarking.report import suite_csv, suite_markdown
+from tswift.benchmarking.report import csv_text, markdown
 from tswift.cli.app import app
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -125,10 +125,10 @@ def test_figures_follow_from_what_was_counted(tswift, checkpoint, prompt) -> Non
 def test_tables_of_suites_that_were_run(path: Path) -> None:
     """The committed records still give the committed tables, row by row."""
     record = json.loads(path.with_suffix(".json").read_text())
-    assert suite_csv(record) == path.read_text()
+    assert csv_text(record) == path.read_text()
     published, ours = (
         [line for line in text.split("##")[1].splitlines() if line.startswith("|")]
-        for text in (path.with_suffix(".md").read_text(), suite_markdown(record))
+        for text in (path.with_suffix(".md").read_text(), markdown(record))
     )
     assert published
     assert ours == published

@@ -40,7 +40,7 @@ def small(suite, monkeypatch):
     """A suite at tiny scale: two of its settings, and if it varies the prefill, on a smaller scale."""
 
     def run(name, *words):
-        monkeypatch.setitem(vars(SUITES[name]), "settings", SUITES[name].settings[:2])
+        monkeypatch.setitem(vars(SUITES[name]), "settings", dict(list(SUITES[name].settings.items())[:2]))
         if SUITES[name].along == PREFILL:
             monkeypatch.setitem(vars(SUITES[name]), "prefills", PREFILLS)
             return suite(name, *SMALL[2:], *words)

@@ -10,24 +10,26 @@ import csv
 import io
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tswift.benchmarking import plots
 from tswift.benchmarking.config import BASELINE, DRAFTLESS, SAMPLED
-from tswift.benchmarking.quality import texts_html
-from tswift.benchmarking.suite_run import Pair, compared, measured_rows
 from tswift.benchmarking.suites import (
     CAUTION,
     PAPER_MACHINE,
     SUITES,
+    Pair,
     Row,
     Suite,
+    compared,
     counterparts,
+    figures_of,
     find_suite,
+    measured_rows,
     place_name,
     published_rows,
 )
@@ -50,47 +52,36 @@ from tswift.jobs.folder import write_whole
 
 _MAX_DIFFERENCES = 5
 _PAPER_DEPTH = 4  # tokens it drafts along a path
-_TABLE_4 = {"alpha": "alpha", "speedup": "x", "ar_seconds": "T_AR", "seconds": "T_method", "delta": "delta"}
+_TABLE_3 = ("alpha", "speedup")
+_TABLE_4 = ("alpha", "speedup", "ar_seconds", "seconds", "delta")
+_FLOORS = ("ar_of_floor", "of_floor")
 
 Record = Mapping[str, Any]  # as in bench.json or suite.json
 
 
-def write_bench(
-    measurement: Record, folder: Path, paper: bool = False, draw: bool = False, whole: bool = True
+def write_report(
+    record: Record, folder: Path, paper: bool = False, draw: bool = False, whole: bool = True
 ) -> list[Path]:
-    """Write ``bench.json``, ``bench.csv``, ``bench.md`` and plots, each whole or not at all.
+    """Write ``bench.json`` or ``suite.json``, and CSV, Markdown, texts and plots, each whole or not at all.
 
     Args:
         folder: is made if need be; files of the same names are replaced.
         paper: put the paper's rows beside ours in ``bench.md``.
         draw: draw plots; needs matplotlib.
-        whole: write more than ``bench.json``.
+        whole: write more than the JSON.
 
     Raises:
         InputError: the folder cannot be written to.
     """
-    stem = "bench-simulated" if measurement["simulated"] else "bench"
-    paths = _write(folder, {f"{stem}.json": encode(measurement)})
+    stem = f"{record['kind']}-simulated" if record.get("simulated") else record["kind"]
+    contents: dict[str, str | bytes] = {f"{stem}.json": encode(record)}
     if whole:
-        paths += _write(
-            folder, {f"{stem}.csv": bench_csv(measurement), f"{stem}.md": bench_markdown(measurement, paper)}
-        )
-        paths += _write(folder, plots.bench_files(measurement) if draw else {})
-    return paths
+        contents |= {f"{stem}.csv": csv_text(record), f"{stem}.md": markdown(record, paper)}
+        if record.get("texts"):
+            from tswift.benchmarking.quality import texts_html
 
-
-def write_suite(record: Record, folder: Path, draw: bool = False, whole: bool = True) -> list[Path]:
-    """Write ``suite.json``, ``suite.csv``, ``suite.md``, its texts and its plot; see :func:`write_bench`."""
-    files: dict[str, str | bytes] = {"suite.json": encode(record)}
-    if whole:
-        files |= {"suite.csv": suite_csv(record), "suite.md": suite_markdown(record)}
-        if record["texts"]:
-            files["suite.html"] = texts_html(record, source(record["groups"][0]["measurement"]))
-        files |= plots.suite_files(record) if draw else {}
-    return _write(folder, files)
-
-
-def _write(folder: Path, contents: Mapping[str, str | bytes]) -> list[Path]:
+            contents["suite.html"] = texts_html(record, source(record["groups"][0]["measurement"]))
+        contents |= plots.files(record) if draw else {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
@@ -105,7 +96,6 @@ def _write(folder: Path, contents: Mapping[str, str | bytes]) -> list[Path]:
 def encode(record: Record, indent: str = "") -> str:
     """Indented JSON with one list item per line, so that a diff is short."""
     inner = f"{indent}  "
-
     lines = []
     for name, value in record.items():
         text = json.dumps(value)
@@ -118,68 +108,54 @@ def encode(record: Record, indent: str = "") -> str:
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}" + "\n" * (not indent)
 
 
-def bench_csv(measurement: Record) -> str:
-    """One line per method, prefill and length: of each figure n, mean and standard deviation; empty where unknown."""
-    simulated, model = measurement["simulated"], measurement["workload"]["model"]
-    columns = ["model", "method", "prefill", "length", "simulated", "estimated", "runs", "varies"]
-    rows = []
-    for cell in summarise(measurement):
-        name = f"{cell.method} (simulated)" if simulated else cell.method
-        flags = [str(flag).lower() for flag in (simulated, cell.estimated)]
-        lead = [model, name, cell.prefill, cell.length, *flags, cell.runs, " ".join(cell.varies)]
-        rows.append((lead, cell.figures))
-    return _csv(columns, from_source(STATS, TIMES), rows)
+def csv_text(record: Record) -> str:
+    """A line per method, prefill and length of a bench, or per row of a suite, measured ones first.
 
-
-def suite_csv(record: Record) -> str:
-    """One line per row, measured ones first; figures as in :func:`bench_csv`."""
-    place = ["axis", "source", "prefill", "length"]
-    rows = []
-    for row in (*record["rows"], *record["published"]):
-        figures = {name: Figure(**figure) for name, figure in row["figures"].items()}
-        rows.append(([record["suite"], *(row[name] for name in place)], figures))
-    return _csv(["suite", *place], list(dict.fromkeys(name for _, figures in rows for name in figures)), rows)
-
-
-def _csv(
-    columns: Sequence[str], names: Sequence[str], rows: Iterable[tuple[Sequence[Any], Mapping[str, Figure]]]
-) -> str:
+    Of each figure n, mean and standard deviation; empty where unknown.
+    """
+    lines: list[tuple[list[Any], Mapping[str, Figure]]] = []
+    if record["kind"] == "suite":
+        columns = ["suite", "axis", "source", "prefill", "length"]
+        for row in (*record["rows"], *record["published"]):
+            lead = [record["suite"], *(row[name] for name in columns[1:])]
+            lines.append((lead, {name: Figure(**figure) for name, figure in row["figures"].items()}))
+        names = list(dict.fromkeys(name for _, figures in lines for name in figures))
+    else:
+        columns = ["model", "method", "prefill", "length", "simulated", "estimated", "runs", "varies"]
+        model, simulated = record["workload"]["model"], record["simulated"]
+        for cell in summarise(record):
+            method = f"{cell.method} (simulated)" if simulated else cell.method
+            flags = [str(flag).lower() for flag in (simulated, cell.estimated)]
+            lead = [model, method, cell.prefill, cell.length, *flags, cell.runs, " ".join(cell.varies)]
+            lines.append((lead, cell.figures))
+        names = from_source(STATS, TIMES)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*columns, *(f"{name}_{part}" for name in names for part in ("n", "mean", "std"))])
-    for lead, figures in rows:
-        values = [asdict(figures.get(name, Figure(0, None, None))).values() for name in names]
-        numbers = ["" if value is None else f"{value:.9g}" for figure in values for value in figure]
-        writer.writerow([*lead, *numbers])
+    for lead, figures in lines:
+        values = [value for name in names for value in asdict(figures.get(name, Figure(0, None, None))).values()]
+        writer.writerow([*lead, *("" if value is None else f"{value:.9g}" for value in values)])
     return text.getvalue()
 
 
-def bench_markdown(measurement: Record, paper: bool = False) -> str:
-    """The tables of bench, then what they were measured on, when and with which command."""
-    simulated = " (simulated)" if measurement["simulated"] else ""
-    title = f"tswift bench: {measurement['workload']['model']}{simulated}"
-    return _markdown(title, bench_tables(measurement, paper), {"Run": measurement}, measurement["command"])
-
-
-def suite_markdown(record: Record) -> str:
-    """The tables of a suite, then what each group was measured on and with."""
-    groups = {f"Run: {group['label']}" if group["label"] else "Run": group["measurement"] for group in record["groups"]}
-    return _markdown(f"tswift bench --suite {record['suite']}", suite_tables(record), groups, record["command"])
-
-
-def _markdown(title: str, tables: Iterable[Table], groups: Mapping[str, Record], command: Sequence[str]) -> str:
-    environment = next(iter(groups.values()))["environment"]
+def markdown(record: Record, paper: bool = False) -> str:
+    """The tables, then what each measurement was run on, when and with which command."""
+    if record["kind"] == "suite":
+        title = f"tswift bench --suite {record['suite']}"
+        runs = {f"Run: {group['label']}".removesuffix(": "): group["measurement"] for group in record["groups"]}
+    else:
+        title = f"tswift bench: {record['workload']['model']}{' (simulated)' if record['simulated'] else ''}"
+        runs = {"Run": record}
+    environment = next(iter(runs.values()))["environment"]
     rows = [(name, "none" if value is None else str(value)) for name, value in environment.items()]
-    parts: list[Table | str] = [
-        *tables,
-        *(_settings(name, measurement) for name, measurement in groups.items()),
-        f"```sh\n{shlex.join(command)}\n```\n",
-        Table("Environment", ["what", "value"], rows, left=2),
-    ]
-    return "\n".join([f"# {title}\n", *(part if isinstance(part, str) else part.markdown() for part in parts)])
+    parts = [table.markdown() for table in tables(record, paper)]
+    parts += [Table(name, ["what", "value"], _settings(one), left=2).markdown() for name, one in runs.items()]
+    parts += [f"```sh\n{shlex.join(record['command'])}\n```\n"]
+    parts += [Table("Environment", ["what", "value"], rows, left=2).markdown()]
+    return "\n".join([f"# {title}\n", *parts])
 
 
-def _settings(title: str, measurement: Record) -> Table:
+def _settings(measurement: Record) -> list[tuple[str, str]]:
     workload, machine = measurement["workload"], measurement.get("machine")
 
     def listed(options: Record) -> str:
@@ -194,112 +170,145 @@ def _settings(title: str, measurement: Record) -> Table:
         "prompts": ", ".join(prompt["name"] for prompt in workload["prompts"]),
         "dtype": workload["dtype"],
         "attention": workload["attention"],
-        **({"layers": measurement["layers"]} if "layers" in measurement else {}),
+        "layers": measurement.get("layers"),
         "heads": workload["heads"] or "none",
         "sampling": listed(workload["sampling"]),
         **{f"drafting, {method}": listed(options) for method, options in workload["drafting"].items()},
         "AR's time": "estimated from sampled steps" if workload["ar"] == SAMPLED else "measured",
-        **({"simulated": simulation(measurement)} if measurement["simulated"] else {}),
+        "simulated": simulation(measurement) if measurement["simulated"] else None,
+        "machine's rates": machine
+        and f"{quantity(machine['bandwidth'], 'B/s')}, {quantity(machine['flops'], 'FLOP/s')} in {workload['dtype']}",
+        "workload hash": workload["hash"],
     }
-    if machine:
-        rates = f"{quantity(machine['bandwidth'], 'B/s')}, {quantity(machine['flops'], 'FLOP/s')}"
-        settings["machine's rates"] = f"{rates} in {workload['dtype']}"
-    settings["workload hash"] = workload["hash"]
-    return Table(title, ["what", "value"], list(settings.items()), left=2)
+    return [(name, value) for name, value in settings.items() if value is not None]
 
 
-def bench_tables(measurement: Record, paper: bool = False) -> list[Table]:
-    """Acceptance and speedup (layout of the paper's table 3), then decoding times (its table 4).
+def tables(record: Record, paper: bool = False) -> list[Table]:
+    """Of a bench, acceptance and speedup, then decoding times; of a suite, its table, then the measured order.
 
     Args:
-        paper: put the published rows of the same prefill and generated length beside ours.
+        record: as in ``bench.json`` or ``suite.json``.
+        paper: put the published rows of the same prefill and generated length beside those of a bench.
     """
-    cells = summarise(measurement)
-    published = _paper_rows() if paper else []
-    return [_acceptance(measurement, cells, published), _times(measurement, cells, published)]
+    return _suite_tables(record) if record["kind"] == "suite" else _bench_tables(record, paper)
+
+
+def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
+    cells, simulated, workload = summarise(measurement), measurement["simulated"], measurement["workload"]
+    # plain decoding, which the others are compared with, is shown if it is alone
+    methods = list(dict.fromkeys(cell.method for cell in cells if cell.method != BASELINE)) or [BASELINE]
+    here = f"{workload['model']}, this machine{' (simulated)' if simulated else ''}"
+    published = [row for row in _paper_rows() if row.axis in methods] if paper else []
+    plain = {cell.key[1:]: cell.figures["of_floor"] for cell in cells if cell.method == BASELINE}
+    measured = []
+    for cell in (cell for method in methods for cell in cells if cell.method == method):
+        figures, floor = figures_of(cell), plain.get(cell.key[1:], Figure(0, None, None))
+        measured.append(Row(cell.method, here, cell.prefill, cell.length, {**figures, "ar_of_floor": floor}))
+
+    def label(method: str) -> str:
+        return method_name(method, simulated and method != "TokenSwift")
+
+    def text(row: Row | None, name: str) -> str:
+        if row is None or row.source != here:
+            return _text(row, name, digits=2)
+        sampled = name == "ar_seconds" and workload["ar"] == SAMPLED
+        return _text(row, name) + " est." * (sampled and row.figures[name].mean is not None)
+
+    places = [[row for row in measured if row.place == place] for place in sorted({row.place for row in measured})]
+    groups = [[*rows, *(row for row in published if row.place == rows[0].place)] for rows in places]
+    across = [(method, name) for method in methods for name in _TABLE_3]
+    across = [(method, name) for method, name in across if method not in DRAFTLESS or not METRICS[name].drafted]
+    down = []
+    for row in measured:
+        same = [other for other in published if (other.axis, other.place) == (row.axis, row.place)]
+        down += [row, *(replace(other, axis="TokenSwift") for other in same if "seconds" in other.figures)]
+    names = [*_TABLE_4, *(_FLOORS if any(cell.figures["of_floor"].n for cell in cells) else ())]
+    names += [name for name, metric in METRICS.items() if metric.column]
+    notes = _notes(measurement, cells)
+    if published or paper:
+        matched = any((row.axis, row.place) == (own.axis, own.place) for row in published for own in measured)
+        notes.append(CAUTION if matched else "The paper has no row of these methods, prefills and lengths.")
+    sourced, title = bool(paper or simulated), source(measurement)
+    acceptance = _wide(f"Acceptance rate and speedup: {title}", groups, across, label, text, sourced)
+    times = _long(f"Decoding time: {title}", "method", down, names, label, text, sourced, notes)
+    heading = METRICS["seconds"].heading
+    return [
+        replace(acceptance, notes=_alpha_notes(measurement, methods, paper)),
+        replace(times, columns=["T_method" if head == heading else head for head in times.columns]),
+    ]
 
 
 def _paper_rows() -> list[Row]:
     """Rows of the paper's tables 3 and 4, their axis the method."""
-    rows = [(row.axis, f"{row.source}, {PAPER_MACHINE}", row) for row in published_rows(SUITES["table3"])]
-    rows += [("tokenswift", f"paper: {row.axis}, {PAPER_MACHINE}", row) for row in published_rows(SUITES["table4"])]
-    return [Row(method, name, row.prefill, row.length, row.figures) for method, name, row in rows]
+    rows = [replace(row, source=f"{row.source}, {PAPER_MACHINE}") for row in published_rows(SUITES["table3"])]
+    for row in published_rows(SUITES["table4"]):
+        rows.append(replace(row, axis="tokenswift", source=f"paper: {row.axis}, {PAPER_MACHINE}"))
+    return rows
 
 
-def _acceptance(measurement: Record, cells: Sequence[Cell], published: Sequence[Row]) -> Table:
-    methods, label = _methods(cells), _label(measurement, published)
-    here = "".join(label[1:])
-    shown = [(method, name) for method in methods for name in ("alpha", "speedup")]
-    shown = [(method, name) for method, name in shown if name == "speedup" or method not in DRAFTLESS]
-    heads = [f"{method_name(method, measurement['simulated'])} {METRICS[name].heading}" for method, name in shown]
-    rows = [Row(cell.method, here, cell.prefill, cell.length, cell.figures) for cell in cells]
-    rows += [row for row in published if row.axis in methods]
+def _text(row: Row | None, name: str, digits: int | None = None) -> str:
+    return METRICS[name].text(row.figures.get(name) if row else None, digits)
+
+
+def _place(row: Row) -> list[str]:
+    return [NOTHING if count is None else f"{count:,}" for count in row.place]
+
+
+Label = Callable[[str], str]  # name of a place on the axis
+Text = Callable[["Row | None", str], str]  # of a row's figure
+
+
+def _wide(
+    title: str,
+    groups: Sequence[Sequence[Row]],
+    columns: Sequence[tuple[str, str]],
+    label: Label,
+    text: Text,
+    sourced: bool,
+) -> Table:
+    """A line for each source in each group of rows; the axis runs across."""
     lines = []
-    for place in dict.fromkeys(cell.key[1:] for cell in cells):
-        beside = [row for row in rows if (row.prefill, row.length) == place]
-        for name in dict.fromkeys(row.source for row in beside):
-            figures = {row.axis: row.figures for row in beside if row.source == name}
-            digits = None if name == here else 2
-            texts = [METRICS[metric].text(figures.get(method, {}).get(metric), digits) for method, metric in shown]
-            lines.append([*([name] if label else []), *_tokens(place), *texts])
+    for rows in groups:
+        for name in dict.fromkeys(row.source for row in rows):
+            across = {row.axis: row for row in rows if row.source == name}
+            lead = [*[name] * sourced, *_place(next(iter(across.values())))]
+            lines.append([*lead, *(text(across.get(axis), metric) for axis, metric in columns)])
+    heads = [f"{label(axis)} {METRICS[name].heading}" for axis, name in columns]
+    return Table(title, [*["source"] * sourced, "prefill", "length", *heads], lines, left=int(sourced))
+
+
+def _long(
+    title: str,
+    axis: str,
+    rows: Sequence[Row],
+    names: Sequence[str],
+    label: Label,
+    text: Text,
+    sourced: bool,
+    notes: Sequence[str],
+) -> Table:
+    """A line for each row."""
+    lead = [[label(row.axis), *[row.source] * sourced, *_place(row)] for row in rows]
+    lines = [[*first, *(text(row, name) for name in names)] for first, row in zip(lead, rows, strict=True)]
+    columns = [axis, *["source"] * sourced, "prefill", "length", *(METRICS[name].heading for name in names)]
+    return Table(title, columns, lines, left=1 + sourced, notes=notes)
+
+
+def _alpha_notes(measurement: Record, methods: Sequence[str], paper: bool) -> list[str]:
+    """What alpha is, and of each method what it is a share of: beside another depth it would mislead."""
     notes = ["alpha: accepted draft tokens / most that could be. x: AR's time / the method's, prefill apart."]
-    notes += _depths(measurement, [method for method in methods if method not in DRAFTLESS], bool(published))
-    title = f"Acceptance rate and speedup: {source(measurement)}"
-    return Table(title, [*label[:1], "prefill", "length", *heads], lines, left=1 if label else 0, notes=notes)
-
-
-def _times(measurement: Record, cells: Sequence[Cell], published: Sequence[Row]) -> Table:
-    plain = {cell.key[1:]: cell for cell in cells if cell.method == BASELINE}
-    floors, label = any(cell.figures["of_floor"].n for cell in cells), _label(measurement, published)
-    more = [name for name, metric in METRICS.items() if metric.column]
-    columns = ["method", *label[:1], "prefill", "length", *_TABLE_4.values()]
-    columns += ["T_AR / floor", "T_method / floor"] * floors + [METRICS[name].heading for name in more]
-    rows = []
-    for cell in (cell for method in _methods(cells) for cell in cells if cell.method == method):
-        base = plain.get(cell.key[1:])
-        texts = _texts(cell.figures, _TABLE_4, drafts=cell.method not in DRAFTLESS)
-        texts[2] += " est." * (base is not None and base.estimated and texts[2] != NOTHING)
-        texts[3] += " est." * cell.estimated
-        for one in (base, cell) if floors else ():
-            texts += _texts(one.figures if one else {}, ["of_floor"])
-        lead = [method_name(cell.method, measurement["simulated"]), *label[1:]]
-        rows.append([*lead, *_tokens(cell.key[1:]), *texts, *_texts(cell.figures, more)])
-        for row in published:
-            if (row.axis, row.prefill, row.length) == cell.key and "seconds" in row.figures:
-                texts = _texts(row.figures, _TABLE_4, 2) + [NOTHING] * (2 * floors + len(more))
-                rows.append(["TokenSwift", row.source, *_tokens(cell.key[1:]), *texts])
-    title = f"Decoding time: {source(measurement)}"
-    return Table(title, columns, rows, left=2 if label else 1, notes=_notes(measurement, cells, published))
-
-
-def _texts(
-    figures: Mapping[str, Figure], names: Iterable[str], digits: int | None = None, drafts: bool = True
-) -> list[str]:
-    return [
-        NOTHING if METRICS[name].drafted and not drafts else METRICS[name].text(figures.get(name), digits)
-        for name in names
-    ]
-
-
-def _depths(measurement: Record, methods: Sequence[str], paper: bool) -> list[str]:
-    """What each method's alpha is a share of: beside another depth, the paper's too, it would mislead."""
-    words = []
-    for method in methods:
-        samples = [sample for sample in measurement["samples"] if sample["method"] == method]
-        depths = sorted({point["depth"] for sample in samples for point in sample["points"]})
-        words.append(f"{method_name(method)} {' or '.join(map(str, depths))}")
+    depths: dict[str, set[int]] = {method: set() for method in methods if method not in DRAFTLESS}
+    for sample in measurement["samples"]:
+        depths.get(sample["method"], set()).update(point["depth"] for point in sample["points"])
+    words = [f"{method_name(method)} {' or '.join(map(str, sorted(depth)))}" for method, depth in depths.items()]
     beside = f"; the paper's is {_PAPER_DEPTH}" if paper else ""
-    return [f"alpha divides by the tokens drafted along a path: {', '.join(words)}{beside}."] if words else []
+    return notes + [f"alpha divides by the tokens drafted along a path: {', '.join(words)}{beside}."] * bool(words)
 
 
-def _notes(measurement: Record, cells: Sequence[Cell], published: Sequence[Row]) -> list[str]:
+def _notes(measurement: Record, cells: Sequence[Cell]) -> list[str]:
     if not cells:
         return ["Nothing was measured: no length was reached."]
-    notes = [spread_note(cells), same_text_note(measurement)]
-    if measurement["state"] != FINISHED:
-        notes.append("The measurement did not run to its end: these are the cells and lengths that were reached.")
-    if any(cell.estimated for cell in cells):
-        notes.append("est.: integrated from AR steps sampled as the text grew; every x and delta rests on that time.")
+    notes = _run_notes(cells, measurement, "est.: integrated", "measurement", measurement["state"])
     if measurement["simulated"]:
         notes.append(f"Simulated: {simulation(measurement)}. The times are real, the texts are not.")
     if any(cell.figures["of_floor"].n for cell in cells):
@@ -307,10 +316,16 @@ def _notes(measurement: Record, cells: Sequence[Cell], published: Sequence[Row])
             "floor: the least time in which this machine, at the rates measured, reads the weights and the KV cache of "
             "every pass made, and computes on its nodes."
         )
-    if published:
-        keys = {cell.key for cell in cells}
-        matched = any((row.axis, row.prefill, row.length) in keys for row in published)
-        notes.append(CAUTION if matched else "The paper has no row of these methods, prefills and lengths.")
+    return notes
+
+
+def _run_notes(cells: Sequence[Cell], measurement: Record, estimated: str, what: str, state: str) -> list[str]:
+    """What all figures rest on."""
+    notes = [spread_note(cells), same_text_note(measurement)] if cells else []
+    if state != FINISHED:
+        notes.append(f"The {what} did not run to its end: these are the cells and lengths that were reached.")
+    if measurement["workload"]["ar"] == SAMPLED:
+        notes.append(f"{estimated} from AR steps sampled as the text grew; every x and delta rests on that time.")
     return notes
 
 
@@ -321,12 +336,12 @@ def spread_note(cells: Sequence[Cell]) -> str:
     varies = [axis for axis in ("prompts", "seeds", "repeats") if any(axis in cell.varies for cell in cells)]
     if not varies:
         return f"{line} No spread is known from one run."
-    line += f" Mean ± sample standard deviation over {_listed(varies)}."
+    line += f" Mean ± sample standard deviation over {' and '.join(varies)}."
     if "repeats" not in varies:
         return line
     if not all(cell.exact for cell in cells):
         return f"{line} Repeats did not all count the same."
-    rest = f"vary over {_listed(varies[:-1])} alone" if len(varies) > 1 else "are exact"
+    rest = f"vary over {' and '.join(varies[:-1])} alone" if len(varies) > 1 else "are exact"
     return f"{line} Every repeat counted the same: alpha and the other counters {rest}."
 
 
@@ -345,8 +360,8 @@ def same_text_note(measurement: Record) -> str:
         return f"{what}: {'all' if len(known) > 1 else 'the'} {_runs(len(known))}."
     places = []
     for sample in differing[:_MAX_DIFFERENCES]:
-        how = f"from token {sample['first_difference']}, {'rounding' if sample['explained'] else 'NOT rounding'}"
-        how = "its audit finds violations" if sample["first_difference"] is None else how
+        first, why = sample["first_difference"], "rounding" if sample["explained"] else "NOT rounding"
+        how = "its audit finds violations" if first is None else f"from token {first}, {why}"
         place = f"prompt {sample['prompt']}, prefill {sample['prefill']:,}, seed {sample['seed']}, {how}"
         places.append(f"{method_name(sample['method'])} ({place})")
     if len(differing) > len(places):
@@ -354,74 +369,44 @@ def same_text_note(measurement: Record) -> str:
     return f"{what}: {len(known) - len(differing)} of {_runs(len(known))}. Not: {'; '.join(places)}."
 
 
-def _methods(cells: Iterable[Cell]) -> list[str]:
-    """All but plain decoding, which the others are compared with; alone, it is shown."""
-    return [method for method in dict.fromkeys(cell.method for cell in cells) if method != BASELINE] or [BASELINE]
-
-
-def _label(measurement: Record, published: Sequence[Row]) -> list[str]:
-    """Head and text of the column that says where a row comes from; nothing where all are from one place."""
-    simulated = " (simulated)" if measurement["simulated"] else ""
-    label = ["source", f"{measurement['workload']['model']}, this machine{simulated}"]
-    return label if published or simulated else []
-
-
-def _tokens(counts: Iterable[int | None]) -> list[str]:
-    return [NOTHING if count is None else f"{count:,}" for count in counts]
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
-
-
 def _runs(count: int) -> str:
     return f"{count} {'run' if count == 1 else 'runs'}"
 
 
-def suite_tables(record: Record) -> list[Table]:
+def _suite_tables(record: Record) -> list[Table]:
     """The table of a suite in the paper's layout, then the order of what it compares."""
     suite = find_suite(record["suite"])
     measured, published = measured_rows(suite, record["groups"]), published_rows(suite)
     title = f"{suite.name}: {suite.title}: {source(record['groups'][0]['measurement'])}"
-    columns, rows = _suite_rows(suite, measured, published)
-    notes = _suite_notes(suite, record, bool(published))
-    return [
-        Table(title, columns, rows, columns.index("prefill"), notes),
-        order_table(compared(suite, measured, published)),
-    ]
-
-
-def _suite_rows(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headings and lines: the axis runs down, or across if the suite is wide. The paper's rows follow ours."""
     known = [row.axis for row in (*measured, *published)]
     axis = [label for label in dict.fromkeys([*suite.labels, *known]) if label in known]
+    notes = _suite_notes(suite, record, bool(published))
     if suite.wide:
-        places = [(axis, *place) for place in sorted({(row.prefill or 0, row.length or 0) for row in measured})]
+        places = sorted({row.place for row in measured})
+        groups = [(axis, [row for row in measured if row.place == place]) for place in places]
+        columns = [(label, name) for label in axis for name in suite.columns]
+        rows = _with_published(suite, groups, published)
+        table = _wide(title, rows, columns, lambda label: place_name(suite, label), _text, True)
+        table = replace(table, notes=notes)
     else:
-        places = [([row.axis], row.prefill or 0, row.length or 0) for row in measured]
+        rows = _with_published(suite, [([row.axis], [row]) for row in measured], published)
+        flat = [row for group in rows for row in group]
+        table = _long(title, suite.axis, flat, suite.columns, method_name, _text, bool(published), notes)
+    return [table, order_table(compared(suite, measured, published))]
+
+
+def _with_published(
+    suite: Suite, groups: Sequence[tuple[Sequence[str], list[Row]]], published: Sequence[Row]
+) -> list[list[Row]]:
+    """Each group of rows, given with its labels, and behind it the paper's nearest rows, which are shown once each."""
     beside = [
-        [row for label in labels for row in counterparts(suite, label, prefill, length, published)]
-        for labels, prefill, length in places
+        [row for label in labels for row in counterparts(suite, label, rows[0].prefill, rows[0].length, published)]
+        for labels, rows in groups
     ]
-    last = {id(row): index for index, rows in enumerate(beside) for row in rows}  # a row of the paper is shown once
-    lines = []
-    for index, (labels, *place) in enumerate(places):
-        rows = [row for row in measured if row.axis in labels and [row.prefill, row.length] == place]
-        groups: dict[tuple[str, str], dict[str, Row]] = {}
-        for row in (*rows, *(row for row in beside[index] if last[id(row)] == index)):
-            groups.setdefault((row.source, "" if suite.wide else row.axis), {})[row.axis] = row
-        for group in groups.values():
-            first = next(iter(group.values()))
-            lead = [first.source] if suite.wide or published else []
-            across = [group.get(label) for label in axis] if suite.wide else [first]
-            texts = [text for row in across for text in _texts(row.figures if row else {}, suite.columns)]
-            name = [] if suite.wide else [method_name(first.axis)]
-            lines.append([*name, *lead, *_tokens((first.prefill, first.length)), *texts])
-    heads = [METRICS[name].heading for name in suite.columns]
-    if suite.wide:
-        heads = [f"{place_name(suite, label)} {head}" for label in axis for head in heads]
-    lead = [*([] if suite.wide else [suite.axis]), *(["source"] if suite.wide or published else [])]
-    return [*lead, "prefill", "length", *heads], lines
+    last = {id(row): index for index, rows in enumerate(beside) for row in rows}
+    return [
+        [*rows, *(row for row in beside[index] if last[id(row)] == index)] for index, (_, rows) in enumerate(groups)
+    ]
 
 
 def order_table(pairs: Sequence[Pair]) -> Table:
@@ -454,24 +439,16 @@ def order_table(pairs: Sequence[Pair]) -> Table:
 
 
 def _suite_notes(suite: Suite, record: Record, published: bool) -> list[str]:
-    meanings = [
-        f"{METRICS[name].heading}: {METRICS[name].meaning}"
-        for name in suite.columns
-        if not name.startswith("distinct_")
-    ]
+    shown = [METRICS[name] for name in suite.columns if not name.startswith("distinct_")]
+    meanings = [f"{metric.heading}: {metric.meaning}" for metric in shown]
     if "distinct_1" in suite.columns:
         meanings.insert(0, "D-n: Distinct-n, unique n-grams of generated tokens / n-grams")
     notes = [f"{'. '.join(meanings)}.", *filter(None, [suite.note])]
     notes += [f"Left out: {method['label']}, since {method['why']}." for method in record["missing"]]
     measurements = [group["measurement"] for group in record["groups"]]
-    samples = [sample for one in measurements for sample in one["samples"]]
-    if samples:
-        notes.append(spread_note([cell for one in measurements for cell in summarise(one)]))
-        notes.append(same_text_note({**measurements[0], "samples": samples}))
-    if measurements[0]["workload"]["ar"] == SAMPLED:
-        notes.append("AR's time is integrated from AR steps sampled as the text grew; every x rests on that time.")
-    if record["state"] != FINISHED:
-        notes.append("The suite did not run to its end: these are the cells and lengths that were reached.")
+    cells = [cell for one in measurements for cell in summarise(one)]
+    joined = {**measurements[0], "samples": [sample for one in measurements for sample in one["samples"]]}
+    notes += _run_notes(cells, joined, "AR's time is integrated", "suite", record["state"])
     if published:
         timed = suite.paper is not None and not {"speedup", "seconds"}.isdisjoint(suite.paper.figures)
         notes.append(f"paper: on an {PAPER_MACHINE}." + (f" {CAUTION}" if timed else ""))

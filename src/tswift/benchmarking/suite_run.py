@@ -1,43 +1,21 @@
-"""A suite on a model: its groups prepared, measured one after another, and compared with the paper's order.
+"""A suite on a model: its groups prepared and measured one after another, kept in one dict, ``suite.json``.
 
-The result is one dict, ``suite.json``. A group is what runs side by side: one setting, with its own plain decode.
+A group is what runs side by side: one setting, with its own plain decode.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import combinations
-from statistics import mean, stdev
 from typing import Any
 
-from tswift.benchmarking.config import (
-    BASELINE,
-    DRAFTLESS,
-    REFERENCE,
-    BenchConfig,
-    BenchOptions,
-    Contender,
-    Plan,
-    Prompt,
-)
+from tswift.benchmarking.config import BASELINE, REFERENCE, BenchConfig, BenchOptions, Contender, Plan, Prompt
 from tswift.benchmarking.quality import quality
 from tswift.benchmarking.roofline import Machine
-from tswift.benchmarking.run import INTERRUPTED, RUNNING, Case, Run, Sample, begin_measurement, measure
-from tswift.benchmarking.suites import (
-    AXIS,
-    LENGTH,
-    PREFILL,
-    Choice,
-    Row,
-    Suite,
-    counterparts,
-    place_name,
-    published_rows,
-)
-from tswift.benchmarking.summary import FINISHED, METRICS, Cell, Figure, by_draw, summarise
+from tswift.benchmarking.run import INTERRUPTED, RUNNING, Case, OnProgress, Sample, begin_measurement, measure
+from tswift.benchmarking.suites import AXIS, Suite, compared, measured_rows, published_rows
+from tswift.benchmarking.summary import FINISHED
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import DraftOptions, find_method
@@ -49,13 +27,6 @@ from tswift.jobs.prompt import TextStream
 from tswift.models.load import LoadedModel, load
 
 SCHEMA = 1
-KIND = "suite"
-HERE = "here"  # source of measured rows
-
-# two-sided 95% quantiles of Student's t, by degrees of freedom
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-
-OnProgress = Callable[[str, int, int, Case, Run], None]  # the group's label, then as for ``measure``
 
 
 @dataclass(frozen=True)
@@ -82,26 +53,27 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
     if reference and not (suite.axis == "method" and suite.along == AXIS):
         raise InputError(f"suite {suite.name} compares no methods", "with_reference_ar")
     DraftOptions(**options.drafting)  # what is out of range is refused before a model is loaded
-    params = [SamplingParams(**{**options.sampling, **setting.sampling}) for setting in suite.settings]
+    params = {label: SamplingParams(**{**options.sampling, **own}) for label, own in suite.settings.items()}
     model = _load(suite, options)
     contenders, missing, errors = [Contender(BASELINE, BASELINE, DraftOptions())], {}, []
-    for choice in suite.choices:
-        label = choice.label or choice.method
+    for label, (method, drafting) in suite.contenders.items():
         try:
-            contenders.append(Contender(label, choice.method, _draft_options(choice, model, options, plan)))
+            resolved = _draft_options(method, drafting, model, options, plan)
+            contenders.append(Contender(label or method, method, resolved))
         except InputError as error:
-            missing[label] = error.message
+            missing[label or method] = error.message
             errors.append(error)
     if len(contenders) == 1:
         if errors[0].field in typed:
             raise errors[0]
-        raise InputError(f"{suite.name} cannot run on this model: {next(iter(missing.values()))}", "suite")
+        raise InputError(f"{suite.name} cannot run on this model: {errors[0].message}", "suite")
     if reference:
         contenders.append(Contender(REFERENCE, REFERENCE, DraftOptions()))
-    groups = {}
-    for setting, drawn in zip(suite.settings, params, strict=True):
-        label = setting.label or (model.name if suite.axis == "model" else "")
-        groups[label] = BenchConfig(model, ending(drawn, model.eos_ids, stop_at_eos=False)[0], contenders)
+    unnamed = model.name if suite.axis == "model" else ""
+    groups = {
+        label or unnamed: BenchConfig(model, ending(drawn, model.eos_ids, stop_at_eos=False)[0], contenders)
+        for label, drawn in params.items()
+    }
     return Prepared(suite, groups, missing)
 
 
@@ -119,14 +91,16 @@ def _load(suite: Suite, options: BenchOptions) -> LoadedModel:
     return load(options.model, exact=options.exact, quantize=options.quantize, **how)
 
 
-def _draft_options(choice: Choice, model: LoadedModel, options: BenchOptions, plan: Plan) -> DraftOptions:
-    """A choice's resolved options."""
-    fields = {**options.drafting, "tree": options.tree(choice.method), **choice.drafting}
-    if "tree" in choice.drafting and model.heads is not None:
-        fields["nodes"] = tree_nodes(choice.drafting["tree"], model.heads.conditioned)
-    resolved = resolve(choice.method, model.target, model.heads, DraftOptions(**fields))
+def _draft_options(
+    method: str, drafting: Mapping[str, Any], model: LoadedModel, options: BenchOptions, plan: Plan
+) -> DraftOptions:
+    """A contender's resolved options."""
+    fields = {**options.drafting, "tree": options.tree(method), **drafting}
+    if "tree" in drafting and model.heads is not None:
+        fields["nodes"] = tree_nodes(drafting["tree"], model.heads.conditioned)
+    resolved = resolve(method, model.target, model.heads, DraftOptions(**fields))
     try:
-        check(model.target, max(plan.prefills), max(plan.lens), choice.method, resolved, draft=model.draft)
+        check(model.target, max(plan.prefills), max(plan.lens), method, resolved, draft=model.draft)
     except InputError as error:
         if error.field == "draft_model":  # what the model itself cannot do is refused for all methods
             raise
@@ -151,12 +125,11 @@ def begin_suite(prepared: Prepared, prompts: Sequence[Prompt], plan: Plan, comma
     for label, config in prepared.groups.items():
         machine = Machine(**groups[0]["measurement"]["machine"]) if groups else None  # measured once
         groups.append({"label": label, "measurement": begin_measurement(config, prompts, plan, command, machine)})
-    suite = prepared.suite
     record: dict[str, Any] = {
         "schema": SCHEMA,
-        "kind": KIND,
-        "suite": suite.name,
-        "title": suite.title,
+        "kind": "suite",
+        "suite": prepared.suite.name,
+        "title": prepared.suite.title,
         "state": RUNNING,
         "started": now(),
         "ended": now(),
@@ -165,7 +138,7 @@ def begin_suite(prepared: Prepared, prompts: Sequence[Prompt], plan: Plan, comma
         "groups": groups,
         "texts": [],
     }
-    _summarise(suite, record)
+    _summarise(prepared.suite, record)
     return record
 
 
@@ -174,30 +147,29 @@ def run_suite(
     prepared: Prepared,
     prompts: Sequence[Prompt],
     plan: Plan,
-    on_progress: OnProgress,
+    on_progress: Callable[[str], OnProgress],
     on_checkpoint: Callable[[], None],
 ) -> None:
     """Measure all groups, or as much as is done when Ctrl-C is pressed.
 
     Args:
         record: from :func:`begin_suite`; filled with samples. Its ``state`` says whether it is whole.
-        on_progress: called whenever a run has advanced by a slice.
+        on_progress: for a group's label, what is called whenever a run has advanced by a slice.
         on_checkpoint: called whenever the record is worth writing.
     """
-    suite = prepared.suite
 
     def keep() -> None:
-        _summarise(suite, record)
+        _summarise(prepared.suite, record)
         on_checkpoint()
 
-    for (label, config), held in zip(prepared.groups.items(), record["groups"], strict=True):
-        on_trial = partial(_judge_texts, record, suite, label, config.model)
-        measure(held["measurement"], config, prompts, plan, partial(on_progress, label), keep, on_trial)
-        if held["measurement"]["state"] == INTERRUPTED:
-            record["state"] = INTERRUPTED
+    state = FINISHED
+    for (label, config), group in zip(prepared.groups.items(), record["groups"], strict=True):
+        on_trial = partial(_judge_texts, record, prepared.suite, label, config.model)
+        measure(group["measurement"], config, prompts, plan, on_progress(label), keep, on_trial)
+        if group["measurement"]["state"] == INTERRUPTED:
+            state = INTERRUPTED
             break
-    else:
-        record["state"] = FINISHED
+    record["state"] = state
     keep()
 
 
@@ -219,133 +191,18 @@ def _judge_texts(
     samples: list[Sample],
 ) -> None:
     """Measure how much every text repeats itself, up to each length; keep those that are to be shown."""
+    plain = texts.get(BASELINE) or next(iter(texts.values()))  # plain decoding may have been sampled
     known: dict[tuple[int, ...], dict[str, float | None]] = {}
     for sample in samples:
-        tokens = texts.get(sample["method"]) or next(iter(texts.values()))  # plain decoding may have been sampled
         for point in sample["points"]:
-            part = tuple(tokens[: point["len"]])
+            part = tuple((texts.get(sample["method"]) or plain)[: point["len"]])
             if part not in known:  # nearly always, all runs have the same text
                 known[part] = quality(part, model.tokenizer.decode(list(part), skip_special_tokens=False))
             point["quality"] = known[part]
     if suite.texts and samples and case.repeat == 0:
-        length = samples[0]["points"][-1]["len"]
-        tokens = list(texts.get(BASELINE) or next(iter(texts.values())))[:length]
+        tokens = list(plain)[: samples[0]["points"][-1]["len"]]
         stream = TextStream(model.tokenizer)
         pieces = [stream.add([token]) for token in tokens]  # the text that each token completes
         pieces[-1] += stream.finish()
-        start = {"label": label, "prompt": case.prompt.name, "prefill": case.prefill, "seed": case.seed}
-        record["texts"].append({**start, "tokens": tokens, "pieces": pieces})
-
-
-def measured_rows(suite: Suite, groups: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Measured rows in the order of the suite's axis; ``groups`` as in ``suite.json``."""
-    rows = []
-    for group in groups:
-        draws = by_draw(group["measurement"])
-        for cell in summarise(group["measurement"]):
-            if cell.method != BASELINE or suite.plain:
-                means = {
-                    draw: {name: x.mean for name, x in _figures(suite, one).items() if x.mean is not None}
-                    for draw, one in draws[cell.key].items()
-                }
-                axis = group["label"] or cell.method
-                rows.append(Row(axis, HERE, cell.prefill, cell.length, _figures(suite, cell), means))
-    return rows
-
-
-def _figures(suite: Suite, cell: Cell) -> dict[str, Figure]:
-    drafts, unknown = cell.method not in DRAFTLESS, Figure(0, None, None)
-    names = dict.fromkeys((*suite.columns, *suite.plotted))
-    return {name: cell.figures[name] if drafts or not METRICS[name].drafted else unknown for name in names}
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two measured rows, their order, and the paper's."""
-
-    figure: str  # the metric
-    place: str  # prefill, length or axis label where both were measured
-    first: str
-    second: str
-    values: tuple[float, float]  # the figure of both
-    ours: float  # the first's value minus the second's, as the mean over draws that both have
-    within: float  # the largest difference that would say nothing
-    n: int  # draws that both have
-    paper: int | None  # its sign of the same difference; None where it has none, or its models disagree
-    verdict: str  # same, differs, too close, not in the paper, or not compared (none of the suite's contrasts)
-
-
-def compared(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) -> list[Pair]:
-    """All pairs of measured rows that a suite puts in order, figure by figure and place by place.
-
-    A pair is too close if its difference is within the figure's tolerance, or within the 95% interval of the paired
-    difference where there are several draws. The paper has no order if its difference is within its last digit.
-    """
-    pairs = []
-    for figure in suite.ordered:
-        for place, rows in _places(suite, measured).items():
-            for (name, first), (other, second) in combinations(rows.items(), 2):
-                one, two = first.figures[figure].mean, second.figures[figure].mean
-                if one is None or two is None:
-                    continue
-                differences = [
-                    values[figure] - second.draws[draw][figure]
-                    for draw, values in first.draws.items()
-                    if figure in values and figure in second.draws.get(draw, {})
-                ]
-                ours = mean(differences) if differences else one - two
-                within = max(METRICS[figure].tolerance(one, two), _interval(differences))
-                paper = _published_sign(suite, figure, first, second, published)
-                if suite.contrasts and (first.axis, second.axis) not in suite.contrasts:
-                    verdict = "not compared"
-                elif not paper:
-                    verdict = "not in the paper"
-                else:
-                    verdict = "too close" if abs(ours) <= within else "same" if ours * paper > 0 else "differs"
-                count = len(differences)
-                pairs.append(Pair(figure, place, name, other, (one, two), ours, within, count, paper, verdict))
-    return pairs
-
-
-def _places(suite: Suite, measured: Sequence[Row]) -> dict[str, dict[str, Row]]:
-    """Rows that are put in order, by name, grouped by where they were measured."""
-    varied = {name for name in (AXIS, PREFILL, LENGTH) if len({getattr(row, name) for row in measured}) > 1}
-    places: dict[str, dict[str, Row]] = {}
-    for row in measured:
-        names = {
-            LENGTH: f"{row.length:,} tokens",
-            AXIS: place_name(suite, row.axis),
-            PREFILL: f"prefill {row.prefill:,}",
-        }
-        own = names.pop(suite.along)
-        where = [name for along, name in names.items() if along in varied] or list(names.values())[:1]
-        places.setdefault(", ".join(where), {})[own] = row
-    return places
-
-
-def _interval(differences: Sequence[float]) -> float:
-    """Half of the 95% interval of the mean of paired differences; 0 from a single draw, which has no spread."""
-    if len(differences) < 2:
-        return 0.0
-    return _T[min(len(differences) - 1, len(_T)) - 1] * stdev(differences) / math.sqrt(len(differences))
-
-
-def _published_sign(suite: Suite, figure: str, first: Row, second: Row, published: Sequence[Row]) -> int | None:
-    """The sign of the paper's difference; None if it has none, or has both."""
-    values: list[dict[tuple[str, str], float | None]] = []
-    for row in (first, second):
-        beside = counterparts(suite, row.axis, row.prefill or 1, row.length or 1, published)
-        # where the axis is put in order, the two sides are at different places on it
-        values.append(
-            {
-                (one.source, one.axis if suite.along == LENGTH else ""): one.figures[figure].mean
-                for one in beside
-                if figure in one.figures
-            }
-        )
-    signs = set()
-    for key in values[0].keys() & values[1].keys():
-        one, two = values[0][key], values[1][key]
-        if one is not None and two is not None and abs(one - two) > METRICS[figure].rounding * 1.01:
-            signs.add(1 if one > two else -1)
-    return signs.pop() if len(signs) == 1 else None
+        place = {"label": label, "prompt": case.prompt.name, "prefill": case.prefill, "seed": case.seed}
+        record["texts"].append({**place, "tokens": tokens, "pieces": pieces})

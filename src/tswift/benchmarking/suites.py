@@ -1,4 +1,4 @@
-"""Suites: the paper's tables and figures as data. What each runs, shows, and is compared with.
+"""Suites: the paper's tables and figures as data. What each runs and shows, and how it compares with the paper.
 
 Where the paper gives no figures, what is varied is our choice.
 """
@@ -6,13 +6,16 @@ Where the paper gives no figures, what is varied is our choice.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from math import log
+from itertools import combinations
+from statistics import mean, stdev
 from typing import Any
 
-from tswift.benchmarking.summary import Figure
+from tswift.benchmarking.config import BASELINE, DRAFTLESS
+from tswift.benchmarking.summary import METRICS, Cell, Figure, summarise
 from tswift.benchmarking.table import method_name
 from tswift.errors import InputError
 
@@ -22,25 +25,12 @@ CAUTION = (
     "Published x is relative to the paper's own plain decoding, which took about 176 ms per token on LLaMA3.1-8b; "
     "ar-reference decodes in that style. Its Medusa* is Medusa with heads that the authors trained."
 )
+HERE = "here"  # source of measured rows
 
 AXIS, LENGTH, PREFILL = "axis", "length", "prefill"  # what a suite puts in order
 
-
-@dataclass(frozen=True)
-class Setting:
-    """Fields of ``SamplingParams``, and its place on the axis. Each setting has a plain decode of its own."""
-
-    label: str = ""
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A method, fields of its ``DraftOptions``, and its place on the axis. All choices write the same text."""
-
-    label: str
-    method: str
-    drafting: Mapping[str, Any] = field(default_factory=dict)
+# two-sided 95% quantiles of Student's t, by degrees of freedom
+_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 
 @dataclass(frozen=True)
@@ -53,6 +43,12 @@ class Paper:
     names: Mapping[str, str] = field(default_factory=dict)  # our label for a place on the axis, where it is another one
 
 
+# By place on the axis, a method and fields of its DraftOptions. All contenders write the same text.
+Contenders = Mapping[str, tuple[str, Mapping[str, Any]]]
+# By place on the axis, fields of SamplingParams. Each setting has a plain decode of its own.
+Settings = Mapping[str, Mapping[str, Any]]
+
+
 @dataclass(frozen=True)
 class Suite:
     """One of the paper's tables or figures."""
@@ -60,12 +56,12 @@ class Suite:
     name: str
     title: str
     axis: str  # what is varied, as a column heading
-    choices: tuple[Choice, ...]  # what runs side by side, plain decoding apart
+    contenders: Contenders  # what runs side by side, plain decoding apart
     columns: tuple[str, ...] = ("alpha", "speedup")  # metrics shown
     ordered: tuple[str, ...] = ("alpha", "speedup")  # those of them whose order is compared with the paper's
     along: str = AXIS  # what is put in order: the axis, generated lengths or prefills
     contrasts: tuple[tuple[str, str], ...] = ()  # pairs on the axis that are compared; all if empty
-    settings: tuple[Setting, ...] = (Setting(),)
+    settings: Settings = field(default_factory=lambda: {"": {}})
     paper: Paper | None = None  # None where no figures were transcribed
     wide: bool = False  # the axis runs across the table, as in the paper, and not down
     plot: str = "lines"  # ``lines`` over length, ``axis`` over the axis, ``bars`` or ``time``
@@ -80,37 +76,40 @@ class Suite:
     @property
     def own(self) -> frozenset[str]:
         """Parameter names of the options that it varies or fixes, which nobody else can set."""
-        sampling = {name for setting in self.settings for name in setting.sampling}
-        drafting = {name for choice in self.choices for name in choice.drafting}
-        prefill = {"prefills"} if self.along == PREFILL else set()
-        return frozenset({"methods", *sampling, *drafting, *self.fixes} | prefill)
+        varied = [*self.settings.values(), *(drafting for _, drafting in self.contenders.values())]
+        prefill = ["prefills"] * (self.along == PREFILL)
+        return frozenset(["methods", *self.fixes, *prefill, *(name for fields in varied for name in fields)])
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Places on its axis; none where the model or the prefill is varied."""
-        labels = [choice.label for choice in self.choices] + [setting.label for setting in self.settings]
-        return tuple(label for label in labels if label)
+        return tuple(label for label in (*self.contenders, *self.settings) if label)
 
     @property
     def methods(self) -> tuple[str, ...]:
         """Its methods, each once."""
-        return tuple(dict.fromkeys(choice.method for choice in self.choices))
+        return tuple(dict.fromkeys(method for method, _ in self.contenders.values()))
 
 
-def _methods(*names: str) -> tuple[Choice, ...]:
-    return tuple(Choice(name, name) for name in names)
+def _methods(*names: str) -> Contenders:
+    return {name: (name, {}) for name in names}
 
 
-def _varied(name: str, *values: Any) -> tuple[Setting, ...]:
+def _tokenswift(name: str, values: Mapping[str, Any], **fixed: Any) -> Contenders:
+    """tokenswift with each value of one field of ``DraftOptions``, by label."""
+    return {label: ("tokenswift", {name: value, **fixed}) for label, value in values.items()}
+
+
+def _varied(name: str, *values: Any) -> Settings:
     """A setting for each value of one field of ``SamplingParams``."""
-    return tuple(Setting(str(value), {name: value}) for value in values)
+    return {str(value): {name: value} for value in values}
 
 
-def _reused(*counts: int) -> tuple[Choice, ...]:
-    return tuple(Choice(str(count), "tokenswift", {"ngrams": count}) for count in counts)
+def _reused(*counts: int) -> Contenders:
+    return _tokenswift("ngrams", {str(count): count for count in counts})
 
 
-_TOKENSWIFT = (Choice("", "tokenswift"),)
+_TOKENSWIFT: Contenders = {"": ("tokenswift", {})}
 _FASTER = {"alpha": "alpha", "speedup": "speedup"}
 _TIMES = {"ar_seconds": "ar_minutes", "seconds": "tokenswift_minutes", "delta": "delta_minutes"}
 _DISTINCT = ("distinct_1", "distinct_2", "distinct_3", "distinct_4", "distinct")
@@ -160,10 +159,7 @@ _ALL = (
     ),
     Suite(
         "table5", "The KV cache that drafting reads, without reuse", "KV",
-        tuple(
-            Choice(label, "tokenswift", {"kv": kv, "ngrams": 0})
-            for label, kv in (("full", "full"), ("partial", "partial"), ("dynamic partial", "dynamic"))
-        ),
+        _tokenswift("kv", {"full": "full", "partial": "partial", "dynamic partial": "dynamic"}, ngrams=0),
         paper=Paper("table5_kv.csv", ("kv",), _FASTER), wide=True,
     ),
     Suite(
@@ -171,10 +167,10 @@ _ALL = (
         columns=(*_REPETITION, "alpha", "speedup"), ordered=("distinct", "speedup"),
         plot="bars", plotted=_DISTINCT,
         contrasts=tuple((f"{name} + penalty", name) for name in _SAMPLERS),
-        settings=tuple(
-            Setting(f"{name}{suffix}", {**sampling, "penalty": penalty})
+        settings={
+            f"{name}{suffix}": {**sampling, "penalty": penalty}
             for name, sampling in _SAMPLERS.items() for suffix, penalty, _ in _PENALTIES
-        ),
+        },
         paper=Paper(
             "table6_penalty.csv", ("sampler", "contextual_penalty"), {**_COUNTED, "speedup": "speedup"},
             {f"{name.split()[0]} {word}": f"{name}{suffix}" for name in _SAMPLERS for suffix, _, word in _PENALTIES},
@@ -182,9 +178,8 @@ _ALL = (
     ),
     Suite(
         "table7", "The shape of the draft tree, without reuse", "tree",
-        tuple(
-            Choice(f"[{' '.join(map(str, tree))}]", "tokenswift", {"tree": tree, "ngrams": 0})
-            for tree in ((3, 3, 3, 3), (1, 9, 9, 9), (1, 3, 3, 3))
+        _tokenswift(
+            "tree", {"[3 3 3 3]": (3, 3, 3, 3), "[1 9 9 9]": (1, 9, 9, 9), "[1 3 3 3]": (1, 3, 3, 3)}, ngrams=0
         ),
         paper=Paper("table7_tree.csv", ("tree",), _FASTER, {"[1 3 3 3] (adopted)": "[1 3 3 3]"}),
         wide=True, fixes=("nodes", "gamma"),
@@ -199,20 +194,19 @@ _ALL = (
     ),
     Suite(
         "table12", "Acceptance and speedup by sampler", "sampler", _TOKENSWIFT,
-        settings=tuple(Setting(name, sampling) for name, sampling in _SAMPLERS.items()),
+        settings=_SAMPLERS,
         paper=Paper("table12_samplers.csv", ("sampler",), _FASTER), wide=True,
     ),
     Suite(
         "table13", "Acceptance and speedup by temperature, top-p 0.9", "temperature", _TOKENSWIFT,
-        settings=tuple(
-            Setting(f"{value:g}", {**_SAMPLERS["top-p 0.9"], "temperature": value})
-            for value in (0.4, 0.6, 0.8, 1.0, 1.2)
-        ),
+        settings={
+            str(value): {**_SAMPLERS["top-p 0.9"], "temperature": value} for value in (0.4, 0.6, 0.8, 1.0, 1.2)
+        },
         plot="axis",
     ),
     Suite(
         "table14", "Acceptance and speedup by the prompt's length, without reuse", "method",
-        (Choice("", "tokenswift", {"ngrams": 0}),),
+        {"": ("tokenswift", {"ngrams": 0})},
         along=PREFILL, plot="axis", prefills=tuple(range(2048, 8193, 1024)),
     ),
     Suite(
@@ -235,7 +229,7 @@ _ALL = (
     ),
     Suite(
         "case-study", "The same beginning, with and without the contextual penalty", "penalty", _TOKENSWIFT,
-        settings=(Setting("with penalty", {"penalty": 1.2}), Setting("without", {"penalty": 1.0})),
+        settings={"with penalty": {"penalty": 1.2}, "without": {"penalty": 1.0}},
         lens=(4000,), texts=True, **_OF_TEXTS,
     ),
 )
@@ -253,7 +247,7 @@ def find_suite(name: str) -> Suite:
 
 @dataclass(frozen=True)
 class Row:
-    """Figures at one place of a suite."""
+    """Figures at one place of a suite, measured or published."""
 
     axis: str  # its place on the suite's axis
     source: str  # ``here``, or the paper's model
@@ -262,6 +256,32 @@ class Row:
     figures: Mapping[str, Figure]
     # means by prompt and seed, of a measured row
     draws: Mapping[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def place(self) -> tuple[int | None, int | None]:
+        """Prefill and length."""
+        return self.prefill, self.length
+
+
+def figures_of(cell: Cell, names: Sequence[str] = tuple(METRICS)) -> dict[str, Figure]:
+    """A cell's figures; unknown where they are of drafting and its method does not draft."""
+    drafts, unknown = cell.method not in DRAFTLESS, Figure(0, None, None)
+    return {name: cell.figures[name] if drafts or not METRICS[name].drafted else unknown for name in names}
+
+
+def measured_rows(suite: Suite, groups: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Measured rows in the order of the suite's axis; ``groups`` as in ``suite.json``."""
+    rows, names = [], tuple(dict.fromkeys((*suite.columns, *suite.plotted)))
+    for group in groups:
+        draws: dict[tuple[str, int, int], dict[tuple[str, int], dict[str, float]]] = {}
+        for cell in summarise(group["measurement"], by_draw=True):
+            means = {name: x.mean for name, x in figures_of(cell, names).items() if x.mean is not None}
+            draws.setdefault(cell.key, {})[cell.draw or ("", 0)] = means
+        for cell in summarise(group["measurement"]):
+            if cell.method != BASELINE or suite.plain:
+                axis, figures = group["label"] or cell.method, figures_of(cell, names)
+                rows.append(Row(axis, HERE, cell.prefill, cell.length, figures, draws[cell.key]))
+    return rows
 
 
 def place_name(suite: Suite, axis: str) -> str:
@@ -294,15 +314,17 @@ def published_rows(suite: Suite) -> list[Row]:
     return rows
 
 
-def counterparts(suite: Suite, axis: str, prefill: int, length: int, published: Sequence[Row]) -> list[Row]:
+def counterparts(
+    suite: Suite, axis: str, prefill: int | None, length: int | None, published: Sequence[Row]
+) -> list[Row]:
     """Of each of the paper's sources, the row at a place, or at the nearest one: prefill first, then length.
 
     Where lengths are put in order, and not what is on the axis, every one of the paper's rows there counts.
     """
 
-    def distance(row: Row) -> tuple[float, float]:
-        prefills = abs(log(row.prefill / prefill)) if row.prefill else 0.0
-        return prefills, abs(log(row.length / length)) if row.length else 0.0
+    def distance(row: Row) -> tuple[float, ...]:
+        places = zip(row.place, (prefill, length), strict=True)
+        return tuple(abs(math.log(theirs / (ours or 1))) if theirs else 0.0 for theirs, ours in places)
 
     nearest: dict[tuple[str, str], Row] = {}
     for row in published:
@@ -310,3 +332,87 @@ def counterparts(suite: Suite, axis: str, prefill: int, length: int, published: 
         if row.axis == axis or suite.along == LENGTH:
             nearest[key] = min(nearest.get(key, row), row, key=distance)
     return list(nearest.values())
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two measured rows, their order, and the paper's."""
+
+    figure: str  # the metric
+    place: str  # prefill, length or axis label where both were measured
+    first: str
+    second: str
+    values: tuple[float, float]  # the figure of both
+    ours: float  # the first's value minus the second's, as the mean over draws that both have
+    within: float  # the largest difference that would say nothing
+    n: int  # draws that both have
+    paper: int | None  # its sign of the same difference; None where it has none, or its models disagree
+    verdict: str  # same, differs, too close, not in the paper, or not compared (none of the suite's contrasts)
+
+
+def compared(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) -> list[Pair]:
+    """All pairs of measured rows that a suite puts in order, figure by figure and place by place.
+
+    A pair is too close if its difference is within the figure's tolerance, or within the 95% interval of the paired
+    difference where there are several draws. The paper has no order if its difference is within its last digit.
+    """
+    pairs = []
+    for figure in suite.ordered:
+        for place, rows in _places(suite, measured).items():
+            for (name, first), (other, second) in combinations(rows.items(), 2):
+                one, two = first.figures[figure].mean, second.figures[figure].mean
+                if one is None or two is None:
+                    continue
+                differences = [
+                    values[figure] - second.draws[draw][figure]
+                    for draw, values in first.draws.items()
+                    if figure in values and figure in second.draws.get(draw, {})
+                ]
+                ours = mean(differences) if differences else one - two
+                within = max(METRICS[figure].tolerance(one, two), _interval(differences))
+                paper = _published_sign(suite, figure, first, second, published)
+                if suite.contrasts and (first.axis, second.axis) not in suite.contrasts:
+                    verdict = "not compared"
+                elif not paper:
+                    verdict = "not in the paper"
+                else:
+                    verdict = "too close" if abs(ours) <= within else "same" if ours * paper > 0 else "differs"
+                count = len(differences)
+                pairs.append(Pair(figure, place, name, other, (one, two), ours, within, count, paper, verdict))
+    return pairs
+
+
+def _places(suite: Suite, measured: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """Rows that are put in order, by name, grouped by where they were measured."""
+    varied = {name for name in (AXIS, PREFILL, LENGTH) if len({getattr(row, name) for row in measured}) > 1}
+    places: dict[str, dict[str, Row]] = {}
+    for row in measured:
+        lengths, prefills = f"{row.length:,} tokens", f"prefill {row.prefill:,}"
+        names = {LENGTH: lengths, AXIS: place_name(suite, row.axis), PREFILL: prefills}
+        own = names.pop(suite.along)
+        where = [name for along, name in names.items() if along in varied] or list(names.values())[:1]
+        places.setdefault(", ".join(where), {})[own] = row
+    return places
+
+
+def _interval(differences: Sequence[float]) -> float:
+    """Half of the 95% interval of the mean of paired differences; 0 from a single draw, which has no spread."""
+    if len(differences) < 2:
+        return 0.0
+    return _T[min(len(differences) - 1, len(_T)) - 1] * stdev(differences) / math.sqrt(len(differences))
+
+
+def _published_sign(suite: Suite, figure: str, first: Row, second: Row, published: Sequence[Row]) -> int | None:
+    """The sign of the paper's difference; None if it has none, or has both."""
+    one, two = (
+        {
+            # where the axis is put in order, the two sides are at different places on it
+            (row.source, row.axis if suite.along == LENGTH else ""): row.figures[figure].mean or 0.0
+            for row in counterparts(suite, own.axis, own.prefill, own.length, published)
+            if figure in row.figures
+        }
+        for own in (first, second)
+    )
+    differences = [one[key] - two[key] for key in one.keys() & two.keys()]
+    signs = {1 if x > 0 else -1 for x in differences if abs(x) > METRICS[figure].rounding * 1.01}
+    return signs.pop() if len(signs) == 1 else None

@@ -11,7 +11,7 @@ from typing import Any
 from tswift.benchmarking.table import duration, with_spread
 
 FINISHED = "finished"
-# where a metric is computed: an attribute of ``DecodeStats``, ``run._point``, ``quality.py``, or ``_cell`` below
+# where a metric is computed: an attribute of ``DecodeStats``, ``run._point``, ``quality.py``, or below and in reports
 STATS, TIMES, QUALITY, DERIVED = "stats", "times", "quality", "derived"
 
 
@@ -77,6 +77,7 @@ METRICS: dict[str, Metric] = {
     "ar_seconds": Metric("T_AR", "AR's decoding time", source=TIMES, **_TIME),
     "of_floor": Metric("T_method / floor", "decoding time / the least time", source=TIMES, digits=2),
     "delta": Metric("delta", "the method's time - AR's", source=DERIVED, **_TIME),
+    "ar_of_floor": Metric("T_AR / floor", "AR's decoding time / the least time", source=DERIVED, digits=2),
     **{
         f"distinct_{n}": Metric(f"D-{n}", f"unique {n}-grams / {n}-grams", legend=f"Distinct-{n}", **_TEXT)
         for n in range(1, 5)
@@ -107,8 +108,9 @@ class Cell:
     method: str
     prefill: int
     length: int
+    draw: tuple[str, int] | None  # the (prompt, seed) pair, where draws are apart
+    draws: frozenset[tuple[str, int]]  # all (prompt, seed) pairs
     runs: int  # number of samples, repeats included
-    draws: frozenset[tuple[str, int]]  # the (prompt, seed) pairs among them
     estimated: bool  # whether some of its own times are integrated from sampled steps
     varies: tuple[str, ...]  # what differs between the samples, of prompts, seeds and repeats
     exact: bool  # whether all repeats have equal counters
@@ -120,34 +122,29 @@ class Cell:
         return self.method, self.prefill, self.length
 
 
-def summarise(measurement: Mapping[str, Any]) -> list[Cell]:
+def summarise(measurement: Mapping[str, Any], by_draw: bool = False) -> list[Cell]:
     """Cells of a measurement, ordered by prefill, length and the method's place in the workload.
 
     Times vary from repeat to repeat, so every sample counts. Counters do not, so a draw's repeats count once; if some
     repeat did count differently, every sample counts.
+
+    Args:
+        measurement: as in ``bench.json``.
+        by_draw: a cell for every prompt and seed.
     """
-    groups: dict[tuple[str, int, int], list[tuple[Any, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, int, int, tuple[str, int] | None], list[tuple[Any, Any]]] = defaultdict(list)
     for sample in measurement["samples"]:
+        draw = (sample["prompt"], sample["seed"]) if by_draw else None
         for point in sample["points"]:
-            groups[sample["method"], sample["prefill"], point["len"]].append((sample, point))
+            groups[sample["method"], sample["prefill"], point["len"], draw].append((sample, point))
     rank = {method: i for i, method in enumerate(measurement["workload"]["methods"])}
     order = sorted(groups, key=lambda key: (key[1], key[2], rank.get(key[0], len(rank)), key[0]))
     return [_cell(*key, groups[key]) for key in order]
 
 
-def by_draw(measurement: Mapping[str, Any]) -> dict[tuple[str, int, int], dict[tuple[str, int], Cell]]:
-    """Cells of each draw alone: by (method, prefill, length), then by (prompt, seed)."""
-    samples: dict[tuple[str, int], list[Any]] = defaultdict(list)
-    for sample in measurement["samples"]:
-        samples[sample["prompt"], sample["seed"]].append(sample)
-    cells: dict[tuple[str, int, int], dict[tuple[str, int], Cell]] = defaultdict(dict)
-    for draw, of_draw in samples.items():
-        for cell in summarise({**measurement, "samples": of_draw}):
-            cells[cell.key][draw] = cell
-    return dict(cells)
-
-
-def _cell(method: str, prefill: int, length: int, members: Sequence[tuple[Any, Any]]) -> Cell:
+def _cell(
+    method: str, prefill: int, length: int, draw: tuple[str, int] | None, members: Sequence[tuple[Any, Any]]
+) -> Cell:
     draws: dict[tuple[str, int], list[Any]] = defaultdict(list)
     for sample, point in members:
         draws[sample["prompt"], sample["seed"]].append(point)
@@ -165,17 +162,9 @@ def _cell(method: str, prefill: int, length: int, members: Sequence[tuple[Any, A
     own, plain = figures["seconds"], figures["ar_seconds"]
     if own.mean is not None and plain.mean is not None:
         figures["delta"] = Figure(min(own.n, plain.n), own.mean - plain.mean, None)
-    return Cell(
-        method=method,
-        prefill=prefill,
-        length=length,
-        runs=len(members),
-        draws=frozenset(draws),
-        estimated=any(sample["estimated"] for sample, _ in members),
-        varies=tuple(f"{axis}s" for axis in ("prompt", "seed", "repeat") if len({s[axis] for s, _ in members}) > 1),
-        exact=exact,
-        figures=figures,
-    )
+    varies = tuple(f"{axis}s" for axis in ("prompt", "seed", "repeat") if len({s[axis] for s, _ in members}) > 1)
+    estimated = any(sample["estimated"] for sample, _ in members)
+    return Cell(method, prefill, length, draw, frozenset(draws), len(members), estimated, varies, exact, figures)
 
 
 def _figure(values: Iterable[float | None]) -> Figure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,12 +43,12 @@ class Progress:
     bars: Bars
     longest: int
     write: Callable[[], object]
-    shown: list[tuple[str, Case]] = field(default_factory=list)
+    shown: tuple[str, Case] | None = None
 
     def show(self, what: str, number: int, trials: int, case: Case, run: Run) -> None:
         """A line for every trial, a bar for every run of it."""
-        if self.shown != [(what, case)]:
-            self.shown = [(what, case)]
+        if self.shown != (what, case):
+            self.shown = (what, case)
             self.bars.clear()
             self.bars.say(f"{what}{number + 1} of {trials}: {case}")
         stats = run.stats
@@ -72,76 +72,9 @@ def empty_folder(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         with suppress(OSError):
-            for each in made:
-                each.rmdir()
+            for path in made:
+                path.rmdir()
         raise
-
-
-def plotted(bars: Bars, plots: bool) -> bool:
-    """Whether to plot: if asked to, and matplotlib is there."""
-    from tswift.benchmarking.plots import available
-
-    if plots and not available():
-        bars.say("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
-    return plots and available()
-
-
-def finish(
-    bars: Bars, samples: Sequence[Mapping[str, Any]], whole: bool, folder: Path, regressed: bool = False
-) -> None:
-    """Exit with 1 if a text is wrong or something regressed, with 130 if the benchmark was interrupted."""
-    wrong = sum(sample["explained"] is False for sample in samples)
-    if wrong:
-        bars.say(f"{wrong} texts are not plain decoding's, and not by rounding")
-    if wrong or regressed:
-        raise typer.Exit(FAILED)
-    if not whole:
-        bars.say(f"interrupted; what was measured is in {folder}")
-        raise typer.Exit(INTERRUPTED)
-
-
-def suite_bench(
-    suite: Suite,
-    asked: BenchOptions,
-    plan: Plan,
-    prompts: Sequence[str],
-    out: Path | None,
-    bars: Bars,
-    plots: bool,
-    command: Sequence[str],
-) -> None:
-    """Run a suite with the options of ``tswift bench``."""
-    from tswift.benchmarking import report
-    from tswift.benchmarking.config import encode, read_texts
-    from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite
-    from tswift.benchmarking.summary import FINISHED
-    from tswift.cli import output
-    from tswift.jobs.folder import default_path
-
-    texts = read_texts(prompts)
-    folder = out or default_path(f"bench-{suite.name}")
-    with empty_folder(folder):
-        prepared = prepare(suite, asked, plan)
-        model = next(iter(prepared.groups.values())).model
-        chosen = encode(texts, model, max(plan.prefills))
-        record = begin_suite(prepared, chosen, plan, command)
-    for label, why in prepared.missing.items():
-        bars.say(f"{label} is left out: {why}")
-    draw = plotted(bars, plots)
-    progress = Progress(bars, max(plan.lens), lambda: report.write_suite(record, folder, whole=False))
-
-    def show(label: str, *at: Any) -> None:
-        progress.show(f"{suite.name}: {suite.axis} {label}, " if label else f"{suite.name}: ", *at)
-
-    with bars:
-        run_suite(record, prepared, chosen, plan, show, progress.keep)
-    for grid in report.suite_tables(record):
-        output.show(grid)
-    _show_texts(record["texts"])
-    written = report.write_suite(record, folder, draw)
-    bars.say(f"written: {', '.join(str(path) for path in written)}")
-    samples = [sample for group in record["groups"] for sample in group["measurement"]["samples"]]
-    finish(bars, samples, record["state"] == FINISHED, folder)
 
 
 def _refuse(suite: Suite, typed: Sequence[str]) -> None:
@@ -233,62 +166,85 @@ def bench(
     Exit code 1 if a text is not plain decoding's, or on a regression against --against.
     """
     asked = BenchOptions.of(parse_trees(tree), typed.values)
-    if suite is not None:
-        chosen_suite = find_suite(suite)
+    chosen = None if suite is None else find_suite(suite)
+    rules = [gate.parse_rule(rule) for rule in fail_on or ()] if chosen is None else []
+    baseline = None
+    if chosen:
         own = {"against": against, "fail_on": fail_on, "force": force, "paper": paper, "tree": tree}
-        _refuse(chosen_suite, [*typed.values, *(name for name, value in own.items() if value)])
+        _refuse(chosen, [*typed.values, *(name for name, value in own.items() if value)])
         refuse_shape(asked.model)
-        plan = Plan(**{"prefills": chosen_suite.prefills, "lens": chosen_suite.lens, **typed.of(Plan)})
-        with loading(asked.model, quiet):
-            from tswift.cli.bars import Bars
-
-        return suite_bench(
-            chosen_suite, asked, plan, prompts or (), out, Bars(quiet, not no_progress), plots, typed.command
-        )
-    plan = typed.make(Plan)
-    rules = [gate.parse_rule(rule) for rule in fail_on or ()]
-    if (against is None) != (not rules):
-        raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
-    if force and not against:
-        raise InputError("goes with --against", "force")
-    asked.check()
-    baseline = gate.load_measurement(against) if against else None
+        plan = Plan(**{"prefills": chosen.prefills, "lens": chosen.lens, **typed.of(Plan)})
+    else:
+        plan = typed.make(Plan)
+        if (against is None) != (not rules):
+            raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
+        if force and not against:
+            raise InputError("goes with --against", "force")
+        asked.check()
+        baseline = gate.load_measurement(against) if against else None
+    simulated = asked.simulate_alpha is not None or asked.model.startswith(SHAPE_PREFIX)
+    longest, length = max(plan.prefills), max(plan.lens)
     with loading(asked.model, quiet):
+        from tswift.benchmarking import plots as drawing
         from tswift.benchmarking import report
         from tswift.benchmarking.config import configure, encode, read_texts
         from tswift.benchmarking.run import begin_measurement, measure
+        from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite
         from tswift.benchmarking.summary import FINISHED, simulation
         from tswift.cli import output
         from tswift.cli.bars import Bars
         from tswift.jobs.folder import default_path
 
         texts = read_texts(prompts or ())
-        simulated = asked.simulate_alpha is not None or asked.model.startswith(SHAPE_PREFIX)
-        folder = out or default_path("bench-simulated" if simulated else "bench")
-        longest, length = max(plan.prefills), max(plan.lens)
+        name = f"bench-{chosen.name}" if chosen else "bench-simulated" if simulated else "bench"
+        folder = out or default_path(name)
         with empty_folder(folder):
-            config = configure(asked, longest, length, "prefills" if longest > length else "lens")
-            chosen = encode(texts, config.model, longest)
-            measurement = begin_measurement(config, chosen, plan, typed.command)
+            if chosen:
+                prepared = prepare(chosen, asked, plan)
+                config = next(iter(prepared.groups.values()))
+                used = encode(texts, config.model, longest)
+                record = begin_suite(prepared, used, plan, typed.command)
+                notes = [f"{label} is left out: {why}" for label, why in prepared.missing.items()]
+            else:
+                config = configure(asked, longest, length, "prefills" if longest > length else "lens")
+                used = encode(texts, config.model, longest)
+                record = begin_measurement(config, used, plan, typed.command)
+                notes = [config.note] if config.note else []
+                notes += [f"simulated: {simulation(record)}"] if simulated else []
             if baseline:
-                gate.refuse_foreign(measurement, baseline, rules, force)
-                gate.refuse_single(rules, plan.repeats, baseline)
+                gate.refuse_foreign(record, baseline, rules, plan.repeats, force)
     bars = Bars(quiet, not no_progress)
-    if config.note is not None:
-        bars.say(config.note)
-    if simulated:
-        bars.say(f"simulated: {simulation(measurement)}")
-    draw = plotted(bars, plots)
-    progress = Progress(bars, length, lambda: report.write_bench(measurement, folder, whole=False))
+    if plots and not drawing.available():
+        notes.append("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
+    for note in notes:
+        bars.say(note)
+    progress = Progress(bars, length, lambda: report.write_report(record, folder, whole=False))
+
+    def show(label: str = "") -> Callable[..., None]:
+        lead = f"{suite}: {chosen.axis} {label}, " if chosen and label else f"{suite}: " if chosen else ""
+        return lambda *at: progress.show(lead, *at)
+
     with bars:
-        measure(measurement, config, chosen, plan, lambda *at: progress.show("", *at), progress.keep)
-    for grid in report.bench_tables(measurement, paper):
-        output.show(grid)
-    written = report.write_bench(measurement, folder, paper, draw)
+        if chosen:
+            run_suite(record, prepared, used, plan, show, progress.keep)
+        else:
+            measure(record, config, used, plan, show(), progress.keep)
+    for table in report.tables(record, paper):
+        output.show(table)
+    if chosen:
+        _show_texts(record["texts"])
+    written = report.write_report(record, folder, paper, plots and drawing.available())
     bars.say(f"written: {', '.join(str(path) for path in written)}")
-    whole = measurement["state"] == FINISHED
-    verdicts = gate.compare(measurement, baseline, rules) if baseline and whole else []
+    whole = record["state"] == FINISHED
+    verdicts = gate.compare(record, baseline, rules) if baseline and whole else []
     if verdicts:
         output.show(gate.moved(verdicts, simulated))
-    regressed = any(not verdict.ok for verdict in verdicts)
-    finish(bars, measurement["samples"], whole, folder, regressed)
+    measurements = [group["measurement"] for group in record["groups"]] if chosen else [record]
+    wrong = sum(sample["explained"] is False for one in measurements for sample in one["samples"])
+    if wrong:
+        bars.say(f"{wrong} texts are not plain decoding's, and not by rounding")
+    if wrong or any(not verdict.ok for verdict in verdicts):
+        raise typer.Exit(FAILED)
+    if not whole:
+        bars.say(f"interrupted; what was measured is in {folder}")
+        raise typer.Exit(INTERRUPTED)
