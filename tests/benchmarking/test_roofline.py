@@ -24,7 +24,6 @@ from tswift.benchmarking.roofline import (
     Drafting,
     Floor,
     Machine,
-    Prediction,
     RooflineQuery,
     computing_seconds,
     decode_seconds,
@@ -32,6 +31,7 @@ from tswift.benchmarking.roofline import (
     loading_seconds,
     pass_seconds,
     predict,
+    tables,
 )
 from tswift.decoding.stats import DecodeStats
 from tswift.errors import InputError
@@ -43,8 +43,10 @@ LLAMA = shape_of(skeleton(shape_config("shape:llama3.1-8b")), 2)
 A100 = MACHINES["a100-80g"]
 
 
-def ask(machine: Machine = A100, positions: int = 131_072, **query: Any) -> Prediction:
-    return predict(LLAMA, machine, RooflineQuery(**query), positions)
+def ask(machine: Machine = A100, positions: int = 131_072, **query: Any) -> Any:
+    record = predict(LLAMA, machine, RooflineQuery(**query), positions)
+    passes, decodes = ([SimpleNamespace(**row) for row in record[name]] for name in ("passes", "decodes"))
+    return SimpleNamespace(passes=passes, decodes=decodes, record=record, tables=tables(LLAMA, machine, record, "label"))
 
 
 def test_the_papers_table_2() -> None:
@@ -142,7 +144,7 @@ def test_a_row_for_each_context_and_number_of_nodes() -> None:
         assert row.read_bytes == LLAMA.weight_bytes + row.context * 131_072
         assert row.floor_seconds == max(row.loading_seconds, row.computing_seconds)
         assert row.floor_seconds == pass_seconds(LLAMA, A100, row.context, row.nodes)
-    _, passes, decodes = result.tables("label")
+    _, passes, decodes = result.tables
     assert passes.rows[3][:4] == ["50,000", "1", "6.55 GB", "21.6 GB"]
     (plain,) = result.decodes  # alone without an alpha
     assert plain.floor_seconds == decode_seconds(LLAMA, A100, 10, 500, 500, 500)
@@ -162,7 +164,7 @@ def test_the_papers_job_at_the_papers_alpha() -> None:
     middle = LLAMA.weight_bytes + 54_096 * LLAMA.kv_bytes
     draft = LLAMA.weight_bytes + 4096 * LLAMA.kv_bytes + drafting.head_bytes
     assert ours.speedup == pytest.approx(4.6 * middle / (middle + draft), rel=0.01)
-    record = json.loads(json.dumps(result.as_dict()))
+    record = json.loads(json.dumps(result.record))
     assert record["shape"]["weight_bytes"] == LLAMA.weight_bytes
     assert record["question"]["contexts"] == list(CONTEXTS)
     assert [row["method"] for row in record["decodes"]] == ["ar", "tokenswift"]
@@ -194,7 +196,7 @@ def test_a_cheaper_draft_stands_beside_that_of_the_models_own_bits() -> None:
     assert own.even_alpha is None
     even = ask(alpha=cheap.even_alpha, draft_weights="int4").decodes[2]
     assert even.speedup == pytest.approx(own.speedup, rel=1e-4)
-    assert f"at alpha {cheap.even_alpha:.2f} as one of 16 bits at 0.9." in result.tables("label")[2].notes[-1]
+    assert f"at alpha {cheap.even_alpha:.2f} as one of 16 bits at 0.9." in result.tables[2].notes[-1]
     assert ask(alpha=0.0, draft_weights="int4").decodes[2].even_alpha == 0.0  # never right: nothing to lose
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -203,11 +203,7 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
 
 @dataclass(frozen=True)
 class RooflineQuery:
-    """Options of ``tswift roofline``. The model bounds what has no upper bound here.
-
-    Raises:
-        InputError: a value is outside its range.
-    """
+    """Options of ``tswift roofline``. The model bounds what has no upper bound here."""
 
     contexts: tuple[int, ...] | None = option(None, "Tokens in the KV cache; None for the usual ones.", least=1)
     nodes: tuple[int, ...] = option(NODES, "Nodes of a pass; the largest is the draft tree's.", least=1, most=_MAX)
@@ -222,122 +218,20 @@ class RooflineQuery:
         check_options(self)
 
 
-@dataclass(frozen=True)
-class PassFloor:
-    """Context and nodes of a pass, the bytes that it reads, and seconds."""
+def predict(shape: Shape, machine: Machine, query: RooflineQuery, positions: int) -> dict[str, Any]:
+    """Floors of passes and decodes that a query asks for, ready for JSON.
 
-    context: int
-    nodes: int
-    read_bytes: int
-    loading_seconds: float
-    computing_seconds: float
-    floor_seconds: float
+    Args:
+        positions: that the model has.
 
+    Returns:
+        ``shape``, ``machine``, ``question`` with its contexts filled in, ``passes``, and ``decodes``, plain decoding's
+        first: of these, ``needed`` is the tokens per step with which it would be as quick as plain decoding, and
+        ``even_alpha`` the alpha at which a cheaper draft is as quick as one with the model's own weights.
 
-@dataclass(frozen=True)
-class DecodeFloor:
-    """Floor of a decode."""
-
-    method: str
-    alpha: float | None  # None where nothing is drafted
-    tokens_per_step: float
-    passes: int
-    floor_seconds: float
-    speedup: float  # plain decoding's floor over this one
-    step_seconds: float  # mean over its steps
-    needed: float  # tokens per step with which it would be as quick as plain decoding
-    draft_weights: str | None = None
-    draft_bits: int | None = None  # bits of the weights that drafting reads, except the LM head's
-    # the alpha at which this cheaper draft is as quick as one with the model's own weights
-    even_alpha: float | None = None
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Floors of passes and decodes of a model on a machine; the query's contexts are filled in."""
-
-    shape: Shape
-    machine: Machine
-    question: RooflineQuery
-    passes: tuple[PassFloor, ...]
-    decodes: tuple[DecodeFloor, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        shape = {**asdict(self.shape), "weight_bytes": self.shape.weight_bytes, "kv_bytes": self.shape.kv_bytes}
-        return {**asdict(self), "shape": shape}
-
-    def tables(self, label: str) -> list[Table]:
-        """Figures of the paper's table 2, floors of passes, and floors of decodes."""
-        shape, machine, longest = self.shape, self.machine, max(self.question.contexts or ())
-        node_seconds = computing_seconds(shape, machine, longest, 1)
-        rates = [
-            ("memory bandwidth", quantity(machine.bandwidth, "B/s")),
-            ("peak", quantity(machine.flops, "FLOP/s")),
-            ("parameters", f"{shape.parameters:,}"),
-            ("model weights, read by every pass", quantity(shape.weight_bytes, "B")),
-            ("KV cache of a token", f"{shape.kv_bytes:,} B"),
-            (f"operations of a node at {longest:,} tokens", quantity(shape.flops(longest), "FLOP")),
-            ("loading time of the weights", _milliseconds(loading_seconds(shape, machine, 0), 1)),
-            (f"computing time of a node at {longest:,} tokens", _milliseconds(node_seconds, 1)),
-        ]
-        passes = [
-            [
-                f"{floor.context:,}",
-                f"{floor.nodes:,}",
-                quantity(floor.context * shape.kv_bytes, "B"),
-                quantity(floor.read_bytes, "B"),
-                *map(_milliseconds, (floor.loading_seconds, floor.computing_seconds, floor.floor_seconds)),
-            ]
-            for floor in self.passes
-        ]
-        columns = ["context", "nodes", "KV cache", "read", "loading", "computing", "floor"]
-        notes = ["floor: the longer of the two, since a machine can load and compute at the same time."]
-        return [
-            Table(f"Roofline: {label}", ["what", "value"], rates, left=1),
-            Table(f"Least time of a pass: {label}", columns, passes, notes=notes),
-            self._decodes(label),
-        ]
-
-    def _decodes(self, label: str) -> Table:
-        query = self.question
-        notes = [
-            f"Predicted, not measured: {query.length:,} tokens after a prompt of {query.prefill:,}, prefill "
-            "apart, every pass at its floor. Real passes take longer: tswift bench says by how much.",
-            "step: its passes, on the average. needed: tokens per step with which it would be as quick as AR.",
-            "--alpha predicts tokenswift too."
-            if query.alpha is None
-            else f"tokenswift: a drafting pass over {query.budget:,} tokens of KV cache with {query.depth - 1} "
-            f"chained heads, then a verification of {max(query.nodes)} nodes; {query.depth} tokens are "
-            "drafted along a path.",
-        ]
-        rows = []
-        for floor in self.decodes:
-            rows.append(
-                [
-                    method_name(floor.method),
-                    NOTHING if floor.draft_bits is None else floor.draft_weights or f"{floor.draft_bits} bits",
-                    NOTHING if floor.alpha is None else f"{floor.alpha:g}",
-                    f"{floor.tokens_per_step:.2f}",
-                    f"{floor.needed:.2f}",
-                    f"{floor.passes:,}",
-                    _milliseconds(floor.step_seconds),
-                    duration(floor.floor_seconds),
-                    f"{floor.speedup:.2f}",
-                ]
-            )
-            if floor.even_alpha is not None:
-                notes.append(
-                    f"A draft in {floor.draft_weights} (but for the LM head; scales are not counted) is as quick at "
-                    f"alpha {floor.even_alpha:.2f} as one of {8 * self.shape.itemsize} bits at {floor.alpha:g}. What "
-                    "alpha it has is not predicted."
-                )
-        columns = ["method", "draft", "alpha", "tokens/step", "needed", "passes", "step", "least time", "x"]
-        return Table(f"Least time of a decode: {label}", columns, rows, left=1, notes=notes)
-
-
-def predict(shape: Shape, machine: Machine, query: RooflineQuery, positions: int) -> Prediction:
-    """Floors that a query asks for; an ``InputError`` if the model has too few ``positions``."""
+    Raises:
+        InputError: more positions than the model has.
+    """
     contexts = query.contexts or tuple(context for context in CONTEXTS if context <= positions) or (positions,)
     beyond = [context for context in contexts if context > positions]
     if beyond:
@@ -346,41 +240,130 @@ def predict(shape: Shape, machine: Machine, query: RooflineQuery, positions: int
     if total > positions:
         need = f"{query.prefill:,} prompt tokens and {query.length:,} new ones need {total:,} positions"
         raise InputError(f"{need}, the model has {positions:,}", "length")
-    passes = tuple(
-        PassFloor(
-            context,
-            nodes,
-            shape.weight_bytes + context * shape.kv_bytes,
-            loading_seconds(shape, machine, context),
-            computing_seconds(shape, machine, context, nodes),
-            float(pass_seconds(shape, machine, context, nodes)),
-        )
+    passes = [
+        {
+            "context": context,
+            "nodes": nodes,
+            "read_bytes": shape.weight_bytes + context * shape.kv_bytes,
+            "loading_seconds": loading_seconds(shape, machine, context),
+            "computing_seconds": computing_seconds(shape, machine, context, nodes),
+            "floor_seconds": float(pass_seconds(shape, machine, context, nodes)),
+        }
         for context in contexts
         for nodes in query.nodes
-    )
-    return Prediction(shape, machine, replace(query, contexts=contexts), passes, _decodes(shape, machine, query))
+    ]
+    return {
+        "shape": {**asdict(shape), "weight_bytes": shape.weight_bytes, "kv_bytes": shape.kv_bytes},
+        "machine": asdict(machine),
+        "question": {**asdict(query), "contexts": contexts},
+        "passes": passes,
+        "decodes": _decodes(shape, machine, query),
+    }
 
 
-def _decodes(shape: Shape, machine: Machine, query: RooflineQuery) -> tuple[DecodeFloor, ...]:
+def _decodes(shape: Shape, machine: Machine, query: RooflineQuery) -> list[dict[str, Any]]:
     prefill, length, alpha, depth = query.prefill, query.length, query.alpha, query.depth
     plain = decode_seconds(shape, machine, prefill, length, length, length)
-    floors = [DecodeFloor(BASELINE, None, 1.0, length, plain, 1.0, plain / length, 1.0)]
+
+    def floor(method: str, per_step: float, passes: int, seconds: float, **drafted: Any) -> dict[str, Any]:
+        step = seconds / passes
+        return {
+            "method": method,
+            "alpha": None,  # where nothing is drafted
+            "tokens_per_step": per_step,
+            "passes": passes,
+            "floor_seconds": seconds,
+            "speedup": plain / seconds,
+            "step_seconds": step,
+            "needed": step * length / plain,
+            "draft_weights": None,
+            "draft_bits": None,  # of the weights that drafting reads, except the LM head's
+            "even_alpha": None,
+            **drafted,
+        }
+
+    floors = [floor(BASELINE, 1.0, length, plain)]
     if alpha is None:
-        return tuple(floors)
+        return floors
     per_step = depth * alpha + 1
     passes = math.ceil(length / per_step)
     head_bytes = (depth - 1) * shape.hidden_size**2 * shape.itemsize
-    own_step = None  # with the model's own weights
+    own = None  # seconds with the model's own weights
     for kind in dict.fromkeys((None, query.draft_weights)):
         bits = 8 * shape.itemsize if kind is None else BITS[kind]
         drafting = Drafting(query.budget, head_bytes, bits=bits)
         seconds = decode_seconds(shape, machine, prefill, length, passes, passes * max(query.nodes), drafting)
-        step = seconds / passes
-        even = None if own_step is None else max(0.0, (per_step * step / own_step - 1) / depth)
-        own_step = own_step or step
-        ratios = (plain / seconds, step, step * length / plain)
-        floors.append(DecodeFloor("tokenswift", alpha, per_step, passes, seconds, *ratios, kind, bits, even))
-    return tuple(floors)
+        drafted = {"alpha": alpha, "draft_weights": kind, "draft_bits": bits}
+        if own is not None:
+            drafted["even_alpha"] = max(0.0, (per_step * seconds / own - 1) / depth)
+        own = own or seconds
+        floors.append(floor("tokenswift", per_step, passes, seconds, **drafted))
+    return floors
+
+
+def tables(shape: Shape, machine: Machine, prediction: Mapping[str, Any], label: str) -> list[Table]:
+    """Figures of the paper's table 2, floors of passes, and floors of decodes."""
+    query, longest = prediction["question"], max(prediction["question"]["contexts"])
+    node_seconds = computing_seconds(shape, machine, longest, 1)
+    rates = [
+        ("memory bandwidth", quantity(machine.bandwidth, "B/s")),
+        ("peak", quantity(machine.flops, "FLOP/s")),
+        ("parameters", f"{shape.parameters:,}"),
+        ("model weights, read by every pass", quantity(shape.weight_bytes, "B")),
+        ("KV cache of a token", f"{shape.kv_bytes:,} B"),
+        (f"operations of a node at {longest:,} tokens", quantity(shape.flops(longest), "FLOP")),
+        ("loading time of the weights", _milliseconds(loading_seconds(shape, machine, 0), 1)),
+        (f"computing time of a node at {longest:,} tokens", _milliseconds(node_seconds, 1)),
+    ]
+    passes = [
+        [
+            f"{floor['context']:,}",
+            f"{floor['nodes']:,}",
+            quantity(floor["context"] * shape.kv_bytes, "B"),
+            quantity(floor["read_bytes"], "B"),
+            *(_milliseconds(floor[f"{name}_seconds"]) for name in ("loading", "computing", "floor")),
+        ]
+        for floor in prediction["passes"]
+    ]
+    decodes = [
+        [
+            method_name(floor["method"]),
+            NOTHING if floor["draft_bits"] is None else floor["draft_weights"] or f"{floor['draft_bits']} bits",
+            NOTHING if floor["alpha"] is None else f"{floor['alpha']:g}",
+            f"{floor['tokens_per_step']:.2f}",
+            f"{floor['needed']:.2f}",
+            f"{floor['passes']:,}",
+            _milliseconds(floor["step_seconds"]),
+            duration(floor["floor_seconds"]),
+            f"{floor['speedup']:.2f}",
+        ]
+        for floor in prediction["decodes"]
+    ]
+    notes = [
+        f"Predicted, not measured: {query['length']:,} tokens after a prompt of {query['prefill']:,}, prefill apart, "
+        "every pass at its floor. Real passes take longer: tswift bench says by how much.",
+        "step: its passes, on the average. needed: tokens per step with which it would be as quick as AR.",
+        "--alpha predicts tokenswift too."
+        if query["alpha"] is None
+        else f"tokenswift: a drafting pass over {query['budget']:,} tokens of KV cache with {query['depth'] - 1} "
+        f"chained heads, then a verification of {max(query['nodes'])} nodes; {query['depth']} tokens are drafted "
+        "along a path.",
+    ]
+    notes += [
+        f"A draft in {floor['draft_weights']} (but for the LM head; scales are not counted) is as quick at alpha "
+        f"{floor['even_alpha']:.2f} as one of {8 * shape.itemsize} bits at {floor['alpha']:g}. What alpha it has is "
+        "not predicted."
+        for floor in prediction["decodes"]
+        if floor["even_alpha"] is not None
+    ]
+    drafted = ["method", "draft", "alpha", "tokens/step", "needed", "passes", "step", "least time", "x"]
+    columns = ["context", "nodes", "KV cache", "read", "loading", "computing", "floor"]
+    longer = ["floor: the longer of the two, since a machine can load and compute at the same time."]
+    return [
+        Table(f"Roofline: {label}", ["what", "value"], rates, left=1),
+        Table(f"Least time of a pass: {label}", columns, passes, notes=longer),
+        Table(f"Least time of a decode: {label}", drafted, decodes, left=1, notes=notes),
+    ]
 
 
 def _milliseconds(seconds: float, digits: int = 2) -> str:

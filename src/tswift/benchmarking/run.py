@@ -1,6 +1,6 @@
-"""Runs of several methods side by side, in interleaved slices, and the grid of them behind ``tswift bench``.
+"""Runs of several methods side by side, in interleaved slices: one prompt for ``compare``, a grid for ``bench``.
 
-The result is one dict, written to ``bench.json`` as it is; ``bench.schema.json`` says what is in it.
+The result of a grid is one dict, written to ``bench.json`` as it is; ``bench.schema.json`` says what is in it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ import numpy as np
 from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, BenchConfig, Plan, Prompt
 from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
 from tswift.benchmarking.summary import FINISHED, STATS, from_source
-from tswift.decoding.audit import Audit
-from tswift.decoding.drafter import DraftTree, Step
 from tswift.decoding.stats import DecodeStats
+
+from tswift.decoding.drafter import DraftTree, Step
 from tswift.engine import Generation, begin
 from tswift.errors import InputError, renamed
 from tswift.jobs.environment import environment, now
 from tswift.jobs.prompt import fingerprint
-from tswift.models.checkpoint import fingerprint_of
 from tswift.models.devices import available_bytes, gigabytes
 
 SCHEMA = 1
-KIND = "bench"
 RUNNING, INTERRUPTED = "running", "interrupted"
 
 _IMPLIED = ("tokenswift", "kv", "dynamic")  # left out of workloads, whose hashes it would change
@@ -45,12 +43,8 @@ Sample = dict[str, Any]  # as in bench.json
 class SimulatedWalk:
     """Accepts a set share of the drafted tokens, whatever was drawn; a walk for ``Decoding``.
 
-    After any step the accepted tokens are the share of all that could have been accepted, rounded down, so that alpha
-    is ``alpha`` in the end. Where a tree is too shallow for that, later steps make up for it as far as theirs go.
-
-    Args:
-        alpha: the share, above 0 and at most 1.
-        depth: most tokens drafted along a path, by which alpha is divided.
+    After any step the accepted tokens are the share ``alpha`` of all that could have been accepted, ``depth`` a step,
+    rounded down. Where a tree is too shallow for that, later steps make up for it as far as theirs go.
     """
 
     def __init__(self, alpha: float, depth: int) -> None:
@@ -107,8 +101,7 @@ class Run:
 
     def advance(self, goal: int) -> None:
         """Decode at least ``goal`` tokens in all; the last step may add a few more."""
-        if self._steps is None:
-            self._steps = self._open.steps()
+        self._steps = self._steps or self._open.steps()
         while self.stats.tokens < goal:
             step = next(self._steps)
             self.tokens += step.tokens
@@ -232,8 +225,8 @@ class Trial:
 
     def __init__(self, case: Case, runs: Sequence[Run], lens: Sequence[int], floor: Floor | None = None) -> None:
         self._case, self._lens, self._floor = case, lens, floor
-        self._runs = {run.label: run for run in runs}
-        self._plain = self._runs.get(BASELINE)
+        self.runs = {run.label: run for run in runs}
+        self._plain = self.runs.get(BASELINE)
 
     def run(self, on_progress: Callable[[Run], None], on_checkpoint: Callable[[list[Sample]], None]) -> bool:
         """Run to the end, or to Ctrl-C; True if that was pressed.
@@ -256,34 +249,36 @@ class Trial:
                 on_checkpoint(self.samples())
 
         try:
-            for run in self._runs.values():
+            for run in self.runs.values():
                 run.prefill()
                 advanced(run)
-            interleave(list(self._runs.values()), slice_goals(self._lens[-1], self._lens), advanced)
+            interleave(list(self.runs.values()), slice_goals(self._lens[-1], self._lens), advanced)
         except KeyboardInterrupt:
             return True
         return False
 
     @property
     def _reached(self) -> int:
-        return min(len(run.marks) for run in self._runs.values())
+        return min(len(run.marks) for run in self.runs.values())
 
     @property
     def _probes(self) -> list[Probe]:
-        return [probe for run in self._runs.values() for probe in run.probes]
-
-    @property
-    def texts(self) -> dict[str, list[int]]:
-        """Generated tokens so far, by label."""
-        return {label: run.tokens for label, run in self._runs.items()}
+        return [probe for run in self.runs.values() for probe in run.probes]
 
     def samples(self) -> list[Sample]:
         """Samples with the lengths that all runs have reached; none if there is no such length."""
         lens = self._lens[: self._reached]
         if not lens:
             return []
-        samples = [] if self._plain else [self._estimated(lens)]
-        for run in self._runs.values():
+        samples = []
+        if self._plain is None:  # plain decoding was not run but sampled
+            seconds = partial(integrate, self._probes)
+            marks = [
+                DecodeStats(0, passes=n, tokens=n, nodes=n, seconds=seconds(n), accepted=Counter({0: n})) for n in lens
+            ]
+            slices = [[goal, seconds(goal)] for goal in slice_goals(lens[-1], lens)]
+            samples.append(self._sample(BASELINE, marks, estimated=True, slices=slices))
+        for run in self.runs.values():
             different, compared = self._compare(run)
             samples.append(
                 self._sample(
@@ -306,13 +301,13 @@ class Trial:
         was sampled, since its few steps start from the runs' own state. Simulated texts are never audited.
         """
         prompt = self._case.prompt.tokens[: self._case.prefill]
-        for run in self._runs.values():
+        for run in self.runs.values():
             run.close()  # an audit needs a cache of its own
         differ = any(sample["same_as_ar"] is False for sample in samples)
-        for sample in samples:
-            needed = sample["same_as_ar"] is False or (differ and sample["method"] == BASELINE) or self._plain is None
-            if needed and not sample["estimated"] and not self._runs[sample["method"]].simulated:
-                run = self._runs[sample["method"]]
+        for sample in (sample for sample in samples if not sample["estimated"]):
+            run = self.runs[sample["method"]]
+            needed = sample["same_as_ar"] is False or (differ and run is self._plain) or self._plain is None
+            if needed and not run.simulated:
                 sample["explained"] = config.audit(prompt, run.tokens, self._case.seed, run.method).ok
 
     def _compare(self, run: Run) -> tuple[int | None, int]:
@@ -324,16 +319,6 @@ class Trial:
         probes = run.probes or self._probes  # a run that takes none is held against those of the others
         compared = sum(len(run.tokens[probe.position - 1 :][: len(probe.tokens)]) for probe in probes)
         return probes_differ(run.tokens, probes), compared
-
-    def _estimated(self, lens: Sequence[int]) -> Sample:
-        """Plain decoding's sample where it was not run."""
-        probes = self._probes
-        marks = [
-            DecodeStats(0, passes=n, tokens=n, nodes=n, seconds=integrate(probes, n), accepted=Counter({0: n}))
-            for n in lens
-        ]
-        slices = [[goal, integrate(probes, goal)] for goal in slice_goals(lens[-1], lens)]
-        return self._sample(BASELINE, marks, estimated=True, slices=slices)
 
     def _sample(self, label: str, marks: Sequence[DecodeStats], **known: Any) -> Sample:
         case = self._case
@@ -353,33 +338,28 @@ class Trial:
             "slices": [],
             "probes": None,
             **known,
-            "points": [
-                _point(self._lens[i], mark, self._ar_seconds(i, mark.tokens), floors[i]) for i, mark in enumerate(marks)
-            ],
+            "points": [self._point(i, mark, floor) for i, (mark, floor) in enumerate(zip(marks, floors, strict=True))],
         }
 
-    def _ar_seconds(self, index: int, tokens: int) -> float:
-        """Plain decoding's time for so many tokens."""
+    def _point(self, index: int, stats: DecodeStats, floor_seconds: float | None) -> Sample:
+        """Figures at one length: counters, and all metrics that are not of the text."""
         if self._plain is None:
-            return integrate(self._probes, tokens)
-        return self._plain.marks[index].seconds * tokens / self._plain.marks[index].tokens
-
-
-def _point(length: int, stats: DecodeStats, ar_seconds: float, floor_seconds: float | None) -> Sample:
-    """Figures at one length: counters, and all metrics that are not of the text."""
-    return {
-        "len": length,
-        "tokens": stats.tokens,
-        "nodes": stats.nodes,
-        "depth": stats.depth,
-        "accepted": [stats.accepted[count] for count in range(max(stats.accepted, default=0) + 1)],
-        "reused": stats.reused,
-        **{name: getattr(stats, name) for name in from_source(STATS)},
-        "ar_seconds": ar_seconds,
-        "speedup": ar_seconds / stats.seconds,
-        "floor_seconds": floor_seconds,
-        "of_floor": None if floor_seconds is None else stats.seconds / floor_seconds,
-    }
+            ar_seconds = integrate(self._probes, stats.tokens)
+        else:  # its time for so many tokens
+            ar_seconds = self._plain.marks[index].seconds * stats.tokens / self._plain.marks[index].tokens
+        return {
+            "len": self._lens[index],
+            "tokens": stats.tokens,
+            "nodes": stats.nodes,
+            "depth": stats.depth,
+            "accepted": [stats.accepted[number] for number in range(max(stats.accepted, default=0) + 1)],
+            "reused": stats.reused,
+            **{name: getattr(stats, name) for name in from_source(STATS)},
+            "ar_seconds": ar_seconds,
+            "speedup": ar_seconds / stats.seconds,
+            "floor_seconds": floor_seconds,
+            "of_floor": None if floor_seconds is None else stats.seconds / floor_seconds,
+        }
 
 
 OnProgress = Callable[[int, int, Case, Run], None]  # trial's number, trials in all, its case, the run that advanced
@@ -407,18 +387,17 @@ def begin_measurement(
     if plan.ar == SAMPLED and all(contender.method in DRAFTLESS for contender in config.contenders):
         raise InputError("sampled takes its samples while another method runs; name one", "ar")
     # the largest case is allocated and freed: what does not fit is refused now, not after an hour
+    prompt, option = prompts[0].tokens, "lens"
     try:
-        open_runs(config, prompts[0].tokens[: max(plan.prefills)], max(plan.lens), 0, _labels(config, plan))
-    except InputError as error:
-        raise renamed(error, {"length": "lens"}) from None
-    try:
+        open_runs(config, prompt[: max(plan.prefills)], max(plan.lens), 0, _labels(config, plan))
+        option = "warmup"
         _warm_runs(config, prompts[0], plan)
     except InputError as error:
-        raise renamed(error, {"length": "warmup"}) from None
+        raise renamed(error, {"length": option}) from None
     workload, target = _workload(config, prompts, plan), config.model.target
     return {
         "schema": SCHEMA,
-        "kind": KIND,
+        "kind": "bench",
         "simulated": config.simulated is not None,
         "state": RUNNING,
         "started": now(),
@@ -472,7 +451,7 @@ def measure(
             keep(samples)
             trial.explain(samples, config)
             if on_trial:
-                on_trial(case, trial.texts, samples)
+                on_trial(case, {label: run.tokens for label, run in trial.runs.items()}, samples)
             done += samples
             if interrupted:
                 raise KeyboardInterrupt
@@ -543,64 +522,6 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dic
     return workload
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one method.
-
-    Attributes:
-        first_difference: index of the first generated token that is not plain decoding's; None if the texts are equal.
-        margin: how much the logits of that token, in either text, would have to change to explain it; None if there is
-            no difference, or if no change was found.
-        explained: whether every token of the text is drawn exactly or within rounding; None if all texts are equal.
-        speedup: plain decoding's time / this one's; prefill apart.
-        speedup_over_reference: the same against ``ar-reference``; None if that was not run.
-        slices: (tokens, seconds) so far at the end of every slice.
-    """
-
-    method: str
-    first_difference: int | None
-    margin: float | None
-    explained: bool | None
-    tokens: int
-    alpha: float
-    beta: float
-    tokens_per_step: float
-    passes: int
-    tokens_per_second: float
-    prefill_seconds: float
-    seconds: float
-    speedup: float
-    speedup_over_reference: float | None
-    slices: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Outcomes, plain decoding's first, and audits of texts that differ from plain decoding's.
-
-    Attributes:
-        interrupted: whether Ctrl-C was pressed before the end; the outcomes are of what was there.
-    """
-
-    outcomes: tuple[Outcome, ...]
-    audits: dict[str, Audit]
-    interrupted: bool
-
-    @property
-    def ok(self) -> bool:
-        """Whether no text differs beyond rounding."""
-        return all(each.ok for each in self.audits.values())
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {
-            "ok": self.ok,
-            "interrupted": self.interrupted,
-            "outcomes": [asdict(outcome) for outcome in self.outcomes],
-            "audits": {name: each.as_dict() for name, each in self.audits.items()},
-        }
-
-
 def compare(
     config: BenchConfig,
     prompt: Sequence[int],
@@ -608,7 +529,7 @@ def compare(
     seed: int,
     on_progress: Callable[[Run], None],
     on_audit: Callable[[str, int, int], None],
-) -> Comparison:
+) -> dict[str, Any]:
     """Run all methods in interleaved slices and compare their texts, as far as they got if Ctrl-C is pressed.
 
     Where a text differs from plain decoding's, it is audited as a whole, and so is plain decoding's: after a near-tie
@@ -617,62 +538,62 @@ def compare(
     Args:
         prompt: token ids.
         length: tokens to generate.
-        seed: any integer.
         on_progress: called when a run has been prefilled or has advanced by a slice.
         on_audit: called with a method's name and the tokens audited so far and in all.
+
+    Returns:
+        For JSON: ``ok`` unless a text differs beyond rounding; ``interrupted``; ``audits`` by method, if there are any;
+        and ``outcomes``, plain decoding's first. Of these, ``first_difference`` is the index of the first token that is
+        not plain decoding's; ``margin`` how much the logits of that token, in either text, would have to change to
+        explain it; ``explained`` whether every token of the text is drawn exactly or within rounding.
 
     Raises:
         InputError: more positions or memory than there are.
     """
     interrupted = False
-    runs = open_runs(config, prompt, length, seed)
-    for run in runs:
+    runs = {run.label: run for run in open_runs(config, prompt, length, seed)}
+    for run in runs.values():
         run.prefill()
         on_progress(run)
     try:
-        interleave(runs, slice_goals(length), on_progress)
+        interleave(list(runs.values()), slice_goals(length), on_progress)
     except KeyboardInterrupt:  # a second one ends the audit too
         interrupted = True
-        if not all(run.tokens for run in runs):
+        if not all(run.tokens for run in runs.values()):
             raise
-    for run in runs:
+    for run in runs.values():
         run.close()  # an audit needs a cache of its own
-    by_label = {run.label: run for run in runs}
-    plain, reference = by_label[BASELINE], by_label.get(REFERENCE)
-    different = {run.label: first_difference(run.tokens, plain.tokens) for run in runs}
-    wrong = [run for run in runs if different[run.label] is not None]
+    plain, reference = runs[BASELINE], runs.get(REFERENCE)
+    different = {label: first_difference(run.tokens, plain.tokens) for label, run in runs.items()}
+    wrong = [label for label in runs if different[label] is not None]
     audits = {
-        run.label: config.audit(prompt, run.tokens, seed, run.method, partial(on_audit, run.label))
-        for run in ([plain, *wrong] if wrong else [])
+        label: config.audit(prompt, runs[label].tokens, seed, runs[label].method, partial(on_audit, label)).as_dict()
+        for label in ([BASELINE, *wrong] if wrong else [])
     }
-    outcomes = tuple(_outcome(run, plain, reference, different[run.label], audits) for run in runs)
-    return Comparison(outcomes, audits, interrupted)
 
+    def margin(label: str) -> float | None:
+        findings = [found for name in (label, BASELINE) for found in audits.get(name, {"findings": ()})["findings"]]
+        margins = [found["margin"] for found in findings if found["index"] == different[label]]
+        return max((margin for margin in margins if margin is not None), default=None)
 
-def _outcome(run: Run, plain: Run, reference: Run | None, different: int | None, audits: dict[str, Audit]) -> Outcome:
-    stats = run.stats
-    speed = stats.tokens_per_second
-    margins = [
-        finding.margin
-        for label in (run.label, plain.label)
-        if different is not None
-        for finding in audits[label].findings
-        if finding.index == different and finding.margin is not None
-    ]
-    return Outcome(
-        method=run.label,
-        first_difference=different,
-        margin=max((margin for margin in margins if margin < math.inf), default=None),
-        explained=audits[run.label].ok if run.label in audits else None,
-        tokens=stats.tokens,
-        alpha=stats.alpha,
-        beta=stats.beta,
-        tokens_per_step=stats.tokens_per_step,
-        passes=stats.passes,
-        tokens_per_second=speed,
-        prefill_seconds=run.prefill_seconds,
-        seconds=stats.seconds,
-        speedup=speed / plain.stats.tokens_per_second,
-        speedup_over_reference=speed / reference.stats.tokens_per_second if reference else None,
-        slices=tuple(run.slices),
-    )
+    return {
+        "ok": all(audit["ok"] for audit in audits.values()),
+        "interrupted": interrupted,
+        "outcomes": [
+            {
+                "method": label,
+                "first_difference": different[label],
+                "margin": margin(label),
+                "explained": audits[label]["ok"] if label in audits else None,
+                "tokens": run.stats.tokens,
+                **{name: getattr(run.stats, name) for name in from_source(STATS)},
+                "prefill_seconds": run.prefill_seconds,
+                "speedup": run.stats.tokens_per_second / plain.stats.tokens_per_second,
+                "speedup_over_reference": reference
+                and run.stats.tokens_per_second / reference.stats.tokens_per_second,
+                "slices": run.slices,
+            }
+            for label, run in runs.items()
+        ],
+        "audits": audits,
+    }

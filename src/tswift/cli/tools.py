@@ -222,7 +222,7 @@ def roofline(
 
     import torch
 
-    from tswift.benchmarking.roofline import RooflineQuery, predict
+    from tswift.benchmarking.roofline import RooflineQuery, predict, tables
     from tswift.cli import output
     from tswift.models.checkpoint import in_one_line, read_config, silence
     from tswift.models.devices import find_device, find_dtype, own_dtype
@@ -251,11 +251,11 @@ def roofline(
     found = predict(shape, machine, query, max_positions(config))
     words = str(kind).removeprefix("torch.")
     if record is None or record.path:
-        for grid in found.tables(f"{model}, {words}, {where}"):
-            output.show(grid)
+        for table in tables(shape, machine, found, f"{model}, {words}, {where}"):
+            output.show(table)
     if record:
         about = {"kind": "roofline", "command": context.obj, "model": model, "dtype": words, "device": where}
-        record.write({**about, **found.as_dict()})
+        record.write({**about, **found})
 
 
 def _numbers(text: str, field: str) -> tuple[int, ...]:
