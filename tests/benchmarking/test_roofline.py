@@ -46,7 +46,9 @@ A100 = MACHINES["a100-80g"]
 def ask(machine: Machine = A100, positions: int = 131_072, **query: Any) -> Any:
     record = predict(LLAMA, machine, RooflineQuery(**query), positions)
     passes, decodes = ([SimpleNamespace(**row) for row in record[name]] for name in ("passes", "decodes"))
-    return SimpleNamespace(passes=passes, decodes=decodes, record=record, tables=tables(LLAMA, machine, record, "label"))
+    return SimpleNamespace(
+        passes=passes, decodes=decodes, record=record, tables=tables(LLAMA, machine, record, "label")
+    )
 
 
 def test_the_papers_table_2() -> None:

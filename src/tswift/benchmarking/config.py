@@ -79,11 +79,9 @@ class BenchOptions(ModelConfig):
     """Options of several methods, as on the command line; ``compare`` and ``bench`` have them.
 
     Attributes:
-        methods: names, ``ar`` first.
         sampling: fields of ``SamplingParams`` that were given.
         drafting: fields of ``DraftOptions`` but ``tree`` that were given; each goes to the methods that use it.
         trees: draft trees by method; one under ``""`` goes to all methods that use a tree.
-        simulate_alpha: share of the drafted tokens that is accepted, whatever is drawn; None to measure it.
     """
 
     methods: Sequence[str] = option(
@@ -117,11 +115,7 @@ class BenchOptions(ModelConfig):
 
     @classmethod
     def of(cls, trees: Trees, values: Mapping[str, Any]) -> BenchOptions:
-        """Options by name: those of this class, SamplingParams and DraftOptions.
-
-        Raises:
-            InputError: a value is outside its range.
-        """
+        """Options by name: those of this class, SamplingParams and DraftOptions."""
         own, sampling, drafting = (fields_of(kind, values) for kind in (cls, SamplingParams, DraftOptions))
         return cls(**own, sampling=sampling, drafting=drafting, trees=trees)
 
@@ -138,50 +132,29 @@ class BenchOptions(ModelConfig):
         SamplingParams(**self.sampling)
         self.refuse_unused(self.methods)
         drafting = {method: DraftOptions(**self.drafting, tree=self.tree(method)) for method in self.methods}
-        _refuse_alpha(self.simulate_alpha, drafting)
         loading(self, self.methods)
+        drafting_methods = [method for method in self.methods if method not in DRAFTLESS]
+        if self.simulate_alpha is not None and not drafting_methods:
+            raise InputError("none of the methods drafts anything that could be accepted", "simulate_alpha")
+        for method in drafting_methods if self.simulate_alpha is not None else ():
+            if OF_CHOICE & used(method, drafting[method]):
+                reason = f"{method} chooses here how deep a tree pays"
+                raise InputError(
+                    f"goes with trees of one shape; {reason}, so the share would not be met", "simulate_alpha"
+                )
         return drafting
 
     def refuse_unused(self, methods: Sequence[str]) -> None:
-        """Refuse options that none of these methods uses.
-
-        Raises:
-            InputError: there is one.
-        """
+        """Refuse options that none of these methods uses."""
         refuse_unused(methods, {**self.drafting, "heads": self.heads, "tree": self.trees.get("")}, self.trees)
         for method in self.trees:
             if method and (method not in methods or "tree" not in find_method(method).uses):
                 raise InputError(f"is given for {method}, which is not among the methods or has no tree", "tree")
 
 
-def _refuse_alpha(alpha: float | None, drafting: Mapping[str, DraftOptions]) -> None:
-    """Refuse a simulated acceptance for no method, or for trees too shallow to reach it."""
-    if alpha is None:
-        return
-    methods = [method for method in drafting if method not in DRAFTLESS]
-    if not methods:
-        raise InputError("none of the methods drafts anything that could be accepted", "simulate_alpha")
-    dynamic = [method for method in methods if OF_CHOICE & used(method, drafting[method])]
-    if dynamic:
-        reason = f"{dynamic[0]} chooses here how deep a tree pays"
-        raise InputError(f"goes with trees of one shape; {reason}, so the share would not be met", "simulate_alpha")
-
-
 @dataclass(frozen=True)
 class Plan:
-    """The grid of a benchmark.
-
-    Attributes:
-        prefills: prompt tokens to begin with.
-        lens: generated lengths to read off; one run goes to the longest.
-        seeds: a run for each.
-        ar: ``full`` decodes plainly beside the methods; ``sampled`` times plain steps now and then and integrates.
-        repeats: runs of the whole grid.
-        warmup: tokens each method generates before anything is measured.
-
-    Raises:
-        InputError: a value is outside its range.
-    """
+    """The grid of a benchmark."""
 
     prefills: tuple[int, ...] = option(
         (4096,), "Prompt tokens; repeatable.", panel=_GRID, shown="4096", flag="--prefill", repeat=True, least=2

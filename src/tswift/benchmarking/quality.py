@@ -12,9 +12,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from tswift.decoding.stats import distinct
 
 LONGEST = 4  # tokens of an n-gram
@@ -114,33 +111,25 @@ def texts_html(record: Mapping[str, Any], about: str) -> str:
     """All texts of a ``suite.json`` as a self-contained page; ``about`` is a line on the model."""
     sections = []
     for texts in paired(record["texts"]):
-        columns = []
+        sections.append(f"<h3>{escape(_caption(texts))}</h3>\n<div>")
         for text in texts:
-            marked = (f"<mark>{escape(part)}</mark>" if mark else escape(part) for part, mark in spans(text))
-            columns.append(f"<section><h2>{escape(_heading(text))}</h2><p>{''.join(marked)}</p></section>")
-        sections.append(f"<h3>{escape(_caption(texts))}</h3>\n<div>{''.join(columns)}</div>\n")
+            parts = (f"<mark>{escape(part)}</mark>" if mark else escape(part) for part, mark in spans(text))
+            sections.append(f"<section><h2>{escape(_heading(text))}</h2><p>{''.join(parts)}</p></section>")
+        sections.append("</div>\n")
     title = escape(f"{record['suite']}: {record['title']}")
-    legend = f"<mark>Marked</mark>: {REPEAT} or more tokens that the text has had before, in this order."
     return (
         f"<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<title>{title}</title>\n<style>{_STYLE}</style>\n"
-        f"<h1>{title}</h1>\n<p class=about>{escape(about)}</p>\n<p class=about>{legend}</p>\n"
+        f"<h1>{title}</h1>\n<p class=about>{escape(about)}</p>\n"
+        f"<p class=about><mark>Marked</mark>: {REPEAT} or more tokens that the text has had before, in order.</p>\n"
         f"{''.join(sections)}</html>\n"
     )
 
 
-def texts_table(texts: Sequence[Mapping[str, Any]]) -> Table:
-    """The ends of texts for a terminal: repetitions in reverse, which needs no colours."""
-    table = Table(title=Text(_excerpt(texts)), title_justify="left", expand=True)
-    for text in texts:
-        table.add_column(Text(_heading(text)), ratio=1, overflow="fold")
-    ends = (((part, "reverse" if mark else "") for part, mark in spans(text, EXCERPT)) for text in texts)
-    table.add_row(*(Text.assemble(*end) for end in ends))
-    return table
-
-
 def texts_plain(texts: Sequence[Mapping[str, Any]]) -> str:
-    """The ends of texts for a pipe, one after another: repetitions in angle quotes."""
-    parts = [f"{_excerpt(texts)}; repetitions are in «»."]
+    """The ends of texts, one after another: repetitions in angle quotes."""
+    longer = any(len(text["tokens"]) > EXCERPT for text in texts)
+    excerpt = f"The last {EXCERPT} of " if longer else ""
+    parts = [f"{excerpt}{_caption(texts)}; repetitions are in «»."]
     for text in texts:
         end = "".join(f"«{part}»" if mark else part for part, mark in spans(text, EXCERPT))
         parts.append(f"{_heading(text)}\n{end.strip()}")
@@ -154,11 +143,6 @@ def _heading(text: Mapping[str, Any]) -> str:
 def _caption(texts: Sequence[Mapping[str, Any]]) -> str:
     first = texts[0]
     return f"{first['prompt']}, prefill {first['prefill']:,}, seed {first['seed']}, {len(first['tokens']):,} tokens"
-
-
-def _excerpt(texts: Sequence[Mapping[str, Any]]) -> str:
-    longer = any(len(text["tokens"]) > EXCERPT for text in texts)
-    return f"The last {EXCERPT} of {_caption(texts)}" if longer else _caption(texts)
 
 
 _STYLE = """

@@ -27,6 +27,7 @@ from tswift.engine import Generation, begin
 from tswift.errors import InputError, renamed
 from tswift.jobs.environment import environment, now
 from tswift.jobs.prompt import fingerprint
+from tswift.models.checkpoint import fingerprint_of
 from tswift.models.devices import available_bytes, gigabytes
 
 SCHEMA = 1
@@ -589,8 +590,7 @@ def compare(
                 **{name: getattr(run.stats, name) for name in from_source(STATS)},
                 "prefill_seconds": run.prefill_seconds,
                 "speedup": run.stats.tokens_per_second / plain.stats.tokens_per_second,
-                "speedup_over_reference": reference
-                and run.stats.tokens_per_second / reference.stats.tokens_per_second,
+                "speedup_over_reference": reference and run.stats.tokens_per_second / reference.stats.tokens_per_second,
                 "slices": run.slices,
             }
             for label, run in runs.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from tswift.benchmarking.config import BenchOptions, Plan, parse_trees
 from tswift.benchmarking.suites import SUITES, Suite, find_suite
 from tswift.benchmarking.summary import gated
 from tswift.cli import options
-from tswift.cli.streams import FAILED, INTERRUPTED, loading
+from tswift.cli.streams import FAILED, INTERRUPTED, loading, visible, write_stdout
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
@@ -87,17 +86,12 @@ def _refuse(suite: Suite, typed: Sequence[str]) -> None:
 
 
 def _show_texts(kept: Sequence[Mapping[str, Any]]) -> None:
-    """The ends of the texts that a suite keeps, side by side on a terminal."""
-    from rich.console import Console
+    """The ends of the texts that a suite keeps."""
+    from tswift.benchmarking.quality import paired, texts_plain
 
-    from tswift.benchmarking.quality import paired, texts_plain, texts_table
-    from tswift.cli.streams import write_stdout
-
-    for pair in paired(kept):
-        if sys.stdout.isatty():
-            Console(highlight=False).print(texts_table(pair))
-        else:
-            write_stdout(f"\n{texts_plain(pair)}")
+    for texts in paired(kept):
+        lines = map(visible, texts_plain(texts).split("\n"))
+        write_stdout("\n".join(["", *lines]))
 
 
 _GATE, _GRID, _OUTPUT = "Gate", "Grid", "Output"

@@ -49,7 +49,9 @@ def compare(
         least = prefill or (BUNDLED_PREFILL if job.bundled else 1)
         config = configure(asked, least, length, "prefill" if prefill and prefill > length else "length")
         ids = take(config.model.encode(text), prefill, bundled=job.bundled)
-        open_runs(config, ids, length, seed)  # allocated and freed: what does not fit is refused before anything is said
+        open_runs(
+            config, ids, length, seed
+        )  # allocated and freed: what does not fit is refused before anything is said
     bars, device = Bars(quiet, not no_progress), config.model.target.device
     if config.note is not None:
         bars.say(config.note)
@@ -99,7 +101,9 @@ def _table(comparison: Mapping[str, Any]) -> Table:
     columns = ["method", "same text as AR", "alpha", "beta", "tokens/step", "passes", "tokens/s", "decode time", "x"]
     rows = []
     for outcome in outcomes:
-        rates = [f"{outcome[name]:.3f}" if outcome["method"] not in DRAFTLESS else NOTHING for name in ("alpha", "beta")]
+        rates = [
+            f"{outcome[name]:.3f}" if outcome["method"] not in DRAFTLESS else NOTHING for name in ("alpha", "beta")
+        ]
         rows.append(
             [
                 method_name(outcome["method"]),
