@@ -9,6 +9,7 @@ from html import unescape
 from typing import Any
 
 import pytest
+
 from tswift.benchmarking.quality import (
     compression,
     paired,
