@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.benchmarking.helpers import MACHINE
 from tests.helpers import PLAIN, drafter_of, random_prompt, random_tree, tiny_target
 from tswift.benchmarking import config as config_module
 from tswift.benchmarking import run as run_module
@@ -56,11 +57,15 @@ SCHEMA = jsonschema.Draft202012Validator(bench_schema())
 PROMPTS = [Prompt("p", list(range(1, 9)))]
 
 
+def options(checkpoint, *methods: str, **changes) -> BenchOptions:
+    return BenchOptions(("ar", *methods), model=str(checkpoint), **changes)
+
+
 def run_of(method: str, length: int, seed: int = 3) -> Run:
-    target, options = tiny_target(), DraftOptions(budget=64, tree=(1, 2, 2, 2) if method == "tokenswift" else None)
-    drafter = drafter_of(method, target, options)
+    target, drafting = tiny_target(), DraftOptions(budget=64, tree=(1, 2, 2, 2) if method == "tokenswift" else None)
+    drafter = drafter_of(method, target, drafting)
     decoding = Decoding(target, random_prompt(40), PLAIN, seed, drafter, length)
-    run = Run(method, method, Generation(decoding, drafter.depth, (), PLAIN, options, MemoryEstimate(0, 0, 0)))
+    run = Run(method, method, Generation(decoding, drafter.depth, (), PLAIN, drafting, MemoryEstimate(0, 0, 0)))
     run.prefill()
     return run
 
@@ -69,14 +74,14 @@ def run_of(method: str, length: int, seed: int = 3) -> Run:
 def test_goals_rise_to_the_length_and_hold_every_stop(length, stops, slices):
     goals = slice_goals(length, stops, slices)
     assert goals == sorted(set(goals))
-    assert goals[-1] == length
-    assert goals[0] > 0
+    assert (goals[0] > 0, goals[-1]) == (True, length)
     assert set(goals) >= {stop for stop in stops if stop <= length}
     assert len(goals) <= slices + len(stops)
 
 
-def test_probing_changes_neither_text_nor_acceptance():
-    left, right = run_of("tokenswift", 80), run_of("tokenswift", 80)
+def test_probes_change_no_text_and_draw_what_plain_decoding_draws():
+    plain, left, right = run_of("ar", 100), run_of("tokenswift", 80), run_of("tokenswift", 80)
+    plain.advance(100)
     left.advance(80)
     for goal in range(0, 80, 7):
         right.advance(goal)
@@ -85,19 +90,11 @@ def test_probing_changes_neither_text_nor_acceptance():
     assert right.tokens == left.tokens
     assert right.stats.accepted == left.stats.accepted
     assert len(right.probes) >= 8
+    assert len(right.probes[0].tokens) == len(right.probes[0].seconds) + 1 == 9
+    for probe in right.probes:
+        assert list(probe.tokens) == plain.tokens[probe.position - 1 :][: len(probe.tokens)]
+        assert min(probe.seconds) > 0
     assert probes_differ(right.tokens, right.probes) is None
-
-
-def test_a_probe_draws_what_plain_decoding_draws_there():
-    plain, run = run_of("ar", 40), run_of("tokenswift", 40)
-    plain.advance(40)
-    run.advance(10)
-    run.probe()
-    (taken,) = run.probes
-    assert taken.position == run.stats.tokens + 1
-    assert list(taken.tokens) == plain.tokens[taken.position - 1 : taken.position - 1 + 1 + 8]
-    assert len(taken.seconds) == 8
-    assert min(taken.seconds) > 0
 
 
 def test_a_differing_token_is_found_at_its_index():
@@ -115,9 +112,9 @@ def test_a_text_is_compared_with_the_probes_of_its_run():
     run.marks = [run.stats.copy()]
     for token, first in ((run.tokens[10], None), (run.tokens[10] + 1, 10)):
         run.probes = [Probe(11, (token,), (0.1,))]
-        _, sample = Trial(Case(0, Prompt("p", [1]), 40, 3), [run], [40]).samples()
-        found = [sample[name] for name in ("same_as_ar", "first_difference", "compared_tokens")]
-        assert found == [first is None, first, 1]
+        _, sample = Trial(Case(0, PROMPTS[0], 40, 3), [run], [40]).samples()
+        compared = [sample[name] for name in ("same_as_ar", "first_difference", "compared_tokens")]
+        assert compared == [first is None, first, 1]
 
 
 def test_plain_decodings_time_is_for_as_many_tokens():
@@ -133,24 +130,6 @@ def test_linear_steps_integrate_exactly_inside_the_probes(base, slope):
     probes = [Probe(at, (), (base + slope * at, base + slope * (at + 1))) for at in (0, 10, 41, 99)]
     expected = sum(base + slope * max(place, 0.5) for place in range(100))
     assert integrate(probes, 100) == pytest.approx(expected, rel=1e-9)
-
-
-def patched(monkeypatch: pytest.MonkeyPatch, method: str, change) -> None:
-    """Let the decode of a method be changed before it runs."""
-    begin = run_module.begin
-
-    def made(*arguments, **named):
-        generation = begin(*arguments, **named)
-        if named["method"] == method:
-            change(generation)
-        return generation
-
-    monkeypatch.setattr(run_module, "begin", made)
-
-
-def skip_the_penalty(generation) -> None:
-    sampler = generation.decoding._context.sampler
-    sampler.params = dataclasses.replace(sampler.params, penalty=1.0)
 
 
 def chain(depth: int) -> DraftTree:
@@ -170,8 +149,8 @@ def test_the_share_is_met_to_the_token(percent: int, depth: int, steps: int) -> 
 
 def test_what_a_shallow_tree_could_not_give_later_ones_do() -> None:
     walk = SimulatedWalk(0.5, 4)
-    given_up = [len(walk(chain(depth), [])) - 1 for depth in (4, 1, 0, 4, 4, 4)]
-    assert given_up == [2, 1, 0, 4, 3, 2]  # two are owed at every step
+    accepted = [len(walk(chain(depth), [])) - 1 for depth in (4, 1, 0, 4, 4, 4)]
+    assert accepted == [2, 1, 0, 4, 3, 2]  # two are owed at every step
 
 
 @given(st.integers(0, 1000), st.integers(1, 30), st.floats(0.01, 1))
@@ -185,8 +164,7 @@ def test_the_path_leads_from_the_root_to_the_first_node_deep_enough(seed: int, n
 
 
 def test_runs_that_draft_are_simulated_and_the_others_are_not(checkpoint):
-    options = BenchOptions(("ar", "medusa", "reuse", "ar-reference"), model=str(checkpoint), simulate_alpha=0.5)
-    config = configure(options)
+    config = configure(options(checkpoint, "medusa", "reuse", "ar-reference", simulate_alpha=0.5))
     assert config.simulated == {"weights": False, "alpha": 0.5}
     runs = {run.label: run for run in open_runs(config, [1, 2, 3], 40, 0)}
     assert [label for label, run in runs.items() if run.simulated] == ["medusa", "reuse"]
@@ -195,49 +173,44 @@ def test_runs_that_draft_are_simulated_and_the_others_are_not(checkpoint):
     assert runs["medusa"].stats.alpha == pytest.approx(0.5, abs=0.1)
 
 
-@pytest.mark.parametrize(
-    ("methods", "trees", "dynamic"),
-    [
-        (("ar", "medusa", "cascade"), {}, "cascade"),
-        (("ar", "recall"), {}, "recall"),
-        (("ar", "medusa", "tokenswift"), {"medusa": (2, 2), "tokenswift": "auto"}, "tokenswift"),
-    ],
-)
-def test_a_share_that_dynamic_trees_would_not_meet(checkpoint, methods, trees, dynamic):
-    options = BenchOptions(methods, trees=trees, model=str(checkpoint), simulate_alpha=0.5)
-    with pytest.raises(InputError, match=f"^simulate_alpha: goes with trees of one shape; {dynamic} chooses here"):
-        configure(options)
-    configure(dataclasses.replace(options, simulate_alpha=None))
+def finish(record, config, plan: Plan, prompts=PROMPTS, on_progress=lambda *at: None):
+    """The record, measured; and its states as they were kept."""
+    kept = []
+    measure(record, config, prompts, plan, on_progress, lambda: kept.append(record["state"]))
+    assert kept == ["running"] * (len(kept) - 1) + [record["state"]]
+    SCHEMA.validate(json.loads(json.dumps(record)))
+    return record
 
 
-def begun(model, plan: Plan, methods=("ar", "tokenswift", "reuse"), simulate_alpha=None):
-    config = configure(BenchOptions(methods, model=str(model), simulate_alpha=simulate_alpha))
-    chosen = [Prompt("p", config.model.encode("The ship had lain three days."))]
-    return config, chosen, begin_measurement(config, chosen, plan, ["tswift", "bench"])
+def measured(checkpoint, plan: Plan, *methods: str, **changes):
+    config = configure(options(checkpoint, *methods, **changes))
+    return finish(begin_measurement(config, PROMPTS, plan, ["tswift", "bench"]), config, plan)
 
 
-def measured(model, plan: Plan, *arguments, **named):
-    """A measurement, and all calls that reported progress."""
-    config, prompts, record = begun(model, plan, *arguments, **named)
-    calls, kept = [], []
-    measure(record, config, prompts, plan, lambda *call: calls.append(call), lambda: kept.append(record["state"]))
-    assert kept == ["running"] * (len(kept) - 1) + ["finished"]
-    return record, calls
+@pytest.fixture(scope="module")
+def grids(checkpoint):
+    """The same grid with plain decoding run and sampled."""
+    methods = ("tokenswift", "reuse", "ar-reference")
+    plans = [
+        Plan((4, 7), (20, 60), (1, 2), ar=ar, repeats=2, warmup=warmup) for ar, warmup in ((FULL, 8), (SAMPLED, 0))
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "measure_machine", lambda device, dtype: MACHINE)
+        return {plan.ar: measured(checkpoint, plan, *methods) for plan in plans}
 
 
-@pytest.mark.parametrize(("ar", "prefills", "repeats"), [(FULL, (4, 7), 2), (SAMPLED, (7,), 1)])
-def test_every_cell_is_measured_and_valid(checkpoint, ar, prefills, repeats):
-    plan = Plan(prefills=prefills, lens=(20, 60), seeds=(1, 2), ar=ar, repeats=repeats, warmup=8)
-    found, calls = measured(checkpoint, plan)
-    SCHEMA.validate(json.loads(json.dumps(found)))
-    keys = {tuple(s[name] for name in ("prompt", "prefill", "seed", "repeat", "method")) for s in found["samples"]}
-    assert len(keys) == len(found["samples"]) == len(prefills) * 2 * repeats * 3
-    for sample in found["samples"]:
+@pytest.mark.parametrize("ar", [FULL, SAMPLED])
+def test_every_cell_is_measured(grids, ar):
+    samples = grids[ar]["samples"]
+    keys = {tuple(s[name] for name in ("prompt", "prefill", "seed", "repeat", "method")) for s in samples}
+    assert len(keys) == len(samples) == 2 * 4 * len({sample["repeat"] for sample in samples})
+    for sample in samples:
         plain = sample["method"] == "ar"
         assert sample["estimated"] is (plain and ar == SAMPLED)
         assert sample["same_as_ar"] is (None if plain else True)
         assert sample["explained"] is (True if ar == SAMPLED and not plain else None)
-        assert [point["len"] for point in sample["points"]] == [20, 60]
+        assert bool(sample["probes"]) is (ar == SAMPLED and sample["method"] in ("tokenswift", "reuse"))
+        assert [point["len"] for point in sample["points"]] == [10, 40]
         for point in sample["points"]:
             assert point["len"] <= point["tokens"] < point["len"] + 6
             assert point["speedup"] == pytest.approx(point["ar_seconds"] / point["seconds"])
@@ -248,40 +221,39 @@ def test_every_cell_is_measured_and_valid(checkpoint, ar, prefills, repeats):
             if plain:
                 assert point["passes"] == point["tokens"] == point["len"]
                 assert point["speedup"] == 1.0
-    assert {number for number, *_ in calls} == set(range(len(prefills) * 2 * repeats))
+    if ar == SAMPLED:  # the reference takes no probes, and is held against those of the others
+        reference = samples[3]
+        assert reference["compared_tokens"] == samples[1]["compared_tokens"] + samples[2]["compared_tokens"] > 0
+
+
+def test_counters_are_exact_and_do_not_depend_on_how_ar_is_timed(grids, checkpoint):
+    counters = ("tokens", "passes", "nodes", "accepted", "reused", "alpha", "beta")
+    first, second = (
+        [
+            [point[name] for point in s["points"] for name in counters]
+            for s in grids[ar]["samples"]
+            if s["method"] != "ar"
+        ]
+        for ar in (FULL, SAMPLED)
+    )
+    assert first == second
+    hashes = [grids[ar]["workload"]["hash"] for ar in (FULL, SAMPLED)]
+    assert hashes[0] != hashes[1]
+    config = configure(options(checkpoint, "tokenswift", "reuse", "ar-reference"))
+    again = begin_measurement(config, PROMPTS, Plan((4, 7), (10, 40), (1,), repeats=3, warmup=9), ["another"])
+    assert again["workload"]["hash"] == hashes[0]
 
 
 def test_ctrl_c_keeps_the_lengths_that_all_have_reached(checkpoint):
-    config = configure(BenchOptions(("ar", "reuse"), model=str(checkpoint)))
-    plan = Plan((4,), (20, 60, 90), (1, 2), warmup=0)
-    found, kept = begin_measurement(config, PROMPTS, plan, ["tswift"]), []
+    config, plan = configure(options(checkpoint, "reuse")), Plan((4,), (20, 60, 90), (1, 2), warmup=0)
 
-    def tick(number, cells, cell, run):
+    def press(number, trials, case, run):
         if number == 1 and run.label == "reuse" and run.stats.tokens > 70:
             raise KeyboardInterrupt
 
-    measure(found, config, PROMPTS, plan, tick, lambda: kept.append([len(s["points"]) for s in found["samples"]]))
-    SCHEMA.validate(json.loads(json.dumps(found)))
-    assert found["state"] == "interrupted"
-    assert kept[:3] == [[1, 1], [2, 2], [3, 3]]
-    assert kept[-1] == [3, 3, 2, 2]
-
-
-def test_exact_passes_are_part_of_the_workload(checkpoint, monkeypatch):
-    config = configure(BenchOptions(("ar",), model=str(checkpoint)))
-    plan, about = Plan((4,), (5,), warmup=0), config.model.about()
-    assert "exact" not in begin_measurement(config, PROMPTS, plan, ["tswift"])["workload"]
-    monkeypatch.setattr(type(config.model), "about", lambda self: {**about, "exact": {"width": 8, "bits": "x"}})
-    assert begin_measurement(config, PROMPTS, plan, ["tswift"])["workload"]["exact"] == 8
-
-
-def test_a_text_that_differs_is_audited(checkpoint, monkeypatch):
-    patched(monkeypatch, "reuse", skip_the_penalty)
-    for ar in (FULL, SAMPLED):
-        found, _ = measured(checkpoint, Plan((4,), (80,), ar=ar, warmup=0), ("ar", "reuse"))
-        plain, drafted = found["samples"]
-        assert plain["explained"] is (True if ar == FULL else None)
-        assert (drafted["same_as_ar"], drafted["explained"]) == (ar == SAMPLED, False)
+    record = finish(begin_measurement(config, PROMPTS, plan, ["tswift"]), config, plan, on_progress=press)
+    assert record["state"] == "interrupted"
+    assert [len(sample["points"]) for sample in record["samples"]] == [3, 3, 2, 2]
 
 
 def test_ctrl_c_during_the_audit_keeps_the_samples(checkpoint, monkeypatch):
@@ -289,26 +261,43 @@ def test_ctrl_c_during_the_audit_keeps_the_samples(checkpoint, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(BenchConfig, "audit", press)
-    config, plan = configure(BenchOptions(("ar", "reuse"), model=str(checkpoint))), Plan((4,), (20,), ar=SAMPLED)
-    found = begin_measurement(config, PROMPTS, plan, ["tswift"])
-    measure(found, config, PROMPTS, plan, lambda *tick: None, lambda: None)
-    assert found["state"] == "interrupted"
-    assert [len(sample["points"]) for sample in found["samples"]] == [1, 1]
+    record = measured(checkpoint, Plan((4,), (20,), ar=SAMPLED), "reuse")
+    assert record["state"] == "interrupted"
+    assert [len(sample["points"]) for sample in record["samples"]] == [1, 1]
 
 
-def test_counters_are_exact_and_do_not_depend_on_how_ar_is_timed(checkpoint):
-    first, _ = measured(checkpoint, Plan((5,), (30, 70), warmup=0))
-    second, _ = measured(checkpoint, Plan((5,), (30, 70), ar=SAMPLED, warmup=4))
-    counters = ("tokens", "passes", "nodes", "accepted", "reused", "alpha", "beta")
+def patched(monkeypatch: pytest.MonkeyPatch, method: str, change) -> None:
+    """Let the decode of a method be changed before it runs."""
+    begin = run_module.begin
 
-    def read(found, place):
-        return [[s["points"][place][name] for name in counters] for s in found["samples"] if s["method"] != "ar"]
+    def changed(*arguments, **named):
+        generation = begin(*arguments, **named)
+        if named["method"] == method:
+            change(generation)
+        return generation
 
-    assert read(first, 0) == read(second, 0)
-    assert read(first, 1) == read(second, 1)
-    assert first["workload"]["hash"] != second["workload"]["hash"]
-    *_, again = begun(checkpoint, Plan((5,), (30, 70), warmup=9))
-    assert again["workload"]["hash"] == first["workload"]["hash"]
+    monkeypatch.setattr(run_module, "begin", changed)
+
+
+def skip_the_penalty(generation) -> None:
+    sampler = generation.decoding._context.sampler
+    sampler.params = dataclasses.replace(sampler.params, penalty=1.0)
+
+
+def test_a_text_that_differs_is_audited(checkpoint, monkeypatch):
+    patched(monkeypatch, "reuse", skip_the_penalty)
+    for ar in (FULL, SAMPLED):
+        plain, drafted = measured(checkpoint, Plan((4,), (80,), ar=ar, warmup=0), "reuse")["samples"]
+        assert plain["explained"] is (True if ar == FULL else None)
+        assert (drafted["same_as_ar"], drafted["explained"]) == (ar == SAMPLED, False)
+
+
+def test_exact_passes_are_part_of_the_workload(checkpoint, monkeypatch):
+    config = configure(options(checkpoint))
+    plan, about = Plan((4,), (5,), warmup=0), config.model.about()
+    assert "exact" not in begin_measurement(config, PROMPTS, plan, ["tswift"])["workload"]
+    monkeypatch.setattr(type(config.model), "about", lambda self: {**about, "exact": {"width": 8, "bits": "x"}})
+    assert begin_measurement(config, PROMPTS, plan, ["tswift"])["workload"]["exact"] == 8
 
 
 def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
@@ -317,8 +306,8 @@ def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
     methods = ("ar", "medusa", "tokenswift", "cascade", "recall", "standalone", "triforce")
     config = configure(BenchOptions(methods, drafting={"costs": "nominal"}, dtype="float64", device="cpu"))
     prompts = encode(read_texts([]), config.model, 1024)
-    found = begin_measurement(config, prompts, Plan((1024,), (500, 1000), (0, 1), warmup=0), ["tswift"])["workload"]
-    assert found == baseline
+    plan = Plan((1024,), (500, 1000), (0, 1), warmup=0)
+    assert begin_measurement(config, prompts, plan, ["tswift"])["workload"] == baseline
 
 
 @pytest.mark.slow
@@ -328,15 +317,28 @@ def test_a_simulated_acceptance_is_met_and_compared_with_nothing(checkpoint, mon
         raise AssertionError("a simulated text was audited")
 
     monkeypatch.setattr(BenchConfig, "audit", no_audit)
-    found, _ = measured(checkpoint, Plan((4,), (100, 300), ar=ar, warmup=8), simulate_alpha=0.6)
-    SCHEMA.validate(json.loads(json.dumps(found)))
-    assert (found["simulated"], found["workload"]["simulated"]) == (True, {"weights": False, "alpha": 0.6})
-    for sample in found["samples"]:
+    plan = Plan((4,), (100, 300), ar=ar, warmup=8)
+    record = measured(checkpoint, plan, "tokenswift", "reuse", simulate_alpha=0.6)
+    assert (record["simulated"], record["workload"]["simulated"]) == (True, {"weights": False, "alpha": 0.6})
+    for sample in record["samples"]:
         compared = [sample[name] for name in ("same_as_ar", "explained", "first_difference", "compared_tokens")]
         assert compared == [None, None, None, 0]
-    plain, drafted, _ = found["samples"]
+    plain, drafted, _ = record["samples"]
     assert plain["points"][1]["passes"] == 300
     assert drafted["points"][1]["alpha"] == pytest.approx(0.6, abs=0.02)
+
+
+def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
+    config, plan = configure(options(checkpoint, "tokenswift")), Plan((4,), (30, 60), warmup=4)
+    plain, drafts = config.contenders
+    narrow = Contender("narrow", "tokenswift", dataclasses.replace(drafts.options, tree=(1,), ngrams=0))
+    config = dataclasses.replace(config, contenders=(plain, drafts, narrow))
+    record = finish(begin_measurement(config, PROMPTS, plan, ["tswift"]), config, plan)
+    assert record["workload"]["methods"] == ["ar", "tokenswift", "narrow"]
+    assert record["workload"]["variants"] == {"narrow": "tokenswift"}
+    assert record["workload"]["drafting"]["narrow"]["tree"] == [1]
+    assert [sample["same_as_ar"] for sample in record["samples"]] == [None, True, True]
+    assert [sample["points"][1]["depth"] for sample in record["samples"]] == [0, 4, 1]
 
 
 @pytest.mark.parametrize(
@@ -356,45 +358,61 @@ def test_bad_grids_are_refused(changes, message):
         Plan(**changes)
 
 
-@pytest.mark.parametrize("methods", [("ar",), ("ar", "ar-reference")])
-def test_sampled_needs_a_method_that_drafts(checkpoint, methods):
-    with pytest.raises(InputError, match="ar: sampled takes its samples while another method runs"):
-        begun(checkpoint, Plan((4,), (10,), ar=SAMPLED), methods)
+@pytest.mark.parametrize(
+    ("methods", "changes", "message"),
+    [
+        ((), {"drafting": {"budget": 100}}, "budget: ar does not use it"),
+        (("medusa",), {"drafting": {"ngrams": 3}}, "ngrams: none of ar, medusa uses it"),
+        (("reuse",), {"trees": {"": (2, 2)}}, "tree: none of ar, reuse uses it"),
+        (("medusa",), {"trees": {"tokenswift": (2, 2)}}, "tree: is given for tokenswift"),
+        (("tokenswift",), {"drafting": {"ngrams": 20}, "trees": {"": "auto"}}, "ngrams: none of .* with tree"),
+        (("tokenswift",), {"drafting": {"ngrams": 20}, "trees": {"tokenswift": "auto"}}, "ngrams: none of ar, "),
+        (("reuse",), {"heads": "chained"}, "heads: none of ar, reuse uses it"),
+        (("medusa",), {"sampling": {"min_p": 3.0}}, "min_p: must be between"),
+        ((), {"simulate_alpha": 0.5}, "simulate_alpha: none of the methods drafts"),
+        (("medusa", "cascade"), {"simulate_alpha": 0.5}, "simulate_alpha: goes with trees of one shape; cascade "),
+        (("recall",), {"simulate_alpha": 0.5}, "simulate_alpha: goes with trees of one shape; recall chooses here"),
+        (("medusa", "tokenswift"), {"trees": {"tokenswift": "auto"}, "simulate_alpha": 0.5}, "shape; tokenswift "),
+    ],
+)
+def test_options_that_do_not_go_together(methods, changes, message):
+    with pytest.raises(InputError, match=message):
+        options("unread", *methods, **changes).check()
 
 
-def test_the_reference_takes_no_samples_of_plain_decoding_and_is_held_against_them(checkpoint):
-    plan = Plan((4,), (60,), ar=SAMPLED, warmup=0)
-    found, _ = measured(checkpoint, plan, ("ar", "reuse", "ar-reference"))
-    _, reuse, reference = found["samples"]
-    assert reuse["probes"]
-    assert reference["probes"] is None
-    assert reference["compared_tokens"] == reuse["compared_tokens"] > 0
-    assert reference["same_as_ar"] is True
-
-
-def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
-    config = configure(BenchOptions(("ar", "tokenswift"), model=str(checkpoint)))
-    plain, drafts = config.contenders
-    narrow = Contender("narrow", "tokenswift", dataclasses.replace(drafts.options, tree=(1,), ngrams=0))
-    config = dataclasses.replace(config, contenders=(plain, drafts, narrow))
-    plan = Plan((4,), (30, 60), warmup=4)
-    found = begin_measurement(config, PROMPTS, plan, ["tswift"])
-    measure(found, config, PROMPTS, plan, lambda *tick: None, lambda: None)
-    SCHEMA.validate(json.loads(json.dumps(found)))
-    assert found["workload"]["methods"] == ["ar", "tokenswift", "narrow"]
-    assert found["workload"]["variants"] == {"narrow": "tokenswift"}
-    assert found["workload"]["drafting"]["narrow"]["tree"] == [1]
-    assert [sample["same_as_ar"] for sample in found["samples"]] == [None, True, True]
-    assert [sample["points"][1]["depth"] for sample in found["samples"]] == [0, 4, 1]
-
-
-def test_what_does_not_fit_is_refused_before_anything_runs(checkpoint):
+def test_what_cannot_be_measured_is_refused_before_it_runs(checkpoint, monkeypatch):
+    for methods in ((), ("ar-reference",)):
+        config = configure(options(checkpoint, *methods))
+        with pytest.raises(InputError, match="ar: sampled takes its samples while another method runs"):
+            begin_measurement(config, PROMPTS, Plan((4,), (10,), ar=SAMPLED), ["tswift"])
     with pytest.raises(InputError, match=r"lens: .* need 5,0"):
-        begun(checkpoint, Plan((4,), (10, 5000)))
+        begin_measurement(config, PROMPTS, Plan((4,), (10, 5000)), ["tswift"])
+    need = sum(run.generation.need.kv_bytes for run in open_runs(config, [1, 2, 3], 50, 0))
+    for free in (need, need - 1):
+        monkeypatch.setattr(run_module, "available_bytes", lambda device, free=free: free)
+        if free == need:
+            open_runs(config, [1, 2, 3], 50, 0)
+            continue
+        with pytest.raises(InputError, match="methods: 2 methods side by side need"):
+            open_runs(config, [1, 2, 3], 50, 0)
+    monkeypatch.setattr("tswift.models.load.load", lambda *arguments, **how: pytest.fail("it was loaded"))
+    with pytest.raises(InputError, match=r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions"):
+        configure(options(checkpoint, "reuse"), 100, 4000, "lens")
+
+
+def test_a_tree_goes_to_its_method(checkpoint):
+    trees = {"tokenswift": (1, 3), "medusa": (3,)}
+    config = configure(options(checkpoint, "medusa", "tokenswift", trees=trees))
+    assert {contender.label: contender.options.tree for contender in config.contenders} == {"ar": None, **trees}
+    mixed = {"tokenswift": (1, 3), "medusa": "auto"}
+    config = configure(options(checkpoint, *mixed, drafting={"ngrams": 20}, trees=mixed))
+    assert "ngrams" in config.drafting()["tokenswift"]
+    drafting = configure(options(checkpoint, "medusa", "reuse", drafting={"ngrams": 7}, trees={"": (2, 2)})).drafting()
+    assert (drafting["ar"], drafting["medusa"]["tree"], drafting["reuse"]["ngrams"]) == ({}, (2, 2), 7)
 
 
 def test_prompts_from_files_and_folders(tmp_path, checkpoint):
-    model = configure(BenchOptions(("ar",), model=str(checkpoint))).model
+    model = configure(options(checkpoint)).model
     (tmp_path / "b.txt").write_text("The captain would not leave the deck.")
     (tmp_path / "a.txt").write_text("Nobody spoke.")
     (tmp_path / "c.md").write_text("not a prompt")
@@ -437,22 +455,16 @@ def test_books_come_from_the_test_split(tmp_path, monkeypatch):
         read_texts(["pg19:4"])
 
 
-def run(config: BenchConfig, length: int = LENGTH):
+def compared(config: BenchConfig, length: int = LENGTH):
     return compare(config, config.model.encode("The ship had lain"), length, 5, lambda run: None, lambda *_: None)
 
 
 def test_all_methods_write_the_same_text(checkpoint):
-    options = BenchOptions(("ar", "medusa", "tokenswift", "reuse", "ar-reference"), model=str(checkpoint))
-    comparison = run(configure(options))
+    comparison = compared(configure(options(checkpoint, "medusa", "tokenswift", "reuse", "ar-reference")))
     assert comparison["ok"]
     assert not comparison["audits"]
-    assert [outcome["method"] for outcome in comparison["outcomes"]] == [
-        "ar",
-        "medusa",
-        "tokenswift",
-        "reuse",
-        "ar-reference",
-    ]
+    methods = ["ar", "medusa", "tokenswift", "reuse", "ar-reference"]
+    assert [outcome["method"] for outcome in comparison["outcomes"]] == methods
     assert [outcome["first_difference"] for outcome in comparison["outcomes"]] == [None] * 5
     plain, reference = comparison["outcomes"][0], comparison["outcomes"][-1]
     assert plain["speedup"] == 1.0
@@ -464,7 +476,7 @@ def test_all_methods_write_the_same_text(checkpoint):
 
 def test_a_wrong_method_is_found(checkpoint, monkeypatch):
     patched(monkeypatch, "medusa", skip_the_penalty)
-    comparison = run(configure(BenchOptions(("ar", "medusa"), model=str(checkpoint))))
+    comparison = compared(configure(options(checkpoint, "medusa")))
     assert not comparison["ok"]
     assert comparison["outcomes"][0]["explained"] is True
     wrong = comparison["outcomes"][1]
@@ -477,7 +489,7 @@ def test_a_wrong_method_is_found(checkpoint, monkeypatch):
 
 
 def test_one_unit_in_the_last_place_is_rounding(checkpoint, monkeypatch):
-    config = configure(BenchOptions(("ar", "medusa"), {"temperature": 0.0, "penalty": 1.0}, model=str(checkpoint)))
+    config = configure(options(checkpoint, "medusa", sampling={"temperature": 0.0, "penalty": 1.0}))
     target = config.model.target
     half = target.vocab_size // 2
     weight = target.model.get_output_embeddings().weight
@@ -502,7 +514,7 @@ def test_one_unit_in_the_last_place_is_rounding(checkpoint, monkeypatch):
         generation.decoding._target = Nudged()
 
     patched(monkeypatch, "medusa", nudge)
-    comparison = run(config, 60)
+    comparison = compared(config, 60)
     nudged = comparison["outcomes"][1]
     assert nudged["first_difference"] is not None
     assert nudged["explained"] is True
@@ -512,7 +524,7 @@ def test_one_unit_in_the_last_place_is_rounding(checkpoint, monkeypatch):
 
 
 def test_ctrl_c_leaves_the_outcomes_so_far(checkpoint):
-    config = configure(BenchOptions(("ar", "medusa"), model=str(checkpoint)))
+    config = configure(options(checkpoint, "medusa"))
 
     def press(run):
         if run.stats.tokens > 40:
@@ -521,60 +533,10 @@ def test_ctrl_c_leaves_the_outcomes_so_far(checkpoint):
     comparison = compare(config, [1, 2, 3], LENGTH, 5, press, lambda *_: None)
     assert comparison["interrupted"]
     assert comparison["ok"]
-    assert all(30 < each["tokens"] < 60 for each in comparison["outcomes"])
+    assert all(30 < outcome["tokens"] < 60 for outcome in comparison["outcomes"])
 
     def press_at_once(run):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         compare(config, [1, 2, 3], LENGTH, 5, press_at_once, lambda *_: None)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (BenchOptions(("ar",), drafting={"budget": 100}), "budget: ar does not use it"),
-        (BenchOptions(("ar", "medusa"), drafting={"ngrams": 3}), "ngrams: none of ar, medusa uses it"),
-        (BenchOptions(("ar", "reuse"), trees={"": (2, 2)}), "tree: none of ar, reuse uses it"),
-        (BenchOptions(("ar", "medusa"), trees={"tokenswift": (2, 2)}), "tree: is given for tokenswift"),
-        (BenchOptions(("ar", "tokenswift"), {}, {"ngrams": 20}, {"": "auto"}), "ngrams: none of .* with tree"),
-        (BenchOptions(("ar", "tokenswift"), {}, {"ngrams": 20}, {"tokenswift": "auto"}), "ngrams: none of ar, "),
-        (BenchOptions(("ar", "reuse"), heads="chained"), "heads: none of ar, reuse uses it"),
-        (BenchOptions(("ar", "medusa"), sampling={"min_p": 3.0}), "min_p: must be between"),
-    ],
-)
-def test_no_option_is_ignored(options, message):
-    with pytest.raises(InputError, match=message):
-        configure(options)
-
-
-def test_a_tree_goes_to_its_method(checkpoint):
-    trees = {"tokenswift": (1, 3), "medusa": (3,)}
-    config = configure(BenchOptions(("ar", "medusa", "tokenswift"), trees=trees, model=str(checkpoint)))
-    assert {each.label: each.options.tree for each in config.contenders} == {"ar": None, **trees}
-    mixed = {"tokenswift": (1, 3), "medusa": "auto"}
-    config = configure(BenchOptions(("ar", *mixed), drafting={"ngrams": 20}, trees=mixed, model=str(checkpoint)))
-    assert "ngrams" in config.drafting()["tokenswift"]
-    config = configure(
-        BenchOptions(("ar", "medusa", "reuse"), drafting={"ngrams": 7}, trees={"": (2, 2)}, model=str(checkpoint))
-    )
-    assert config.drafting()["ar"] == {}
-    assert config.drafting()["medusa"]["tree"] == (2, 2)
-    assert config.drafting()["reuse"]["ngrams"] == 7
-
-
-def test_what_cannot_fit_is_refused_before_the_model_is_loaded(checkpoint, monkeypatch):
-    monkeypatch.setattr("tswift.models.load.load", lambda *given, **how: pytest.fail("it was loaded"))
-    options = BenchOptions(("ar", "reuse"), model=str(checkpoint))
-    with pytest.raises(InputError, match=r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions"):
-        configure(options, 100, 4000, "lens")
-
-
-def test_what_does_not_fit_together_is_refused(checkpoint, monkeypatch):
-    config = configure(BenchOptions(("ar", "reuse"), model=str(checkpoint)))
-    need = sum(run.generation.need.kv_bytes for run in open_runs(config, [1, 2, 3], 50, 0))
-    monkeypatch.setattr(run_module, "available_bytes", lambda device: need)
-    open_runs(config, [1, 2, 3], 50, 0)
-    monkeypatch.setattr(run_module, "available_bytes", lambda device: need - 1)
-    with pytest.raises(InputError, match="methods: 2 methods side by side need"):
-        open_runs(config, [1, 2, 3], 50, 0)

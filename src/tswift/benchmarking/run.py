@@ -20,9 +20,8 @@ import numpy as np
 from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, BenchConfig, Plan, Prompt
 from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
 from tswift.benchmarking.summary import FINISHED, STATS, from_source
-from tswift.decoding.stats import DecodeStats
-
 from tswift.decoding.drafter import DraftTree, Step
+from tswift.decoding.stats import DecodeStats
 from tswift.engine import Generation, begin
 from tswift.errors import InputError, renamed
 from tswift.jobs.environment import environment, now
