@@ -54,8 +54,8 @@ def test_heads_remember_their_base_model(checkpoint: Path, other: Path, tmp_path
     path = tmp_path / "mine.safetensors"
     network = load(str(checkpoint), dtype="float32").target.model
     kind(32, 2).save(path, base=fingerprint_in_any_dtype(network))
-    for dtype in DTYPES[:3]:
-        loaded = load(str(checkpoint), dtype=dtype, heads=path).heads
+    for dtype in ("float64", "bfloat16"):
+        loaded = load(str(checkpoint), dtype=dtype, heads=path, exact=False).heads
         assert loaded is not None
         assert loaded.base == fingerprint_in_any_dtype(network)
     with pytest.raises(InputError, match=r"^heads: .*mine.safetensors was made for another model: ") as caught:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen2Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen2Config
 
 from tests.conftest import make_checkpoint
 from tests.helpers import tiny_llama
@@ -148,25 +147,6 @@ CONFIGS = {
 def test_configurations(name: str) -> None:
     config, positions = CONFIGS[name]
     assert max_positions(config) == positions
-
-
-def frequencies(config: PreTrainedConfig) -> torch.Tensor:
-    kind = config.rope_parameters["rope_type"]
-    if kind == "default":
-        return 1 / 1e4 ** (torch.arange(0, 64, 2) / 64)
-    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "trained"),
-    [("Llama 2 at linear 4", 4096), ("Yarn Llama 2", 4096), ("Qwen2.5 with YaRN", 32_768), ("Qwen3 with YaRN", 32_768)],
-)
-def test_the_last_position_turns_no_further_than_the_last_one_trained(name: str, trained: int) -> None:
-    """What scaling is for: slow frequencies, which training has not seen go round, stay within what it has seen."""
-    config, _ = CONFIGS[name]
-    slowest = frequencies(config)[-1]
-    seen = frequencies(llama(trained, rope_type="default"))[-1] * trained
-    assert float(slowest * max_positions(config)) == pytest.approx(float(seen), rel=1e-5)
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])

@@ -15,13 +15,12 @@ from transformers.utils import logging
 import tswift
 from benchmarks.architectures import ARCHITECTURES
 from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_llama, tokens_of
-from tests.models.test_passes import OPTIONS, PARAMS, LengthOnDevice
+from tests.models.test_passes import OPTIONS, PARAMS
 from tswift.errors import InputError
 from tswift.models.adapting import wrap_model
 from tswift.models.checkpoint import weights_hash
 from tswift.models.linear import JoinedLinear, OneDNNLinear, copied_bytes, join, separate, use_onednn
 from tswift.models.load import inspect_model
-from tswift.models.target import Target
 
 NAMES = ["Llama, GQA", "Qwen2.5", "Qwen3", "Gemma 2 (windows, soft caps)", "Granite", "Phi-2"]
 
@@ -71,8 +70,8 @@ def held(network: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 7, 200])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_same_products_without_a_second_copy(dtype: torch.dtype, count: int, bias: bool) -> None:
     block, given = Block(dtype, bias), rows(count, dtype)
     wanted, bytes_before, state = block(given), held(block), deepcopy(block.state_dict())
@@ -226,31 +225,6 @@ def test_the_comparison_of_logits_covers_the_product(monkeypatch: pytest.MonkeyP
     wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa")
     with pytest.raises(InputError, match="is not served exactly: logits differ"):
         wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa", joined=True)
-
-
-def traced(model: PreTrainedModel, backend) -> tuple[dict[str, int], list[int]]:
-    """What the compiler counted when passes of several sizes ran, and the text."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    target = Target(model, LengthOnDevice)
-    assert target.compile(backend=backend) is None
-    text = tokens_of(decode_steps(target, drafter_of("tokenswift", target, OPTIONS), random_prompt(30), PARAMS, 3, 40))
-    assert target.uncompiled is None
-    assert all(layer.handed is None for layer in joined_layers(model))
-    counters = torch._dynamo.utils.counters
-    return {
-        "graphs": counters["stats"]["unique_graphs"],
-        "breaks": sum(counters["graph_break"].values()),
-        "frames": counters["frames"]["total"],
-    }, text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_compiled_layers_have_no_more_parts_than_without(layers: int) -> None:
-    plain, same = (tiny_llama("gqa", torch.float64, layers=layers) for _ in range(2))
-    join(same)
-    assert traced(same, "eager") == traced(plain, "eager")
 
 
 able = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="PyTorch without oneDNN")

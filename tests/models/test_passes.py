@@ -86,18 +86,6 @@ def test_every_method_writes_the_text_of_plain_decoding(method: str) -> None:
     assert [step.nodes for step in steps[0]][:-3] == [step.nodes for step in steps[1]][:-3]
 
 
-def test_passes_are_prepared_and_taken() -> None:
-    target = static_target()
-    kv = FullKV(target.kv_shape, 60)
-    target.prepare(kv, 20)
-    taken = []
-    for static in target._passes[kv]:
-        static._run = lambda static=static, run=static._run: taken.append(static.nodes) or run()
-    for count in (1, 2, 8, 9, 17, 20, 21):
-        target.forward(torch.arange(count), torch.arange(count), kv, None)
-    assert taken == [1, 8, 8, 16, 20, 20]  # the last has no room in any
-
-
 def test_what_a_pass_gave_stays_when_the_next_one_runs() -> None:
     target = static_target()
     kv = FullKV(target.kv_shape, 60)

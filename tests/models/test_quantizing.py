@@ -88,7 +88,7 @@ def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return str(folder)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 def test_a_quantised_model_is_decoded_as_it_is(quantised: str, checkpoint: Path, dtype: str) -> None:
     model = load(quantised, dtype=dtype, device="cpu", draft_model=str(checkpoint))
     assert model.target.model.lm_head.weight.dtype == torch.int8

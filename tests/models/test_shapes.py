@@ -12,7 +12,6 @@ from tswift.errors import InputError
 from tswift.models import shapes
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import refuse_shape
-from tswift.models.heads import ChainedHeads
 from tswift.models.load import LoadedModel, load
 from tswift.models.shapes import (
     PREFIX,
@@ -116,18 +115,6 @@ def test_the_same_weights_every_time(tiny_shapes: None) -> None:
     assert fingerprint_of(first.target.model) != fingerprint_of(other.target.model)
     pairs = zip(first.target.model.parameters(), again.target.model.parameters(), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
-
-
-def test_heads_of_either_kind_or_from_a_file(tiny_shapes: None, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    conditioned = load("shape:tiny", heads="conditioned").heads
-    assert conditioned is not None
-    assert (conditioned.kind, conditioned.count) == ("conditioned", 3)
-    ChainedHeads(32, 2).save(tmp_path / "mine.safetensors")
-    own = load("shape:tiny", heads=tmp_path / "mine.safetensors").heads
-    assert own is not None
-    assert own.count == 2
-    with pytest.raises(InputError, match="heads: there is no file"):
-        load("shape:tiny", heads="nowhere")
 
 
 def test_memory_is_looked_at_first(tiny_shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:

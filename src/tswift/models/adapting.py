@@ -238,7 +238,7 @@ def wrap_model(network: Any, model: str, backend: str, joined: bool | None = Non
     ids = (torch.arange(count, device=network.device) * 7919 + 13) % config.vocab_size
     network.set_attn_implementation("eager")  # the one that does all a model asks for; sdpa passes over soft caps
     with torch.inference_mode():
-        wanted = network(ids.unsqueeze(0), use_cache=False).logits[0].double()
+        expected = network(ids.unsqueeze(0), use_cache=False).logits[0].double()
     if joined or (joined is None and network.device.type == "cuda"):
         join(network)
     use_onednn(network)
@@ -246,7 +246,7 @@ def wrap_model(network: Any, model: str, backend: str, joined: bool | None = Non
         target = Target(network, BACKENDS[backend]())
         if target.device.type in _DOUBTED:
             try_special(target, backend)
-        if not (wanted.amax(-1) < torch.inf).all():
+        if not (expected.amax(-1) < torch.inf).all():
             raise _not_finite(target, model, ids.tolist())
         ours = _tried(target, ids)
         separate(network)
@@ -255,14 +255,14 @@ def wrap_model(network: Any, model: str, backend: str, joined: bool | None = Non
         raise InputError(f"{model} ({network.config.model_type}) {reason}", "model") from None
     # random weights in 16 bits round worse than trained ones: 0.15 was seen, with the same architecture on both sides
     allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(PREFIX) else 0.25
-    most = allowed * max(wanted.std().item(), 1e-6)
-    if not (target.logits(ours).double() - wanted).abs().max().item() <= most:
+    tolerance = allowed * max(expected.std().item(), 1e-6)
+    if not (target.logits(ours).double() - expected).abs().max().item() <= tolerance:
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model")
     if backend == "native" and not (target.special or target.split):
         # the program has no windows, soft caps and sinks, and a text as short as this shows none
         with suppress(Unfit, Unbuilt):
             target.program = PassProgram(target.model)
-            if not (target.logits(_tried(target, ids)).double() - wanted).abs().max().item() <= most:
+            if not (target.logits(_tried(target, ids)).double() - expected).abs().max().item() <= tolerance:
                 target.program = None
     return target
 

@@ -54,13 +54,11 @@ def hub(wanted: bool = True) -> Iterator[None]:
 
     The hub's own client tries each file six times within half a minute, and logs every try.
     """
-    if not wanted:
-        yield
-        return
     offline, verbosity = constants.HF_HUB_OFFLINE, hub_logging.get_verbosity()
-    hub_logging.set_verbosity(logging.CRITICAL)
     try:
-        constants.HF_HUB_OFFLINE = offline or not _reachable()
+        if wanted:
+            hub_logging.set_verbosity(logging.CRITICAL)
+            constants.HF_HUB_OFFLINE = offline or not _reachable()
         yield
     finally:
         constants.HF_HUB_OFFLINE = offline
@@ -103,17 +101,13 @@ def in_one_line(model: str, what: str = "") -> Iterator[None]:
         if suggestion:
             raise InputError(f"there is no folder {model!r}{suggestion}", "model") from None
         where = "" if here else " from the hub, and is no folder here"
-        reason = _reason(error, whole=here)[:200]
-        raise InputError(f"{model} cannot be loaded{where} ({what}{reason})", "model") from None
-
-
-def _reason(error: Exception, whole: bool) -> str:
-    """An error's message in a line; with the error's name if that does not explain itself."""
-    message = str(error)
-    if "trust_remote_code" in message:
-        return "it needs code of its own, which tswift never runs"
-    text = " ".join((message if whole else message.strip().partition("\n")[0]).split())  # the hub's client adds advice
-    return text if isinstance(error, OSError) or text.count(" ") > 2 else f"{type(error).__name__} {text}".strip()
+        message = str(error) if here else str(error).strip().partition("\n")[0]  # the hub's client adds advice
+        reason = " ".join(message.split())
+        if not isinstance(error, OSError) and reason.count(" ") <= 2:  # it does not explain itself
+            reason = f"{type(error).__name__} {reason}".strip()
+        if "trust_remote_code" in str(error):
+            reason = "it needs code of its own, which tswift never runs"
+        raise InputError(f"{model} cannot be loaded{where} ({what}{reason[:200]})", "model") from None
 
 
 def find_source(model: str) -> tuple[str, Path | None]:
@@ -377,8 +371,8 @@ def fingerprint_in_any_dtype(network: nn.Module) -> str:
 def config_hash(model: PreTrainedModel) -> str:
     """SHA-256 over what a model's configuration says of its architecture, as it was read and completed."""
     config = model.config.to_diff_dict()
-    said = {name: value for name, value in config.items() if name not in _VOLATILE}
-    return sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+    lasting = {name: value for name, value in config.items() if name not in _VOLATILE}
+    return sha256(json.dumps(lasting, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _weights_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:

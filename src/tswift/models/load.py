@@ -52,49 +52,27 @@ from tswift.models.target import Target
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to decode.
+    """A model ready to decode."""
 
-    Attributes:
-        name: as the user named it.
-        tokenizer: the transformers tokenizer; a stand-in where the weights are random, None for a draft model without.
-        target: the model, wrapped.
-        heads: heads that draft for it, if it has any.
-        eos_ids: token ids that end a text.
-        attention: the backend in use.
-        prepared: ``eager``, ``compiled`` or ``one C program``, and why not what should be in use, as of loading.
-        simulated: its weights are random: times mean something, texts do not.
-        exact: hash of the bits that passes of a fixed width have here (``target.width``); None without a fixed width.
-        inexact: why there is none although there should be; None if nothing is amiss.
-        quantization: how its weights were quantised; None if they were not. Plain decoding is this model's own.
-        ranks: those that hold it together.
-        weights: hash of all weights, where that took all of the ranks; None where it can be had at any time.
-        draft, draft_name: a smaller model that drafts for it, if one was asked for, as the user named it. Every rank
-            holds the whole of it.
-        drafting: a copy with weights of fewer bits, for drafting passes; None where those run on ``target``.
-        draft_weights: its kind: ``int8``, ``fp8`` or ``int4``.
-        draft_prepared: of ``drafting``, as ``prepared``.
-        dtype_note: that the dtype is not the checkpoint's; empty if it is.
-    """
-
-    name: str
-    tokenizer: Any
-    target: Target
-    heads: Heads | None
-    eos_ids: tuple[int, ...]
-    attention: str = "sdpa"
-    prepared: str = EAGER
-    simulated: bool = False
-    exact: str | None = None
-    inexact: str | None = None
-    quantization: str | None = None
-    ranks: Dist = ALONE
-    weights: str | None = None
-    draft: Target | None = None
-    draft_name: str | None = None
-    drafting: Target | None = None
-    draft_weights: str | None = None
-    draft_prepared: str = EAGER
-    dtype_note: str = ""
+    name: str  # as the user named it
+    tokenizer: Any  # of transformers; a stand-in where the weights are random, None for a draft model without one
+    target: Target  # the model, wrapped
+    heads: Heads | None  # that draft for it, if it has any
+    eos_ids: tuple[int, ...]  # token ids that end a text
+    attention: str = "sdpa"  # the backend in use
+    prepared: str = EAGER  # or ``compiled``, ``one C program``; and why not what should be in use, as of loading
+    simulated: bool = False  # its weights are random: times mean something, texts do not
+    exact: str | None = None  # hash of the bits that passes of a fixed width have here; None without a fixed width
+    inexact: str | None = None  # why there is none although there should be; None if nothing is amiss
+    quantization: str | None = None  # how its weights were quantised; plain decoding is this model's own
+    ranks: Dist = ALONE  # those that hold it together
+    weights: str | None = None  # hash of all weights, where that took all ranks; None where it can be had at any time
+    draft: Target | None = None  # a smaller model that drafts for it; every rank holds the whole of it
+    draft_name: str | None = None  # as the user named that
+    drafting: Target | None = None  # a copy with weights of fewer bits, for drafting passes; None for ``target`` itself
+    draft_weights: str | None = None  # its kind: ``int8``, ``fp8`` or ``int4``
+    draft_prepared: str = EAGER  # of ``drafting``, as ``prepared``
+    dtype_note: str = ""  # that the dtype is not the checkpoint's; empty if it is
 
     @property
     def layers(self) -> str:
@@ -433,35 +411,20 @@ def eos_ids_of(model: str, network: Any, tokenizer: Any, vocab_size: int) -> tup
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The sizes of a model that is not loaded, by the names that ``Target`` has for them.
+    """The sizes of a model that is not loaded, by the names that ``Target`` has for them."""
 
-    Attributes:
-        name: as the user named it.
-        device: where it will be.
-        max_positions: most tokens, prompt included.
-        vocab_size: number of logits.
-        kv_shape: of its keys and values, at least: one KV head where the configuration does not say.
-        groups: query heads per KV head; 1 where the configuration does not say.
-        attention: name of the attention; empty where it is not known yet.
-        most_nodes: maximum nodes of a draft tree; None where there is no limit, or it is not known yet.
-        weight_bytes: of its weights without heads; 0 where it is not known.
-        copy_bytes: of a copy with weights of fewer bits; 0 for none.
-        heads, heads_bytes: number of tokens that its heads draft in a row, None where it is not known yet; their
-            weights.
-    """
-
-    name: str
-    device: torch.device
-    max_positions: int
-    vocab_size: int
-    kv_shape: KVShape
-    groups: int
-    attention: str
-    most_nodes: int | None
-    weight_bytes: int
-    copy_bytes: int
-    heads: int | None = 0
-    heads_bytes: int = 0
+    name: str  # as the user named it
+    device: torch.device  # where it will be
+    max_positions: int  # most tokens, prompt included
+    vocab_size: int  # number of logits
+    kv_shape: KVShape  # of its keys and values, at least: one KV head where the configuration does not say
+    groups: int  # query heads per KV head; 1 where the configuration does not say
+    attention: str  # its name; empty where it is not known yet
+    most_nodes: int | None  # maximum nodes of a draft tree; None where there is no limit, or it is not known yet
+    weight_bytes: int  # of its weights without heads; 0 where it is not known
+    copy_bytes: int  # of a copy with weights of fewer bits; 0 for none
+    heads: int | None = 0  # tokens that its heads draft in a row; None where it is not known yet
+    heads_bytes: int = 0  # of their weights
 
     def partials_bytes(self, slots: int, nodes: int) -> int:
         """As :func:`tswift.attention.backends.partials_bytes`."""

@@ -24,19 +24,12 @@ from tswift.kv.cache import KVBuffer
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds of a pass: linear in the keys, and piecewise linear in the nodes.
+    """Seconds of a pass: linear in the keys, and piecewise linear in the nodes."""
 
-    Attributes:
-        nodes: measured numbers of nodes, rising; the first is 1.
-        base: seconds of a pass over each number of nodes without keys.
-        per_key: seconds more for every key.
-        level: seconds of one level of heads, top-k included.
-    """
-
-    nodes: tuple[int, ...]
-    base: tuple[float, ...]
-    per_key: tuple[float, ...]
-    level: float
+    nodes: tuple[int, ...]  # measured numbers of nodes, rising; the first is 1
+    base: tuple[float, ...]  # seconds of a pass over each number of nodes without keys
+    per_key: tuple[float, ...]  # seconds more for every key
+    level: float  # seconds of one level of heads, top-k included
 
     @property
     def sound(self) -> bool:
@@ -80,23 +73,14 @@ _SIZES = (1, 8, 16, 32, 48, 64, 96)
 
 @dataclass
 class Pass:
-    """A pass under way.
+    """A pass in progress."""
 
-    Attributes:
-        write: puts a layer's new keys and values ``[kv heads, n, d]`` into the cache; returns what to attend to.
-        attend: the attention.
-        special: the attention of layers with windows, soft caps or sinks; None for a model without such layers.
-        nodes: number of nodes.
-        rows: number that it is padded to; nothing attends to the padding, and nothing of it is kept.
-        queries: of the layers so far, ``[query heads, n, d]``, rotated.
-    """
-
-    write: Write
+    write: Write  # puts a layer's new keys and values ``[kv heads, n, d]`` into the cache; returns what to attend to
     attend: Attention
-    special: SpecialAttention | SpecAttention | None
+    special: SpecialAttention | SpecAttention | None  # of layers with windows, soft caps or sinks, if there are any
     nodes: int
-    rows: int
-    queries: list[Tensor] = field(default_factory=list)
+    rows: int  # number that it is padded to; nothing attends to the padding, and nothing of it is kept
+    queries: list[Tensor] = field(default_factory=list)  # of the layers so far, ``[query heads, n, d]``, rotated
 
     def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention of one layer after the other: from a rotated query to a result of its shape ``[heads, rows, d]``.

@@ -121,14 +121,14 @@ def resume(
     record = folder.read_record()
     try:
         began, steps, state = kind(**record["plan"]), int(record["steps"]), record["state"]
-        before, after = _scores(kind, record, BEFORE), _scores(kind, record, AFTER)
+        scores = _scores(kind, record)
     except (TypeError, ValueError, KeyError):
         raise InputError(f"{path} holds a plan that is damaged, or of another version of tswift", "resume") from None
     config = began.resumed(changes or {}, path)
     with open_ranks(config.device) as ranks:
         if state == FINISHED:
             progress.say(f"the training in {path} is finished")
-            return Outcome(path, config, steps, before, after)
+            return Outcome(path, config, steps, *scores)
         return _Training(config, folder, ranks, progress, record, command).run()
 
 
@@ -225,8 +225,8 @@ class _Training:
             finally:
                 if self._record["state"] != FINISHED:
                     self._write_record(INTERRUPTED)
-        before, after = (_scores(type(self._config), self._record, when) for when in (BEFORE, AFTER))
-        return Outcome(self._folder.path, self._config, self._step, before, after, signum)
+        scores = _scores(type(self._config), self._record)
+        return Outcome(self._folder.path, self._config, self._step, *scores, signum)
 
     def _loop(self, signals: Signals) -> int | None:
         """Train until all steps are done (returns None) or a signal comes (returns it), then save a checkpoint."""
@@ -329,8 +329,10 @@ def _describe(config: TrainConfig, counts: Mapping[str, Any], progress: Progress
         )
 
 
-def _scores(kind: type[TrainConfig], record: Mapping[str, Any], when: str) -> Any:
-    return TRAINEES[kind].scores(**record[when]) if when in record else None
+def _scores(kind: type[TrainConfig], record: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The scores before and after that a record has."""
+    before, after = (TRAINEES[kind].scores(**record[when]) if when in record else None for when in (BEFORE, AFTER))
+    return before, after
 
 
 class TrainFolder:
@@ -378,8 +380,7 @@ class TrainFolder:
 
     def read_record(self) -> dict[str, Any]:
         """The contents of ``train.json``."""
-        path = self.path / RECORD
-        _refuse_other(path)
+        path = self._regular(RECORD)
         content = read_file(path, MOST_RECORD, _FIELD, f"{self.path} holds no training: there is no {RECORD} in it")
         try:
             record = dict(json.loads(content))
@@ -420,8 +421,7 @@ class TrainFolder:
 
     def load_checkpoint(self) -> tuple[dict[str, Tensor], int, float] | None:
         """The last checkpoint: tensors, steps done, seconds trained; None if there is none yet."""
-        path = self.path / CHECKPOINT
-        _refuse_other(path)
+        path = self._regular(CHECKPOINT)
         if not path.exists():
             return None
         try:
@@ -439,12 +439,19 @@ class TrainFolder:
 
     def truncate_log(self, step: int) -> None:
         """Drop the lines of ``metrics.jsonl`` after a step: the checkpoint does not know of them."""
-        path = self.path / METRICS
-        _refuse_other(path)
+        path = self._regular(METRICS)
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        kept = [line for line in lines if _step(line) <= step]
         with self._writing(METRICS):
-            write_whole(path, "".join(f"{line}\n" for line in kept).encode())
+            write_whole(path, "".join(f"{line}\n" for line in lines if _step(line) <= step).encode())
+
+    def _regular(self, name: str) -> Path:
+        """The path of a file that may be missing; a link, which could point at anything, or a pipe is refused."""
+        path = self.path / name
+        try:
+            refuse_other(path)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({error.strerror})", _FIELD) from None
+        return path
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
@@ -456,14 +463,6 @@ class TrainFolder:
             saved = (self.path / CHECKPOINT).is_file()
             advice = f"; tswift {self._kind} --resume {self.path} goes on from the last checkpoint" if saved else ""
             raise Fault(f"{self.path / name} cannot be written ({reason}){advice}") from None
-
-
-def _refuse_other(path: Path) -> None:
-    """Refuse a link, which could point at anything, or a pipe, which might never end."""
-    try:
-        refuse_other(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror})", _FIELD) from None
 
 
 def _step(line: str) -> float:

@@ -91,7 +91,7 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state: weights and optimizer states."""
-        state = {f"{self._name}.{name}": value for name, value in self._weights().items()}
+        state = {f"{self._name}.{name}": weight.detach() for name, weight in self._module.named_parameters()}
         for number, optimizer in enumerate(self._optimizers):
             for index, memory in optimizer.state_dict()["state"].items():
                 state |= {f"optimizer.{number}.{index}.{name}": value for name, value in memory.items()}
@@ -104,7 +104,7 @@ class Trainer:
             KeyError, RuntimeError, ValueError: it is not of such a module.
         """
         weights = _with_prefix(self._name, tensors)
-        different = self._weights().keys() ^ weights.keys()
+        different = dict(self._module.named_parameters()).keys() ^ weights.keys()
         if different:
             raise KeyError(*different)
         self._module.load_state_dict(weights, strict=False)  # of tied weights only one name is kept
@@ -114,9 +114,6 @@ class Trainer:
                 index, _, what = name.partition(".")
                 memories.setdefault(int(index), {})[what] = value
             optimizer.load_state_dict({"state": memories, "param_groups": optimizer.state_dict()["param_groups"]})
-
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: weight.detach() for name, weight in self._module.named_parameters()}
 
 
 class Trainee(ABC):
@@ -186,9 +183,8 @@ class HeadsTrainee(Trainee):
             heads = load_heads(folder.path / HEADS, target.hidden_size, target.dtype, target.device)
         else:
             heads = deepcopy(self.heads).to(target.device, target.dtype).eval().requires_grad_(False)
-        metrics = total(
-            [heads_loss(target, heads, torch.from_numpy(row[None]), config.objective) for row in self._rows]
-        )
+        rows = [torch.from_numpy(row[None]) for row in self._rows]
+        metrics = total([heads_loss(target, heads, row, config.objective) for row in rows])
         scores = HeadsScores(metrics.mean_loss, metrics.accuracy)
         if not tokens:
             return scores
@@ -220,7 +216,7 @@ class DraftTrainee(Trainee):
     ) -> None:
         target = self._target = model.target
         self._config, self._tokenizer = config, model.tokenizer
-        self._params = ending(SamplingParams(), model.eos_ids, False)[0]
+        self._params, _ = ending(SamplingParams(), model.eos_ids, False)
         self._rows = [row.tolist() for row in documents.held_out_rows(config.seq_len)]
         self.network = draft_network(config, target).to(target.device, _trained_dtype(target))
         self.network.set_attn_implementation(CAUSAL)
