@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -18,6 +19,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 import torch
 
+gc.disable()  # until all is imported, see pytest_collection_finish
+
 try:
     from hypothesis import settings
 except ImportError:  # a machine that is borrowed for its GPU need not have it
@@ -31,6 +34,13 @@ else:  # the same examples at every run, but at night; a tiny model's first pass
 # Without a GPU, Triton kernels are interpreted; that is decided when triton is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: no collection of garbage need look at it again."""
+    gc.freeze()
+    gc.enable()
+
 
 SENTENCES = [
     "The ship had lain three days becalmed, and the captain would not leave the deck.",

@@ -29,7 +29,6 @@ class Log:
         waits, sent, fetched: how often the host waited, copied to the device and from it, by place in the source.
         kernels: operators, but for views and copies, that no graph ran.
         launches: graphs replayed.
-        nbytes: read and written by those kernels.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class Log:
     def clear(self) -> None:
         """Forget all."""
         self.waits, self.sent, self.fetched = Counter[str](), Counter[str](), Counter[str]()
-        self.kernels = self.launches = self.nbytes = 0
+        self.kernels = self.launches = 0
 
 
 LOG = Log()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cuda.capture import _EMPTY, LOG, WAITS, emulate, leaves, mapped, refuse, site, tensors, under_way, waited
+from tests.cuda.capture import _EMPTY, LOG, WAITS, emulate, leaves, mapped, refuse, site, under_way, waited
 
 CUDA = torch.device("cuda", 0)
 _VIEWS = {
@@ -148,7 +148,6 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             under_way(args[1] if name == "copy_" else args[0], out)
     elif LOG.on and there and name not in _VIEWS and name not in _EMPTY:
         LOG.kernels += 1
-        LOG.nbytes += sum(map(_nbytes, [tensor.elem for tensor in ours] + tensors(out)))
     if func._schema.is_mutable:
         same = {id(tensor.elem): tensor for tensor in ours}
         return mapped(lambda leaf: same[id(leaf)] if id(leaf) in same else _wrapped(leaf) if there else leaf, out)
@@ -157,13 +156,6 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _wrapped(leaf: Any) -> Any:
     return Device(leaf) if isinstance(leaf, Tensor) and not isinstance(leaf, Device) else leaf
-
-
-def _nbytes(tensor: Tensor) -> int:
-    count = tensor.element_size()
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if stride else 1  # what is expanded is there once
-    return count
 
 
 def moved(module: torch.nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""What a step of every method asks of the host and of a CUDA device, by simulation: ``python -m tests.cuda.table``.
+"""What a step of every method asks of the host and of a CUDA device, by simulation, as JSON.
 
 Medians of single steps. Kernels inside CUDA graphs are not counted: a replay of a graph is one launch.
 """
@@ -9,8 +9,6 @@ import argparse
 import copy
 import json
 import sys
-import time
-from collections.abc import Callable
 from math import ceil
 from statistics import median
 from typing import Any
@@ -24,12 +22,10 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS, make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.models.passes import Forwarded
 from tswift.models.target import Target
 
 PROMPT, WARM = 70, 4
-COUNTS = ("waits", "sent", "fetched", "kernels", "launches", "nbytes")
-TITLES = ("waits", "copies to the device", "copies from it", "kernels outside graphs", "graph launches", "MB")
+COUNTS = ("waits", "sent", "fetched", "kernels", "launches")
 _WITH_HEADS = ("medusa", "tokenswift", "cascade", "auto")
 CASES = [(name, kind) for name in METHODS for kind in ("chained", "conditioned")[: 1 + (name in _WITH_HEADS)]]
 
@@ -61,7 +57,7 @@ def measure(method: str, kind: str, steps: int, nodes: int | None = None) -> dic
             tokens += step.tokens
             if index >= WARM:
                 rows.append([sum(LOG.waits.values()), sum(LOG.sent.values()), sum(LOG.fetched.values())])
-                rows[-1] += [LOG.kernels, LOG.launches, LOG.nbytes]
+                rows[-1] += [LOG.kernels, LOG.launches]
                 for name, found in places.items():
                     found.update(getattr(LOG, name))
         target = decoding._target
@@ -78,77 +74,19 @@ def plain(length: int) -> list[int]:
     return [token for _ in range(length) for token in next(running).tokens]
 
 
-def host_seconds(method: str, kind: str, steps: int) -> float:
-    """Of a step on this CPU where passes compute nothing, less what programs take that a device would run, about."""
-    programs = 0.0
-
-    def nothing(target: Target, tokens: torch.Tensor, *given: Any) -> Forwarded:
-        shape = target.kv_shape
-        hidden = torch.zeros(len(tokens), target.hidden_size, dtype=target.dtype)
-        heads = shape.heads * target._layout.groups
-        return Forwarded(hidden, [torch.zeros(heads, len(tokens), shape.head_dim)] * shape.layers)
-
-    def capture(target: Target, run: Callable[[], Any]) -> Callable[[], Any]:
-        def replay() -> Any:
-            nonlocal programs
-            started = time.process_time()
-            out = run()
-            programs += time.process_time() - started
-            return out
-
-        return replay
-
-    right = Target._compute, Target.capture
-    Target._compute, Target.capture = nothing, capture
-    try:
-        running = _decoding(method, kind, steps, None, simulated=False).steps()
-        taken = []
-        for _ in range(WARM + steps):
-            programs, started = 0.0, time.process_time()
-            next(running)
-            taken.append(time.process_time() - started - programs)
-    finally:
-        Target._compute, Target.capture = right
-    return median(taken[WARM:])
-
-
 def main() -> None:
-    """Print the table, or all figures as JSON."""
+    """Print all figures as JSON, or the counts as :mod:`tests.cuda.bounds` has them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--nodes", type=int, help="of a tree at most; by default as on CUDA")
-    parser.add_argument("--vocab", type=int, default=helpers.VOCAB)
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--places", action="store_true", help="also print where it waits and copies")
     parser.add_argument("--bounds", action="store_true", help="print the counts as tests.cuda.bounds has them")
-    parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    helpers.VOCAB = given.vocab
-    cases = [case for case in CASES if case[0] in given.methods.split(",")]
-    found = []
-    for method, kind in cases:
-        found.append(measure(method, kind, given.steps, given.nodes))
-        if not (given.json or given.bounds):
-            # with many logits it would be this CPU's time for those
-            found[-1]["host"] = host_seconds(method, kind, 5 * given.steps) if given.vocab < 1000 else torch.nan
-            print(f"{method}, {kind}", file=sys.stderr, flush=True)
+    found = [measure(method, kind, given.steps, given.nodes) for method, kind in CASES]
     if given.bounds:
         for each in found:
-            print(f"    ({each['method']!r}, {each['kind']!r}): {tuple(map(ceil, each['counts'].values()))[:5]},")
-        return
-    if given.json:
+            print(f"    ({each['method']!r}, {each['kind']!r}): {tuple(map(ceil, each['counts'].values()))},")
+    else:
         json.dump({"plain": plain(max(len(each["tokens"]) for each in found)), "found": found}, sys.stdout)
-        return
-    print(f"| method | heads | {' | '.join(TITLES)} | host, ms |\n| --- | --- |{' ---: |' * (len(TITLES) + 1)}")
-    for each in found:
-        *counts, nbytes = each["counts"].values()
-        kind = each["kind"] if each["method"] in _WITH_HEADS else ""
-        figures = [f"{count:g}" for count in counts] + [f"{nbytes / 1e6:.3g}", f"{each['host'] * 1e3:.2f}"]
-        print(f"| {each['method']} | {kind} | {' | '.join(figures)} |")
-    for each in found if given.places else ():
-        print(f"\n{each['method']}, {each['kind']}")
-        for name, places in each["places"].items():
-            print(f"  {name}: {', '.join(places)}")
 
 
 if __name__ == "__main__":

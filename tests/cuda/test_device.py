@@ -33,7 +33,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[s
     path = (folder if worker_id == "master" else folder.parent) / "device.json"
     with FileLock(f"{path}.lock"):
         if not path.exists():
-            path.write_text(run("-m", "tests.cuda.table", "--json", "--steps", "5", "--nodes", "20"))
+            path.write_text(run("-m", "tests.cuda.table", "--steps", "5", "--nodes", "20"))
     return json.loads(path.read_text())
 
 

@@ -13,6 +13,7 @@ from benchmarks import architectures
 from benchmarks.architectures import ARCHITECTURES
 from tests import fake_torchao
 from tests.models.refusals import changed, refuse
+from tswift.attention import backends
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.layout import AttentionSpec
 from tswift.kv.cache import FullKV
@@ -113,6 +114,8 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
 
     assert wrap_model(network(), "tiny", "sdpa").special_fault is None
     monkeypatch.setattr(adapting, "_DOUBTED", ("cpu",))
+    # all cases are in tests/attention/test_backends.py; the interpreter takes a minute for them
+    monkeypatch.setattr(backends, "_around", lambda window: ((1, 3, True), (window or 37, 4, False)))
     monkeypatch.setitem(BACKENDS, "triton", lambda: Lying if lies else TritonAttention)
     target = wrap_model(network(), "tiny", "triton")
     assert target.replays == target.serves(FullKV(target.kv_shape, 1)) == (not lies)
