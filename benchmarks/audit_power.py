@@ -157,44 +157,39 @@ def main() -> None:
     """Parse, decode, audit, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=6, help="how many (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
     parser.add_argument("--only", choices=list(CONFIGURATIONS), help="one of the columns")
     parser.add_argument("--out", type=Path, default=Path("results/audit-power"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     raw = args.out / "raw.csv"
     rows: list[dict[str, Any]] = list(csv.DictReader(raw.open())) if raw.exists() else []  # those not made anew stay
-    seeds = range(args.first, args.first + args.seeds)
     for name in [args.only] if args.only else CONFIGURATIONS:
         length, dtype, exact = CONFIGURATIONS[name]
         model = tswift.load("demo", dtype=dtype, exact=exact)
-        for seed in seeds:
+        rows = [row for row in rows if row["configuration"] != name]
+        for seed in range(args.seeds):
             reference = decode_reference(model, seed, length)
-            rows = [row for row in rows if (row["configuration"], int(row["seed"])) != (name, seed)]
             for fault, make in FAULTS.items():
                 tokens = make(reference)
                 result = reference.audit(tokens)
                 excess = (f"{level.observed}>{level.margin:.3g}" for level in result.excess)
-                rows.append(
-                    {
-                        "configuration": name,
-                        "fault": fault,
-                        "seed": seed,
-                        "tokens": len(tokens),
-                        "changed": int(tokens != reference.tokens),
-                        "caught": int(not result.ok),
-                        "drawn exactly": result.exact,
-                        "within rounding": len(result.within),
-                        "violations": len(result.violations),
-                        "more than rounding explains": " ".join(excess),
-                    }
-                )
-            with raw.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
+                about = {"configuration": name, "fault": fault, "seed": seed, "tokens": len(tokens)}
+                about |= {"changed": int(tokens != reference.tokens), "caught": int(not result.ok)}
+                about |= {"drawn exactly": result.exact, "within rounding": len(result.within)}
+                about |= {"violations": len(result.violations), "more than rounding explains": " ".join(excess)}
+                rows.append(about)
             print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
-    text = f"{tables.markdown(_cells(rows))}\n\n{_about()}"
+    with raw.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    machine = environment(torch.device("cpu"))
+    text = (
+        f"{tables.markdown(_cells(rows))}\n\n"
+        f"Texts of 200 tokens if nothing is said, after 256 of {NOVEL.name}, one per seed, window {PARAMS.window}; "
+        f"{machine['cpu']}, torch {torch.__version__}, {torch.get_num_threads()} thread(s), {now()[:10]}; "
+        "`python -m benchmarks.audit_power`, a column at a time (`--only`)."
+    )
     print(text)
     (args.out / "table.md").write_text(text + "\n")
 
@@ -211,15 +206,6 @@ def _cells(rows: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
             if tried:
                 cells[name] = f"changed {len(changed)} of {len(tried)}{ending}"
         yield cells
-
-
-def _about() -> str:
-    machine = environment(torch.device("cpu"))
-    return (
-        f"Texts of 200 tokens if nothing is said, after 256 of {NOVEL.name}, one per seed, window {PARAMS.window}; "
-        f"{machine['cpu']}, torch {torch.__version__}, {torch.get_num_threads()} thread(s), {now()[:10]}; "
-        "`python -m benchmarks.audit_power`, a column at a time (`--only`)."
-    )
 
 
 if __name__ == "__main__":

@@ -25,12 +25,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
@@ -45,6 +46,8 @@ from tswift.jobs.prompt import fingerprint, read_prompt
 OURS = ("ar", "tokenswift")
 PEERS = ("generate", "lookup", "assisted")
 LANES = [f"{kind}-{mode}" for mode in ("sampled", "greedy") for kind in (*OURS, *PEERS)]
+LOOKUP = 10  # prompt_lookup_num_tokens
+ASSISTANT = 1  # of the model's layers make the assistant
 
 Step = Callable[[int], None]  # told after every target pass how many tokens there are
 Body = Callable[[Step], list[int]]
@@ -135,36 +138,20 @@ class _Watch(BaseStreamer):
         pass
 
 
-def ours(
-    model: tswift.LoadedModel, prompt: list[int], length: int, method: str, params: SamplingParams, seed: int
-) -> Body:
-    """The body of a lane that decodes with tswift."""
-
-    def body(step: Step) -> list[int]:
-        tokens: list[int] = []
-        for part in begin(model, prompt, length, method=method, params=params, seed=seed).steps():
-            tokens += part.tokens
-            step(len(tokens))
-        return tokens
-
-    return body
+def ours(step: Step, *given: Any, **named: Any) -> list[int]:
+    """Tokens that tswift decodes."""
+    tokens: list[int] = []
+    for part in begin(*given, **named).steps():
+        tokens += part.tokens
+        step(len(tokens))
+    return tokens
 
 
-def theirs(network: Any, prompt: list[int], length: int, settings: dict[str, Any]) -> Body:
-    """The body of a lane that decodes with transformers."""
-
-    def body(step: Step) -> list[int]:
-        ids = torch.tensor([prompt])
-        out = network.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=length,
-            streamer=_Watch(step),
-            **settings,
-        )
-        return out[0, len(prompt) :].tolist()
-
-    return body
+def theirs(step: Step, network: Any, prompt: list[int], length: int, settings: dict[str, Any]) -> list[int]:
+    """Tokens that transformers decodes."""
+    ids = torch.tensor([prompt])
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": length, "streamer": _Watch(step), **settings}
+    return network.generate(ids, **given)[0, len(prompt) :].tolist()
 
 
 def sampling(params: SamplingParams) -> dict[str, Any]:
@@ -206,25 +193,22 @@ def table(lanes: list[Lane]) -> str:
     rows = []
     for lane in lanes:
         tokens, seconds, passes = lane.decoded
-        reference = references.get(lane.greedy)
-        speedup = ""
+        row = {
+            "lane": lane.shown,
+            "sampling": "greedy" if lane.greedy else "sampled",
+            "tokens": f"{lane.samples[-1][0]:,}",
+            "prefill and first pass, s": f"{lane.samples[0][1]:.2f}",
+            "then, s": f"{seconds:.2f}",
+            "tokens/s": f"{tokens / seconds:.1f}",
+            "x": "",
+            "tokens per target pass": f"{tokens / passes:.2f}",
+            "distinct-4": f"{distinct(lane.tokens, 4):.3f}",
+            "text against ours": relation(lane, reference := references.get(lane.greedy)),
+        }
         if reference:
             plain_tokens, plain_seconds, _ = reference.decoded
-            speedup = f"{tokens / seconds / (plain_tokens / plain_seconds):.2f}"
-        rows.append(
-            {
-                "lane": lane.shown,
-                "sampling": "greedy" if lane.greedy else "sampled",
-                "tokens": f"{lane.samples[-1][0]:,}",
-                "prefill and first pass, s": f"{lane.samples[0][1]:.2f}",
-                "then, s": f"{seconds:.2f}",
-                "tokens/s": f"{tokens / seconds:.1f}",
-                "x": speedup,
-                "tokens per target pass": f"{tokens / passes:.2f}",
-                "distinct-4": f"{distinct(lane.tokens, 4):.3f}",
-                "text against ours": relation(lane, reference),
-            }
-        )
+            row["x"] = f"{tokens / seconds / (plain_tokens / plain_seconds):.2f}"
+        rows.append(row)
     return tables.markdown(rows)
 
 
@@ -267,28 +251,28 @@ def make_lanes(args: argparse.Namespace) -> tuple[list[Lane], dict[str, Any], li
     # transformers gets its own copy, with its own attention: the one above has had its attention replaced
     stock = {"dtype": torch.float32, "attn_implementation": "sdpa", "use_safetensors": True}
     network = AutoModelForCausalLM.from_pretrained(source, **stock).eval()
-    layers = AutoConfig.from_pretrained(source).num_hidden_layers
-    if not 1 <= args.assistant_layers <= layers:
-        raise SystemExit(f"--assistant-layers must be between 1 and {layers}")
     drafts: dict[str, tuple[str, dict[str, Any]]] = {
         "generate": ("transformers generate", {}),
-        "lookup": (f"transformers prompt lookup ({args.lookup} tokens)", {"prompt_lookup_num_tokens": args.lookup}),
+        "lookup": (f"transformers prompt lookup ({LOOKUP} tokens)", {"prompt_lookup_num_tokens": LOOKUP}),
     }
     if any(name.startswith("assisted-") for name in args.lanes):
-        assistant = AutoModelForCausalLM.from_pretrained(source, num_hidden_layers=args.assistant_layers, **stock)
-        shown = f"transformers assisted (by the model's first {args.assistant_layers} of {layers} layers, not trained)"
+        assistant = AutoModelForCausalLM.from_pretrained(source, num_hidden_layers=ASSISTANT, **stock)
+        layers = f"{ASSISTANT} of {len(network.model.layers)} layers"
+        shown = f"transformers assisted (by the model's first {layers}, not trained)"
         drafts["assisted"] = (shown, {"assistant_model": assistant.eval()})
     lanes, settings = [], {}
     for name in args.lanes:
         kind, mode = name.split("-")
         chosen = params[mode == "greedy"]
         if kind in OURS:
-            shown, body = f"tswift {kind}", ours(model, prompt, args.len, kind, chosen, args.seed)
-            settings[name] = asdict(chosen)
+            shown, settings[name] = f"tswift {kind}", asdict(chosen)
+            named = {"method": kind, "params": chosen, "seed": args.seed}
+            body = partial(ours, model=model, prompt=prompt, length=args.len, **named)
         else:
             shown, draft = drafts[kind]
-            body = theirs(network, prompt, args.len, {**sampling(chosen), **draft})
-            settings[name] = {**sampling(chosen), **({"assistant_model": shown} if kind == "assisted" else draft)}
+            given = {**sampling(chosen), **draft}
+            body = partial(theirs, network=network, prompt=prompt, length=args.len, settings=given)
+            settings[name] = given | ({"assistant_model": shown} if kind == "assisted" else {})
         lanes.append(Lane(name, shown, args.len, args.seed, body))
     return lanes, settings, prompt, params
 
@@ -303,8 +287,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--slices", type=int, default=20)
     parser.add_argument("--lanes", type=lambda text: text.split(","), default=LANES, help="default: all, in this order")
-    parser.add_argument("--lookup", type=int, default=10, help="prompt_lookup_num_tokens")
-    parser.add_argument("--assistant-layers", type=int, default=1, help="of the model, which make the assistant")
     parser.add_argument("--greedy-penalty", type=float, default=1.0, help="repetition penalty of the greedy lanes")
     parser.add_argument("--out", type=Path, help="write the table to this file too")
     parser.add_argument("--json", type=Path, help="write the raw samples to this file")
