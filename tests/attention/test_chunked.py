@@ -115,6 +115,7 @@ def test_a_path_of_the_greatest_depth_across_each_border(dtype: torch.dtype) -> 
         assert not differ(Text.random(2, 3, 16, dtype, start + MOST_WIDTH), start, trees=1), border
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "kv_heads", "groups"), [(torch.bfloat16, 1, 1), (torch.float32, 2, 3)])
 def test_two_threads(dtype: torch.dtype, kv_heads: int, groups: int) -> None:
     before = torch.get_num_threads()

@@ -36,6 +36,7 @@ def words_of(tiny: Tiny, *more: object) -> list[object]:
     ]
 
 
+@pytest.mark.slow
 def test_it_says_what_it_trains_on_and_what_that_brought(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
     result = tswift(*words_of(tiny, "--out", "new", "--alpha-tokens", 20, "--kind", "chained", "--heads-count", 2))
     assert result.code == 0, result.err

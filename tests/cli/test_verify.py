@@ -65,6 +65,7 @@ def test_a_run(tswift, run: Path, tmp_path: Path) -> None:  # type: ignore[no-un
     assert found["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_an_exact_run(tswift, prompt: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "run"
     words = ["--model", "demo", "--prompt", prompt, "--len", 60, "--dtype", "bfloat16", *SAMPLING]

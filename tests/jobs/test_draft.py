@@ -50,6 +50,7 @@ def test_which_one() -> None:
         draft_for(["ar", "reuse"], "demo", "mine")
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_name_and_weights(checkpoint: Path, small: Path, tmp_path: Path) -> None:
     job = start(_settings(checkpoint, tmp_path, draft_model=str(small)), ["tswift"])
     assert job.model.draft is not None

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import tswift
 from tswift.jobs.folder import read_run
@@ -14,6 +15,7 @@ from tswift.jobs.start import resume
 FOLDER = Path(__file__).parent / "interrupted"  # made at commit 53d1036, killed by SIGKILL
 
 
+@pytest.mark.slow
 def test_it_goes_on_to_the_text_it_would_have_become(tmp_path: Path) -> None:
     folder = shutil.copytree(FOLDER, tmp_path / "run")
     before = np.fromfile(folder / "tokens.u32", "<u4").tolist()

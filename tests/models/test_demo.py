@@ -56,6 +56,7 @@ def test_plain_transformers_loads_it_and_agrees() -> None:
     torch.testing.assert_close(model.target.logits(hidden), wanted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "prefill", "dtype"),
     [

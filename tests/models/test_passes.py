@@ -239,6 +239,7 @@ def test_a_compiler_that_fails_is_told_of_and_done_without() -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_compiled_layers_that_compute_something_else_are_not_used(monkeypatch) -> None:
     target = static_target()
     right = Target._compute
