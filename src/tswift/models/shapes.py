@@ -20,50 +20,37 @@ from tswift.models.heads import HEAD_TYPES, Heads
 PREFIX = SHAPE_PREFIX
 
 
-def _shape(
-    make: type[Any], vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any
-) -> Any:
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 4096}
+_LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+# Qwen2.5's base models are published with 128K positions and no scaling of the rotary embeddings.
+_QWEN = {"rope_type": "default", "rope_theta": 1e6}
+_COLUMNS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "bos_token_id", "eos_token_id"),
+    *("rms_norm_eps", "tie_word_embeddings", "rope_parameters"),
+)
+_TABLE: dict[str, tuple[Any, ...]] = {
+    "llama3.1-8b": (128_256, 4096, 14_336, 32, 32, 8, 128_000, 128_001, 1e-5, False, _LLAMA3),
+    "yarn-llama2-7b-128k": (32_000, 4096, 11_008, 32, 32, 32, 1, 2, 1e-5, False, _YARN),
+    "qwen2.5-1.5b": (151_936, 1536, 8960, 28, 12, 2, 151_643, 151_643, 1e-6, True, _QWEN),
+    "qwen2.5-7b": (152_064, 3584, 18_944, 28, 28, 4, 151_643, 151_643, 1e-6, False, _QWEN),
+    "qwen2.5-14b": (152_064, 5120, 13_824, 48, 40, 8, 151_643, 151_643, 1e-5, False, _QWEN),
+}
+
+
+def _config(name: str) -> Any:
     """A configuration of transformers; every shape has 131,072 positions and bfloat16 weights."""
+    make = Qwen2Config if name.startswith("qwen") else LlamaConfig
     return make(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=131_072,
-        dtype="bfloat16",
-        **{"tie_word_embeddings": False, **more},
+        **dict(zip(_COLUMNS, deepcopy(_TABLE[name]), strict=True)), max_position_embeddings=131_072, dtype="bfloat16"
     )
 
 
-# Qwen2.5's base models are published with 128K positions and no scaling of the rotary embeddings.
-_QWEN: dict[str, Any] = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-    **{"rms_norm_eps": 1e-6, "use_sliding_window": False, "bos_token_id": 151_643, "eos_token_id": 151_643},
-}
-_LLAMA3: dict[str, Any] = {
-    "rope_parameters": {
-        **{"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "original_max_position_embeddings": 8192},
-        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    },
-    **{"rms_norm_eps": 1e-5, "bos_token_id": 128_000, "eos_token_id": 128_001},
-}
-_YARN: dict[str, Any] = {
-    "rope_parameters": {
-        **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 32.0, "original_max_position_embeddings": 4096}
-    },
-    **{"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
-}
-
 # The models of the paper's tables 3 and 4, as their authors published them.
-SHAPES: dict[str, Any] = {
-    "llama3.1-8b": _shape(LlamaConfig, 128_256, 4096, 14_336, 32, 32, 8, **_LLAMA3),
-    "yarn-llama2-7b-128k": _shape(LlamaConfig, 32_000, 4096, 11_008, 32, 32, 32, **_YARN),
-    "qwen2.5-1.5b": _shape(Qwen2Config, 151_936, 1536, 8960, 28, 12, 2, **_QWEN, tie_word_embeddings=True),
-    "qwen2.5-7b": _shape(Qwen2Config, 152_064, 3584, 18_944, 28, 28, 4, **_QWEN),
-    "qwen2.5-14b": _shape(Qwen2Config, 152_064, 5120, 13_824, 48, 40, 8, **{**_QWEN, "rms_norm_eps": 1e-5}),
-}
+SHAPES: dict[str, Any] = {name: _config(name) for name in _TABLE}
 
 
 @dataclass(frozen=True)
