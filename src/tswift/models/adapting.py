@@ -1,10 +1,10 @@
-"""A transformers model made ready to decode: attention selected and tried, layers compiled, exact passes checked.
+"""A transformers model made ready to decode: attention selected and tested, layers compiled, exact passes checked.
 
 Logits with and without our attention are compared, which shows whatever an architecture does that it does not.
 
 A product over one row sums in another order than one over forty, so in bfloat16 two candidates that nearly tie swap,
-and texts of different methods part. Passes of one fixed number of rows sum alike (``Target.width``), unless something
-in the model depends on other rows, or on a row's index. That is tried once per loaded model, on this machine.
+and texts of different methods differ. Passes of one fixed number of rows sum alike (``Target.width``), unless something
+in the model depends on other rows, or on a row's index. That is tested once per loaded model, on this machine.
 """
 
 from __future__ import annotations

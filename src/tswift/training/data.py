@@ -142,7 +142,7 @@ def prepare(
     vocabulary: int,
     on_progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Documents:
-    """Tokenise a corpus for a model with so large a ``vocabulary``, and split its documents.
+    """Tokenise a corpus for a model with a vocabulary of this size, and split its documents.
 
     ``on_progress`` is called with the number of documents tokenised so far, and of all.
 

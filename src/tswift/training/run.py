@@ -38,7 +38,7 @@ _FIELD = "resume"
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
 BEFORE, AFTER = "before", "after"
 _FEW_STEPS = 50  # with fewer, little is learnt
-_TIMED_STEPS = 3  # after so many it is said how many a time will allow
+_TIMED_STEPS = 3  # measured to estimate how many steps the time allows
 _UNCHANGED = {  # what a resumed training must find as it was, and the setting that names it
     "processes": ("resume", "number of processes"),
     "dtype": ("dtype", "dtype"),
@@ -76,7 +76,7 @@ def train(
         out: a folder that is empty or does not exist; None for one named after the time.
         progress: shows how it goes on.
         command: the words of the command line, for ``train.json``.
-        note: a line for people, shown once all was seen to be fit.
+        note: a line for people, shown once settings, model and corpus are checked.
 
     Raises:
         InputError: a setting, the model or the corpus cannot be used.
