@@ -161,9 +161,10 @@ def preflight(
     spec = inspect_model(
         model, device=device, dtype=dtype, attention=attention, heads=heads, draft_weights=draft_weights
     )
-    if spec.heads is not None or not find_method(method).with_heads:
+    if spec.heads is not None or not find_method(method).needs_heads:
         options = resolve_for(method, spec.device, spec.groups, spec.most_nodes, spec.heads or 0, options)
-    drafts = draft_model is not None and find_method(method).draft
+    kind = find_method(method)
+    drafts = draft_model is not None and (kind.draft or kind.may_draft)
     draft = inspect_draft_model(str(draft_model), spec, attention) if drafts else None
     estimate = replace(
         _estimate(spec, draft, prompt, length, method, options),
@@ -187,7 +188,7 @@ def _estimate(
     """Memory that a decode needs beside what is loaded."""
     nodes, token_bytes, positions = _nodes(options), model.kv_shape.bytes_per_token, prompt + length
     draft_kv_bytes = 0
-    if draft is not None and find_method(method).draft:
+    if draft is not None:
         draft_kv_bytes = draft_slots(method, options, positions) * draft.kv_shape.bytes_per_token
     estimate = MemoryEstimate(
         positions,
@@ -303,7 +304,7 @@ def begin(
     prompt: Sequence[int],
     length: int,
     *,
-    method: str = "tokenswift",
+    method: str = "auto",
     params: SamplingParams = _PARAMS,
     seed: int = 0,
     options: DraftOptions = _OPTIONS,
@@ -367,7 +368,7 @@ def generate(
     prompt: str | Sequence[int],
     length: int,
     *,
-    method: str = "tokenswift",
+    method: str = "auto",
     params: SamplingParams = _PARAMS,
     seed: int = 0,
     options: DraftOptions | None = None,

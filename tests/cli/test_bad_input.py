@@ -27,11 +27,11 @@ CHEAP = {
     "--method nope": "--method: no method 'nope'; there are ar, medusa, tokenswift, cascade, recall, reuse",
     "--tree 1,x": "--tree: wants auto, or numbers and commas, such as 1,3,3,3, got '1,x'",
     "--tree 1,0": "--tree: wants auto, or numbers above 0",
-    "--tree 1,2 --gamma 2": "--gamma: cannot be given together with --tree",
+    "--method tokenswift --tree 1,2 --gamma 2": "--gamma: cannot be given together with --tree",
     "--nodes 1": "--nodes: must be at least 2, got 1",
     "--budget 1": "--budget: must be at least 64, got 1",
     "--sinks -1": "--sinks: must be at least 0, got -1",
-    "--ngrams -1": "--ngrams: must be at least 0, got -1",
+    "--method tokenswift --ngrams -1": "--ngrams: must be at least 0, got -1",
     "--method ar --tree 1,2": "--tree: ar does not use it",
     "--method ar --gamma 2": "--gamma: ar does not use it",
     "--method ar --heads x": "--heads: ar does not use it",
@@ -39,7 +39,7 @@ CHEAP = {
     "--method ar --no-shared-noise": "--shared-noise: ar does not use it",
     "--method medusa --budget 512": "--budget: medusa does not use it",
     "--method medusa --ngrams 3": "--ngrams: medusa does not use it",
-    "--tree auto --ngrams 20": "--ngrams: tokenswift does not use it with --tree auto, but for --recall 0",
+    "--method tokenswift --tree auto --ngrams 20": "--ngrams: tokenswift does not use it with --tree auto, but ",
     "--method medusa --sinks 3": "--sinks: medusa does not use it",
     "--method reuse --tree 3,3": "--tree: reuse does not use it",
     "--method reuse --shared-noise": "--shared-noise: reuse does not use it",
@@ -102,8 +102,8 @@ def test_empty_standard_input(tswift, checkpoint: Path, monkeypatch: pytest.Monk
     [
         ("--prefill 3000 --len 9", "--prefill: asks for 3,000 tokens, the prompt has "),
         ("--len 10000000", "--len: "),
-        ("--tree 1,2,2,2,2", "--tree: tokenswift can draft 4 levels with these heads, got 5"),
-        ("--gamma 9", "--gamma: must be between 0 and 3 for tokenswift, got 9"),
+        ("--method tokenswift --tree 1,2,2,2,2", "--tree: tokenswift can draft 4 levels with these heads, got 5"),
+        ("--method tokenswift --gamma 9", "--gamma: must be between 0 and 3 for tokenswift, got 9"),
         ("--method medusa --gamma 0", "--gamma: must be between 1 and 3 for medusa, got 0"),
     ],
 )
@@ -123,7 +123,8 @@ def test_positions_are_told(tswift, prompt: Path, checkpoint: Path) -> None:  # 
 
 def test_memory(tswift, prompt: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(limits, "available_bytes", lambda device: 1_000_000)
-    result = tswift("generate", "--model", checkpoint, "--prompt", prompt, "--prefill", 2, "--len", 2000)
+    words = ("--model", checkpoint, "--prompt", prompt, "--method", "tokenswift")
+    result = tswift("generate", *words, "--prefill", 2, "--len", 2000)
     _one_line(result, (
         "--len: weights 0.2 MB + heads 0.0 MB + KV 0.5 MB + drafting KV 1.0 MB + logits 0.1 MB = 1.8 MB, "
         "cpu has 1.0 MB free"

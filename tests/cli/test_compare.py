@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+THREE = ("--methods", "medusa,tokenswift")
+
 
 def test_table_and_exit_code(tswift, checkpoint, prompt):
-    result = tswift("compare", "--len", 40, "--model", checkpoint, "--prompt", prompt, "--with-reference-ar")
+    result = tswift("compare", "--len", 40, "--model", checkpoint, "--prompt", prompt, "--with-reference-ar", *THREE)
     assert result.code == 0
     lines = result.out.decode().splitlines()
     assert "40 tokens" in lines[0]

@@ -46,7 +46,7 @@ def test_all_methods_make_the_same_files(tswift, prompt: Path, checkpoint: Path,
 def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "run"
     words = ["generate", "--model", str(checkpoint), "--prompt", str(prompt), "--prefill", "7", "--len", "20"]
-    words += ["--seed", "3", "--gamma", "1", "--out", str(out)]
+    words += ["--seed", "3", "--method", "tokenswift", "--gamma", "1", "--out", str(out)]
     result = tswift(*words)
     assert result.code == 0, result.err
     run = json.loads((out / "run.json").read_text())
@@ -100,7 +100,7 @@ def test_quiet(tswift, prompt: Path, checkpoint: Path) -> None:  # type: ignore[
     assert result.code == 0
     assert result.err == ""
     (folder,) = Path("runs").iterdir()
-    assert folder.name.endswith("Z-tokenswift")
+    assert folder.name.endswith("Z-auto")
     assert (folder / "text.txt").read_bytes() == result.out
 
 

@@ -25,7 +25,7 @@ RECORDS = {
     "bench": ("bench", "--prefill", 4, *GRID, "--methods", "medusa,tokenswift", "--out", "b"),
     "bench-sampled": ("bench", "--prefill", 4, *GRID, "--methods", "reuse", "--ar", "sampled", "--out", "b"),
     "suite": ("bench", "--suite", "case-study", "--prefill", 4, *GRID, "--out", "b"),
-    "compare": ("compare", "--len", 20, "--quiet", "--json", "b/compare.json"),
+    "compare": ("compare", "--methods", "medusa,tokenswift", "--len", 20, "--quiet", "--json", "b/compare.json"),
     "roofline": (
         *("roofline", "--bandwidth", 4, "--flops", 1, "--len", 9, "--prefill", 9),
         *("--alpha", 0.5, "--json", "b/roofline.json"),
@@ -86,7 +86,7 @@ def test_fields(tswift, checkpoint, tmp_path: Path, name: str) -> None:  # type:
 
 
 def test_fields_of_a_run(tswift, checkpoint, prompt) -> None:  # type: ignore[no-untyped-def]
-    words = ("--model", checkpoint, "--prompt", prompt, "--len", 20, "--quiet")
+    words = ("--model", checkpoint, "--prompt", prompt, "--len", 20, "--method", "tokenswift", "--quiet")
     assert tswift("generate", *words, "--verify", "--out", "runs/one").code == 0
     assert tswift("generate", "--resume", "runs/one", "--len", 25, "--quiet").code == 0
     assert tswift("runs", "--json", "runs.json").code == 0

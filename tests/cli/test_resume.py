@@ -18,7 +18,18 @@ from tswift.decoding.loop import Decoding
 @pytest.fixture
 def words(checkpoint: Path, prompt: Path) -> list[object]:
     sampling = ["--temperature", 1.3, "--min-p", 0, "--seed", 5]
-    return ["generate", "--model", checkpoint, "--prompt", prompt, "--dtype", "float64", *sampling]
+    return [
+        "generate",
+        "--model",
+        checkpoint,
+        "--prompt",
+        prompt,
+        "--method",
+        "tokenswift",
+        "--dtype",
+        "float64",
+        *sampling,
+    ]
 
 
 @pytest.fixture

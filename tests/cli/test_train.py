@@ -193,9 +193,9 @@ def test_a_full_disk_is_one_line(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyP
 
 def test_a_draft_model_that_no_method_needs(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
     for command in ("generate", "compare", "bench"):
-        result = tswift(command, "--model", tiny.model, "--draft-model", tiny.model)
+        result = tswift(command, "--method", "medusa", "--model", tiny.model, "--draft-model", tiny.model)
         assert (result.code, result.out) == (2, b"")
-        unused = r"tswift: error: --draft-model: .* (does not use|uses) it; standalone and triforce do\n"
+        unused = r"tswift: error: --draft-model: .* (does not use|uses) it; standalone, triforce, auto do\n"
         assert re.fullmatch(unused, result.err)
         assert not list(Path().iterdir())
 

@@ -29,8 +29,7 @@ WAITS = frozenset(
     {
         "decoding/device_step.py:_verified",
         "decoding/sampling.py:draw_with_runner_up",
-        "drafting/head_tree.py:_offer",
-        "drafting/heads.py:propose",
+        "drafting/heads.py:_candidates",
         "drafting/history.py:think",
     }
 )
@@ -40,8 +39,6 @@ SENT = frozenset(
         "decoding/sampling.py:noise_bits",
         "decoding/sampling.py:extend",
         "decoding/loop.py:_verify",
-        "drafting/head_tree.py:_sent",
-        "drafting/head_tree.py:propose",
         "drafting/heads.py:guess",
         "drafting/chains.py:cache",
         "drafting/history.py:committed",

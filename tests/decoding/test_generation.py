@@ -96,9 +96,9 @@ def test_heads_that_are_missing(checkpoint: Path) -> None:
 
     model = replace(load(str(checkpoint)), heads=None)
     with pytest.raises(InputError, match="tokenswift drafts with heads and the model has none") as caught:
-        begin(model, [1], 5)
+        begin(model, [1], 5, method="tokenswift")
     others = str(caught.value).rpartition("without heads there are ")[2].split(", ")
-    assert others == ["ar", "recall", "reuse", "magicdec"]
+    assert others == ["ar", "cascade", "recall", "reuse", "magicdec", "auto"]
     for method in others:
         assert sum(len(step.tokens) for step in begin(model, [1], 5, method=method).steps()) == 5
 
@@ -114,7 +114,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
 def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
     dtype = "float64" if method == "medusa" else "float32"
     options = DraftOptions(budget=128, **({"nodes": 5} if "nodes" in METHODS[method].uses else {}))
-    draft = str(checkpoint) if METHODS[method].draft else None
+    draft = str(checkpoint) if METHODS[method].draft or METHODS[method].may_draft else None
     ahead = preflight(str(checkpoint), 3, 50, method, options, dtype=dtype, draft_model=draft)
     model = load(str(checkpoint), dtype=dtype, draft_model=draft)
     run = begin(model, [1, 2, 3], 50, method=method, options=options)

@@ -37,36 +37,38 @@ OFFERS = st.lists(
 def sketched(offers, depth: int = 4, calibration: AcceptanceEstimator | None = None) -> CandidateTree:
     sketch = CandidateTree(7, depth, calibration or AcceptanceEstimator())
     for node, token, source, chance in offers:
-        sketch.offer(node % len(sketch), token, source, chance, chance)
+        sketch.propose(node % len(sketch), token, source, chance, chance)
     return sketch
 
 
 def test_chances_multiply_and_the_highest_counts() -> None:
     sketch = CandidateTree(7, 3, AcceptanceEstimator())
-    first = sketch.offer(0, 1, "a", "x", 0.5)
+    first = sketch.propose(0, 1, "a", "x", 0.5)
     assert first == 1
-    second = sketch.offer(first, 2, "a", "y", 0.5)
-    assert math.isclose(sketch.reach[second], 0.25)
-    assert sketch.offer(0, 1, "b", "z", 0.2) == first
-    assert (sketch.reach[first], sketch.sources[first]) == (0.5, "a")
-    assert sketch.offer(0, 1, "b", "w", 0.8) == first
-    assert (sketch.reach[first], sketch.sources[first]) == (0.8, "b")
-    assert math.isclose(sketch.reach[second], 0.4)  # what is below it rises with it
+    second = sketch.propose(first, 2, "a", "y", 0.5)
+    assert math.isclose(sketch.path_prob[second], 0.25)
+    assert sketch.propose(0, 1, "b", "z", 0.2) == first
+    assert (sketch.path_prob[first], sketch.sources[first]) == (0.5, "a")
+    assert sketch.propose(0, 1, "b", "w", 0.8) == first
+    assert (sketch.path_prob[first], sketch.sources[first]) == (0.8, "b")
+    assert math.isclose(sketch.path_prob[second], 0.4)  # what is below it rises with it
     assert sketch.path(second) == [1, 2]
-    third = sketch.offer(second, 3, "a", "x", 0.5)
-    assert sketch.offer(third, 4, "a", "x", 0.5) is None  # too deep
+    third = sketch.propose(second, 3, "a", "x", 0.5)
+    assert sketch.propose(third, 4, "a", "x", 0.5) is None  # too deep
 
 
 @given(OFFERS, st.integers(1, 12))
 def test_the_likeliest_nodes_are_a_tree(offers, limit: int) -> None:
     sketch = sketched(offers)
-    assert all(sketch.reach[node] <= sketch.reach[sketch.parents[node]] * (1 + 1e-9) for node in range(1, len(sketch)))
+    assert all(
+        sketch.path_prob[node] <= sketch.path_prob[sketch.parents[node]] * (1 + 1e-9) for node in range(1, len(sketch))
+    )
     best = sketch.likeliest(limit)
     assert len(best) == min(limit, len(sketch))
     assert all(sketch.parents[node] in best[:place] for place, node in enumerate(best) if place)
-    least = min(sketch.reach[node] for node in best)
-    assert all(sketch.reach[node] <= least * (1 + 1e-9) for node in range(len(sketch)) if node not in best)
-    tree = sketch.cut(best)
+    least = min(sketch.path_prob[node] for node in best)
+    assert all(sketch.path_prob[node] <= least * (1 + 1e-9) for node in range(len(sketch)) if node not in best)
+    tree = sketch.prune(best)
     assert len(tree) == len(best)
     paths = {tuple(sketch.path(node)) for node in best}
     found = {()}
@@ -83,11 +85,11 @@ def test_what_came_teaches_only_where_the_text_went() -> None:
     calibration = AcceptanceEstimator()
     for _ in range(200):
         sketch = CandidateTree(7, 3, calibration)
-        right = sketch.offer(0, 1, "a", "sure", 0.5)
-        sketch.offer(0, 2, "a", "unlikely", 0.5)
-        sketch.offer(right, 3, "a", "later", 0.5)
-        other = sketch.child(0, 2)
-        sketch.offer(other, 4, "a", "never", 0.5)
+        right = sketch.propose(0, 1, "a", "sure", 0.5)
+        sketch.propose(0, 2, "a", "unlikely", 0.5)
+        sketch.propose(right, 3, "a", "later", 0.5)
+        other = sketch.children[0][2]
+        sketch.propose(other, 4, "a", "never", 0.5)
         sketch.learn([1, 9])
     assert calibration.chance(("a", "sure"), 0.5) > 0.95
     assert calibration.chance(("a", "unlikely"), 0.5) < 0.05
@@ -141,13 +143,13 @@ def test_trees_are_smaller_where_nodes_cost_more_and_larger_where_drafting_did()
 
 def test_worth_is_judged_by_the_rate_of_late() -> None:
     plan = TreeBudget(COSTS)
-    assert plan.worth(0.001, 100)  # nothing is known yet
+    assert plan.pays_off(0.001, 100)  # nothing is known yet
     plan.size([1.0], 0, 1.0)  # two seconds
     plan.learn(3)
     rate = plan.rate
     assert rate == 1.5  # of what came, not of what was promised
-    assert plan.worth(1.01 * rate, 1)
-    assert not plan.worth(0.99 * rate, 1)
+    assert plan.pays_off(1.01 * rate, 1)
+    assert not plan.pays_off(0.99 * rate, 1)
 
 
 def test_costs_between_and_beyond_the_known() -> None:
@@ -244,7 +246,7 @@ def test_a_cascade_leaves_no_trace() -> None:
     decoding = Decoding(tiny_target(), prompt, PARAMS, 3, made, 50)
     decoding.prefill()
     context = decoding._context
-    level = made.offering[0]._level
+    level = made.proposing[0]._level
     before = (list(context.text), context.kv.length, level.kv.length, context.sampler.length)
     newest = context.sampler.newest.clone()
     with torch.inference_mode():

@@ -38,7 +38,7 @@ def states_source(states, tree, shared_noise: bool) -> HeadSource:
             pass
 
     class GivenHeads:
-        conditioned = raw = False
+        conditioned = pre_norm = False
 
         def levels(self, hidden, lm_head, first, most):
             assert first is None

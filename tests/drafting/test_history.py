@@ -298,7 +298,7 @@ class Picky(TreeBudget):
         super().__init__()
         self.least = least
 
-    def worth(self, tokens: float, seconds: float) -> bool:
+    def pays_off(self, tokens: float, seconds: float) -> bool:
         return tokens >= 0.4 * self.least
 
 
@@ -310,8 +310,12 @@ def sketched(guesses, least: float, *, text=(9, 1), depth: int = 20, before=(), 
     source.propose(
         sketch, Context(list(text), Sampler(PARAMS, 1, VOCAB, torch.device("cpu")), SimpleNamespace(length=9))
     )
-    assert source.spent == pytest.approx(1e-4 * len(known.asked))
+    assert source.cost_s == pytest.approx(1e-4 * len(known.asked))
     return sketch, known
+
+
+def child(sketch: CandidateTree, node: int, token: int) -> int:
+    return sketch.children[node][token]
 
 
 def test_guesses_go_below_guesses_as_long_as_they_pay() -> None:
@@ -338,11 +342,11 @@ def test_what_others_offered_is_guessed_below_and_agreement_counts() -> None:
     sketch, known = sketched({(1,): Candidates([2, 4], [5.0, 4.0], 3, 0)}, 0.05, before=before)
     plain, _ = sketched({}, 0.05, before=before)
     assert set(known.asked) >= {(1,), (1, 2), (1, 3), (1, 2, 7)}
-    agreed, alone = sketch.child(0, 2), sketch.child(0, 4)
-    assert sketch.reach[agreed] > plain.reach[plain.child(0, 2)]
-    assert sketch.reach[sketch.child(0, 3)] == plain.reach[plain.child(0, 3)]
+    agreed, alone = child(sketch, 0, 2), child(sketch, 0, 4)
+    assert sketch.path_prob[agreed] > plain.path_prob[child(plain, 0, 2)]
+    assert sketch.path_prob[child(sketch, 0, 3)] == plain.path_prob[child(plain, 0, 3)]
     second, _ = sketched({(1,): Candidates([2, 4], [5.0, 4.0], 3, 0)}, 0.05)
-    assert sketch.reach[alone] < second.reach[second.child(0, 4)]
+    assert sketch.path_prob[alone] < second.path_prob[child(second, 0, 4)]
 
 
 def test_a_long_match_is_followed_many_tokens_at_once() -> None:
@@ -357,7 +361,7 @@ def test_a_long_match_is_followed_many_tokens_at_once() -> None:
     # where the guess is another one than what followed then, following ends
     guesses[1, 20, 21] = Candidates([50, 22], [3.0, 2.0], 12, 2)
     sketch, _ = sketched(guesses, 0.3, text=text, depth=32)
-    assert sketch.path(sketch.child(sketch.child(sketch.child(0, 20), 21), 50)) == [20, 21, 50]
+    assert sketch.path(child(sketch, child(sketch, child(sketch, 0, 20), 21), 50)) == [20, 21, 50]
     for depth in (1, 2, 3, 9):
         assert max(sketched(guesses, 0.0, text=text, depth=depth)[0].depths) == depth
 
@@ -378,7 +382,7 @@ def test_texts_of_methods_that_recall_are_those_of_plain_decoding(method: str, o
     target, prompt, length = tiny_target(), [3, 1, 4, 1, 5] * 4, 130
     drafter = make_drafter(method, target, tiny_heads(kind="conditioned"), options)
     assert isinstance(drafter, DynamicTreeDrafter)
-    assert isinstance(drafter.offering[-1], HistorySource)
+    assert isinstance(drafter.proposing[-1], HistorySource)
     texts = []
     for each in (Drafter(), drafter):
         steps = list(Decoding(target, prompt, PARAMS, 5, each, length).steps())
@@ -400,7 +404,7 @@ def test_what_does_not_go_with_recalling() -> None:
     assert resolve("tokenswift", target, heads, DraftOptions()).recall is None
     assert resolve("tokenswift", target, heads, DraftOptions(tree="auto")).recall == 64
     without = make_drafter("tokenswift", target, heads, DraftOptions(tree="auto", recall=0, ngrams=3))
-    assert not any(isinstance(source, HistorySource) for source in without.offering)
+    assert not any(isinstance(source, HistorySource) for source in without.proposing)
 
 
 @pytest.mark.parametrize(
@@ -421,7 +425,7 @@ def test_texts_are_those_of_plain_decoding(params: SamplingParams, pieces: int) 
         plan = TreeBudget()
         memory = LogitHistory(target, True)
         source = HistorySource(memory, plan, 16)
-        drafter = DynamicTreeDrafter(offering=[source], depth=8, limit=16, plan=plan, memory=memory)
+        drafter = DynamicTreeDrafter(proposing=[source], depth=8, limit=16, budget=plan, memory=memory)
         decoding = Decoding(target, prompt, params, 5, drafter, length * piece // pieces, written=written)
         for step in decoding.steps():
             written += step.tokens

@@ -13,8 +13,7 @@ from tswift.decoding.drafter import Drafter
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import CascadeSource, ChainSource, FullDraftModel, PartialDraftModel, SmallDraftModel
 from tswift.drafting.dynamic_tree import DynamicTreeDrafter
-from tswift.drafting.head_tree import HeadTreeSource
-from tswift.drafting.heads import HeadSource
+from tswift.drafting.heads import HeadSource, HeadTreeSource
 from tswift.drafting.history import HistorySource
 from tswift.drafting.methods import (
     METHODS,
@@ -98,11 +97,11 @@ def test_trees_deeper_than_the_heads_are_refused() -> None:
 
 def test_missing_heads_are_refused() -> None:
     for name, method in METHODS.items():
-        if name in ("medusa", "tokenswift", "cascade", "auto"):
+        if name in ("medusa", "tokenswift"):
             with pytest.raises(InputError, match=r"method: .*heads"):
                 resolve(name, tiny_target(), None, DraftOptions())
         else:
-            assert not method.with_heads
+            assert not method.needs_heads
             resolve(name, tiny_target(), None, DraftOptions())
 
 
@@ -189,8 +188,8 @@ def made(method: str, **options):
 
 def sources_of(drafter: Drafter) -> list:
     if isinstance(drafter, AdaptiveDrafter):
-        return [source for rival in drafter.rivals for source in sources_of(rival.drafter)]
-    return list(drafter.offering if isinstance(drafter, DynamicTreeDrafter) else drafter.sources)
+        return [source for arm in drafter.arms.values() for source in sources_of(arm)]
+    return list(drafter.proposing if isinstance(drafter, DynamicTreeDrafter) else drafter.sources)
 
 
 def test_what_each_method_drafts_from() -> None:
@@ -205,7 +204,7 @@ def test_what_each_method_drafts_from() -> None:
         "magicdec": [ChainSource],
         "standalone": [ChainSource],
         "triforce": [ChainSource],
-        "auto": [HeadSource, HeadTreeSource, HistorySource, CascadeSource, HistorySource],
+        "auto": [HeadSource, CascadeSource, HistorySource, ChainSource],
         "ar-reference": [],
     }
 
@@ -235,7 +234,7 @@ def _levels(drafter: Drafter) -> list:
     """What its sources decode or read, and what theirs do."""
     found = []
     for source in sources_of(drafter):
-        if isinstance(source, HeadSource | HeadTreeSource):
+        if isinstance(source, HeadSource):
             found += [source.reader._level] if source.reader.direct else []
         elif isinstance(source, ChainSource | CascadeSource):
             found += [source._level, *_levels(source.drafter)]
@@ -264,7 +263,7 @@ def test_a_missing_smaller_model_is_refused() -> None:
             with pytest.raises(InputError, match=r"draft_model: .*smaller model"):
                 make_drafter(name, tiny_target(), tiny_heads(), DraftOptions())
         else:
-            make_drafter(name, tiny_target(), None if not method.with_heads else tiny_heads(), DraftOptions())
+            make_drafter(name, tiny_target(), tiny_heads() if method.needs_heads else None, DraftOptions())
 
 
 def test_depth_and_limit() -> None:
@@ -288,7 +287,7 @@ def test_trees_that_pay() -> None:
     for method, source in (("medusa", HeadTreeSource), ("tokenswift", HeadTreeSource)):
         drafter = made(method, tree="auto")
         assert type(sources_of(drafter)[0]) is source
-        assert drafter.plan.costs is NOMINAL
+        assert drafter.budget.costs is NOMINAL
         assert resolve(method, tiny_target(), tiny_heads(), DraftOptions(tree="auto")).costs == "measured"
         assert {"costs", "recall"} <= used(method, DraftOptions(tree="auto"))
         assert not {"costs", "recall"} & used(method, DraftOptions(tree=(1, 1)))

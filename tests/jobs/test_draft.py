@@ -44,9 +44,9 @@ def test_which_one() -> None:
     assert draft_for(["standalone"], "theirs", "mine") == "mine"
     with pytest.raises(InputError, match=r"^draft_model: names a smaller model .* theirs, which standalone needs$"):
         draft_for(["ar", "standalone"], "theirs", None)
-    with pytest.raises(InputError, match=r"^draft_model: tokenswift does not use it; standalone and triforce do$"):
+    with pytest.raises(InputError, match=r"^draft_model: tokenswift does not use it; standalone, triforce, auto do$"):
         draft_for(["tokenswift"], "demo", "mine")
-    with pytest.raises(InputError, match=r"^draft_model: none of ar, reuse uses it; standalone and triforce do$"):
+    with pytest.raises(InputError, match=r"^draft_model: none of ar, reuse uses it; standalone, triforce, auto do$"):
         draft_for(["ar", "reuse"], "demo", "mine")
 
 
@@ -94,7 +94,7 @@ def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(checkpoint: Path
 def test_a_resumed_run_that_needs_none_takes_none(checkpoint: Path, small: Path, tmp_path: Path) -> None:
     job = start(_settings(checkpoint, tmp_path, method="ar"), ["tswift"])
     job.run(lambda *given: None)
-    with pytest.raises(InputError, match=r"^draft_model: ar does not use it; standalone and triforce do$"):
+    with pytest.raises(InputError, match=r"^draft_model: ar does not use it; standalone, triforce, auto do$"):
         resume(tmp_path / "run", {"length": 8, "draft_model": str(small)}, False, ["tswift"])
 
 
@@ -154,7 +154,7 @@ def test_methods_side_by_side(checkpoint: Path, small: Path) -> None:
     runs = open_runs(config, [1, 2, 3], 20, 0)
     assert runs[1].generation is not None
     assert runs[1].generation.need.draft_kv_bytes > 0
-    with pytest.raises(InputError, match=r"^draft_model: none of ar, reuse uses it; standalone and triforce do$"):
+    with pytest.raises(InputError, match=r"^draft_model: none of ar, reuse uses it; standalone, triforce, auto do$"):
         configure(BenchOptions(("ar", "reuse"), model=str(checkpoint), draft_model=str(small)))
     with pytest.raises(InputError, match=r"^draft_model: names a smaller model"):
         configure(BenchOptions(("ar", "standalone"), model=str(checkpoint)))

@@ -51,6 +51,7 @@ def asked(checkpoint: Path, tmp_path: Path) -> RunConfig:
     drafting = {"budget": 64}
     return RunConfig(
         length=LENGTH,
+        method="tokenswift",
         prompt=prompt,
         seed=5,
         sampling=sampling,

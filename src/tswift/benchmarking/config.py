@@ -85,9 +85,9 @@ class BenchOptions(ModelConfig):
     """
 
     methods: Sequence[str] = option(
-        (BASELINE, "medusa", "tokenswift"),
+        (BASELINE, "auto"),
         f"Of {', '.join(METHODS)}; ar is always among them.",
-        shown="ar,medusa,tokenswift",
+        shown="ar,auto",
         parse=parse_methods,
         also=("--method",),
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tswift.decoding.sampling import Sampler
 from tswift.kv.cache import KVBuffer
-from tswift.models.passes import Forwarded
+from tswift.models.passes import Forwarded, PassCosts
 
 if TYPE_CHECKING:
     from tswift.decoding.device_step import DeviceState
@@ -195,6 +195,9 @@ class Source(Protocol):
     def propose(self, tree: DraftTree, context: Context) -> None:
         """Add candidate paths below the root."""
 
+    def price(self, costs: PassCosts, context: Context) -> float:
+        """Seconds that a draft takes by these costs."""
+
     def committed(self, context: Context, most: int) -> None:
         """Take notice of the text having grown, by prefill or by a step; the next step commits at most ``most``."""
 
@@ -274,6 +277,10 @@ class Drafter:
         for source in self.sources:
             source.propose(tree, context)
         return tree
+
+    def draft_cost(self, costs: PassCosts, context: Context) -> float:
+        """Seconds that a draft takes by these costs."""
+        return sum(source.price(costs, context) for source in self.sources)
 
     def on_device(self, state: DeviceState) -> DeviceDraft | None:
         """How the device drafts by itself with this state; None if the host has to propose trees."""

@@ -1,4 +1,4 @@
-"""Several drafters of one decode, of which each step takes the one that has been the fastest of late.
+"""One method for everybody: of several whole methods (arms of a bandit), plain decoding among them, the fastest.
 
 What drafts fastest depends on how long the text is, how much it repeats itself, and on the machine. The text is the
 same whoever drafts.
@@ -7,120 +7,192 @@ same whoever drafts.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from tswift.decoding.drafter import Context, Drafter, DraftTree
-from tswift.drafting.dynamic_tree import DynamicTreeDrafter
-from tswift.models.passes import Forwarded, PassCosts
+from tswift.models.passes import PassCosts
 
-_TRIED = 16  # steps of each at first
-_MEMORY = 1 / 96  # of what is known of a rival, forgotten when it takes a step
-_WAIT, _PATIENCE = 8, 3  # steps after which one that is as fast is tried again; half as fast, 2^3 times as many
-_LONGEST = 1024  # steps after which any is
-_FAR = 8  # times its usual seconds that a step counts for at most: the process may have been stopped meanwhile
+_ALLOWANCE = 4.0  # plain steps' time that trials may lose to the best arm at first
+_SHARE = 0.015  # of the time that has passed, which they may lose after that
+_LEAST, _MOST = 3, 12  # counted steps of a trial: of an arm that is slower than so much of the best, and of others
+_SLOWER = 0.85
+_LOSS = 4.0  # plain steps' time lost, after which a trial ends at once
+_WAIT, _PATIENCE = (
+    64.0,
+    2.0,
+)  # plain steps' time until an arm as fast as the best is tried again; half as fast, 2^2 of it
+_LONGEST = 2048.0  # after which any is
+_EVERY = 4  # steps after which it is asked whether another arm is due
+_MEMORY = 1 / 96  # of what is known of an arm, forgotten in each of its steps
+_FAR = 8.0  # times its usual seconds that a step counts for at most: the process may have been stopped meanwhile
 
 
-@dataclass
 class Arm:
-    """One of the drafters.
+    """What is known of an arm's speed.
 
     Attributes:
-        name: what it is called.
-        drafter: how it drafts.
-        levels: of heads that it asks in every step, if it does not choose how many.
+        steps: how many it took.
+        last: when it took the last one, in seconds of the decode.
     """
 
-    name: str
-    drafter: Drafter
-    levels: int = 0
-    steps: int = 0
-    waited: int = 0  # steps since its last one
-    _count: float = 0.0  # steps of late
-    _tokens: float = 0.0
-    _seconds: float = 0.0
+    def __init__(self) -> None:
+        self.steps, self.last = 0, 0.0
+        self._count = self._tokens = self._seconds = 0.0  # of late
 
     @property
     def rate(self) -> float:
-        """Tokens per second of late."""
-        return self._tokens / self._seconds
+        """Tokens per second of late; 0 before the second step."""
+        return self._tokens / self._seconds if self._count else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step of late; 0 before the second one."""
+        return self._seconds / self._count if self._count else 0.0
 
     def learn(self, tokens: int, seconds: float) -> None:
         """It took a step. The first does not count: what is used for the first time takes longer."""
-        self.steps, self.waited = self.steps + 1, 0
+        self.steps += 1
         if self.steps == 1:
             return
-        if self._count:
-            seconds = min(seconds, _FAR * self._seconds / self._count)
         self._count += 1 - _MEMORY * self._count
         self._tokens += tokens - _MEMORY * self._tokens
-        self._seconds += max(seconds, 1e-9) - _MEMORY * self._seconds
+        self._seconds += seconds - _MEMORY * self._seconds
+
+    def age(self) -> None:
+        """What is known of it is old: let it count for no more than a short trial."""
+        if self._count > _LEAST:
+            share = _LEAST / self._count
+            self._count, self._tokens, self._seconds = _LEAST, share * self._tokens, share * self._seconds
+
+
+class Bandit:
+    """Chooses an arm for every step: the fastest, and now and then another one for a trial of a few steps.
+
+    What trials lose to the fastest arm is accounted for: none begins once they have lost an allowance and a share of
+    all the time. And the slower an arm was, the longer it waits.
+
+    Args:
+        arms: how many; the first is plain decoding, with which it begins.
+
+    Attributes:
+        chosen: the arm that takes the next step.
+    """
+
+    def __init__(self, arms: int) -> None:
+        self.arms = [Arm() for _ in range(arms)]
+        self.chosen = 0
+        self._best = 0
+        self._trial = 0  # counted steps that are left of a trial
+        self._steps = 0
+        self._now = 0.0  # seconds of the decode
+        self._allowed = self._lost = 0.0  # seconds that trials may lose yet, and that this one has lost
+
+    def learn(self, tokens: int, seconds: float, overhead: float = 0.0) -> None:
+        """The chosen arm took a step; choose another one, if that is due.
+
+        Args:
+            tokens: that it added.
+            seconds: that it took.
+            overhead: seconds that it took beforehand to catch up with the text, which are no part of its pace.
+        """
+        arm, plain = self.arms[self.chosen], self.arms[0]
+        usual = arm.step_s or max(other.step_s for other in self.arms)
+        seconds = max(min(seconds, _FAR * usual) if usual else seconds, 1e-9)
+        arm.learn(tokens, seconds)
+        self._now += seconds + overhead
+        arm.last = self._now
+        self._steps += 1
+        if self._trial:
+            self._allowed -= overhead
+            self._continue(arm, seconds - tokens / self.arms[self._best].rate)
+            return
+        self._allowed = min(self._allowed + _SHARE * (seconds + overhead), 4 * _ALLOWANCE * plain.step_s)
+        if self._steps == 2:
+            self._allowed = _ALLOWANCE * plain.step_s
+        if self._steps % _EVERY == 0 or self._steps == 2:
+            self._settle()
+
+    def _continue(self, arm: Arm, lost: float) -> None:
+        """Account for a step of a trial, and end it where that is due."""
+        self._lost += lost
+        self._allowed -= lost
+        self._trial -= arm.steps > 1
+        tried, slower = _MOST - self._trial, arm.rate < _SLOWER * self.arms[self._best].rate
+        if tried == _MOST or (tried >= _LEAST and slower) or (tried > 1 and self._lost > _LOSS * self.arms[0].step_s):
+            self._trial = 0
+            self._settle()
+
+    def _settle(self) -> None:
+        """Choose the fastest arm, or a trial of one that has waited long enough and may lose as much as it would."""
+        self._best = max(range(len(self.arms)), key=lambda index: self.arms[index].rate)
+        best, plain, longest = self.arms[self._best], self.arms[0].step_s, 1.0
+        self.chosen = self._best
+        for index, arm in enumerate(self.arms):
+            if not arm.rate:
+                loss, waited = _LOSS * plain, inf
+            else:
+                ratio = best.rate / arm.rate
+                loss = min(_LEAST * arm.step_s * (1 - 1 / ratio), _LOSS * plain)
+                waited = (self._now - arm.last) / (min(_WAIT * ratio**_PATIENCE, _LONGEST) * plain)
+            if index != self._best and waited > longest and self._allowed >= loss:
+                self.chosen, longest = index, waited
+        if self.chosen != self._best:
+            self.arms[self.chosen].age()
+            self._trial, self._lost = _MOST, 0.0
 
 
 @dataclass
 class AdaptiveDrafter(Drafter):
-    """Takes the fastest of its rivals, and now and then another one, the more seldom the slower that was.
+    """Drafts by the arm that a bandit chooses. The others stand aside: each catches up with the text when chosen.
 
     Attributes:
-        rivals: at least one.
+        arms: drafters by name, the first of which drafts nothing.
         costs: by which seconds are told, so that choices are the same everywhere; None for those of the clock.
     """
 
-    rivals: Sequence[Arm] = ()
+    arms: Mapping[str, Drafter] = field(default_factory=dict)
     costs: PassCosts | None = None
-    _chosen: Arm | None = None
-    _started: tuple[int, float] = field(default=(0, 0.0))  # the text's length, and the time
-    _nodes: int = 0
+
+    def __post_init__(self) -> None:
+        self._names, self._drafters = list(self.arms), list(self.arms.values())
+        self.bandit = Bandit(len(self.arms))
+        self._drafted: int | None = None  # the arm that drafted last
+        self._length = 0  # of the text then
+        self._seconds = self._started = self._overhead = 0.0
 
     @property
     def choice(self) -> str:
         """As :attr:`Drafter.choice`."""
-        return self._chosen.name if self._chosen else ""
+        return "" if self._drafted is None else self._names[self._drafted]
 
     def propose(self, context: Context, wanted: int) -> DraftTree:
         """As :meth:`Drafter.propose`."""
-        self._chosen = self._choose()
-        self._started = len(context.text), time.perf_counter()
-        tree = self._chosen.drafter.propose(context, wanted)
-        self._nodes = len(tree)
+        self._started, self._length, self._drafted = time.perf_counter(), len(context.text), self.bandit.chosen
+        drafter = self._drafters[self._drafted]
+        tree = drafter.propose(context, wanted)
+        if self.costs is not None:
+            self._seconds = drafter.draft_cost(self.costs, context) + self.costs.seconds(len(tree), context.kv.length)
         return tree
-
-    def _choose(self) -> Arm:
-        for rival in self.rivals:
-            if rival.steps < _TRIED:
-                return rival
-        best = max(self.rivals, key=lambda rival: rival.rate)
-        for rival in self.rivals:
-            rival.waited += 1
-            wait = min(_WAIT * (best.rate / rival.rate) ** _PATIENCE, _LONGEST)
-            if rival is not best and rival.waited > wait:
-                return rival
-        return best
 
     def learn(self, context: Context) -> None:
         """As :meth:`Drafter.learn`."""
-        if self._chosen is None:
+        if self._drafted is None:
             return
-        length, since = self._started
-        self._chosen.drafter.learn(context)
-        seconds = time.perf_counter() - since if self.costs is None else self._priced(self._chosen, length - 1)
-        self._chosen.learn(len(context.text) - length, seconds)
-
-    def _priced(self, rival: Arm, held: int) -> float:
-        """Seconds of the rival's step over ``held`` keys by the costs."""
-        assert self.costs is not None
-        drafter = rival.drafter
-        spent = drafter.spent if isinstance(drafter, DynamicTreeDrafter) else rival.levels * self.costs.level
-        return spent + self.costs.seconds(self._nodes, held)
-
-    def prefilled(self, context: Context, forwarded: Forwarded) -> None:
-        """As :meth:`Drafter.prefilled`."""
-        super().prefilled(context, forwarded)
-        for rival in self.rivals:
-            rival.drafter.prefilled(context, forwarded)
+        self._drafters[self._drafted].learn(context)
+        if self.costs is None:
+            self._seconds += time.perf_counter() - self._started
+        self.bandit.learn(len(context.text) - self._length, self._seconds, self._overhead)
 
     def keep_up(self, context: Context, most: int) -> None:
-        """As :meth:`Drafter.keep_up`."""
+        """As :meth:`Drafter.keep_up`, for the arm that takes the next step."""
+        started, drafter = time.perf_counter(), self._drafters[self.bandit.chosen]
         super().keep_up(context, most)
-        for rival in self.rivals:
-            rival.drafter.keep_up(context, most)
+        for each in [drafter] if self._drafted is not None else self._drafters:  # the prompt is for all
+            each.keep_up(context, each.depth + 1)
+        self._seconds = self._overhead = 0.0
+        if self.costs is None and self.bandit.chosen == self._drafted:
+            self._seconds = time.perf_counter() - started
+        elif self.costs is None:
+            self._overhead = time.perf_counter() - started

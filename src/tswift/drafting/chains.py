@@ -20,9 +20,10 @@ from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter, DraftTree, Step
 from tswift.decoding.loop import decode_step
 from tswift.decoding.sampling import NoTokenLeft
-from tswift.drafting.dynamic_tree import CandidateTree, DynamicTreeDrafter, TreeBudget
+from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
 from tswift.kv.cache import KVBuffer, StreamingKV
 from tswift.kv.partial import PartialKV
+from tswift.models.passes import PassCosts
 from tswift.models.target import Target
 
 CHUNK = 128  # tokens that a small model catches up with at a time
@@ -42,7 +43,7 @@ class DraftModel(Protocol):
     def cache(self, context: Context) -> KVBuffer:
         """The cache, holding of the text but the root what it is to hold. More may be committed to it."""
 
-    def leave(self, context: Context) -> None:
+    def rollback(self, context: Context) -> None:
         """Take back what was committed to the cache since; the text has it still."""
 
     def committed(self, context: Context, most: int) -> None:
@@ -68,7 +69,7 @@ class FullDraftModel:
         self.target.prepare(context.kv, 1)
         return context.kv
 
-    def leave(self, context: Context) -> None:
+    def rollback(self, context: Context) -> None:
         """Forget what was drafted."""
         context.kv.length = self._held
 
@@ -94,7 +95,7 @@ class PartialDraftModel:
         """The partial cache."""
         return self.kv
 
-    def leave(self, context: Context) -> None:
+    def rollback(self, context: Context) -> None:
         """Forget what is no copy."""
         self.kv.forget()
 
@@ -145,7 +146,7 @@ class SmallDraftModel:
         self.kv.settle()
         return self.kv
 
-    def leave(self, context: Context) -> None:
+    def rollback(self, context: Context) -> None:
         """Remember what was forwarded: what the text comes to have of it need not be forwarded again."""
         self._unsettled = context.text[self.kv.settled : self.kv.seen]
 
@@ -153,7 +154,7 @@ class SmallDraftModel:
         """Forward the prompt; later tokens can wait until they are needed."""
         if not self.kv.seen:
             self.cache(context)
-            self.leave(context)
+            self.rollback(context)
 
 
 class ChainSource:
@@ -188,10 +189,15 @@ class ChainSource:
         except NoTokenLeft:  # not for a draft to complain of: the target's own pass will tell
             pass
         finally:
-            self._level.leave(context)
+            self._level.rollback(context)
             chain = context.text[root:]
             del context.text[root:]
         tree.add(chain, self.name)
+
+    def price(self, costs: PassCosts, context: Context) -> float:
+        """As if its model were as large as the target: what another one's passes cost is not known."""
+        step = costs.seconds(self.drafter.limit, self._level.keys or context.kv.length)
+        return self._gamma * (step + self.drafter.draft_cost(costs, context)) / (1 + self.drafter.depth)
 
     def _steps(self, context: Context, kv: KVBuffer) -> Callable[[int], Step]:
         """A function that decodes one step, of at most the given number of tokens, from the current text."""
@@ -213,10 +219,8 @@ class ChainSource:
         self.drafter.keep_up(context, most)
 
 
-_INNER, _LEVELS = 8, 3  # nodes of a step on the level, and levels of heads, for judging whether another one pays
-_AGREES = 0.9  # about how many of its tokens are those that the target draws over everything
 _STEP, _FAR = 0.25, 8  # leads are told apart by this much, and up to so many times
-_GUESSES = (0.6, 0.75, 0.85, 0.9, 0.95)  # chances by lead at first
+_GUESSES = (0.6, 0.75, 0.85, 0.9, 0.95)  # probabilities by lead at first
 _OTHERS = (0.35, 0.2, 0.1, 0.06, 0.03)  # of the runner-up
 
 
@@ -225,9 +229,10 @@ class CascadeSource:
 
     Args:
         level: the target and what it reads.
-        drafter: what the chain is drafted from; it plans by what passes on the level cost.
+        drafter: what the chain is drafted from; of nothing it is decoded token by token.
         shared_noise: draw the chain's tokens with the noise the target will draw with; otherwise take the likeliest.
-        plan: of the tree that it is verified in.
+        budget: of the tree that it is verified in.
+        costs: what passes on the level cost.
 
     Attributes:
         drafter: what the chain is drafted from.
@@ -235,52 +240,56 @@ class CascadeSource:
 
     name = "self"
 
-    def __init__(self, level: DraftModel, drafter: DynamicTreeDrafter, shared_noise: bool, plan: TreeBudget) -> None:
-        self._level, self.drafter, self._shared_noise, self._plan = level, drafter, shared_noise, plan
-        self.spent = 0.0
-        self._usual = 1.0  # tokens of a step on the level, of late
+    def __init__(
+        self, level: DraftModel, drafter: Drafter, shared_noise: bool, budget: TreeBudget, costs: PassCosts
+    ) -> None:
+        self._level, self.drafter, self._shared_noise = level, drafter, shared_noise
+        self._budget, self._costs = budget, costs
+        self.cost_s = 0.0
+        self._tokens = 1.0  # of a step on the level, of late
+        self._seconds = 0.0  # of the last one, by the costs
 
     def start(self, context: Context) -> None:
         """Nothing: the host has to see each token before the next is decoded."""
 
-    def propose(self, sketch: CandidateTree, context: Context) -> None:
-        """Decode the chain, offer it, and take all of it back."""
-        self.spent = 0.0
+    def propose(self, tree: CandidateTree, context: Context) -> None:
+        """Decode the chain, propose it, and take all of it back."""
+        self.cost_s = 0.0
         root, held = len(context.text), context.kv.length
         aside = context.aside(self._level.cache(context))
         if not self._shared_noise:
             aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
         try:
-            self._decode(sketch, aside, held)
+            self._decode(tree, aside, held)
         except NoTokenLeft:  # not for a draft to complain of: the target's own pass will tell
             pass
         finally:
-            self._level.leave(context)
+            self._level.rollback(context)
             del context.text[root:]
 
-    def _decode(self, sketch: CandidateTree, aside: Context, held: int) -> None:
-        """Decode the chain and offer it, as long as that pays; ``held`` keys are what it is verified over."""
-        node, keys, costs = 0, self._level.keys or held, self.drafter.plan.costs
-        while sketch.depths[node] < sketch.depth and self._worth(sketch.reach[node], keys, held):
-            step = decode_step(self._level.target, aside, self.drafter, sketch.depth - sketch.depths[node], leads=True)
-            self.spent += self.drafter.spent + costs.seconds(step.nodes, keys)
-            self._usual += 0.05 * (len(step.tokens) - self._usual)
+    def _decode(self, tree: CandidateTree, aside: Context, held: int) -> None:
+        """Decode the chain and propose it, as long as that pays; ``held`` keys are what it is verified over."""
+        node, keys, target = 0, self._level.keys or held, self._level.target
+        while tree.depths[node] < tree.depth and self._pays_off(tree.path_prob[node], held):
+            step = decode_step(target, aside, self.drafter, tree.depth - tree.depths[node], leads=True)
+            self._seconds = self.drafter.draft_cost(self._costs, aside) + self._costs.seconds(step.nodes, keys)
+            self.cost_s += self._seconds
+            self._tokens += 0.05 * (len(step.tokens) - self._tokens)
             for token, (other, lead) in zip(step.tokens, step.leads, strict=True):
                 steps = round(min(lead / _STEP, _FAR))
                 sure = min(steps, len(_GUESSES) - 1)
                 if lead < inf:  # else nothing but the token was left to be drawn
-                    sketch.offer(node, other, self.name, (1, steps), _OTHERS[sure])
-                below = sketch.offer(node, token, self.name, (0, steps), _GUESSES[sure])
+                    tree.propose(node, other, self.name, (1, steps), _OTHERS[sure])
+                below = tree.propose(node, token, self.name, (0, steps), _GUESSES[sure])
                 assert below is not None  # no step goes deeper than was wanted
                 node = below
 
-    def _worth(self, reach: float, keys: int, held: int) -> bool:
-        """Whether another step over ``keys`` keys pays, to be verified over ``held``."""
-        if reach == 1:
+    def _pays_off(self, path_prob: float, held: int) -> bool:
+        """Whether another step pays, to be verified over ``held`` keys."""
+        if path_prob == 1:
             return True
-        costs = self.drafter.plan.costs
-        step = costs.seconds(_INNER, keys) + _LEVELS * costs.level
-        return self._plan.worth(_AGREES * self._usual * reach, step + self._usual * self._plan.costs.node(held))
+        seconds = self._seconds + self._tokens * self._budget.costs.node(held)
+        return self._budget.pays_off(self._tokens * path_prob, seconds)
 
     def committed(self, context: Context, most: int) -> None:
         """Keep the level's cache up."""

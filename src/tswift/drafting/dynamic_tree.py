@@ -1,7 +1,7 @@
-"""Draft trees chosen anew in every step: sources offer candidates with chances, and those that pay become nodes.
+"""Draft trees chosen anew in every step: of the candidates that sources propose, those that pay are verified.
 
-What a node is worth is the chance that the text goes through it; what it costs is measured, as the time that a pass
-over more nodes takes on this machine. Timings decide the tree and never the text.
+What a node is worth is the probability that the text goes through it; what it costs is measured, as the time that a
+pass over more nodes takes on this machine. Timings decide the tree and never the text.
 """
 
 from __future__ import annotations
@@ -10,35 +10,37 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.models.passes import NOMINAL, PassCosts
 
-_WEIGHT = 8.0  # observations that the chance given at first counts for
+_WEIGHT = 8.0  # observations that the probability guessed at first counts for
 _MEMORY = 2048.0  # observations after which older ones count for half: texts change
 
 
 class AcceptanceEstimator:
-    """Chances of offers by their kind, which is whatever their source knows of them beforehand.
+    """Probabilities of candidates by their kind, which is whatever their source knows of them beforehand.
 
-    A source guesses a chance; what is learned replaces it as observations of the kind come in.
+    A source guesses a probability; what is learned replaces it as observations of the kind come in.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, list[float]] = {}  # of a kind: how many came true, and how many there were
 
     def chance(self, kind: Hashable, guess: float) -> float:
-        """The chance of an offer, above 0 and below 1.
+        """The probability of a candidate, above 0 and below 1.
 
         Args:
-            kind: of the offer.
+            kind: of the candidate.
             guess: what its source thinks, between 0 and 1; it counts as long as little is known of the kind.
         """
-        true, count = self._seen.get(kind, (0.0, 0.0))
-        chance = (true + _WEIGHT * guess) / (count + _WEIGHT)
+        seen = self._seen.get(kind)
+        chance = (seen[0] + _WEIGHT * guess) / (seen[1] + _WEIGHT) if seen else guess
         return min(max(chance, 1e-6), 1 - 1e-6)
 
     def learn(self, kind: Hashable, came_true: bool) -> None:
-        """An offer of the kind was put to the test."""
+        """A candidate of the kind was put to the test."""
         seen = self._seen.setdefault(kind, [0.0, 0.0])
         seen[0] += came_true
         seen[1] += 1
@@ -65,22 +67,24 @@ class TreeBudget:
         self.rate = 0.0
         self._seconds = 0.0  # of the step under way
         self._tokens, self._time = 0.0, 0.0  # of late
+        self._base = self._per_key = np.zeros(0)  # of passes over 1, 2, ... nodes
 
-    def size(self, reach: Sequence[float], context: int, spent: float) -> int:
+    def size(self, path_probs: Sequence[float], context: int, cost_s: float) -> int:
         """How many nodes to verify.
 
         Args:
-            reach: chances of the nodes, root first, falling.
+            path_probs: those of the nodes, root first, falling.
             context: keys that each attends to.
-            spent: seconds that drafting took.
+            cost_s: seconds that drafting took.
         """
-        best, size, expected = 0.0, 1, 0.0
-        for count, chance in enumerate(reach, start=1):
-            expected += chance
-            seconds = spent + self.costs.seconds(count, context)
-            if expected / seconds > best:
-                best, size, self._seconds = expected / seconds, count, seconds
-        return size
+        count = len(path_probs)
+        if count > len(self._base):
+            self._base, ends = (np.array([self.costs.seconds(n, k) for n in range(1, count + 1)]) for k in (0, 1 << 20))
+            self._per_key = (ends - self._base) / (1 << 20)
+        seconds = cost_s + self._base[:count] + self._per_key[:count] * context
+        best = int((np.cumsum(path_probs) / seconds).argmax())
+        self._seconds = float(seconds[best])
+        return best + 1
 
     def learn(self, tokens: int) -> None:
         """The tree whose size was asked for last brought so many tokens."""
@@ -88,44 +92,41 @@ class TreeBudget:
         self._time += self._seconds - _STEADY * self._time
         self.rate = self._tokens / self._time
 
-    def worth(self, tokens: float, seconds: float) -> bool:
+    def pays_off(self, tokens: float, seconds: float) -> bool:
         """Whether so many more expected tokens are worth so many more seconds."""
         return tokens >= self.rate * seconds
 
 
-_PLAIN = 0.5  # chance of a token whose source says nothing of it, until more is known
+_PLAIN = 0.5  # probability of a token whose source says nothing of it, until more is known
 
 
 class CandidateTree:
-    """A trie of offered tokens below the last token of the text.
+    """A trie of proposed tokens below the last token of the text.
 
-    Node 0 is the root. An offer is put to the test when the text turns out to have gone through its parent.
+    Node 0 is the root. A candidate is put to the test when the text turns out to have gone through its parent.
 
     Args:
         root: the text's last token.
         depth: most tokens along a path below the root.
-        calibration: what is known of the kinds of offers.
+        acceptance: what is known of the kinds of candidates.
 
     Attributes:
         tokens, parents, depths: one entry per node; parents come before their children.
-        sources: which source gave the node its chance, by name; empty for the root.
-        reach: the chance that the text goes through the node.
+        sources: which source gave the node its probability, by name; empty for the root.
+        path_prob: the probability that the text goes through the node.
+        children: of every node, by token.
     """
 
-    def __init__(self, root: int, depth: int, calibration: AcceptanceEstimator) -> None:
+    def __init__(self, root: int, depth: int, acceptance: AcceptanceEstimator) -> None:
         self.tokens, self.parents, self.depths, self.sources = [root], [-1], [0], [""]
-        self.reach = [1.0]
+        self.path_prob = [1.0]
+        self.children: list[dict[int, int]] = [{}]
         self.depth = depth
-        self._calibration = calibration
-        self._children: dict[tuple[int, int], int] = {}
-        self._offers: dict[int, list[tuple[int, Hashable]]] = {}  # by parent: token, kind
+        self._acceptance = acceptance
+        self._proposed: list[list[tuple[int, Hashable]]] = [[]]  # below each node: token, kind
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def child(self, node: int, token: int) -> int | None:
-        """The child of ``node`` that carries ``token``, if there is one."""
-        return self._children.get((node, token))
 
     def path(self, node: int) -> list[int]:
         """The tokens from below the root to the node."""
@@ -135,15 +136,15 @@ class CandidateTree:
             node = self.parents[node]
         return tokens[::-1]
 
-    def offer(self, node: int, token: int, source: str, about: Hashable, guess: float) -> int | None:
-        """Say that ``token`` may follow ``node``. Of several sources' chances for it the highest counts.
+    def propose(self, node: int, token: int, source: str, about: Hashable, guess: float) -> int | None:
+        """Say that ``token`` may follow ``node``. Of several sources' probabilities for it the highest counts.
 
         Args:
             node: below which.
             token: what may follow it.
             source: name of who says so.
-            about: what the source knows of the offer, out of few values: its chance is learned by it.
-            guess: its chance, given that the text goes through ``node``, until something is learned.
+            about: what the source knows of the candidate, out of few values: its probability is learned by it.
+            guess: its probability, given that the text goes through ``node``, until something is learned.
 
         Returns:
             The child; None if that is too deep.
@@ -151,36 +152,37 @@ class CandidateTree:
         if self.depths[node] >= self.depth:
             return None
         kind = (source, about)
-        self._offers.setdefault(node, []).append((token, kind))
-        reach = self.reach[node] * self._calibration.chance(kind, guess)
-        known = self.child(node, token)
+        self._proposed[node].append((token, kind))
+        path_prob = self.path_prob[node] * self._acceptance.chance(kind, guess)
+        known = self.children[node].get(token)
         if known is None:
-            known = len(self.tokens)
-            self._children[node, token] = known
+            known = self.children[node][token] = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(node)
             self.depths.append(self.depths[node] + 1)
             self.sources.append(source)
-            self.reach.append(reach)
-        elif reach > self.reach[known]:
+            self.path_prob.append(path_prob)
+            self.children.append({})
+            self._proposed.append([])
+        elif path_prob > self.path_prob[known]:
             self.sources[known] = source
-            self._raise(known, reach)
+            self._scale(known, path_prob / self.path_prob[known])
         return known
 
     def add(self, path: Iterable[int], source: str) -> None:
-        """Offer a path of tokens of which nothing is known but how deep they are."""
+        """Propose a path of tokens of which nothing is known but how deep they are."""
         node: int | None = 0
         for token in path:
             if node is None:
                 return
-            node = self.offer(node, token, source, self.depths[node], _PLAIN)
+            node = self.propose(node, token, source, self.depths[node], _PLAIN)
 
     def likeliest(self, limit: int) -> list[int]:
-        """The root and the nodes with the highest chances, at most ``limit``, parents before their children."""
-        # a child's chance is below its parent's, which has a smaller number, too
-        return sorted(range(len(self)), key=lambda node: (-self.reach[node], node))[:limit]
+        """The root and the nodes with the highest probabilities, at most ``limit``, parents before their children."""
+        # a child's is below its parent's, which has a smaller number, too; sorting keeps the order of equals
+        return sorted(range(len(self)), key=self.path_prob.__getitem__, reverse=True)[:limit]
 
-    def cut(self, nodes: Sequence[int]) -> DraftTree:
+    def prune(self, nodes: Sequence[int]) -> DraftTree:
         """The draft tree of some nodes, each of which comes after its parent; the root is the first."""
         tree = DraftTree(self.tokens[0], len(nodes), self.depth)
         places = {0: 0}
@@ -196,34 +198,31 @@ class CandidateTree:
         for token in came:
             if node is None:
                 return
-            for offered, kind in self._offers.get(node, ()):
-                self._calibration.learn(kind, offered == token)
-            node = self.child(node, token)
+            for proposed, kind in self._proposed[node]:
+                self._acceptance.learn(kind, proposed == token)
+            node = self.children[node].get(token)
 
-    def _raise(self, node: int, reach: float) -> None:
-        """Give a node a higher chance, and what is below it in proportion."""
-        factors = {node: reach / self.reach[node]}
-        for each in range(node, len(self)):
-            factor = factors.get(each) or factors.get(self.parents[each])
-            if factor is not None:
-                factors[each] = factor
-                self.reach[each] *= factor
+    def _scale(self, node: int, factor: float) -> None:
+        """Raise the probability of a node, and of what is below it in proportion."""
+        self.path_prob[node] *= factor
+        for child in self.children[node].values():
+            self._scale(child, factor)
 
 
 class CostedSource(Protocol):
-    """Something that offers how the text may go on, and says what that costs; else as a source.
+    """A source of candidates with probabilities, that says what proposing them costs; else as a source.
 
     Attributes:
-        spent: seconds that the last proposal took, by the plan's costs.
+        cost_s: seconds that the last proposal took, by the costs of passes.
     """
 
-    spent: float
+    cost_s: float
 
     def start(self, context: Context) -> None:
         """As :meth:`Source.start`."""
 
-    def propose(self, sketch: CandidateTree, context: Context) -> None:
-        """Offer what may come."""
+    def propose(self, tree: CandidateTree, context: Context) -> None:
+        """Propose what may come."""
 
     def committed(self, context: Context, most: int) -> None:
         """As :meth:`Source.committed`."""
@@ -231,43 +230,44 @@ class CostedSource(Protocol):
 
 @dataclass
 class DynamicTreeDrafter(Drafter):
-    """What a method drafts from, and the plan by which a tree is cut from what that offers.
+    """A method's sources of candidates, and the budget by which their tree is pruned.
 
     Attributes:
-        offering: its sources.
-        plan: how large a tree pays.
-        spent: seconds that drafting the last tree took, by the plan's costs.
+        proposing: its sources.
+        budget: how large a tree pays.
     """
 
-    offering: Sequence[CostedSource] = ()
-    plan: TreeBudget = field(default_factory=TreeBudget)
-    spent: float = 0.0
-    _calibration: AcceptanceEstimator = field(default_factory=AcceptanceEstimator)
-    _sketched: tuple[CandidateTree, int] | None = None  # and the text's length then
+    proposing: Sequence[CostedSource] = ()
+    budget: TreeBudget = field(default_factory=TreeBudget)
+    _acceptance: AcceptanceEstimator = field(default_factory=AcceptanceEstimator)
+    _drafted: tuple[CandidateTree, int] | None = None  # and the text's length then
 
     def propose(self, context: Context, wanted: int) -> DraftTree:
         """As :meth:`Drafter.propose`."""
-        sketch = CandidateTree(context.text[-1], min(wanted - 1, self.depth), self._calibration)
-        self._sketched = sketch, len(context.text)
-        for source in self.offering:
+        tree = CandidateTree(context.text[-1], min(wanted - 1, self.depth), self._acceptance)
+        self._drafted = tree, len(context.text)
+        for source in self.proposing:
             source.start(context)
-        for source in self.offering:
-            source.propose(sketch, context)
-        self.spent = sum(source.spent for source in self.offering)
-        nodes = sketch.likeliest(self.limit)
-        size = self.plan.size([sketch.reach[node] for node in nodes], context.kv.length, self.spent)
-        return sketch.cut(nodes[:size])
+        for source in self.proposing:
+            source.propose(tree, context)
+        nodes = tree.likeliest(self.limit)
+        spent = self.draft_cost(self.budget.costs, context)
+        return tree.prune(nodes[: self.budget.size([tree.path_prob[node] for node in nodes], context.kv.length, spent)])
+
+    def draft_cost(self, costs: PassCosts, context: Context) -> float:
+        """As :meth:`Drafter.draft_cost`, of the last draft."""
+        return sum(source.cost_s for source in self.proposing)
 
     def learn(self, context: Context) -> None:
         """As :meth:`Drafter.learn`."""
-        if self._sketched is not None:
-            sketch, length = self._sketched
-            sketch.learn(context.text[length:])
-            self.plan.learn(len(context.text) - length)
-            self._sketched = None
+        if self._drafted is not None:
+            tree, length = self._drafted
+            tree.learn(context.text[length:])
+            self.budget.learn(len(context.text) - length)
+            self._drafted = None
 
     def keep_up(self, context: Context, most: int) -> None:
         """As :meth:`Drafter.keep_up`."""
         super().keep_up(context, most)
-        for source in self.offering:
+        for source in self.proposing:
             source.committed(context, most)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import product
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from tswift.decoding.drafter import Context, DraftTree
 from tswift.decoding.drawing import MOST
 from tswift.decoding.sampling import Sampler
 from tswift.drafting.chains import DraftModel, PartialDraftModel
+from tswift.drafting.dynamic_tree import CandidateTree
 from tswift.kv.partial import PartialKV
 from tswift.models.heads import Heads
 from tswift.models.passes import Forwarded, PassCosts
@@ -133,14 +136,17 @@ class HeadSource:
         self._target, self._heads, self.reader, self._shared_noise = target, heads, reader, shared_noise
         self._widths = tuple(tree)
         self._guessed: _Guess | None = None
-        levels = range(len(tree))
-        if heads.conditioned:
-            ranks = [(0,) * level + (rank,) for level in levels for rank in range(tree[level])]
-            # the path of best candidates first, then side steps from it: for trees with a limit
-            self._paths = sorted(ranks, key=lambda path: (path[-1], -len(path) if path[-1] == 0 else len(path)))
-        else:
-            # few side steps first, and early ones: a late one is reached only if all before it was right
-            self._paths = sorted(product(*map(range, tree)), key=lambda path: (sum(path), [-rank for rank in path]))
+
+    @cached_property
+    def _paths(self) -> list[tuple[int, ...]]:
+        """The ranks of candidates along each path, the most promising path first: for trees with a limit."""
+        tree = self._widths
+        if self._heads.conditioned:
+            ranks = [(0,) * level + (rank,) for level in range(len(tree)) for rank in range(tree[level])]
+            # the path of best candidates first, then side steps from it
+            return sorted(ranks, key=lambda path: (path[-1], -len(path) if path[-1] == 0 else len(path)))
+        # few side steps first, and early ones: a late one is reached only if all before it was right
+        return sorted(product(*map(range, tree)), key=lambda path: (sum(path), [-rank for rank in path]))
 
     @property
     def reads(self) -> Target:
@@ -174,6 +180,10 @@ class HeadSource:
             tree.add(path, self.name)
         return tree
 
+    def price(self, costs: PassCosts, context: Context) -> float:
+        """Seconds that a draft takes by these costs."""
+        return self.reader.price(costs, context) + self.levels * costs.level
+
     def start(self, context: Context) -> None:
         """Have the device guess every level; nothing is waited for."""
         read = self.reader.read(context)
@@ -184,18 +194,24 @@ class HeadSource:
         places = range(first, first + len(self._widths))
         self._guessed = self.guess(forwarded.hidden[node], raw, context.text[-1], places, context.sampler)
 
-    def propose(self, tree: DraftTree, context: Context) -> None:
-        """Add the combinations of the levels' best candidates."""
+    def _candidates(self) -> list[tuple[list[int], list[float]]]:
+        """Tokens and scores of every level, best first: those that can be drawn; no levels before the first pass."""
         if self._guessed is None:
-            return
+            return []
         tokens, scores = self._guessed
         self._guessed = None
-        found = torch.stack([tokens.double(), scores], dim=1).tolist()  # the one wait for the device
-        levels = [
-            [int(token) for token, score in zip(*level, strict=True) if score != -torch.inf][:width]
-            for level, width in zip(found, self._widths, strict=True)
-        ]
-        for path in self._paths:
+        # the one wait for the device; what is broken is no guess
+        found = torch.stack([tokens.double(), scores], dim=1).tolist()
+        levels = []
+        for (ids, values), width in zip(found, self._widths, strict=True):
+            count = sum(map(isfinite, values[:width]))
+            levels.append(([int(token) for token in ids[:count]], values[:count]))
+        return levels
+
+    def propose(self, tree: DraftTree, context: Context) -> None:
+        """Add the combinations of the levels' best candidates."""
+        levels = [tokens for tokens, _ in self._candidates()]
+        for path in self._paths if levels else ():
             if tree.full:
                 break
             if all(rank < len(level) for rank, level in zip(path, levels, strict=False)):
@@ -272,3 +288,58 @@ class HeadSource:
     def committed(self, context: Context, most: int) -> None:
         """Keep the reader's cache up."""
         self.reader.committed(context, most)
+
+
+_WIDTH, _BRANCHES = 4, 3  # candidates of a level, and nodes of it below which the next one's may follow
+_STEP, _FAR = 0.5, 8  # gaps between scores are told apart by this much, and up to so many times
+# chances by rank and gap, about those of the bundled heads over 2,500 tokens; what is learned soon replaces them
+_GUESSES = (
+    (0.42, 0.62, 0.74, 0.83, 0.88),
+    (0.27, 0.16, 0.07, 0.05, 0.03),
+    (0.12, 0.08, 0.05, 0.03, 0.02),
+    (0.06, 0.05, 0.03, 0.02, 0.01),
+)
+
+
+class HeadTreeSource(HeadSource):
+    """The same candidates for a tree that is pruned to what pays, with chances by their gap to the others.
+
+    Args:
+        levels: most tokens along a path.
+        costs: what levels and passes cost.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        heads: Heads,
+        reader: LastPass | DraftingPass,
+        levels: int,
+        shared_noise: bool,
+        costs: PassCosts,
+    ) -> None:
+        super().__init__(target, heads, reader, (_WIDTH,) * levels, shared_noise)
+        self._costs = costs
+        self.cost_s = 0.0
+
+    def propose(self, tree: CandidateTree, context: Context) -> None:  # type: ignore[override]
+        """Propose every level's candidates below the likeliest nodes that they may follow."""
+        levels = self._candidates()
+        self.cost_s = self.price(self._costs, context) if levels else 0.0
+        nodes = [0]
+        for level, (tokens, scores) in enumerate(levels[: tree.depth]):
+            children: list[int] = []
+            gaps = [score - scores[0] for score in scores[1:]]
+            gaps = [gaps[0] if gaps else -inf, *gaps]
+            kind = min(level, 1) if self.reader.direct else 1
+            for node in nodes:
+                for rank, (token, gap) in enumerate(zip(tokens, gaps, strict=True)):
+                    step = round(min(-gap / _STEP, _FAR))
+                    child = tree.propose(node, token, self.name, (kind, rank, step), _GUESSES[rank][min(step, 4)])
+                    assert child is not None
+                    children.append(child)
+            nodes = sorted(children, key=lambda node: -tree.path_prob[node])[:_BRANCHES]
+            if self._heads.conditioned:
+                nodes = children[:1]  # the next level has been told this token
+            if not nodes:
+                return

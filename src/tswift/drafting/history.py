@@ -195,6 +195,12 @@ class TopKLogits:
             kept = self._ids.shape[1]
             self._logs[rows], self._scales[rows], self._ids[rows] = told[:, :kept], told[:, kept], told[:, kept + 1 :]
 
+    def fill(self, came: Sequence[int]) -> None:
+        """Append positions of which it is known only what token came after each."""
+        rows = self._room(len(came))
+        self._ids[rows], self._logs[rows], self._scales[rows] = 0, -np.inf, 0
+        self._ids[rows, 0], self._logs[rows, 0] = came, 0
+
     def _room(self, more: int) -> slice:
         """The next places, with the arrays grown as needed; untouched memory is not taken yet."""
         start, self._count = self._count, self._count + more
@@ -314,14 +320,19 @@ class LogitHistory:
         return self._thoughts
 
     def committed(self, context: Context) -> None:
-        """Take in what has been committed since the last call: the text, and the last pass over it."""
+        """Take in what has been committed since the last call: the text, and the last pass over it.
+
+        Where nobody asked during other passes, nothing is known but the tokens that came.
+        """
         text, thoughts = context.text, self._begun(context.sampler)
         known = len(self._contexts)
         fresh = text[known:-1]  # what comes after the last token is not known yet
         late = len(text) - 1 - len(thoughts)
-        if late:
-            assert context.logits is not None
-            nodes = torch.tensor(list(context.path)[-late:]).to(context.logits.device, non_blocking=True)
+        seen = 0 if context.logits is None else min(late, len(context.path))
+        if seen < late:
+            thoughts.fill(text[len(thoughts) + 1 :][: late - seen])
+        if seen and context.logits is not None:
+            nodes = torch.tensor(list(context.path)[-seen:]).to(context.logits.device, non_blocking=True)
             thoughts.think(context.logits[nodes])
         self._contexts.extend(fresh)
         for position in range(max(0, known, len(text) - self._params.window), len(text)):
@@ -393,14 +404,14 @@ _GAIN = 0.4  # tokens that a guess gains if the text goes through its node
 
 
 class HistorySource:
-    """Guesses below the likeliest nodes of a sketch.
+    """Guesses below the likeliest nodes of a tree.
 
     It comes after the other sources, as it knows other things than they do: where it agrees with one of them both are
     right far more often (84% of such tokens were drawn, of the bundled model), and where not, far less.
 
     Args:
         recall: of the text; nothing yet.
-        plan: says whether a guess pays.
+        budget: says whether a guess pays.
         limit: most nodes of the tree.
 
     Attributes:
@@ -409,52 +420,51 @@ class HistorySource:
 
     name = "reuse"
 
-    def __init__(self, recall: LogitHistory, plan: TreeBudget, limit: int) -> None:
-        self._recall, self._plan, self._limit = recall, plan, limit
+    def __init__(self, recall: LogitHistory, budget: TreeBudget, limit: int) -> None:
+        self._recall, self._budget, self._limit = recall, budget, limit
         self.follows = True
-        self.spent = 0.0
+        self.cost_s = 0.0
 
     def start(self, context: Context) -> None:
         """Nothing: which nodes are likely is not known yet."""
 
-    def propose(self, sketch: CandidateTree, context: Context) -> None:
+    def propose(self, tree: CandidateTree, context: Context) -> None:
         """Offer candidates below the likeliest nodes, and then below the likeliest of those that came of it."""
-        self.spent = 0.0
+        self.cost_s = 0.0
         asked: set[int] = set()
-        while nodes := self._pay(sketch, asked, context):
-            guesses = self._guess(sketch, nodes, context)
+        while nodes := self._pay(tree, asked, context):
+            guesses = self._guess(tree, nodes, context)
             asked.update(nodes)
             for node, guess in zip(nodes, guesses, strict=True):
-                self._offer(sketch, node, guess)
+                self._offer(tree, node, guess)
             for node, guess in zip(nodes, guesses, strict=True):
                 if guess.match == _LONG and self.follows:
-                    self._follow(sketch, node, guess, asked, context)
+                    self._follow(tree, node, guess, asked, context)
 
-    def _pay(self, sketch: CandidateTree, asked: set[int], context: Context) -> list[int]:
+    def _pay(self, tree: CandidateTree, asked: set[int], context: Context) -> list[int]:
         """The likeliest nodes to guess below, those left out that were asked or do not pay."""
-        price = _SECONDS + self._plan.costs.node(context.kv.length)
+        price = _SECONDS + self._budget.costs.node(context.kv.length)
         nodes: list[int] = []
-        for node in sketch.likeliest(self._limit):
-            if len(nodes) == _ROUND or not self._plan.worth(_GAIN * sketch.reach[node], price):
+        for node in tree.likeliest(self._limit):
+            if len(nodes) == _ROUND or not self._budget.pays_off(_GAIN * tree.path_prob[node], price):
                 break
-            if node not in asked and sketch.depths[node] < sketch.depth:
+            if node not in asked and tree.depths[node] < tree.depth:
                 nodes.append(node)
         return nodes
 
     def _guess(
-        self, sketch: CandidateTree, nodes: Sequence[int], context: Context, ends: Sequence[Sequence[int]] = ()
+        self, tree: CandidateTree, nodes: Sequence[int], context: Context, ends: Sequence[Sequence[int]] = ()
     ) -> list[Candidates]:
         """What may be drawn below nodes, or below so many tokens more."""
-        self.spent += _SECONDS * len(nodes)
+        self.cost_s += _SECONDS * len(nodes)
         unknown = context.text[len(self._recall) :]  # the root, and what was drafted of a text that is itself a draft
-        paths = [[*unknown, *sketch.path(node)] for node in nodes]
+        paths = [[*unknown, *tree.path(node)] for node in nodes]
         if ends:
             paths = [[*path, *end] for path, end in zip(paths, ends, strict=True)]
         return self._recall.guess(paths, context.sampler, _WIDTH)
 
-    def _offer(self, sketch: CandidateTree, node: int, guess: Candidates) -> None:
-        others = [child for child, parent in enumerate(sketch.parents) if parent == node]
-        named = {sketch.tokens[child]: sketch.reach[child] / sketch.reach[node] for child in others}
+    def _offer(self, tree: CandidateTree, node: int, guess: Candidates) -> None:
+        named = {token: tree.path_prob[child] / tree.path_prob[node] for token, child in tree.children[node].items()}
         match = guess.match if guess.match == _LONG else min(guess.match, 4)
         for rank, (token, score) in enumerate(zip(guess.tokens, guess.scores, strict=True)):
             rival = guess.scores[0] if rank else guess.scores[1] if len(guess.scores) > 1 else -1e9
@@ -466,18 +476,18 @@ class HistorySource:
                 opinion = _UNNAMED if theirs is None else bisect(_OPINIONS, theirs)
                 odds = chance / (1 - chance) * (_DOUBT if theirs is None else theirs / (1 - theirs))
                 chance = odds / (1 + odds)
-            sketch.offer(node, token, self.name, (match, rank, step, opinion), chance)
+            tree.propose(node, token, self.name, (match, rank, step, opinion), chance)
 
-    def _follow(self, sketch: CandidateTree, node: int, guess: Candidates, asked: set[int], context: Context) -> None:
+    def _follow(self, tree: CandidateTree, node: int, guess: Candidates, asked: set[int], context: Context) -> None:
         """Offer along what followed a long match, at once, as long as that is what is guessed."""
-        ahead = context.text[guess.place + 1 : guess.place + 1 + min(_AHEAD, sketch.depth - sketch.depths[node] - 1)]
+        ahead = context.text[guess.place + 1 : guess.place + 1 + min(_AHEAD, tree.depth - tree.depths[node] - 1)]
         ends = [ahead[:count] for count in range(1, len(ahead) + 1)]
-        for token, further in zip(ahead, self._guess(sketch, [node] * len(ends), context, ends), strict=True):
-            child = sketch.child(node, token) if guess.tokens[:1] == [token] else None
+        for token, further in zip(ahead, self._guess(tree, [node] * len(ends), context, ends), strict=True):
+            child = tree.children[node].get(token) if guess.tokens[:1] == [token] else None
             if child is None or child in asked:
                 return
             asked.add(child)
-            self._offer(sketch, child, further)
+            self._offer(tree, child, further)
             node, guess = child, further
 
     def committed(self, context: Context, most: int) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tswift.attention.layout import ROWS
 from tswift.decoding.drafter import Drafter
-from tswift.drafting.adaptive import AdaptiveDrafter, Arm
+from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import (
     CHUNK,
     CascadeSource,
@@ -21,8 +21,7 @@ from tswift.drafting.chains import (
 )
 from tswift.drafting.dynamic_tree import CostedSource, DynamicTreeDrafter, TreeBudget
 from tswift.drafting.fixed_tree import FixedTreeDrafter
-from tswift.drafting.head_tree import HeadTreeSource
-from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
+from tswift.drafting.heads import DraftingPass, HeadSource, HeadTreeSource, LastPass
 from tswift.drafting.history import HistorySource, LogitHistory
 from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import (
@@ -43,9 +42,9 @@ from tswift.models.passes import NOMINAL, PassCosts
 from tswift.models.target import Target
 
 NGRAM = 4
-_BEYOND = 2  # levels after those of the heads, where the last one goes on by itself
 _FOLLOWED = 32  # most tokens that are recalled in a row
 INNER_NODES = 16  # most nodes of the trees from which a cascade's chain is decoded
+_RECORDED = 2.5e-3  # seconds of a pass beside which those of keeping its logits are nothing
 
 _SMALL_BUDGET = 256  # of the small model where the target over retrieved keys stands between (TriForce, section 5.1)
 
@@ -106,15 +105,11 @@ def _of_heads(
         depth, ngrams = max(len(tree), longest), others[0] if others else None
         fewer = _fewer(models.target, options.nodes)
         return FixedTreeDrafter([source, *others], depth, options.nodes, heads=source, ngrams=ngrams, fewer=fewer)
-    plan = TreeBudget(models.costs)
-    if options.gamma is None:
-        levels = heads.count + reader.direct + (_BEYOND if heads.conditioned else 0)
-    else:
+    levels = heads.count + reader.direct
+    if options.gamma is not None:
         levels = min(options.gamma + reader.direct, options.nodes - 1)
-    beams = HeadTreeSource(models.target, heads, reader, levels, options.shared_noise, plan)
-    if memory is not None:
-        return _recalling(options, plan, max(levels, _deepest(options)), [beams], memory)
-    return DynamicTreeDrafter(offering=[beams, *others], depth=max(levels, longest), limit=options.nodes, plan=plan)
+    beams = HeadTreeSource(models.target, heads, reader, levels, options.shared_noise, models.costs)
+    return _pruned(models, options, max(levels, longest), [beams, *others], memory)
 
 
 def _fewer(target: Target, nodes: int) -> Callable[[int], int] | None:
@@ -126,10 +121,8 @@ def _fewer(target: Target, nodes: int) -> Callable[[int], int] | None:
 
 
 def recall(models: Models, options: DraftOptions) -> Drafter:
-    """What the target thought where the text stood like this before, and nothing else."""
-    memory = _memory(models, options)
-    assert memory is not None
-    return _recalling(options, TreeBudget(models.costs), _deepest(options), [], memory)
+    """What the target computed where the text stood like this before, and nothing else."""
+    return _pruned(models, options, 0, [], _memory(models, options))
 
 
 def _memory(models: Models, options: DraftOptions) -> LogitHistory | None:
@@ -137,19 +130,21 @@ def _memory(models: Models, options: DraftOptions) -> LogitHistory | None:
     return LogitHistory(models.target, options.shared_noise, options.recall) if options.recall else None
 
 
-def _deepest(options: DraftOptions) -> int:
-    """Most tokens that are recalled in a row: as many as the tree has nodes for."""
-    assert options.nodes is not None
-    return min(options.nodes - 1, _FOLLOWED)
-
-
-def _recalling(
-    options: DraftOptions, plan: TreeBudget, depth: int, sources: Sequence[CostedSource], memory: LogitHistory
+def _pruned(
+    models: Models,
+    options: DraftOptions,
+    depth: int,
+    sources: Sequence[CostedSource],
+    memory: LogitHistory | None,
+    budget: TreeBudget | None = None,
 ) -> DynamicTreeDrafter:
-    """Sources and what is recalled, up to ``depth`` tokens deep."""
+    """A tree of what sources propose, and of what is recalled, which goes as deep as the tree has nodes for."""
     assert options.nodes is not None
-    offering = [*sources, HistorySource(memory, plan, options.nodes)]
-    return DynamicTreeDrafter(offering=offering, depth=depth, limit=options.nodes, plan=plan, memory=memory)
+    budget = budget or TreeBudget(models.costs)
+    if memory is not None:
+        sources = [*sources, HistorySource(memory, budget, options.nodes)]
+        depth = max(depth, min(options.nodes - 1, _FOLLOWED))
+    return DynamicTreeDrafter(depth=depth, limit=options.nodes, memory=memory, proposing=sources, budget=budget)
 
 
 def cascade(models: Models, options: DraftOptions) -> Drafter:
@@ -160,39 +155,64 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
 def _cascade(models: Models, options: DraftOptions, memory: LogitHistory | None) -> DynamicTreeDrafter:
     assert options.gamma is not None
     assert options.nodes is not None
-    verified = replace(models, costs=models.draft_costs)  # by the level's passes
-    inner = medusa(verified, replace(options, tree=AUTO, gamma=None, nodes=INNER_NODES, recall=0))
-    assert isinstance(inner, DynamicTreeDrafter)
-    plan = TreeBudget(models.costs)
-    recalled: list[CostedSource] = []
-    if memory is not None:  # one for the chain and for what the chain is drafted from
-        recalled = [HistorySource(memory, plan, options.nodes)]
-        guessing = HistorySource(memory, inner.plan, inner.limit)
-        inner = replace(inner, offering=[*inner.offering, guessing], depth=INNER_NODES - 1)
-    level = _self_level(models.drafting, options, chain=options.gamma, nodes=inner.limit)
-    source = CascadeSource(level, inner, options.shared_noise, plan)
-    deepest = min(options.gamma, options.nodes - 1)
-    offering = [source, *recalled]
-    return DynamicTreeDrafter(offering=offering, depth=deepest, limit=options.nodes, plan=plan, memory=memory)
+    inner, passes = Drafter(), replace(models, costs=models.draft_costs)
+    limited = replace(options, tree=AUTO, gamma=None, nodes=min(options.nodes, INNER_NODES))
+    if models.heads is not None:
+        inner = _of_heads(passes, limited, LastPass(), [], memory)
+    elif memory is not None:
+        inner = _pruned(passes, limited, 0, [], memory)
+    inner.memory = None  # kept up for the tree that the chain is verified in
+    level = _self_level(models.drafting, options, chain=options.gamma, nodes=INNER_NODES)
+    budget = TreeBudget(models.costs)
+    source = CascadeSource(level, inner, options.shared_noise, budget, models.draft_costs)
+    drafter = _pruned(models, options, 0, [source], memory, budget)
+    return replace(drafter, depth=min(options.gamma, options.nodes - 1))
+
+
+def _usual_medusa(models: Models, options: DraftOptions) -> Drafter:
+    """Heads in their usual tree, of no more nodes than the options have."""
+    assert models.heads is not None
+    assert options.nodes is not None
+    device, nodes = models.target.device, usual_nodes(models.target.device, models.target.groups)
+    tree = usual_tree("medusa", device, models.heads.count)
+    usual = replace(options, tree=tree, gamma=None, nodes=min(options.nodes, nodes))
+    return _of_heads(models, usual, LastPass(), [], None)
 
 
 def auto(models: Models, options: DraftOptions) -> Drafter:
-    """Whatever has been the fastest of late: heads in a fixed tree, heads in one that pays, or a cascade."""
-    heads, memory = models.heads, _memory(models, options)
-    assert heads is not None
-    assert options.nodes is not None
-    nodes = min(options.nodes, usual_nodes(models.target.device, models.target.groups))
-    tree = usual_tree("medusa", models.target.device, heads.count)
-    fixed = replace(options, tree=tree, gamma=None, nodes=nodes)
-    chosen = replace(options, tree=AUTO, gamma=None)
-    rivals = [
-        Arm("fixed tree", _of_heads(models, fixed, LastPass(), [], None), len(tree)),
-        Arm("tree auto", replace(_of_heads(models, chosen, LastPass(), [], memory), memory=None)),
-        Arm("cascade", replace(_cascade(models, options, memory), memory=None)),
-    ]
-    depth, limit = (max(getattr(rival.drafter, name) for rival in rivals) for name in ("depth", "limit"))
+    """Whatever is fastest: plain decoding, heads, a cascade, recall, a smaller model, as far as these are there.
+
+    Logits are kept of the whole text where a pass takes so long that keeping them is nothing beside it. Elsewhere they
+    are kept while recall drafts.
+    """
+    memory = _memory(models, options)
+    assert options.gamma is not None
+    steady = memory is not None and models.costs.seconds(1, 0) > _RECORDED
+    arms: dict[str, Drafter] = {"ar": Drafter()}
+    if models.heads is not None:
+        arms["medusa"] = _usual_medusa(models, options)
+        if steady:
+            tree = replace(options, tree=AUTO, gamma=None)
+            arms["medusa, tree auto"] = _of_heads(models, tree, LastPass(), [], memory)
+    arms["cascade"] = _cascade(models, options, memory if steady else None)
+    if memory is not None:
+        arms["recall"] = _pruned(models, options, 0, [], memory)
+    if models.draft is not None and models.positions <= models.draft.max_positions:
+        arms["standalone"] = standalone(models, _standalone_options(options))
+    if steady:
+        for drafter in arms.values():
+            drafter.memory = None
+    depth, limit = (max(getattr(drafter, name) for drafter in arms.values()) for name in ("depth", "limit"))
     costs = None if options.costs == MEASURED else models.costs
-    return AdaptiveDrafter(depth=depth, limit=limit, memory=memory, rivals=rivals, costs=costs)
+    return AdaptiveDrafter(depth=depth, limit=limit, memory=memory if steady else None, arms=arms, costs=costs)
+
+
+def _standalone_options(options: DraftOptions) -> DraftOptions:
+    """Those of the smaller model's chain among others."""
+    alone = METHODS["standalone"]
+    assert options.gamma is not None
+    assert alone.gamma is not None
+    return replace(options, gamma=min(options.gamma, alone.gamma), kv=alone.kv[0], budget=alone.budget)
 
 
 def reuse(models: Models, options: DraftOptions) -> Drafter:
@@ -383,8 +403,8 @@ def resolve_for(
         if not gamma:
             raise InputError(f"must be at least 1 for {name}", "gamma")
     tree: tuple[int, ...] | str | None = None
-    if method.with_heads and not heads:
-        others = [other for other, kind in METHODS.items() if not (kind.with_heads or kind.draft or kind.reference)]
+    if method.needs_heads and not heads:
+        others = [other for other, kind in METHODS.items() if not (kind.needs_heads or kind.draft or kind.reference)]
         message = f"{name} drafts with heads and the model has none; without heads there are {', '.join(others)}"
         raise InputError(message, "method")
     if "tree" in method.uses:
@@ -497,7 +517,9 @@ def recall_bytes(name: str, options: DraftOptions, positions: int, vocab_size: i
 def draft_slots(name: str, options: DraftOptions, positions: int) -> int:
     """Tokens that the cache of a method's smaller model has room for, by resolved options; 0 if it has none."""
     method = find_method(name)
-    if not method.draft:
+    if not (method.draft or method.may_draft):
         return 0
-    budget, ahead = own_size(options, positions, between=method.partial)
+    if not method.draft:
+        options = _standalone_options(options)
+    budget, ahead = own_size(options, positions, between=method.draft and method.partial)
     return budget + 2 * ahead + CHUNK

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tswift.decoding.drafter import REUSE, Context, Draft
+from tswift.models.passes import PassCosts
 
 
 class NgramTable:
@@ -73,7 +74,7 @@ class ReuseSource:
     """
 
     name = REUSE
-    spent = 0.0  # what the host does hides behind the device
+    cost_s = 0.0
 
     def __init__(self, table: NgramTable, below: int, recent: bool) -> None:
         self._table, self._below, self._recent = table, below, recent
@@ -108,6 +109,10 @@ class ReuseSource:
             head = [tree.tokens[node]] if self._below else []
             for tail in self._table.continuations(tree.tokens[node]):
                 tree.add([*head, *tail], self.name)
+
+    def price(self, costs: PassCosts, context: Context) -> float:
+        """Nothing: what the host does hides behind the device."""
+        return self.cost_s
 
     def committed(self, context: Context, most: int) -> None:
         """Nothing yet: counting can wait until the device has something to do."""

@@ -152,8 +152,9 @@ class Method:
         gamma: length of its chain, if not said otherwise; None if it drafts none.
         budget: tokens of its partial cache, if not said otherwise.
         partial: whether passes of the target draft: over a partial cache of it, unless drafting reads the full one.
-        heads: whether it needs heads though it has no tree of theirs to choose.
+        heads: whether it drafts with heads, if there are any, though it has no tree of theirs to choose.
         draft: whether it needs a smaller model.
+        may_draft: whether it drafts with a smaller model, if there is one.
         reference: it reads the text as reference implementations do, slowly, to be measured beside ``ar``.
     """
 
@@ -165,12 +166,13 @@ class Method:
     partial: bool = False
     heads: bool = False
     draft: bool = False
+    may_draft: bool = False
     reference: bool = False
 
     @property
-    def with_heads(self) -> bool:
-        """Whether heads draft."""
-        return self.heads or "tree" in self.uses
+    def needs_heads(self) -> bool:
+        """Whether there have to be heads."""
+        return "tree" in self.uses
 
 
 OF_CHOICE = frozenset({"costs", "recall"})  # where it is chosen anew in every step what pays
@@ -210,7 +212,7 @@ METHODS: dict[str, Method] = {
     ),
     "standalone": Method(_OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, budget=512, draft=True),
     "triforce": Method(_OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
-    "auto": _CASCADE,
+    "auto": replace(_CASCADE, may_draft=True),
     "ar-reference": Method(reference=True),
 }
 
@@ -260,7 +262,7 @@ def refuse_unused(
     }
     if "tree" in looked_at:
         looked_at |= {"gamma"}
-    if any(find_method(method).with_heads for method in methods):
+    if any(kind.heads or kind.needs_heads for kind in map(find_method, methods)):
         looked_at |= {"heads"}
     for name, value in given.items():
         if value is not None and name not in looked_at:

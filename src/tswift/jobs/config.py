@@ -70,18 +70,18 @@ def preset_note(preset: str, overridden: Sequence[str], banned: Collection[int])
 
 
 def draft_for(methods: Sequence[str], model: str, asked: str | None) -> str | None:
-    """The draft model to load for methods of a model; None if none needs one.
+    """The draft model to load for methods of a model; None if none is to have one.
 
     ``asked`` is what was typed; None is the bundled draft model for the bundled model.
 
     Raises:
-        InputError: no such method, one was typed and none needs it, or none was typed and one is needed.
+        InputError: no such method, one was typed and none uses it, or none was typed and one is needed.
     """
     needing = [method for method in methods if find_method(method).draft]
-    if asked is not None and not needing:
+    users = [name for name, method in METHODS.items() if method.draft or method.may_draft]
+    if asked is not None and not {*methods} & {*users}:
         message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
-        users = [name for name, method in METHODS.items() if method.draft]
-        raise InputError(f"{message}; {' and '.join(users)} do", "draft_model")
+        raise InputError(f"{message}; {', '.join(users)} do", "draft_model")
     if not needing or asked is not None:
         return asked
     if model != DEMO:
@@ -180,7 +180,7 @@ class RunConfig(TextConfig, ModelConfig):
         InputError: a value outside its range, or values that do not go together.
     """
 
-    method: str = option("tokenswift", f"One of {', '.join(METHODS)}.")
+    method: str = option("auto", f"One of {', '.join(METHODS)}.")
     stop_at_eos: bool = option(
         False, "Stop at an end-of-text token instead of never drawing one.", flag="--stop-at-eos", shown=""
     )

@@ -55,13 +55,13 @@ class PassCosts:
         return (self.seconds(16, keys) - self.seconds(8, keys)) / 8
 
 
-# In seconds on 2 cores of an AMD EPYC, with the bundled model (results/demo-cpu-epyc): for choices that are to be the
-# same everywhere.
+# In seconds on 2 cores of an AMD EPYC, with the bundled model (results/demo-cpu-epyc), a level of heads as by the
+# program of today (results/auto-cpu): for choices that are to be the same everywhere.
 NOMINAL = PassCosts(
     nodes=(1, 5, 8, 16, 64),
     base=(2.1e-3, 2.7e-3, 2.8e-3, 3.2e-3, 6.8e-3),
     per_key=(8.6e-8, 9.5e-8, 9.5e-8, 12.9e-8, 39e-8),
-    level=0.65e-3,
+    level=0.15e-3,
 )
 
 

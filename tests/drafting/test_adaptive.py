@@ -1,0 +1,189 @@
+"""One method for everybody: the fastest arm drafts, trials of the others are cheap, the text is plain decoding's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fuzzing import few
+from tests.helpers import decode_method, decode_steps, random_prompt, tiny_draft, tiny_heads, tiny_target, tokens_of
+from tswift.decoding.drafter import Context, Drafter
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
+from tswift.drafting.adaptive import AdaptiveDrafter, Bandit
+from tswift.drafting.methods import make_drafter
+from tswift.drafting.options import DraftOptions
+from tswift.kv.cache import FullKV
+from tswift.models.passes import NOMINAL, PassCosts
+
+PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
+
+
+SLOW = replace(NOMINAL, base=tuple(10 * each for each in NOMINAL.base))  # so that all logits are kept
+
+
+class World:
+    """Arms on a simulated clock: seconds of a step, and tokens that it adds on average, by arm; they may change."""
+
+    def __init__(self, *paces: list[tuple[float, float]], every: int = 1 << 60, seed: int = 1) -> None:
+        self.paces, self.every, self.random = paces, every, Random(seed)
+
+    def run(self, length: int) -> tuple[float, float, Counter[int]]:
+        """Seconds that a text took, those of whoever is the fastest at each token, and who took how many steps."""
+        bandit, tokens, seconds, fastest, took = Bandit(len(self.paces[0])), 0.0, 0.0, 0.0, Counter[int]()
+        while tokens < length:
+            pace = self.paces[int(tokens) // self.every % len(self.paces)]
+            step_s, mean = pace[bandit.chosen]
+            took[bandit.chosen] += 1
+            added = 1 if mean == 1 else max(1, round(self.random.gauss(mean, mean / 2)))
+            step_s *= self.random.uniform(0.9, 1.2)
+            bandit.learn(added, step_s)
+            tokens, seconds = tokens + added, seconds + step_s
+            fastest += added * min(1.05 * each / tokens_of_it for each, tokens_of_it in pace)
+        return seconds, fastest, took
+
+
+PLAIN_BEST = [(1.0, 1), (2.6, 1.5), (6.4, 3.0), (2.5, 1.2), (4.0, 1.6)]
+HEADS_BEST = [(1.0, 1), (2.6, 4.0), (6.4, 5.0), (2.5, 2.0), (4.0, 3.0)]
+RECALL_BEST = [(1.0, 1), (2.6, 4.0), (6.4, 8.0), (2.5, 9.0), (4.0, 3.0)]
+HOPELESS = [(1.0, 1), *[(20.0, 1)] * 4]
+
+
+@pytest.mark.parametrize("pace", [PLAIN_BEST, HEADS_BEST, RECALL_BEST, HOPELESS])
+def test_trials_cost_less_than_three_percent_of_the_best_arm_alone(pace: list[tuple[float, float]]) -> None:
+    worlds = [World(pace, seed=seed).run(20_000) for seed in range(4)]
+    assert sum(seconds for seconds, _, _ in worlds) <= 1.03 * sum(fastest for _, fastest, _ in worlds)
+    assert all(len(took) == len(pace) for _, _, took in worlds)
+    for length in (1500, 5000, 20_000):
+        assert World(pace).run(length)[0] <= (1.05 if pace is HOPELESS else 1.03) * 1.05 * length  # plain decoding's
+
+
+@pytest.mark.parametrize("worlds", [(PLAIN_BEST, HEADS_BEST), (HEADS_BEST, RECALL_BEST), (PLAIN_BEST, RECALL_BEST)])
+def test_when_the_text_changes_another_arm_takes_over(worlds) -> None:
+    seconds, fastest, _ = World(*worlds, every=10_000).run(60_000)
+    assert seconds <= 1.1 * fastest
+    alone = [sum(1.05 * pace[arm][0] / pace[arm][1] for pace in worlds) for arm in range(len(worlds[0]))]
+    assert seconds <= 1.03 * min(alone) * 60_000 / len(worlds)
+
+
+def bandit_after(*steps: tuple[int, int, float]) -> Bandit:
+    """A bandit of two arms that knows some steps: how many, tokens and seconds of each."""
+    bandit = Bandit(2)
+    for count, tokens, seconds in steps:
+        for _ in range(count):
+            bandit.learn(tokens, seconds)
+    return bandit
+
+
+def test_it_begins_with_plain_decoding() -> None:
+    bandit = bandit_after((1, 1, 9.0))
+    assert (bandit.chosen, bandit.arms[1].steps) == (0, 0)
+    bandit.learn(1, 1.0)
+    assert bandit.chosen == 1
+    assert bandit.arms[0].rate == 1.0  # the first step does not count
+
+
+def test_a_pause_is_no_pace() -> None:
+    arm_rate = bandit_after((2, 1, 1.0), (60, 4, 1.0)).arms[1].rate
+    paused = bandit_after((2, 1, 1.0), (60, 4, 1.0), (1, 4, 3600.0))
+    assert paused.chosen == 1
+    assert paused.arms[1].rate > 0.8 * arm_rate
+
+
+def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
+    class Noted(Drafter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept_up, self.learned = [], 0
+
+        def keep_up(self, context: Context, most: int) -> None:
+            self.kept_up.append(len(context.text))
+
+        def learn(self, context: Context) -> None:
+            self.learned += 1
+
+    arms = {name: Noted() for name in ("ar", "one", "two")}
+    drafter = AdaptiveDrafter(depth=9, limit=9, arms=arms, costs=NOMINAL)
+    target = tiny_target()
+    context = Context([1], Sampler(PARAMS, 1, target.vocab_size, target.device), FullKV(target.kv_shape, 8))
+    drafter.committed(context)
+    took = Counter[str]()
+    for _ in range(200):
+        drafter.propose(context, 100)
+        took[drafter.choice] += 1
+        context.text.append(1)
+        drafter.committed(context)
+    assert set(took) == set(arms)
+    assert [arm.learned for arm in arms.values()] == [took[name] for name in arms]
+    assert sum(len(arm.kept_up) for arm in arms.values()) == 203  # the prompt is for all
+    assert arms["one"].kept_up[:2] == [1, 3]
+
+
+def test_its_arms_are_what_is_there() -> None:
+    def arms(*, heads=None, draft=None, costs=NOMINAL, **options) -> list[str]:
+        made = make_drafter("auto", tiny_target(), heads, DraftOptions(budget=64, **options), draft, costs=costs)
+        assert isinstance(made, AdaptiveDrafter)
+        return list(made.arms)
+
+    assert arms() == ["ar", "cascade", "recall"]
+    assert arms(recall=0) == ["ar", "cascade"]
+    assert arms(heads=tiny_heads()) == ["ar", "medusa", "cascade", "recall"]
+    assert arms(draft=tiny_draft()) == ["ar", "cascade", "recall", "standalone"]
+    assert arms(heads=tiny_heads(), costs=SLOW) == ["ar", "medusa", "medusa, tree auto", "cascade", "recall"]
+
+
+LISTED = [*range(10), 3, *range(10), 4] * 4
+
+
+@pytest.mark.parametrize(("heads", "costs"), [(None, NOMINAL), ("conditioned", NOMINAL), ("chained", SLOW)])
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [
+        pytest.param([5, 6, 7] * 20, SamplingParams(temperature=0.0, penalty=1.0), id="loops"),
+        pytest.param(LISTED, PARAMS, id="a list"),
+        pytest.param(random_prompt(60, 8), SamplingParams(temperature=3.0, min_p=0.0), id="noise"),
+    ],
+)
+def test_the_text_is_plain_decodings(
+    prompt: list[int], params: SamplingParams, heads: str | None, costs: PassCosts
+) -> None:
+    wanted = decode_method("ar", tiny_target(), prompt, params, 5, 150)
+    drafter = make_drafter(
+        "auto", tiny_target(), heads and tiny_heads(kind=heads), DraftOptions(budget=64), costs=costs
+    )
+    bandit, arms = drafter.bandit, len(drafter.arms)
+    bandit.learn = lambda *given: setattr(bandit, "chosen", (bandit.chosen + 1) % arms)  # all of them, in turns
+    steps = decode_steps(tiny_target(), drafter, prompt, params, 5, 150)
+    assert tokens_of(steps) == wanted
+    assert {step.choice for step in steps} == set(drafter.arms)
+
+
+@few
+@given(
+    st.sampled_from(["chained", "conditioned"]),
+    st.sampled_from([1, 3]),
+    st.sampled_from(["streaming", "dynamic", "partial", "snapkv"]),
+    st.sampled_from([2, 5, 32]),
+    st.sampled_from([0, 8]),
+    st.sampled_from([1, 24]),
+    st.integers(0, 99),
+    st.integers(1, 80),
+)
+def test_any_arms_write_plain_decodings_text_and_repeat_their_choices(
+    kind: str, levels: int, kv: str, nodes: int, recall: int, gamma: int, seed: int, length: int
+) -> None:
+    prompt = random_prompt(40, 3)
+    options = DraftOptions(budget=64, costs="nominal", kv=kv, nodes=nodes, recall=recall, gamma=gamma)
+    runs = []
+    for _ in range(2):
+        drafter = make_drafter("auto", tiny_target(), tiny_heads(kind=kind, count=levels), options)
+        steps = decode_steps(tiny_target(), drafter, prompt, PARAMS, seed, length)
+        runs.append([(step.choice, step.nodes, step.tokens) for step in steps])
+        assert max(step.nodes for step in steps) <= nodes
+    assert runs[0] == runs[1]
+    assert tokens_of(steps) == decode_method("ar", tiny_target(), prompt, PARAMS, seed, length)
