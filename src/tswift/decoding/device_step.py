@@ -31,7 +31,7 @@ from tswift.decoding.drafter import AcceptFn, Context, DeviceDraft, Drafter, Dra
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NoTokenLeft, Sampler
 from tswift.kv.cache import FullKV
-from tswift.models.passes import Forwarded, sizes
+from tswift.models.passes import Forwarded, PassCosts, sizes
 from tswift.models.target import Target
 
 _CONTROL = 2  # numbers of the block's first section: tokens wanted, and the node to accept up to (or _BY_RULE)
@@ -396,6 +396,10 @@ class _Guesses:
             path = right[: self._random.randint(0, _DEPTH)]
             tree.add([*path, self._random.randrange(self._vocab_size)], self.name)
         tree.add(right, self.name)
+
+    def price(self, costs: PassCosts, context: Context) -> float:
+        """Nothing: nobody asks."""
+        return 0.0
 
     def committed(self, context: Context, most: int) -> None:
         """Nothing to keep."""
