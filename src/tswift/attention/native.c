@@ -152,11 +152,18 @@ typedef struct {
     int64_t workers;           /* threads that have begun */
 } Work;
 
+/* What is fetched of the next block while this one is computed, evenly: many lines at once would hold up the loads. */
+typedef struct {
+    const stored *line; /* the next one */
+    int due;            /* numbers of this block that were computed since the last one */
+    int apart;          /* so many are computed for every line */
+} Ahead;
+
 /* A block of keys, and where its rows are. */
 typedef struct {
     const float *query;
     const float *keys, *values;
-    const stored *next_keys, *next_values; /* of the next block */
+    Ahead next_keys, next_values;
     int64_t first;                         /* the first key */
     int count;                             /* keys */
     int plain;                             /* of these come before all that may have other places: see place */
@@ -182,8 +189,10 @@ INLINE vector power(vector x) {
     return unless_less(times_power(y, shifted), x, -126);
 }
 
-/* The next block is fetched while this one is computed, a line now and then: many at once would hold up the loads. */
-INLINE void fetch(const stored *at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
+INLINE void fetch(Ahead *a, int computed) {
+    for (a->due += computed; a->due >= a->apart; a->due -= a->apart, a->line += LINE)
+        _mm_prefetch((const char *)a->line, _MM_HINT_T1);
+}
 
 INLINE int64_t depth(const Call *c, int64_t node) { return c->depths ? c->depths[node] : node; }
 
@@ -246,16 +255,15 @@ INLINE int together(const int dims) { return LANES == 16 ? SOME : dims == 4 ? 8 
 
 /* The scores of some keys. The query is [WIDTH / dims, rows of a tile, dims]. With one dimension, two of the four sums
    at a time, so that they stay in registers. */
-INLINE void score_some(const Block *b, const float *keys, float *scores, int key, const int dims) {
-    const int some = together(dims), held = dims == 4 ? 1 : 2, lines = (some * SUMS + LINE - 1) / LINE;
-    const stored *next = b->next_keys + key * WIDTH;
+INLINE void score_some(Block *b, const float *keys, float *scores, int key, const int dims) {
+    const int some = together(dims), held = dims == 4 ? 1 : 2;
+    Ahead next = b->next_keys;
     vector score[SOME];
     for (int turn = 0; turn < (dims == 1 ? 2 : 1); turn++) {
         vector sum[SOME][2];
         for (int k = 0; k < some; k++) sum[k][0] = sum[k][1] = spread(0);
         for (int d = 0; d < WIDTH; d += SUMS) {
-            if (turn == 0 && b->row == 0)
-                for (int i = 0; i < lines; i++) fetch(next + (d / SUMS * lines + i) * LINE);
+            fetch(&next, some * SUMS);
             for (int h = 0; h < held; h++) {
                 const int first = d + (dims == 1 ? turn + 2 * h : 2 * h);
                 const vector of_rows = load(b->query + first / dims * LANES);
@@ -277,9 +285,10 @@ INLINE void score_some(const Block *b, const float *keys, float *scores, int key
             for (int lane = 1; lane < dims; lane++) score[k] = put(score[k], score[k + lane], lane, dims);
             store(scores + (key + k) / dims * LANES, score[k]);
         }
+    b->next_keys = next;
 }
 
-INLINE void score_all(const Block *b, float *scores, const int dims) {
+INLINE void score_all(Block *b, float *scores, const int dims) {
     int key = 0;
     for (; key + together(dims) <= b->count; key += together(dims))
         score_some(b, b->keys + key * WIDTH, scores, key, dims);
@@ -337,11 +346,12 @@ INLINE void weigh(const Call *c, const Block *b, float *scores, const int dims) 
 
 /* Add the weighted values of some keys to what some rows have. */
 INLINE void mix_rows(
-    const Block *b, const float *weights, int from, int to, int row, const int rows, const int dims
+    Block *b, const float *weights, int from, int to, int row, const int rows, const int dims
 ) {
     float *out = b->out + row * WIDTH;
     int vectors = rows > 2 ? HELD / MIXED : HELD / rows;
     while (WIDTH % (vectors * LANES)) vectors /= 2;
+    Ahead next = b->next_values;
     for (int d = 0; d < WIDTH; d += vectors * LANES) {
         vector sum[MIXED][HELD];
         for (int r = 0; r < rows; r++)
@@ -349,11 +359,8 @@ INLINE void mix_rows(
         for (int key = from; key < to; key++) {
             const float *weight = weights + at(key, row, dims);
             vector value[HELD];
-            for (int v = 0; v < vectors; v++) {
-                const int place = key * WIDTH + d + v * LANES;
-                if (b->row + row == 0 && place % LINE == 0) fetch(b->next_values + place);
-                value[v] = load(b->values + place);
-            }
+            fetch(&next, vectors * LANES);
+            for (int v = 0; v < vectors; v++) value[v] = load(b->values + key * WIDTH + d + v * LANES);
             for (int r = 0; r < rows; r++) {
                 const vector own = spread(weight[r * dims]);
                 for (int v = 0; v < vectors; v++) sum[r][v] = plus(sum[r][v], own, value[v]);
@@ -362,10 +369,11 @@ INLINE void mix_rows(
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < vectors; v++) store(out + r * WIDTH + d + v * LANES, sum[r][v]);
     }
+    b->next_values = next;
 }
 
 /* The same without what a row does not see: a weight of nothing times infinity would not be nothing. */
-static __attribute__((noinline)) void mix_seen(const Call *c, const Block *b, const float *weights, const int dims) {
+static __attribute__((noinline)) void mix_seen(const Call *c, Block *b, const float *weights, const int dims) {
     for (int r = 0; r < b->rows; r++) {
         const int64_t node = (b->row + r) % c->nodes;
         for (int key = unseen(c, b, node); key < b->count; key++)
@@ -373,7 +381,7 @@ static __attribute__((noinline)) void mix_seen(const Call *c, const Block *b, co
     }
 }
 
-INLINE void mix(const Call *c, const Block *b, const float *weights, const int dims) {
+INLINE void mix(const Call *c, Block *b, const float *weights, const int dims) {
     if (b->broken) return mix_seen(c, b, weights, dims);
     for (int row = 0, some; row < b->rows; row += some) {
         const int left = b->rows - row, turns = (left + MIXED - 1) / MIXED;
@@ -385,7 +393,7 @@ INLINE void mix(const Call *c, const Block *b, const float *weights, const int d
     }
 }
 
-INLINE void attend_tile(const Call *c, const Block *b, const int dims) {
+INLINE void attend_tile(const Call *c, Block *b, const int dims) {
     _Alignas(64) float scores[TAIL * LANES];
     score_all(b, scores, dims);
     if (b->shown < b->count) hide(c, b, scores, dims);
@@ -393,7 +401,7 @@ INLINE void attend_tile(const Call *c, const Block *b, const int dims) {
     mix(c, b, scores, dims);
 }
 
-static void attend(const Call *c, const Block *b) {
+static void attend(const Call *c, Block *b) {
     if (b->rows > LANES / 2) attend_tile(c, b, 1);
     else if (b->rows > LANES / 4) attend_tile(c, b, 2);
     else attend_tile(c, b, 4);
@@ -406,6 +414,7 @@ INLINE int64_t tile(int64_t left) {
 }
 
 INLINE int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+INLINE int times(int64_t rows, int64_t at_once) { return (rows + at_once - 1) / at_once; }
 
 /* Lay out the rows, scaled, as those who score them want it. */
 static void pack(const Call *c) {
@@ -477,8 +486,8 @@ static void attend_part(const Work *w, int64_t head, int64_t index, float *wide)
         Block b = {
             .keys = widen(keys + first * WIDTH, wide, count * WIDTH),
             .values = widen(values + first * WIDTH, wide + TAIL * WIDTH, count * WIDTH),
-            .next_keys = keys + next * WIDTH,
-            .next_values = values + next * WIDTH,
+            .next_keys = {keys + next * WIDTH, 0, LINE * times(rows, LANES / 2)}, /* scored in so many turns */
+            .next_values = {values + next * WIDTH, 0, LINE * times(rows, MIXED)},
             .first = first,
             .count = count,
             .plain = tail ? (c->prefix - first) / SUMS * SUMS : BLOCK,

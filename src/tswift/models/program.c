@@ -18,7 +18,7 @@
 
 #ifdef __AVX512F__
 typedef __m512 vector;
-enum { LANES = 16, VECTORS = 4 };
+enum { LANES = 16, ROWS = 12 }; /* most rows that are multiplied together: so many sums stay in registers */
 INLINE vector zero(void) { return _mm512_setzero_ps(); }
 INLINE vector spread(float x) { return _mm512_set1_ps(x); }
 INLINE vector plus(vector sum, vector x, vector y) { return _mm512_fmadd_ps(x, y, sum); }
@@ -31,7 +31,7 @@ INLINE void load_pair(const uint16_t *from, vector pair[2]) {
 }
 #else
 typedef __m256 vector;
-enum { LANES = 8, VECTORS = 2 };
+enum { LANES = 8, ROWS = 6 };
 INLINE vector zero(void) { return _mm256_setzero_ps(); }
 INLINE vector spread(float x) { return _mm256_set1_ps(x); }
 INLINE vector plus(vector sum, vector x, vector y) { return _mm256_fmadd_ps(x, y, sum); }
@@ -45,12 +45,14 @@ INLINE void load_pair(const uint16_t *from, vector pair[2]) {
 #endif
 
 enum {
+    VECTORS = 2,
     BLOCK = LANES * VECTORS, /* outputs of a block */
-    ROWS = 6,                /* most rows that are multiplied together: so many sums stay in registers */
-    ALONE = 8 / VECTORS,     /* blocks that are multiplied together for a single row, for as many sums under way */
+    MOST = 4,                /* blocks that are multiplied together, for few rows: so many sums are under way */
+    LINE = 64,               /* bytes of a line of the cache */
+    AHEAD = 1024,            /* bytes before they are multiplied, weights are fetched */
     ALIGNED = 16,            /* numbers of a line of the cache */
-    LARGE = 1 << 20,         /* products of a layer that are worth a second thread */
-    PORTION = 1 << 17        /* products that a thread takes at a time, at least */
+    LARGE = 1 << 18,         /* products of a layer that are worth a second thread */
+    PORTION = 1 << 16        /* products that a thread takes at a time, at least */
 };
 
 typedef void parallel_region(void (*work)(void *), void *given, unsigned threads, unsigned flags);
@@ -123,18 +125,18 @@ INLINE void multiply(
     const int size = half ? 2 : 4;
     const char *at = weights(l, block);
     const int64_t inputs = l->inputs, apart = inputs * BLOCK * size;
-    vector sum[ROWS][ALONE * VECTORS];
+    vector sum[ROWS][MOST * VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < blocks * VECTORS; v++) sum[r][v] = zero();
     for (int64_t i = 0; i < inputs; i++) {
-        vector weight[ALONE * VECTORS];
-        for (int b = 0; b < blocks; b++)
-            for (int v = 0; v < VECTORS; v += 2) {
-                const void *pair = at + b * apart + (i * BLOCK + v * LANES) * size;
-                vector *to = weight + b * VECTORS + v;
-                if (half) load_pair(pair, to);
-                else to[0] = load(pair), to[1] = load((const float *)pair + LANES);
-            }
+        vector weight[MOST * VECTORS];
+        for (int b = 0; b < blocks; b++) {
+            const char *pair = at + b * apart + i * BLOCK * size;
+            vector *to = weight + b * VECTORS;
+            for (int line = 0; line < BLOCK * size; line += LINE) _mm_prefetch(pair + AHEAD + line, _MM_HINT_T0);
+            if (half) load_pair((const uint16_t *)pair, to);
+            else to[0] = load((const float *)pair), to[1] = load((const float *)pair + LANES);
+        }
         for (int r = 0; r < rows; r++) {
             const vector x = spread(input[r * inputs + i]);
             for (int v = 0; v < blocks * VECTORS; v++) sum[r][v] = plus(sum[r][v], weight[v], x);
@@ -151,37 +153,42 @@ INLINE void multiply(
         }
 }
 
+/* How many blocks are multiplied together, for so many sums that they need not wait for each other. */
+INLINE int together(int64_t rows) { return rows == 1 ? MOST : rows <= ROWS / 2 ? 2 : 1; }
+
 #define CASE(n, half) \
-    case n: multiply(l, input, output, block, 1, n, half); break;
+    case n: \
+        if (wide && together(n) > 1) multiply(l, input, output, block, together(n), n, half); \
+        else multiply(l, input, output, block, 1, n, half); \
+        break;
+#ifdef __AVX512F__
+#define MORE(half) CASE(7, half) CASE(8, half) CASE(9, half) CASE(10, half) CASE(11, half) CASE(12, half)
+#else
+#define MORE(half)
+#endif
 #define CASES(half) \
-    switch (rows) { CASE(1, half) CASE(2, half) CASE(3, half) CASE(4, half) CASE(5, half) CASE(6, half) }
+    switch (rows) { \
+        CASE(1, half) CASE(2, half) CASE(3, half) CASE(4, half) CASE(5, half) CASE(6, half) MORE(half) \
+    }
 
-static void few_rows(const Linear *l, const float *input, float *output, int64_t block, int64_t rows) {
+static void few_rows(const Linear *l, const float *input, float *output, int64_t block, int64_t rows, int wide) {
     if (l->half) CASES(1) else CASES(0)
-}
-
-static void one_row(const Linear *l, const float *input, float *output, int64_t block) {
-    if (l->half) multiply(l, input, output, block, ALONE, 1, 1);
-    else multiply(l, input, output, block, ALONE, 1, 0);
 }
 
 static void take_portions(void *given) {
     Product *p = given;
     const Linear *l = p->linear;
+    const int64_t turns = (p->rows + ROWS - 1) / ROWS, most = (p->rows + turns - 1) / turns;
     for (int64_t first; (first = __atomic_fetch_add(&p->next, p->portion, __ATOMIC_RELAXED)) < p->blocks;) {
         const int64_t end = first + p->portion < p->blocks ? first + p->portion : p->blocks;
-        for (int64_t block = first; block < end;)
-            if (p->rows == 1 && block + ALONE <= end) {
-                one_row(l, p->input, p->output, block);
-                block += ALONE;
-            } else {
-                for (int64_t row = 0, some; row < p->rows; row += some) {
-                    const int64_t left = p->rows - row, turns = (left + ROWS - 1) / ROWS;
-                    some = (left + turns - 1) / turns;
-                    few_rows(l, p->input + row * l->inputs, p->output + row * l->outputs, block, some);
-                }
-                block++;
+        for (int64_t block = first, blocks; block < end; block += blocks) {
+            const int wide = turns == 1 && block + together(most) <= end;
+            blocks = wide ? together(most) : 1;
+            for (int64_t row = 0, some; row < p->rows; row += some) {
+                some = p->rows - row < most ? p->rows - row : most;
+                few_rows(l, p->input + row * l->inputs, p->output + row * l->outputs, block, some, wide);
             }
+        }
     }
 }
 
@@ -195,7 +202,7 @@ void tswift_multiply(
     if (!rows) return;
     Product p = {.linear = l, .input = input, .output = output, .rows = rows};
     p.blocks = (l->outputs + BLOCK - 1) / BLOCK;
-    p.portion = PORTION / (l->inputs * BLOCK * rows) / ALONE * ALONE + ALONE;
+    p.portion = PORTION / (l->inputs * BLOCK * rows) / MOST * MOST + MOST;
     if (threads > 1 && l->inputs * l->outputs * rows >= LARGE) parallel(take_portions, &p, threads, 0);
     else take_portions(&p);
 }
