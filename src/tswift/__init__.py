@@ -9,7 +9,6 @@ print(model.tokenizer.decode([token for step in steps for token in step.tokens])
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["DraftOptions", "Fault", "InputError", "SamplingParams", "Step", "__version__", "generate", "load"]
-
-# PyTorch's threads are to sleep while they wait, not to spin: on a machine with other work to do, a token took 136 ms
-# instead of 3.4. It is read when torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOMES = {
     "load": "tswift.models.load",

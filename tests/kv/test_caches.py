@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -403,3 +405,16 @@ def test_settled_tokens_stay() -> None:
         with pytest.raises(ValueError, match="can be kept"):
             kv.take_back(seen)
     assert kv.before(3) == 0
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
+def test_keys_and_values_may_lie_in_huge_pages() -> None:
+    buffer = KVShape(1, 1, 64, torch.float32, torch.device("cpu")).allocate(1 << 16)
+    place = buffer.data_ptr() + buffer.nbytes // 2
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= place < int(found[2], 16)
+        elif line.startswith("VmFlags:") and inside:
+            assert "hg" in line.split()
+            return
+    pytest.fail("it is mapped nowhere")

@@ -263,6 +263,18 @@ def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingP
         assert torch.equal(scores, others[1])
 
 
+def test_changed_weights_are_packed_anew() -> None:
+    target, prompt = target_of(), [*range(1, 60)]
+    before = decode_method("ar", target, prompt, SamplingParams(), 3, 40)
+    with torch.no_grad():
+        for weight in target.model.parameters():
+            weight.mul_(0.7)
+    after = decode_method("ar", target, prompt, SamplingParams(), 3, 40)
+    assert target.program is not None
+    fresh = wrap_model(target.model, "m", "native")
+    assert before != after == decode_method("ar", fresh, prompt, SamplingParams(), 3, 40)
+
+
 def test_a_model_with_windows_has_none() -> None:
     """The text that is tried when a model is loaded is shorter than any window."""
     model = wrap_model(network("mistral", sliding_window=40), "some/model", "native")

@@ -27,6 +27,8 @@ class Unbuilt(Exception):
 def build(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Compile a C file to a library, unless that was done before, and load it.
 
+    If the compiler refuses the options, as GCC 7 does those for AVX-512, it is compiled without.
+
     What was compiled is kept in ``tswift`` in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``). Where
     that cannot be written, it is compiled anew in every process. What failed is not tried again in the same process.
 
@@ -50,7 +52,7 @@ def _attempted(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ct
     try:
         return _built(source, *defined, options=options)
     except Unbuilt as error:
-        return str(error)
+        return _attempted(source, *defined) if options else str(error)
 
 
 def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL:

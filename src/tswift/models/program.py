@@ -98,6 +98,11 @@ def library() -> ctypes.CDLL:
     return built
 
 
+def _state(network: nn.Module) -> list[tuple[int, int]]:
+    """Where weights are, and how often they were changed."""
+    return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in network.parameters()]
+
+
 class PackedLinear:
     """Linear layers with the same input as one product, by the program: frozen weights, packed.
 
@@ -172,6 +177,7 @@ class PassProgram:
 
     def __init__(self, network: PreTrainedModel) -> None:
         _refuse_unfit(network)
+        self._packed_state = _state(network)
         config, decoder = network.config, network.get_decoder()
         layers, width = decoder.layers, decoder.layers[0].self_attn.head_dim
         attention = native.library(width, torch.float32)
@@ -221,6 +227,10 @@ class PassProgram:
         kept = _plain(weight).contiguous()
         self._kept.append(kept)
         return kept.data_ptr()
+
+    def outdated(self, network: PreTrainedModel) -> bool:
+        """Whether the model's weights have been changed since: what is packed here are copies."""
+        return self._packed_state != _state(network)
 
     def takes(self, kv: KVBuffer, nodes: int) -> bool:
         """Whether a pass over so many nodes can be the program's; more are for the stock operators."""

@@ -31,7 +31,7 @@ from tswift.models.hf import (
     watched,
 )
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
-from tswift.models.program import PassProgram
+from tswift.models.program import PassProgram, Unfit
 
 Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
 CHUNK = 512  # prompt tokens forwarded at a time
@@ -226,6 +226,14 @@ class Target:
         forwarded = self._compute_eagerly(zero, zero, self._pass(zero, FullKV(self.kv_shape, 1), None))
         if forwarded.raw is None or not torch.equal(tap.norm(forwarded.raw), forwarded.hidden):
             raise UnsupportedModel("something after its final norm")
+
+    def renew(self) -> None:
+        """Pack the program's weights anew if they have been changed; to be called before a decode."""
+        if self.program is not None and self.program.outdated(self.model):
+            try:
+                self.program = PassProgram(self.model)
+            except Unfit:
+                self.program = None
 
     @torch.inference_mode()
     def tap_layers(self, layers: Sequence[int]) -> None:
