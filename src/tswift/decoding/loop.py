@@ -128,7 +128,6 @@ class Decoding:
                 raise ValueError(f"{name} has token ids outside the vocabulary of {target.vocab_size}")
         if length <= len(written):
             raise ValueError(f"length must be at least {len(written) + 1}, got {length}")
-        target.renew()
         self._target, self._drafter, self._left, self._walk = target, drafter, length - len(written), walk
         sampler = Sampler(params, seed, target.vocab_size, target.device)
         self._kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)

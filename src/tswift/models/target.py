@@ -227,8 +227,8 @@ class Target:
         if forwarded.raw is None or not torch.equal(tap.norm(forwarded.raw), forwarded.hidden):
             raise UnsupportedModel("something after its final norm")
 
-    def renew(self) -> None:
-        """Pack the program's weights anew if they have been changed; to be called before a decode."""
+    def _renew(self) -> None:
+        """Pack the program's weights anew if they have been changed."""
         if self.program is not None and self.program.outdated(self.model):
             try:
                 self.program = PassProgram(self.model)
@@ -416,6 +416,7 @@ class Target:
 
     def chunks(self, tokens: Sequence[int], kv: FullKV) -> Iterator[Forwarded]:
         """Forward a text in chunks, commit each, and yield its pass."""
+        self._renew()
         size = min(CHUNK, self.width or CHUNK)
         for start in range(0, len(tokens), size):
             chunk = torch.tensor(tokens[start : start + size], device=self.device)
