@@ -163,3 +163,16 @@ def test_float64_is_left_to_pytorch(monkeypatch) -> None:
     monkeypatch.setattr("tswift.decoding.sampling.draw_program", lambda *given: None)
     other = Sampler(SamplingParams(), 1, 6, CPU)
     assert other.draw(logits, None, [3, 4]) == sampler.draw(logits, None, [3, 4])
+
+
+def test_threads_draw_what_one_does() -> None:
+    before, logits = torch.get_num_threads(), rows("usual", 16, 2048, 3, torch.float32)
+    drawn = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            sampler = Sampler(SamplingParams(eta=0.01, top_p=0.99), 5, 2048, CPU)
+            drawn.append([sampler.draw(logits, None, torch.arange(start, start + 16)) for start in range(0, 1600, 16)])
+    finally:
+        torch.set_num_threads(before)
+    assert drawn[0] == drawn[1]

@@ -11,7 +11,13 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { LANES = 16, MOST = 17 }; /* most candidates of a row, and one that tells the lead of the last */
+enum {
+    LANES = 16,
+    MOST = 17,      /* most candidates of a row, and one that tells the lead of the last */
+    LARGE = 1 << 14 /* logits that are worth a second thread */
+};
+
+typedef void parallel_region(void (*work)(void *), void *given, unsigned threads, unsigned flags);
 
 static const double NEAR = 1e-8;       /* chances, or logits, that may fall on another side of an edge in PyTorch */
 static const double LOG_2 = 0.69315;   /* a bit more than it is */
@@ -29,10 +35,11 @@ typedef struct {
     const uint8_t *ancestors;   /* [rows, rows] of the nodes */
     const uint8_t *banned;      /* [vocabulary], or none */
     uint8_t *unsure;            /* [rows]: whether PyTorch might rank otherwise */
-    double *space;              /* 2 * vocabulary */
-    int32_t *kept;              /* vocabulary */
-    uint8_t *mask;              /* vocabulary */
-    int64_t by_row, by_seen, rows, vocabulary, half, count, window, top_k;
+    double *space;              /* [threads, 2 * vocabulary] */
+    int32_t *kept;              /* [threads, vocabulary] */
+    uint8_t *mask;              /* [threads, vocabulary] */
+    parallel_region *parallel;  /* tswift_parallel of pool.c */
+    int64_t by_row, by_seen, rows, vocabulary, half, count, window, top_k, threads;
     uint64_t seed;
     double temperature, penalty, log_min_p, eta, top_p; /* log_min_p: minus infinity for none */
 } Call;
@@ -237,6 +244,22 @@ static void rank_row(const Call *c, int64_t row) {
     }
 }
 
+typedef struct {
+    const Call *call;
+    int64_t next;    /* row that is to be taken next */
+    int64_t workers; /* threads that have begun */
+} Work;
+
+static void take_rows(void *given) {
+    Work *w = given;
+    Call own = *w->call;
+    const int64_t worker = __atomic_fetch_add(&w->workers, 1, __ATOMIC_RELAXED), count = own.vocabulary;
+    own.space += worker * 2 * count, own.kept += worker * count, own.mask += worker * count;
+    for (int64_t row; (row = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED)) < own.rows;) rank_row(&own, row);
+}
+
 void tswift_rank(const Call *c) {
-    for (int64_t row = 0; row < c->rows; row++) rank_row(c, row);
+    Work w = {.call = c};
+    if (c->threads > 1 && c->rows * c->vocabulary >= LARGE) c->parallel(take_rows, &w, c->threads, 0);
+    else take_rows(&w);
 }

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tswift.attention.building import Unbuilt, build, widest_vectors
+from tswift.attention.native import parallel_region
 from tswift.decoding.params import SamplingParams
 
 _SOURCE = Path(__file__).with_name("drawing.c")
@@ -40,9 +41,9 @@ class _Call(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("logits", "positions", "best", "scores", "seen", "newest", *_NODES)),
-        *((name, ctypes.c_void_p) for name in ("banned", "unsure", "space", "kept", "mask")),
+        *((name, ctypes.c_void_p) for name in ("banned", "unsure", "space", "kept", "mask", "parallel")),
         *((name, ctypes.c_int64) for name in ("by_row", "by_seen", "rows", "vocabulary", "half", "count")),
-        *((name, ctypes.c_int64) for name in ("window", "top_k", "seed")),
+        *((name, ctypes.c_int64) for name in ("window", "top_k", "threads", "seed")),
         *((name, ctypes.c_double) for name in ("temperature", "penalty", "log_min_p", "eta", "top_p")),
     ]
 
@@ -63,9 +64,10 @@ class DrawProgram:
 
     def __init__(self, params: SamplingParams, stream: int, vocab_size: int) -> None:
         self._run = build(_SOURCE, options=widest_vectors()).tswift_rank
-        self._space = torch.empty(2 * vocab_size, dtype=torch.float64)
-        self._kept = torch.empty(vocab_size, dtype=torch.int32)
-        self._mask = torch.empty(vocab_size, dtype=torch.uint8)
+        threads = torch.get_num_threads()
+        self._space = torch.empty(threads * 2 * vocab_size, dtype=torch.float64)
+        self._kept = torch.empty(threads * vocab_size, dtype=torch.int32)
+        self._mask = torch.empty(threads * vocab_size, dtype=torch.uint8)
         self._banned = torch.zeros(vocab_size, dtype=torch.uint8)
         self._banned[list(params.banned)] = 1
         self._fixed: dict[str, Any] = {
@@ -73,6 +75,8 @@ class DrawProgram:
             "space": self._space.data_ptr(),
             "kept": self._kept.data_ptr(),
             "mask": self._mask.data_ptr(),
+            "parallel": parallel_region(),
+            "threads": threads,
             "vocabulary": vocab_size,
             "window": params.window,
             "top_k": params.top_k,

@@ -98,7 +98,6 @@ typedef struct {
     const int64_t *tokens, *positions; /* [nodes] */
     float *keys, *values;              /* [layers, kv heads, capacity, width] with the strides below, in numbers */
     const uint8_t *ancestors;          /* as for attention */
-    const int64_t *depths;
     float *hidden, *raw;               /* [nodes, hidden], after and before the last norm */
     float *queries;                    /* [layers, heads, nodes, width], rotated */
     float *space;                      /* as many numbers as tswift_space says */
@@ -258,18 +257,25 @@ INLINE int64_t widest(const Model *m) {
 
 static Attention attention(const Model *m, const Pass *p) {
     return (Attention){
-        .ancestors = p->ancestors, .depths = p->depths, .parallel = m->parallel, .keys_head = p->by_head,
+        .ancestors = p->ancestors, .parallel = m->parallel, .keys_head = p->by_head,
         .values_head = p->by_head, .kv_heads = m->kv_heads, .rows = m->heads / m->kv_heads * p->nodes,
         .prefix = p->prefix, .nodes = p->nodes, .threads = p->threads, .scale = m->scale,
     };
 }
 
+/* How many ancestors a node has, but itself. */
+static int64_t depth(const Pass *p, int64_t node) {
+    int64_t found = -1;
+    for (int64_t other = 0; other < p->nodes; other++) found += p->ancestors[node * p->nodes + other];
+    return found;
+}
+
 /* Numbers of working space: of every row, what goes into a product, what comes out, and what was attended to; cosines
-   and sines; and what attention wants. */
+   and sines; depth; and what attention wants. */
 int64_t tswift_space(const Model *m, const Pass *p) {
     const Attention a = attention(m, p);
-    const int64_t row = m->hidden + widest(m) + m->inner + 2 * m->heads * m->width + m->width;
-    return p->nodes * row + ALIGNED + m->attention_scratch(&a);
+    const int64_t row = m->hidden + widest(m) + m->inner + 2 * m->heads * m->width + m->width + sizeof(int64_t) / sizeof(float);
+    return p->nodes * row + 2 * ALIGNED + m->attention_scratch(&a);
 }
 
 void tswift_forward(const Model *m, const Pass *p) {
@@ -281,6 +287,12 @@ void tswift_forward(const Model *m, const Pass *p) {
     Attention a = attention(m, p);
     /* attention reads whole vectors there, which must not cross a line of the cache */
     a.scratch = p->space + (sines + n * half - p->space + ALIGNED - 1) / ALIGNED * ALIGNED;
+    int64_t *depths = (int64_t *)a.scratch;
+    if (p->ancestors) {
+        for (int64_t r = 0; r < n; r++) depths[r] = depth(p, r);
+        a.depths = depths;
+    }
+    a.scratch += (n * (int64_t)(sizeof *depths / sizeof *a.scratch) + ALIGNED - 1) / ALIGNED * ALIGNED;
     for (int64_t r = 0; r < n; r++) {
         memcpy(state + r * hidden, m->embeddings + p->tokens[r] * hidden, hidden * sizeof *state);
         for (int64_t i = 0; i < half; i++) {

@@ -60,7 +60,7 @@ class _Model(ctypes.Structure):
 
 class _Pass(ctypes.Structure):
     _fields_: ClassVar = [
-        *_pointers("tokens positions keys values ancestors depths hidden raw queries space"),
+        *_pointers("tokens positions keys values ancestors hidden raw queries space"),
         *_integers("nodes prefix by_layer by_head threads"),
     ]
 
@@ -182,6 +182,7 @@ class PassProgram:
         layers, width = decoder.layers, decoder.layers[0].self_attn.head_dim
         attention = native.library(width, torch.float32)
         self._library = library()
+        self._space = torch.empty(0, dtype=torch.float32)
         self._kept: list[Any] = []  # what the C structures point to
         self._layers = (_Layer * len(layers))()
         for layer, made in zip(layers, self._layers, strict=True):
@@ -245,17 +246,13 @@ class PassProgram:
         states = torch.empty(2, nodes, hidden, dtype=torch.float32)
         queries = torch.empty(layers, heads, nodes, width, dtype=torch.float32)
         tokens, positions = tokens.contiguous(), positions.contiguous()
-        depths, ancestors = None, ancestors if nodes > 1 else None
-        if ancestors is not None:
-            ancestors = ancestors.contiguous()
-            depths = ancestors.sum(1) - 1
+        ancestors = None if ancestors is None or nodes == 1 else ancestors.contiguous()
         run = _Pass(
             tokens.data_ptr(),
             positions.data_ptr(),
             kv.keys.data_ptr(),
             kv.values.data_ptr(),
             0 if ancestors is None else ancestors.data_ptr(),
-            0 if depths is None else depths.data_ptr(),
             states.data_ptr(),
             states.data_ptr() + nodes * hidden * states.itemsize,
             queries.data_ptr(),
@@ -267,8 +264,10 @@ class PassProgram:
             threads,
         )
         given = ctypes.byref(self._model), ctypes.byref(run)
-        space = torch.empty(self._library.tswift_space(*given), dtype=torch.float32)
-        run.space = space.data_ptr()
+        size = self._library.tswift_space(*given)
+        if len(self._space) < size:  # kept, as memory that is new has to be mapped
+            self._space = torch.empty(size, dtype=torch.float32)
+        run.space = self._space.data_ptr()
         self._library.tswift_forward(*given)
         after, before = states.unbind()
         return Forwarded(after, list(queries.unbind()), before if raw else None)
