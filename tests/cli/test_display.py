@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from tests.cli.terminal import on_terminal
-from tswift.cli.display import Display, _clock
+from tswift.cli.progress import Display, _clock
 
 if TYPE_CHECKING:
     from tswift.decoding.stats import DecodeStats
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CODE = """
 import time
 from types import SimpleNamespace
-from tswift.cli.display import Display
+from tswift.cli.progress import Display
 stats = SimpleNamespace(tokens=10, tokens_per_second=20.0, tokens_per_step=5.0, alpha=1.0)
 with Display(100, quiet=False, progress=True) as display:
     for word in "one two three\\nfour [bold]five[/bold] six seven eight nine ten".split(" "):

@@ -105,7 +105,7 @@ def test_quiet(tswift, prompt: Path, checkpoint: Path) -> None:  # type: ignore[
 
 
 def test_progress_lines(tswift, prompt: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("tswift.cli.display._LOG_SECONDS", 0.0)
+    monkeypatch.setattr("tswift.cli.progress._LOG_SECONDS", 0.0)
     words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 3, "--method", "ar"]
     assert "tswift: 2 / 3 tokens, " in tswift(*words).err
     unsaid = tswift(*words, "--no-progress").err

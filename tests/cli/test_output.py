@@ -77,7 +77,7 @@ def test_a_stdout_that_has_no_such_characters(tswift, checkpoint: Path, tmp_path
 
 CODE = """
 from tswift.benchmarking.table import Table
-from tswift.cli.bars import Bars
+from tswift.cli.progress import Bars
 from tswift.cli.output import show
 with Bars(quiet=False, progress=True) as bars:
     bars.update("verify", 50, 100)

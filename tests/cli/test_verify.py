@@ -193,7 +193,7 @@ def test_generate_verify(tswift, checkpoint: Path, prompt: Path, tmp_path: Path,
 
 
 def test_progress_lines(tswift, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("tswift.cli.bars._LOG_SECONDS", 0.0)
+    monkeypatch.setattr("tswift.cli.progress._LOG_SECONDS", 0.0)
     assert tswift("verify", run, "--no-progress").err == ""
     assert "tswift: verify " in tswift("verify", run).err
 

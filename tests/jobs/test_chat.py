@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from tswift.errors import InputError
 from tswift.jobs.config import RunConfig
-from tswift.jobs.prompt import read_system, render
+from tswift.jobs.prompt import read_prompt, render
 
 # the special token of the tests' tokenizer, as templates begin with their model's first token
 TEMPLATE = (
@@ -77,8 +77,8 @@ def test_options_that_do_not_go_together(given: dict[str, object], match: str) -
 def test_a_system_prompt_is_read_as_prompts_are(tmp_path: Path) -> None:
     path = tmp_path / "system.txt"
     path.write_text("Be brief.\n")
-    assert read_system(str(path)) == "Be brief.\n"
+    assert read_prompt(str(path), "system") == "Be brief.\n"
     path.write_bytes(b"\xff")
     for source in (path, tmp_path / "nowhere"):
         with pytest.raises(InputError, match=r"^system: "):
-            read_system(str(source))
+            read_prompt(str(source), "system")

@@ -23,7 +23,7 @@ from tswift.models.config import SHAPE_PREFIX, refuse_shape
 
 if TYPE_CHECKING:
     from tswift.benchmarking.run import Case, Run
-    from tswift.cli.bars import Bars
+    from tswift.cli.progress import Bars
 
 
 # what bench does and a suite does not
@@ -186,7 +186,7 @@ def bench(
         from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite
         from tswift.benchmarking.summary import FINISHED, simulation
         from tswift.cli import output
-        from tswift.cli.bars import Bars
+        from tswift.cli.progress import Bars
         from tswift.jobs.folder import default_path
 
         texts = read_texts(prompts or ())

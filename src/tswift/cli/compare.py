@@ -40,7 +40,7 @@ def compare(
         from tswift.benchmarking.run import compare as run_all
         from tswift.benchmarking.run import open_runs
         from tswift.cli import output
-        from tswift.cli.bars import Bars
+        from tswift.cli.progress import Bars
         from tswift.jobs.environment import environment
         from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, take
 

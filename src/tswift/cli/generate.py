@@ -18,7 +18,7 @@ from tswift.jobs.config import RunConfig
 from tswift.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from tswift.cli.display import Display
+    from tswift.cli.progress import Display
     from tswift.jobs.job import Job, Signals
 
 
@@ -57,7 +57,7 @@ def generate(
     what = f"the model of {resume}" if config is None else config.model
     with ExitStack() as stack:
         with loading(what, quiet):
-            from tswift.cli.display import Display
+            from tswift.cli.progress import Display
             from tswift.jobs.job import Signals
             from tswift.jobs.start import resume as resumed
             from tswift.jobs.start import start

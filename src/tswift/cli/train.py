@@ -17,7 +17,7 @@ from tswift.training.config import DraftConfig, HeadsConfig, Progress, TrainConf
 
 if TYPE_CHECKING:
     from tswift.benchmarking.table import Table
-    from tswift.cli.bars import Bars
+    from tswift.cli.progress import Bars
     from tswift.training.run import Outcome
 
 
@@ -55,7 +55,7 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
         config = typed.make(kind) if resume is None else None  # what is mistyped is refused before torch is imported
 
         from tswift.cli import output
-        from tswift.cli.bars import Bars
+        from tswift.cli.progress import Bars
         from tswift.distributed import find_ranks
         from tswift.models.devices import find_device
         from tswift.training import run as training

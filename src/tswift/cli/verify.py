@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tswift.cli import options, output
-from tswift.cli.bars import Bars
 from tswift.cli.output import Record, writable
+from tswift.cli.progress import Bars
 from tswift.cli.streams import FAILED, loading
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
@@ -123,28 +123,27 @@ def verify(
     """
     model = typed.of(ModelConfig)
     made = [name for name in typed.values if name not in model]
-    _check_form(run, tokens, made)
+    if run is None and tokens is None:
+        raise InputError("give the folder of a run, or --tokens and the options that made them")
+    if run is not None and tokens is not None:
+        raise InputError("cannot be given together with a run", "tokens")
+    if run is not None and made:
+        raise InputError("goes with --tokens; a run has its own", made[0])
     ModelConfig(**model)
     refuse_shape(model.get("model", ""))
     config, params = typed.make(AuditConfig), typed.make(SamplingParams)
-    words = "" if tokens is None else config.read(model.get("model", DEMO))
+    text = "" if tokens is None else config.read(model.get("model", DEMO))
     record = writable(json_file)
     with loading(str(model.get("model") or run or DEMO), quiet):
         from tswift.jobs.folder import read_run
-        from tswift.jobs.verification import report, subject_of_run, subject_of_text
+        from tswift.jobs.verification import run_input, text_input
 
         if run is not None:
-            subject = subject_of_run(read_run(run), **model)
+            audited = run_input(read_run(run), **model)
         else:
             assert tokens is not None
-            subject = subject_of_text(tokens, config, params, model, words)
-    found = _audited(subject, quiet, not no_progress)
-    if record is None or record.path:
-        output.show(verdict(found, subject.note))
-    if record:
-        record.write({"kind": "verify", "command": typed.command, **report(subject, found)})
-    if not found.ok:
-        raise typer.Exit(FAILED)
+            audited = text_input(tokens, config, params, model, text)
+    _verify(audited, record, typed.command, quiet, not no_progress, shown=record is None or record.path is not None)
 
 
 def verify_folder(model: LoadedModel | None, path: Path, command: Sequence[str], quiet: bool, progress: bool) -> None:
@@ -154,27 +153,28 @@ def verify_folder(model: LoadedModel | None, path: Path, command: Sequence[str],
         Exit: it is not what the rule draws.
     """
     from tswift.jobs.folder import AUDIT, read_run
-    from tswift.jobs.verification import report, subject_of_run, with_model
+    from tswift.jobs.verification import run_input, with_model
 
     run = read_run(path)
-    subject = subject_of_run(run) if model is None else with_model(run, model)
-    found = _audited(subject, quiet, progress)
-    Record(path / AUDIT).write({"kind": "verify", "command": command, **report(subject, found)})
-    if not quiet:
-        output.show(verdict(found, subject.note), stderr=True)
-    if not found.ok:
-        raise typer.Exit(FAILED)
+    audited = run_input(run) if model is None else with_model(run, model)
+    _verify(audited, Record(path / AUDIT), command, quiet, progress, shown=not quiet, stderr=True)
 
 
-def _audited(subject: AuditInput, quiet: bool, progress: bool) -> Audit:
+def _verify(
+    audited: AuditInput,
+    record: Record | None,
+    command: Sequence[str],
+    quiet: bool,
+    progress: bool,
+    shown: bool,
+    stderr: bool = False,
+) -> None:
+    """Audit, write the record, show the table, and exit with 1 if the text is not what the rule draws."""
     with Bars(quiet, progress) as bars:
-        return subject.audit(lambda done, total: bars.update("verify", done, total))
-
-
-def _check_form(run: Path | None, tokens: Path | None, made: Sequence[str]) -> None:
-    if run is None and tokens is None:
-        raise InputError("give the folder of a run, or --tokens and the options that made them")
-    if run is not None and tokens is not None:
-        raise InputError("cannot be given together with a run", "tokens")
-    if run is not None and made:
-        raise InputError("goes with --tokens; a run has its own", made[0])
+        audit = audited.audit(lambda done, total: bars.update("verify", done, total))
+    if shown:
+        output.show(verdict(audit, audited.note), stderr=stderr)
+    if record:
+        record.write({"kind": "verify", "command": command, **audited.report(audit)})
+    if not audit.ok:
+        raise typer.Exit(FAILED)

@@ -10,50 +10,73 @@ from typing import Any
 
 import numpy as np
 
-from tswift.errors import InputError, renamed
+from tswift.errors import InputError
 from tswift.reading import read_file, read_stream
 
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said
 MOST_BYTES = 32_000_000  # of a prompt: some ten million tokens, which take a minute and gigabytes to be found
-_OPTION = "prompt"
+_HELD = 16  # after so many tokens without a whole character, broken bytes are let go
+_LAST = 4  # tokens that a character may still need: it has four bytes at most
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
-def read_prompt(source: str | None) -> str:
+def read_prompt(source: str | None, option: str = "prompt") -> str:
     """The text of a prompt.
 
     Args:
         source: a file, ``-`` for standard input, or None for the bundled novel.
+        option: what the user named it with, for the error.
 
     Raises:
         InputError: nothing there, more than ``MOST_BYTES``, no text in it, or no UTF-8 text.
     """
     name = "standard input" if source == "-" else str(source)
-    data = _standard_input() if source == "-" else read_file(_path(source), MOST_BYTES, _OPTION)
+    if source == "-":
+        data = _standard_input(option)
+    elif source == "":
+        raise InputError("names no file", option)
+    else:
+        try:
+            path = _bundled() if source is None else Path(source).expanduser()
+        except RuntimeError as error:  # a home folder that does not exist
+            raise InputError(f"{source} cannot be read ({error})", option) from None
+        data = read_file(path, MOST_BYTES, option)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{name} is not UTF-8 text (byte {error.start:,})", _OPTION) from None
-    return check_prompt(text, _OPTION, name)
+        raise InputError(f"{name} is not UTF-8 text (byte {error.start:,})", option) from None
+    return check_prompt(text, option, name)
 
 
-def check_prompt(text: str, field: str, name: str = "the text") -> str:
-    """A prompt, seen to be text.
+def _standard_input(option: str) -> bytes:
+    if sys.stdin is None:
+        raise InputError("there is no standard input", option)
+    try:
+        return read_stream(sys.stdin.buffer, MOST_BYTES, "standard input", option)
+    except OSError as error:  # a closed descriptor, or a folder for standard input
+        raise InputError(f"standard input cannot be read ({error.strerror})", option) from None
 
-    Args:
-        text: the prompt.
-        field: the parameter that it was given with.
-        name: what to call it in the error.
+
+def _bundled() -> Path:
+    # a wheel carries the prompts inside the package, a source tree beside src/
+    package = Path(__file__).parents[1]
+    inside = package / "prompts" / BUNDLED
+    return inside if inside.is_file() else package.parents[1] / "prompts" / BUNDLED
+
+
+def check_prompt(text: str, option: str, name: str = "the text") -> str:
+    """A prompt, checked to be text; ``name`` is what an error calls it.
 
     Raises:
         InputError: it is empty, or no text.
     """
     if "\0" in text:
-        raise InputError(f"{name} is not text: it has NUL bytes", field)
+        raise InputError(f"{name} is not text: it has NUL bytes", option)
     if not text:
-        raise InputError(f"{name} is empty", field)
+        raise InputError(f"{name} is empty", option)
     if not text.strip():
-        raise InputError(f"{name} has nothing but white space", field)
+        raise InputError(f"{name} has nothing but white space", option)
     return text
 
 
@@ -76,9 +99,8 @@ def special_tokens_in(tokenizer: Any, text: str, used: int | None = None) -> tup
     What the tokenizer itself puts before or behind a text is not among them, nor what it is told to take literally.
 
     Args:
-        tokenizer: of the model; a stand-in has none.
-        text: the prompt.
-        used: how many of its tokens are used; None for all.
+        tokenizer, text: the model's, and the prompt.
+        used: how many of the prompt's tokens are used; None for all.
 
     Returns:
         Each once, in the order of their first appearance.
@@ -99,54 +121,22 @@ def fingerprint(tokens: list[int]) -> str:
     return sha256(np.asarray(tokens, dtype="<u4").tobytes()).hexdigest()
 
 
-def _standard_input() -> bytes:
-    if sys.stdin is None:
-        raise InputError("there is no standard input", _OPTION)
-    try:
-        return read_stream(sys.stdin.buffer, MOST_BYTES, "standard input", _OPTION)
-    except OSError as error:  # a closed descriptor, or a folder for standard input
-        raise InputError(f"standard input cannot be read ({error.strerror})", _OPTION) from None
-
-
-def _path(source: str | None) -> Path:
-    if source is None:
-        return _bundled()
-    if not source:
-        raise InputError("names no file", _OPTION)
-    try:
-        return Path(source).expanduser()
-    except RuntimeError as error:  # a home folder that does not exist
-        raise InputError(f"{source} cannot be read ({error})", _OPTION) from None
-
-
-def _bundled() -> Path:
-    # a wheel carries the prompts inside the package, a source tree beside src/
-    package = Path(__file__).parents[1]
-    inside = package / "prompts" / BUNDLED
-    return inside if inside.is_file() else package.parents[1] / "prompts" / BUNDLED
-
-
-CHAT, SYSTEM = "chat", "system"
-
-
 def render(tokenizer: Any, model: str, text: str, system: str | None = None) -> str:
     """The template filled in, up to where the model is to answer.
 
     Args:
-        tokenizer: the model's.
-        model: its name, for errors.
+        tokenizer, model: the model's, and its name for errors.
         text: what the user says.
         system: the system prompt; None for the template's own, if it has one.
 
     Returns:
-        Text with the special tokens that the template wants, the first of a text included: it is to be encoded without
-        any being added, or there would be two of those.
+        Text with all special tokens that the template wants: it is to be encoded without any being added.
 
     Raises:
         InputError: there is no template, or it does not take such messages.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise InputError(f"the tokenizer of {model} has no chat template", CHAT)
+        raise InputError(f"the tokenizer of {model} has no chat template", "chat")
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
@@ -154,30 +144,13 @@ def render(tokenizer: Any, model: str, text: str, system: str | None = None) -> 
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs, and have their own ways to refuse
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        option = CHAT if system is None else SYSTEM
+        option = "chat" if system is None else "system"
         raise InputError(f"the chat template of {model} does not take it ({reason})", option) from None
     if system is not None and system.strip() not in rendered:
-        raise InputError(f"the chat template of {model} drops system prompts", SYSTEM)
+        raise InputError(f"the chat template of {model} drops system prompts", "system")
     if text.strip() not in rendered:
-        raise InputError(f"the chat template of {model} does not hold the prompt as it is", CHAT)
+        raise InputError(f"the chat template of {model} does not hold the prompt as it is", "chat")
     return str(rendered)
-
-
-def read_system(source: str) -> str:
-    """The system prompt in a file; ``-`` is standard input.
-
-    Raises:
-        InputError: nothing there, or no text in it.
-    """
-    try:
-        return read_prompt(source)
-    except InputError as error:
-        raise renamed(error, {"prompt": SYSTEM}) from None
-
-
-_HELD = 16  # after so many tokens without a whole character, broken bytes are let go
-_LAST = 4  # tokens that a character may still need: it has four bytes at most
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
@@ -209,7 +182,7 @@ class TextStream:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """What was held back; bytes that are no character become U+FFFD."""
+        """The text that was held back; bytes that are no character become U+FFFD."""
         return self._give(len(self._held), self._after(self._before, self._held))
 
     def _let_go(self, text: str) -> str:

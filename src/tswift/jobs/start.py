@@ -35,7 +35,7 @@ from tswift.jobs.folder import (
     read_saved,
 )
 from tswift.jobs.job import Job
-from tswift.jobs.prompt import BUNDLED_PREFILL, TextStream, fingerprint, read_system, render, special_tokens_in, take
+from tswift.jobs.prompt import BUNDLED_PREFILL, TextStream, fingerprint, read_prompt, render, special_tokens_in, take
 from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.devices import gigabytes
 from tswift.models.load import LoadedModel, load
@@ -63,7 +63,7 @@ def start(config: RunConfig, command: Sequence[str], ranks: Dist = ALONE, text: 
     """
     params, options, how = config.params(), config.options(), config.loading()
     text = config.read(config.model) if text is None else text
-    system = None if config.system is None else read_system(config.system)
+    system = None if config.system is None else read_prompt(config.system, "system")
     if ranks.count == 1 and config.quantize is None:  # else how much memory it takes is seen when it is loaded
         least = config.prefill or (BUNDLED_PREFILL if config.bundled else 1)
         larger = "prefill" if config.prefill and config.prefill > config.length else "length"

@@ -1,9 +1,10 @@
-"""A run, or a text with the options that made it, put before the audit."""
+"""A run, or a text with the options that made it, prepared for the audit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,12 @@ from tswift.models.target import Show
 
 @dataclass(frozen=True)
 class AuditInput:
-    """What is to be verified.
+    """A text to audit.
 
     Attributes:
         model: the model, loaded.
-        prompt: the prompt's token ids.
-        tokens: the generated token ids.
-        params: what they were drawn with, banned ids included.
-        seed: what they were drawn with.
+        prompt, tokens: token ids of the prompt, and those generated.
+        params, seed: what they were drawn with, banned ids included.
         source: the folder or file the tokens come from.
         note: why an exact run is not judged exactly; None if it is, or the run was none.
     """
@@ -46,8 +45,13 @@ class AuditInput:
         """Run the audit; see :func:`tswift.decoding.audit.audit`."""
         return audit(self.model.target, self.prompt, self.tokens, self.params, self.seed, show)
 
+    def report(self, audit: Audit) -> dict[str, Any]:
+        """Everything about an audit, ready for JSON."""
+        about = {"source": str(self.source), "seed": self.seed, "prompt_tokens": len(self.prompt)}
+        return {**about, "model": self.model.about(), "note": self.note, **audit.as_dict()}
 
-def subject_of_run(
+
+def run_input(
     run: RunRecord,
     model: str | None = None,
     device: str | None = None,
@@ -60,32 +64,33 @@ def subject_of_run(
     Raises:
         InputError: the model cannot be loaded, or the run does not fit it, or was not exact and is to be now.
     """
-    made = run.config
-    if exact and not made.exact:
+    config = run.config
+    if exact and not config.exact:
         raise InputError(f"{run.path} was made without it, so it can only be judged within rounding", "exact")
-    name = made.model if model is None else model
-    refuse_shape(name)
+    refuse_shape(model or config.model)
     _tokens(run)  # better now than after a model was loaded
-    how: dict[str, Any] = {
-        "device": made.device if device is None else device,
-        "dtype": made.dtype if dtype is None else dtype,
-        "attention": made.attention,
-        "quantize": made.quantize if model is None and quantize is None else quantize,
-    }
+    load_model = partial(
+        load,
+        config.model if model is None else model,
+        device=config.device if device is None else device,
+        dtype=config.dtype if dtype is None else dtype,
+        attention=config.attention,
+        quantize=config.quantize if model is None and quantize is None else quantize,
+    )
     try:
-        loaded = load(name, **how, exact=made.exact if exact is None else exact)
+        loaded = load_model(exact=config.exact if exact is None else exact)
     except InputError as error:
         if error.field != "exact" or exact:
             raise
-        loaded = load(name, **how, exact=False)
-    subject = with_model(run, loaded)
-    if exact and subject.note:
-        raise InputError(f"cannot be had here: {subject.note}", "exact")
-    return replace(subject, note=None) if exact is False else subject
+        loaded = load_model(exact=False)
+    audited = with_model(run, loaded)
+    if exact and audited.note:
+        raise InputError(f"cannot be had here: {audited.note}", "exact")
+    return replace(audited, note=None) if exact is False else audited
 
 
 def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
-    """A run and the model that is there already; passes of that are exact no longer if the run's bits were others.
+    """A run and a loaded model, whose passes are exact no longer if the run's arithmetic was another.
 
     Raises:
         InputError: the run does not fit it.
@@ -99,47 +104,40 @@ def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
     return _checked(AuditInput(model, run.prompt, _tokens(run), run.params, run.config.seed, run.path, note), None)
 
 
-def subject_of_text(
-    path: Path, config: AuditConfig, params: SamplingParams, model: Mapping[str, Any], words: str
+def text_input(
+    path: Path, config: AuditConfig, params: SamplingParams, model: Mapping[str, Any], text: str
 ) -> AuditInput:
-    """A text and the options that are said to have made it.
+    """A file of token ids and the options that are said to have made it.
 
     Args:
-        path: file of token ids.
-        config: prompt, seed and end.
-        params: what it was drawn with.
+        path: the file.
+        config, params: prompt, seed and end; what it was drawn with.
         model: arguments of :func:`tswift.load`. Nobody knows whether a text without a run was made by exact passes
             here, so they are not exact unless ``exact`` is set.
-        words: the prompt.
+        text: the prompt.
 
     Raises:
-        InputError: something given cannot be used, or does not fit together.
+        InputError: something cannot be used, or does not fit together.
     """
     tokens = read_tokens(path, "tokens")
     loaded = load(**{**model, "exact": bool(model.get("exact"))})
-    prompt = take(loaded.encode(words), config.prefill, bundled=config.bundled)
+    prompt = take(loaded.encode(text), config.prefill, bundled=config.bundled)
     params, _ = ending(params, loaded.eos_ids, config.stop_at_eos)
     return _checked(AuditInput(loaded, prompt, tokens, params, config.seed, path), "tokens")
-
-
-def report(subject: AuditInput, found: Audit) -> dict[str, Any]:
-    """Everything about an audit, ready for JSON."""
-    about = {"source": str(subject.source), "seed": subject.seed, "prompt_tokens": len(subject.prompt)}
-    return {**about, "model": subject.model.about(), "note": subject.note, **found.as_dict()}
 
 
 def _tokens(run: RunRecord) -> list[int]:
     return read_tokens(run.path / TOKENS, whole=False)  # a run that was killed may have left a part of one
 
 
-def _checked(subject: AuditInput, option: str | None) -> AuditInput:
-    target, source = subject.model.target, str(subject.source)
-    if not subject.prompt:
+def _checked(audited: AuditInput, option: str | None) -> AuditInput:
+    target, source = audited.model.target, str(audited.source)
+    if not audited.prompt:
         raise InputError("has no tokens", "prompt")
-    check_ids(subject.prompt, target.vocab_size, f"the prompt of {source}", option)
-    check_ids(subject.tokens, target.vocab_size, source, option)
-    banned = [token for token in subject.params.banned if token >= target.vocab_size]
+    check_ids(audited.prompt, target.vocab_size, f"the prompt of {source}", option)
+    check_ids(audited.tokens, target.vocab_size, source, option)
+    banned = [token for token in audited.params.banned if token >= target.vocab_size]
     if banned:
         raise InputError(f"{source} bans token id {banned[0]:,}, outside the model's vocabulary", option)
-    check(target, len(subject.prompt), len(subject.tokens), "ar", DraftOptions(), option)
-    return subject
+    check(target, len(audited.prompt), len(audited.tokens), "ar", DraftOptions(), option)
+    return audited
