@@ -101,19 +101,3 @@ def test_a_chat_with_a_model_that_has_no_template(tswift, checkpoint: Path, prom
     assert (result.code, result.err.count("\n")) == (2, 1)
     assert f"--chat: the tokenizer of {checkpoint} has no chat template" in result.err
     assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (("--preset", "nope"), "--preset: no preset 'nope'; there are llama3.1-8b"),
-        (("--chat",), "--chat: wants a --prompt"),
-        (("--system", "x"), "--system: goes with --chat"),
-        (("--chat", "--prompt", "x", "--prefill", 3), "--prefill: cannot be given together with --chat"),
-    ],
-)
-def test_what_does_not_go_together(tswift, words: tuple[object, ...], match: str) -> None:  # type: ignore[no-untyped-def]
-    result = tswift("generate", *QUIET, *words)
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert match in result.err
-    assert not Path("runs").exists()

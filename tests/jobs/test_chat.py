@@ -8,7 +8,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from tswift.errors import InputError
-from tswift.jobs.config import RunConfig
 from tswift.jobs.prompt import read_prompt, render
 
 # the special token of the tests' tokenizer, as templates begin with their model's first token
@@ -56,22 +55,6 @@ def test_what_templates_do_not_take(tokenizer, template: str, system: str | None
     with pytest.raises(InputError, match=match) as error:
         render(tokenizer, "some/model", "Hello!", system)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"system": "s.txt"}, "system: goes with --chat"),
-        ({"chat": True}, "chat: wants a --prompt"),
-        ({"chat": True, "prompt": "-", "system": "-"}, "system: cannot be standard input"),
-        ({"chat": True, "prompt": "p", "prefill": 3}, "prefill: cannot be given together with --chat"),
-    ],
-)
-def test_options_that_do_not_go_together(given: dict[str, object], match: str) -> None:
-    RunConfig()
-    RunConfig(chat=True, prompt="p", system="s")
-    with pytest.raises(InputError, match=match):
-        RunConfig(**given)  # type: ignore[arg-type]
 
 
 def test_a_system_prompt_is_read_as_prompts_are(tmp_path: Path) -> None:

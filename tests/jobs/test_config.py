@@ -48,7 +48,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sinks": -1}, "sinks: must be at least 0, got -1"),
     ({"quantize": "int2"}, "quantize: "),
     ({"draft_weights": "int2"}, "draft_weights: "),
-    ({"dtype": "int8"}, "dtype: no dtype 'int8'; there are auto, float32, float64, bfloat16, float16"),
     ({"attention": "eager"}, "attention: no attention 'eager'; there are auto, sdpa, native, triton, flash"),
     ({"model": "shape:qwen2.5-14b"}, "model: shape:qwen2.5-14b has random weights: its text says nothing"),
     ({"preset": "demo"}, "preset: no preset 'demo'"),
@@ -89,17 +88,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         }.items()
         for options in several
     ),
-    ({"method": "recall", "recall": 0}, "recall: "),
-    ({"method": "reuse", "ngrams": 0}, "ngrams: "),
     ({"method": "magicdec", "gamma": 1001}, "gamma: "),
-    ({"method": "cascade", "kv": "full"}, "kv: "),
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[str(options)[:70] for options, _ in REFUSED])
 def test_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(message)}") as caught:
-        RunConfig.of(**options)
+        RunConfig.of(**{"method": "tokenswift", **options})
     assert "\n" not in str(caught.value)
 
 
@@ -121,6 +117,6 @@ def test_no_tree(text: str) -> None:
     ],
 )
 def test_right(options: dict[str, Any]) -> None:
-    config = RunConfig.of(**options)
+    config = RunConfig.of(**{"method": "tokenswift", **options})
     recorded = config.as_dict()
     assert {name: {**recorded, **recorded["drafting"]}[name] for name in options} == options

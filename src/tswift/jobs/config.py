@@ -47,7 +47,8 @@ def preset_options(name: str, method: str, typed: Mapping[str, Any]) -> dict[str
     uses = used(method, DraftOptions(tree=typed.get("tree"), recall=typed.get("recall")))
     if "gamma" in typed:  # it stands in for a tree
         uses -= {"tree"}
-    return {**_PAPER, **PRESETS[name], **{option: value for option, value in drafting.items() if option in uses}}
+    preset = {"model": PRESETS[name]["model"], **_PAPER, **PRESETS[name]}
+    return preset | {option: value for option, value in drafting.items() if option in uses}
 
 
 def banned_ids(preset: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
