@@ -13,6 +13,7 @@ from tswift.errors import InputError
 MOST_RECORD = 64_000_000  # bytes of JSON that tswift itself has written
 
 _PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # what a shell puts for <(command)
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def read_file(path: Path, most: int, option: str | None = None, missing: str | None = None) -> bytes:
@@ -23,9 +24,9 @@ def read_file(path: Path, most: int, option: str | None = None, missing: str | N
 
     Args:
         path: the file.
-        most: bytes that it may have.
-        option: what the user gave it with, for the error.
-        missing: what to say if it is not there, if not just that.
+        most: maximum size in bytes.
+        option: what the user named it with, for the error.
+        missing: the error's message if there is no such file.
 
     Raises:
         InputError: there is no such file, it is none, it cannot be read, or it has more bytes.
@@ -34,47 +35,35 @@ def read_file(path: Path, most: int, option: str | None = None, missing: str | N
         status = os.stat(path)
         piped = stat.S_ISFIFO(status.st_mode) and str(path).startswith(_PIPES)
         if not (stat.S_ISREG(status.st_mode) or piped):
-            raise InputError(f"{path} cannot be read (it is {_kind(status.st_mode)})", option)
-        if status.st_size > most:
-            raise _too_large(path, most, option)
+            kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
+            raise InputError(f"{path} cannot be read (it is {kind})", option)
         with path.open("rb") as file:
-            return read_stream(file, most, str(path), option)
+            return read_stream(file, most, str(path), option, status.st_size)
     except InputError:
         raise
     except FileNotFoundError:
         raise InputError(missing or f"there is no file {path}", option) from None
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror or error})", option) from None
-    except ValueError:  # a NUL in the name, or half a character
+    except ValueError:  # a NUL in the name, or incomplete UTF-8
         raise InputError(f"no file can be called {path}", option) from None
 
 
-def read_stream(file: BinaryIO, most: int, name: str, option: str | None = None) -> bytes:
-    """All bytes of an open file.
-
-    Args:
-        file: read to its end, or until it is too much.
-        most: bytes that it may have.
-        name: what to call it in the error.
-        option: what the user gave it with, for the error.
+def read_stream(file: BinaryIO, most: int, name: str, option: str | None = None, size: int = 0) -> bytes:
+    """All bytes of an open file that is called ``name``, of at least ``size`` and at most ``most`` bytes.
 
     Raises:
         InputError: it has more bytes.
         OSError: it cannot be read.
     """
-    data = file.read(most + 1)
-    if len(data) > most:
-        raise _too_large(name, most, option)
+    data = b"" if size > most else file.read(most + 1)
+    if max(size, len(data)) > most:
+        raise InputError(f"{name} is too large, more than {most:,} bytes are not read", option)
     return data
 
 
 def parse_json(data: bytes, name: object, option: str | None = None) -> Any:
-    """What JSON says.
-
-    Args:
-        data: UTF-8.
-        name: what to call it in the error.
-        option: what the user gave it with, for the error.
+    """The value of JSON in UTF-8, from a file that is called ``name``.
 
     Raises:
         InputError: it is no JSON, or nested too deeply.
@@ -83,13 +72,3 @@ def parse_json(data: bytes, name: object, option: str | None = None) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError):  # no UTF-8 is a ValueError too, and so is a number of too many digits
         raise InputError(f"{name} is not JSON", option) from None
-
-
-def _too_large(name: object, most: int, option: str | None) -> InputError:
-    return InputError(f"{name} is too large, more than {most:,} bytes are not read", option)
-
-
-def _kind(mode: int) -> str:
-    if stat.S_ISDIR(mode):
-        return "a folder"
-    return "a named pipe" if stat.S_ISFIFO(mode) else "a device" if stat.S_ISCHR(mode) else "no file"
