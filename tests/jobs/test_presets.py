@@ -26,7 +26,7 @@ def test_presets_are_table_10() -> None:
     rows = {row["model"].lower(): row for row in csv.DictReader(TABLE_10.splitlines())}
     assert list(rows) == list(PRESETS) == list(SHAPES)
     for name, row in rows.items():
-        config = RunConfig.of(preset=name, prompt="x")
+        config = RunConfig.of(preset=name, method="tokenswift", prompt="x")
         assert config.model == PRESETS[name]["model"]
         assert config.params() == SamplingParams(
             temperature=float(row["temperature"]),
@@ -47,10 +47,10 @@ def test_a_method_gets_what_it_uses(method: str) -> None:
 
 
 def test_what_was_typed_wins() -> None:
-    plain = RunConfig.of(preset="llama3.1-8b", prompt="x")
+    plain = RunConfig.of(preset="llama3.1-8b", method="tokenswift", prompt="x")
     assert plain.overridden == ()
     typed = {"model": "demo", "min_p": 0.02, "window": 1024, "eta": 0.1, "nodes": 20}
-    config = RunConfig.of(preset="llama3.1-8b", **typed)
+    config = RunConfig.of(preset="llama3.1-8b", method="tokenswift", **typed)
     assert config.model == "demo"
     assert config.sampling == {**plain.sampling, "min_p": 0.02, "eta": 0.1}
     assert config.drafting == {"ngrams": 20, "tree": (1, 3, 3, 3), "nodes": 20}
@@ -61,6 +61,7 @@ def test_what_was_typed_wins() -> None:
         ({"tree": "auto"}, {"tree": "auto"}),
         ({"tree": "auto", "recall": 0}, {"ngrams": 20, "tree": "auto", "recall": 0}),
     ):
+        typed = {"method": "tokenswift", **typed}
         assert RunConfig.of(preset="llama3.1-8b", prompt="x", **typed).drafting == drafting
 
 
