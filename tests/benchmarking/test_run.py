@@ -28,6 +28,8 @@ from tswift.benchmarking.config import (
     Prompt,
     configure,
     encode,
+    parse_methods,
+    parse_trees,
     read_texts,
 )
 from tswift.benchmarking.gate import bench_schema
@@ -376,6 +378,20 @@ def test_bad_grids_are_refused(changes, message):
 def test_options_that_do_not_go_together(methods, changes, message):
     with pytest.raises(InputError, match=message):
         options("unread", *methods, **changes).check()
+
+
+@pytest.mark.parametrize(
+    ("parse", "words", "message"),
+    [
+        (parse_methods, "ar,ar", "methods: names a method twice: ar,ar"),
+        (parse_methods, "nope", "methods: no method 'nope'"),
+        (parse_trees, ["1,2", "3"], "tree: is given twice for all methods"),
+        (parse_trees, ["=1,2"], "tree: names no method before the =, got '=1,2'"),
+    ],
+)
+def test_words_that_are_refused(parse, words, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        parse(words)
 
 
 def test_what_cannot_be_measured_is_refused_before_it_runs(checkpoint, monkeypatch):

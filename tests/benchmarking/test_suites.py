@@ -13,8 +13,8 @@ from tswift.benchmarking.config import BenchOptions, Plan, Prompt
 from tswift.benchmarking.quality import quality
 from tswift.benchmarking.report import order_table, tables, write_report
 from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite, tree_nodes
-from tswift.benchmarking.suites import LENGTH, SUITES, Row, Suite, compared, find_suite, published_rows
-from tswift.benchmarking.summary import METRICS, Figure
+from tswift.benchmarking.suites import LENGTH, SUITES, Suite, compared, find_suite, published_rows
+from tswift.benchmarking.summary import METRICS, Figure, Row
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions

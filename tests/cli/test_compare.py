@@ -56,10 +56,7 @@ def test_a_wrong_method_exits_with_one(tswift, checkpoint, prompt, monkeypatch):
     ("words", "message"),
     [
         (["--methods", "nope"], "--methods: no method 'nope'"),
-        (["--methods", "ar,ar"], "--methods: names a method twice"),
         (["--len", "0"], "--len: must be at least 1, got 0"),
-        (["--methods", "ar,reuse", "--budget", "100"], "--budget: none of ar, reuse uses it"),
-        (["--tree", "reuse=1,2"], "--tree: is given for reuse"),
         (["--tree", "1,2", "--tree", "3"], "--tree: is given twice for all methods"),
         (["--json", "/nowhere/x.json"], "--json: /nowhere/x.json cannot be written"),
         (["--model", "/nowhere", "--prompt-text", "x"], "--model: there is no folder"),

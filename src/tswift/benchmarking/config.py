@@ -124,11 +124,7 @@ class BenchOptions(ModelConfig):
         return self.trees.get(method, self.trees.get(""))
 
     def check(self) -> dict[str, DraftOptions]:
-        """Each method's drafting options, after all was checked that needs no model.
-
-        Raises:
-            InputError: a value is outside its range, or no method uses it.
-        """
+        """Each method's drafting options, after all was checked that needs no model."""
         SamplingParams(**self.sampling)
         self.refuse_unused(self.methods)
         drafting = {method: DraftOptions(**self.drafting, tree=self.tree(method)) for method in self.methods}
@@ -232,7 +228,7 @@ class BenchConfig:
         """For records: by label, the options that its method uses."""
         from tswift.jobs.start import used_options
 
-        return {each.label: used_options(each.method, each.options) for each in self.contenders}
+        return {one.label: used_options(one.method, one.options) for one in self.contenders}
 
     def audit(
         self,
@@ -277,18 +273,19 @@ def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: s
     params, drafting, how = SamplingParams(**options.sampling), options.check(), loading(options, options.methods)
     try:
         # how much memory a model takes that is quantised while it is loaded is seen then
-        for method, asked in drafting.items() if options.quantize is None else ():
-            preflight(options.model, prompt, length, method, asked, **how, option=option)
+        for method, fields in drafting.items() if options.quantize is None else ():
+            preflight(options.model, prompt, length, method, fields, **how, option=option)
         model = load(options.model, exact=options.exact, quantize=options.quantize, **how)
         contenders = [
-            Contender(method, method, resolve(method, model.target, model.heads, asked))
-            for method, asked in drafting.items()
+            Contender(method, method, resolve(method, model.target, model.heads, fields))
+            for method, fields in drafting.items()
         ]
     except InputError as error:
         raise renamed(error, {"method": "methods"}) from None
     params, _ = ending(params, model.eos_ids, stop_at_eos=False)
-    cuts = [note for asked in drafting.values() if (note := cut_note(asked, model.target.width)) is not None]
-    return BenchConfig(model, params, contenders, options.simulate_alpha, next(iter(cuts), None))
+    cuts = [cut_note(fields, model.target.width) for fields in drafting.values()]
+    note = next((cut for cut in cuts if cut is not None), None)
+    return BenchConfig(model, params, contenders, options.simulate_alpha, note)
 
 
 def read_texts(words: Sequence[str]) -> dict[str, str]:

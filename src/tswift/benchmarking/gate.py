@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tswift.benchmarking.summary import FINISHED, METRICS, Cell, gated, simulated_alpha, summarise
+from tswift.benchmarking.summary import FINISHED, METRICS, gated, simulated_alpha, summarise
 from tswift.benchmarking.table import NOTHING, Table, method_name
 from tswift.errors import InputError, did_you_mean
 from tswift.reading import MOST_RECORD, parse_json, read_file
@@ -27,7 +27,11 @@ _MIN_REPEATS = 2
 _LARGEST = 1e300  # of a number in a file; whatever is computed from it is still finite
 
 Record = Mapping[str, Any]  # as in bench.json
-Place = tuple[str, int, int, "tuple[str, int] | None"]  # method, prefill, length; prompt and seed of a counter
+Draw = tuple[str, int]  # prompt and seed
+Place = tuple[Any, ...]  # method, prefill, length; the draw of a counter
+Value = tuple["float | None", set[Draw]]  # a mean, and what it is over
+
+_ABSENT: Value = (None, set())
 
 
 @dataclass(frozen=True)
@@ -65,14 +69,19 @@ class Rule:
         """Whether our value passes."""
         return self._sign * (ours - self.limit(baseline)) >= -_SLACK * max(1.0, abs(baseline))
 
-    def cells(self, measurement: Record) -> dict[Place, Cell]:
-        """What is compared: times as means over a cell, counters draw by draw."""
-        return {(*cell.key, cell.draw): cell for cell in summarise(measurement, by_draw=not self.timed)}
+    def values(self, measurement: Record) -> dict[Place, Value]:
+        """What is compared, and its draws: times as means over a cell, counters draw by draw."""
+        values: dict[Place, Value] = {}
+        for cell in summarise(measurement):
+            if self.timed:
+                values[(cell.axis, *cell.place, None)] = cell.figures[self.figure].mean, set(cell.draws)
+            for draw, means in cell.draws.items() if not self.timed else ():
+                values[(cell.axis, *cell.place, draw)] = means.get(self.figure), {draw}
+        return values
 
     def check(self, baseline: Record) -> None:
         """Refuse a baseline without the metric, and a tolerance so loose that the rule could never fail."""
-        means = [cell.figures[self.figure].mean for cell in self.cells(baseline).values()]
-        known = [value for value in means if value is not None]
+        known = [value for value, _ in self.values(baseline).values() if value is not None]
         if not known:
             raise InputError(f"the baseline holds no {self.metric}", "against")
         positive = [value for value in known if value > 0]
@@ -142,24 +151,24 @@ def compare(measurement: Record, baseline: Record, rules: Sequence[Rule]) -> lis
             note = f"{_draw_name(sample['prompt'], sample['seed'])}: {why}"
             verdicts.append(Verdict(SAME_TEXT, sample["method"], sample["prefill"], None, False, note))
     for rule in rules:
-        ours, theirs = rule.cells(measurement), rule.cells(baseline)
+        ours, theirs = rule.values(measurement), rule.values(baseline)
         places = dict.fromkeys([*theirs, *ours])
         draws = Counter(place[:3] for place in places)
         for place in places:
             name = _draw_name(*place[3]) if place[3] and draws[place[:3]] > 1 else ""
-            verdicts.append(_verdict(rule, place, ours.get(place), theirs.get(place), name))
+            verdicts.append(_verdict(rule, place, ours.get(place, _ABSENT), theirs.get(place, _ABSENT), name))
     return verdicts
 
 
-def _verdict(rule: Rule, place: Place, ours: Cell | None, theirs: Cell | None, name: str) -> Verdict:
-    value, before = (cell.figures[rule.figure].mean if cell else None for cell in (ours, theirs))
+def _verdict(rule: Rule, place: Place, ours: Value, theirs: Value, name: str) -> Verdict:
+    (value, draws), (before, wanted) = ours, theirs
     limit, ok, why = None if before is None else rule.limit(before), True, ""
     if before is None:
         why = "not in the baseline"
-    elif value is None or ours is None or theirs is None:
+    elif value is None:
         ok, why = False, "not measured"
-    elif absent := theirs.draws - ours.draws:
-        ok, why = False, f"{len(absent)} of the baseline's runs not measured"
+    elif wanted - draws:
+        ok, why = False, f"{len(wanted - draws)} of the baseline's runs not measured"
     else:
         ok = rule.allows(before, value)
     note = ": ".join(filter(None, (name, why)))

@@ -19,16 +19,14 @@ from tswift.benchmarking.config import BASELINE, REFERENCE
 from tswift.benchmarking.suites import (
     LENGTH,
     PREFILL,
-    Row,
     Suite,
     counterparts,
-    figures_of,
     find_suite,
     measured_rows,
     place_name,
     published_rows,
 )
-from tswift.benchmarking.summary import METRICS, source, summarise
+from tswift.benchmarking.summary import METRICS, Row, drafted_only, source, summarise
 from tswift.benchmarking.summary import Figure as Value
 from tswift.benchmarking.table import method_name
 
@@ -201,7 +199,8 @@ def acceptance_figure(measurement: Record) -> Figure:
         lines: dict[str, dict[str, Points]] = {name: {method: [] for method in methods} for name in shown}
         for cell in cells:
             for name in shown if cell.prefill == prefill else ():
-                lines[name][cell.method].append((float(cell.length), figures_of(cell)[name]))
+                point = (float(cell.length or 0), drafted_only(cell.figures, cell.axis)[name])
+                lines[name][cell.axis].append(point)
         title = f"prefill {prefill:,} tokens"
         panels.append([Panel(title, "generated tokens", METRICS[name].plot, lines[name]) for name in shown])
     return _line_figure(panels, methods, "Acceptance and speedup", measurement, 4 * len(shown), sharex=True)

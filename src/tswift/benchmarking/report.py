@@ -23,11 +23,9 @@ from tswift.benchmarking.suites import (
     PAPER_MACHINE,
     SUITES,
     Pair,
-    Row,
     Suite,
     compared,
     counterparts,
-    figures_of,
     find_suite,
     measured_rows,
     place_name,
@@ -40,6 +38,8 @@ from tswift.benchmarking.summary import (
     TIMES,
     Cell,
     Figure,
+    Row,
+    drafted_only,
     from_source,
     simulated_alpha,
     simulation,
@@ -124,7 +124,7 @@ def csv_text(record: Record) -> str:
         columns = ["model", "method", "prefill", "length", "simulated", "estimated", "runs", "varies"]
         model, simulated = record["workload"]["model"], record["simulated"]
         for cell in summarise(record):
-            method = f"{cell.method} (simulated)" if simulated else cell.method
+            method = f"{cell.axis} (simulated)" if simulated else cell.axis
             flags = [str(flag).lower() for flag in (simulated, cell.estimated)]
             lead = [model, method, cell.prefill, cell.length, *flags, cell.runs, " ".join(cell.varies)]
             lines.append((lead, cell.figures))
@@ -196,14 +196,14 @@ def tables(record: Record, paper: bool = False) -> list[Table]:
 def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
     cells, simulated, workload = summarise(measurement), measurement["simulated"], measurement["workload"]
     # plain decoding, which the others are compared with, is shown if it is alone
-    methods = list(dict.fromkeys(cell.method for cell in cells if cell.method != BASELINE)) or [BASELINE]
+    methods = list(dict.fromkeys(cell.axis for cell in cells if cell.axis != BASELINE)) or [BASELINE]
     here = f"{workload['model']}, this machine{' (simulated)' if simulated else ''}"
     published = [row for row in _paper_rows() if row.axis in methods] if paper else []
-    plain = {cell.key[1:]: cell.figures["of_floor"] for cell in cells if cell.method == BASELINE}
-    measured = []
-    for cell in (cell for method in methods for cell in cells if cell.method == method):
-        figures, floor = figures_of(cell), plain.get(cell.key[1:], Figure(0, None, None))
-        measured.append(Row(cell.method, here, cell.prefill, cell.length, {**figures, "ar_of_floor": floor}))
+    floors = {cell.place: {"ar_of_floor": cell.figures["of_floor"]} for cell in cells if cell.axis == BASELINE}
+    measured: list[Row] = []
+    for cell in (cell for method in methods for cell in cells if cell.axis == method):
+        figures = drafted_only({**cell.figures, **floors.get(cell.place, {})}, cell.axis)
+        measured.append(replace(cell, source=here, figures=figures))
 
     def label(method: str) -> str:
         return method_name(method, simulated and method != "TokenSwift")

@@ -177,7 +177,16 @@ def _summarise(suite: Suite, record: dict[str, Any]) -> None:
     """Bring up to date what follows from the samples: rows and pairs."""
     measured, published = measured_rows(suite, record["groups"]), published_rows(suite)
     for name, rows in (("rows", measured), ("published", published)):
-        record[name] = [{key: value for key, value in asdict(row).items() if key != "draws"} for row in rows]
+        record[name] = [
+            {
+                "axis": row.axis,
+                "source": row.source,
+                "prefill": row.prefill,
+                "length": row.length,
+                "figures": {figure: asdict(value) for figure, value in row.figures.items()},
+            }
+            for row in rows
+        ]
     record.update(ended=now(), pairs=[asdict(pair) for pair in compared(suite, measured, published)])
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from itertools import combinations
 from statistics import mean, stdev
 from typing import Any
 
-from tswift.benchmarking.config import BASELINE, DRAFTLESS
-from tswift.benchmarking.summary import METRICS, Cell, Figure, summarise
+from tswift.benchmarking.config import BASELINE
+from tswift.benchmarking.summary import METRICS, Figure, Row, drafted_only, summarise
 from tswift.benchmarking.table import method_name
 from tswift.errors import InputError
 
@@ -25,8 +25,6 @@ CAUTION = (
     "Published x is relative to the paper's own plain decoding, which took about 176 ms per token on LLaMA3.1-8b; "
     "ar-reference decodes in that style. Its Medusa* is Medusa with heads that the authors trained."
 )
-HERE = "here"  # source of measured rows
-
 AXIS, LENGTH, PREFILL = "axis", "length", "prefill"  # what a suite puts in order
 
 # two-sided 95% quantiles of Student's t, by degrees of freedom
@@ -245,42 +243,15 @@ def find_suite(name: str) -> Suite:
     return SUITES[name]
 
 
-@dataclass(frozen=True)
-class Row:
-    """Figures at one place of a suite, measured or published."""
-
-    axis: str  # its place on the suite's axis
-    source: str  # ``here``, or the paper's model
-    prefill: int | None  # tokens; None where the paper does not say
-    length: int | None
-    figures: Mapping[str, Figure]
-    # means by prompt and seed, of a measured row
-    draws: Mapping[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
-
-    @property
-    def place(self) -> tuple[int | None, int | None]:
-        """Prefill and length."""
-        return self.prefill, self.length
-
-
-def figures_of(cell: Cell, names: Sequence[str] = tuple(METRICS)) -> dict[str, Figure]:
-    """A cell's figures; unknown where they are of drafting and its method does not draft."""
-    drafts, unknown = cell.method not in DRAFTLESS, Figure(0, None, None)
-    return {name: cell.figures[name] if drafts or not METRICS[name].drafted else unknown for name in names}
-
-
 def measured_rows(suite: Suite, groups: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Measured rows in the order of the suite's axis; ``groups`` as in ``suite.json``."""
-    rows, names = [], tuple(dict.fromkeys((*suite.columns, *suite.plotted)))
+    rows: list[Row] = []
     for group in groups:
-        draws: dict[tuple[str, int, int], dict[tuple[str, int], dict[str, float]]] = {}
-        for cell in summarise(group["measurement"], by_draw=True):
-            means = {name: x.mean for name, x in figures_of(cell, names).items() if x.mean is not None}
-            draws.setdefault(cell.key, {})[cell.draw or ("", 0)] = means
         for cell in summarise(group["measurement"]):
-            if cell.method != BASELINE or suite.plain:
-                axis, figures = group["label"] or cell.method, figures_of(cell, names)
-                rows.append(Row(axis, HERE, cell.prefill, cell.length, figures, draws[cell.key]))
+            if cell.axis != BASELINE or suite.plain:
+                figures = drafted_only(cell.figures, cell.axis)
+                shown = {name: figures[name] for name in (*suite.columns, *suite.plotted)}
+                rows.append(replace(cell, axis=group["label"] or cell.axis, figures=shown))
     return rows
 
 

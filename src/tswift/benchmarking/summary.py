@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import mean, stdev
 from typing import Any
 
+from tswift.benchmarking.config import DRAFTLESS
 from tswift.benchmarking.table import duration, with_spread
 
 FINISHED = "finished"
+HERE = "here"  # source of measured rows
 # where a metric is computed: an attribute of ``DecodeStats``, ``run._point``, ``quality.py``, or below and in reports
 STATS, TIMES, QUALITY, DERIVED = "stats", "times", "quality", "derived"
 
@@ -102,75 +104,85 @@ def gated() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """Figures of one method at one prefill and generated length."""
+class Row:
+    """Figures of a method, or of another place on a suite's axis, at one prefill and generated length."""
 
-    method: str
-    prefill: int
-    length: int
-    draw: tuple[str, int] | None  # the (prompt, seed) pair, where draws are apart
-    draws: frozenset[tuple[str, int]]  # all (prompt, seed) pairs
-    runs: int  # number of samples, repeats included
-    estimated: bool  # whether some of its own times are integrated from sampled steps
-    varies: tuple[str, ...]  # what differs between the samples, of prompts, seeds and repeats
-    exact: bool  # whether all repeats have equal counters
-    figures: Mapping[str, Figure]  # by name, all of ``METRICS``
+    axis: str  # the method, or the place
+    source: str  # ``here``, or the paper's model
+    prefill: int | None  # tokens; None where the paper does not say
+    length: int | None
+    figures: Mapping[str, Figure]
+    # means by prompt and seed, of a measured row
+    draws: Mapping[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[str, int, int]:
-        """(method, prefill, length)."""
-        return self.method, self.prefill, self.length
+    def place(self) -> tuple[int | None, int | None]:
+        """Prefill and length."""
+        return self.prefill, self.length
 
 
-def summarise(measurement: Mapping[str, Any], by_draw: bool = False) -> list[Cell]:
+@dataclass(frozen=True)
+class Cell(Row):
+    """A measured row: figures of all ``METRICS``."""
+
+    runs: int = 0  # number of samples, repeats included
+    estimated: bool = False  # whether some of its own times are integrated from sampled steps
+    varies: tuple[str, ...] = ()  # what differs between the samples, of prompts, seeds and repeats
+    exact: bool = True  # whether all repeats have equal counters
+
+
+def summarise(measurement: Mapping[str, Any]) -> list[Cell]:
     """Cells of a measurement, ordered by prefill, length and the method's place in the workload.
 
     Times vary from repeat to repeat, so every sample counts. Counters do not, so a draw's repeats count once; if some
     repeat did count differently, every sample counts.
-
-    Args:
-        measurement: as in ``bench.json``.
-        by_draw: a cell for every prompt and seed.
     """
-    groups: dict[tuple[str, int, int, tuple[str, int] | None], list[tuple[Any, Any]]] = defaultdict(list)
+    groups: dict[tuple[int, int, str], list[tuple[Any, Any]]] = defaultdict(list)
     for sample in measurement["samples"]:
-        draw = (sample["prompt"], sample["seed"]) if by_draw else None
         for point in sample["points"]:
-            groups[sample["method"], sample["prefill"], point["len"], draw].append((sample, point))
+            groups[sample["prefill"], point["len"], sample["method"]].append((sample, point))
     rank = {method: i for i, method in enumerate(measurement["workload"]["methods"])}
-    order = sorted(groups, key=lambda key: (key[1], key[2], rank.get(key[0], len(rank)), key[0]))
+    order = sorted(groups, key=lambda key: (*key[:2], rank.get(key[2], len(rank)), key[2]))
     return [_cell(*key, groups[key]) for key in order]
 
 
-def _cell(
-    method: str, prefill: int, length: int, draw: tuple[str, int] | None, members: Sequence[tuple[Any, Any]]
-) -> Cell:
-    draws: dict[tuple[str, int], list[Any]] = defaultdict(list)
+def _cell(prefill: int, length: int, method: str, members: Sequence[tuple[Any, Any]]) -> Cell:
+    by_draw: dict[tuple[str, int], list[Any]] = defaultdict(list)
     for sample, point in members:
-        draws[sample["prompt"], sample["seed"]].append(point)
+        by_draw[sample["prompt"], sample["seed"]].append(point)
     counters = [name for name in from_source(STATS) if METRICS[name].exact]
-    exact = all(point.get(name) == same[0].get(name) for same in draws.values() for point in same for name in counters)
+    exact = all(
+        point.get(name) == same[0].get(name) for same in by_draw.values() for point in same for name in counters
+    )
     points = [point for _, point in members]
-    counted = [same[0] for same in draws.values()] if exact else points
-    figures = {
-        name: _figure(
-            (point.get("quality", {}) if metric.source == QUALITY else point).get(name)
-            for point in (counted if metric.exact else points)
-        )
-        for name, metric in METRICS.items()
-    }
+    counted = [same[0] for same in by_draw.values()] if exact else points
+    figures = {name: _figure(name, counted if metric.exact else points) for name, metric in METRICS.items()}
     own, plain = figures["seconds"], figures["ar_seconds"]
     if own.mean is not None and plain.mean is not None:
         figures["delta"] = Figure(min(own.n, plain.n), own.mean - plain.mean, None)
+    draws = {}
+    for draw, same in by_draw.items():
+        means = {name: _figure(name, same).mean for name in METRICS}
+        draws[draw] = {name: value for name, value in means.items() if value is not None}
     varies = tuple(f"{axis}s" for axis in ("prompt", "seed", "repeat") if len({s[axis] for s, _ in members}) > 1)
     estimated = any(sample["estimated"] for sample, _ in members)
-    return Cell(method, prefill, length, draw, frozenset(draws), len(members), estimated, varies, exact, figures)
+    return Cell(method, HERE, prefill, length, figures, draws, len(members), estimated, varies, exact)
 
 
-def _figure(values: Iterable[float | None]) -> Figure:
+def _figure(name: str, points: Sequence[Any]) -> Figure:
+    quality = METRICS[name].source == QUALITY
+    values = [(point.get("quality", {}) if quality else point).get(name) for point in points]
     # the standard library's mean and stdev are exact before their last rounding: the samples' order does not matter
     known = [float(value) for value in values if value is not None]
     return Figure(len(known), mean(known) if known else None, stdev(known) if len(known) > 1 else None)
+
+
+def drafted_only(figures: Mapping[str, Figure], method: str) -> dict[str, Figure]:
+    """Figures without those of drafting where a method does not draft."""
+    return {
+        name: Figure(0, None, None) if method in DRAFTLESS and METRICS[name].drafted else figure
+        for name, figure in figures.items()
+    }
 
 
 def machine_name(environment: Mapping[str, Any]) -> str:

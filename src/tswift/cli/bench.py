@@ -159,14 +159,14 @@ def bench(
 
     Exit code 1 if a text is not plain decoding's, or on a regression against --against.
     """
-    asked = BenchOptions.of(parse_trees(tree), typed.values)
+    bench_options = BenchOptions.of(parse_trees(tree), typed.values)
     chosen = None if suite is None else find_suite(suite)
     rules = [gate.parse_rule(rule) for rule in fail_on or ()] if chosen is None else []
     baseline = None
     if chosen:
         own = {"against": against, "fail_on": fail_on, "force": force, "paper": paper, "tree": tree}
         _refuse(chosen, [*typed.values, *(name for name, value in own.items() if value)])
-        refuse_shape(asked.model)
+        refuse_shape(bench_options.model)
         plan = Plan(**{"prefills": chosen.prefills, "lens": chosen.lens, **typed.of(Plan)})
     else:
         plan = typed.make(Plan)
@@ -174,11 +174,11 @@ def bench(
             raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
         if force and not against:
             raise InputError("goes with --against", "force")
-        asked.check()
+        bench_options.check()
         baseline = gate.load_measurement(against) if against else None
-    simulated = asked.simulate_alpha is not None or asked.model.startswith(SHAPE_PREFIX)
+    simulated = bench_options.simulate_alpha is not None or bench_options.model.startswith(SHAPE_PREFIX)
     longest, length = max(plan.prefills), max(plan.lens)
-    with loading(asked.model, quiet):
+    with loading(bench_options.model, quiet):
         from tswift.benchmarking import plots as drawing
         from tswift.benchmarking import report
         from tswift.benchmarking.config import configure, encode, read_texts
@@ -194,15 +194,15 @@ def bench(
         folder = out or default_path(name)
         with empty_folder(folder):
             if chosen:
-                prepared = prepare(chosen, asked, plan)
+                prepared = prepare(chosen, bench_options, plan)
                 config = next(iter(prepared.groups.values()))
-                used = encode(texts, config.model, longest)
-                record = begin_suite(prepared, used, plan, typed.command)
+                selected = encode(texts, config.model, longest)
+                record = begin_suite(prepared, selected, plan, typed.command)
                 notes = [f"{label} is left out: {why}" for label, why in prepared.missing.items()]
             else:
-                config = configure(asked, longest, length, "prefills" if longest > length else "lens")
-                used = encode(texts, config.model, longest)
-                record = begin_measurement(config, used, plan, typed.command)
+                config = configure(bench_options, longest, length, "prefills" if longest > length else "lens")
+                selected = encode(texts, config.model, longest)
+                record = begin_measurement(config, selected, plan, typed.command)
                 notes = [config.note] if config.note else []
                 notes += [f"simulated: {simulation(record)}"] if simulated else []
             if baseline:
@@ -220,9 +220,9 @@ def bench(
 
     with bars:
         if chosen:
-            run_suite(record, prepared, used, plan, show, progress.keep)
+            run_suite(record, prepared, selected, plan, show, progress.keep)
         else:
-            measure(record, config, used, plan, show(), progress.keep)
+            measure(record, config, selected, plan, show(), progress.keep)
     for table in report.tables(record, paper):
         output.show(table)
     if chosen:

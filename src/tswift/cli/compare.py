@@ -31,11 +31,11 @@ def compare(
 
     Exit code 1 if a text differs from plain decoding's by more than rounding explains.
     """
-    job, asked = typed.make(CompareConfig), BenchOptions.of(parse_trees(tree), typed.values)
-    refuse_shape(asked.model)
-    asked.check()
-    text = job.read(asked.model)
-    with loading(asked.model, quiet):
+    text_config, bench_options = typed.make(CompareConfig), BenchOptions.of(parse_trees(tree), typed.values)
+    refuse_shape(bench_options.model)
+    bench_options.check()
+    text = text_config.read(bench_options.model)
+    with loading(bench_options.model, quiet):
         from tswift.benchmarking.config import configure
         from tswift.benchmarking.run import compare as run_all
         from tswift.benchmarking.run import open_runs
@@ -45,17 +45,16 @@ def compare(
         from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, take
 
         record = output.writable(json)
-        length, prefill, seed = job.length, job.prefill, job.seed
-        least = prefill or (BUNDLED_PREFILL if job.bundled else 1)
-        config = configure(asked, least, length, "prefill" if prefill and prefill > length else "length")
-        ids = take(config.model.encode(text), prefill, bundled=job.bundled)
-        open_runs(
-            config, ids, length, seed
-        )  # allocated and freed: what does not fit is refused before anything is said
+        length, prefill, seed = text_config.length, text_config.prefill, text_config.seed
+        least = prefill or (BUNDLED_PREFILL if text_config.bundled else 1)
+        config = configure(bench_options, least, length, "prefill" if prefill and prefill > length else "length")
+        ids = take(config.model.encode(text), prefill, bundled=text_config.bundled)
+        # allocated and freed: what does not fit is refused before anything is said
+        open_runs(config, ids, length, seed)
     bars, device = Bars(quiet, not no_progress), config.model.target.device
     if config.note is not None:
         bars.say(config.note)
-    about = f"model {asked.model}, {device}{config.model.besides()}"
+    about = f"model {bench_options.model}, {device}{config.model.besides()}"
     bars.say(f"{about}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
     plain_speed = 0.0
 
@@ -79,7 +78,7 @@ def compare(
                 "command": typed.command,
                 "environment": environment(device),
                 "model": config.model.about(),
-                "prompt": {"source": job.source, "tokens": len(ids), "sha256": fingerprint(ids)},
+                "prompt": {"source": text_config.source, "tokens": len(ids), "sha256": fingerprint(ids)},
                 "length": length,
                 "seed": seed,
                 "sampling": config.params,

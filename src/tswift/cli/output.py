@@ -27,27 +27,23 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
-def show(grid: Table, stderr: bool = False) -> None:
+def show(table: Table, stderr: bool = False) -> None:
     """Print a table."""
-    grid = _visible(grid)
+    # nothing that a terminal would obey
+    table = dataclasses.replace(
+        table,
+        title=visible(table.title),
+        columns=[visible(column) for column in table.columns],
+        rows=[[visible(cell) for cell in row] for row in table.rows],
+        notes=[visible(note) for note in table.notes],
+    )
     stream = sys.stderr if stderr else sys.stdout
     if stream.isatty():
-        Console(highlight=False, stderr=stderr).print(grid)
+        Console(highlight=False, stderr=stderr).print(table)
     elif stderr:
-        print(grid.plain(), end="", file=stream)
+        print(table.plain(), end="", file=stream)
     else:
-        write_stdout(grid.plain())
-
-
-def _visible(grid: Table) -> Table:
-    """The table, with nothing in it that a terminal would obey."""
-    return dataclasses.replace(
-        grid,
-        title=visible(grid.title),
-        columns=[visible(column) for column in grid.columns],
-        rows=[[visible(cell) for cell in row] for row in grid.rows],
-        notes=[visible(note) for note in grid.notes],
-    )
+        write_stdout(table.plain())
 
 
 @dataclass(frozen=True)
@@ -59,12 +55,11 @@ class Record:
     def write(self, content: Mapping[str, Any]) -> None:
         """Write it, whole or not at all."""
         ascii_only = self.path is None and codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
-        told = {"schema": SCHEMA, **content}
-        text = json.dumps(told, indent=2, ensure_ascii=ascii_only, default=_plain) + "\n"
+        text = json.dumps({"schema": SCHEMA, **content}, indent=2, ensure_ascii=ascii_only, default=_plain) + "\n"
         if self.path is None:
             write_stdout(text)
             return
-        write_whole(self.path, text.encode(errors="backslashreplace"))  # half a character, as JSON writes it
+        write_whole(self.path, text.encode(errors="backslashreplace"))  # incomplete UTF-8, as JSON writes it
 
 
 def writable(path: Path | None) -> Record | None:
@@ -86,12 +81,11 @@ def writable(path: Path | None) -> Record | None:
         _try(real)
     except InputError:
         raise
-    except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror or error})", "json") from None
-    except RuntimeError:  # a loop, up to Python 3.12
-        raise InputError(f"{path} cannot be written ({os.strerror(ELOOP)})", "--json") from None
-    except ValueError:  # a NUL in the name, or half a character
-        raise InputError(f"no file can be called {path}", "json") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop, up to Python 3.12
+        reason = getattr(error, "strerror", None) or os.strerror(ELOOP)
+        raise InputError(f"{path} cannot be written ({reason})", "json") from None
+    except ValueError:  # a NUL in the name, or incomplete UTF-8
+        raise InputError(f"invalid file name {path}", "json") from None
     return Record(real)
 
 
