@@ -34,11 +34,7 @@ Trees = Mapping[str, "tuple[int, ...] | str"]
 
 
 def parse_methods(words: str) -> tuple[str, ...]:
-    """Methods of ``a,b,c``, ``ar`` first.
-
-    Raises:
-        InputError: there is no such method, or one is named twice.
-    """
+    """Methods of ``a,b,c``, ``ar`` first."""
     names = [name.strip() for name in words.split(",")]
     for name in names:
         try:
@@ -51,11 +47,7 @@ def parse_methods(words: str) -> tuple[str, ...]:
 
 
 def parse_trees(words: Sequence[str] | None) -> Trees:
-    """Trees by method from ``--tree tokenswift=1,3,3,3`` given several times; one without a method goes by ``""``.
-
-    Raises:
-        InputError: no tree, or two for the same method.
-    """
+    """Draft trees by method, from words such as ``tokenswift=1,3,3,3``; one for all methods goes by ``""``."""
     trees: dict[str, tuple[int, ...] | str] = {}
     for word in words or ():
         method, equals, tree = word.rpartition("=")
@@ -319,11 +311,7 @@ def read_texts(words: Sequence[str]) -> dict[str, str]:
 
 
 def encode(texts: Mapping[str, str], model: LoadedModel, longest: int) -> list[Prompt]:
-    """Token ids of the texts.
-
-    Raises:
-        InputError: one has fewer than ``longest`` tokens.
-    """
+    """Token ids of the texts, of which none may have fewer than ``longest``."""
     prompts = [Prompt(name, model.encode(text)) for name, text in texts.items()]
     for prompt in prompts:
         if len(prompt.tokens) < longest:

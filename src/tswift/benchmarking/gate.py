@@ -99,7 +99,7 @@ def parse_rule(text: str) -> Rule:
     all, which counters can keep and times cannot.
 
     Raises:
-        InputError: no such metric, a time without a tolerance, or one that is no number from 0 up or can never fail.
+        InputError: no such metric, a time without a tolerance, or a tolerance that is no number from 0 up.
     """
     metric, colon, tolerance = text.strip().partition(":")
     if metric not in gated():

@@ -224,8 +224,15 @@ def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
         down += [row, *(replace(other, axis="TokenSwift") for other in same if "seconds" in other.figures)]
     names = [*_TABLE_4, *(_FLOORS if any(cell.figures["of_floor"].n for cell in cells) else ())]
     names += [name for name, metric in METRICS.items() if metric.column]
-    notes = _notes(measurement, cells)
-    if published or paper:
+    notes = _notes(cells, measurement, "measurement", measurement["state"])
+    if "of_floor" in names:
+        notes.append(
+            "floor: the least time in which this machine, at the rates measured, reads the weights and the KV cache of "
+            "every pass made, and computes on its nodes."
+        )
+    if not cells:
+        notes = ["Nothing was measured: no length was reached."]
+    if paper and cells:
         matched = any((row.axis, row.place) == (own.axis, own.place) for row in published for own in measured)
         notes.append(CAUTION if matched else "The paper has no row of these methods, prefills and lengths.")
     sourced, title = bool(paper or simulated), source(measurement)
@@ -305,27 +312,16 @@ def _alpha_notes(measurement: Record, methods: Sequence[str], paper: bool) -> li
     return notes + [f"alpha divides by the tokens drafted along a path: {', '.join(words)}{beside}."] * bool(words)
 
 
-def _notes(measurement: Record, cells: Sequence[Cell]) -> list[str]:
-    if not cells:
-        return ["Nothing was measured: no length was reached."]
-    notes = _run_notes(cells, measurement, "est.: integrated", "measurement", measurement["state"])
-    if measurement["simulated"]:
-        notes.append(f"Simulated: {simulation(measurement)}. The times are real, the texts are not.")
-    if any(cell.figures["of_floor"].n for cell in cells):
-        notes.append(
-            "floor: the least time in which this machine, at the rates measured, reads the weights and the KV cache of "
-            "every pass made, and computes on its nodes."
-        )
-    return notes
-
-
-def _run_notes(cells: Sequence[Cell], measurement: Record, estimated: str, what: str, state: str) -> list[str]:
+def _notes(cells: Sequence[Cell], measurement: Record, what: str, state: str) -> list[str]:
     """What all figures rest on."""
     notes = [spread_note(cells), same_text_note(measurement)] if cells else []
     if state != FINISHED:
         notes.append(f"The {what} did not run to its end: these are the cells and lengths that were reached.")
     if measurement["workload"]["ar"] == SAMPLED:
-        notes.append(f"{estimated} from AR steps sampled as the text grew; every x and delta rests on that time.")
+        time = "est.: integrated" if what == "measurement" else "AR's time is integrated"
+        notes.append(f"{time} from AR steps sampled as the text grew; every x and delta rests on that time.")
+    if measurement["simulated"]:
+        notes.append(f"Simulated: {simulation(measurement)}. The times are real, the texts are not.")
     return notes
 
 
@@ -448,7 +444,7 @@ def _suite_notes(suite: Suite, record: Record, published: bool) -> list[str]:
     measurements = [group["measurement"] for group in record["groups"]]
     cells = [cell for one in measurements for cell in summarise(one)]
     joined = {**measurements[0], "samples": [sample for one in measurements for sample in one["samples"]]}
-    notes += _run_notes(cells, joined, "AR's time is integrated", "suite", record["state"])
+    notes += _notes(cells, joined, "suite", record["state"])
     if published:
         timed = suite.paper is not None and not {"speedup", "seconds"}.isdisjoint(suite.paper.figures)
         notes.append(f"paper: on an {PAPER_MACHINE}." + (f" {CAUTION}" if timed else ""))

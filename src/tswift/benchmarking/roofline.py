@@ -68,11 +68,7 @@ class Drafting:
 
 
 def find_machine(name: str, dtype: str) -> Machine:
-    """A published machine.
-
-    Raises:
-        InputError: there is none of that name, or its rate in this dtype is not known.
-    """
+    """A published machine, if its rate in this dtype is known."""
     if name not in MACHINES:
         raise InputError(f"no device {name!r}; there are here, cpu, cuda, {', '.join(MACHINES)}", "device")
     if dtype not in _DTYPES:
@@ -137,10 +133,9 @@ def decode_seconds(
 
     Args:
         context: tokens in the KV cache at the start.
-        tokens: generated; passes are taken as evenly spaced over them.
-        passes: verification passes.
+        tokens: generated; the verification passes are taken as evenly spaced over them.
         nodes: total over all passes.
-        drafting: work before each pass; None for nothing.
+        drafting: work before each pass.
     """
     if not passes:
         return 0.0

@@ -218,10 +218,7 @@ class Case:
 
 
 class Trial:
-    """All methods on one case, up to the longest of the rising ``lens``.
-
-    Without a plain run, plain steps are timed between the slices of the others.
-    """
+    """All methods on one case, up to the longest of ``lens``; without a plain run, plain steps are timed in between."""
 
     def __init__(self, case: Case, runs: Sequence[Run], lens: Sequence[int], floor: Floor | None = None) -> None:
         self._case, self._lens, self._floor = case, lens, floor
@@ -572,8 +569,8 @@ def compare(
     }
 
     def margin(label: str) -> float | None:
-        findings = [found for name in (label, BASELINE) for found in audits.get(name, {"findings": ()})["findings"]]
-        margins = [found["margin"] for found in findings if found["index"] == different[label]]
+        findings = [one for name in (label, BASELINE) for one in audits.get(name, {"findings": ()})["findings"]]
+        margins = [one["margin"] for one in findings if one["index"] == different[label]]
         return max((margin for margin in margins if margin is not None), default=None)
 
     return {
