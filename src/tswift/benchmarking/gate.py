@@ -172,7 +172,8 @@ def _verdict(rule: Rule, place: Place, ours: Value, theirs: Value, name: str) ->
     else:
         ok = rule.allows(before, value)
     note = ": ".join(filter(None, (name, why)))
-    return Verdict(rule.metric, *place[:3], ok=ok, note=note, baseline=before, ours=value, limit=limit)
+    method, prefill, length, _ = place
+    return Verdict(rule.metric, method, prefill, length, ok, note, before, value, limit)
 
 
 def _draw_name(prompt: str, seed: int) -> str:

@@ -195,7 +195,7 @@ def acceptance_figure(measurement: Record) -> Figure:
     cells = summarise(measurement)
     shown, methods = [name for name, metric in METRICS.items() if metric.plot], _methods(measurement)
     panels = []
-    for prefill in sorted({cell.prefill for cell in cells}):
+    for prefill in sorted({cell.prefill or 0 for cell in cells}):
         lines: dict[str, dict[str, Points]] = {name: {method: [] for method in methods} for name in shown}
         for cell in cells:
             for name in shown if cell.prefill == prefill else ():
