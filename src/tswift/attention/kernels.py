@@ -49,24 +49,9 @@ def _split(position, prefix, KEYS: tl.constexpr, REACH: tl.constexpr, TREE: tl.c
 
 @triton.jit
 def _attend_tile(
-    slots,
-    held,
-    visible,
-    query,
-    keys,
-    values,
-    top,
-    total,
-    mixed,
-    keys_slot,
-    values_slot,
-    scale,
-    cap,
-    HEAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    slots, held, visible, query, keys, values, top, total, mixed, keys_slot, values_slot, scale, cap,
+    HEAD: tl.constexpr, WIDTH: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Let the rows attend to one tile of keys: the running maximum, sum and weighted values after it.
 
     For a row that sees none of the keys, nothing changes, to the bit. Slots that are not ``held`` are not read: what is
@@ -105,35 +90,12 @@ def _attend_tile(
 
 @triton.jit(do_not_specialize=["nodes"])
 def attend_chunk(
-    query,
-    keys,
-    values,
-    depths,
-    paths,
-    length,
-    outs,
-    lses,
-    query_head,
-    query_node,
-    keys_head,
-    keys_slot,
-    values_head,
-    values_slot,
-    scale,
-    cap,
-    nodes,
-    GROUPS: tl.constexpr,
-    HEAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    REACH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TREE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    query, keys, values, depths, paths, length, outs, lses, query_head, query_node, keys_head, keys_slot, values_head,
+    values_slot, scale, cap, nodes,
+    GROUPS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    REACH: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr,
-):
+):  # fmt: skip
     """A block of rows over one chunk of the keys of one KV head, or the rows of one node over its tail.
 
     Grid ``(kv heads, row blocks * chunks + tails)``. The newest chunks, which are the longest, go first, so that short
@@ -195,24 +157,9 @@ def attend_chunk(
         if WINDOW:
             visible = visible & (slots[None, :] > farthest[:, None])
         top, total, mixed = _attend_tile(
-            slots,
-            None,
-            visible,
-            rows,
-            keys,
-            values,
-            top,
-            total,
-            mixed,
-            keys_slot,
-            values_slot,
-            scale,
-            cap,
-            HEAD,
-            WIDTH,
-            SOFTCAP,
-            WIDE,
-        )
+            slots, None, visible, rows, keys, values, top, total, mixed, keys_slot, values_slot, scale, cap, HEAD,
+            WIDTH, SOFTCAP, WIDE,
+        )  # fmt: skip
     begin = _split(prefix + own_depth, prefix, KEYS, REACH, TREE)
     beyond = tl.where(tail < 0, begin, prefix + own_depth + 1)
     if WINDOW:
@@ -228,24 +175,9 @@ def attend_chunk(
             at = tl.load(paths + own * nodes + drafted, mask=held & (drafted >= 0), other=0).to(tl.int32)
             slots = tl.where(drafted < 0, slots, prefix + at)
         top, total, mixed = _attend_tile(
-            slots,
-            held,
-            visible,
-            rows,
-            keys,
-            values,
-            top,
-            total,
-            mixed,
-            keys_slot,
-            values_slot,
-            scale,
-            cap,
-            HEAD,
-            WIDTH,
-            SOFTCAP,
-            WIDE,
-        )
+            slots, held, visible, rows, keys, values, top, total, mixed, keys_slot, values_slot, scale, cap, HEAD,
+            WIDTH, SOFTCAP, WIDE,
+        )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)  # of a chunk a row saw nothing: log-sum-exp -inf, it weighs nothing
     place = place.to(tl.int64) * nodes * GROUPS + row
     out_at = outs + place[:, None] * HEAD + dims[None, :]
@@ -255,26 +187,10 @@ def attend_chunk(
 
 @triton.jit(do_not_specialize=["nodes"])
 def combine_chunks(
-    outs,
-    lses,
-    out,
-    depths,
-    sinks,
-    length,
-    out_head,
-    out_node,
-    nodes,
-    GROUPS: tl.constexpr,
-    HEAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    REACH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    TREE: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+    outs, lses, out, depths, sinks, length, out_head, out_node, nodes,
+    GROUPS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    REACH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """Weigh what tail and chunks found for a block of rows by their log-sum-exps; grid ``(row blocks, kv heads)``.
 
     ``CHUNKS`` are read at a time, always the same ones together. Those that a row does not see were not written.
@@ -324,25 +240,10 @@ def combine_chunks(
 
 @triton.jit(do_not_specialize=["nodes", "capacity"])
 def store_new(
-    keys,
-    values,
-    new_keys,
-    new_values,
-    length,
-    keys_head,
-    keys_slot,
-    values_head,
-    values_slot,
-    new_keys_head,
-    new_keys_node,
-    new_values_head,
-    new_values_node,
-    nodes,
-    capacity,
-    HEAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    keys, values, new_keys, new_values, length, keys_head, keys_slot, values_head, values_slot, new_keys_head,
+    new_keys_node, new_values_head, new_values_node, nodes, capacity,
+    HEAD: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Write a block of new keys and values of one KV head behind those held; grid ``(node blocks, kv heads)``."""
     node = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1).to(tl.int64)

@@ -112,42 +112,16 @@ class TritonAttention:
         out = query.new_empty(query.transpose(0, 1).shape, dtype=torch.float32 if self._wide else None).transpose(0, 1)
         with torch.cuda.device_of(query):
             attend_chunk[self._kv_heads, programs](
-                query,
-                keys,
-                values,
-                self._depths,
-                self._paths,
-                self._length,
-                outs,
-                lses,
-                *query.stride()[:2],
-                *keys.stride()[:2],
-                *values.stride()[:2],
-                factor,
-                cap,
-                self._nodes,
-                ROWS=run.rows,
-                SOFTCAP=wants.softcap is not None,
-                WIDE=self._wide,
-                num_warps=run.warps,
-                num_stages=run.stages,
-                maxnreg=run.registers,
-                **shared,
-            )
+                query, keys, values, self._depths, self._paths, self._length, outs, lses, *query.stride()[:2],
+                *keys.stride()[:2], *values.stride()[:2], factor, cap, self._nodes, ROWS=run.rows,
+                SOFTCAP=wants.softcap is not None, WIDE=self._wide, num_warps=run.warps, num_stages=run.stages,
+                maxnreg=run.registers, **shared,
+            )  # fmt: skip
             block = 32 if _INTERPRETED else 1  # a GPU has programs enough for every row, an interpreter has not
             combine_chunks[triton.cdiv(rows, block), self._kv_heads](
-                outs,
-                lses,
-                out,
-                self._depths,
-                wants.sinks,
-                self._length,
-                *out.stride()[:2],
-                self._nodes,
-                ROWS=block,
-                CHUNKS=32,
-                **shared,
-            )
+                outs, lses, out, self._depths, wants.sinks, self._length, *out.stride()[:2], self._nodes, ROWS=block,
+                CHUNKS=32, **shared,
+            )  # fmt: skip
         return out.to(query.dtype)
 
     @staticmethod
@@ -164,21 +138,10 @@ class TritonAttention:
         kv_heads, nodes, size = new_keys.shape
         with torch.cuda.device_of(keys):
             store_new[triton.cdiv(nodes, 16), kv_heads](
-                keys,
-                values,
-                new_keys,
-                new_values,
-                length,
-                *keys.stride()[:2],
-                *values.stride()[:2],
-                *new_keys.stride()[:2],
-                *new_values.stride()[:2],
-                nodes,
-                keys.shape[1],
-                HEAD=size,
-                WIDTH=head_width(size),
-                ROWS=16,
-            )
+                keys, values, new_keys, new_values, length, *keys.stride()[:2], *values.stride()[:2],
+                *new_keys.stride()[:2], *new_values.stride()[:2], nodes, keys.shape[1], HEAD=size,
+                WIDTH=head_width(size), ROWS=16,
+            )  # fmt: skip
 
 
 def head_width(size: int) -> int:

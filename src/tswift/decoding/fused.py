@@ -51,27 +51,10 @@ def _gumbel(stream, ids):
 
 @triton.jit
 def _warped(
-    logits,
-    tokens,
-    positions,
-    ancestors,
-    newest,
-    seen,
-    banned,
-    reals,
-    integers,
-    stride,
-    seen_stride,
-    rows,
-    vocab,
-    row,
-    first,
-    BLOCK: tl.constexpr,
-    NODES: tl.constexpr,
-    BANNED: tl.constexpr,
-    SCALED: tl.constexpr,
-    PENALTY: tl.constexpr,
-):
+    logits, tokens, positions, ancestors, newest, seen, banned, reals, integers, stride, seen_stride, rows, vocab,
+    row, first,
+    BLOCK: tl.constexpr, NODES: tl.constexpr, BANNED: tl.constexpr, SCALED: tl.constexpr, PENALTY: tl.constexpr,
+):  # fmt: skip
     """Warped logits ``[rows, block]`` before any filter; ``-inf`` outside the rows and the vocabulary."""
     ids = first + tl.arange(0, BLOCK)
     used = row < rows
@@ -116,85 +99,29 @@ def _warped(
 
 @triton.jit(do_not_specialize=["rows", "seen_stride"])
 def top_logits(
-    logits,
-    tokens,
-    positions,
-    ancestors,
-    newest,
-    seen,
-    banned,
-    reals,
-    integers,
-    stride,
-    seen_stride,
-    rows,
-    vocab,
+    logits, tokens, positions, ancestors, newest, seen, banned, reals, integers, stride, seen_stride, rows, vocab,
     tops,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NODES: tl.constexpr,
-    BANNED: tl.constexpr,
-    SCALED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, BANNED: tl.constexpr, SCALED: tl.constexpr,
     PENALTY: tl.constexpr,
-):
+):  # fmt: skip
     """The largest warped logit of each row in each part, ``tops`` ``[rows, parts]``; grid ``(row blocks, parts)``."""
     part = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     logit = _warped(
-        logits,
-        tokens,
-        positions,
-        ancestors,
-        newest,
-        seen,
-        banned,
-        reals,
-        integers,
-        stride,
-        seen_stride,
-        rows,
-        vocab,
-        row,
-        part * BLOCK,
-        BLOCK,
-        NODES,
-        BANNED,
-        SCALED,
-        PENALTY,
-    )
+        logits, tokens, positions, ancestors, newest, seen, banned, reals, integers, stride, seen_stride, rows, vocab,
+        row, part * BLOCK, BLOCK, NODES, BANNED, SCALED, PENALTY,
+    )  # fmt: skip
     tl.store(tops + row * tl.num_programs(1) + part, tl.max(logit, 1), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "seen_stride"])
 def rank_parts(
-    logits,
-    tokens,
-    positions,
-    ancestors,
-    newest,
-    seen,
-    banned,
-    reals,
-    integers,
-    stride,
-    seen_stride,
-    rows,
-    vocab,
-    tops,
-    scores,
-    ranked,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NODES: tl.constexpr,
-    BANNED: tl.constexpr,
-    SCALED: tl.constexpr,
-    PENALTY: tl.constexpr,
-    PARTS: tl.constexpr,
-    COUNT: tl.constexpr,
-    MIN_P: tl.constexpr,
-    NOISY: tl.constexpr,
+    logits, tokens, positions, ancestors, newest, seen, banned, reals, integers, stride, seen_stride, rows, vocab,
+    tops, scores, ranked,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, BANNED: tl.constexpr, SCALED: tl.constexpr,
+    PENALTY: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr, MIN_P: tl.constexpr, NOISY: tl.constexpr,
     AHEAD: tl.constexpr,
-):
+):  # fmt: skip
     """The best ``COUNT`` tokens of each row in each part, and their scores: both ``[rows, parts, COUNT]``.
 
     Noise is that of ``AHEAD`` places after ``positions``; grid ``(row blocks, parts)``.
@@ -216,27 +143,9 @@ def rank_parts(
     # most parts have no token that min-p keeps: neither logits nor noise are looked at there
     if tl.max((used & (top >= limit)).to(tl.int32), 0) > 0:
         score = _warped(
-            logits,
-            tokens,
-            positions,
-            ancestors,
-            newest,
-            seen,
-            banned,
-            reals,
-            integers,
-            stride,
-            seen_stride,
-            rows,
-            vocab,
-            row,
-            first,
-            BLOCK,
-            NODES,
-            BANNED,
-            SCALED,
-            PENALTY,
-        )
+            logits, tokens, positions, ancestors, newest, seen, banned, reals, integers, stride, seen_stride, rows,
+            vocab, row, first, BLOCK, NODES, BANNED, SCALED, PENALTY,
+        )  # fmt: skip
         ids = first + tl.arange(0, BLOCK)
         if MIN_P:
             score = tl.where(score < limit[:, None], float("-inf"), score)
@@ -258,17 +167,9 @@ def rank_parts(
 
 @triton.jit(do_not_specialize=["rows", "found"])
 def rank_rows(
-    scores,
-    ranked,
-    best_scores,
-    best_tokens,
-    rows,
-    found,
-    ROWS: tl.constexpr,
-    FOUND: tl.constexpr,
-    COUNT: tl.constexpr,
-    DRAWN: tl.constexpr,
-):
+    scores, ranked, best_scores, best_tokens, rows, found,
+    ROWS: tl.constexpr, FOUND: tl.constexpr, COUNT: tl.constexpr, DRAWN: tl.constexpr,
+):  # fmt: skip
     """A row's best tokens and their scores, both ``[rows, COUNT]``, from the ``found`` ones of its parts.
 
     Of equal ones the lowest comes first. Where it is tokens drawn that are wanted, -1 stands for none, and no score is
@@ -294,9 +195,9 @@ _INTERPRETED = not isinstance(rank_rows, triton.JITFunction)
 
 
 class FusedRule:
-    """Draws what :meth:`Sampler.draw_rows` draws, and ranks candidates, where :func:`unserved` is empty.
+    """The sampling rule in Triton kernels: draws what :meth:`Sampler.draw_rows` draws, and ranks candidates.
 
-    Logits are float32, bfloat16 or float16, and every other tensor is int64, or bool where it is a mask.
+    It serves the parameters for which :func:`unserved` is empty. Logits are of one of :data:`DTYPES`.
 
     Args:
         params: the sampling parameters.
@@ -310,37 +211,40 @@ class FusedRule:
     BLOCK: ClassVar[int] = 1024  # tokens of a part
 
     def __init__(self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device) -> None:
-        self._min_p, self._noisy, self._penalises = _min_p(params) > 0, params.temperature > 0, params.penalises
-        reals = [params.temperature, params.penalty, math.log(_min_p(params)) if self._min_p else 0.0]
+        self._params, self._min_p, self._noisy = params, "min_p" in params.filters, params.temperature > 0
+        reals = [params.temperature, params.penalty, math.log(params.min_p) if self._min_p else 0.0]
         self._reals = torch.tensor(reals, dtype=torch.float64).to(device)
         self._integers = torch.tensor([seed_stream(seed), params.window], dtype=torch.int64).to(device)
         self._banned = None
         if params.banned:
-            self._banned = torch.zeros(vocab_size, dtype=torch.int8)
-            self._banned[list(params.banned)] = 1
-            self._banned = self._banned.to(device)
-        self._scaled = params.temperature not in (0, 1)
+            banned = torch.zeros(vocab_size, dtype=torch.int8)
+            banned[list(params.banned)] = 1
+            self._banned = banned.to(device)
 
     def draw(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor, newest: Tensor) -> Tensor:
-        """As :meth:`Sampler.draw_rows`, for at most 128 nodes; ``newest`` is the sampler's."""
-        penalty = (1 + (len(tokens) > 1)) if self._penalises else 0
-        mask = ancestors.contiguous().view(torch.int8)
-        drawn, _ = self._best(logits, (tokens, positions, mask, newest, None), penalty, self._noisy, 1, drawn=True)
-        return drawn.squeeze(1)
+        """As :meth:`Sampler.draw_rows`, for at most ``MOST_NODES`` nodes; ``newest`` is the sampler's."""
+        penalty = 1 + (len(tokens) > 1) if self._params.penalises else 0
+        nodes = tokens, positions, ancestors.contiguous().view(torch.int8), newest, None
+        return self._best(logits, nodes, penalty, self._noisy, 1, drawn=True)[0].squeeze(1)
 
     def candidates(
         self, logits: Tensor, seen: Tensor | None, positions: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`Sampler.candidates`. Of equal ones the lowest comes first; a NaN is told as infinity."""
-        penalty, mask = 0, None
-        if seen is not None:
-            penalty, mask = 3, seen.contiguous().view(torch.int8)
-        noisy = self._noisy and positions is not None
-        return self._best(logits, (None, positions, None, None, mask), penalty, noisy, count, drawn=False)
+        """As :meth:`Sampler.candidates`. Of equal ones the lowest comes first; a NaN's score is infinity."""
+        mask = None if seen is None else seen.contiguous().view(torch.int8)
+        nodes = None, positions, None, None, mask
+        return self._best(logits, nodes, 0 if mask is None else 3, self._noisy and positions is not None, count)
 
     def _best(
-        self, logits: Tensor, given: tuple[Tensor | None, ...], penalty: int, noisy: bool, count: int, drawn: bool
+        self,
+        logits: Tensor,
+        nodes: tuple[Tensor | None, ...],
+        penalty: int,
+        noisy: bool,
+        count: int,
+        drawn: bool = False,
     ) -> tuple[Tensor, Tensor]:
+        """The best tokens of each row and their scores, both ``[n, count]``."""
         rows, vocab = logits.shape
         if logits.stride(1) != 1:
             logits = logits.contiguous()
@@ -350,69 +254,36 @@ class FusedRule:
         ranked = logits.new_empty(rows, parts * count, dtype=torch.int32)
         best_scores = logits.new_empty(rows, count, dtype=torch.float64)
         best_tokens = logits.new_empty(rows, count, dtype=torch.int64)
-        seen = given[-1]
+        seen = nodes[-1]
         seen_stride = vocab if seen is not None and len(seen) > 1 else 0
         arguments = (
-            logits, *given, self._banned, self._reals, self._integers, logits.stride(0), seen_stride, rows, vocab
+            logits, *nodes, self._banned, self._reals, self._integers, logits.stride(0), seen_stride, rows, vocab, tops
         )  # fmt: skip
         options = {
             "BLOCK": self.BLOCK,
             "NODES": self.MOST_NODES,
             "BANNED": self._banned is not None,
-            "SCALED": self._scaled,
+            "SCALED": self._params.temperature not in (0, 1),
             "PENALTY": penalty,
             # a product and a sum rounded once would not be what PyTorch's two operators give
             "enable_fp_fusion": False,
         }
+        # rows of a program: of the first kernel four where there are several, as its rows share what they read; an
+        # interpreter wants few programs
+        block = triton.next_power_of_2(rows) if _INTERPRETED else 1
+        shared, warps = (block, 4) if _INTERPRETED or rows == 1 else (4, 8)
         with torch.cuda.device_of(logits):
             if self._min_p:
-                block, warps = _rows(rows, shared=True)
-                top_logits[triton.cdiv(rows, block), parts](*arguments, tops, ROWS=block, num_warps=warps, **options)
-            block, warps = _rows(rows, shared=False)
-            blocks = triton.cdiv(rows, block)
-            rank_parts[blocks, parts](
-                *arguments,
-                tops,
-                scores,
-                ranked,
-                ROWS=block,
-                PARTS=triton.next_power_of_2(parts),
-                COUNT=count,
-                MIN_P=self._min_p,
-                NOISY=noisy,
-                AHEAD=int(drawn),
-                num_warps=warps,
-                **options,
-            )
-            rank_rows[blocks,](
-                scores,
-                ranked,
-                best_scores,
-                best_tokens,
-                rows,
-                parts * count,
-                ROWS=block,
-                FOUND=triton.next_power_of_2(parts * count),
-                COUNT=count,
-                DRAWN=drawn,
-            )
+                top_logits[triton.cdiv(rows, shared), parts](*arguments, ROWS=shared, num_warps=warps, **options)
+            rank_parts[triton.cdiv(rows, block), parts](
+                *arguments, scores, ranked, ROWS=block, PARTS=triton.next_power_of_2(parts), COUNT=count,
+                MIN_P=self._min_p, NOISY=noisy, AHEAD=int(drawn), num_warps=4, **options,
+            )  # fmt: skip
+            rank_rows[triton.cdiv(rows, block),](
+                scores, ranked, best_scores, best_tokens, rows, parts * count, ROWS=block,
+                FOUND=triton.next_power_of_2(parts * count), COUNT=count, DRAWN=drawn,
+            )  # fmt: skip
         return best_tokens, best_scores
-
-
-def _rows(nodes: int, shared: bool) -> tuple[int, int]:
-    """Rows that a program works on, and its warps.
-
-    Args:
-        nodes: how many rows there are.
-        shared: whether rows together save as much reading as they take registers.
-    """
-    if _INTERPRETED:  # what costs is the number of programs
-        return triton.next_power_of_2(nodes), 4
-    return (4, 8) if shared and nodes > 1 else (1, 4)
-
-
-def _min_p(params: SamplingParams) -> float:
-    return params.min_p if params.temperature else 0.0
 
 
 def unserved(params: SamplingParams) -> tuple[str, ...]:
@@ -425,7 +296,7 @@ def fused_sampler_fault(
 ) -> str | None:
     """Why the kernels are not to be used for such parameters; None if they are.
 
-    They are compared with the rule in PyTorch on the device itself, on some hundred rows with all that is odd; once for
+    They are compared with the rule in PyTorch on the device itself, on random rows with all that is odd; once for
     every dtype, vocabulary, and set of kernels that parameters need. It takes as long as they take to compile.
 
     Args:
@@ -433,7 +304,7 @@ def fused_sampler_fault(
         vocab_size: number of token ids.
         dtype: of the logits.
         device: where they will be.
-        candidates: look at how so many candidates of a row are ranked, with noise and without; 0 looks at the drawing.
+        candidates: try the ranking of so many candidates of a row, with noise and without; 0 tries the drawing.
     """
     if unserved(params):
         return f"no kernel has {' and '.join(unserved(params))}"
@@ -441,9 +312,8 @@ def fused_sampler_fault(
         return f"the kernels do not read {str(dtype).removeprefix('torch.')}"
     if candidates > FusedRule.MOST_CANDIDATES:
         return f"the kernels rank at most {FusedRule.MOST_CANDIDATES} candidates"
-    scaled = params.temperature not in (0, 1)
-    kind = (params.temperature > 0, scaled, params.penalises, _min_p(params) > 0, bool(params.banned))
-    key = (candidates, dtype, vocab_size, device, *kind)
+    kernels = params.temperature > 0, params.temperature == 1, params.penalises, params.filters, bool(params.banned)
+    key = (candidates, dtype, vocab_size, device, *kernels)
     if key not in _CHECKED:
         try:
             _CHECKED[key] = _disagreement(params, vocab_size, dtype, device, candidates)
@@ -471,46 +341,39 @@ def mismatches(
 ) -> int:
     """Number of nodes of a random draft tree after which kernels and rule draw different tokens."""
     seed = random.getrandbits(64)
-    sampler = Sampler(params, seed, vocab_size, device)
+    sampler, fused = Sampler(params, seed, vocab_size, device), FusedRule(params, seed, vocab_size, device)
     logits = odd_rows(nodes, vocab_size, dtype, random)
     tree = _random_tree(sampler, logits, random)
     rows, tokens, positions, ancestors = (each.to(device) for each in (logits, *tree))
-    fused = FusedRule(params, seed, vocab_size, device)
     drawn = fused.draw(rows, tokens, positions, ancestors, sampler.newest)
     return int((drawn != sampler.draw_rows(rows, tokens, positions, ancestors)).sum())
 
 
 def misranked(
-    params: SamplingParams,
-    vocab_size: int,
-    rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    count: int,
+    params: SamplingParams, vocab_size: int, rows: int, dtype: torch.dtype, device: torch.device, count: int,
     random: Random,
-) -> int:
-    """Of random rows, those whose candidates by the kernels are not those by the rule, with noise or without.
+) -> int:  # fmt: skip
+    """Number of random rows whose candidates by the kernels are not those by the rule, with noise or without.
 
     What is equal may come in any order, and a score may be off by its last place: candidates are but guesses.
     """
     seed = random.getrandbits(64)
-    sampler = Sampler(params, seed, vocab_size, device)
-    fused = FusedRule(params, seed, vocab_size, device)
+    sampler, fused = Sampler(params, seed, vocab_size, device), FusedRule(params, seed, vocab_size, device)
     logits = odd_rows(rows, vocab_size, dtype, random).to(device)
     generator = torch.Generator().manual_seed(random.getrandbits(63))
     seen = torch.rand(random.choice((1, rows)), vocab_size, generator=generator).to(device) < random.random()
+    penalised = seen if params.penalises else None
     place = random.choice((0, 7, 5000, 1 << 40))
     count = min(count, vocab_size)
     wrong = torch.zeros(rows, dtype=torch.bool, device=device)
     for places in (None, torch.arange(place, place + rows, device=device)):
-        given = (logits, seen if params.penalises else None, places, count)
-        scores = sampler.warp(*given[:2]) if places is None else sampler.scores(logits, given[1], places)
+        scores = sampler.warp(logits, penalised) if places is None else sampler.scores(logits, penalised, places)
         best = scores.topk(count).values
-        tokens, theirs = fused.candidates(*given)
+        tokens, theirs = fused.candidates(logits, penalised, places, count)
         own, real = scores.gather(1, tokens), best > -math.inf
         alone = ((tokens[:, :, None] == tokens[:, None]) & real[:, None]).sum(-1) == 1
         same = _close(theirs, best) & (~real | (_close(own, best) & alone))
-        wrong |= (scores.amax(-1) < math.inf) & ~same.all(-1)  # what is broken is no guess
+        wrong |= (scores.amax(-1) < math.inf) & ~same.all(-1)  # a row with NaN or infinity has no candidates
     return int(wrong.sum())
 
 
