@@ -33,7 +33,7 @@ from tswift.decoding.audit import (
     audit,
     contested,
     most,
-    stretches,
+    probe_starts,
 )
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
@@ -338,7 +338,7 @@ def test_lengths_about_those_of_chunks_and_stretches(prompt_length: int) -> None
 @given(first=st.integers(0, 2000), length=st.integers(1, 3000))
 def test_stretches_have_whole_chunks_behind_them(first: int, length: int) -> None:
     nodes = first + length
-    starts = stretches(first, nodes)
+    starts = probe_starts(first, nodes)
     assert len(starts) == min(8, max(1, length // 256))
     assert starts[0] == min(first, max(0, nodes - 256))
     assert all(later - earlier >= 256 for earlier, later in pairwise(starts))

@@ -1,18 +1,17 @@
 """The audit: is this text what the sampling rule draws? One chunked prefill, the rule applied at every position.
 
-It costs about a prefill, whatever made the text and however long that took, and it does not lose the thread where
-rounding has swapped two candidates: every token is judged after the text that stands before it.
+It costs about a prefill, however the text was made. Every token is judged after the text that stands before it, so the
+audit goes on behind a place where rounding has swapped two candidates.
 
 Two passes over the same tokens round differently. That can do more than swap two close scores: a token at the edge of
-min-p is kept by one pass and dropped by the other. So the whole rule is applied again with changed logits, instead of
-a gap being read off its scores (:class:`RoundingMargin`). The bound on each token is the largest difference that was
-measured, and most are far smaller: a text drawn by slightly other parameters hides below it, token by token. So
-measured differences are added to the logits of the audit's pass and the rule is applied again, which gives as many
-texts as honest passes could have drawn (:class:`Rounding`). The text in question may not have more tokens turned than
-those, nor more of them by much. Assumed: the passes that made the text differ from the audit's as passes of the
-stretches do where those differ at all, up to the factor ``_MORE``: they read keys that differ, which those of a stretch
-do only from the first difference on. And a difference is as likely with either sign, and at any token whose logit has
-the same rank in its row.
+min-p is kept by one pass and dropped by the other. So a token's margin is found by applying the whole rule to changed
+logits (:class:`RoundingMargin`). The bound is twice the largest difference measured; most differences are far smaller,
+and a text drawn by slightly other parameters would hide below it, token by token. So measured differences are also
+added to the audit's logits and the rule is applied again, which gives texts that honest passes could have drawn
+(:class:`Rounding`): the text in question may not have many more tokens turned than those. Assumed: the passes that made
+the text differ from the audit's as those of the probe windows do where they differ at all, up to the factor ``_MORE``
+(they read keys that differ, which a probe window's passes do only from the first difference on); and a difference is as
+likely with either sign, and at any token whose logit has the same rank in its row.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ WITHIN, VIOLATION = "within rounding", "violation"
 SEARCHED = 1000  # tokens beyond the bound whose margin is looked for
 _CHUNK = 256  # tokens forwarded at a time
 _ELEMENTS = 1 << 21  # scores held at a time, in float64
-_STRETCHES, _STRETCH, _WIDTHS = 8, 32, (1, 8)
+_PROBES, _PROBE, _WIDTHS = 8, 32, (1, 8)  # probe windows, their tokens, and the widths of their passes
 _WIDE, _NARROW = 256.0, 16.0  # most rounding there can be, in units of the largest logit's last place
 FALSE_ALARMS = 1e-3  # at most this share of honest texts is refused
 _SAFETY = 2.0
@@ -55,11 +54,11 @@ class Finding:
     """A token that is not the one the rule draws in the audit's pass.
 
     Attributes:
-        index: its place among the generated tokens, from 0.
-        position: its place in prompt and text.
-        token: the token in the text.
-        drawn: the token the rule draws.
-        margin: a change of the logits under which the rule draws the text's token; the smallest found. Infinite for a
+        index: among the generated tokens, from 0.
+        position: in prompt and text.
+        token: in the text.
+        drawn: by the rule.
+        margin: the smallest change found of the logits under which the rule draws the text's token. Infinite for a
             banned token, None where it was not looked for.
         kind: ``within rounding`` or ``violation``.
     """
@@ -78,18 +77,18 @@ class Audit:
 
     Attributes:
         tokens: generated tokens judged.
-        exact: how many of them the rule draws exactly.
+        exact: number of them that the rule draws exactly.
         findings: all others, in order.
         measured: largest difference between logits of passes of different widths over the same tokens.
-        limit: the largest difference that rounding can make. Where more was measured, passes of different widths do not
-            compute the same, so the bound means nothing and the audit has failed.
-        bound: the margin up to which a token is within rounding. Twice what was measured: the largest of a sample lies
-            below the largest of all, and of the text's own passes every one rounded differently.
-        least_lead, greatest_lead: of tokens drawn exactly, how far in score they are ahead of the next one; None if
-            never more than one token was left to choose from.
+        limit: the largest difference that rounding can make. If more was measured, passes of different widths compute
+            different things: the bound means nothing, and the audit has failed.
+        bound: the margin up to which a token is within rounding: twice what was measured, as the largest of a sample
+            lies below the largest of all.
+        least_lead, greatest_lead: score difference to the runner-up over tokens drawn exactly; None if never more than
+            one token was left to choose from.
         seconds: wall time.
-        width: rows of every pass, where the logits are those that decoding had, bit for bit: no token is within
-            rounding then, and nothing was measured. None where they are not.
+        width: rows of every pass, where logits are those that decoding had, bit for bit: no token is within rounding
+            then, and nothing was measured. None where they are not.
         levels: the tokens within rounding by margin, against what rounding explains of the whole text.
         contested: tokens with a competitor within rounding: an error that swaps only a few of those is not seen.
     """
@@ -149,21 +148,19 @@ def audit(
     """Judge every token of a text.
 
     A target whose passes have a fixed width gives the logits that decoding had, so each token is drawn exactly or is a
-    violation. Elsewhere a token may also be within rounding. How far rounding reaches is measured: at up to eight
-    stretches of 32 tokens, from the text's start to its end, the tokens are also forwarded one at a time and eight at a
-    time, and the logits compared with those of the chunk. The whole text is held against what such differences make of
-    it: see :mod:`tswift.decoding.audit`.
+    violation. Elsewhere a token may also be within rounding, which is measured: in up to eight probe windows of 32
+    tokens, from the text's start to its end, the tokens are also forwarded one and eight at a time, and the logits
+    compared with those of the chunk.
 
     Args:
         target: the model.
         prompt: at least one token id.
         tokens: the generated token ids, at least one.
-        params: what they were drawn with, banned ids included.
-        seed: what they were drawn with.
+        params, seed: what they were drawn with, banned ids included.
         show: called with tokens forwarded so far and in all, prompt included.
 
     Returns:
-        The finding. Of tokens beyond the bound measured so far, the margin is looked for in the first ``SEARCHED``.
+        What was found. The margin is looked for in the first ``SEARCHED`` tokens beyond the bound measured so far.
 
     Raises:
         ValueError: no prompt, no tokens, or ids outside the vocabulary.
@@ -176,7 +173,7 @@ def audit(
         raise ValueError(f"there are token ids outside the vocabulary of {target.vocab_size}")
     started = time.perf_counter()
     first, nodes = len(prompt) - 1, len(text) - 1  # the node that draws the first generated token; nodes in all
-    starts = stretches(first, nodes) if target.width is None else []
+    starts = probe_starts(first, nodes) if target.width is None else []
     cuts = [min([first, *starts])]
     while cuts[-1] < nodes:
         cuts.append(min([cuts[-1] + _CHUNK, nodes, *(start for start in starts if start > cuts[-1])]))
@@ -189,8 +186,8 @@ def audit(
     for start, stop in pairwise(cuts):
         logits = _logits(target, text[start:stop], kv, _CHUNK)
         # where a text is short, far into its only chunk: the first rows of one round as narrow passes do
-        at = max(start, min(first, stop - _STRETCH))
-        others = _narrow(target, text[at : min(at + _STRETCH, stop)], kv, at) if start in starts else []
+        at = max(start, min(first, stop - _PROBE))
+        others = _narrow(target, text[at : min(at + _PROBE, stop)], kv, at) if start in starts else []
         kv.length = stop
         for rows in (logits, *others):
             wrong = broken(rows).nonzero().flatten().tolist()
@@ -206,16 +203,15 @@ def audit(
     return judge.audit(time.perf_counter() - started)
 
 
-def stretches(first: int, nodes: int) -> list[int]:
-    """Where the stretches begin at which rounding is measured.
+def probe_starts(first: int, nodes: int) -> list[int]:
+    """Where the probe windows begin, in which rounding is measured.
 
-    They are spread evenly from the first node that draws a token to the last one with a whole chunk from there on: a
-    pass over few nodes may compute just what the narrow ones do. A text shorter than a chunk is one chunk, at whose end
-    the stretch lies.
+    Spread evenly from the first node that draws a token to the last one with a whole chunk from there on: a pass over
+    few nodes may compute just what the narrow ones do. A text shorter than a chunk has one, at its end.
     """
     begin = min(first, max(0, nodes - _CHUNK))
     room = max(0, nodes - begin - _CHUNK)
-    count = min(_STRETCHES, 1 + room // _CHUNK)
+    count = min(_PROBES, 1 + room // _CHUNK)
     return [begin + index * room // max(1, count - 1) for index in range(count)]
 
 
@@ -252,55 +248,50 @@ class _Judge:
     def rows(self, start: int, logits: Tensor) -> None:
         """Judge the tokens that follow the nodes at ``start`` and after it, whose logits ``[n, V]`` are given."""
         size = max(1, _ELEMENTS // logits.shape[1])
-        for at in range(0, len(logits), size):
-            part = logits[at : at + size]
-            ids = torch.tensor(self._text[start + at : start + at + len(part) + 1], device=logits.device)
-            places = torch.arange(start + at, start + at + len(part), device=logits.device)
+        for at in range(start, start + len(logits), size):
+            part = logits[at - start : at - start + size]
+            text = self._text[at : at + len(part) + 1]
+            ids = torch.tensor(text, device=logits.device)
+            positions = torch.arange(at, at + len(part), device=logits.device)
             # the sampler is to know the text up to the first of these nodes, as at the root of a draft tree
-            self._sampler.extend(self._text[start + at : start + at + 1])
+            self._sampler.extend(text[:1])
             causal = torch.ones(len(part), len(part), dtype=torch.bool, device=logits.device).tril()
-            seen = self._sampler.seen(ids[:-1], places, causal)
-            self._sampler.extend(self._text[start + at + 1 : start + at + len(part)])
-            self._judge(part, seen, start + at + 1, ids[1:])
+            seen = self._sampler.seen(ids[:-1], positions, causal)
+            self._sampler.extend(text[1:-1])
+            self._judge(part, seen, at + 1, ids[1:])
 
     def _judge(self, logits: Tensor, seen: Tensor | None, position: int, wanted: Tensor) -> None:
         noise = self._sampler.noise(range(position, position + len(wanted))).expand(logits.shape)
         scores = self._sampler.warp(logits, seen) + noise
         best, drawn = scores.max(-1)
-        exact = drawn == wanted
-        leads = (best - scores.scatter_(1, drawn[:, None], -math.inf).amax(-1))[exact]
+        leads = (best - scores.scatter_(1, drawn[:, None], -math.inf).amax(-1))[drawn == wanted]
         leads = leads[leads.isfinite()]
         if len(leads):
             self._leads = (min(self._leads[0], float(leads.min())), max(self._leads[1], float(leads.max())))
-        within = self._differ(logits, seen, noise, position, drawn, wanted)
+        within = drawn != wanted
+        rows = within.nonzero().squeeze(1)
+        if len(rows):
+            within[rows] = self._differ(logits[rows], _rows(seen, rows), noise[rows], position + rows, drawn[rows])
         if self._target.width is None:
             self.rounding.judge(self._sampler, logits, seen, noise, drawn, torch.where(within, wanted, drawn))
 
-    def _differ(
-        self, logits: Tensor, seen: Tensor | None, noise: Tensor, position: int, drawn: Tensor, wanted: Tensor
-    ) -> Tensor:
-        """Look into the tokens that are not the ones drawn; ``[n]`` bool, those within the bound so far."""
-        within = drawn != wanted
-        rows = within.nonzero().squeeze(1)
-        if not len(rows):
-            return within
-        places = [position + row for row in rows.tolist()]
-        doubt = RoundingMargin(
-            self._sampler, logits[rows], None if seen is None else seen[rows], noise[rows], wanted[rows]
-        )
-        bound = self.rounding.bound
-        inside = doubt.explained(bound)
+    def _differ(self, logits: Tensor, seen: Tensor | None, noise: Tensor, positions: Tensor, drawn: Tensor) -> Tensor:
+        """Note tokens that are not the ones drawn, with their margins; ``[n]`` bool: those within the bound so far."""
+        places = positions.tolist()
+        tokens = torch.tensor([self._text[place] for place in places], device=logits.device)
+        margin, bound = RoundingMargin(self._sampler, logits, seen, noise, tokens), self.rounding.bound
+        inside = margin.explained(bound)
         searched = inside | ((~inside).cumsum(0) <= SEARCHED - self._beyond)
         self._beyond += int((~inside).sum())
-        margins = iter(doubt.margins(bound, searched.nonzero().squeeze(1)).tolist())
-        for place, token, known in zip(places, drawn[rows].tolist(), searched.tolist(), strict=True):
+        margins = iter(margin.margins(bound, searched.nonzero().squeeze(1)).tolist())
+        for place, token, known in zip(places, drawn.tolist(), searched.tolist(), strict=True):
             self._found.append((place, token, next(margins) if known else None))
-        within[rows] = inside
-        return within
+        return inside
 
     def audit(self, seconds: float) -> Audit:
         """What was found, now that all of the rounding has been measured."""
-        bound, start = self.rounding.bound, self._first + 1
+        rounding, width, dtype, start = self.rounding, self._target.width, self._target.dtype, self._first + 1
+        bound = rounding.bound
         findings = tuple(
             Finding(
                 place - start,
@@ -314,12 +305,15 @@ class _Judge:
         )
         count = len(self._text) - start
         least, greatest = (lead if math.isfinite(lead) else None for lead in self._leads)
-        dtype, rounding = self._target.dtype, self.rounding
         units = _NARROW if dtype in (torch.bfloat16, torch.float16) else _WIDE
         limit = units * torch.finfo(dtype).eps * self.largest
-        exact = count - len(findings)
-        about = self._target.width, rounding.levels() if self._target.width is None else (), rounding.contested
-        return Audit(count, exact, findings, rounding.measured, limit, bound, least, greatest, seconds, *about)
+        levels, exact = rounding.levels() if width is None else (), count - len(findings)
+        figures = rounding.measured, limit, bound, least, greatest, seconds
+        return Audit(count, exact, findings, *figures, width, levels, rounding.contested)
+
+
+def _rows(seen: Tensor | None, rows: Tensor) -> Tensor | None:
+    return None if seen is None else seen[rows]
 
 
 @dataclass(frozen=True)
@@ -380,13 +374,13 @@ class Rounding:
     def judge(
         self, sampler: Sampler, logits: Tensor, seen: Tensor | None, noise: Tensor, drawn: Tensor, tokens: Tensor
     ) -> None:
-        """Count the tokens within rounding among a text's, and those among texts drawn with differences added.
+        """Count the tokens within rounding in the text, and in texts drawn with measured differences added.
 
         Args:
             sampler: the sampling rule.
             logits: ``[n, V]``.
             seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
-            noise: ``[n, V]``, of the places of the rows' tokens.
+            noise: ``[n, V]``, of the positions of the rows' tokens.
             drawn: ``[n]`` int64, what the rule draws from these logits.
             tokens: ``[n]`` int64, the text's; where rounding does not explain the text's, what is drawn.
         """
@@ -395,13 +389,13 @@ class Rounding:
         close = contested(sampler, logits, seen, noise, drawn, self.bound) | (tokens != drawn)
         self.contested += int(close.sum())
         rows = close.nonzero().squeeze(1)
-        about = sampler, logits[rows], None if seen is None else seen[rows], noise[rows], drawn[rows]
+        about = sampler, logits[rows], _rows(seen, rows), noise[rows], drawn[rows]
         # most are out of the reach of what is added below
         rows = rows[contested(*about, _MORE * float(self._best().abs().max())) | (tokens != drawn)[rows]]
         if not len(rows):
             return
         logits, noise, drawn, tokens = logits[rows].double(), noise[rows], drawn[rows], tokens[rows]
-        seen = None if seen is None else seen[rows]
+        seen = _rows(seen, rows)
         ranks = logits.argsort(-1, descending=True).argsort(-1)
         sample = torch.cat(self._sample)
         turned = [(tokens != drawn).nonzero().squeeze(1)]
@@ -417,11 +411,9 @@ class Rounding:
             torch.tensor([len(each) for each in turned], device=rows.device)
         )
         kinds, places = torch.stack([torch.cat(turned), torch.cat(others)]).unique(dim=1, return_inverse=True)
-        doubt = RoundingMargin(
-            sampler, logits[kinds[0]], None if seen is None else seen[kinds[0]], noise[kinds[0]], kinds[1]
-        )
+        margin = RoundingMargin(sampler, logits[kinds[0]], _rows(seen, kinds[0]), noise[kinds[0]], kinds[1])
         for at, level in enumerate(_LEVELS):
-            beyond = (~doubt.explained(level * self.usual))[places]
+            beyond = (~margin.explained(level * self.usual))[places]
             self._observed[at] += int((beyond & (made == 0)).sum())
             self._made[at] += int((beyond & (made > 0)).sum())
 
@@ -435,10 +427,10 @@ class Rounding:
 
 
 def most(made: int, draws: int, rate: float) -> int:
-    """The largest count in one text that ``made`` in ``draws`` others like it do not refute.
+    """The largest count in one text that ``made`` events in ``draws`` others like it do not refute.
 
-    Counts of rare events are Poisson's. Of all events, these and the others', each is then this text's with a
-    probability of ``1 / (draws + 1)``: one with a larger count has a probability of less than ``rate``.
+    Counts of rare events follow Poisson's distribution. Of all events, this text's and the others', each is then this
+    text's with a probability of ``1 / (draws + 1)``: one with a larger count has a probability of less than ``rate``.
     """
     count = made // draws
     while _tail(count + 1, made, 1 / (draws + 1)) >= rate:
@@ -448,18 +440,18 @@ def most(made: int, draws: int, rate: float) -> int:
 
 def _tail(count: int, others: int, share: float) -> float:
     """Probability that of ``count + others`` events, each with a probability of ``share``, at least ``count`` occur."""
-    total, sum_ = count + others, 0.0
+    total, tail = count + others, 0.0
     for hits in range(count, total + 1):
         ways = math.lgamma(total + 1) - math.lgamma(hits + 1) - math.lgamma(total - hits + 1)
         term = math.exp(ways + hits * math.log(share) + (total - hits) * math.log1p(-share))
-        sum_ += term
-        if term < 1e-12 * sum_:
+        tail += term
+        if term < 1e-12 * tail:
             break
-    return sum_
+    return tail
 
 
 class RoundingMargin:
-    """Rows of logits from which the rule draws another token than the one in question.
+    """How little logits would have to change for the sampling rule to draw other tokens than it does.
 
     A change of the logits is a sign for every token, times its size. Signs are tried in four patterns, in all of which
     the token in question goes up:
@@ -467,18 +459,14 @@ class RoundingMargin:
     0. tokens with a higher score go down, the others up: a competitor is pushed over the edge of a filter that others
        set, or the mass above a token that top-p drops shrinks;
     1. all others go down: a close draw, or the token itself at the edge of min-p, eta or top-k;
-    2. tokens that would score higher if nothing were dropped go down, the others stay: the token and a competitor, both
-       at an edge;
+    2. tokens that would score higher if nothing were dropped go down, the others stay: both at an edge;
     3. the same, and the others go up.
 
-    That they are enough was tried: of draws turned by a random change of all logits, one in some hundreds had a margin
+    They were found to be enough: of draws turned by a random change of all logits, one in some hundreds had a margin
     larger than that change, none more than twice as large.
 
     Args:
-        sampler: the sampling rule.
-        logits: ``[n, V]``.
-        seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
-        noise: ``[n, V]``, of the place where each row's token is.
+        sampler, logits, seen, noise: as for :meth:`Rounding.judge`.
         tokens: ``[n]`` int64, the tokens in question.
 
     Attributes:
@@ -510,7 +498,7 @@ class RoundingMargin:
         rows = torch.arange(len(self._tokens), device=self._tokens.device) if rows is None else rows
         sizes = torch.as_tensor(size, dtype=torch.float64, device=rows.device).expand(len(rows))[:, None]
         logits, noise = self._logits[rows], self._noise[rows]
-        seen = None if self._seen is None else self._seen[rows]
+        seen = _rows(self._seen, rows)
         drawn = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
         for signs in self.patterns:
             scores = warp(logits + sizes * signs[rows], seen, self._params) + noise
@@ -559,11 +547,7 @@ def contested(
     the filter goes down: a competitor at its edge.
 
     Args:
-        sampler: the sampling rule.
-        logits: ``[n, V]``.
-        seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
-        noise: ``[n, V]``, of the place where each row's token is.
-        drawn: ``[n]`` int64, what the rule draws.
+        sampler, logits, seen, noise, drawn: as for :meth:`Rounding.judge`.
         size: the change.
 
     Returns:
