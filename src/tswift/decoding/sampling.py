@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def _mixed(value: Tensor) -> Tensor:
 
 
 def seed_stream(seed: int) -> int:
-    """What stands for a seed (any integer, taken modulo 2^64) in the noise of its positions: an int64."""
+    """The int64 that a seed (any integer, taken modulo 2^64) adds to the noise of its positions."""
     return _signed(_splitmix(seed & _MASK))
 
 
@@ -84,11 +84,7 @@ def gumbel(seed: int, positions: Sequence[int] | Tensor, tokens: Tensor) -> Tens
 
 
 class NoTokenLeft(Exception):
-    """There is nothing to draw after the root; the text and the cache are as they were.
-
-    Attributes:
-        logits: ``[V]``, of which that is so.
-    """
+    """There is nothing to draw from the logits ``[V]`` after the root; the text and the cache are as they were."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__("nothing to draw")
@@ -108,10 +104,10 @@ class Sampler:
         ValueError: a banned id outside the vocabulary.
 
     Attributes:
-        newest: ``[V]`` int64, the position of each token's last occurrence in the text; changed in place. Nothing is
-            kept there unless tokens are penalised.
+        newest: ``[V]`` int64, the position of each token's last occurrence in the text, kept if tokens are penalised;
+            changed in place.
         length: tokens in the text so far.
-        fault: why :meth:`fuse` has left the drawing, or the ranking of candidates, to PyTorch; None if it has not.
+        fault: why :meth:`fuse` has left drawing or ranking to PyTorch; None if it has not.
     """
 
     _BLOCK = 16  # noise is computed for this many positions at a time
@@ -148,14 +144,14 @@ class Sampler:
         return twin
 
     def fuse(self, dtype: torch.dtype, candidates: int = 0, interpreted: bool = False) -> None:
-        """Have :meth:`draw_rows` use Triton kernels on CUDA, for logits of this dtype and the parameters as they are.
+        """Use Triton kernels on CUDA in :meth:`draw_rows`, for logits of this dtype and the parameters as they are.
 
         They are used if they draw the same on this device, which is tried once, and waited for: not while a CUDA graph
-        is captured. Otherwise ``fault`` tells why not.
+        is captured. Otherwise ``fault`` says why not.
 
         Args:
             dtype: of the logits.
-            candidates: how many will be asked for in :meth:`candidates`, which is then to use kernels, too; 0 for none.
+            candidates: number that :meth:`candidates` will be asked for, which then uses kernels too; 0 for none.
             interpreted: use them without CUDA, too, in Triton's interpreter.
         """
         device = self._tokens.device
@@ -192,8 +188,8 @@ class Sampler:
 
         Args:
             tokens: ``[m]`` int64; those after the first ``count`` may be anything, ``NO_TOKEN`` included.
-            positions: ``[m]`` int64, where in the text they are.
-            count: 0-d int64, how many of them are appended.
+            positions: ``[m]`` int64, in the text.
+            count: 0-d int64, number of them to append.
         """
         if self.params.penalises:
             appended = torch.arange(len(tokens), device=tokens.device) < count
@@ -229,30 +225,24 @@ class Sampler:
     def noise(self, positions: Sequence[int] | Tensor) -> Tensor:
         """Gumbel noise ``[n, V]`` (float64) for tokens to be drawn at these positions; zero at temperature 0.
 
-        Noise at positions on the device is computed anew, without a wait; of a sequence it is kept, by blocks.
+        For positions in a tensor it is computed without a wait; for others it is kept, by blocks.
         """
         if self.params.temperature == 0:
             return torch.zeros((), dtype=torch.float64, device=self._tokens.device)
         if isinstance(positions, Tensor):
             return gumbel(self.seed, positions, self._tokens)
-        rows = [self._block(position // self._BLOCK)[position % self._BLOCK] for position in positions]
-        return torch.stack(rows)
+        return torch.stack([self._noise_row(position) for position in positions])
 
     def noise_of(self, positions: Sequence[int], tokens: Tensor) -> Tensor:
-        """As :meth:`noise`, for some tokens at each position: ``[n, m]`` on the CPU.
-
-        Args:
-            positions: ``n`` of them.
-            tokens: ``[n, m]`` int64 on the CPU, as a guess made there does not have to wait for the device.
-        """
+        """Noise ``[n, m]`` of some tokens ``[n, m]`` at each position, both on the CPU: no wait for the device."""
         if self.params.temperature == 0:
             return torch.zeros((), dtype=torch.float64)
         if self._tokens.device.type != "cpu":
             return gumbel(self.seed, positions, tokens)
-        blocks = [self._block(position // self._BLOCK)[position % self._BLOCK] for position in positions]
-        return torch.stack([block[row] for block, row in zip(blocks, tokens, strict=True)])
+        return torch.stack([self._noise_row(place)[row] for place, row in zip(positions, tokens, strict=True)])
 
-    def _block(self, index: int) -> Tensor:
+    def _noise_row(self, position: int) -> Tensor:
+        index = position // self._BLOCK
         block = self._blocks.get(index)
         if block is None:
             first = index * self._BLOCK
@@ -261,7 +251,7 @@ class Sampler:
             for far in [other for other in self._blocks if abs(other - index) > 2]:
                 del self._blocks[far]
             self._blocks[index] = block
-        return block
+        return block[position % self._BLOCK]
 
     def warp(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         """What the filters and the penalty leave of logits ``[n, V]`` of any dtype: ``[n, V]`` float64."""
@@ -274,13 +264,11 @@ class Sampler:
     def draw(self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor) -> list[int]:
         """The tokens at ``positions``, one for each row of ``logits`` ``[n, V]``.
 
-        A row with NaN or infinity, or with no token left, draws ``NO_TOKEN``; a banned token's logit is not looked at.
-        It shows in the best score, whatever the filters, and comes along with the tokens.
+        A row with NaN or infinity, or with no token left, draws ``NO_TOKEN``; a banned token's logit does not count.
+        Whatever the filters, the best score is not finite then, so that no other check (and wait) is needed.
         """
         ranked = self._ranked(logits, 1, positions, seen)
-        if ranked is None:
-            return _best(self.scores(logits, seen, positions)).tolist()
-        return [token[0] if math.isfinite(score[0]) else NO_TOKEN for token, score in zip(*ranked, strict=True)]
+        return _best(self.scores(logits, seen, positions)).tolist() if ranked is None else _drawn(*ranked)
 
     def draw_nodes(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor) -> list[int]:
         """As :meth:`draw_rows`, for the host, which waits for the tokens."""
@@ -288,7 +276,19 @@ class Sampler:
         ranked = self._ranked(logits, 1, places, None, (tokens, positions, ancestors))
         if ranked is None:
             return self.draw(logits, self.seen(tokens, positions, ancestors), places)
-        return [token[0] if math.isfinite(score[0]) else NO_TOKEN for token, score in zip(*ranked, strict=True)]
+        return _drawn(*ranked)
+
+    def draw_with_runner_up(
+        self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor
+    ) -> tuple[list[int], list[tuple[int, float]]]:
+        """As :meth:`draw`, and for each row the runner-up and the lead over it in score."""
+        ranked = self._ranked(logits, 2, positions, seen)
+        if ranked is None:
+            best = self.scores(logits, seen, positions).topk(2)
+            # together, as each tolist waits for the device; float64 holds every token id
+            ranked = torch.stack([best.indices.double(), best.values]).tolist()
+        leads = [(int(pair[1]), first - second) for pair, (first, second) in zip(*ranked, strict=True)]
+        return _drawn(*ranked), leads
 
     def _ranked(
         self,
@@ -297,15 +297,11 @@ class Sampler:
         positions: Sequence[int] | Tensor,
         seen: Tensor | None,
         nodes: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> tuple[list[list[int]], list[list[float]]] | None:
-        """The best tokens of each row and their scores, by the program; None where there is none for these logits.
+    ) -> list[list[list[Any]]] | None:
+        """The best ``count`` tokens of each row and their scores, by the C program; None if it does not take these.
 
-        Where the program is unsure of the best, PyTorch has ranked them.
-
-        Args:
-            logits, positions, seen: as for :meth:`draw`.
-            count: how many of each row.
-            nodes: tokens, positions and ancestors of a tree, as for :meth:`seen`, in place of that.
+        ``nodes`` are tokens, positions and ancestors of a tree, in place of ``seen``. PyTorch ranks rows of whose best
+        token the program is unsure.
         """
         program = self.program(logits.dtype)
         if program is None:
@@ -313,7 +309,7 @@ class Sampler:
         places = positions.tolist() if isinstance(positions, Tensor) else positions
         newest = self.newest if self.params.penalises else None
         tokens, scores, unsure = program.rank(logits, count, places, seen, newest, nodes)
-        ranked = tokens.tolist(), scores.tolist()
+        ranked = [tokens.tolist(), scores.tolist()]
         for row in unsure:
             own = self.seen(*nodes) if nodes else seen
             own = own[row : row + 1] if own is not None and len(own) > 1 else own
@@ -322,7 +318,7 @@ class Sampler:
         return ranked
 
     def program(self, dtype: torch.dtype) -> DrawProgram | None:
-        """What draws from logits of a dtype in place of PyTorch, if anything."""
+        """The C program that draws from logits of a dtype, if there is one."""
         if self._tokens.device.type != "cpu" or dtype not in DrawProgram.DTYPES:
             return None
         if self.params not in self._programs:
@@ -330,9 +326,9 @@ class Sampler:
         return self._programs[self.params]
 
     def draw_rows(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor) -> Tensor:
-        """As :meth:`draw`, the token drawn after every node of a draft tree; on a device nothing is waited for.
+        """As :meth:`draw`, the token drawn after every node of a draft tree, without a wait.
 
-        All that is read is where the logits are, ``newest`` too, so a CUDA graph can be captured of it and replayed.
+        All that is read is on the logits' device, ``newest`` too, so a CUDA graph can be captured of it and replayed.
 
         Args:
             logits: ``[n, V]``.
@@ -348,36 +344,17 @@ class Sampler:
             return fused.draw(logits, tokens, positions, ancestors, self.newest)
         return _best(self.scores(logits, self.seen(tokens, positions, ancestors), positions + 1))
 
-    def draw_with_runner_up(
-        self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor
-    ) -> tuple[list[int], list[tuple[int, float]]]:
-        """As :meth:`draw`, and for each row the runner-up and the lead over it in score."""
-        ranked = self._ranked(logits, 2, positions, seen)
-        if ranked is not None:
-            pairs = list(zip(*ranked, strict=True))
-            return (
-                [tokens[0] if math.isfinite(scores[0]) else NO_TOKEN for tokens, scores in pairs],
-                [(tokens[1], scores[0] - scores[1]) for tokens, scores in pairs],
-            )
-        best = self.scores(logits, seen, positions).topk(2)
-        drawn, others = [], []
-        # together, as each tolist waits for the device; float64 holds every token id
-        for (first, second), (highest, next_best) in torch.stack([best.indices.double(), best.values], 1).tolist():
-            drawn.append(int(first) if math.isfinite(highest) else NO_TOKEN)
-            others.append((int(second), highest - next_best))
-        return drawn, others
-
     def candidates(
         self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor | None, count: int
     ) -> tuple[Tensor, Tensor]:
-        """The tokens most likely to be drawn, as guessed from a draft's logits; nothing is waited for.
+        """The tokens most likely to be drawn, as guessed from a draft's logits, without a wait.
 
         Args:
             logits: ``[n, V]``.
             seen: ``[n, V]`` bool, or ``[1, V]`` for all rows: the tokens in the penalty window; None for none.
-            positions: ``[n]``, where the tokens will be drawn: they are ranked with the noise of that place. None to
-                rank them without, by what is likely.
-            count: how many of each row.
+            positions: ``[n]``, where the tokens will be drawn: ranked with the noise of that place. None ranks them
+                without noise.
+            count: number of each row.
 
         Returns:
             ``[n, count]`` tokens, best first, and their scores (float64), ``-inf`` for a token that is never drawn.
@@ -396,6 +373,10 @@ class Sampler:
         scores = self.warp(logits, seen) if positions is None else self.scores(logits, seen, positions)
         best = scores.topk(count)
         return best.indices, best.values
+
+
+def _drawn(tokens: list[list[Any]], scores: list[list[Any]]) -> list[int]:
+    return [int(row[0]) if math.isfinite(best[0]) else NO_TOKEN for row, best in zip(tokens, scores, strict=True)]
 
 
 def _best(scores: Tensor) -> Tensor:
