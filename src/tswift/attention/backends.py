@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,33 +19,15 @@ from tswift.errors import InputError
 from tswift.kv.cache import FullKV, KVShape
 
 
-def _sdpa() -> type[Attention]:
-    return TreeAttention
-
-
-def _native() -> type[Attention]:
-    from tswift.attention.native import NativeAttention
-
-    return NativeAttention
-
-
-def _triton() -> type[Attention]:
-    from tswift.attention.triton import TritonAttention
-
-    return TritonAttention
-
-
-def _flash() -> type[Attention]:
-    from tswift.attention.sdpa import FlashAttention
-
-    return FlashAttention
+def _load(module: str, name: str) -> type[Attention]:
+    return getattr(importlib.import_module(f"tswift.attention.{module}"), name)
 
 
 BACKENDS: dict[str, Callable[[], type[Attention]]] = {
-    "sdpa": _sdpa,
-    "native": _native,
-    "triton": _triton,
-    "flash": _flash,
+    "sdpa": partial(_load, "sdpa", "TreeAttention"),
+    "native": partial(_load, "native", "NativeAttention"),
+    "triton": partial(_load, "triton", "TritonAttention"),
+    "flash": partial(_load, "sdpa", "FlashAttention"),
 }
 
 USUAL = 64  # head size
@@ -66,29 +49,23 @@ def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = US
 
     Args:
         name: a key of :data:`BACKENDS`.
-        dtype: of the model.
-        device: where it is.
+        dtype, device: of the model.
         width: the model's head size.
     """
+    if name == "sdpa":
+        return None
+    if name == "native" and device.type != "cpu":
+        return "native attention is for the CPU"
+    if dtype not in (_HALVES if name == "flash" else (torch.float32, *_HALVES)):
+        taken = "bfloat16 and float16" if name == "flash" else "float32, bfloat16 and float16"
+        return f"{name} attention takes {taken}, not {str(dtype).removeprefix('torch.')}"
     if name == "native":
-        if device.type != "cpu":
-            return "native attention is for the CPU"
-        if dtype not in (torch.float32, *_HALVES):
-            return f"native attention takes float32, bfloat16 and float16, not {_plain(dtype)}"
         return _unbuilt(width, dtype)
     if name == "triton":
-        if dtype not in (torch.float32, *_HALVES):
-            return f"triton attention takes float32, bfloat16 and float16, not {_plain(dtype)}"
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "triton attention needs CUDA (on the CPU, TRITON_INTERPRET=1 runs it slowly, for tests)"
         return _missing("triton", "triton")
-    if name == "flash":
-        if dtype not in _HALVES:
-            return f"flash attention takes bfloat16 and float16, not {_plain(dtype)}"
-        if device.type != "cuda":
-            return "flash attention needs CUDA"
-        return _missing("flash_attn", "flash-attn")
-    return None
+    return _missing("flash_attn", "flash-attn") if device.type == "cuda" else "flash attention needs CUDA"
 
 
 def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str:
@@ -128,15 +105,12 @@ def fails(
 ) -> str | None:
     """Why a backend that should serve does not, in one line; None if it does.
 
-    What it computes of random rows, over odd numbers of keys, is held against plain products in float64.
+    What it computes of random rows, over odd numbers of keys, is compared with plain products in float64.
 
     Args:
-        name: a key of :data:`BACKENDS`.
-        dtype: of the model.
-        device: where it is.
-        width: the model's head size.
-        heads: its KV heads, and query heads per KV head.
-        wants: what its layers want; more than nothing only of a backend that takes it.
+        name, dtype, device, width: as for :func:`why_not`.
+        heads: the model's KV heads, and query heads per KV head.
+        wants: its layers' specs; more than nothing only of a backend that takes them.
     """
     try:
         backend, layout = BACKENDS[name](), Layout(*heads, dtype, device)
@@ -150,12 +124,11 @@ def fails(
 
 
 def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: int, nodes: int) -> int:
-    """Bytes of a layer's partial attention results, before they are merged; 0 if it is unknown.
+    """Bytes of a layer's partial attention results, before they are merged; 0 if unknown.
 
     Args:
         attention: name of the class.
-        heads: KV heads, and query heads per KV head.
-        width: head size.
+        heads: KV heads, and query heads per KV head, of size ``width``.
         slots: of the cache.
         nodes: of the pass.
     """
@@ -221,10 +194,6 @@ def _binary(nodes: int) -> Tensor:
     for node in range(1, nodes):
         ancestors[node] |= ancestors[(node - 1) // 2]
     return ancestors
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _unbuilt(width: int, dtype: torch.dtype) -> str | None:

@@ -20,20 +20,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tswift.attention.layout import MOST_WIDTH, AttentionSpec, Layout
+from tswift.attention.layout import MOST_WIDTH, Attention, AttentionSpec, Layout
 
 _LEAST, _MOST = 256, 2048  # keys of a block
 _LOWEST = -80.0  # difference of scores; exponentials that are no normal float32 take a CPU 50 times as long
 _NOTHING = AttentionSpec()
 
 
-class ChunkedAttention:
-    """An :class:`~tswift.attention.layout.Attention` with exact rows, for every device and dtype.
+class ChunkedAttention(Attention):
+    """Attention with exact rows, for every device and dtype.
 
     In a tree, nodes come after their ancestors. A chain may be longer than a tree: it is computed piece by piece.
     """
 
-    STATIC: ClassVar[bool] = False
     WANTS: ClassVar[bool] = True
     MOST_NODES: ClassVar[int | None] = MOST_WIDTH
     EXACT: ClassVar[bool] = True
@@ -57,7 +56,7 @@ class ChunkedAttention:
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, wants: AttentionSpec = _NOTHING
     ) -> Tensor:
-        """Attend; shapes as for every attention. Every token's slot is its position, the root's too."""
+        """As :meth:`Attention.__call__`; every token's slot is its position, the root's too."""
         if self._rest is not None:
             rest = self._rest(query[:, MOST_WIDTH:], keys, values, scale, wants)
         heads, width = len(keys), query.shape[-1]
@@ -82,9 +81,7 @@ class ChunkedAttention:
 
         Args:
             rows: by node ``[kv heads, groups, d]``, scaled.
-            keys: as for every attention.
-            values: as for every attention.
-            wants: as for every attention.
+            keys, values, wants: as for the call.
 
         Returns:
             The highest score of each row, ``[n, kv heads, groups, 1]``, and ``[..., d + 1]``: the weighted sum of

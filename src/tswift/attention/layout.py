@@ -1,4 +1,4 @@
-"""What every attention backend is told: the model's head layout, and the pass at hand."""
+"""The interface of attention backends: the model's head layout, what a layer asks for, and one pass."""
 
 from __future__ import annotations
 
@@ -17,14 +17,7 @@ MOST_WIDTH = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model's heads are laid out.
-
-    Attributes:
-        kv_heads: KV heads.
-        groups: query heads per KV head.
-        dtype: of queries, keys and values.
-        device: where they are.
-    """
+    """A model's KV heads, query heads per KV head, and dtype and device of queries, keys and values."""
 
     kv_heads: int
     groups: int
@@ -34,12 +27,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a layer wants; nothing, where all is None.
+    """What a layer's attention has beside softmax over scaled products; all None for nothing.
 
     Attributes:
-        window: a node sees this many tokens, itself included; None for all.
-        softcap: scores are squeezed to between minus and plus this, by a hyperbolic tangent; None for not at all.
-        sinks: ``[query heads]`` scores that take part in the softmax and stand for no key; None for none.
+        window: number of tokens that a node sees, itself included; None for all.
+        softcap: scores are squeezed to between minus and plus this by a hyperbolic tangent.
+        sinks: ``[query heads]`` scores that take part in the softmax and stand for no key.
     """
 
     window: int | None = None
@@ -51,40 +44,37 @@ class AttentionSpec:
 
 
 class Attention(Protocol):
-    """Attention of one pass; what all its layers share is worked out once, when it is made.
+    """Attention of one pass; what its layers share is computed once, when it is made.
 
-    It is made from a layout, the number of keys before the pass's own (every node attends to those), the number of
-    nodes, and their ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself;
-    None where every node descends from all before it.
+    Args:
+        layout: the model's.
+        prefix: number of keys before the pass's own; every node attends to those.
+        nodes: number of nodes.
+        ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself; None where every
+            node descends from all before it.
 
     Attributes:
-        STATIC: whether it also takes the length of the prefix as a number on the device, ``[]`` int32, with keys and
-            values ``[kv heads, capacity, d]``, so that a pass can be replayed while the text grows.
-        WANTS: whether a call also takes what a layer wants besides, ``wants``, in a cache whose slots are positions.
-        MOST_NODES: most nodes whose ancestors it can be told; None if there is no such limit.
+        STATIC: whether ``prefix`` may be a tensor on the device, ``[]`` int32, with keys and values ``[kv heads,
+            capacity, d]``, so that a pass can be replayed while the text grows.
+        WANTS: whether a call also takes an :class:`AttentionSpec`, ``wants``, over a cache whose slots are positions.
+        MOST_NODES: most nodes of a tree; None for no limit.
         EXACT: whether a node's row has the same bits whatever other nodes are in the pass, wherever it stands among
             them, and whether its ancestors are drafted or committed; in passes of up to :data:`MOST_WIDTH` nodes over a
             cache whose slots are positions.
     """
 
-    STATIC: ClassVar[bool]
-    WANTS: ClassVar[bool]
-    MOST_NODES: ClassVar[int | None]
-    EXACT: ClassVar[bool]
+    STATIC: ClassVar[bool] = False
+    WANTS: ClassVar[bool] = False
+    MOST_NODES: ClassVar[int | None] = None
+    EXACT: ClassVar[bool] = False
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None: ...
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Attend.
+        """Attend: ``[query heads, n, d]`` from a query of that shape, rotated.
 
-        Args:
-            query: ``[query heads, n, d]``, rotated.
-            keys: ``[kv heads, prefix + n, d]``, rotated; the last n are the nodes' own.
-            values: like ``keys``.
-            scale: factor of the scores.
-
-        Returns:
-            ``[query heads, n, d]``.
+        Keys, rotated, and values are ``[kv heads, prefix + n, d]``, the last n the nodes' own; ``scale`` is the factor
+        of the scores.
         """
         ...
 
@@ -94,22 +84,14 @@ class StaticAttention(Attention, Protocol):
 
     @staticmethod
     def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
-        """Write new keys and values ``[kv heads, n, d]`` into ``[kv heads, capacity, d]`` from ``length`` on.
-
-        The length, ``[]`` int32, is read on the device.
-        """
+        """Write new keys and values ``[kv heads, n, d]`` into ``[kv heads, capacity, d]`` from ``length`` on."""
         ...
 
 
 def bias(layout: Layout, before: int, nodes: int, ancestors: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores: ``[n, before + n]``, 0 where a node attends and ``-inf`` where it does not.
+    """The mask added to scores: ``[n, before + n]``, 0 where a node attends and ``-inf`` where it does not.
 
-    Args:
-        layout: the model's.
-        before: keys before the nodes' own, which every node attends to.
-        nodes: how many.
-        ancestors: as for :class:`Attention`.
-        dtype: of the scores.
+    Every node attends to the ``before`` keys; ``ancestors`` are as for :class:`Attention`.
     """
     out = torch.zeros(nodes, before + nodes, dtype=dtype, device=layout.device)
     if ancestors is None:

@@ -7,26 +7,21 @@ through flash-attn, attention as reference implementations do it, and layers wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tswift.attention.layout import AttentionSpec, Layout, bias
+from tswift.attention.layout import Attention, AttentionSpec, Layout, bias
 
 _OPERATOR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BLOCK = 8192  # keys scored at a time where no operator returns log-sum-exps
 _MASKED_BLOCK = 2048  # keys scored at a time in masked attention
 
 
-class TreeAttention:
-    """An :class:`~tswift.attention.layout.Attention` for every device and dtype."""
-
-    STATIC: ClassVar[bool] = False
-    WANTS: ClassVar[bool] = False
-    MOST_NODES: ClassVar[int | None] = None
-    EXACT: ClassVar[bool] = False
+class TreeAttention(Attention):
+    """Attention by stock operators, for every device and dtype."""
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         prefix = int(prefix)
@@ -55,10 +50,9 @@ class TreeAttention:
         return (torch.cat(outs) * shares).sum(0).view_as(query).to(query.dtype)
 
     def _tail(self, rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Attention over the nodes' own keys, and the few before them that the parts of the prefix leave.
+        """Masked attention over the nodes' own keys and the few before them that the prefix's parts leave.
 
-        Returns:
-            Output ``[kv heads, rows, d]`` and log-sum-exps ``[kv heads, rows]``.
+        Returns output ``[kv heads, rows, d]`` and log-sum-exps ``[kv heads, rows]``.
         """
         if rows.device.type != "cpu":
             return _masked(rows, keys, values, scale, self._bias)
@@ -66,7 +60,7 @@ class TreeAttention:
         return outs[0], lses[0]
 
     def _split(self, layout: Layout, prefix: int, rows: int) -> int:
-        """In how many parts the prefix is cut."""
+        """Number of parts of the prefix."""
         if layout.device.type != "cpu" or rows > 64 or prefix < 256:
             return 1
         # the CPU operator works in parallel over heads and blocks of rows only; few of both leave cores idle
@@ -75,8 +69,7 @@ class TreeAttention:
     def _prefix(self, rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Unmasked attention over the prefix.
 
-        Returns:
-            Outputs ``[parts, kv heads, rows, d]`` and log-sum-exps ``[parts, kv heads, rows]``.
+        Returns outputs ``[parts, kv heads, rows, d]`` and log-sum-exps ``[parts, kv heads, rows]``.
         """
         if rows.device.type != "cpu":
             return _blockwise(rows, keys, values, scale)
@@ -111,11 +104,7 @@ def _blockwise(rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tupl
 
 
 class FlashAttention(TreeAttention):
-    """An :class:`~tswift.attention.layout.Attention` for CUDA in bfloat16 and float16.
-
-    Raises:
-        ImportError: flash-attn is not installed.
-    """
+    """Attention with the prefix through flash-attn, for CUDA in bfloat16 and float16; ImportError without it."""
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         from flash_attn import flash_attn_with_kvcache
@@ -139,13 +128,12 @@ class FlashAttention(TreeAttention):
         return out.squeeze(2).unsqueeze(0), lse.squeeze(1).unsqueeze(0)
 
 
-class ReferenceAttention:
-    """An :class:`~tswift.attention.layout.Attention` that computes what the others do."""
+class ReferenceAttention(Attention):
+    """Attention as reference implementations of speculative decoding do it: slow on purpose, for comparison.
 
-    STATIC: ClassVar[bool] = False
-    WANTS: ClassVar[bool] = False
-    MOST_NODES: ClassVar[int | None] = None
-    EXACT: ClassVar[bool] = False
+    At every step keys and values are expanded to all query heads, and a dense mask covers the whole text. Published
+    speedups are relative to plain decoding of this kind.
+    """
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         prefix = int(prefix)
@@ -159,18 +147,13 @@ class ReferenceAttention:
 
 
 class SpecAttention:
-    """Attention of one pass by a backend that itself does what layers want.
-
-    Args:
-        attend: the backend's; it also takes ``wants``.
-        wants: by layer.
-    """
+    """Attention of one pass by a backend that itself does what each layer's spec (``wants``) says."""
 
     def __init__(self, attend: Callable[..., Tensor], wants: Sequence[AttentionSpec]) -> None:
         self._attend, self.wants = attend, wants
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Attend; the layer's index, and shapes as for every attention."""
+        """As :meth:`Attention.__call__`, of one layer."""
         return self._attend(query, keys, values, scale, wants=self.wants[layer])
 
 
@@ -187,12 +170,15 @@ class Places(Protocol):
         ...
 
     def before(self, window: int) -> int:
-        """How many slots at the beginning hold tokens that no coming one has in its window."""
+        """Number of leading slots outside the attention window of every future token."""
         ...
 
 
 class SpecialAttention:
-    """Attention of one pass, for layers that want something.
+    """Attention of one pass with windows, soft caps and sinks, by masked products over blocks of keys.
+
+    For every device and dtype: slower than the backends where a layer sees the whole text, and cheap where it sees a
+    window, as keys before the window are not read.
 
     Args:
         layout: the model's.
@@ -212,7 +198,7 @@ class SpecialAttention:
         self._wide = torch.promote_types(layout.dtype, torch.float32)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Attend; the layer's index, and shapes as for every attention."""
+        """As :meth:`Attention.__call__`, of one layer."""
         wants = self.wants[layer]
         start = 0 if wants.window is None else self._cache.before(wants.window)
         visible = self._visible(layer, wants.window, start)

@@ -36,7 +36,7 @@ import triton
 from torch import Tensor
 
 from tswift.attention.kernels import MIDDLE, NEAR, attend_chunk, combine_chunks, store_new
-from tswift.attention.layout import MOST_WIDTH, AttentionSpec, Layout
+from tswift.attention.layout import MOST_WIDTH, Attention, AttentionSpec, Layout
 
 _PROMPT = 128  # nodes; a pass of more is over a prompt
 _LONG = 32  # times as long are the chunks of a prompt
@@ -45,15 +45,8 @@ _INTERPRETED = not isinstance(attend_chunk, triton.JITFunction)
 _NOTHING = AttentionSpec()
 
 
-class TritonAttention:
-    """An :class:`~tswift.attention.layout.Attention` for CUDA, and for tests on the CPU with ``TRITON_INTERPRET=1``.
-
-    Args:
-        layout: the model's.
-        prefix: keys before the pass's own: an int, or a 0-dim int32 or int64 tensor on the device. With a tensor, keys
-            and values may be views of the whole capacity, ``[kv heads, capacity, d]``.
-        nodes: how many.
-        ancestors: as for every attention; a node's come before it.
+class TritonAttention(Attention):
+    """Attention for CUDA, and for tests on the CPU with ``TRITON_INTERPRET=1``.
 
     Raises:
         ValueError: the dtype is none of float32, bfloat16 and float16.
@@ -61,7 +54,6 @@ class TritonAttention:
 
     STATIC: ClassVar[bool] = True
     WANTS: ClassVar[bool] = True
-    MOST_NODES: ClassVar[int | None] = None
     EXACT: ClassVar[bool] = True
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
@@ -80,11 +72,7 @@ class TritonAttention:
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, wants: AttentionSpec = _NOTHING
     ) -> Tensor:
-        """Attend; shapes as for every attention. The last dimension of keys and values is contiguous.
-
-        What a layer wants besides, it can have if every token's slot is its position, the root's too. The scale is more
-        than 0.
-        """
+        """As :meth:`Attention.__call__`; the last dimension of keys and values is contiguous, the scale above 0."""
         if query.stride(-1) != 1:
             query = query.contiguous()
         size, rows = query.shape[-1], self._groups * self._nodes
@@ -126,14 +114,9 @@ class TritonAttention:
 
     @staticmethod
     def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
-        """Write a pass's new keys and values behind those held, in a launch that does not depend on their number.
+        """As :meth:`StaticAttention.store`, but not past the capacity, in a launch that does not depend on the length.
 
-        Args:
-            keys: one layer's ``[kv heads, capacity, d]``, written from ``length`` on, but not past the capacity.
-            values: like ``keys``.
-            new_keys: ``[kv heads, n, d]``, rotated. The last dimension of all four is contiguous.
-            new_values: like ``new_keys``.
-            length: 0-dim int32 or int64 on the device.
+        The last dimension of all four is contiguous.
         """
         kv_heads, nodes, size = new_keys.shape
         with torch.cuda.device_of(keys):
@@ -151,11 +134,11 @@ def head_width(size: int) -> int:
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a program of the attention kernel is laid out.
+    """The layout of a program of the attention kernel.
 
     Attributes:
-        rows: it holds; those beyond are taken by further programs, which read the keys again.
-        keys: read at a time. Sums within a tile are ordered by them, so that no number of rows may change them.
+        rows: rows of a program; those beyond are taken by further programs, which read the keys again.
+        keys: keys of a tile. They order the sums within a tile, so that no number of rows may change them.
         warps: of 32 threads. Each takes 16 rows where there are tensor cores, so that it sums all keys of a tile alone.
         stages: tiles of keys and values in shared memory at a time, loads under way included.
         registers: most per thread; None leaves it to the compiler.

@@ -34,28 +34,20 @@ _here: dict[tuple[Path | None, str], PassCosts] = {}  # measured or read by this
 
 
 def costs_of(target: Target, heads: Heads | None, again: bool = False) -> PassCosts:
-    """What passes over a model cost here.
-
-    Args:
-        target: the model.
-        heads: its heads, if it has any.
-        again: measure though there are remembered ones.
-    """
+    """Costs of passes over a model, and of its heads if it has any, on this machine; ``again`` measures them anew."""
     place, key = folder(), _key(target, heads)
-    known = None if again else _here.get((place, key))
-    if known is None and place and not again:
-        known = _read(place / f"{key}.json")
-    if known is None:
-        known = measure(target, heads)
-        if place:
-            _write(place / f"{key}.json", known)
-    _here[place, key] = known
-    return known
+    file = place / f"{key}.json" if place else None
+    costs = None if again else _here.get((place, key)) or (_read(file) if file else None)
+    if costs is None:
+        costs = measure(target, heads)
+        if file:
+            _write(file, costs)
+    _here[place, key] = costs
+    return costs
 
 
 def folder() -> Path | None:
-    """Where measured costs are remembered: ``$XDG_CACHE_HOME/tswift/costs``, by default in ``~/.cache``; None if there
-    is no home."""
+    """Folder of measured costs: ``$XDG_CACHE_HOME/tswift/costs``, by default in ``~/.cache``; None without a home."""
     given = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(given) if given else Path.home() / ".cache") / "tswift" / "costs"
@@ -65,9 +57,9 @@ def folder() -> Path | None:
 
 @torch.inference_mode()
 def measure(target: Target, heads: Heads | None) -> PassCosts:
-    """Time passes of several sizes over few keys and over many, and a level of heads; the best of some times each.
+    """Time passes of several sizes over few keys and over many, and a level of heads: the best of some times each.
 
-    It takes about a second for the bundled model on a CPU, and half a GB of memory at most.
+    It takes about a second for the bundled model on a CPU, and at most half a GB of memory.
     """
     most = min(target.most_nodes or NODES[-1], target.width or NODES[-1])
     sizes = tuple(size for size in NODES if size <= most)
@@ -83,7 +75,14 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
     }
     if heads is not None:
         runs["level"] = _level(target, heads)
-    best = _best(target, runs)
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(_TIMES):  # they take turns
+        for name, run in runs.items():
+            target.synchronize()
+            started = time.perf_counter()
+            run()
+            target.synchronize()
+            best[name] = min(best[name], time.perf_counter() - started)
     base, per_key = [], []
     for size in sizes:
         short, far = best[size, lengths[0]], best[size, lengths[1]]
@@ -125,21 +124,8 @@ def _level(target: Target, heads: Heads) -> Callable[[], object]:
     return run
 
 
-def _best(target: Target, runs: dict[object, Callable[[], object]]) -> dict[object, float]:
-    """The least seconds of each, by what it is called; they take turns."""
-    best = dict.fromkeys(runs, float("inf"))
-    for _ in range(_TIMES):
-        for name, run in runs.items():
-            target.synchronize()
-            started = time.perf_counter()
-            run()
-            target.synchronize()
-            best[name] = min(best[name], time.perf_counter() - started)
-    return best
-
-
 def _key(target: Target, heads: Heads | None) -> str:
-    """What makes passes cost what they do."""
+    """A hash of all that the costs depend on."""
     device = target.device
     about = [
         _FORMAT,

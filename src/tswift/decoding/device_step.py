@@ -1,8 +1,8 @@
 """A decoding step whose state stays on the device: two programs, drafting and verification, and one wait of the host.
 
 The step in :mod:`tswift.decoding.loop` sends a tree, waits for the drawn tokens and commits them by many launches. Here
-the verification program does all of that itself: pass, sampling rule, walk, commit. On CUDA each program is one graph.
-The state that it reads and writes stays in place, so one graph serves every step of a decode. A step::
+the verification program does all of that: pass, sampling rule, walk, commit. On CUDA each program is one graph, and the
+state that it reads and writes stays in place, so that it serves every step of a decode. A step::
 
     host    launch draft | look up n-grams, send a block | launch verification | wait  | read the result, next draft ...
     device       draft program                           | verification program        | next draft ...
@@ -42,12 +42,7 @@ _DEPTH = 6
 
 
 class HostBlock:
-    """Integers that the host sends to the device in one copy per step, in named sections.
-
-    Args:
-        sections: numbers of each section.
-        device: where they go.
-    """
+    """Integers that the host sends to the device in one copy per step, in named sections of given sizes."""
 
     def __init__(self, sections: dict[str, int], device: torch.device) -> None:
         total = sum(sections.values())
@@ -65,7 +60,7 @@ class HostBlock:
             start += count
 
     def send(self) -> None:
-        """Copy what the host wrote to the device; nothing if that is what it has."""
+        """Copy what the host wrote to the device, unless the device has it."""
         if not np.array_equal(self._array, self._sent):
             self._device.copy_(self._host, non_blocking=True)
             self._sent[:] = self._array
@@ -79,7 +74,7 @@ class DeviceState:
         tokens: ``[n]`` int64 of the draft tree, root first; -1 where there is no candidate.
         parents: ``[n]`` int64, indices of nodes; the root's is 0.
         position: ``[1]`` int64, the root's position in the text.
-        length: ``[]`` int32, how many tokens the cache holds; the root's slot.
+        length: ``[]`` int32, tokens in the cache; the root's slot.
         hidden: ``[n, H]`` last hidden states of the last verification.
         raw: the same before the final norm; None where the model does not give them.
         last: ``[1]`` int64, the node of the last verification that drew the root.
@@ -123,12 +118,12 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class _Verified:
-    """Result of a verification program: committed tokens, the nodes they were drawn after, and the pass.
+    """Result of a verification program.
 
     Attributes:
         tokens: the accepted draft and the one drawn after it; empty if there was nothing to draw.
-        path: as many nodes, root first.
-        live: nodes of the tree that carried a token.
+        path: the nodes they were drawn after, root first.
+        live: number of nodes that carried a token.
         forwarded: the pass.
         logits: ``[n, V]`` of it, good until the next program runs.
     """
@@ -141,15 +136,12 @@ class _Verified:
 
 
 def ancestors_of(parents: Tensor, index: Tensor, depth: int) -> Tensor:
-    """Ancestors of every node of a tree, made on the device.
+    """As :meth:`DraftTree.ancestors`, on the device: ``[n, n]`` bool.
 
     Args:
         parents: ``[n]`` int64; the root is node 0 and its own parent.
         index: ``[n]`` int64: 0, 1, ...
         depth: most edges between a node and the root.
-
-    Returns:
-        ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself.
     """
     lines = [index]
     for _ in range(min(depth, len(index) - 1)):
@@ -161,18 +153,13 @@ def ancestors_of(parents: Tensor, index: Tensor, depth: int) -> Tensor:
 def reached_node(
     tokens: Tensor, parents: Tensor, ancestors: Tensor, depths: Tensor, drawn: Tensor, wanted: Tensor
 ) -> Tensor:
-    """The last node of the path that verification accepts, found on the device; as :meth:`DraftTree.walk`.
+    """As :meth:`DraftTree.walk`, on the device: ``[1]`` int64, the last node of the accepted path.
 
     Args:
         tokens: ``[n]``, -1 for a node that is not there. Two children of a node may carry the same token.
-        parents: ``[n]``; the root's is itself.
-        ancestors: ``[n, n]`` bool.
-        depths: ``[n]``.
+        parents, ancestors, depths: ``[n]``, ``[n, n]`` bool and ``[n]``; the root is its own parent.
         drawn: ``[n]``, the token drawn after each node.
         wanted: ``[1]``, most tokens to add: a path has no more nodes.
-
-    Returns:
-        ``[1]`` int64.
     """
     # a node is reached if it and all its ancestors carry what their parents drew; the root is reached anyway
     # where nothing could be drawn, a node that is not there carries the same: -1
@@ -186,9 +173,9 @@ class DeviceStepper:
 
     Args:
         target: the model; its attention reads the cache's length on the device.
-        context: the decode, prefilled. Steps move it on. Its cache is one that the target :meth:`serves`.
-        drafter: how to draft. If it gives a :class:`~tswift.decoding.drafter.DeviceDraft`, drafting is a program, too;
-            otherwise the host proposes a tree, which is sent with the block.
+        context: the decode, prefilled, which steps move on. Its cache is one that the target :meth:`serves`.
+        drafter: if it gives a :class:`~tswift.decoding.drafter.DeviceDraft`, drafting is a program, too; otherwise the
+            host proposes a tree, which is sent with the block.
     """
 
     @torch.inference_mode()
@@ -244,7 +231,7 @@ class DeviceStepper:
         nodes, forced, sources = self._propose(wanted, walk)
         found = self._verified(nodes, wanted, forced)
         if not found.path and nodes > 1:
-            # not yet a fault: a node beside the root can be too much for the model, and its NaN spreads in the pass
+            # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the pass
             found = self._verified(1, wanted, _BY_RULE)
         if not found.path:
             raise NoTokenLeft(found.logits[0])
@@ -266,12 +253,7 @@ class DeviceStepper:
 
     @torch.inference_mode()
     def restart(self, text: list[int], sampler: Sampler) -> None:
-        """Continue from the state of another decode with the same prompt and cache.
-
-        Args:
-            text: its text, which steps append to.
-            sampler: its sampler, which is copied.
-        """
+        """Continue another decode with the same prompt and cache: its text, which grows, and a copy of its sampler."""
         context = self._context
         context.text, context.sampler.length, context.last = text, sampler.length, None
         context.sampler.newest.copy_(sampler.newest)
@@ -314,10 +296,9 @@ class DeviceStepper:
         return _Verified(tokens, path, live, Forwarded(state.hidden[:nodes], queries, raw), logits)
 
     def _verify(self, nodes: int) -> tuple[list[Tensor], Tensor]:
-        """The verification program for trees of ``nodes`` nodes: all of a step that the target decides.
+        """The verification program for trees of ``nodes`` nodes: pass, sampling rule, walk, commit.
 
-        Returns:
-            The queries of every layer and the logits ``[nodes, V]``, good until the next program runs.
+        Returns the queries of every layer and the logits ``[nodes, V]``, good until the next program runs.
         """
         state, target, sampler = self.state, self._target, self._sampler
         if self._draft is not None:
@@ -377,7 +358,7 @@ def _forced(walk: AcceptFn | None, tree: DraftTree, wanted: int) -> int:
 
 
 class _Guesses:
-    """Draft source of the check: the known continuation among random tokens, or a random tree without one."""
+    """Draft source of the check: the known continuation among random tokens, or a random tree."""
 
     name = "guesses"
 
@@ -409,8 +390,8 @@ class _Guesses:
 def try_steps(target: Target, params: SamplingParams) -> None:
     """Check a model's device steps, and stop using them if they differ from the host's.
 
-    Steps are tried once for every model, in a second or so. ``params`` are those that a decode will draw with: why it
-    does so without the sampler's kernels is left in ``target.sampler_fault``.
+    Steps are tried once for every model, in a second or so. Why a decode with ``params`` will draw without the
+    sampler's kernels is left in ``target.sampler_fault``.
     """
     if not target.replays:
         return

@@ -34,13 +34,12 @@ class DraftTree:
 
     Args:
         root: the text's last token.
-        limit: most nodes the tree takes, the root included.
+        limit: most nodes, the root included.
         depth: most tokens along a path below the root.
 
     Attributes:
         tokens, parents, depths: one entry per node.
-        sources: which draft source proposed the node first, by name; empty for the root.
-        depth: most tokens along a path below the root.
+        sources: name of the draft source that proposed the node first; empty for the root.
     """
 
     def __init__(self, root: int, limit: int = 128, depth: int = 128) -> None:
@@ -61,7 +60,7 @@ class DraftTree:
         return self._children.get((node, token))
 
     def grow(self, node: int, token: int, source: str) -> int | None:
-        """The child of ``node`` that carries ``token``, made if need be; None if the tree is full or too deep."""
+        """The child of ``node`` that carries ``token``, added if missing; None if the tree is full or too deep."""
         known = self.child(node, token)
         if known is not None:
             return known
@@ -95,11 +94,7 @@ class DraftTree:
         return torch.from_numpy(bits.view(np.bool_))
 
     def walk(self, drawn: Sequence[int]) -> list[int]:
-        """The nodes that verification accepts, root first: step to the child that carries each node's drawn token.
-
-        Args:
-            drawn: for each node, the token the sampling rule drew after it.
-        """
+        """The accepted nodes, root first: step to the child that carries the token drawn after each node."""
         path = [0]
         while (step := self.child(path[-1], drawn[path[-1]])) is not None:
             path.append(step)
@@ -116,8 +111,8 @@ class Step:
         source: the draft source of the last accepted token; empty if none was accepted.
         nodes: nodes of the draft tree, the root included.
         seconds: wall time of the step, drafting included.
-        leads: for each token the runner-up, and its lead over that in score; where they were asked for.
-        choice: which of several drafters drafted; empty where there is but one.
+        leads: for each token the runner-up, and its lead over that in score; if asked for.
+        choice: name of the drafter, where there are several.
     """
 
     tokens: tuple[int, ...]
@@ -136,10 +131,10 @@ class Context:
     Attributes:
         text: prompt and generated tokens. The last one is the root of the next draft: known, not yet forwarded.
         sampler: the sampling rule, whose noise and penalty window drafting may use.
-        kv: the cache, holding all of the text but the root: the full one, unless it is a draft that is being decoded.
+        kv: the cache, holding all of the text but the root: the full one, unless a draft is decoded.
         last: the last pass over the target; None if there was none.
-        path: which nodes of that pass are in the text; the last one drew the root.
-        logits: ``[n, V]`` of that pass; None if nobody has asked for them yet, as after a prompt.
+        path: nodes of that pass that are in the text; the last one drew the root.
+        logits: ``[n, V]`` of that pass; None if not computed yet, as after a prompt.
     """
 
     text: list[int]
@@ -150,12 +145,12 @@ class Context:
     logits: Tensor | None = None
 
     def aside(self, kv: KVBuffer) -> Context:
-        """The same decode gone on with over another cache; its draws leave no trace, but the text is the same list."""
+        """A fork over another cache, with a sampler of its own; the text is the same list."""
         return replace(self, sampler=self.sampler.copy(), kv=kv)
 
     @property
     def node(self) -> int:
-        """Which node of the last pass drew the root."""
+        """The node of the last pass that drew the root."""
         return self.path[-1]
 
     @property
@@ -165,15 +160,15 @@ class Context:
 
 
 class Draft(Protocol):
-    """What sources add to: a draft tree, or a sketch of one."""
+    """What sources add to: a draft tree, or a tree of candidates."""
 
     @property
     def tokens(self) -> Sequence[int]:
-        """Of the nodes; the root is the first."""
+        """One per node, the root first."""
 
     @property
     def depths(self) -> Sequence[int]:
-        """Of the nodes."""
+        """One per node."""
 
     @property
     def depth(self) -> int:
@@ -184,13 +179,10 @@ class Draft(Protocol):
 
 
 class Source(Protocol):
-    """Something that proposes how the text goes on. Whatever it proposes, the text does not change."""
+    """Proposes how the text goes on. Whatever it proposes, the text does not change."""
 
     def start(self, context: Context) -> None:
-        """Give the device what it can work on already, and do what need not wait for it.
-
-        All sources are started before the first is asked to propose, so what a host does here hides behind the device.
-        """
+        """Launch work on the device, and do what need not wait for it; all sources start before the first proposes."""
 
     def propose(self, tree: DraftTree, context: Context) -> None:
         """Add candidate paths below the root."""
@@ -199,16 +191,16 @@ class Source(Protocol):
         """Seconds that a draft takes by these costs."""
 
     def committed(self, context: Context, most: int) -> None:
-        """Take notice of the text having grown, by prefill or by a step; the next step commits at most ``most``."""
+        """Called when the text has grown, by prefill or by a step; the next step adds at most ``most`` tokens."""
 
 
 class DeviceDraft(Protocol):
     """A draft tree that the device makes by itself, in a shape known in advance; used by one decode.
 
     Attributes:
-        sizes: the numbers of nodes, rising, that a verification can be asked for; the first is 1.
-        sources: of each node the draft source, by name; empty for the root.
-        target: the model whose pass drafts, perhaps a quantised copy; where its graphs fail, others' need not.
+        sizes: numbers of nodes that can be verified, rising from 1.
+        sources: name of each node's draft source; empty for the root.
+        target: the model whose pass drafts, perhaps a quantised copy.
     """
 
     sizes: Sequence[int]
@@ -216,10 +208,10 @@ class DeviceDraft(Protocol):
     target: Target
 
     def sections(self) -> dict[str, int]:
-        """How many integers it wants of the block that the host sends in each step, by name."""
+        """Sizes of its sections, by name, of the block that the host sends in each step."""
 
     def begin(self, context: Context, host: dict[str, NDArray[Any]], device: dict[str, Tensor]) -> None:
-        """Start with a prefilled decode; ``host`` and ``device`` are the two ends of its sections."""
+        """Start with a prefilled decode; ``host`` and ``device`` are the two copies of its sections."""
 
     def draft(self) -> None:
         """Program: write the candidates for the next tree into the state. It commits nothing."""
@@ -234,23 +226,23 @@ class DeviceDraft(Protocol):
         """On the host: write the next block while the device drafts."""
 
     def committed(self, count: int) -> None:
-        """On the host: so many tokens were committed."""
+        """On the host: ``count`` tokens were committed."""
 
     def nodes(self, length: int) -> int:
-        """How many nodes to verify with ``length`` tokens in the cache; one of ``sizes``."""
+        """Number of nodes to verify with ``length`` tokens in the cache; one of ``sizes``."""
 
     def shape(self, nodes: int) -> DraftTree:
-        """The tree's shape; its tokens mean nothing."""
+        """A tree of that shape, without tokens."""
 
 
 class TextMemory(Protocol):
-    """What sources know of a text, and share."""
+    """A history of the text that sources share."""
 
     def prefilled(self, hidden: Tensor, sampler: Sampler) -> None:
-        """Take in the next chunk of the prompt's last hidden states ``[n, H]``."""
+        """Add the next chunk of the prompt's last hidden states ``[n, H]``."""
 
     def committed(self, context: Context) -> None:
-        """Take in what has been committed since the last call."""
+        """Add what has been committed since the last call."""
 
 
 @dataclass
@@ -261,7 +253,7 @@ class Drafter:
         sources: none for plain decoding.
         depth: most tokens drafted along a path, by which alpha is divided.
         limit: most nodes of a draft tree, root included.
-        memory: of the text, if one of the sources recalls it.
+        memory: history of the text, if a source uses it.
     """
 
     sources: Sequence[Source] = ()
@@ -283,29 +275,29 @@ class Drafter:
         return sum(source.price(costs, context) for source in self.sources)
 
     def on_device(self, state: DeviceState) -> DeviceDraft | None:
-        """How the device drafts by itself with this state; None if the host has to propose trees."""
+        """A draft made by the device alone; None if the host proposes the trees."""
         return None
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
-        """Take notice of the pass over the next chunk of a prompt."""
+        """Called after the pass over each chunk of the prompt."""
         if self.memory is not None:
             self.memory.prefilled(forwarded.hidden, context.sampler)
 
     @property
     def choice(self) -> str:
-        """Which of several drafters drafted last; empty where there is but one."""
+        """Name of the drafter that drafted last, where there are several."""
         return ""
 
     def committed(self, context: Context) -> None:
-        """Take notice of a step."""
+        """Called after prefill and after each step."""
         self.learn(context)
         self.keep_up(context, self.depth + 1)
 
     def learn(self, context: Context) -> None:
-        """See what became of the last draft."""
+        """Learn from what became of the last draft."""
 
     def keep_up(self, context: Context, most: int) -> None:
-        """Tell every source that the text has grown, and will by ``most`` tokens at most in the next step."""
+        """Tell every source that the text has grown; the next step adds at most ``most`` tokens."""
         if self.memory is not None:
             self.memory.committed(context)
         for source in self.sources:

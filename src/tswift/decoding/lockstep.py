@@ -47,9 +47,7 @@ class AgreedDrafter(Drafter):
 
 
 def lockstep(steps: Iterator[Step], ranks: Dist) -> Iterator[Step]:
-    """The steps of a decode, each begun once all ranks want it and have the same text.
-
-    A rank that stops taking them ends them on all.
+    """The steps of a decode, each begun once all ranks want it and have the same text; a rank that stops ends all.
 
     Raises:
         KeyboardInterrupt: another rank wants no more (raised on rank 0; on others the iterator ends).

@@ -36,26 +36,26 @@ def decode_step(
     walk: AcceptFn | None = None,
     leads: bool = False,
 ) -> Step:
-    """Take a step: at least one token is added to the text, and what was forwarded to the cache.
+    """Take a step: at least one token is added to the context's text, and what was forwarded to its cache.
 
     Args:
-        target: whose tokens are wanted.
-        context: the decode; it is moved on.
-        drafter: what is drafted from.
+        target: the model that draws.
+        context: the decode, which moves on.
+        drafter: proposes the draft tree.
         wanted: most tokens to add.
         stop: tokens that end the text.
-        walk: as for :class:`~tswift.decoding.loop.Decoding`.
-        leads: whether the step is to tell them.
+        walk: as for :class:`Decoding`.
+        leads: whether to give each token's runner-up and its lead over that.
 
     Raises:
-        NoTokenLeft: there is none to add.
+        NoTokenLeft: nothing can be drawn.
     """
     started = time.perf_counter()
     with torch.inference_mode():
         tree = drafter.propose(context, wanted)
         forwarded, drawn, path, others = _verify(target, context, tree, walk, leads)
         if len(tree) > 1 and any(drawn[node] == NO_TOKEN for node in path):
-            # not yet a fault: a drafted token can be too much for the model, and its NaN spreads in the pass
+            # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the pass
             tree = DraftTree(context.text[-1], limit=1)
             forwarded, drawn, path, others = _verify(target, context, tree, walk, leads)
         if drawn[path[-1]] == NO_TOKEN:
@@ -77,7 +77,7 @@ def decode_step(
 def _verify(
     target: Target, context: Context, tree: DraftTree, walk: AcceptFn | None, leads: bool
 ) -> tuple[Forwarded, list[int], list[int], list[tuple[int, float]]]:
-    """One pass over a tree, the token drawn after each of its nodes, the nodes accepted, and the leads if asked for."""
+    """One pass over a tree, the token drawn after each node, the accepted nodes, and the leads if asked for."""
     tokens = torch.tensor(tree.tokens).to(target.device, non_blocking=True)
     positions = torch.tensor(tree.depths).to(target.device, non_blocking=True) + context.position
     ancestors = tree.ancestors().to(target.device, non_blocking=True)
@@ -100,11 +100,11 @@ class Decoding:
         prompt: at least one token id.
         params: the sampling parameters.
         seed: any integer.
-        drafter: how to draft; it decides the speed and nothing else. It holds state: a new one for every decode.
-        length: most tokens that will be generated, for which the KV cache is allocated; those written count.
+        drafter: decides the speed and nothing else. It holds state: a new one for every decode.
+        length: most tokens to generate, those in ``written`` included; the KV cache is allocated for them.
         walk: which drafted tokens to accept, to time a given acceptance; the text is not the model's then. None accepts
             what the sampling rule draws.
-        written: the tokens that the decode has generated already. It goes on after them as if it had never stopped.
+        written: tokens generated already. The decode goes on after them as if it had never stopped.
 
     Raises:
         ValueError: an empty prompt, a token outside the vocabulary, or a length that leaves nothing to generate.
@@ -141,14 +141,14 @@ class Decoding:
         """Forward the text so far, all but its last token, which is the first draft's root.
 
         Args:
-            show: called after every chunk with the tokens forwarded so far and those to forward in all.
-            along: decodes of the same text by the same model, whose prefill this is, too.
+            show: called after every chunk with the tokens forwarded so far and in all.
+            along: other decodes of the same text by the same model, which are prefilled by this, too.
 
         Returns:
             The seconds it took.
 
         Raises:
-            ValueError: they are of other texts.
+            ValueError: the texts differ.
         """
         together = (self, *along)
         if any(each._prefilled for each in together):
@@ -182,7 +182,7 @@ class Decoding:
         return time.perf_counter() - started
 
     def steps(self, stop: Collection[int] = ()) -> Iterator[Step]:
-        """Generate exactly what is left of ``length``, less if one of ``stop`` is drawn (it is the last one then).
+        """Generate up to ``length`` tokens, or up to and including one of ``stop``.
 
         Raises:
             NotFinite: the model gave NaN or infinity where a token was to be drawn. That step adds nothing.
@@ -198,16 +198,16 @@ class Decoding:
             yield step
 
     def settle(self) -> float:
-        """Wait until the device has done all that the steps so far gave it to do; returns the seconds that took."""
+        """Wait for the device's work on the steps so far; returns the seconds that took."""
         started = time.perf_counter()
         self._target.synchronize()
         return time.perf_counter() - started
 
     def plain(self, count: int) -> list[Step]:
-        """What plain decoding does and costs from here on: up to ``count`` one-token steps, all taken back.
+        """Up to ``count`` steps of plain decoding from here on, all taken back: what they draw, and what they cost.
 
-        Call it between two steps. Text, KV cache and the steps to come are as if it had not been called. It goes no
-        further than one token beyond the length asked for.
+        Called between two steps, it changes neither the text nor the steps to come. It goes at most one token beyond
+        the length asked for.
         """
         own, kv, plain = self._context, self._kv, Drafter()
         held = kv.length
@@ -244,19 +244,19 @@ class NotFinite(Fault):
 
 
 def broken(logits: Tensor) -> Tensor:
-    """Of rows ``[n, V]``, which have NaN or infinity: ``[n]`` bool. A token may be impossible, at ``-inf``."""
+    """Which rows of ``[n, V]`` have NaN or infinity: ``[n]`` bool; ``-inf`` is a token that cannot be drawn."""
     return ~(logits.amax(-1) < torch.inf)
 
 
 @torch.inference_mode()
 def not_finite(target: Target, kv: KVBuffer, text: Sequence[int], logits: Tensor, params: SamplingParams) -> NotFinite:
-    """What to say where nothing can be drawn after the token that follows those in the cache. It costs a pass.
+    """The error where nothing can be drawn: a second pass finds the first output that is not finite.
 
     Args:
         target: the model.
         kv: the cache; it keeps its length, and tokens in it may be forwarded again.
-        text: the tokens that it holds, and the one that follows.
-        logits: ``[V]``, given by that one.
+        text: the tokens that it holds, and the one after them, which gave ``logits`` ``[V]``.
+        logits: nothing can be drawn from these.
         params: the sampling parameters.
     """
     held = kv.length

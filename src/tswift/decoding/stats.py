@@ -26,15 +26,15 @@ class DecodeStats:
 
     Attributes:
         depth: most tokens drafted along a path, by which alpha is divided: the paper's gamma + 1 for tokenswift; one
-            less for medusa and reuse; 24 to 31 where it is chosen what pays, so that alphas are not to be compared.
+            less for medusa and reuse; 24 to 31 for dynamic trees, so compare tokens per step rather than alpha.
         passes: verification passes over the target.
         tokens: tokens generated.
         nodes: tree nodes verified, roots included.
-        seconds: wall time of the steps; prefill apart.
-        accepted: how many steps accepted 0, 1, ... drafted tokens.
-        sizes: how many steps verified 1, 2, ... nodes.
-        choices: how many steps each of several drafters drafted, by name; empty where there is but one.
-        reused: drafted tokens accepted whose longest path came from a retrieved n-gram, or was recalled.
+        seconds: wall time of the steps, without prefill.
+        accepted: number of steps that accepted 0, 1, ... drafted tokens.
+        sizes: number of steps that verified 1, 2, ... nodes.
+        choices: number of steps by drafter; empty where there is only one.
+        reused: accepted tokens of steps whose last one came from a retrieved n-gram.
     """
 
     depth: int
@@ -61,42 +61,34 @@ class DecodeStats:
             self.reused += step.accepted
 
     def copy(self) -> DecodeStats:
-        """The figures as they are now."""
+        """A snapshot."""
         return replace(self, accepted=Counter(self.accepted), sizes=Counter(self.sizes), choices=Counter(self.choices))
 
     def counters(self) -> dict[str, Any]:
-        """The counters, tokens apart, ready for JSON."""
-        accepted = {str(count): self.accepted[count] for count in sorted(self.accepted)}
+        """All counters but tokens, ready for JSON."""
         return {
             "passes": self.passes,
             "nodes": self.nodes,
             "seconds": self.seconds,
-            "accepted": accepted,
+            "accepted": {str(count): steps for count, steps in sorted(self.accepted.items())},
             "reused": self.reused,
-            "sizes": {str(size): self.sizes[size] for size in sorted(self.sizes)},
+            "sizes": {str(size): steps for size, steps in sorted(self.sizes.items())},
             "choices": dict(sorted(self.choices.items())),
         }
 
     @classmethod
     def counted(cls, depth: int, tokens: int, counters: Mapping[str, Any]) -> DecodeStats:
-        """The figures that :meth:`counters` gave; none at all if it gave nothing.
-
-        Raises:
-            ValueError: counters that are none.
-        """
+        """From what :meth:`counters` gave; zeros if that is empty. ValueError if it is broken."""
         if not counters:
             return cls(depth, tokens=tokens)
         try:
-            accepted, sizes = (
-                Counter({_count(int(count)): _count(steps) for count, steps in counters.get(name, missing).items()})
-                for name, missing in (("accepted", None), ("sizes", {}))  # older runs have no sizes
-            )
-            choices = Counter({str(name): _count(steps) for name, steps in counters.get("choices", {}).items()})
-            whole = {name: _count(counters[name]) for name in ("passes", "nodes", "reused")}
+            counted: dict[str, Any] = {name: _count(counters[name]) for name in ("passes", "nodes", "reused")}
+            for name in ("accepted", "sizes"):
+                counted[name] = Counter({_count(int(each)): _count(steps) for each, steps in counters[name].items()})
+            counted["choices"] = Counter({str(name): _count(steps) for name, steps in counters["choices"].items()})
             seconds = counters["seconds"]
             if not 0 <= seconds < _LONGEST:
                 raise ValueError(f"{seconds!r:.40} seconds")
-            counted: dict[str, Any] = {"accepted": accepted, "sizes": sizes, "choices": choices, **whole}
             return cls(depth, tokens=tokens, seconds=float(seconds), **counted)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"its counters are broken ({error!r})") from None

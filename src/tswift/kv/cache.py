@@ -14,11 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token's keys and values take: layers, KV heads, head size, and how they are stored.
-
-    Attributes:
-        placed: whether a cache that mixes tokens has to know where in the text they are.
-    """
+    """Shape of one token's keys and values; ``placed``: a cache whose slots are in no order has to keep positions."""
 
     layers: int
     heads: int
@@ -49,15 +45,9 @@ def _ask_for_huge_pages(buffer: Tensor) -> None:
 
 
 class KVBuffer:
-    """Preallocated keys and values, and how many of them count.
+    """Preallocated keys and values ``[layers, heads, capacity, head_dim]``, and how many tokens of them count.
 
-    Args:
-        shape: what one token takes.
-        capacity: slots, scratch included.
-
-    Attributes:
-        length: tokens held. Slots from there on are scratch: to roll back is not to count them.
-        keys, values: ``[layers, heads, capacity, head_dim]``; keys are rotated.
+    Keys are rotated. Slots from ``length`` on are scratch: to roll back is to lower the length.
     """
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
@@ -74,15 +64,11 @@ class KVBuffer:
         raise NotImplementedError
 
     def before(self, window: int) -> int:
-        """How many slots at the beginning hold tokens that no coming one has in its window of so many tokens."""
-        raise NotImplementedError
+        """Number of leading slots outside the attention window of every future token; 0 if slots are in no order."""
+        return 0
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put a pass's keys and values ``[heads, n, head_dim]`` into the scratch slots.
-
-        Returns:
-            Views ``[heads, length + n, head_dim]`` of the layer's keys and values.
-        """
+        """Put a pass's keys and values ``[heads, n, d]`` into scratch; returns all the layer's, up to these."""
         end = self.length + keys.shape[1]
         self.keys[layer, :, self.length : end] = keys
         self.values[layer, :, self.length : end] = values
@@ -110,27 +96,27 @@ class FullKV(KVBuffer):
         return torch.arange(self.length, device=self.shape.device).unsqueeze(0)
 
     def take(self, other: FullKV) -> None:
-        """Hold what another cache of the same model holds."""
+        """Copy another cache of the same model."""
         self.length = other.length
         self.keys[:, :, : self.length] = other.keys[:, :, : self.length]
         self.values[:, :, : self.length] = other.values[:, :, : self.length]
 
     def before(self, window: int) -> int:
-        """The slots that are too far back for the next token, and so for those after it."""
+        """As :meth:`KVBuffer.before`."""
         return max(0, self.length - window + 1)
 
 
 class StreamingKV(KVBuffer):
-    """Keys and values of a text's first and newest tokens, forwarded over no more than these.
+    """A small model's own cache: a text's first and newest tokens (StreamingLLM, Xiao et al., 2024).
 
     Tokens are committed behind those held, where they can be taken back; :meth:`settle` lets all but the newest of them
     take the place of the oldest.
 
     Args:
-        shape: what one token takes.
+        shape: of a token.
         budget: most tokens held for good.
-        sinks: how many of the first tokens always stay; fewer than the budget.
-        slack: how many of the newest tokens can always be taken back.
+        sinks: number of first tokens that always stay; fewer than the budget.
+        slack: number of newest tokens that can always be taken back.
         scratch: most tokens that are forwarded before tokens are settled.
 
     Attributes:
@@ -148,10 +134,6 @@ class StreamingKV(KVBuffer):
         """``[1, length]``."""
         newer = torch.arange(self.settled, self.seen, device=self._places.device)
         return torch.cat([self._places[: self._held], newer]).unsqueeze(0)
-
-    def before(self, window: int) -> int:
-        """None: the slots are in no order once the oldest have been replaced."""
-        return 0
 
     @property
     def _held(self) -> int:

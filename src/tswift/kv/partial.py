@@ -31,10 +31,10 @@ class Policy:
 
     Attributes:
         recent: share of the budget that the newest tokens take in every selection.
-        score: how much keys matter, for what is left of the budget; None where nothing is.
+        score: importance of keys, for the rest of the budget; None where there is no rest.
         renews: select anew from everything once new tokens have taken the place of those selected. Otherwise those
             stay, and new tokens take the place of the oldest new ones.
-        observes: how many of the newest queries the score looks at.
+        observes: number of newest queries that the score looks at.
     """
 
     recent: float
@@ -82,15 +82,15 @@ class PartialKV(KVBuffer):
     """A budget of keys and values copied from a full cache.
 
     Args:
-        shape: what one token takes.
+        shape: of a token.
         budget: most tokens held; at least 8.
-        sinks: how many of the first tokens always stay; at most a quarter of the budget.
+        sinks: number of first tokens that always stay; at most a quarter of the budget.
         policy: what else is held.
         scratch: most tokens that are forwarded over what is held.
 
     Attributes:
-        copied: tokens of the full cache that were taken notice of: held, or passed over by a selection.
-        selections: how often everything was selected anew.
+        copied: tokens of the full cache seen so far: held, or passed over by a selection.
+        selections: number of selections from everything.
     """
 
     def __init__(
@@ -124,10 +124,6 @@ class PartialKV(KVBuffer):
         self._places[:, :, self._held : self.length] = self.copied + torch.arange(drafted, device=self._places.device)
         return self._places[layer, :, : self.length]
 
-    def before(self, window: int) -> int:
-        """None: the slots are in no order."""
-        return 0
-
     def forget(self) -> None:
         """Take back what was forwarded over what is held, and committed."""
         self.length = self._held
@@ -135,10 +131,8 @@ class PartialKV(KVBuffer):
     def follow(self, full: KVBuffer, queries: Callable[[], Tensor] | None, most: int) -> None:
         """Keep up with a full cache that has grown; nothing may be committed over what is held.
 
-        Args:
-            full: the full cache.
-            queries: gives those that :meth:`select` takes; None before the first pass.
-            most: tokens that it grows by at most until the next call, for which room is made.
+        ``queries`` gives those that :meth:`select` takes; None before the first pass. Room is made for ``most`` tokens,
+        by which the full cache grows at most until the next call.
         """
         new = full.length - self.copied
         stays = self.copied > 0 and not self.policy.renews
@@ -208,12 +202,9 @@ class PartialKV(KVBuffer):
         return slot
 
     def select(self, full: KVBuffer, queries: Tensor) -> None:
-        """Fill the budget anew: sinks, the newest tokens, and the keys that score highest.
+        """Fill the budget anew: sinks, the newest tokens, and the keys that score highest, by each KV head for itself.
 
-        Args:
-            full: the full cache.
-            queries: ``[layers, query heads, m, head_dim]``, rotated, of the newest tokens. Each KV head selects for
-                itself.
+        ``queries`` are ``[layers, query heads, m, head_dim]``, rotated, of the newest tokens.
         """
         text, shape = full.length, self.shape
         held = min(text, self.budget)
