@@ -18,9 +18,10 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -150,14 +151,11 @@ def resources(ptx: str, capability: int, warps: int, shared: int) -> dict[str, i
 
 def compiled(
     capability: int, dtype: str, kv_heads: int, groups: int, size: int, nodes: int, kind: str, *more: str
-) -> Iterator[dict[str, Any]]:
+) -> list[dict[str, Any]]:
     """The kernels of one pass."""
     kernels: list[dict[str, Any]] = []
-    kept = {name: getattr(backend, name) for name in (*NAMES, "_generation")}
-    try:
-        for name in NAMES:
-            setattr(backend, name, Compiler(name, capability, kernels))
-        backend._generation = lambda device: capability // 10
+    compilers = {name: Compiler(name, capability, kernels) for name in NAMES}
+    with patch.multiple(backend, _generation=lambda device: capability // 10, **compilers):
         type_ = getattr(torch, dtype)
         query = torch.zeros(nodes, kv_heads * groups, size, dtype=type_).transpose(0, 1)
         keys, new = (torch.zeros(kv_heads, length, size, dtype=type_) for length in (1024, nodes))
@@ -167,28 +165,7 @@ def compiled(
         attention = backend.TritonAttention(Layout(kv_heads, groups, type_, query.device), length, nodes, ancestors)
         attention(query, keys, keys, 1.0, wants)
         backend.TritonAttention.store(keys, keys, new, new, length)
-    finally:
-        for name, value in kept.items():
-            setattr(backend, name, value)
-    for kernel in kernels:
-        yield {"dtype": dtype, "nodes": nodes} | kernel
-
-
-def table(kernels: list[dict[str, Any]]) -> str:
-    """Markdown; a kernel that several passes share is shown once."""
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for kernel in kernels:
-        words = ["tree" if kernel["TREE"] else "chain"] if kernel["TREE"] is not None else []
-        words += [word for word, name in (("window", "WINDOW"), ("soft cap", "SOFTCAP")) if kernel[name]]
-        words += [f"{kernel['GROUPS']} heads"] if kernel["GROUPS"] else []
-        about = {"kernel": kernel["kernel"], "dtype": kernel["dtype"], "head size": kernel["HEAD"]}
-        about |= {"for": ", ".join(words), "rows": kernel["ROWS"], "keys per tile": kernel["KEYS"]}
-        about |= {"warps": kernel["warps"], "stages": kernel["stages"]}
-        taken = {"registers": kernel["registers"], "spilled bytes": kernel["spills"], "KB": kernel["shared"] / 1024}
-        row = rows.setdefault(tuple(about.values()), about)
-        for name, value in (taken | {"programs": kernel["programs"]}).items():
-            row[f"sm_{kernel['capability']} {name}"] = value
-    return tables.markdown(sorted(rows.values(), key=lambda row: [str(value).rjust(4) for value in row.values()][:8]))
+    return [{"dtype": dtype, "nodes": nodes} | kernel for kernel in kernels]
 
 
 def main() -> None:
@@ -207,7 +184,7 @@ def main() -> None:
             if args.json:
                 print(json.dumps(kernel), flush=True)
     if not args.json:
-        print(table(kernels))
+        print(tables.markdown(kernels))
 
 
 if __name__ == "__main__":

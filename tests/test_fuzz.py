@@ -63,22 +63,6 @@ def test_tokens(here: Path, data: bytes) -> None:
 
 
 @fuzzed
-@given(done=json_damage())
-def test_baselines(here: Path, done: Callable[[bytes], bytes]) -> None:
-    path = here / "bench.json"
-    path.write_bytes(done(encode(make_measurement(repeats=2)).encode()))
-    refused(lambda: load_measurement(path), path)
-
-
-@fuzzed
-@given(done=damage())
-def test_heads(here: Path, checkpoint: Path, done: Callable[[bytes], bytes]) -> None:
-    path = here / "heads.safetensors"
-    path.write_bytes(done((checkpoint / "heads.safetensors").read_bytes()))
-    refused(lambda: load_heads(path, 32, torch.float32, CPU), path)
-
-
-@fuzzed
 @given(change=other_values(), told=st.booleans())
 def test_what_the_header_of_heads_says(here: Path, checkpoint: Path, change: Callable[[Any], Any], told: bool) -> None:
     data = (checkpoint / "heads.safetensors").read_bytes()
@@ -100,40 +84,29 @@ def model(here: Path, checkpoint: Path) -> Path:
     return shutil.copytree(checkpoint, here / "model")
 
 
-@fuzzed
-@given(done=json_damage())
-def test_configurations(model: Path, checkpoint: Path, done: Callable[[bytes], bytes]) -> None:
-    path = model / "config.json"
-    path.write_bytes(done((checkpoint / "config.json").read_bytes()))
-    try:
-        refused(lambda: read_config(str(model)), path)
-    finally:
-        shutil.copy(checkpoint / "config.json", path)
-
-
-@fuzzed
-@given(done=damage())
-def test_weights(model: Path, checkpoint: Path, done: Callable[[bytes], bytes]) -> None:
-    path = model / "model.safetensors"
-    path.write_bytes(done((checkpoint / "model.safetensors").read_bytes()))
-    try:
-        refused(lambda: stored_tensors(model), path)
-    finally:
-        shutil.copy(checkpoint / "model.safetensors", path)
+WHOLE = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
+    ("name", "read"),
+    [
+        ("bench.json", load_measurement),
+        ("heads.safetensors", lambda path: load_heads(path, 32, torch.float32, CPU)),
+        ("config.json", lambda path: read_config(str(path.parent))),
+        ("model.safetensors", lambda path: stored_tensors(path.parent)),
+        *((name, lambda path: load(str(path.parent)).encode("The ship had lain three days.")) for name in WHOLE),
+    ],
 )
-def test_whole_models(model: Path, checkpoint: Path, name: str) -> None:
+def test_damaged_files(model: Path, checkpoint: Path, name: str, read: Callable[[Path], object]) -> None:
     path = model / name
-    whole = (checkpoint / name).read_bytes()
+    made = encode(make_measurement(repeats=2)).encode() if name == "bench.json" else None
+    whole = made or (checkpoint / name).read_bytes()
 
     @fuzzed
-    @given(done=damage() if name == "model.safetensors" else json_damage())
+    @given(done=damage() if name.endswith(".safetensors") else json_damage())
     def check(done: Callable[[bytes], bytes]) -> None:
         path.write_bytes(done(whole))
-        refused(lambda: load(str(model)).encode("The ship had lain three days."), path)
+        refused(lambda: read(path), path)
 
     try:
         check()
