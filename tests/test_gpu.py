@@ -54,11 +54,6 @@ def demo_text(model: LoadedModel, method: str, length: int, seed: int = 1) -> li
     return tokens_of(list(begin(model, demo_prompt(model), length, method=method, seed=seed).steps()))[:length]
 
 
-def sampling_of(model: LoadedModel) -> SamplingParams:
-    """Parameters as ``begin`` has them: the end of the text is never drawn."""
-    return SamplingParams(banned=model.eos_ids)
-
-
 def core_missing(model: LoadedModel) -> str:
     """What of the core is done without: decoding is right then, too, but slow."""
     made = (model.attention, model.layers, model.target.graphs)
@@ -129,6 +124,14 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return ((out.double() - exact).abs().max() / exact.abs().max()).item()
 
 
+def error_of(backend, shape: tuple[int, int, int], prefix: int, nodes: int, dtype, sharp=4.0, tree=True) -> float:
+    """Of a backend, in a tree, or in a chain that it is told of by giving no ancestors."""
+    query, keys, values, ancestors, scale = on_device(*shape, prefix, nodes, dtype=dtype, sharp=sharp)
+    layout = Layout(*shape[:2], dtype, query.device)
+    out = backend(layout, prefix, nodes, ancestors if tree else None)(query, keys, values, scale)
+    return relative_error(out, dense(query, keys, values, ancestors if tree else chain(nodes, DEVICE), scale))
+
+
 @cuda_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None:
@@ -174,7 +177,7 @@ def test_every_method_writes_the_text_of_plain_decoding_in_bfloat16() -> None:
     other = [name for name, method in METHODS.items() if not method.draft and name != "ar-reference"]
     differ = [name for name in other if demo_text(model, name, TEXT) != plain]
     assert not differ
-    prompt, params = demo_prompt(model), sampling_of(model)
+    prompt, params = demo_prompt(model), SamplingParams(banned=model.eos_ids)  # as `begin` has them
     assert audit(model.target, prompt, plain, params, 1).exact == TEXT
     assert not audit(model.target, prompt, demo_text(model, "ar", TEXT, seed=2), params, 1).ok
 
@@ -213,10 +216,8 @@ def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes) -
         pytest.skip("interpreted kernels are slow")
     if DRY:
         kv_heads, size, prefix = 1, 16, prefix // 500
-    query, keys, values, ancestors, scale = on_device(kv_heads, group, size, prefix, nodes, dtype=dtype)
-    layout = Layout(kv_heads, group, dtype, query.device)
-    out = triton_attention.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale)
-    assert relative_error(out, dense(query, keys, values, ancestors, scale)) < TRITON_TOLERANCE[dtype]
+    error = error_of(triton_attention.TritonAttention, (kv_heads, group, size), prefix, nodes, dtype)
+    assert error < TRITON_TOLERANCE[dtype]
 
 
 @cuda_only
@@ -261,13 +262,9 @@ def test_triton_never_waits_for_the_device(triton_attention) -> None:
 
 
 @cuda_only
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_triton_reads_a_chunk_of_the_prompt(triton_attention, dtype) -> None:
-    query, keys, values, _, scale = on_device(8, 4, 128, 8192, 512, dtype=dtype, sharp=1.0)
-    out = triton_attention.TritonAttention(Layout(8, 4, dtype, query.device), 8192, 512, None)(
-        query, keys, values, scale
-    )
-    assert relative_error(out, dense(query, keys, values, chain(512, "cuda"), scale)) < TRITON_TOLERANCE[dtype]
+def test_triton_reads_a_chunk_of_the_prompt(triton_attention) -> None:
+    error = error_of(triton_attention.TritonAttention, (8, 4, 128), 8192, 512, torch.bfloat16, sharp=1.0, tree=False)
+    assert error < TRITON_TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -294,12 +291,9 @@ def test_every_method_writes_the_text_of_plain_decoding(dtype: torch.dtype) -> N
     [*((size, torch.bfloat16) for size in (64, 80, 256)), (96, torch.float32)],
 )
 def test_triton_head_sizes(triton_attention, size, dtype) -> None:
-    query, keys, values, ancestors, scale = on_device(2, 3, size, 3000, 128, dtype=dtype, sharp=1.0)
-    layout = Layout(2, 3, dtype, query.device)
-    for given in (ancestors, None):
-        out = triton_attention.TritonAttention(layout, 3000, 128, given)(query, keys, values, scale)
-        seen = chain(128, DEVICE) if given is None else given
-        assert relative_error(out, dense(query, keys, values, seen, scale)) < TRITON_TOLERANCE[dtype]
+    for tree in (True, False):
+        error = error_of(triton_attention.TritonAttention, (2, 3, size), 3000, 128, dtype, sharp=1.0, tree=tree)
+        assert error < TRITON_TOLERANCE[dtype]
 
 
 @cuda_only
@@ -309,9 +303,4 @@ def test_flash_against_float64(model, dtype) -> None:
     pytest.importorskip("flash_attn", reason="flash-attn is not installed")
     from tswift.attention.sdpa import FlashAttention
 
-    kv_heads, group, size = LAYOUTS[model]
-    query, keys, values, ancestors, scale = on_device(kv_heads, group, size, 20_000, 41, dtype=dtype)
-    out = FlashAttention(Layout(kv_heads, group, dtype, query.device), 20_000, 41, ancestors)(
-        query, keys, values, scale
-    )
-    assert relative_error(out, dense(query, keys, values, ancestors, scale)) < TRITON_TOLERANCE[dtype]
+    assert error_of(FlashAttention, LAYOUTS[model], 20_000, 41, dtype) < TRITON_TOLERANCE[dtype]
