@@ -66,46 +66,30 @@ def on_the_host(prompt: int, length: int) -> list[int]:
     return tokens_of(decode_steps(target, drafter, random_prompt(prompt), PARAMS, 3, length))
 
 
-def same(graphs, method: str, kind: str, options: DraftOptions, prompt: int = 90, length: int = 20) -> None:
-    plain = decoded(None, method, kind, options, prompt, length)
-    captured = decoded(graphs, method, kind, options, prompt, length)
-    assert tokens_of(captured) == tokens_of(plain) == on_the_host(prompt, length)
+WITH_HEADS = ("medusa", "tokenswift", "cascade", "auto")
+KINDS = [(name, kind) for name in METHODS for kind in ("chained", "conditioned")[: 1 + (name in WITH_HEADS)]]
+SOMETIMES = [  # method, heads, other options, tokens of the prompt
+    *((name, kind, {}, 90) for name, kind in KINDS),
+    # every partial cache; those of auto are cascade's
+    *((name, "chained", {"kv": kv}, 90) for name in METHODS for kv in METHODS[name].kv[1:] if name != "auto"),
+    # lengths and numbers of nodes
+    *(("reuse", "chained", {"nodes": nodes}, prompt) for prompt, nodes in ((1, 2), (200, 128))),
+    *(("tokenswift", "chained", {"nodes": nodes}, prompt) for prompt, nodes in ((2, 20), (20, 4), (63, 41))),
+]
+ALWAYS = [("medusa", "chained", {"tree": "auto"}, 90), ("tokenswift", "conditioned", {"tree": "auto"}, 90)]
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "changes", "prompt"),
+    [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SOMETIMES)],
+)
+def test_every_method_writes_the_same_text(graphs, method: str, kind: str, changes: dict, prompt: int) -> None:
+    options = dataclasses.replace(OPTIONS, **changes)
+    plain = decoded(None, method, kind, options, prompt, 20)
+    captured = decoded(graphs, method, kind, options, prompt, 20)
+    assert tokens_of(captured) == tokens_of(plain) == on_the_host(prompt, 20)
     assert [step.accepted for step in captured] == [step.accepted for step in plain]
     assert [step.nodes for step in captured] == [step.nodes for step in plain]
-
-
-HEADS = [name for name, method in METHODS.items() if name in ("medusa", "tokenswift", "cascade", "auto")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "kind"), [(name, kind) for name in METHODS for kind in ("chained", "conditioned")[: 1 + (name in HEADS)]]
-)
-def test_every_method_writes_the_same_text(graphs, method: str, kind: str) -> None:
-    same(graphs, method, kind, OPTIONS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "kv"),
-    [(name, kv) for name, method in METHODS.items() for kv in method.kv[1:] if name != "auto"],  # its are cascade's
-)
-def test_every_partial_cache(graphs, method: str, kv: str) -> None:
-    same(graphs, method, "chained", dataclasses.replace(OPTIONS, kv=kv))
-
-
-@pytest.mark.parametrize(("method", "kind"), [("medusa", "chained"), ("tokenswift", "conditioned")])
-def test_trees_that_are_chosen_anew(graphs, method: str, kind: str) -> None:
-    same(graphs, method, kind, dataclasses.replace(OPTIONS, tree="auto"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "prompt", "nodes"),
-    [("reuse", 1, 2), ("tokenswift", 2, 20), ("tokenswift", 20, 4), ("tokenswift", 63, 41), ("reuse", 200, 128)],
-)
-def test_lengths_and_numbers_of_nodes(graphs, method: str, prompt: int, nodes: int) -> None:
-    same(graphs, method, "chained", dataclasses.replace(OPTIONS, nodes=nodes), prompt)
 
 
 def in_turns(graphs, methods: tuple[str, str]) -> list[list[Step]]:
