@@ -455,9 +455,12 @@ def test_partial_results_are_as_large_as_foreseen(monkeypatch) -> None:
 LONG = AttentionSpec(window=270)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prefix", "nodes", "tree"), [(0, 1, True), (61, 5, True), (61, 5, False), (300, 1, False), (600, 3, True)]
+    ("prefix", "nodes", "tree"),
+    [
+        (61, 5, True),
+        *(pytest.param(*case, marks=SLOW) for case in [(0, 1, True), (61, 5, False), (300, 1, False), (600, 3, True)]),
+    ],
 )
 @pytest.mark.parametrize("name", [*WANTS, "a long window"])
 def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool) -> None:

@@ -20,7 +20,7 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.chains import CHUNK, ChainSource, FullDraftModel, SmallDraftModel
 from tswift.drafting.methods import make_drafter
-from tswift.drafting.options import DraftOptions
+from tswift.drafting.options import METHODS, DraftOptions
 from tswift.kv.cache import FullKV, StreamingKV
 from tswift.kv.partial import PartialKV
 
@@ -126,8 +126,12 @@ def test_nothing_to_draw_ends_the_chain_and_no_more(monkeypatch) -> None:
     assert len(context.text) == 20
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv", ["full", "streaming", "snapkv", "dynamic", "partial"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kv", ["full", *(pytest.param(kv, marks=SLOW) for kv in METHODS["magicdec"].kv if kv != "full")]
+)
 def test_the_target_over_its_own_cache(kv: str) -> None:
     prompt, options = random_prompt(80, 6), DraftOptions(kv=kv, budget=64, gamma=5)
     drafter = make_drafter("magicdec", tiny_target(), None, options)
