@@ -262,12 +262,12 @@ def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: s
     from tswift.engine import ending, preflight
     from tswift.models.load import load
 
-    params, drafting, how = SamplingParams(**options.sampling), options.check(), loading(options, options.methods)
+    params, drafting, arguments = SamplingParams(**options.sampling), options.check(), loading(options, options.methods)
     try:
         # how much memory a model takes that is quantised while it is loaded is seen then
         for method, fields in drafting.items() if options.quantize is None else ():
-            preflight(options.model, prompt, length, method, fields, **how, option=option)
-        model = load(options.model, exact=options.exact, quantize=options.quantize, **how)
+            preflight(options.model, prompt, length, method, fields, **arguments, option=option)
+        model = load(options.model, exact=options.exact, quantize=options.quantize, **arguments)
         contenders = [
             Contender(method, method, resolve(method, model.target, model.heads, fields))
             for method, fields in drafting.items()

@@ -80,15 +80,15 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
 def _load(suite: Suite, options: BenchOptions) -> LoadedModel:
     """The model, with a smaller one where one is asked for, or is there anyway."""
     try:
-        how = loading(options, suite.methods)
+        arguments = loading(options, suite.methods)
     except InputError as error:
         if options.draft_model is not None or error.field != "draft_model":
             raise
         # methods that need a draft model are left out
-        how = loading(options, [method for method in suite.methods if not find_method(method).draft])
+        arguments = loading(options, [method for method in suite.methods if not find_method(method).draft])
     if options.quantize is None:  # else how much memory it takes is seen when it is loaded
-        preflight(options.model, 1, 1, BASELINE, DraftOptions(), option="model", **how)
-    return load(options.model, exact=options.exact, quantize=options.quantize, **how)
+        preflight(options.model, 1, 1, BASELINE, DraftOptions(), option="model", **arguments)
+    return load(options.model, exact=options.exact, quantize=options.quantize, **arguments)
 
 
 def _draft_options(
