@@ -24,13 +24,14 @@ from transformers.utils import logging
 import tswift
 from recipes.corpus import train_tokenizer
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import METHODS
+from tswift.drafting.methods import METHODS as ALL_METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.kv.cache import FullKV
 from tswift.models.heads import ChainedHeads
 from tswift.models.load import LoadedModel
 
+METHODS = [name for name, method in ALL_METHODS.items() if not method.networks]  # drafters are of single models
 WINDOW = 24  # tokens of a sliding window, where one is wanted
 POSITIONS = 512
 HIDDEN = 32

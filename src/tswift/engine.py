@@ -19,6 +19,7 @@ from tswift.distributed import ALONE, Dist, guard
 from tswift.drafting.methods import (
     draft_slots,
     make_drafter,
+    network_slots,
     partial_slots,
     recall_bytes,
     resolve,
@@ -139,6 +140,7 @@ def preflight(
     attention: str = "auto",
     heads: str | os.PathLike[str] | None = None,
     draft_model: str | None = None,
+    drafter: str | None = None,
     draft_weights: str | None = None,
     option: str = "length",
 ) -> MemoryEstimate:
@@ -150,8 +152,8 @@ def preflight(
     Args:
         prompt: number of tokens, at least.
         options: as asked for, not resolved.
-        model, device, dtype, attention, heads, draft_model, draft_weights: as for :func:`tswift.load`. A draft model
-            that the method does not need is not read.
+        model, device, dtype, attention, heads, draft_model, drafter, draft_weights: as for :func:`tswift.load`. A
+            draft model that the method does not need is not read.
         option: what the user gave the length with, for the error.
 
     Raises:
@@ -159,18 +161,25 @@ def preflight(
             options that do not fit.
     """
     spec = inspect_model(
-        model, device=device, dtype=dtype, attention=attention, heads=heads, draft_weights=draft_weights
+        model,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        heads=heads,
+        drafter=drafter,
+        draft_weights=draft_weights,
     )
-    if spec.heads is not None or not find_method(method).needs_heads:
-        options = resolve_for(method, spec.device, spec.groups, spec.most_nodes, spec.heads or 0, options)
     kind = find_method(method)
+    if spec.heads is not None or not kind.needs_heads:
+        about = spec.device, spec.groups, spec.most_nodes, spec.heads or 0
+        options = resolve_for(method, *about, options, spec.network_spec)
     drafts = draft_model is not None and (kind.draft or kind.may_draft)
     draft = inspect_draft_model(str(draft_model), spec, attention) if drafts else None
     estimate = replace(
         _estimate(spec, draft, prompt, length, method, options),
         weight_bytes=spec.weight_bytes,
         heads_bytes=spec.heads_bytes,
-        draft_bytes=0 if draft is None else draft.weight_bytes,
+        draft_bytes=spec.network_bytes + (0 if draft is None else draft.weight_bytes),
         copy_bytes=spec.copy_bytes,
     )
     _refuse_excess(estimate, spec, draft, method, f"at least {prompt:,} prompt tokens and {length:,} new ones", option)
@@ -190,6 +199,10 @@ def _estimate(
     draft_kv_bytes = 0
     if draft is not None:
         draft_kv_bytes = draft_slots(method, options, positions) * draft.kv_shape.bytes_per_token
+    network = model.network_spec
+    if network is not None:
+        own = network.kv_shape(model.kv_shape.dtype, model.device).bytes_per_token
+        draft_kv_bytes += network_slots(method, options, network) * own
     estimate = MemoryEstimate(
         positions,
         full_bytes=(positions + nodes) * token_bytes,

@@ -129,3 +129,5 @@ def test_drafters(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-de
     assert record["heads"]["taps"] == [1, 4]
     refused = tswift("heads", "inspect", drafter_folder(tmp_path / "d", "dspark", tensors={"fc.weight": None}))
     assert (refused.code, refused.err) == (2, f"tswift: error: FILE: {folder} lacks fc.weight\n")
+    eagle = said(tswift("heads", "inspect", drafter_folder(tmp_path / "e", "eagle-safeai")))
+    assert (eagle["kind"], eagle["vocabulary"]) == ("eagle3", "97, 40 of which it can guess")

@@ -18,9 +18,10 @@ import torch
 
 import tests.helpers as helpers
 from tests.cuda.capture import LOG, StaticAttention
+from tests.helpers import METHODS
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import METHODS, make_drafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.models.target import Target
 

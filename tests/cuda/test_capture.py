@@ -13,12 +13,12 @@ import torch
 
 from tests import fake_torchao
 from tests.cuda import capture
-from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tiny_target, tokens_of
+from tests.helpers import METHODS, decode_steps, random_prompt, tiny_heads, tiny_llama, tiny_target, tokens_of
 from tswift.decoding.audit import audit
 from tswift.decoding.drafter import Drafter, Step
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import METHODS, make_drafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.kv.cache import FullKV
 from tswift.models.passes import Graphs

@@ -14,13 +14,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from tests.helpers import options_for, tokens_of
+from tests.helpers import METHODS, options_for, tokens_of
 from tswift import engine
 from tswift.attention.sdpa import ReferenceAttention
 from tswift.decoding.drafter import AcceptFn
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.history import LogitHistory
-from tswift.drafting.methods import METHODS, draft_slots
+from tswift.drafting.methods import draft_slots
 from tswift.drafting.options import DraftOptions
 from tswift.engine import MemoryEstimate, begin, ending, generate, preflight
 from tswift.errors import InputError

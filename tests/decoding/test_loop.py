@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 
 from tests.helpers import (
+    METHODS,
     PLAIN,
     VOCAB,
     Proposals,
@@ -31,7 +32,6 @@ from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler, gumbel
-from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.models.target import Target
 

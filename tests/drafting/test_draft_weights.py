@@ -12,9 +12,18 @@ import torch
 from torch import Tensor
 
 from tests.fake_torchao import broken, change, garbage, rounded
-from tests.helpers import decode_method, decode_steps, random_prompt, tiny_draft, tiny_heads, tiny_target, tokens_of
+from tests.helpers import (
+    METHODS,
+    decode_method,
+    decode_steps,
+    random_prompt,
+    tiny_draft,
+    tiny_heads,
+    tiny_target,
+    tokens_of,
+)
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import METHODS, make_drafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.models.passes import NOMINAL
 from tswift.models.target import Target

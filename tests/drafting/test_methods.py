@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import tiny_draft, tiny_heads, tiny_target
+from tests.helpers import METHODS, tiny_draft, tiny_heads, tiny_target
 from tswift.attention.layout import ROWS
 from tswift.decoding.drafter import Drafter
 from tswift.drafting.adaptive import AdaptiveDrafter
@@ -16,7 +16,6 @@ from tswift.drafting.dynamic_tree import DynamicTreeDrafter
 from tswift.drafting.heads import HeadSource, HeadTreeSource
 from tswift.drafting.history import HistorySource
 from tswift.drafting.methods import (
-    METHODS,
     draft_slots,
     find_method,
     make_drafter,

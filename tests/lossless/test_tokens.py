@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import tswift
-from tests.helpers import decode, drafter_of, random_prompt, tiny_draft, tiny_heads
+from tests.helpers import METHODS, decode, drafter_of, random_prompt, tiny_draft, tiny_heads
 from tests.lossless.models import DTYPES, KINDS, ExactOnDevice, exact_target
 from tswift.attention.chunked import ChunkedAttention
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import METHODS, make_drafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
 from tswift.models.config import DEMO_DRAFT

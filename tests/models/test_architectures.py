@@ -10,8 +10,8 @@ import transformers
 from transformers.utils import logging
 
 from benchmarks.architectures import ARCHITECTURES, WINDOW, Architecture, apart, checkpoint, row, stock, texts
+from tests.helpers import METHODS
 from tswift.decoding.drafter import DraftTree
-from tswift.drafting.methods import METHODS
 from tswift.errors import InputError
 from tswift.kv.cache import FullKV
 from tswift.kv.partial import PartialKV

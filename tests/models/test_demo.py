@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tswift
+from tests.helpers import METHODS
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
-from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
 from tswift.models.checkpoint import fingerprint_of

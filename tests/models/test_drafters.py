@@ -59,8 +59,10 @@ def remembered(network: DraftNetwork, text: Sequence[int], kv: WindowKV) -> torc
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_are_those_of_a_dense_recomputation(layout: str, budget: int, tmp_path: Path) -> None:
     network, text = load(drafter_folder(tmp_path, layout)), random_prompt(30, 3, VOCAB)
-    levels, beam = min(3, network.count), 2
-    kv = WindowKV(network.spec.kv_shape(torch.float64, torch.device("cpu")), budget, SINKS, network.slots(levels, beam))
+    levels, beam = min(3, network.spec.count), 2
+    kv = WindowKV(
+        network.spec.kv_shape(torch.float64, torch.device("cpu")), budget, SINKS, network.spec.slots(levels, beam)
+    )
     with torch.inference_mode():
         state = remembered(network, text, kv)
         root, place = torch.tensor(text[-1:]), torch.tensor([len(text) - 1])

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.architectures import ARCHITECTURES
 from tests.helpers import (
+    METHODS,
     decode_steps,
     drafter_of,
     random_prompt,
@@ -26,7 +27,7 @@ from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import TreeAttention
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import METHODS, make_drafter
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.kv.cache import FullKV

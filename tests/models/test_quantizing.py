@@ -18,12 +18,11 @@ import tswift
 from tests import fake_torchao
 from tests.cli.conftest import tswift as run_tswift  # noqa: F401
 from tests.conftest import make_checkpoint
-from tests.helpers import options_for
+from tests.helpers import METHODS, options_for
 from tests.models.refusals import refuse
 from tswift import engine
 from tswift.decoding import costs
 from tswift.distributed import Dist
-from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.engine import preflight
 from tswift.errors import InputError

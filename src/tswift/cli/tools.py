@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _KEYS = (100, 4_096, 25_000, 100_000)
 
 
-@options.takes(ModelConfig, without=("draft_model", "draft_weights"))
+@options.takes(ModelConfig, without=("draft_model", "drafter", "draft_weights"))
 def env(
     typed: options.Typed,
     measure: Annotated[bool, typer.Option("--measure", help="Measure anew what passes cost.")] = False,
@@ -126,7 +126,7 @@ def _drafter_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     taps = "SafeAILab's three" if found["taps"] is None else ", ".join(map(str, found["taps"]))
     guessed = "all" if found["draft_vocab"] == found["vocab_size"] else f"{found['draft_vocab']:,}"
     before = f"biases the next ({found['markov']})" if found["markov"] else "is not known to the next"
-    block = [("block", f"{found['block']} tokens, filled with token {found['mask']:,}"), ("token before", before)]
+    block = [("block", f"{found['block']} tokens, filled with token {found['mask']}"), ("token before", before)]
     return [
         ("file", found["path"]),
         ("layout", found["layout"]),

@@ -91,7 +91,7 @@ def _number(value: float | None) -> str:
     AuditConfig,
     SamplingParams,
     ModelConfig,
-    without=("length", "heads", "draft_model", "draft_weights", "attention"),
+    without=("length", "heads", "draft_model", "drafter", "draft_weights", "attention"),
     shown={
         "model": "the run's, or demo",
         "device": "the run's, or auto",

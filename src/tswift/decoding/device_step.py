@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
@@ -284,7 +284,7 @@ class DeviceStepper:
         """Run the verification program and wait for it."""
         self._block.host["control"][:] = wanted, forced
         self._block.send()
-        queries, logits = self._programs[nodes]()
+        forwarded, logits = self._programs[nodes]()
         self._answer.copy_(self._result, non_blocking=True)
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._target.device))  # the default is the current device's
@@ -293,12 +293,13 @@ class DeviceStepper:
         tokens, path = rest[:count], rest[len(rest) // 2 :][:count]
         state = self.state
         raw = None if state.raw is None else state.raw[:nodes]
-        return _Verified(tokens, path, live, Forwarded(state.hidden[:nodes], queries, raw), logits)
+        forwarded = replace(forwarded, hidden=state.hidden[:nodes], raw=raw)
+        return _Verified(tokens, path, live, forwarded, logits)
 
-    def _verify(self, nodes: int) -> tuple[list[Tensor], Tensor]:
+    def _verify(self, nodes: int) -> tuple[Forwarded, Tensor]:
         """The verification program for trees of ``nodes`` nodes: pass, sampling rule, walk, commit.
 
-        Returns the queries of every layer and the logits ``[nodes, V]``, good until the next program runs.
+        Returns the pass and the logits ``[nodes, V]``, good until the next program runs.
         """
         state, target, sampler = self.state, self._target, self._sampler
         if self._draft is not None:
@@ -346,7 +347,7 @@ class DeviceStepper:
         torch.cat([count, live], out=self._result[:2])
         self._result[2 : 2 + len(steps)].copy_(emitted)
         self._result[2 + half : 2 + half + len(steps)].copy_(path)
-        return forwarded.queries, logits
+        return forwarded, logits
 
 
 def _forced(walk: AcceptFn | None, tree: DraftTree, wanted: int) -> int:

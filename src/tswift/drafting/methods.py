@@ -23,6 +23,7 @@ from tswift.drafting.dynamic_tree import CostedSource, DynamicTreeDrafter, TreeB
 from tswift.drafting.fixed_tree import FixedTreeDrafter
 from tswift.drafting.heads import DraftingPass, HeadSource, HeadTreeSource, LastPass
 from tswift.drafting.history import HistorySource, LogitHistory
+from tswift.drafting.networks import BEAM, EveryNode, NetworkDrafter, NetworkSource
 from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import (
     AUTO,
@@ -37,6 +38,7 @@ from tswift.drafting.options import (
 from tswift.errors import InputError
 from tswift.kv.cache import StreamingKV
 from tswift.kv.partial import POLICIES, PartialKV
+from tswift.models.drafters import DrafterSpec
 from tswift.models.heads import Heads
 from tswift.models.passes import NOMINAL, PassCosts
 from tswift.models.target import Target
@@ -145,6 +147,33 @@ def _pruned(
         sources = [*sources, HistorySource(memory, budget, options.nodes)]
         depth = max(depth, min(options.nodes - 1, _FOLLOWED))
     return DynamicTreeDrafter(depth=depth, limit=options.nodes, memory=memory, proposing=sources, budget=budget)
+
+
+def block(models: Models, options: DraftOptions) -> Drafter:
+    """A block drafter, which guesses a whole block in one pass."""
+    return _of_network("block", models, options, _memory(models, options))
+
+
+def eagle(models: Models, options: DraftOptions) -> Drafter:
+    """EAGLE-3, which is fed with the tokens that it drafts."""
+    return _of_network("eagle", models, options, _memory(models, options))
+
+
+def _of_network(name: str, models: Models, options: DraftOptions, memory: LogitHistory | None) -> NetworkDrafter:
+    """A published drafter in the tree of the options, or in one that pays, and what is recalled beside it."""
+    network, nodes = models.target.network, options.nodes
+    assert network is not None
+    assert nodes is not None
+    assert options.budget is not None
+    shape = options.tree if isinstance(options.tree, tuple) else None
+    levels = min(len(shape) if shape else options.gamma or network.spec.count, nodes - 1)
+    budget = TreeBudget(models.costs) if shape is None else EveryNode(models.costs)
+    window = options.budget, options.sinks
+    source = NetworkSource(name, network, levels, window, options.shared_noise, models.costs, nodes, shape)
+    tree = _pruned(models, options, levels, [source], memory, budget)
+    return NetworkDrafter(
+        depth=tree.depth, limit=nodes, memory=memory, proposing=tree.proposing, budget=budget, network=source
+    )
 
 
 def cascade(models: Models, options: DraftOptions) -> Drafter:
@@ -299,6 +328,8 @@ BUILDERS: dict[str, Builder] = {
     "magicdec": magicdec,
     "standalone": standalone,
     "triforce": triforce,
+    "block": block,
+    "eagle": eagle,
     "auto": auto,
     "ar-reference": ar,
 }
@@ -367,7 +398,7 @@ def resolve(name: str, target: Target, heads: Heads | None, options: DraftOption
         InputError: no such method, heads that it needs are missing, or a tree that does not fit the heads.
     """
     count = heads.count if heads else 0
-    resolved = resolve_for(name, target.device, target.groups, target.most_nodes, count, options)
+    resolved = resolve_for(name, target.device, target.groups, target.most_nodes, count, options, target.network_spec)
     if target.width is None:
         return resolved
     nodes, gamma = resolved.nodes, resolved.gamma
@@ -382,7 +413,13 @@ def cut_note(options: DraftOptions, width: int | None) -> str | None:
 
 
 def resolve_for(
-    name: str, device: torch.device, groups: int, most_nodes: int | None, heads: int, options: DraftOptions
+    name: str,
+    device: torch.device,
+    groups: int,
+    most_nodes: int | None,
+    heads: int,
+    options: DraftOptions,
+    network: DrafterSpec | None = None,
 ) -> DraftOptions:
     """As :func:`resolve`, for a model that need not be there.
 
@@ -393,6 +430,7 @@ def resolve_for(
         most_nodes: most nodes of a draft tree that its attention can do; None if there is no such limit.
         heads: how many tokens its heads draft one after another.
         options: as asked for.
+        network: sizes of its published drafter, if it has one.
     """
     method = find_method(name)
     gamma, kv = None, options.kv or next(iter(method.kv), None)
@@ -404,12 +442,16 @@ def resolve_for(
             raise InputError(f"must be at least 1 for {name}", "gamma")
     tree: tuple[int, ...] | str | None = None
     if method.needs_heads and not heads:
-        others = [other for other, kind in METHODS.items() if not (kind.needs_heads or kind.draft or kind.reference)]
+        without = (kind.needs_heads or kind.draft or kind.networks or kind.reference for kind in METHODS.values())
+        others = [other for other, needs in zip(METHODS, without, strict=True) if not needs]
         message = f"{name} drafts with heads and the model has none; without heads there are {', '.join(others)}"
         raise InputError(message, "method")
+    if method.networks and (network is None or network.kind not in method.networks):
+        there = "there is none" if network is None else f"this one is {network.kind}"
+        raise InputError(f"{name} drafts with a drafter of kind {' or '.join(method.networks)}, and {there}", "drafter")
     if "tree" in method.uses:
-        levels = heads + method.by_lm_head
-        usual = usual_tree(name, device, levels)
+        levels = network.count if network and method.networks else heads + method.by_lm_head
+        usual = AUTO if method.networks else usual_tree(name, device, levels)
         tree = options.tree or usual
         if options.gamma is not None:
             least, most = 1 - method.by_lm_head, (levels if tree == AUTO else len(usual)) - method.by_lm_head
@@ -417,10 +459,11 @@ def resolve_for(
                 raise InputError(f"must be between {least} and {most} for {name}, got {options.gamma}", "gamma")
             if tree == AUTO:
                 gamma = options.gamma
-            else:
+            elif isinstance(usual, tuple):
                 tree = usual[: options.gamma + method.by_lm_head]
         if isinstance(tree, tuple) and len(tree) > levels:
-            raise InputError(f"{name} can draft {levels} levels with these heads, got {len(tree)}", "tree")
+            those = "this drafter" if method.networks else "these heads"
+            raise InputError(f"{name} can draft {levels} levels with {those}, got {len(tree)}", "tree")
     chooses = "costs" in method.uses and tree in (None, AUTO)
     recall = (_KEPT if options.recall is None else options.recall) if chooses else None
     if recall and "ngrams" in method.uses and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent):
@@ -499,6 +542,14 @@ def partial_slots(name: str, options: DraftOptions) -> int:
         + (INNER_NODES if method.heads else 1)
         + (options.inner_gamma if method.draft else 0)
     )
+
+
+def network_slots(name: str, options: DraftOptions, network: DrafterSpec) -> int:
+    """Tokens that the window of a method's published drafter has room for, by resolved options; 0 if it has none."""
+    method = find_method(name)
+    if not method.networks:
+        return 0
+    return (options.budget or method.budget) + 1 + network.slots(options.gamma or network.count, BEAM)
 
 
 def recall_bytes(name: str, options: DraftOptions, positions: int, vocab_size: int) -> int:

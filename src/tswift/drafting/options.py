@@ -155,6 +155,7 @@ class Method:
         heads: whether it drafts with heads, if there are any, though it has no tree of theirs to choose.
         draft: whether it needs a smaller model.
         may_draft: whether it drafts with a smaller model, if there is one.
+        networks: the kinds of published drafters of which it needs one.
         reference: it reads the text as reference implementations do, slowly, to be measured beside ``ar``.
     """
 
@@ -167,12 +168,13 @@ class Method:
     heads: bool = False
     draft: bool = False
     may_draft: bool = False
+    networks: tuple[str, ...] = ()
     reference: bool = False
 
     @property
     def needs_heads(self) -> bool:
         """Whether there have to be heads."""
-        return "tree" in self.uses
+        return "tree" in self.uses and not self.networks
 
 
 OF_CHOICE = frozenset({"costs", "recall"})  # where it is chosen anew in every step what pays
@@ -212,6 +214,8 @@ METHODS: dict[str, Method] = {
     ),
     "standalone": Method(_OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, budget=512, draft=True),
     "triforce": Method(_OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
+    "block": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("dspark", "dflash")),
+    "eagle": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("eagle3",)),
     "auto": replace(_CASCADE, may_draft=True),
     "ar-reference": Method(reference=True),
 }
@@ -230,10 +234,11 @@ def find_method(name: str) -> Method:
 
 def used(name: str, options: DraftOptions) -> frozenset[str]:
     """The fields of its options that a method looks at, by their values."""
-    uses = find_method(name).uses
+    method = find_method(name)
+    uses, tree = method.uses, options.tree or (AUTO if method.networks else None)
     if "kv" in uses and options.kv == FULL:
         uses -= _OF_PARTIAL
-    if "tree" in uses and options.tree != AUTO:
+    if "tree" in uses and tree != AUTO:
         uses -= OF_CHOICE
     elif "tree" in uses and options.recall != 0:  # recalls instead
         uses -= OF_NGRAMS

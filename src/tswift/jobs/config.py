@@ -45,7 +45,7 @@ def preset_options(name: str, method: str, typed: Mapping[str, Any]) -> dict[str
     # where the LM head drafts no level, the tree begins with the first head's
     drafting = {"ngrams": _NGRAMS, "tree": _TREE[1 - find_method(method).by_lm_head :]}
     uses = used(method, DraftOptions(tree=typed.get("tree"), recall=typed.get("recall")))
-    if "gamma" in typed:  # it stands in for a tree
+    if "gamma" in typed or find_method(method).networks:  # it stands in for a tree; these choose their own
         uses -= {"tree"}
     preset = {"model": PRESETS[name]["model"], **_PAPER, **PRESETS[name]}
     return preset | {option: value for option, value in drafting.items() if option in uses}
@@ -90,6 +90,22 @@ def draft_for(methods: Sequence[str], model: str, asked: str | None) -> str | No
     return DEMO_DRAFT
 
 
+def drafter_for(methods: Sequence[str], asked: str | None) -> str | None:
+    """The published drafter to load for methods; None if none of them needs one.
+
+    Raises:
+        InputError: no such method, one was typed and none needs it, or none was typed and one is needed.
+    """
+    kinds = {name: method.networks for name, method in METHODS.items() if method.networks}
+    needing = [method for method in methods if find_method(method).networks]
+    if asked is not None and not needing:
+        message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
+        raise InputError(f"{message}; {' and '.join(kinds)} do", "drafter")
+    if asked is None and needing:
+        raise InputError(f"names a drafter ({' or '.join(kinds[needing[0]])}), which {needing[0]} needs", "drafter")
+    return asked
+
+
 def weights_for(methods: Sequence[str], asked: str | None) -> str | None:
     """How the model's own drafting passes are to be quantised: what was typed, or None for not at all.
 
@@ -107,9 +123,10 @@ def loading(config: ModelConfig, methods: Sequence[str]) -> dict[str, Any]:
     """Arguments of :func:`tswift.load` for methods; the model's name, ``exact`` and ``quantize`` apart.
 
     Raises:
-        InputError: as :func:`draft_for` and :func:`weights_for`.
+        InputError: as :func:`draft_for`, :func:`drafter_for` and :func:`weights_for`.
     """
     return {
+        "drafter": drafter_for(methods, config.drafter),
         "draft_model": draft_for(methods, config.model, config.draft_model),
         "draft_weights": weights_for(methods, config.draft_weights),
         "device": config.device,
@@ -244,6 +261,7 @@ class RunConfig(TextConfig, ModelConfig):
             dtype=model["dtype"],
             attention="auto" if model["attention"] == "native" else model["attention"],
             draft_model=None if model.get("draft") is None else model["draft"]["name"],
+            drafter=None if model.get("drafter") is None else model["drafter"]["name"],
             exact=model.get("exact") is not None,
             drafting=drafting,
         )

@@ -44,7 +44,7 @@ OPTION = "resume"
 _BYTES_PER_TOKEN = 4 + 6  # its id, and its text
 _BYTES_BESIDE = 100_000  # journal and record
 # A resumed run may change these: none changes a token, and memory may want nodes and budget lower.
-_MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "draft_weights")
+_MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "drafter", "draft_weights")
 _MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
 _KEPT = ("command", "options", "sampling", "drafting", "model", "prompt", "started", "environment", "prefill_seconds")
 

@@ -62,6 +62,12 @@ class ModelConfig:
         panel=_DRAFTING,
         shown="demo-draft for demo",
     )
+    drafter: str | None = option(
+        None,
+        "Published drafter of the model, a folder or a hub id: DSpark or DFlash (block), EAGLE-3 (eagle).",
+        panel=_DRAFTING,
+        shown="none",
+    )
     draft_weights: str | None = option(
         None,
         "int8, fp8 or int4: drafting passes of the model run on a copy that torchao quantises; never changes the text.",

@@ -22,6 +22,7 @@ from tswift.kv.window import WindowKV
 from tswift.models.target import Target
 
 DSPARK, DFLASH, EAGLE3 = "dspark", "dflash", "eagle3"
+_EAGLE_LEVELS = 6  # as many as a pass each is worth
 _EXCLUDED = -1e4  # logit of a token outside a draft vocabulary: never among the best, and finite in every dtype
 
 
@@ -78,6 +79,15 @@ class DrafterSpec:
     def tapped(self, layers: int) -> tuple[int, ...]:
         """After which layers of a target with so many the states are read (the three are SafeAILab's)."""
         return (1, layers // 2 - 1, layers - 4) if self.taps is None else self.taps
+
+    @property
+    def count(self) -> int:
+        """Most tokens that it drafts along a path."""
+        return self.block - self.in_place if self.block else _EAGLE_LEVELS
+
+    def slots(self, levels: int, beam: int) -> int:
+        """Scratch slots of a round: the whole block, even to use less of it; or the tokens that are fed back."""
+        return self.block or (levels - 1) * beam
 
     def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
         """Of the drafter's own cache."""
@@ -231,15 +241,6 @@ class DraftNetwork(nn.Module):
         assert target is not None
         return target
 
-    @property
-    def count(self) -> int:
-        """Most tokens that it drafts along a path, if nothing else is said."""
-        raise NotImplementedError
-
-    def slots(self, levels: int, beam: int) -> int:
-        """Scratch slots that a round of so many levels takes."""
-        raise NotImplementedError
-
     def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV) -> Tensor:
         """Put committed tokens into the cache: nothing is waited for.
 
@@ -279,15 +280,6 @@ class BlockDrafter(DraftNetwork):
         self.layers = nn.ModuleList(_Layer(spec) for _ in range(spec.layers))
         if spec.markov:
             self.markov_head = _Markov(spec)
-
-    @property
-    def count(self) -> int:
-        """As :attr:`DraftNetwork.count`."""
-        return self.spec.block - self.spec.in_place
-
-    def slots(self, levels: int, beam: int) -> int:
-        """As :meth:`DraftNetwork.slots`: the whole block, even to use less of it."""
-        return self.spec.block
 
     def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV) -> Tensor:
         """As :meth:`DraftNetwork.remember`."""
@@ -344,9 +336,6 @@ class _EagleLayer(nn.Module):
         return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(states)], -1)
 
 
-_EAGLE_LEVELS = 6  # as many as a pass each is worth
-
-
 class EagleDrafter(DraftNetwork):
     """EAGLE-3: row p has the taps of token p and the embedding of token p + 1, and guesses the one after that."""
 
@@ -366,15 +355,6 @@ class EagleDrafter(DraftNetwork):
             self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
         if spec.draft_vocab < spec.vocab_size:
             self.register_buffer("d2t", torch.zeros(spec.draft_vocab, dtype=torch.int64))
-
-    @property
-    def count(self) -> int:
-        """As :attr:`DraftNetwork.count`."""
-        return _EAGLE_LEVELS
-
-    def slots(self, levels: int, beam: int) -> int:
-        """As :meth:`DraftNetwork.slots`: those of the tokens that are fed back."""
-        return (levels - 1) * beam
 
     def _inputs(self, states: Tensor, tokens: Tensor) -> Tensor:
         embeddings = self.embed_tokens(tokens) if self.spec.embeds else self.target.embed(tokens)

@@ -108,10 +108,11 @@ class DrafterFile:
 
 
 def attached(network: BlockDrafter | EagleDrafter) -> BlockDrafter | EagleDrafter:
-    """A drafter ready to be used: the passes of its target give its taps from now on."""
+    """A drafter at its target, whose passes give its taps from now on."""
     target = network.target
     target.tap_layers(network.spec.tapped(target.kv_shape.layers))
-    return network.eval().requires_grad_(False)
+    target.network = network.eval().requires_grad_(False)
+    return network
 
 
 def drafter_folder(name: str) -> Path:
@@ -131,6 +132,17 @@ def drafter_folder(name: str) -> Path:
             return Path(snapshot_download(source, allow_patterns=wanted, local_files_only=constants.HF_HUB_OFFLINE))
     except InputError as error:
         raise renamed(error, {"model": OPTION}) from None
+
+
+def drafter_of(name: str, config: Any) -> DrafterFile:
+    """The drafter of a name that goes with a model's configuration; no weights are read.
+
+    Raises:
+        InputError: there is none, or it was made for another model.
+    """
+    found, text = find_drafter(drafter_folder(name)), config.get_text_config()
+    found.refuse_misfit(text.hidden_size, text.vocab_size, text.num_hidden_layers)
+    return found
 
 
 def is_drafter(folder: Path) -> bool:
@@ -370,13 +382,11 @@ def describe_drafter(folder: Path) -> dict[str, Any]:
     """What ``tswift heads inspect`` tells of the drafter in a folder, and its JSON has; no weights are read."""
     found = find_drafter(folder)
     spec = found.spec
-    with torch.device("meta"):
-        count = build(spec).count
     return {
         "path": str(found.path),
         "layout": found.layout,
         "kind": spec.kind,
-        "count": count,  # tokens drafted along a path, if nothing else is said
+        "count": spec.count,  # tokens drafted along a path
         "hidden_size": spec.hidden_size,
         "vocab_size": spec.vocab_size,
         "draft_vocab": spec.draft_vocab or spec.vocab_size,  # tokens that it can guess

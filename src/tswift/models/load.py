@@ -41,6 +41,8 @@ from tswift.models.checkpoint import (
 )
 from tswift.models.config import DEMO, UNQUANTISED, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, find_device, own_dtype
+from tswift.models.drafters import DrafterSpec
+from tswift.models.drafters_io import drafter_of
 from tswift.models.heads import HEAD_TYPES, Heads, prepare
 from tswift.models.heads_io import attach_heads, carries_heads, find_heads, heads_path
 from tswift.models.hf import max_positions
@@ -70,6 +72,7 @@ class LoadedModel:
     draft: Target | None = None  # a smaller model that drafts for it; every rank holds the whole of it
     draft_name: str | None = None  # as the user named that
     drafting: Target | None = None  # a copy with weights of fewer bits, for drafting passes; None for ``target`` itself
+    drafter_name: str | None = None  # the published drafter at ``target.network``, as the user named it
     draft_weights: str | None = None  # its kind: ``int8``, ``fp8`` or ``int4``
     draft_prepared: str = EAGER  # of ``drafting``, as ``prepared``
     dtype_note: str = ""  # that the dtype is not the checkpoint's; empty if it is
@@ -107,6 +110,8 @@ class LoadedModel:
         }
         if self.draft is not None:
             about["draft"] = {"name": self.draft_name}
+        if self.target.network is not None:
+            about["drafter"] = {"name": self.drafter_name, "kind": self.target.network.spec.kind}
         if self.drafting is not None:
             about |= {"draft_weights": self.draft_weights, "draft_layers": running(self.drafting, self.draft_prepared)}
         return about
@@ -133,6 +138,7 @@ def load(
     heads: str | os.PathLike[str] | None = None,
     quantize: str | None = None,
     draft_model: str | None = None,
+    drafter: str | None = None,
     draft_weights: str | None = None,
     exact: bool | None = None,
     ranks: Dist = ALONE,
@@ -157,6 +163,8 @@ def load(
             the quantised model. None leaves them as they are in the checkpoint.
         draft_model: a smaller model with the same vocabulary, to draft for it: ``demo-draft`` (the bundled one), a
             folder or a hub id. It comes to the model's device, in its dtype, with the same attention.
+        drafter: a published drafter of the model, DSpark, DFlash or EAGLE-3: a folder or a hub id. The model's passes
+            are made by its layers then, in no C program, as the drafter reads the states between them.
         draft_weights: ``int8``, ``fp8`` or ``int4``: let drafting passes of the model run on a copy of it whose linear
             layers have weights quantised by torchao, all but the LM head, and which shares all else. What is decoded is
             the model as it is. ``none`` is what None is.
@@ -173,14 +181,14 @@ def load(
     if isinstance(dtype, torch.dtype):
         dtype = dtype_name(dtype)
     names = {"model": model, "device": device, "dtype": dtype, "attention": attention}
-    optional = {"draft_model": draft_model, "draft_weights": draft_weights}
+    optional = {"draft_model": draft_model, "drafter": drafter, "draft_weights": draft_weights}
     names.update((field, name) for field, name in optional.items() if name is not None)
     for field, name in names.items():
         if not isinstance(name, str):
             raise InputError(f"wants a name, got {name!r:.40}", field)
     with guard():
-        model, device, dtype, attention, heads, quantize, draft_model, draft_weights, exact = ranks.share(
-            (model, device, dtype, attention, heads, quantize, draft_model, draft_weights, exact)
+        model, device, dtype, attention, heads, quantize, draft_model, drafter, draft_weights, exact = ranks.share(
+            (model, device, dtype, attention, heads, quantize, draft_model, drafter, draft_weights, exact)
         )
         draft_weights = None if draft_weights == UNQUANTISED else draft_weights
         if draft_weights is not None and ranks.count > 1:
@@ -191,6 +199,9 @@ def load(
         kind = dtype_for(dtype, where, config, simulated)
         if draft_weights is not None:  # what cannot be quantised is refused before it is loaded
             weight_only(draft_weights, config, where, kind, "draft_weights")
+        if drafter is not None and ranks.count > 1:
+            raise InputError("ranks that hold the model together cannot serve one yet", "drafter")
+        network = None if drafter is None else drafter_of(drafter, config)
         source = heads_source(model, config, heads)
         if simulated and (quantize is not None or ranks.count > 1):
             raise InputError(f"{model} has random weights, which are neither quantised nor split", "model")
@@ -198,6 +209,8 @@ def load(
         read_as = "auto" if dtype == "auto" and where.type == "cuda" and not simulated else kind
         loaded, note = open_model(model, config, where, read_as, attention, quantize, ranks)
         target = loaded.target
+        if network is not None:  # before anything is prepared: passes have to give its taps
+            network.load(target)
         if source == ON_HUB:
             with hub(), in_one_line(model):  # where its files were put
                 source = Path(cached_file(model, CONFIG_NAME)).parent
@@ -205,6 +218,7 @@ def load(
             loaded,
             heads=_load_heads(source, target, simulated),
             eos_ids=eos_ids_of(model, target.model, loaded.tokenizer, target.vocab_size),
+            drafter_name=drafter,
             weights=weights_hash(target.model) if ranks.count > 1 else None,
             **_prepare(target, loaded.attention, note, exact),
         )
@@ -425,6 +439,8 @@ class ModelSpec:
     copy_bytes: int  # of a copy with weights of fewer bits; 0 for none
     heads: int | None = 0  # tokens that its heads draft in a row; None where it is not known yet
     heads_bytes: int = 0  # of their weights
+    network_spec: DrafterSpec | None = None  # of its published drafter; None for none
+    network_bytes: int = 0  # of that one's weights
 
     def partials_bytes(self, slots: int, nodes: int) -> int:
         """As :func:`tswift.attention.backends.partials_bytes`."""
@@ -439,9 +455,10 @@ def inspect_model(
     dtype: str | torch.dtype = "auto",
     attention: str = "auto",
     heads: str | os.PathLike[str] | None = None,
+    drafter: str | None = None,
     draft_weights: str | None = None,
 ) -> ModelSpec:
-    """The sizes of what :func:`load` would load: from its configuration and the header of its heads."""
+    """The sizes of what :func:`load` would load: from its configuration, and the headers of heads and drafter."""
     where, config = find_device(device), read_config(model)
     kind, text = dtype_for(dtype, where, config, model.startswith(PREFIX)), config.get_text_config()
     source, count, parameters = heads_source(model, config, heads), 0, 0
@@ -454,6 +471,9 @@ def inspect_model(
             weights = HEAD_TYPES[source](text.hidden_size, HEADS).parameters()
         count, parameters = HEADS, sum(weight.numel() for weight in weights)
     spec = _inspect(model, config, where, kind, attention, draft_weights)
+    if drafter is not None:
+        network = drafter_of(drafter, config)
+        spec = replace(spec, network_spec=network.spec, network_bytes=network.parameters * kind.itemsize)
     return replace(spec, heads=None if source == ON_HUB else count, heads_bytes=parameters * kind.itemsize)
 
 

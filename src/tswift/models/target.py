@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,6 +32,9 @@ from tswift.models.hf import (
 )
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
 from tswift.models.program import PassProgram, Unfit
+
+if TYPE_CHECKING:
+    from tswift.models.drafters import BlockDrafter, DrafterSpec, EagleDrafter
 
 Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
 CHUNK = 512  # prompt tokens forwarded at a time
@@ -61,6 +64,7 @@ class Target:
             forwarded; None if passes are as wide as they happen to be.
         program: a C function that makes the passes of up to :data:`~tswift.attention.layout.MOST_WIDTH` nodes, and the
             logits; None if PyTorch makes them.
+        network: a published drafter that reads the states after some of its layers; None for none.
         sampler_fault: why a GPU draws tokens without the sampler's kernels; None if it uses them, or there is no GPU.
 
     Raises:
@@ -84,6 +88,7 @@ class Target:
         self.special_fault: str | None = None
         self.sampler_fault: str | None = None
         self.program: PassProgram | None = None
+        self.network: BlockDrafter | EagleDrafter | None = None
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
         config, lm_head = model.config.get_text_config(), model.get_output_embeddings()
@@ -140,6 +145,11 @@ class Target:
         Inductor's layers gave 0.085 with 32 layers of random weights in bfloat16, and 0.11 with 48.
         """
         return _ROUNDING[self.dtype.itemsize] * max(1.0, self.kv_shape.layers / _SHALLOW) ** 0.5
+
+    @property
+    def network_spec(self) -> DrafterSpec | None:
+        """Sizes of the published drafter; None for none."""
+        return None if self.network is None else self.network.spec
 
     @property
     def groups(self) -> int:

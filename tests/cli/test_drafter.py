@@ -1,0 +1,94 @@
+"""Runs with published drafters from the outside: the text of plain decoding, going on, comparisons, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import TEXT, Tswift
+from tests.conftest import make_checkpoint
+from tests.drafters import HIDDEN, drafter_folder
+from tswift.drafting.methods import network_slots
+from tswift.drafting.options import DraftOptions
+from tswift.engine import preflight
+from tswift.errors import InputError
+from tswift.jobs.config import drafter_for
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=8)
+
+
+@pytest.fixture(scope="module")
+def drafters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    folder, changes = tmp_path_factory.mktemp("drafters"), {"vocab_size": vocab}
+    inverse = {"t2d": torch.zeros(vocab, dtype=torch.bool)}
+    return {
+        "block": drafter_folder(folder / "block", "dflash", changes),
+        "eagle": drafter_folder(folder / "eagle", "eagle-safeai", changes, inverse),
+    }
+
+
+def words(model: Path, method: str, *more: object) -> list[object]:
+    asked = ["--model", model, "--prompt-text", TEXT, "--dtype", "float64", "--seed", 4, "--method", method]
+    return ["generate", *asked, *more]
+
+
+@pytest.mark.parametrize("method", ["block", "eagle"])
+def test_the_text_is_plain_decodings_and_goes_on(
+    method: str, tswift: Tswift, model: Path, drafters: dict[str, Path], tmp_path: Path
+) -> None:
+    tswift(*words(model, "ar", "--len", 40, "--out", tmp_path / "ar"))
+    how = ["--drafter", drafters[method], "--budget", 64, "--costs", "nominal"]
+    found = tswift(*words(model, method, *how, "--len", 17, "--out", tmp_path / "run"))
+    assert found.code == 0, found.err
+    about = json.loads((tmp_path / "run" / "run.json").read_text())["model"]["drafter"]
+    assert about == {"name": str(drafters[method]), "kind": {"block": "dflash", "eagle": "eagle3"}[method]}
+    found = tswift("generate", "--resume", tmp_path / "run", "--len", 40)
+    assert found.code == 0, found.err
+    assert (tmp_path / "run" / "tokens.u32").read_bytes() == (tmp_path / "ar" / "tokens.u32").read_bytes()
+
+
+def test_what_is_refused(tswift: Tswift, model: Path, drafters: dict[str, Path], tmp_path: Path) -> None:
+    for said, reason in (
+        (words(model, "block"), "names a drafter (dspark or dflash), which block needs"),
+        (words(model, "ar", "--drafter", "x"), "ar does not use it; block and eagle do"),
+        (words(model, "block", "--drafter", tmp_path), f"{tmp_path} holds no drafter: there is no config.json in it"),
+        (
+            words(model, "block", "--drafter", drafters["eagle"]),
+            "block drafts with a drafter of kind dspark or dflash, and this one is eagle3",
+        ),
+        (
+            words(model, "block", "--drafter", drafter_folder(tmp_path / "d", "dflash")),
+            f"{tmp_path / 'd'} was made for a vocabulary of 97, the model has",
+        ),
+    ):
+        found = tswift(*said, "--len", 9)
+        assert (found.code, found.out) == (2, b"")
+        assert found.err.startswith(f"tswift: error: --drafter: {reason}")
+    assert not (tmp_path / "cwd" / "runs").exists()
+
+
+def test_which_one() -> None:
+    assert drafter_for(["ar", "block"], "mine") == "mine"
+    assert drafter_for(["ar", "medusa"], None) is None
+    with pytest.raises(InputError, match=r"^drafter: none of ar, medusa uses it; block and eagle do$"):
+        drafter_for(["ar", "medusa"], "mine")
+
+
+def test_what_it_needs(model: Path, drafters: dict[str, Path]) -> None:
+    options = DraftOptions(budget=64, gamma=4)
+    how = {"dtype": "float64", "drafter": str(drafters["eagle"])}
+    need = preflight(str(model), 20, 30, "eagle", options, **how)
+    plain = preflight(str(model), 20, 30, "ar", DraftOptions(), dtype="float64")
+    kept = 64 + 1 + 3 * 5  # the window, the spare slot, and what three of the levels feed back
+    assert need.draft_kv_bytes == kept * 2 * 2 * 16 * 8
+    attention, rest = 64 * 64 + 3 * 32 * 64, 4 * HIDDEN + (3 * HIDDEN + 40 + 3 * 48) * HIDDEN  # norms; fc, LM head, MLP
+    assert need.draft_bytes == 8 * (attention + rest)
+    assert (plain.draft_kv_bytes, plain.draft_bytes) == (0, 0)
+    assert network_slots("ar", options, None) == 0  # type: ignore[arg-type]
