@@ -237,7 +237,8 @@ class RunConfig(TextConfig, ModelConfig):
         """
         overridden: tuple[str, ...] = ()
         if values.get("preset") is not None:
-            preset = preset_options(values["preset"], values.get("method", cls.method), values)
+            values = {"method": "tokenswift", **values}  # the paper's
+            preset = preset_options(values["preset"], values["method"], values)
             overridden = tuple(name for name, value in preset.items() if values.get(name, value) != value)
             values = {**preset, **values}
         own, sampling, drafting = (fields_of(kind, values) for kind in (cls, SamplingParams, DraftOptions))
