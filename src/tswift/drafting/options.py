@@ -43,25 +43,8 @@ def parse_tree(text: str) -> tuple[int, ...] | str:
 class DraftOptions:
     """How a method drafts. The defaults are the paper's, except where the device makes another tree pay.
 
-    Attributes:
-        tree: candidates per drafted level; ``auto`` for those that promise most tokens per second, chosen anew in every
-            step; None for the device's default. Its length is the paper's gamma + 1 where the LM head drafts the first
-            level (tokenswift), and gamma where only heads draft (medusa).
-        nodes: most nodes of a draft tree, root included; None for the device's default.
-        ngrams: continuations of one token that are reused (the paper's k).
-        reuse_recent: also reuse what is still in the penalty window.
-        gamma: tokens drafted along a path, where it is a chain; heads to use of the default tree, or of a tree that is
-            ``auto``, where heads draft. None for the method's default, or all.
-        inner_gamma: tokens that the small model drafts for the draft, where there are two.
-        kv: what drafting reads: ``full``, or which tokens a partial cache holds, ``partial`` (selected once),
-            ``dynamic``, ``streaming`` or ``snapkv``; None for the method's default.
-        budget: tokens of the partial KV cache; None for the method's default.
-        sinks: first tokens that the partial cache always holds.
-        shared_noise: rank candidates with the noise the target will draw with.
-        costs: what passes cost where it is chosen which ones pay: ``measured`` on this machine, or ``nominal``, for
-            choices that are the same everywhere; None for measured.
-        recall: likeliest tokens kept of each of the target's distributions, to be drafted where the text stands like
-            that again, if the tree is ``auto``; 0 keeps none, and reuses n-grams. None for 64.
+    None is the default of the method, or of the device. The length of a tree is the paper's gamma + 1 where the LM head
+    drafts the first level (tokenswift), and gamma where only heads draft (medusa).
 
     Raises:
         InputError: a value outside its range, or of another type.
