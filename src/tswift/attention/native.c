@@ -115,6 +115,7 @@ enum {
     TAIL = (DRAFTED + BLOCK + 128) / SOME * SOME + SOME, /* most keys: so many before the prefix ends, and 128 nodes */
     TILE = 16,   /* what numbers of rows are rounded up to */
     MIXED = 4,   /* most rows whose weighted values are held in registers */
+    WIDENED = 24, /* values that are turned into float32 at a time, to be used while they are in the nearest cache */
     LINE = 64 / sizeof(stored), /* numbers of a cache line */
     PART = 480,  /* keys of the first NEAR parts; the next MIDDLE have twice as many, all others 8 times */
     NEAR = 16,
@@ -138,10 +139,9 @@ typedef struct {
 } Call;
 
 /* The scratch: the queries as those who score them want them; what the parts leave (highest scores, sums of weights,
-   and sums of weighted values); and per thread a block of keys and values in float32. */
+   and sums of weighted values). */
 #define PADDED(rows) (((rows) + TILE - 1) / TILE * TILE)
 #define PART_SIZE(rows) (2 * PADDED(rows) + (rows) * WIDTH)
-#define WIDENED (KIND == FLOAT32 ? 0 : 2 * TAIL * WIDTH)
 
 /* A call under way. */
 typedef struct {
@@ -149,7 +149,6 @@ typedef struct {
     int64_t nearest, farthest; /* borders of the nodes */
     int64_t parts;             /* of a head, the tail among them */
     int64_t next;              /* part that is to be taken next */
-    int64_t workers;           /* threads that have begun */
 } Work;
 
 /* What is fetched of the next block while this one is computed, evenly: many lines at once would hold up the loads. */
@@ -162,7 +161,7 @@ typedef struct {
 /* A block of keys, and where its rows are. */
 typedef struct {
     const float *query;
-    const float *keys, *values;
+    const stored *keys, *values;
     Ahead next_keys, next_values;
     int64_t first;                         /* the first key */
     int count;                             /* keys */
@@ -288,14 +287,23 @@ INLINE void score_some(Block *b, const float *keys, float *scores, int key, cons
     b->next_keys = next;
 }
 
+/* Keys or values in float32; they stay where they are if that is what they are. */
+INLINE const float *widen(const stored *from, float *to, int count) {
+    if (KIND == FLOAT32) return (const float *)from;
+    for (int i = 0; i < count * WIDTH; i += LANES) store(to + i, widened(from + i));
+    return to;
+}
+
 INLINE void score_all(Block *b, float *scores, const int dims) {
+    const int some = together(dims);
+    float wide[SOME * WIDTH];
     int key = 0;
-    for (; key + together(dims) <= b->count; key += together(dims))
-        score_some(b, b->keys + key * WIDTH, scores, key, dims);
+    for (; key + some <= b->count; key += some)
+        score_some(b, widen(b->keys + key * WIDTH, wide, some), scores, key, dims);
     if (key < b->count) {
-        float rest[SOME * WIDTH] = {0};
+        stored rest[SOME * WIDTH] = {0};
         memcpy(rest, b->keys + key * WIDTH, (b->count - key) * WIDTH * sizeof *rest);
-        score_some(b, rest, scores, key, dims);
+        score_some(b, widen(rest, wide, some), scores, key, dims);
     }
     for (key = b->count; key % SUMS; key++)
         for (int r = 0; r < LANES / dims; r++) scores[at(key, r, dims)] = -INFINITY;
@@ -346,7 +354,7 @@ INLINE void weigh(const Call *c, const Block *b, float *scores, const int dims) 
 
 /* Add the weighted values of some keys to what some rows have. */
 INLINE void mix_rows(
-    Block *b, const float *weights, int from, int to, int row, const int rows, const int dims
+    Block *b, const float *values, const float *weights, int from, int to, int row, const int rows, const int dims
 ) {
     float *out = b->out + row * WIDTH;
     int vectors = rows > 2 ? HELD / MIXED : HELD / rows;
@@ -360,7 +368,7 @@ INLINE void mix_rows(
             const float *weight = weights + at(key, row, dims);
             vector value[HELD];
             fetch(&next, vectors * LANES);
-            for (int v = 0; v < vectors; v++) value[v] = load(b->values + key * WIDTH + d + v * LANES);
+            for (int v = 0; v < vectors; v++) value[v] = load(values + (key - from) * WIDTH + d + v * LANES);
             for (int r = 0; r < rows; r++) {
                 const vector own = spread(weight[r * dims]);
                 for (int v = 0; v < vectors; v++) sum[r][v] = plus(sum[r][v], own, value[v]);
@@ -374,22 +382,29 @@ INLINE void mix_rows(
 
 /* The same without what a row does not see: a weight of nothing times infinity would not be nothing. */
 static __attribute__((noinline)) void mix_seen(const Call *c, Block *b, const float *weights, const int dims) {
+    float wide[WIDTH];
     for (int r = 0; r < b->rows; r++) {
         const int64_t node = (b->row + r) % c->nodes;
         for (int key = unseen(c, b, node); key < b->count; key++)
-            if (sees(c, node, b->first + key)) mix_rows(b, weights, key, key + 1, r, 1, dims);
+            if (sees(c, node, b->first + key))
+                mix_rows(b, widen(b->values + key * WIDTH, wide, 1), weights, key, key + 1, r, 1, dims);
     }
 }
 
 INLINE void mix(const Call *c, Block *b, const float *weights, const int dims) {
     if (b->broken) return mix_seen(c, b, weights, dims);
-    for (int row = 0, some; row < b->rows; row += some) {
-        const int left = b->rows - row, turns = (left + MIXED - 1) / MIXED;
-        some = (left + turns - 1) / turns;
-        if (some == 4) mix_rows(b, weights, 0, b->count, row, 4, dims);
-        else if (some == 3) mix_rows(b, weights, 0, b->count, row, 3, dims);
-        else if (some == 2) mix_rows(b, weights, 0, b->count, row, 2, dims);
-        else mix_rows(b, weights, 0, b->count, row, 1, dims);
+    float wide[WIDENED * WIDTH];
+    for (int from = 0, to; from < b->count; from = to) {
+        to = KIND == FLOAT32 || from + WIDENED > b->count ? b->count : from + WIDENED;
+        const float *values = widen(b->values + from * WIDTH, wide, to - from);
+        for (int row = 0, some; row < b->rows; row += some) {
+            const int left = b->rows - row, turns = (left + MIXED - 1) / MIXED;
+            some = (left + turns - 1) / turns;
+            if (some == 4) mix_rows(b, values, weights, from, to, row, 4, dims);
+            else if (some == 3) mix_rows(b, values, weights, from, to, row, 3, dims);
+            else if (some == 2) mix_rows(b, values, weights, from, to, row, 2, dims);
+            else mix_rows(b, values, weights, from, to, row, 1, dims);
+        }
     }
 }
 
@@ -457,19 +472,17 @@ static Work begin(const Call *c) {
     return w;
 }
 
-static int all_finite(const float *values, int64_t count) {
+static int all_finite(const stored *values, int64_t count) {
     int bad = 0;
-    for (int64_t i = 0; i < count; i++) bad |= values[i] * 0 != 0;
+    for (int64_t i = 0; i < count; i += LANES) {
+        float each[LANES];
+        store(each, widened(values + i));
+        for (int lane = 0; lane < LANES; lane++) bad |= each[lane] * 0 != 0;
+    }
     return !bad;
 }
 
-static const float *widen(const stored *from, float *to, int64_t count) {
-    if (KIND == FLOAT32) return (const float *)from;
-    for (int64_t i = 0; i < count; i += LANES) store(to + i, widened(from + i));
-    return to;
-}
-
-static void attend_part(const Work *w, int64_t head, int64_t index, float *wide) {
+static void attend_part(const Work *w, int64_t head, int64_t index) {
     const Call *c = w->call;
     const int64_t rows = c->rows, held = c->prefix + c->nodes;
     const int tail = index == w->parts - 1;
@@ -484,8 +497,8 @@ static void attend_part(const Work *w, int64_t head, int64_t index, float *wide)
         count = tail ? end - first : BLOCK;
         const int64_t next = first + 2 * BLOCK <= held ? first + BLOCK : first;
         Block b = {
-            .keys = widen(keys + first * WIDTH, wide, count * WIDTH),
-            .values = widen(values + first * WIDTH, wide + TAIL * WIDTH, count * WIDTH),
+            .keys = keys + first * WIDTH,
+            .values = values + first * WIDTH,
             .next_keys = {keys + next * WIDTH, 0, LINE * times(rows, LANES / 2)}, /* scored in so many turns */
             .next_values = {values + next * WIDTH, 0, LINE * times(rows, MIXED)},
             .first = first,
@@ -511,10 +524,8 @@ static void take_parts(void *given) {
     Work *w = given;
     const Call *c = w->call;
     const int64_t tasks = c->kv_heads * w->parts, from = w->parts > NEAR ? NEAR : 0;
-    const int64_t worker = __atomic_fetch_add(&w->workers, 1, __ATOMIC_RELAXED);
-    float *wide = found(w, c->kv_heads, 0) + worker * WIDENED;
     for (int64_t task; (task = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED)) < tasks;)
-        attend_part(w, task / w->parts, (task + from) % w->parts, wide);
+        attend_part(w, task / w->parts, (task + from) % w->parts);
 }
 
 /* Weigh what the parts of a head found for up to a vector of rows by their sums of weights. */
@@ -543,7 +554,7 @@ static void combine(const Work *w, int64_t head, int64_t row) {
 /* How many numbers of scratch a call needs. */
 int64_t tswift_scratch(const Call *c) {
     const Work w = begin(c);
-    return found(&w, c->kv_heads, 0) - c->scratch + c->threads * WIDENED;
+    return found(&w, c->kv_heads, 0) - c->scratch;
 }
 
 void tswift_attend(const Call *c) {
