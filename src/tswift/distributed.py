@@ -40,8 +40,7 @@ class Dist:
     """All ranks, as one of them sees them; a single process by default.
 
     Attributes:
-        rank: index of this one.
-        count: number of ranks.
+        rank, count: index of this one, and number of ranks.
         device: where this one computes; None for a single process, which can choose.
         group: process group on the CPU, for small things.
         store: key-value store of torchrun.
@@ -113,15 +112,14 @@ class Dist:
             own = error
         errors: list[Any] = [None] * self.count
         if self.count > 1:
-            of_input = isinstance(own, InputError)
-            told = (own.message, own.field) if isinstance(own, InputError) else (str(own), None)
-            mine = None if own is None else (*told, of_input)
+            message = own.message if isinstance(own, InputError) else str(own)
+            mine = None if own is None else (message, getattr(own, "field", None), isinstance(own, InputError))
             dist.all_gather_object(errors, mine, group=self.group)
         if own is not None:
             raise own
-        for rank, theirs in enumerate(errors):
-            if theirs is not None:
-                message, field, of_input = theirs
+        for rank, error in enumerate(errors):
+            if error is not None:
+                message, field, of_input = error
                 raise InputError(message, field) if of_input else Fault(f"rank {rank}: {message}")
 
     def report(self) -> None:

@@ -42,21 +42,6 @@ def test_options(tswift, prompt: Path, checkpoint: Path, words: str, expected: s
     _one_line(tswift("generate", *rest, *words.split()), expected)
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (b"", "is empty"),
-        (b" \n\t ", "has nothing but white space"),
-        (b"text\0text", "is not text: it has NUL bytes"),
-        (b"\x89PNG\xff\xfe", "is not UTF-8 text (byte 0)"),
-    ],
-)
-def test_prompts(tswift, tmp_path: Path, checkpoint: Path, data: bytes, expected: str) -> None:  # type: ignore[no-untyped-def]
-    path = tmp_path / "bad.txt"
-    path.write_bytes(data)
-    _one_line(tswift("generate", "--model", checkpoint, "--prompt", path), f"--prompt: {path} {expected}")
-
-
 def test_empty_standard_input(tswift, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     _one_line(tswift("generate", "--model", checkpoint, "--prompt", "-"), "--prompt: standard input is empty")

@@ -93,17 +93,6 @@ def test_a_flipped_bit_of_a_token_never_passes(run: Path, place: int, bits: int,
     assert spoilt(run, flip, resumed)[0] != 0
 
 
-@few
-@given(place=st.floats(0, 1, exclude_max=True), bits=st.integers(1, 255), resumed=st.booleans())
-def test_a_flipped_bit_of_the_prompt_is_refused(run: Path, place: float, bits: int, resumed: bool) -> None:
-    def flip(folder: Path) -> None:
-        data = bytearray((folder / "prompt.u32").read_bytes())
-        data[int(place * len(data))] ^= bits
-        (folder / "prompt.u32").write_bytes(data)
-
-    assert spoilt(run, flip, resumed)[0] == 2
-
-
 @pytest.mark.slow
 @few
 @given(

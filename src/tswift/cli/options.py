@@ -66,13 +66,13 @@ def takes(
 
         @wraps(function)
         def command(context: typer.Context, **values: Any) -> None:
-            given = {
+            typed = {
                 name: _value(name, values[name], option)
                 for name, (_, _, option) in carried.items()
                 if values[name] not in (None, [])
             }
-            own_values = {name: value for name, value in values.items() if name not in carried}
-            function(Typed(given, context.obj), **own_values)
+            others = {name: value for name, value in values.items() if name not in carried}
+            function(Typed(typed, context.obj), **others)
 
         parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         for name, (kind, default, option) in carried.items():
@@ -126,8 +126,3 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but erro
 NoProgress = Annotated[
     bool, typer.Option("--no-progress", help="No progress bar and no progress lines.", rich_help_panel=_OUTPUT)
 ]
-
-
-def given(context: typer.Context, names: Sequence[str]) -> dict[str, Any]:
-    """Of these options, by parameter name, those that were typed or have a default."""
-    return {name: context.params[name] for name in names if context.params[name] is not None}

@@ -248,6 +248,8 @@ class RunConfig(TextConfig, ModelConfig):
     def from_record(cls, record: Mapping[str, Any]) -> RunConfig:
         """The configuration of a recorded run: its model as it was loaded, its drafting options as they were resolved.
 
+        Attention is ``auto`` where that was ``native``, which another machine may lack.
+
         Raises:
             AttributeError, KeyError, TypeError, ValueError: the record is broken.
         """

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import tswift
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, platform, processors and git commit, as they go into ``run.json``."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = _output(query) if device.type == "cuda" else None
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -28,7 +31,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "driver": _driver() if device.type == "cuda" else None,
+        "driver": driver.splitlines()[0] if driver else None,
     }
 
 
@@ -59,18 +62,11 @@ def resident_bytes() -> int | None:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _driver() -> str | None:
-    """Version of the NVIDIA driver."""
-    answer = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return answer.splitlines()[0] if answer else None
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
 
 
 def _git_commit() -> str | None:

@@ -477,11 +477,9 @@ class RunRecord:
     """A run as its folder describes it, finished or not.
 
     Attributes:
-        path: the folder.
-        record: all of ``run.json``.
+        path, record: the folder, and all of ``run.json``.
         state: ``running``, ``finished``, ``interrupted`` or ``failed``, as it was last written.
-        config: what made the run: its model as it was loaded, its drafting options as they were resolved. Attention is
-            ``auto`` where that was ``native``, which another machine may lack.
+        config: what made the run; see :meth:`RunConfig.from_record`.
         params: the sampling parameters, banned end-of-text tokens included.
         prompt: the prompt's token ids.
         bits: hash of the arithmetic of all its sessions; None if it was not exact, or they differ.
