@@ -117,9 +117,9 @@ class Dist:
             dist.all_gather_object(errors, mine, group=self.group)
         if own is not None:
             raise own
-        for rank, error in enumerate(errors):
-            if error is not None:
-                message, field, of_input = error
+        for rank, theirs in enumerate(errors):
+            if theirs is not None:
+                message, field, of_input = theirs
                 raise InputError(message, field) if of_input else Fault(f"rank {rank}: {message}")
 
     def report(self) -> None:
