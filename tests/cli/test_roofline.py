@@ -126,3 +126,15 @@ def test_bad_input(tswift, words: str, message: str) -> None:  # type: ignore[no
     assert result.out == b""
     assert result.err.startswith(f"tswift: error: {message}")
     assert result.err.count("\n") == 1
+
+
+def test_a_published_drafter(tswift) -> None:  # type: ignore[no-untyped-def]
+    words = ("roofline", "--model", "shape:qwen3-8b", "--device", "h200", "--alpha", 0.5, "--drafter")
+    for kind, tokens in (("dspark", 4.5), ("dflash", 8.5), ("eagle3", 4.0)):
+        record = json.loads(tswift(*words, kind, "--json", "-").out)
+        found = record["decodes"][2]
+        assert (found["method"], found["tokens_per_step"]) == (f"drafter {kind}", tokens)
+        assert 1.1 < found["needed"] < 1.4
+    assert tswift(*words, "odd").err.startswith("tswift: error: --drafter: ")
+    refused = tswift("roofline", "--model", "shape:qwen3-8b", "--device", "h200", "--drafter", "dspark")
+    assert refused.err == "tswift: error: --drafter: goes with --alpha\n"

@@ -23,11 +23,17 @@ from tests.drafters import (
     tensors_of,
 )
 from tests.helpers import random_prompt
+from tswift.drafting.options import DraftOptions
+from tswift.engine import begin
 from tswift.errors import InputError
 from tswift.kv.cache import FullKV
 from tswift.kv.window import WindowKV
+from tswift.models import shapes
 from tswift.models.drafters import DraftNetwork
-from tswift.models.drafters_io import describe_drafter, find_drafter
+from tswift.models.drafters_io import RandomDrafter, describe_drafter, find_drafter
+from tswift.models.load import inspect_model
+from tswift.models.load import load as load_model
+from tswift.models.shapes import SHAPES, shape_drafter
 from tswift.models.target import Target
 
 BUDGET, SINKS = 12, 2
@@ -218,3 +224,40 @@ def test_broken_weights_are_refused(layout: str, name: str, value: torch.Tensor,
     found = find_drafter(drafter_folder(tmp_path, layout, tensors={name: value}))
     with pytest.raises(InputError, match=reason):
         found.load(target_of())
+
+
+@pytest.mark.parametrize(("model", "size"), [("qwen3-4b", 2.79e9), ("qwen3-8b", 4.74e9)])
+def test_published_sizes(model: str, size: float) -> None:
+    """DeepSpec's checkpoints in bfloat16, copies of embeddings and LM head among them."""
+    config = SHAPES[model]
+    spec = shape_drafter("dspark", config)
+    copies = 2 * config.vocab_size * config.hidden_size
+    assert 2 * (RandomDrafter(spec).parameters + copies) == pytest.approx(size, rel=0.005)
+    assert spec.taps == (1, 9, 17, 25, 33)
+
+
+def test_shapes_have_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "small", qwen3().config)
+    monkeypatch.setattr(shapes, "_NOISE", 4099)
+    for kind, method in (("dspark", "block"), ("dflash", "block"), ("eagle3", "eagle")):
+        model = load_model("shape:small", dtype="float32", drafter=kind)
+        assert model.simulated
+        assert model.about()["drafter"] == {"name": kind, "kind": kind}
+        spec = inspect_model("shape:small", dtype="float32", drafter=kind)
+        assert spec.network_spec == model.target.network_spec
+        assert spec.network_bytes == sum(weight.nbytes for weight in model.target.network.parameters())
+        begun = begin(model, random_prompt(20), 8, method=method, options=DraftOptions(budget=64, tree=(1, 1)))
+        assert sum(len(step.tokens) for step in begun.steps()) == 8
+
+
+def test_bytes_that_a_round_reads() -> None:
+    config = SHAPES["qwen3-8b"]
+    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    layer = 2 * hidden * (4096 + 1024) + 3 * hidden * inner + 2 * hidden + 2 * 128
+    told = 256 * vocab * 7
+    window = 2 * 5 * 8 * 128 * 2048
+    whole = 5 * hidden * hidden + 5 * layer + 2 * hidden + told + window + 9
+    assert shape_drafter("dspark", config).read_bytes(2, 2048, 7, 9) == 2 * whole
+    layer += hidden * (4096 + 2 * 1024) - 2 * 128 + hidden  # attention reads an embedding, too
+    again = layer + hidden + 32_000 * hidden + 2 * 8 * 128 * 2048
+    assert shape_drafter("eagle3", config).read_bytes(2, 2048, 6, 9) == 2 * (3 * hidden * hidden + 6 * again)

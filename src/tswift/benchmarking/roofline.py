@@ -25,6 +25,7 @@ from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError
 from tswift.models.config import BITS
 from tswift.models.devices import available_bytes
+from tswift.models.drafters import DrafterSpec
 from tswift.models.shapes import Shape, routed, shape_of
 from tswift.options import check_options, option
 
@@ -176,7 +177,7 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
     model = config.model
     if routed(model.target.model.config) or model.quantization:
         return None
-    drafting = {}
+    drafting, shape = {}, shape_of(model.target.model, model.target.dtype.itemsize)
     for contender in config.contenders:
         kind, options = find_method(contender.method), contender.options
         extra_bytes, passes, budget, bits = 0, 1, None, None
@@ -189,11 +190,15 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
             passes = math.ceil(options.gamma / (1 + inner))
         if kind.draft and model.draft is not None:
             extra_bytes += passes * shape_of(model.draft.model, model.draft.dtype.itemsize).weight_bytes
+        spec = model.target.network_spec
+        if kind.networks and spec is not None and options.budget is not None:
+            levels = len(options.tree) if isinstance(options.tree, tuple) else options.gamma or spec.count
+            extra_bytes += spec.read_bytes(shape.itemsize, options.budget, levels, shape.lm_head)
         if kind.partial:
             bits = BITS[model.draft_weights] if model.draft_weights else None
             budget = _UNBOUNDED if options.kv == FULL else options.budget
         drafting[contender.label] = Drafting(budget, extra_bytes, passes, bits)
-    return Floor(shape_of(model.target.model, model.target.dtype.itemsize), machine, drafting)
+    return Floor(shape, machine, drafting)
 
 
 @dataclass(frozen=True)
@@ -213,11 +218,14 @@ class RooflineQuery:
         check_options(self)
 
 
-def predict(shape: Shape, machine: Machine, query: RooflineQuery, positions: int) -> dict[str, Any]:
+def predict(
+    shape: Shape, machine: Machine, query: RooflineQuery, positions: int, drafter: DrafterSpec | None = None
+) -> dict[str, Any]:
     """Floors of passes and decodes that a query asks for, ready for JSON.
 
     Args:
         positions: that the model has.
+        drafter: a published drafter whose decode is to be predicted, too.
 
     Returns:
         ``shape``, ``machine``, ``question`` with its contexts filled in, ``passes``, and ``decodes``, plain decoding's
@@ -252,11 +260,11 @@ def predict(shape: Shape, machine: Machine, query: RooflineQuery, positions: int
         "machine": asdict(machine),
         "question": {**asdict(query), "contexts": contexts},
         "passes": passes,
-        "decodes": _decodes(shape, machine, query),
+        "decodes": _decodes(shape, machine, query, drafter),
     }
 
 
-def _decodes(shape: Shape, machine: Machine, query: RooflineQuery) -> list[dict[str, Any]]:
+def _decodes(shape: Shape, machine: Machine, query: RooflineQuery, drafter: DrafterSpec | None) -> list[dict[str, Any]]:
     prefill, length, alpha, depth = query.prefill, query.length, query.alpha, query.depth
     plain = decode_seconds(shape, machine, prefill, length, length, length)
 
@@ -293,6 +301,14 @@ def _decodes(shape: Shape, machine: Machine, query: RooflineQuery) -> list[dict[
             drafted["even_alpha"] = max(0.0, (per_step * seconds / own - 1) / depth)
         own = own or seconds
         floors.append(floor("tokenswift", per_step, passes, seconds, **drafted))
+    if drafter is not None:
+        per_step, name = drafter.count * alpha + 1, f"drafter {drafter.kind}"
+        passes = math.ceil(length / per_step)
+        read = drafter.read_bytes(shape.itemsize, query.budget, drafter.count, shape.lm_head)
+        seconds = decode_seconds(
+            shape, machine, prefill, length, passes, passes * max(query.nodes), Drafting(None, read)
+        )
+        floors.append(floor(name, per_step, passes, seconds, alpha=alpha, draft_bits=8 * shape.itemsize))
     return floors
 
 
@@ -344,6 +360,11 @@ def tables(shape: Shape, machine: Machine, prediction: Mapping[str, Any], label:
         f"chained heads, then a verification of {max(query['nodes'])} nodes; {query['depth']} tokens are drafted "
         "along a path.",
     ]
+    if any(floor["method"].startswith("drafter") for floor in prediction["decodes"]):
+        notes.append(
+            f"drafter: a round of it over a window of {query['budget']:,} tokens, then a verification; alpha is "
+            "divided by the tokens that it drafts along a path."
+        )
     notes += [
         f"A draft in {floor['draft_weights']} (but for the LM head; scales are not counted) is as quick at alpha "
         f"{floor['even_alpha']:.2f} as one of {8 * shape.itemsize} bits at {floor['alpha']:g}. What alpha it has is "

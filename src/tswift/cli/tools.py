@@ -155,7 +155,7 @@ def roofline(
         str,
         typer.Option(
             help="demo, a folder, a hub id, or shape:NAME: a published model's shape (llama3.1-8b, "
-            "yarn-llama2-7b-128k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-14b).",
+            "yarn-llama2-7b-128k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-14b, qwen3-4b, qwen3-8b, qwen3-14b).",
             rich_help_panel="Model",
         ),
     ] = "demo",
@@ -208,6 +208,14 @@ def roofline(
             "--draft-weights",
         ),
     ] = None,
+    drafter: Annotated[
+        str | None,
+        options.option(
+            _DECODE,
+            "Also with a published drafter: a folder or a hub id, for a shape dspark, dflash or eagle3; with --alpha.",
+            "--drafter",
+        ),
+    ] = None,
     json: options.Json = None,
 ) -> None:
     """Print the least time that a model can take: bytes, floors of passes, and of plain and TokenSwift decoding.
@@ -216,8 +224,8 @@ def roofline(
     """
     of_drafts: dict[str, Any] = {"depth": depth, "budget": budget, "draft_weights": draft_weights}
     given = {name: value for name, value in of_drafts.items() if value is not None}
-    if given and alpha is None:
-        raise InputError("goes with --alpha", next(iter(given)))
+    if (given or drafter) and alpha is None:
+        raise InputError("goes with --alpha", next(iter(given), "drafter"))
     _check_machine(device, bandwidth, flops)
 
     import torch
@@ -226,6 +234,7 @@ def roofline(
     from tswift.cli import output
     from tswift.models.checkpoint import in_one_line, read_config, silence
     from tswift.models.devices import find_device, find_dtype, own_dtype
+    from tswift.models.drafters_io import drafter_of
     from tswift.models.hf import max_positions
     from tswift.models.shapes import PREFIX, refuse_routed, shape_of, skeleton
 
@@ -248,7 +257,8 @@ def roofline(
     machine, where = _machine(place, device, bandwidth, flops, kind)
     with silence(), in_one_line(model):
         shape = shape_of(skeleton(config), kind.itemsize)
-    found = predict(shape, machine, query, max_positions(config))
+    network = None if drafter is None else drafter_of(drafter, config, model.startswith(PREFIX)).spec
+    found = predict(shape, machine, query, max_positions(config), network)
     words = str(kind).removeprefix("torch.")
     if record is None or record.path:
         for table in tables(shape, machine, found, f"{model}, {words}, {where}"):

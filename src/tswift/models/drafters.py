@@ -89,6 +89,24 @@ class DrafterSpec:
         """Scratch slots of a round: the whole block, even to use less of it; or the tokens that are fed back."""
         return self.block or (levels - 1) * beam
 
+    def read_bytes(self, itemsize: int, budget: int, levels: int, lm_head: int) -> int:
+        """Bytes that a round reads at least: weights, and the window.
+
+        Args:
+            itemsize: bytes of a number.
+            budget: tokens of the window.
+            levels: tokens drafted along a path.
+            lm_head: weights of the target's LM head, which a block drafter shares.
+        """
+        with torch.device("meta"):
+            sizes = {name: weight.numel() for name, weight in build(self).named_parameters()}
+        sizes = {name: size for name, size in sizes.items() if "embed_tokens" not in name and "markov_w1" not in name}
+        window, again = 2 * self.layers * self.kv_heads * self.head_dim * budget, levels - 1
+        weights = sum(sizes.values())
+        if self.kind == EAGLE3:  # all but what the taps go through is read for every level
+            return itemsize * (weights + window + again * (weights - sizes["fc.weight"] + window))
+        return itemsize * (weights + window + lm_head + again * self.rank * self.vocab_size)
+
     def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
         """Of the drafter's own cache."""
         return KVShape(self.layers, self.kv_heads, self.head_dim, dtype, device)

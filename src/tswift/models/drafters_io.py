@@ -19,6 +19,7 @@ from safetensors import safe_open
 from tswift.errors import InputError, renamed
 from tswift.models.checkpoint import CONFIG, StoredTensor, find_source, hub, in_one_line, read_object, stored_tensors
 from tswift.models.drafters import DFLASH, DSPARK, EAGLE3, BlockDrafter, DrafterSpec, EagleDrafter, build
+from tswift.models.shapes import random_drafter, shape_drafter
 from tswift.models.target import Target
 
 OPTION = "drafter"
@@ -71,13 +72,18 @@ class DrafterFile:
             reason = f"reads the states after layers {', '.join(map(str, taps))} (from 0)"
             raise _refused(self.path, f"{reason}; of the model's {layers} the last one's cannot be had")
 
-    def load(self, target: Target) -> BlockDrafter | EagleDrafter:
+    def load(self, target: Target, any_model: bool = False) -> BlockDrafter | EagleDrafter:
         """Read the weights, in the target's dtype and on its device; its passes give the taps from now on.
+
+        Args:
+            target: the model.
+            any_model: whether copies of another model's weights will do, as for random ones.
 
         Raises:
             InputError: some are not finite numbers, or the copies of the target's weights are another model's.
         """
-        self._refuse_other_target(target)
+        if not any_model:
+            self._refuse_other_target(target)
         with torch.device("meta"):
             network = build(self.spec, target)
         state = {}
@@ -134,13 +140,38 @@ def drafter_folder(name: str) -> Path:
         raise renamed(error, {"model": OPTION}) from None
 
 
-def drafter_of(name: str, config: Any) -> DrafterFile:
+@dataclass(frozen=True)
+class RandomDrafter:
+    """A drafter of published sizes and random weights, as a :class:`DrafterFile` to be loaded."""
+
+    spec: DrafterSpec
+
+    @property
+    def parameters(self) -> int:
+        """Number of its weights."""
+        with torch.device("meta"):
+            return sum(weight.numel() for weight in build(self.spec).parameters())
+
+    def load(self, target: Target, any_model: bool) -> BlockDrafter | EagleDrafter:
+        """Make the weights."""
+        return attached(random_drafter(self.spec, target))
+
+
+def drafter_of(name: str, config: Any, simulated: bool = False) -> DrafterFile | RandomDrafter:
     """The drafter of a name that goes with a model's configuration; no weights are read.
+
+    Args:
+        name: a folder or a hub id; for random weights (``simulated``) a kind, too.
+        config: the model's.
+        simulated: whether its weights are random.
 
     Raises:
         InputError: there is none, or it was made for another model.
     """
-    found, text = find_drafter(drafter_folder(name)), config.get_text_config()
+    text = config.get_text_config()
+    if simulated and name in KINDS:
+        return RandomDrafter(shape_drafter(name, text))
+    found = find_drafter(drafter_folder(name))
     found.refuse_misfit(text.hidden_size, text.vocab_size, text.num_hidden_layers)
     return found
 

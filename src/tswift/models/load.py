@@ -163,8 +163,9 @@ def load(
             the quantised model. None leaves them as they are in the checkpoint.
         draft_model: a smaller model with the same vocabulary, to draft for it: ``demo-draft`` (the bundled one), a
             folder or a hub id. It comes to the model's device, in its dtype, with the same attention.
-        drafter: a published drafter of the model, DSpark, DFlash or EAGLE-3: a folder or a hub id. The model's passes
-            are made by its layers then, in no C program, as the drafter reads the states between them.
+        drafter: a published drafter of the model, DSpark, DFlash or EAGLE-3: a folder or a hub id; for a shape a kind
+            (``dspark``, ``dflash``, ``eagle3``) with random weights. The model's passes are made by its layers then,
+            in no C program, as the drafter reads the states between them.
         draft_weights: ``int8``, ``fp8`` or ``int4``: let drafting passes of the model run on a copy of it whose linear
             layers have weights quantised by torchao, all but the LM head, and which shares all else. What is decoded is
             the model as it is. ``none`` is what None is.
@@ -201,7 +202,7 @@ def load(
             weight_only(draft_weights, config, where, kind, "draft_weights")
         if drafter is not None and ranks.count > 1:
             raise InputError("ranks that hold the model together cannot serve one yet", "drafter")
-        network = None if drafter is None else drafter_of(drafter, config)
+        network = None if drafter is None else drafter_of(drafter, config, simulated)
         source = heads_source(model, config, heads)
         if simulated and (quantize is not None or ranks.count > 1):
             raise InputError(f"{model} has random weights, which are neither quantised nor split", "model")
@@ -210,7 +211,7 @@ def load(
         loaded, note = open_model(model, config, where, read_as, attention, quantize, ranks)
         target = loaded.target
         if network is not None:  # before anything is prepared: passes have to give its taps
-            network.load(target)
+            network.load(target, simulated)
         if source == ON_HUB:
             with hub(), in_one_line(model):  # where its files were put
                 source = Path(cached_file(model, CONFIG_NAME)).parent
@@ -472,7 +473,7 @@ def inspect_model(
         count, parameters = HEADS, sum(weight.numel() for weight in weights)
     spec = _inspect(model, config, where, kind, attention, draft_weights)
     if drafter is not None:
-        network = drafter_of(drafter, config)
+        network = drafter_of(drafter, config, model.startswith(PREFIX))
         spec = replace(spec, network_spec=network.spec, network_bytes=network.parameters * kind.itemsize)
     return replace(spec, heads=None if source == ON_HUB else count, heads_bytes=parameters * kind.itemsize)
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError, did_you_mean
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import available_bytes, dtype_name, gigabytes
+from tswift.models.drafters import DFLASH, DSPARK, EAGLE3, BlockDrafter, DrafterSpec, EagleDrafter, build
 from tswift.models.heads import HEAD_TYPES, Heads
+from tswift.models.target import Target
 
 PREFIX = SHAPE_PREFIX
 
@@ -27,6 +29,7 @@ _LLAMA3 = {
 }
 # Qwen2.5's base models are published with 128K positions and no scaling of the rotary embeddings.
 _QWEN = {"rope_type": "default", "rope_theta": 1e6}
+_QWEN3 = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768}
 _COLUMNS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "bos_token_id", "eos_token_id"),
@@ -38,18 +41,21 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "qwen2.5-1.5b": (151_936, 1536, 8960, 28, 12, 2, 151_643, 151_643, 1e-6, True, _QWEN),
     "qwen2.5-7b": (152_064, 3584, 18_944, 28, 28, 4, 151_643, 151_643, 1e-6, False, _QWEN),
     "qwen2.5-14b": (152_064, 5120, 13_824, 48, 40, 8, 151_643, 151_643, 1e-5, False, _QWEN),
+    "qwen3-4b": (151_936, 2560, 9728, 36, 32, 8, 151_643, 151_645, 1e-6, True, _QWEN3),
+    "qwen3-8b": (151_936, 4096, 12_288, 36, 32, 8, 151_643, 151_645, 1e-6, False, _QWEN3),
+    "qwen3-14b": (151_936, 5120, 17_408, 40, 40, 8, 151_643, 151_645, 1e-6, False, _QWEN3),
 }
 
 
 def _config(name: str) -> Any:
     """A configuration of transformers; every shape has 131,072 positions and bfloat16 weights."""
-    make = Qwen2Config if name.startswith("qwen") else LlamaConfig
+    make = {"qwen3": Qwen3Config, "qwen2": Qwen2Config}.get(name[:5], LlamaConfig)
     return make(
         **dict(zip(_COLUMNS, deepcopy(_TABLE[name]), strict=True)), max_position_embeddings=131_072, dtype="bfloat16"
     )
 
 
-# The models of the paper's tables 3 and 4, as their authors published them.
+# The models of the paper's tables 3 and 4, as their authors published them; and those with published drafters.
 SHAPES: dict[str, Any] = {name: _config(name) for name in _TABLE}
 
 
@@ -173,6 +179,44 @@ def random_heads(kind: str, config: Any, dtype: torch.dtype, device: torch.devic
     heads.to(dtype)
     _fill(heads)
     return heads.eval().requires_grad_(False)
+
+
+def shape_drafter(kind: str, config: Any) -> DrafterSpec:
+    """The sizes with which a kind of drafter is published, for the model of a configuration."""
+    layers, spread = config.num_hidden_layers, 5
+    taps = tuple(round(1 + index * (layers - 4) / (spread - 1)) for index in range(spread))
+    block = {
+        "layers": spread,
+        "taps": taps,
+        "tap_count": spread,
+        "block": 7 if kind == DSPARK else 16,
+        "mask": config.vocab_size - 1,
+        "in_place": kind == DFLASH,
+        **({"markov": "vanilla", "rank": 256} if kind == DSPARK else {}),
+    }
+    eagle = {"layers": 1, "tap_count": 3, "draft_vocab": min(32_000, config.vocab_size), "qk_norm": False}
+    heads = config.num_attention_heads
+    return DrafterSpec(
+        kind=kind,
+        hidden_size=config.hidden_size,
+        inner_size=config.intermediate_size,
+        heads=heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+        eps=config.rms_norm_eps,
+        rope={"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]},
+        tap_size=config.hidden_size,
+        **(eagle if kind == EAGLE3 else block),
+    )
+
+
+def random_drafter(spec: DrafterSpec, target: Target) -> BlockDrafter | EagleDrafter:
+    """A drafter with random weights for a model, to time it."""
+    with torch.device(target.device), no_init_weights():
+        network = build(spec, target).to(target.dtype)
+    _fill(network)
+    return network
 
 
 @torch.no_grad()
