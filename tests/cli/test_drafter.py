@@ -39,7 +39,7 @@ def words(model: Path, method: str, *more: object) -> list[object]:
     return ["generate", *asked, *more]
 
 
-@pytest.mark.parametrize("method", ["block", "eagle"])
+@pytest.mark.parametrize("method", ["block", pytest.param("eagle", marks=pytest.mark.slow)])
 def test_the_text_is_plain_decodings_and_goes_on(
     method: str, tswift: Tswift, model: Path, drafters: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -57,7 +57,7 @@ def test_the_text_is_plain_decodings_and_goes_on(
 def test_what_is_refused(tswift: Tswift, model: Path, drafters: dict[str, Path], tmp_path: Path) -> None:
     for said, reason in (
         (words(model, "block"), "names a drafter (dspark or dflash), which block needs"),
-        (words(model, "ar", "--drafter", "x"), "ar does not use it; block and eagle do"),
+        (words(model, "ar", "--drafter", "x"), "ar does not use it; block, eagle, auto do"),
         (words(model, "block", "--drafter", tmp_path), f"{tmp_path} holds no drafter: there is no config.json in it"),
         (
             words(model, "block", "--drafter", drafters["eagle"]),
@@ -77,7 +77,7 @@ def test_what_is_refused(tswift: Tswift, model: Path, drafters: dict[str, Path],
 def test_which_one() -> None:
     assert drafter_for(["ar", "block"], "mine") == "mine"
     assert drafter_for(["ar", "medusa"], None) is None
-    with pytest.raises(InputError, match=r"^drafter: none of ar, medusa uses it; block and eagle do$"):
+    with pytest.raises(InputError, match=r"^drafter: none of ar, medusa uses it; block, eagle, auto do$"):
         drafter_for(["ar", "medusa"], "mine")
 
 

@@ -150,7 +150,7 @@ def test_the_wrong_kind_of_drafter_or_none_is_refused(tmp_path: Path) -> None:
         make_drafter("block", target, None, options_of(gamma=4))
 
 
-@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("layout", [*(pytest.param(each, marks=pytest.mark.slow) for each in KINDS[:2]), KINDS[2]])
 def test_a_round_is_a_graph(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures are emulated on the CPU: what would wait for the device within a round is refused there."""
     steps = []
@@ -166,3 +166,15 @@ def test_a_round_is_a_graph(layout: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert [step.tokens for step in steps[1]] == [step.tokens for step in steps[0]]
     assert [step.nodes for step in steps[1]] == [step.nodes for step in steps[0]]
     assert tokens_of(steps[1]) == plain(PENALISED)[:16]
+
+
+@pytest.mark.parametrize("layout", KINDS[1:])
+def test_auto_takes_it_as_one_of_its_arms(layout: str) -> None:
+    target = drafted(layout)
+    drafter = make_drafter("auto", target, None, options_of(costs="nominal"))
+    decoding = Decoding(target, PROMPT, SAMPLED, 3, drafter, 40)
+    steps = list(decoding.steps())
+    assert tokens_of(steps) == plain(SAMPLED)
+    assert method_of(layout) in {step.choice for step in steps}
+    network = drafter.arms[method_of(layout)].network
+    assert network._first + len(network._new) == len(PROMPT) + 40 - 1  # it has seen what other arms brought

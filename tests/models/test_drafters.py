@@ -240,10 +240,10 @@ def test_shapes_have_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "small", qwen3().config)
     monkeypatch.setattr(shapes, "_NOISE", 4099)
     for kind, method in (("dspark", "block"), ("dflash", "block"), ("eagle3", "eagle")):
-        model = load_model("shape:small", dtype="float32", drafter=kind)
+        model = load_model("shape:small", dtype="float64", attention="sdpa", drafter=kind)
         assert model.simulated
         assert model.about()["drafter"] == {"name": kind, "kind": kind}
-        spec = inspect_model("shape:small", dtype="float32", drafter=kind)
+        spec = inspect_model("shape:small", dtype="float64", drafter=kind)
         assert spec.network_spec == model.target.network_spec
         assert spec.network_bytes == sum(weight.nbytes for weight in model.target.network.parameters())
         begun = begin(model, random_prompt(20), 8, method=method, options=DraftOptions(budget=64, tree=(1, 1)))

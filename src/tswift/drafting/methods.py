@@ -223,6 +223,10 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
         if steady:
             tree = replace(options, tree=AUTO, gamma=None)
             arms["medusa, tree auto"] = _of_heads(models, tree, LastPass(), [], memory)
+    if models.target.network is not None:
+        name = "block" if models.target.network.spec.block else "eagle"
+        chosen = replace(options, tree=AUTO, gamma=None)
+        arms[name] = _of_network(name, models, chosen, memory if steady else None)
     arms["cascade"] = _cascade(models, options, memory if steady else None)
     if memory is not None:
         arms["recall"] = _pruned(models, options, 0, [], memory)
@@ -547,9 +551,10 @@ def partial_slots(name: str, options: DraftOptions) -> int:
 def network_slots(name: str, options: DraftOptions, network: DrafterSpec) -> int:
     """Tokens that the window of a method's published drafter has room for, by resolved options; 0 if it has none."""
     method = find_method(name)
-    if not method.networks:
+    if not (method.networks or method.may_network):
         return 0
-    return (options.budget or method.budget) + 1 + network.slots(options.gamma or network.count, BEAM)
+    levels = (options.gamma if method.networks else None) or network.count
+    return (options.budget or method.budget) + 1 + network.slots(levels, BEAM)
 
 
 def recall_bytes(name: str, options: DraftOptions, positions: int, vocab_size: int) -> int:

@@ -139,6 +139,7 @@ class Method:
         draft: whether it needs a smaller model.
         may_draft: whether it drafts with a smaller model, if there is one.
         networks: the kinds of published drafters of which it needs one.
+        may_network: whether it drafts with a published drafter, if there is one.
         reference: it reads the text as reference implementations do, slowly, to be measured beside ``ar``.
     """
 
@@ -152,6 +153,7 @@ class Method:
     draft: bool = False
     may_draft: bool = False
     networks: tuple[str, ...] = ()
+    may_network: bool = False
     reference: bool = False
 
     @property
@@ -199,7 +201,7 @@ METHODS: dict[str, Method] = {
     "triforce": Method(_OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
     "block": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("dspark", "dflash")),
     "eagle": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("eagle3",)),
-    "auto": replace(_CASCADE, may_draft=True),
+    "auto": replace(_CASCADE, may_draft=True, may_network=True),
     "ar-reference": Method(reference=True),
 }
 

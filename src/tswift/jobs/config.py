@@ -96,11 +96,11 @@ def drafter_for(methods: Sequence[str], asked: str | None) -> str | None:
     Raises:
         InputError: no such method, one was typed and none needs it, or none was typed and one is needed.
     """
-    kinds = {name: method.networks for name, method in METHODS.items() if method.networks}
+    kinds = {name: method.networks for name, method in METHODS.items() if method.networks or method.may_network}
     needing = [method for method in methods if find_method(method).networks]
-    if asked is not None and not needing:
+    if asked is not None and not set(methods) & kinds.keys():
         message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
-        raise InputError(f"{message}; {' and '.join(kinds)} do", "drafter")
+        raise InputError(f"{message}; {', '.join(kinds)} do", "drafter")
     if asked is None and needing:
         raise InputError(f"names a drafter ({' or '.join(kinds[needing[0]])}), which {needing[0]} needs", "drafter")
     return asked
