@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tswift.decoding.drafter import Context, Drafter, DraftTree, Step
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
+from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS as _METHODS
 from tswift.drafting.options import DraftOptions, find_method
@@ -222,3 +223,9 @@ def random_tree(nodes: int, random: Random, vocab: int = VOCAB) -> DraftTree:
     while len(tree) < nodes:
         tree.grow(random.randrange(len(tree)), random.randrange(vocab), "random")
     return tree
+
+
+def take_turns(drafter: AdaptiveDrafter) -> None:
+    """Have each arm draft every so many steps, whatever it costs."""
+    bandit, arms = drafter.bandit, len(drafter.arms)
+    bandit.learn = lambda *given: setattr(bandit, "chosen", (bandit.chosen + 1) % arms)  # type: ignore[method-assign]

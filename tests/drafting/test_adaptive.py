@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzzing import few
-from tests.helpers import decode_method, decode_steps, random_prompt, tiny_draft, tiny_heads, tiny_target, tokens_of
+from tests.helpers import (
+    decode_method,
+    decode_steps,
+    random_prompt,
+    take_turns,
+    tiny_draft,
+    tiny_heads,
+    tiny_target,
+    tokens_of,
+)
 from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
@@ -156,8 +165,7 @@ def test_the_text_is_plain_decodings(
     drafter = make_drafter(
         "auto", tiny_target(), heads and tiny_heads(kind=heads), DraftOptions(budget=64), costs=costs
     )
-    bandit, arms = drafter.bandit, len(drafter.arms)
-    bandit.learn = lambda *given: setattr(bandit, "chosen", (bandit.chosen + 1) % arms)  # all of them, in turns
+    take_turns(drafter)
     steps = decode_steps(tiny_target(), drafter, prompt, params, 5, 150)
     assert tokens_of(steps) == wanted
     assert {step.choice for step in steps} == set(drafter.arms)

@@ -17,12 +17,14 @@ from tests.helpers import (
     decode_method,
     decode_steps,
     random_prompt,
+    take_turns,
     tiny_draft,
     tiny_heads,
     tiny_target,
     tokens_of,
 )
 from tswift.decoding.params import SamplingParams
+from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.models.passes import NOMINAL
@@ -60,6 +62,8 @@ def test_the_text_is_plain_decodings(
     options = DraftOptions(kv=kv, budget=64, sinks=4, nodes=12 if "nodes" in METHODS[method].uses else None)
     heads, draft = tiny_heads(dtype), tiny_draft(dtype)
     drafter = make_drafter(method, target, heads, options, draft, costs=NOMINAL, drafting=copied)
+    if isinstance(drafter, AdaptiveDrafter):
+        take_turns(drafter)
     length = 60 if method == "auto" else 40  # that chooses a cascade later
     steps = decode_steps(target, drafter, prompt, PARAMS, 1, length)
     assert tokens_of(steps) == decode_method("ar", target, prompt, PARAMS, 1, length)
