@@ -13,14 +13,17 @@ import pytest
 import torch
 
 from tests.cuda import capture
-from tests.drafters import LAYOUTS, VOCAB, Dense, drafter_folder, qwen3, target_of
+from tests.drafters import HIDDEN, LAYOUTS, VOCAB, Dense, drafter_folder, qwen3, target_of
 from tests.helpers import decode, decode_steps, random_prompt, tokens_of
+from tswift.attention.chunked import ChunkedAttention
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
+from tswift.kv.cache import FullKV
+from tswift.models.adapting import set_width
 from tswift.models.drafters_io import find_drafter
 from tswift.models.passes import Graphs
 from tswift.models.target import Target
@@ -178,3 +181,59 @@ def test_auto_takes_it_as_one_of_its_arms(layout: str) -> None:
     assert method_of(layout) in {step.choice for step in steps}
     network = drafter.arms[method_of(layout)].network
     assert network._first + len(network._new) == len(PROMPT) + 40 - 1  # it has seen what other arms brought
+
+
+@pytest.mark.parametrize("params", [SAMPLED, PENALISED])
+def test_a_perfect_drafter_is_always_right(params: SamplingParams, tmp_path: Path) -> None:
+    """A target that looks at its last token only, and a DSpark whose bias is that target's LM head."""
+    network = deepcopy(qwen3())
+    for layer in network.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    network.model.embed_tokens.weight.data.mul_(3)
+    with torch.no_grad():
+        states = network.model.norm(network.model.embed_tokens.weight).float()
+    own = {"embed_tokens.weight": network.model.embed_tokens.weight, "norm.weight": torch.zeros(HIDDEN)}
+    own |= {"markov_head.markov_w1.weight": states, "markov_head.markov_w2.weight": network.lm_head.weight}
+    own |= {"confidence_head.proj.weight": None, "confidence_head.proj.bias": None}
+    weights = {name: value if value is None else value.detach().float() for name, value in own.items()}
+    said = {"markov_rank": HIDDEN, "enable_confidence_head": False}
+    target = find_drafter(drafter_folder(tmp_path, "dspark", said, weights)).load(Target(network)).target
+    accepted = {}
+    for name, options in {
+        "chain": options_of(tree=(1,) * 4),
+        "tree": options_of(recall=0, costs="nominal"),
+        "noise not shared": options_of(tree=(1,) * 4, shared_noise=False),
+    }.items():
+        steps = decode_steps(target, make_drafter("block", target, None, options), PROMPT, params, 3, 40)
+        accepted[name] = [step.accepted for step in steps]
+    assert accepted["chain"] == [4] * 8  # of five tokens a step
+    assert sum(accepted["tree"]) >= 30
+    assert sum(accepted["noise not shared"]) < 20
+
+
+def test_exact_passes_give_taps_too() -> None:
+    target = Target(deepcopy(qwen3(torch.bfloat16)), ChunkedAttention)
+    with TemporaryDirectory() as folder:
+        find_drafter(drafter_folder(Path(folder), "dspark")).load(target, any_model=True)
+    assert set_width(target, "sdpa", True) is None
+    ar = decode(target, Drafter(), PROMPT, SAMPLED, 3, 30)
+    steps = decode_steps(target, make_drafter("block", target, None, TREES["alone"]), PROMPT, SAMPLED, 3, 30)
+    assert tokens_of(steps) == ar
+    assert 1 < max(step.nodes for step in steps) <= target.width
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_taps_too() -> None:
+    text, taps = torch.tensor(PROMPT[:7]), []
+    for compiled in (False, True):
+        target = target_of(torch.float32)
+        with TemporaryDirectory() as folder:
+            find_drafter(drafter_folder(Path(folder), "dspark")).load(target)
+        if compiled:
+            assert target.compile("eager") is None
+        run = target._pass(torch.arange(7), FullKV(target.kv_shape, 7), None)
+        with torch.inference_mode():
+            taps.append(target._compute(text, torch.arange(7), run).taps)
+    torch._dynamo.reset()
+    torch.testing.assert_close(*taps)
