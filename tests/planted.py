@@ -37,6 +37,7 @@ class Fault(NamedTuple):
 
 LOOP, DEVICE, RULE = "decoding/test_loop.py", "decoding/test_device_step.py", "decoding/test_sampling.py"
 CACHES, KERNEL, NATIVE = "kv/test_caches.py", "attention/test_triton.py", "attention/test_native.py"
+NETWORKS, TREES_OF = "models/test_drafters.py", "drafting/test_networks.py"
 FAULTS = [
     # a step
     Fault("a commit's gather is skipped", "kv/cache.py", LOOP,
@@ -149,6 +150,27 @@ FAULTS = [
           "written=tokens,", "written=tokens[:-1],"),
     Fault("the gate's sign is wrong", "benchmarking/gate.py", "benchmarking/test_gate.py",
           "(ours - self.limit(baseline))", "(self.limit(baseline) - ours)"),
+    # published drafters
+    Fault("taps are a layer off", "models/hf.py", NETWORKS,
+          "decoder.layers[index].register", "decoder.layers[index - 1].register"),
+    Fault("a block begins a place early", "models/drafters.py", NETWORKS,
+          "position + block", "position + block - 1"),
+    Fault("DFlash's slot of the root is a guess", "models/drafters.py", NETWORKS,
+          "self.norm(rows)[int(self.spec.in_place) :]", "self.norm(rows)"),
+    Fault("what EAGLE drafts stays at one place", "models/drafters.py", NETWORKS,
+          "(self._place + level).expand", "self._place.expand"),
+    Fault("the draft vocabulary is not mapped", "models/drafters.py", NETWORKS,
+          "self.d2t + torch.arange", "torch.arange"),
+    Fault("a drafter's window has no sinks", "kv/window.py", NETWORKS,
+          "self.sinks + (place - self.sinks) % (self.budget - self.sinks)", "place % self.budget"),
+    Fault("a drafter is told the token, not the next one", "drafting/networks.py", TREES_OF,
+          "text[places.start + 1 : places.stop + 1]", "text[places.start : places.stop]"),
+    Fault("a drafter's levels have the noise of the ones before", "drafting/networks.py", TREES_OF,
+          "position + 1 + level", "position + level"),
+    Fault("states of nodes beside the path enter the window", "drafting/networks.py", TREES_OF,
+          "torch.tensor(context.path[-count:])", "torch.arange(count)"),
+    Fault("a branch of a drafter goes on from another's state", "drafting/networks.py", TREES_OF,
+          "rows, tokens = picked // self._width", "rows, tokens = picked % count"),
 ]  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(layo
         text, sampler = list(context.text), context.sampler
         window = dense.window(len(text) - 1, 64, 4)
         block = None if "eagle" in layout else dense.block(text, window)
-        below = [node for node in range(1, len(tree)) if tree.depths[node] == 2]
+        below = [node for node in range(1, len(tree)) if tree.depths[node] > 1]
         for node in (0, *{tree.parents[node] for node in below}):
             path = tree.path(node)
             logits = dense.eagle(text, path, window) if block is None else dense.biased(block, [text[-1], *path])
@@ -128,7 +128,7 @@ def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(layo
     accepted = [step.accepted for step in decoding.steps()]
     assert {0, 1, 2, 3} <= {*accepted}
     assert checked.count(0) > 3
-    assert checked.count(1) > 12
+    assert min(checked.count(1), checked.count(2)) > 12
 
 
 def _any_path(tree, random: Random) -> list[int]:  # type: ignore[no-untyped-def]
