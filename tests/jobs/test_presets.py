@@ -24,7 +24,8 @@ Qwen2.5-14b,20,1.0,,0.05,1.13,1024
 
 def test_presets_are_table_10() -> None:
     rows = {row["model"].lower(): row for row in csv.DictReader(TABLE_10.splitlines())}
-    assert list(rows) == list(PRESETS) == list(SHAPES)
+    assert list(rows) == list(PRESETS)
+    assert rows.keys() <= SHAPES.keys()
     for name, row in rows.items():
         config = RunConfig.of(preset=name, method="tokenswift", prompt="x")
         assert config.model == PRESETS[name]["model"]

@@ -191,7 +191,8 @@ class HeadsTrainee(Trainee):
         stats, longest = DecodeStats(1), min(config.seq_len, _PROMPT, target.max_positions - tokens)
         for row in self._rows:
             try:
-                generation = begin(replace(self._model, heads=heads), row[:longest].tolist(), tokens, seed=config.seed)
+                model, prompt = replace(self._model, heads=heads), row[:longest].tolist()
+                generation = begin(model, prompt, tokens, seed=config.seed, method="tokenswift")
             except InputError as error:
                 raise renamed(error, {"length": "alpha_tokens"}) from None
             stats.depth = generation.depth
