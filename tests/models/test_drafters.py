@@ -152,6 +152,14 @@ def test_what_a_folder_holds(layout: str, tmp_path: Path) -> None:
     assert found["parameters"] == sum(weight.numel() for weight in read.values())
 
 
+@pytest.mark.parametrize("ids", [[1, 3, 4], [2, 4, 5]])
+def test_taps_of_eagle_by_either_convention(ids: list[int], tmp_path: Path) -> None:
+    """Ids that begin with 1 name layers, others what goes into them (SGLang, pull request 25454)."""
+    nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
+    for layout, said in (("eagle-safeai", nested), ("eagle-speculators", {"eagle_aux_hidden_state_layer_ids": ids})):
+        assert find_drafter(drafter_folder(tmp_path / layout, layout, said)).spec.taps == (1, 3, 4)
+
+
 def test_taps_of_evenly_spread_layers(tmp_path: Path) -> None:
     """z-lab's rule where the ids are missing: round(1 + i (N - 4) / (layers - 1))."""
     said = {"dflash_config": {"mask_token_id": 96}, "num_target_layers": LAYERS}
@@ -171,6 +179,8 @@ def test_taps_of_evenly_spread_layers(tmp_path: Path) -> None:
         ("dflash", {"layer_types": ["sliding_attention"] * 2}, {}, "has layers of sliding attention"),
         ("dflash", {"dflash_config": {"mask_token_id": 97}}, {}, "has mask_token_id 97"),
         ("dflash", {"rope_scaling": {"type": "dynamic"}}, {}, "has rotary embeddings of type 'dynamic'"),
+        ("dflash", {"rope_scaling": {"type": "yarn"}}, {}, "makes no drafter of its config.json (KeyError"),
+        ("dflash", {"layer_types": 3}, {}, "has layers of sliding attention"),
         ("dflash", {"hidden_size": "32"}, {}, "has hidden_size '32'"),
         ("eagle-safeai", {}, {"midlayer.hidden_norm.weight": None}, "lacks midlayer.hidden_norm.weight"),
         ("eagle-speculators", {}, {"layers.0.hidden_norm.weight": None}, "lacks layers.0.hidden_norm.weight"),

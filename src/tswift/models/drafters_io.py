@@ -19,6 +19,7 @@ from safetensors import safe_open
 from tswift.errors import InputError, renamed
 from tswift.models.checkpoint import CONFIG, StoredTensor, find_source, hub, in_one_line, read_object, stored_tensors
 from tswift.models.drafters import DFLASH, DSPARK, EAGLE3, BlockDrafter, DrafterSpec, EagleDrafter, build
+from tswift.models.hf import UnsupportedModel
 from tswift.models.shapes import random_drafter, shape_drafter
 from tswift.models.target import Target
 
@@ -116,7 +117,10 @@ class DrafterFile:
 def attached(network: BlockDrafter | EagleDrafter) -> BlockDrafter | EagleDrafter:
     """A drafter at its target, whose passes give its taps from now on."""
     target = network.target
-    target.tap_layers(network.spec.tapped(target.kv_shape.layers))
+    try:
+        target.tap_layers(network.spec.tapped(target.kv_shape.layers))
+    except UnsupportedModel as error:
+        raise InputError(f"does not go with this model, which has {error}", OPTION) from None
     target.network = network.eval().requires_grad_(False)
     return network
 
@@ -201,8 +205,12 @@ def find_drafter(folder: str | os.PathLike[str]) -> DrafterFile:
     read = _Reader(path, config, stored)
     spec = read.eagle(layout) if layout in _EAGLE_LAYER else read.block(layout)
     names = {_own_name(name, layout): name for name in stored}
-    with torch.device("meta"):
-        shapes = {name: tuple(each.shape) for name, each in build(spec).state_dict().items()}
+    try:
+        with torch.device("meta"):
+            shapes = {name: tuple(each.shape) for name, each in build(spec).state_dict().items()}
+    except Exception as error:  # rotary embeddings of a known type may lack something, in many ways
+        reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
+        raise _refused(path, f"makes no drafter of its {CONFIG} ({reason})") from None
     copies, unused = read.extras(spec, layout)
     for name, shape in {**shapes, **copies, **unused}.items():
         if name not in names:
@@ -291,19 +299,17 @@ class _Reader:
     def eagle(self, layout: str) -> DrafterSpec:
         """Of EAGLE-3."""
         inner = self._object("transformer_layer_config")
-        nested = self._object("eagle_config")  # SpecForge's, whose ids are those of layers
+        nested = self._object("eagle_config")  # SpecForge's
         own = {**inner, **{name: value for name, value in self.config.items() if value is not None}}
         prefix = _EAGLE_LAYER[layout]
         spec = self._spec(own, EAGLE3, prefix, 2)
         tap_size = self._integer(own, "target_hidden_size", spec.hidden_size)
         names = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-        taps = next((own[name] for name in names if own.get(name) is not None), None)
-        if taps is not None:
-            taps = [tap - 1 if isinstance(tap, int) else tap for tap in taps] if isinstance(taps, list) else taps
-        elif layout == _DEEPSPEC_EAGLE:
+        taps = next((said[name] for said in (own, nested) for name in names if said.get(name) is not None), None)
+        if isinstance(taps, list) and taps[:1] != [1]:  # what goes into these layers, unless the first is 1 (SGLang)
+            taps = [tap - 1 if type(tap) is int else tap for tap in taps]
+        if layout == _DEEPSPEC_EAGLE:
             taps = own.get("target_layer_ids")
-        else:
-            taps = nested.get(names[0])
         spec = replace(spec, **self._taps(taps, tap_size, 3))
         return replace(
             spec,
@@ -337,8 +343,9 @@ class _Reader:
         if len(queries.shape) != 2 or queries.shape[0] % (2 * heads) or not queries.shape[0]:
             reason = f"of shape {list(queries.shape)}, which {heads} query heads cannot share"
             raise _refused(self.path, f"has {queries.name} {reason}")
-        kinds = own.get("layer_types") or ()
-        if own.get("use_sliding_window") or any(each != "full_attention" for each in kinds):
+        kinds = own.get("layer_types") or []
+        full = isinstance(kinds, list) and all(each == "full_attention" for each in kinds)
+        if own.get("use_sliding_window") or not full:
             raise _refused(
                 self.path, "has layers of sliding attention, which tswift does not serve; --budget makes windows"
             )

@@ -231,6 +231,8 @@ class LayerTaps:
 
     def __init__(self, decoder: Any, layers: Sequence[int]) -> None:
         self._layers, self._caught = tuple(layers), dict[int, Tensor]()
+        if not hasattr(decoder, "layers"):
+            raise UnsupportedModel("no layers that tswift knows of")
         for index in {*layers}:
             decoder.layers[index].register_forward_hook(partial(self._catch, index))
 
