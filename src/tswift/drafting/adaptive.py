@@ -20,10 +20,8 @@ _SHARE = 0.015  # of the time that has passed, which they may lose after that
 _LEAST, _MOST = 3, 12  # counted steps of a trial: of an arm that is slower than so much of the best, and of others
 _SLOWER = 0.85
 _LOSS = 4.0  # plain steps' time lost, after which a trial ends at once
-_WAIT, _PATIENCE = (
-    64.0,
-    2.0,
-)  # plain steps' time until an arm as fast as the best is tried again; half as fast, 2^2 of it
+_WAIT = 64.0  # plain steps' time until an arm as fast as the best is tried again
+_PATIENCE = 2.0  # one that is half as fast waits 2 to this power times as long
 _LONGEST = 2048.0  # after which any is
 _EVERY = 4  # steps after which it is asked whether another arm is due
 _MEMORY = 1 / 96  # of what is known of an arm, forgotten in each of its steps
