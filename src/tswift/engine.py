@@ -258,7 +258,8 @@ def _refuse_excess(
     needed = f"{words} need {estimate.positions:,} positions"
     if estimate.positions > model.max_positions:
         raise InputError(f"{needed}, the model has {model.max_positions:,}", option)
-    if draft is not None and find_method(method).draft and estimate.positions > draft.max_positions:
+    kind = find_method(method)
+    if draft is not None and (kind.draft or kind.may_draft) and estimate.positions > draft.max_positions:
         raise InputError(f"{needed}, the draft model has {draft.max_positions:,}", "draft_model")
     _refuse_memory(estimate, model.device, option)
 

@@ -125,16 +125,20 @@ def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
     assert replace(found, heads_bytes=known.heads_bytes) == known
 
 
-def test_too_few_positions(checkpoint: Path, small: Path) -> None:
+@pytest.mark.parametrize("method", ["standalone", "auto"])
+def test_too_few_positions(method: str, checkpoint: Path, small: Path) -> None:
     with pytest.raises(InputError) as caught:
-        preflight(str(checkpoint), 3, 62, "standalone", DraftOptions(), draft_model=str(small))
+        preflight(str(checkpoint), 3, 62, method, DraftOptions(), draft_model=str(small))
     wanted = "draft_model: at least 3 prompt tokens and 62 new ones need 65 positions, the draft model has 64"
     assert str(caught.value) == wanted
     model = load(str(checkpoint), draft_model=str(small))
-    begin(model, [1, 2, 3], 61, method="standalone")
+    begin(model, [1, 2, 3], 61, method=method)
     begin(model, [1, 2, 3], 62, method="ar")  # which does not look at it
     with pytest.raises(InputError, match=r"^draft_model: 3 prompt tokens and 62 new ones need 65 positions"):
-        begin(model, [1, 2, 3], 62, method="standalone")
+        begin(model, [1, 2, 3], 62, method=method)
+
+
+def test_no_smaller_model(checkpoint: Path) -> None:
     with pytest.raises(InputError, match=r"^draft_model: standalone drafts with a smaller model, and none is loaded"):
         begin(load(str(checkpoint)), [1, 2, 3], 5, method="standalone")
 

@@ -105,11 +105,14 @@ def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
     target = target_of(kind, half)
     assert target.program is not None
     assert compiled(target, "") == PROGRAM
-    target.tap()
     for held, nodes in ((0, 1), (0, 7), (200, 1), (200, 23), (130, 64)):
         tokens, positions, ancestors = tree_of(nodes, held)
         kv = filled(target, held, nodes)
+        untapped = target.forward(tokens, positions, kv, ancestors)
+        target.tap()
+        target.tap_layers([1, 0, 1])
         ours = target.forward(tokens, positions, kv, ancestors)
+        assert torch.equal(ours.hidden, untapped.hidden)
         logits, written = target.logits(ours.hidden), [kv.keys.clone(), kv.values.clone()]
         target.program, program = None, target.program
         theirs = target.forward(tokens, positions, kv, ancestors)
@@ -117,10 +120,13 @@ def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
         target.program = program
         assert ours.raw is not None
         assert theirs.raw is not None
+        assert ours.taps is not None
+        assert theirs.taps is not None
         for own, other in (
             (logits, wanted),
             (ours.hidden, theirs.hidden),
             (ours.raw, theirs.raw),
+            (ours.taps, theirs.taps),
             (written[0], kv.keys),
             (written[1], kv.values),
             (torch.stack(ours.queries), torch.stack([query[:, :nodes] for query in theirs.queries])),

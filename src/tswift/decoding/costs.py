@@ -27,7 +27,7 @@ NODES = (1, 2, 4, 8, 16, 32)
 _SHORT, _LONG = 64, 16_384  # keys
 _MOST_BYTES = 1 << 29  # of the cache that is read
 _TIMES = 7
-_FORMAT = 3  # of what is measured, and how
+_FORMAT = 4  # of what is measured, and how
 _ROWS = 3  # that a level of heads is asked for at once
 
 _here: dict[tuple[Path | None, str], PassCosts] = {}  # measured or read by this process

@@ -230,7 +230,7 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     arms["cascade"] = _cascade(models, options, memory if steady else None)
     if memory is not None:
         arms["recall"] = _pruned(models, options, 0, [], memory)
-    if models.draft is not None and models.positions <= models.draft.max_positions:
+    if models.draft is not None:
         arms["standalone"] = standalone(models, _standalone_options(options))
     if steady:
         for drafter in arms.values():
@@ -245,7 +245,9 @@ def _standalone_options(options: DraftOptions) -> DraftOptions:
     alone = METHODS["standalone"]
     assert options.gamma is not None
     assert alone.gamma is not None
-    return replace(options, gamma=min(options.gamma, alone.gamma), kv=alone.kv[0], budget=alone.budget)
+    assert options.nodes is not None
+    gamma = max(1, min(options.gamma, alone.gamma, options.nodes - 1))  # the root is a node, too
+    return replace(options, gamma=gamma, kv=alone.kv[0], budget=alone.budget)
 
 
 def reuse(models: Models, options: DraftOptions) -> Drafter:

@@ -181,12 +181,13 @@ def resume(
         "command": list(command),
         "drafting": used_options(config.method, generation.options),
         "draft": draft,
+        "drafter": model.drafter_name,
         "draft_weights": model.draft_weights,
         "exact": model.about()["exact"],
         "environment": environment(model.target.device),
     }
     resumed = [*run.record.get("resumed", ()), session]
-    notes = _resume_notes(run, saved, len(tokens), draft)
+    notes = _resume_notes(run, saved, len(tokens), draft, model.drafter_name)
     if run.config.exact and model.exact != run.bits:
         notes.append("this machine rounds otherwise than the one before: the text may go on differently than there")
     return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes)
@@ -290,7 +291,9 @@ def _load(run: RunRecord, config: RunConfig, exact_typed: bool, ranks: Dist) -> 
     return model
 
 
-def _resume_notes(run: RunRecord, saved: JournalState, kept: int, draft: Mapping[str, Any] | None) -> list[str]:
+def _resume_notes(
+    run: RunRecord, saved: JournalState, kept: int, draft: Mapping[str, Any] | None, drafter: str | None
+) -> list[str]:
     notes = [f"going on after {kept:,} tokens"]
     if saved.damage:
         notes.append(f"{saved.damage}: what comes after token {kept:,} is drawn again")
@@ -302,4 +305,6 @@ def _resume_notes(run: RunRecord, saved: JournalState, kept: int, draft: Mapping
     if draft is not None and draft["weights"] != (run.record["model"].get("draft") or {}).get("weights"):
         name = draft["name"]
         notes.append(f"the draft model {name} is not the one that the run was begun with; no token depends on it")
+    if drafter is not None and drafter != run.config.drafter:
+        notes.append(f"the drafter {drafter} is not the one that the run was begun with; no token depends on it")
     return notes

@@ -230,7 +230,7 @@ class LayerTaps:
     """Catches the outputs of some layers of a decoder, as ``get_decoder()`` gives it."""
 
     def __init__(self, decoder: Any, layers: Sequence[int]) -> None:
-        self._layers, self._caught = tuple(layers), dict[int, Tensor]()
+        self.layers, self._caught = tuple(layers), dict[int, Tensor]()
         if not hasattr(decoder, "layers"):
             raise UnsupportedModel("no layers that tswift knows of")
         for index in {*layers}:
@@ -238,7 +238,7 @@ class LayerTaps:
 
     def take(self) -> Tensor:
         """``[n, M * H]`` of the last pass, in the order of the layers asked for."""
-        return torch.cat([self._caught[index][0] for index in self._layers], -1)
+        return torch.cat([self._caught[index][0] for index in self.layers], -1)
 
     def _catch(self, index: int, module: nn.Module, inputs: object, out: Any) -> None:
         self._caught[index] = out[0] if isinstance(out, tuple) else out

@@ -164,8 +164,7 @@ def load(
         draft_model: a smaller model with the same vocabulary, to draft for it: ``demo-draft`` (the bundled one), a
             folder or a hub id. It comes to the model's device, in its dtype, with the same attention.
         drafter: a published drafter of the model, DSpark, DFlash or EAGLE-3: a folder or a hub id; for a shape a kind
-            (``dspark``, ``dflash``, ``eagle3``) with random weights. The model's passes are made by its layers then,
-            in no C program, as the drafter reads the states between them.
+            (``dspark``, ``dflash``, ``eagle3``) with random weights.
         draft_weights: ``int8``, ``fp8`` or ``int4``: let drafting passes of the model run on a copy of it whose linear
             layers have weights quantised by torchao, all but the LM head, and which shares all else. What is decoded is
             the model as it is. ``none`` is what None is.

@@ -100,6 +100,7 @@ typedef struct {
     const uint8_t *ancestors;          /* as for attention */
     float *hidden, *raw;               /* [nodes, hidden], after and before the last norm */
     float *queries;                    /* [layers, heads, nodes, width], rotated */
+    float *states;                     /* [layers, nodes, hidden], after each layer; or none */
     float *space;                      /* as many numbers as tswift_space says */
     int64_t nodes, prefix, by_layer, by_head, threads;
 } Pass;
@@ -338,6 +339,7 @@ void tswift_forward(const Model *m, const Pass *p) {
         }
         tswift_multiply(&layer->down, inner, normed, n, m->parallel, p->threads);
         for (int64_t i = 0; i < n * hidden; i++) state[i] += normed[i];
+        if (p->states) memcpy(p->states + index * n * hidden, state, n * hidden * sizeof *state);
     }
     for (int64_t r = 0; r < n; r++)
         tswift_norm(state + r * hidden, m->norm, p->hidden + r * hidden, hidden, m->epsilon);

@@ -60,7 +60,7 @@ class _Model(ctypes.Structure):
 
 class _Pass(ctypes.Structure):
     _fields_: ClassVar = [
-        *_pointers("tokens positions keys values ancestors hidden raw queries space"),
+        *_pointers("tokens positions keys values ancestors hidden raw queries states space"),
         *_integers("nodes prefix by_layer by_head threads"),
     ]
 
@@ -238,13 +238,23 @@ class PassProgram:
         return 0 < nodes <= self.most_nodes and kv.length + nodes <= kv.capacity
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None, raw: bool
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: KVBuffer,
+        ancestors: Tensor | None,
+        raw: bool,
+        tapped: Sequence[int] = (),
     ) -> Forwarded:
-        """As :meth:`~tswift.models.target.Target.forward`, with the state before the final norm if it is asked for."""
+        """As :meth:`~tswift.models.target.Target.forward`, with the states before the final norm if they are asked for.
+
+        Those after the layers ``tapped`` come along, too.
+        """
         layers, heads, width, hidden = self._shape
         nodes, threads = len(tokens), torch.get_num_threads()
         states = torch.empty(2, nodes, hidden, dtype=torch.float32)
         queries = torch.empty(layers, heads, nodes, width, dtype=torch.float32)
+        inner = torch.empty(layers, nodes, hidden, dtype=torch.float32) if tapped else None
         tokens, positions = tokens.contiguous(), positions.contiguous()
         ancestors = None if ancestors is None or nodes == 1 else ancestors.contiguous()
         run = _Pass(
@@ -256,6 +266,7 @@ class PassProgram:
             states.data_ptr(),
             states.data_ptr() + nodes * hidden * states.itemsize,
             queries.data_ptr(),
+            0 if inner is None else inner.data_ptr(),
             0,
             nodes,
             kv.length,
@@ -270,7 +281,8 @@ class PassProgram:
         run.space = self._space.data_ptr()
         self._library.tswift_forward(*given)
         after, before = states.unbind()
-        return Forwarded(after, list(queries.unbind()), before if raw else None)
+        taps = None if inner is None else torch.cat([inner[layer] for layer in tapped], -1)
+        return Forwarded(after, list(queries.unbind()), before if raw else None, taps)
 
 
 class HeadProgram:

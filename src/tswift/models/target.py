@@ -249,12 +249,9 @@ class Target:
     def tap_layers(self, layers: Sequence[int]) -> None:
         """Let passes from now on also return the states after these layers, from 0; before any are prepared.
 
-        The layers' own modeling code makes the passes then, not a program.
-
         Raises:
             UnsupportedModel: a layer's output is no such state.
         """
-        self.program = None
         self._layer_taps = LayerTaps(self._decoder, layers)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         forwarded = self._compute_eagerly(zero, zero, self._pass(zero, FullKV(self.kv_shape, 1), None))
@@ -323,7 +320,8 @@ class Target:
                 return static(tokens, positions, ancestors, kv.length)
         self._rows(kv, nodes)
         if self.program is not None and self.program.takes(kv, nodes):
-            return self.program(tokens, positions, kv, ancestors, self.taps)
+            tapped = self._layer_taps.layers if self._layer_taps else ()
+            return self.program(tokens, positions, kv, ancestors, self.taps, tapped)
         if self.width is not None and isinstance(kv, FullKV):
             return self._computed(tokens, positions, self._exact_pass(kv, nodes, ancestors))
         compute = self._compute_eagerly if self._compiled else self._compute
