@@ -23,6 +23,7 @@ from tswift.benchmarking.table import NOTHING, Table, duration, method_name, qua
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError
+from tswift.kv.cache import ask_for_huge_pages
 from tswift.models.config import BITS
 from tswift.models.devices import available_bytes
 from tswift.models.drafters import DrafterSpec
@@ -82,7 +83,9 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """Rates of a device, each the best of several tries: a floor must not lie above the truth."""
     room = available_bytes(device)
     size = _READ_BYTES[device.type]
-    numbers = torch.ones(min(size, room // 4 if room else size) // 4, device=device)
+    numbers = torch.empty(min(size, room // 4 if room else size) // 4, device=device)
+    ask_for_huge_pages(numbers)  # as KV caches have them
+    numbers.fill_(1)
     bandwidth = numbers.nbytes / _best_seconds(numbers.sum, device)
     rates = []
     for width in _SIZES:
