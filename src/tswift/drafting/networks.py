@@ -17,7 +17,7 @@ from tswift.decoding.device_step import HostBlock
 from tswift.decoding.drafter import Context
 from tswift.decoding.sampling import Sampler
 from tswift.drafting.dynamic_tree import CandidateTree, DynamicTreeDrafter, TreeBudget
-from tswift.kv.window import WindowKV
+from tswift.kv.cache import WindowKV
 from tswift.models.drafters import BlockDrafter, EagleDrafter
 from tswift.models.passes import Forwarded, PassCosts
 

@@ -1,4 +1,4 @@
-"""KV caches: two preallocated tensors, a length, and scratch slots after it for the pass at hand."""
+"""KV caches: two preallocated tensors, a length, and scratch slots; of a whole text, or of a window of it."""
 
 from __future__ import annotations
 
@@ -107,6 +107,16 @@ class FullKV(KVBuffer):
         return max(0, self.length - window + 1)
 
 
+def _slot(place: int, budget: int, sinks: int) -> int:
+    """Where the token at a place in the text goes, in a window of the first and the newest: the oldest one's slot."""
+    return place if place < budget else sinks + (place - sinks) % (budget - sinks)
+
+
+def _staying(places: range, budget: int, sinks: int) -> list[int]:
+    """Of tokens that enter such a window together, those that none of the others replaces."""
+    return [place for place in places if place < sinks or place >= places.stop - (budget - sinks)]
+
+
 class StreamingKV(KVBuffer):
     """A small model's own cache: a text's first and newest tokens (StreamingLLM, Xiao et al., 2024).
 
@@ -162,10 +172,8 @@ class StreamingKV(KVBuffer):
         if after == before:
             return
         offset = self._held - before  # from a token's place in the text to its slot
-        ring = self.budget - self.sinks
-        # of many at once the oldest are overwritten by the newest: they need not be moved
-        staying = [place for place in range(before, after) if place < self.budget or place >= after - ring]
-        kept = {self._slot(place): place for place in staying}
+        staying = _staying(range(before, after), self.budget, self.sinks)
+        kept = {_slot(place, self.budget, self.sinks): place for place in staying}
         self.settled = after
         newer = range(after, self.seen)
         moves = kept | {self._held + place - after: place for place in newer}
@@ -179,5 +187,45 @@ class StreamingKV(KVBuffer):
                 buffer.index_copy_(2, sent[2], buffer.index_select(2, sent[3]))
         self.length = self._held + self.seen - after
 
-    def _slot(self, place: int) -> int:
-        return place if place < self.budget else self.sinks + (place - self.sinks) % (self.budget - self.sinks)
+
+class WindowKV(KVBuffer):
+    """Keys and values that are made from committed tokens alone, and of no more than a budget of them.
+
+    A token's slot follows from its place in the text, so that nothing is ever moved. Behind the budget are a slot for
+    rows that stand for no token, and scratch slots for a round of drafting, which the next round overwrites.
+
+    Args:
+        shape: what one token takes.
+        budget: most tokens held.
+        sinks: how many of the first tokens always stay; fewer than the budget.
+        scratch: scratch slots.
+
+    Attributes:
+        scratch: the first of them.
+        held: ``[capacity]`` bool on the device: the slots of committed tokens.
+    """
+
+    def __init__(self, shape: KVShape, budget: int, sinks: int, scratch: int) -> None:
+        super().__init__(shape, budget + 1 + scratch)
+        self.budget, self.sinks, self.scratch = budget, sinks, budget + 1
+        self.keys.zero_()  # what nothing attends to is multiplied by 0, which it has to bear
+        self.values.zero_()
+        self.held = torch.zeros(self.capacity, dtype=torch.bool, device=shape.device)
+
+    def slot(self, place: int) -> int:
+        """Where the token at a place in the text goes; it takes the place of the oldest."""
+        return _slot(place, self.budget, self.sinks)
+
+    def staying(self, places: range) -> Sequence[int]:
+        """Of tokens that are committed together, those that none of the others replaces."""
+        return _staying(places, self.budget, self.sinks)
+
+    def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values ``[heads, n, head_dim]`` into slots ``[n]``, none of them twice but the spare."""
+        self.keys[layer].index_copy_(1, slots, keys.to(self.keys.dtype))
+        self.values[layer].index_copy_(1, slots, values.to(self.values.dtype))
+
+    def hold(self, slots: Tensor) -> None:
+        """Committed tokens are in these slots now."""
+        self.held.index_fill_(0, slots, True)
+        self.held[self.budget] = False
