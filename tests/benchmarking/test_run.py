@@ -178,7 +178,8 @@ def test_runs_that_draft_are_simulated_and_the_others_are_not(checkpoint):
 def finish(record, config, plan: Plan, prompts=PROMPTS, on_progress=lambda *at: None):
     """The record, measured; and its states as they were kept."""
     kept = []
-    measure(record, config, prompts, plan, on_progress, lambda: kept.append(record["state"]))
+    groups, keep = {"": (config, record)}, lambda: kept.append(record["state"])
+    measure(groups, prompts, plan, lambda label, *at: on_progress(*at), keep)
     assert kept == ["running"] * (len(kept) - 1) + [record["state"]]
     SCHEMA.validate(json.loads(json.dumps(record)))
     return record

@@ -174,12 +174,9 @@ def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> Non
     plan = Plan((4,), (6, 12), warmup=0)
     record, kept = begin_suite(prepared, PROMPTS, plan, ["tswift"]), []
 
-    def tick(label):  # type: ignore[no-untyped-def]
-        def press(number, rounds, place, run) -> None:  # type: ignore[no-untyped-def]
-            if label == "min-p 0.1" and run.stats.tokens > 8:
-                raise KeyboardInterrupt
-
-        return press
+    def tick(label, number, cells, case, run) -> None:  # type: ignore[no-untyped-def]
+        if label == "min-p 0.1" and run.stats.tokens > 8:
+            raise KeyboardInterrupt
 
     run_suite(record, prepared, PROMPTS, plan, tick, lambda: kept.append(record["state"]))
     assert record["state"] == "interrupted"
@@ -198,7 +195,7 @@ def test_every_text_has_its_own_figures(checkpoint: Path) -> None:
     prepared = made(checkpoint, "case-study")
     plan = Plan((4,), (30, 150), (1, 2), warmup=0)
     record = begin_suite(prepared, PROMPTS, plan, ["tswift"])
-    run_suite(record, prepared, PROMPTS, plan, lambda label: lambda *at: None, lambda: None)
+    run_suite(record, prepared, PROMPTS, plan, lambda *at: None, lambda: None)
     assert [(text["label"], text["seed"]) for text in record["texts"]] == [
         *(("with penalty", seed) for seed in (1, 2)),
         *(("without", seed) for seed in (1, 2)),

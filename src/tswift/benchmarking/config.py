@@ -59,6 +59,14 @@ def parse_trees(words: Sequence[str] | None) -> Trees:
     return trees
 
 
+def parse_shard(words: str) -> tuple[int, ...]:
+    """``(2, 8)`` from ``2/8``, the second of eight."""
+    numbers = words.split("/")
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        raise InputError(f"wants I/N, as 1/8 for the first of eight, got {words!r}", "shard")
+    return int(numbers[0]), int(numbers[1])
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig(TextConfig):
     """Which text ``tswift compare`` has all methods write."""
@@ -167,9 +175,24 @@ class Plan:
         choices=(FULL, SAMPLED),
     )
     warmup: int = option(32, "Tokens generated before measuring.", panel=_GRID, least=0, most=1 << 31)
+    shard: tuple[int, ...] | None = option(
+        None,
+        "I/N: measure only every N-th cell (prompt, prefill, seed, repeat) from the I-th on; --merge joins them.",
+        panel=_GRID,
+        parse=parse_shard,
+        metavar="I/N",
+        least=1,
+    )
+
+    @property
+    def cells(self) -> int:
+        """How many cells of the grid there are for each prompt."""
+        return self.repeats * len(self.prefills) * len(self.seeds)
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.shard and self.shard[0] > self.shard[1]:
+            raise InputError(f"there are {self.shard[1]} shards, got number {self.shard[0]}", "shard")
         for name in ("prefills", "lens", "seeds"):
             values = getattr(self, name)
             if not values:

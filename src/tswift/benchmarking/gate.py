@@ -233,14 +233,12 @@ def refuse_foreign(
     timed, counted = (next((rule.metric for rule in rules if rule.timed is kind), None) for kind in (True, False))
     if counted and simulated_alpha(measurement) is not None:
         raise InputError(f"{counted} follows from --simulate-alpha and is not measured; times are", "fail_on")
-    # through JSON, as the baseline has come: it has no tuples
-    ours, theirs = json.loads(json.dumps(measurement["workload"])), baseline["workload"]
-    differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    differing = other_workload(measurement, baseline)
     if differing:
-        named = [name for name in differing if name != "hash"] or differing
-        raise InputError(f"the baseline is of another workload: {', '.join(named)} differs", "against")
+        raise InputError(f"the baseline is of another workload: {differing} differs", "against")
     here, there = measurement["environment"], baseline["environment"]
-    other = [name for name in _MACHINE if here.get(name) != there.get(name)]
+    ours, theirs = (one.get("sessions", [one]) for one in (measurement, baseline))  # on several machines, if merged
+    other = [name for name in _MACHINE if len({one["environment"].get(name) for one in (*ours, *theirs)}) > 1]
     if timed and other and not force:
         what = ", ".join(f"{name} {there.get(name)!r} there, {here.get(name)!r} here" for name in other)
         raise InputError(f"{timed} is of another machine ({what}); --force compares it all the same", "against")
@@ -254,6 +252,14 @@ def refuse_foreign(
         raise InputError(f"{wanted}, the baseline has {taken}", "against")
 
 
+def other_workload(measurement: Record, other: Record) -> str:
+    """What of two measurements' workloads differs, by name; empty if nothing does."""
+    # through JSON, which knows no tuples: one of them may come from a file
+    ours, theirs = (json.loads(json.dumps(one["workload"])) for one in (measurement, other))
+    differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    return ", ".join([name for name in differing if name != "hash"] or differing)
+
+
 def load_measurement(path: Path, option: str = "against") -> dict[str, Any]:
     """Read a complete ``bench.json``, which ``option`` named.
 
@@ -263,19 +269,26 @@ def load_measurement(path: Path, option: str = "against") -> dict[str, Any]:
     content = parse_json(read_file(path, MOST_RECORD, option), path, option)
     if not isinstance(content, dict) or content.get("kind") != "bench":
         raise InputError(f"{path} is not a bench.json of tswift bench", option)
-    version = bench_schema()["properties"]["schema"]["const"]
-    if content.get("schema") != version:
-        raise InputError(
-            f"{path} has schema version {content.get('schema')!s:.40}, this tswift reads {version}", option
-        )
-    error = next(_validator().iter_errors(content), None)
-    if error:
-        raise InputError(f"{path} is damaged ({error.json_path}: {error.message[-100:]})", option)
+    check_schema(content, bench_schema(), path, option)
+    if content.get("options", {}).get("shard"):
+        raise InputError(f"{path} is a shard; bench --merge makes a whole of all of them", option)
     if content["state"] != FINISHED:  # what it has not reached would never be missed
         raise InputError(f"{path} did not run to its end, it is {content['state']}", option)
     if not any(sample["points"] for sample in content["samples"]):
         raise InputError(f"{path} holds no samples", option)
     return content
+
+
+def check_schema(content: Record, schema: Mapping[str, Any], path: Path, option: str) -> None:
+    """Refuse a record of another version, or one that is not as its schema says."""
+    version = bench_schema()["properties"]["schema"]["const"]
+    if content.get("schema") != version:
+        raise InputError(
+            f"{path} has schema version {content.get('schema')!s:.40}, this tswift reads {version}", option
+        )
+    error = next(_validator(schema).iter_errors(content), None)
+    if error:
+        raise InputError(f"{path} is damaged ({error.json_path}: {error.message[-100:]})", option)
 
 
 @cache
@@ -284,8 +297,7 @@ def bench_schema() -> Mapping[str, Any]:
     return json.loads((files("tswift.benchmarking") / "bench.schema.json").read_text(encoding="utf-8"))
 
 
-@cache
-def _validator() -> Any:
+def _validator(schema: Mapping[str, Any]) -> Any:
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
 
@@ -294,4 +306,4 @@ def _validator() -> Any:
 
     kinds = {"number": number, "integer": lambda _, value: number(_, value) and type(value) is int}
     checker = Draft202012Validator.TYPE_CHECKER.redefine_many(kinds)
-    return extend(Draft202012Validator, type_checker=checker)(bench_schema())
+    return extend(Draft202012Validator, type_checker=checker)(schema)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tswift.benchmarking import plots
+from tswift.benchmarking import plots, records
 from tswift.benchmarking.config import BASELINE, DRAFTLESS, SAMPLED
 from tswift.benchmarking.suites import (
     CAUTION,
@@ -186,11 +186,14 @@ def _settings(measurement: Record) -> list[tuple[str, str]]:
 def tables(record: Record, paper: bool = False) -> list[Table]:
     """Of a bench, acceptance and speedup, then decoding times; of a suite, its table, then the measured order.
 
+    Behind them, what ran where if that was on several machines.
+
     Args:
         record: as in ``bench.json`` or ``suite.json``.
         paper: put the published rows of the same prefill and generated length beside those of a bench.
     """
-    return _suite_tables(record) if record["kind"] == "suite" else _bench_tables(record, paper)
+    found = _suite_tables(record) if record["kind"] == "suite" else _bench_tables(record, paper)
+    return [*found, *filter(None, [records.machines(dict(record))])]
 
 
 def _bench_tables(measurement: Record, paper: bool) -> list[Table]:

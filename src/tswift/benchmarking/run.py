@@ -8,18 +8,28 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import count, product
 from typing import Any
 
 import numpy as np
 
 from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, BenchConfig, Plan, Prompt
 from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
-from tswift.benchmarking.summary import FINISHED, STATS, from_source
+from tswift.benchmarking.summary import (
+    CELL,
+    FINISHED,
+    INTERRUPTED,
+    RUNNING,
+    STATS,
+    cell_of,
+    done_cells,
+    from_source,
+    grid_order,
+)
 from tswift.decoding.drafter import DraftTree, Step
 from tswift.decoding.stats import DecodeStats
 from tswift.engine import Generation, begin
@@ -30,7 +40,6 @@ from tswift.models.checkpoint import fingerprint_of
 from tswift.models.devices import available_bytes, gigabytes
 
 SCHEMA = 1
-RUNNING, INTERRUPTED = "running", "interrupted"
 
 _IMPLIED = ("tokenswift", "kv", "dynamic")  # left out of workloads, whose hashes it would change
 _WARM_PROMPT = 64  # tokens of the prompt that methods are warmed up on
@@ -216,6 +225,11 @@ class Case:
     def __str__(self) -> str:
         return f"{self.prompt.name}, prefill {self.prefill:,}, seed {self.seed}"
 
+    @property
+    def cell(self) -> dict[str, Any]:
+        """Its place in the grid, for records."""
+        return dict(zip(CELL, (self.repeat, self.prompt.name, self.prefill, self.seed), strict=True))
+
 
 class Trial:
     """All methods on one case, up to the longest of ``lens``; without a plain run, plain steps are timed in between."""
@@ -321,10 +335,7 @@ class Trial:
         case = self._case
         floors = self._floor.seconds(label, case.prefill, marks) if self._floor else [None] * len(marks)
         return {
-            "prompt": case.prompt.name,
-            "prefill": case.prefill,
-            "seed": case.seed,
-            "repeat": case.repeat,
+            **case.cell,
             "method": label,
             "estimated": False,
             "prefill_seconds": None,
@@ -359,8 +370,11 @@ class Trial:
         }
 
 
-OnProgress = Callable[[int, int, Case, Run], None]  # trial's number, trials in all, its case, the run that advanced
-OnTrial = Callable[[Case, Mapping[str, Sequence[int]], list[Sample]], None]
+# group's label, cell's number among those to be measured, how many they are, its case, the run that advanced
+OnProgress = Callable[[str, int, int, Case, Run], None]
+OnTrial = Callable[[str, Case, Mapping[str, Sequence[int]], list[Sample]], None]
+# by label, what runs side by side in one setting, and its measurement: a bench has one, a suite one for each setting
+Groups = Mapping[str, tuple[BenchConfig, dict[str, Any]]]
 
 
 def workload_hash(workload: Mapping[str, Any]) -> str:
@@ -392,79 +406,111 @@ def begin_measurement(
     except InputError as error:
         raise renamed(error, {"length": option}) from None
     workload, target = _workload(config, prompts, plan), config.model.target
-    return {
-        "schema": SCHEMA,
-        "kind": "bench",
-        "simulated": config.simulated is not None,
-        "state": RUNNING,
+    session = {
         "started": now(),
         "ended": now(),
         "command": list(command),
         "environment": environment(target.device),
         "machine": asdict(machine or measure_machine(target.device, target.dtype)),
+    }
+    return {
+        "schema": SCHEMA,
+        "kind": "bench",
+        "simulated": config.simulated is not None,
+        "state": RUNNING,
+        **session,
         "layers": config.model.layers,
         "workload": {"hash": workload_hash(workload), **workload},
+        "sessions": [{"host": platform.node(), **session, "cells": []}],
         "samples": [],
     }
 
 
 def measure(
-    measurement: dict[str, Any],
-    config: BenchConfig,
+    groups: Groups,
     prompts: Sequence[Prompt],
     plan: Plan,
     on_progress: OnProgress,
     on_checkpoint: Callable[[], None],
     on_trial: OnTrial | None = None,
-) -> None:
-    """Run the grid, or as much of it as is done when Ctrl-C is pressed.
+) -> str:
+    """Run the plan's shard of the grid, but for cells that are done, or as much of it as Ctrl-C leaves time for.
 
     Args:
-        measurement: from :func:`begin_measurement`; the samples go there. Its ``state`` says whether it is whole.
+        groups: measurements are from :func:`begin_measurement`, or were begun before; the samples go there.
         on_progress: called whenever a run has advanced by a slice.
-        on_checkpoint: called whenever all methods have reached another length.
-        on_trial: called when a trial has ended, with its texts by label; may add to its samples.
+        on_checkpoint: called whenever all methods have reached another length, and when a cell is done.
+        on_trial: called with a group's label when a trial has ended, with its texts by label; may add to its samples.
+
+    Returns:
+        How it ended, which is the ``state`` of the measurements too.
     """
-    lens = sorted(plan.lens)
-    trials = plan.repeats * len(prompts) * len(plan.prefills) * len(plan.seeds)
-    done: list[Sample] = []
-    floor = floor_of(config, Machine(**measurement["machine"]))
+    entries, cells = list(groups.items()), plan.cells * len(prompts)
+    first, shards = plan.shard or (1, 1)
+    mine = range(first - 1, cells * len(groups), shards)
+    order, warm = 0, -1
+    try:
+        for place, number in enumerate(mine):
+            order, index = divmod(number, cells)
+            label, (config, measurement) = entries[order]
+            case = _case(plan, prompts, index)
+            if cell_of(case.cell) in done_cells(measurement):
+                continue
+            for run in _warm_runs(config, prompts[0], plan) if warm != order else ():
+                run.prefill()
+                run.advance(plan.warmup)
+            warm, progress = order, partial(on_progress, label, place, len(mine), case)
+            ended = on_trial and partial(on_trial, label, case)
+            _measure_cell(config, measurement, case, plan, progress, on_checkpoint, ended)
+    except KeyboardInterrupt:
+        state = INTERRUPTED
+    else:
+        state, order = FINISHED, len(entries)
+    for number, (_, (_, measurement)) in enumerate(entries[: order + 1]):
+        measurement["state"] = FINISHED if number < order else INTERRUPTED
+    on_checkpoint()
+    return state
+
+
+def _measure_cell(
+    config: BenchConfig,
+    measurement: dict[str, Any],
+    case: Case,
+    plan: Plan,
+    on_progress: Callable[[Run], None],
+    on_checkpoint: Callable[[], None],
+    on_trial: Callable[[Mapping[str, Sequence[int]], list[Sample]], None] | None,
+) -> None:
+    """Measure all methods on a case; raises KeyboardInterrupt, with the samples so far kept, if Ctrl-C was pressed."""
+    before, session, lens = measurement["samples"], measurement["sessions"][-1], sorted(plan.lens)
 
     def keep(samples: list[Sample]) -> None:
         for sample in samples if measurement["simulated"] else ():
             sample["simulated"] = True
-        measurement.update(samples=[*done, *samples], ended=now(), layers=config.model.layers)
+        session["ended"] = now()
+        found = sorted([*before, *samples], key=grid_order(measurement["workload"]))
+        measurement.update(samples=found, ended=session["ended"], layers=config.model.layers)
         on_checkpoint()
 
-    try:
-        for run in _warm_runs(config, prompts[0], plan):
-            run.prefill()
-            run.advance(plan.warmup)
-        for number, case in enumerate(_cases(plan, prompts)):
-            prompt = case.prompt.tokens[: case.prefill]
-            trial = Trial(case, open_runs(config, prompt, lens[-1], case.seed, _labels(config, plan)), lens, floor)
-            interrupted = trial.run(partial(on_progress, number, trials, case), keep)
-            samples = trial.samples()
-            keep(samples)
-            trial.explain(samples, config)
-            if on_trial:
-                on_trial(case, {label: run.tokens for label, run in trial.runs.items()}, samples)
-            done += samples
-            if interrupted:
-                raise KeyboardInterrupt
-            keep([])
-    except KeyboardInterrupt:
-        measurement["state"] = INTERRUPTED
-    else:
-        measurement["state"] = FINISHED
-    on_checkpoint()
+    runs = open_runs(config, case.prompt.tokens[: case.prefill], lens[-1], case.seed, _labels(config, plan))
+    trial = Trial(case, runs, lens, floor_of(config, Machine(**session["machine"])))
+    interrupted = trial.run(on_progress, keep)
+    samples = trial.samples()
+    keep(samples)
+    trial.explain(samples, config)
+    if on_trial:
+        on_trial({label: run.tokens for label, run in trial.runs.items()}, samples)
+    if interrupted:
+        raise KeyboardInterrupt
+    session["cells"].append(case.cell)
+    keep(samples)
 
 
-def _cases(plan: Plan, prompts: Sequence[Prompt]) -> Iterator[Case]:
-    for repeat in count():  # not `product` of all: a million repeats need not be there at once
-        if repeat == plan.repeats:
-            return
-        yield from (Case(repeat, *axes) for axes in product(prompts, sorted(plan.prefills), plan.seeds))
+def _case(plan: Plan, prompts: Sequence[Prompt], number: int) -> Case:
+    """A cell of the grid by its number: repeats, prompts, prefills, seeds."""
+    shape = (plan.repeats, len(prompts), len(plan.prefills), len(plan.seeds))
+    repeat, prompt, prefill, seed = map(int, np.unravel_index(number, shape))
+    return Case(repeat, prompts[prompt], sorted(plan.prefills)[prefill], plan.seeds[seed])
 
 
 def _labels(config: BenchConfig, plan: Plan) -> list[str]:

@@ -6,16 +6,16 @@ A group is what runs side by side: one setting, with its own plain decode.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from tswift.benchmarking.config import BASELINE, REFERENCE, BenchConfig, BenchOptions, Contender, Plan, Prompt
 from tswift.benchmarking.quality import quality
 from tswift.benchmarking.roofline import Machine
-from tswift.benchmarking.run import INTERRUPTED, RUNNING, Case, OnProgress, Sample, begin_measurement, measure
-from tswift.benchmarking.suites import AXIS, Suite, compared, measured_rows, published_rows
-from tswift.benchmarking.summary import FINISHED
+from tswift.benchmarking.run import Case, OnProgress, Sample, begin_measurement, measure
+from tswift.benchmarking.suites import AXIS, Suite, summarise_suite
+from tswift.benchmarking.summary import RUNNING
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import DraftOptions, find_method
@@ -36,6 +36,11 @@ class Prepared:
     suite: Suite
     groups: Mapping[str, BenchConfig]  # by place on the suite's axis; "" where contenders differ along it
     missing: Mapping[str, str]  # labels that cannot run here, and why
+
+    @property
+    def model(self) -> LoadedModel:
+        """The model of all groups."""
+        return next(iter(self.groups.values())).model
 
 
 def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
@@ -138,7 +143,7 @@ def begin_suite(prepared: Prepared, prompts: Sequence[Prompt], plan: Plan, comma
         "groups": groups,
         "texts": [],
     }
-    _summarise(prepared.suite, record)
+    summarise_suite(record)
     return record
 
 
@@ -147,54 +152,35 @@ def run_suite(
     prepared: Prepared,
     prompts: Sequence[Prompt],
     plan: Plan,
-    on_progress: Callable[[str], OnProgress],
+    on_progress: OnProgress,
     on_checkpoint: Callable[[], None],
 ) -> None:
     """Measure all groups, or as much as is done when Ctrl-C is pressed.
 
     Args:
         record: from :func:`begin_suite`; filled with samples. Its ``state`` says whether it is whole.
-        on_progress: for a group's label, what is called whenever a run has advanced by a slice.
-        on_checkpoint: called whenever the record is worth writing.
+        on_progress, on_checkpoint: as :func:`tswift.benchmarking.run.measure` takes them.
     """
 
     def keep() -> None:
-        _summarise(prepared.suite, record)
+        record["ended"] = now()
+        summarise_suite(record)
         on_checkpoint()
 
-    state = FINISHED
-    for (label, config), group in zip(prepared.groups.items(), record["groups"], strict=True):
-        on_trial = partial(_judge_texts, record, prepared.suite, label, config.model)
-        measure(group["measurement"], config, prompts, plan, on_progress(label), keep, on_trial)
-        if group["measurement"]["state"] == INTERRUPTED:
-            state = INTERRUPTED
-            break
-    record["state"] = state
+    groups = {
+        label: (config, group["measurement"])
+        for (label, config), group in zip(prepared.groups.items(), record["groups"], strict=True)
+    }
+    judge = partial(_judge_texts, record, prepared.suite, prepared.model)
+    record["state"] = measure(groups, prompts, plan, on_progress, keep, judge)
     keep()
-
-
-def _summarise(suite: Suite, record: dict[str, Any]) -> None:
-    """Bring up to date what follows from the samples: rows and pairs."""
-    measured, published = measured_rows(suite, record["groups"]), published_rows(suite)
-    for name, rows in (("rows", measured), ("published", published)):
-        record[name] = [
-            {
-                "axis": row.axis,
-                "source": row.source,
-                "prefill": row.prefill,
-                "length": row.length,
-                "figures": {figure: asdict(value) for figure, value in row.figures.items()},
-            }
-            for row in rows
-        ]
-    record.update(ended=now(), pairs=[asdict(pair) for pair in compared(suite, measured, published)])
 
 
 def _judge_texts(
     record: dict[str, Any],
     suite: Suite,
-    label: str,
     model: LoadedModel,
+    label: str,
     case: Case,
     texts: Mapping[str, Sequence[int]],
     samples: list[Sample],

@@ -8,14 +8,14 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from itertools import combinations
 from statistics import mean, stdev
 from typing import Any
 
 from tswift.benchmarking.config import BASELINE
-from tswift.benchmarking.summary import METRICS, Figure, Row, drafted_only, summarise
+from tswift.benchmarking.summary import METRICS, Figure, Row, drafted_only, grid_order, summarise
 from tswift.benchmarking.table import method_name
 from tswift.errors import InputError
 
@@ -253,6 +253,22 @@ def measured_rows(suite: Suite, groups: Sequence[Mapping[str, Any]]) -> list[Row
                 shown = {name: figures[name] for name in (*suite.columns, *suite.plotted)}
                 rows.append(replace(cell, axis=group["label"] or cell.axis, figures=shown))
     return rows
+
+
+def summarise_suite(record: dict[str, Any]) -> None:
+    """Bring up to date what follows from a suite's samples: its rows and pairs; and put its texts in order."""
+    suite, first = find_suite(record["suite"]), record["groups"][0]["measurement"]
+    labels = [group["label"] for group in record["groups"]]
+    order = grid_order(first["workload"])
+    record["texts"].sort(key=lambda text: (labels.index(text["label"]), order(text)))
+    measured, published = measured_rows(suite, record["groups"]), published_rows(suite)
+    for name, rows in (("rows", measured), ("published", published)):
+        record[name] = [
+            {each: getattr(row, each) for each in ("axis", "source", "prefill", "length")}
+            | {"figures": {figure: asdict(value) for figure, value in row.figures.items()}}
+            for row in rows
+        ]
+    record["pairs"] = [asdict(pair) for pair in compared(suite, measured, published)]
 
 
 def place_name(suite: Suite, axis: str) -> str:

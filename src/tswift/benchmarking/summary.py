@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, stdev
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 from tswift.benchmarking.config import DRAFTLESS
 from tswift.benchmarking.table import duration, with_spread
 
-FINISHED = "finished"
+RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
+CELL = ("repeat", "prompt", "prefill", "seed")  # what names a cell of the grid: all methods side by side on one case
 HERE = "here"  # source of measured rows
 # where a metric is computed: an attribute of ``DecodeStats``, ``run._point``, ``quality.py``, or below and in reports
 STATS, TIMES, QUALITY, DERIVED = "stats", "times", "quality", "derived"
@@ -185,6 +186,28 @@ def drafted_only(figures: Mapping[str, Figure], method: str) -> dict[str, Figure
     }
 
 
+def cell_of(sample: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The cell that a sample, or an entry of a session's ``cells``, is of."""
+    return tuple(sample[name] for name in CELL)
+
+
+def done_cells(measurement: Mapping[str, Any]) -> set[tuple[Any, ...]]:
+    """The cells that were measured to their ends, in whichever session."""
+    return {cell_of(cell) for session in measurement["sessions"] for cell in session["cells"]}
+
+
+def grid_order(workload: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:
+    """A key that sorts samples, or kept texts, as an undisturbed benchmark measures them."""
+    prompts = {prompt["name"]: number for number, prompt in enumerate(workload["prompts"])}
+    seeds = {seed: number for number, seed in enumerate(workload["seeds"])}
+    return lambda sample: (
+        sample.get("repeat", 0),
+        prompts.get(sample["prompt"], -1),
+        sample["prefill"],
+        seeds.get(sample["seed"], -1),
+    )
+
+
 def machine_name(environment: Mapping[str, Any]) -> str:
     """The GPU, or the CPU and its threads in use."""
     threads = environment["threads"]
@@ -193,7 +216,8 @@ def machine_name(environment: Mapping[str, Any]) -> str:
 
 def source(measurement: Mapping[str, Any]) -> str:
     """Model and machine, and whether the figures are simulated, as a label."""
-    label = f"{measurement['workload']['model']}, {machine_name(measurement['environment'])}"
+    names = {machine_name(session["environment"]) for session in measurement.get("sessions", [measurement])}
+    label = f"{measurement['workload']['model']}, {' and '.join(sorted(names))}"
     return f"{label} (simulated)" if measurement["simulated"] else label
 
 

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tswift.benchmarking import gate
+from tswift.benchmarking import gate, records
 from tswift.benchmarking.config import BenchOptions, Plan, parse_trees
 from tswift.benchmarking.suites import SUITES, Suite, find_suite
-from tswift.benchmarking.summary import gated
-from tswift.cli import options
+from tswift.benchmarking.summary import FINISHED, gated, simulation
+from tswift.cli import options, output
+from tswift.cli.progress import Bars
 from tswift.cli.streams import FAILED, INTERRUPTED, loading, visible, write_stdout
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
+from tswift.jobs.folder import default_path
 from tswift.models.config import SHAPE_PREFIX, refuse_shape
 
 if TYPE_CHECKING:
     from tswift.benchmarking.run import Case, Run
-    from tswift.cli.progress import Bars
 
 
 # what bench does and a suite does not
@@ -36,20 +38,24 @@ class Progress:
 
     Attributes:
         longest: tokens of a run.
+        suite: the suite's name and its axis, if it is one.
         write: writes the record.
     """
 
     bars: Bars
     longest: int
+    suite: Suite | None
     write: Callable[[], object]
     shown: tuple[str, Case] | None = None
 
-    def show(self, what: str, number: int, trials: int, case: Case, run: Run) -> None:
-        """A line for every trial, a bar for every run of it."""
-        if self.shown != (what, case):
-            self.shown = (what, case)
+    def show(self, label: str, number: int, cells: int, case: Case, run: Run) -> None:
+        """A line for every cell, a bar for every run of it."""
+        if self.shown != (label, case):
+            self.shown = (label, case)
             self.bars.clear()
-            self.bars.say(f"{what}{number + 1} of {trials}: {case}")
+            lead = [] if self.suite is None else [f"{self.suite.name}: "]
+            lead += [f"{self.suite.axis} {label}, "] if self.suite and label else []
+            self.bars.say(f"{''.join(lead)}{number + 1} of {cells}: {case}")
         stats = run.stats
         self.bars.update(run.label, stats.tokens, self.longest, f"{stats.tokens_per_second:,.1f} tokens/s")
 
@@ -83,6 +89,22 @@ def _refuse(suite: Suite, typed: Sequence[str]) -> None:
             raise InputError(f"suite {suite.name} sets it itself", name)
         if name in _OF_BENCH:
             raise InputError("cannot be given together with --suite", name)
+
+
+def _kept(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a record keeps them: files are named so that they are found from another working directory."""
+    words = given.get("prompts", ())
+    paths = [word if word.startswith("pg19:") else str(Path(word).expanduser().absolute()) for word in words]
+    return {**given, **({"prompts": paths} if paths else {})}
+
+
+def _merged(folders: Sequence[Path], given: Sequence[str], command: Sequence[str]) -> tuple[records.Record, list[str]]:
+    """The record of shards, and which cells none of them has."""
+    if not folders:
+        raise InputError("names no folder", "merge")
+    if given:
+        raise InputError("cannot be given together with --merge: the folders say what was measured", given[0])
+    return records.merge({folder: records.read_record(folder, "merge") for folder in folders}, command)
 
 
 def _show_texts(kept: Sequence[Mapping[str, Any]]) -> None:
@@ -150,6 +172,17 @@ def bench(
     out: Annotated[
         Path | None, options.option(_OUTPUT, "Folder for the outputs. (default: ./runs/<UTC time>-bench)", "--out")
     ] = None,
+    resume: Annotated[
+        Path | None,
+        options.option(_OUTPUT, "Go on with the benchmark in this folder: measure what is missing.", "--resume"),
+    ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option("--merge", help="Make one result of the FOLDERS of shards.", rich_help_panel=_OUTPUT),
+    ] = False,
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="With --merge: what the shards wrote.", show_default=False)
+    ] = None,
     quiet: options.Quiet = False,
     no_progress: options.NoProgress = False,
 ) -> None:
@@ -159,86 +192,108 @@ def bench(
 
     Exit code 1 if a text is not plain decoding's, or on a regression against --against.
     """
-    bench_options = BenchOptions.of(parse_trees(tree), typed.values)
-    chosen = None if suite is None else find_suite(suite)
-    rules = [gate.parse_rule(rule) for rule in fail_on or ()] if chosen is None else []
-    baseline = None
-    if chosen:
-        own = {"against": against, "fail_on": fail_on, "force": force, "paper": paper, "tree": tree}
-        _refuse(chosen, [*typed.values, *(name for name, value in own.items() if value)])
-        refuse_shape(bench_options.model)
-        plan = Plan(**{"prefills": chosen.prefills, "lens": chosen.lens, **typed.of(Plan)})
-    else:
-        plan = typed.make(Plan)
-        if (against is None) != (not rules):
-            raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
-        if force and not against:
-            raise InputError("goes with --against", "force")
-        bench_options.check()
-        baseline = gate.load_measurement(against) if against else None
-    simulated = bench_options.simulate_alpha is not None or bench_options.model.startswith(SHAPE_PREFIX)
-    longest, length = max(plan.prefills), max(plan.lens)
-    with loading(bench_options.model, quiet):
-        from tswift.benchmarking import plots as drawing
-        from tswift.benchmarking import report
-        from tswift.benchmarking.config import configure, encode, read_texts
-        from tswift.benchmarking.run import begin_measurement, measure
-        from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite
-        from tswift.benchmarking.summary import FINISHED, simulation
-        from tswift.cli import output
-        from tswift.cli.progress import Bars
-        from tswift.jobs.folder import default_path
-
-        texts = read_texts(prompts or ())
+    words = {"suite": suite, "prompts": prompts, "tree": tree}
+    given = {**typed.values, **{name: value for name, value in words.items() if value}}
+    with ExitStack() as stack:
+        earlier, missing = None, list[str]()
+        if merge:
+            earlier, missing = _merged(folders or (), [*given, *["resume"] * bool(resume)], typed.command)
+        elif folders:
+            raise InputError("go with --merge", "FOLDERS")
+        elif resume:
+            if out:
+                raise InputError("cannot be given together with --resume", "out")
+            earlier = records.open_record(resume, "resume", stack)
+            records.refuse_changes(earlier, _kept(given))
+        given = earlier["options"] if earlier else given
+        suite = given.get("suite")
+        chosen = find_suite(suite) if suite else None
+        plan = records.plan_of(suite, given)
+        trees = parse_trees(given.get("tree"))
+        bench_options = BenchOptions.of(trees, {name: value for name, value in given.items() if name != "tree"})
+        rules = [gate.parse_rule(rule) for rule in fail_on or ()] if chosen is None else []
+        baseline = None
+        if chosen:
+            own = {"against": against, "fail_on": fail_on, "force": force, "paper": paper, "tree": tree}
+            _refuse(chosen, [*given, *(name for name, value in own.items() if value)])
+            refuse_shape(bench_options.model)
+        else:
+            if (against is None) != (not rules):
+                raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
+            if force and not against:
+                raise InputError("goes with --against", "force")
+            if against and plan.shard:
+                raise InputError("wants the whole grid, as --merge makes it of shards", "against")
+            bench_options.check()
+            baseline = gate.load_measurement(against) if against else None
+        simulated = bench_options.simulate_alpha is not None or bench_options.model.startswith(SHAPE_PREFIX)
+        longest, length = max(plan.prefills), max(plan.lens)
         name = f"bench-{chosen.name}" if chosen else "bench-simulated" if simulated else "bench"
-        folder = out or default_path(name)
-        with empty_folder(folder):
-            if chosen:
-                prepared = prepare(chosen, bench_options, plan)
-                config = next(iter(prepared.groups.values()))
-                selected = encode(texts, config.model, longest)
-                record = begin_suite(prepared, selected, plan, typed.command)
-                notes = [f"{label} is left out: {why}" for label, why in prepared.missing.items()]
+        folder = resume or out or default_path(name)
+        bars, notes = Bars(quiet, not no_progress), []
+        progress = Progress(bars, length, chosen, lambda: report.write_report(record, folder, whole=False))
+        run: Callable[[], object] | None = None
+        with loading(bench_options.model, quiet):
+            from tswift.benchmarking import plots as drawing
+            from tswift.benchmarking import report
+
+            if not resume:
+                stack.enter_context(empty_folder(folder))
+            if earlier and (merge or earlier["state"] == FINISHED):
+                record = earlier
             else:
-                config = configure(bench_options, longest, length, "prefills" if longest > length else "lens")
-                selected = encode(texts, config.model, longest)
-                record = begin_measurement(config, selected, plan, typed.command)
-                notes = [config.note] if config.note else []
-                notes += [f"simulated: {simulation(record)}"] if simulated else []
+                from tswift.benchmarking.config import configure, encode, read_texts
+                from tswift.benchmarking.run import begin_measurement, measure
+                from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite
+
+                texts = read_texts(given.get("prompts", ()))
+                if chosen:
+                    prepared = prepare(chosen, bench_options, plan)
+                    selected = encode(texts, prepared.model, longest)
+                    record = begin_suite(prepared, selected, plan, typed.command)
+                    run = partial(run_suite, record, prepared)
+                    notes += [f"{label} is left out: {why}" for label, why in prepared.missing.items()]
+                else:
+                    config = configure(bench_options, longest, length, "prefills" if longest > length else "lens")
+                    selected = encode(texts, config.model, longest)
+                    record = begin_measurement(config, selected, plan, typed.command)
+                    run = partial(measure, {"": (config, record)})
+                    notes += [config.note] if config.note else []
+                record["options"] = _kept(given)
+                if earlier:
+                    records.go_on(record, earlier, folder)
+                else:
+                    stack.enter_context(records.lock(folder, "out"))
+                run = partial(run, selected, plan, progress.show, progress.keep)
             if baseline:
                 gate.refuse_foreign(record, baseline, rules, plan.repeats, force)
-    bars = Bars(quiet, not no_progress)
-    if plots and not drawing.available():
-        notes.append("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
-    for note in notes:
-        bars.say(note)
-    progress = Progress(bars, length, lambda: report.write_report(record, folder, whole=False))
-
-    def show(label: str = "") -> Callable[..., None]:
-        lead = f"{suite}: {chosen.axis} {label}, " if chosen and label else f"{suite}: " if chosen else ""
-        return lambda *at: progress.show(lead, *at)
-
-    with bars:
+        if simulated:
+            notes.append(f"simulated: {simulation(record)}")
+        if plots and not drawing.available():
+            notes.append("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
+        for note in notes:
+            bars.say(note)
+        if run:
+            progress.keep()
+            with bars:
+                run()
+        for table in report.tables(record, paper):
+            output.show(table)
         if chosen:
-            run_suite(record, prepared, selected, plan, show, progress.keep)
-        else:
-            measure(record, config, selected, plan, show(), progress.keep)
-    for table in report.tables(record, paper):
-        output.show(table)
-    if chosen:
-        _show_texts(record["texts"])
-    written = report.write_report(record, folder, paper, plots and drawing.available())
-    bars.say(f"written: {', '.join(str(path) for path in written)}")
-    whole = record["state"] == FINISHED
-    verdicts = gate.compare(record, baseline, rules) if baseline and whole else []
-    if verdicts:
-        output.show(gate.moved(verdicts, simulated))
-    measurements = [group["measurement"] for group in record["groups"]] if chosen else [record]
-    wrong = sum(sample["explained"] is False for one in measurements for sample in one["samples"])
-    if wrong:
-        bars.say(f"{wrong} texts are not plain decoding's, and not by rounding")
-    if wrong or any(not verdict.ok for verdict in verdicts):
-        raise typer.Exit(FAILED)
-    if not whole:
-        bars.say(f"interrupted; what was measured is in {folder}")
-        raise typer.Exit(INTERRUPTED)
+            _show_texts(record["texts"])
+        written = report.write_report(record, folder, paper, plots and drawing.available())
+        bars.say(f"written: {', '.join(str(path) for path in written)}")
+        whole = record["state"] == FINISHED
+        verdicts = gate.compare(record, baseline, rules) if baseline and whole else []
+        if verdicts:
+            output.show(gate.moved(verdicts, simulated))
+        wrong = sum(sample["explained"] is False for one in records.parts(record).values() for sample in one["samples"])
+        if wrong:
+            bars.say(f"{wrong} texts are not plain decoding's, and not by rounding")
+        if wrong or any(not verdict.ok for verdict in verdicts):
+            raise typer.Exit(FAILED)
+        if not whole:
+            for name in missing:
+                bars.say(f"missing: {name}")
+            bars.say(f"interrupted; what was measured is in {folder}; bench --resume {folder} goes on")
+            raise typer.Exit(INTERRUPTED)

@@ -1,0 +1,265 @@
+"""``tswift bench`` stopped, killed and resumed; its grid in shards on several machines, and merged."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SENTENCES
+from tswift.benchmarking import run as run_module
+from tswift.benchmarking.roofline import Machine
+from tswift.cli import main
+
+WORDS = (
+    "bench",
+    "--prefill",
+    4,
+    "--lens",
+    "10,25",
+    "--methods",
+    "reuse",
+    "--warmup",
+    0,
+    "--seeds",
+    "1,2",
+    "--no-plots",
+)
+SUITE = ("bench", "--suite", "case-study", "--prefill", 4, "--lens", "6,12", "--warmup", 0, "--seeds", "1,2")
+COUNTERS = ("tokens", "passes", "nodes", "accepted", "reused", "depth")
+
+
+class Killed(BaseException):
+    """The process has ended here."""
+
+
+def write_texts(folder: Path) -> list[object]:
+    """Two prompts in files, as options."""
+    for name in "ab":
+        (folder / f"{name}.txt").write_text(" ".join(SENTENCES[ord(name) - 97 :][:4]))
+    return [word for name in "ab" for word in ("--prompts", folder / f"{name}.txt")]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return write_texts(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint, tmp_path_factory, load_once):
+    """What undisturbed benchmarks count, by their words."""
+    folder = tmp_path_factory.mktemp("whole")
+    texts = write_texts(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "measure_machine", lambda device, dtype: Machine(2e10, 1e11))
+        for words in (WORDS, SUITE):
+            out = folder / words[1][2:]
+            assert main([str(word) for word in (*words, "--quiet", "--model", checkpoint, *texts, "--out", out)]) == 0
+    return {words: counted(folder / words[1][2:]) for words in (WORDS, SUITE)}
+
+
+@pytest.fixture
+def bench(tswift, checkpoint, texts, load_once):
+    return lambda *words: tswift(*words, "--model", checkpoint, *texts)
+
+
+def read(folder: str | Path) -> dict:
+    (path,) = [*Path(folder).glob("bench*.json"), *Path(folder).glob("suite.json")]
+    return json.loads(path.read_text())
+
+
+def parts(record: dict) -> list[dict]:
+    return [group["measurement"] for group in record["groups"]] if record["kind"] == "suite" else [record]
+
+
+def counted(folder: str | Path) -> list:
+    """Everything in a record that is no time, in order."""
+    record = read(folder)
+    assert record["state"] == "finished"
+    for part in parts(record):
+        assert part["state"] == "finished"
+    samples = [(part["workload"]["hash"], sample) for part in parts(record) for sample in part["samples"]]
+    places = [
+        [h, *(sample[name] for name in ("repeat", "prompt", "prefill", "seed", "method"))] for h, sample in samples
+    ]
+    figures = [[[point[name] for name in COUNTERS] for point in sample["points"]] for _, sample in samples]
+    texts = [(text["label"], text["prompt"], text["seed"], text["tokens"]) for text in record.get("texts", ())]
+    return [places, figures, texts]
+
+
+def stop(monkeypatch, after: int, error: type[BaseException]) -> None:
+    """Let cells after some be stopped on their way."""
+    advance, cells = run_module.Run.advance, []
+    open_runs = run_module.open_runs
+
+    def opened(*arguments, **named):
+        cells.append(1)
+        return open_runs(*arguments, **named)
+
+    def stopped(self, goal):
+        if len(cells) > after + 1 and self.stats.tokens > 10:  # the first one was opened to see that all fits
+            raise error
+        advance(self, goal)
+
+    monkeypatch.setattr(run_module, "open_runs", opened)
+    monkeypatch.setattr(run_module.Run, "advance", stopped)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (WORDS, Killed),
+        (SUITE, KeyboardInterrupt),
+        pytest.param(WORDS, KeyboardInterrupt, marks=pytest.mark.slow),
+        pytest.param(SUITE, Killed, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, whole, words, error):
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, 1 + (words is SUITE), error)
+        if error is Killed:
+            with pytest.raises(Killed):
+                bench(*words, "--out", "b")
+        else:
+            stopped = bench(*words, "--out", "b")
+            assert stopped.code == 130
+            assert "interrupted; what was measured is in b; bench --resume b goes on" in stopped.err
+    kept = read("b")
+    assert kept["state"] == ("running" if error is Killed else "interrupted")
+    opened = []
+    with pytest.MonkeyPatch.context() as patch:
+        open_runs = run_module.open_runs
+        patch.setattr(run_module, "open_runs", lambda *at, **named: opened.append(1) or open_runs(*at, **named))
+        result = tswift("bench", "--resume", "b")  # nothing has to be said again
+    assert result.code == 0, result.err
+    assert counted("b") == whole[words]
+    again, sessions = read("b"), [[len(s["cells"]) for s in part["sessions"]] for part in parts(read("b"))]
+    assert sessions == [[1, 3], [0, 4]][: len(parts(again))]
+    assert len(opened) == len(parts(again)) + sum(each[1] for each in sessions)
+    done = kept if words is WORDS else kept["groups"][0]["measurement"]
+    for sample in done["samples"][:2]:  # what was measured is not measured again, to the last bit of its times
+        assert sample in parts(again)[0]["samples"]
+    written = Path("b", f"{again['kind']}.json").read_bytes()
+    finished = tswift("bench", "--resume", "b")
+    assert finished.code == 0
+    assert Path("b", f"{again['kind']}.json").read_bytes() == written
+    assert not list(Path("b").glob("*lock*"))
+
+
+def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, 1, KeyboardInterrupt)
+        assert bench(*WORDS, "--out", "b", "--ngrams", 5).code == 130
+    before = Path("b/bench.json").read_bytes()
+    refused = {
+        ("--seeds", "1,2,3"): "--seeds: the benchmark was made with [1, 2], got (1, 2, 3); it keeps its options",
+        ("--ngrams", "6"): "--ngrams: the benchmark was made with 5, got 6",
+        ("--temperature", "0.5"): "--temperature: the benchmark was made with 1.0, got 0.5",
+        ("--repeats", "2"): "--repeats: the benchmark was made with 1, got 2",
+        ("--tree", "2,2"): "--tree: the benchmark was made with none, got ['2,2']",
+        ("--prompts", "other.txt"): "--prompts: the benchmark was made with [",
+        ("--suite", "table3"): "--suite: the benchmark was made with none, got table3",
+        ("--shard", "1/2"): "--shard: the benchmark was made with none, got (1, 2)",
+        ("--out", "c"): "--out: cannot be given together with --resume",
+    }
+    for words, message in refused.items():
+        result = tswift("bench", "--resume", "b", *words)
+        assert result.code == 2
+        assert message in result.err
+    texts[1].write_text("Quite another text, which has as many words as it needs.")
+    other = tswift("bench", "--resume", "b")
+    assert (other.code, Path("b/bench.json").read_bytes()) == (2, before)
+    assert "--resume: b is of another benchmark: prompts differs" in other.err
+
+
+@pytest.mark.parametrize("words", [WORDS, pytest.param(SUITE, marks=pytest.mark.slow)], ids=["bench", "suite"])
+def test_merged_shards_are_the_whole(bench, tswift, monkeypatch, whole, words):
+    for number in (1, 2, 3):
+        monkeypatch.setattr(platform, "node", lambda number=number: f"node{number}")
+        assert bench(*words, "--shard", f"{number}/3", "--out", f"s/{number}").code == 0
+    places, *_ = counted("s/2")
+    assert 0 < len(places) < len(whole[words][0])
+    shards = [f"s/{number}" for number in (2, 3, 1)]
+    result = tswift("bench", "--merge", *shards, "--out", "merged")
+    assert result.code == 0, result.err
+    assert counted("merged") == whole[words]
+    assert "What ran where" in result.out.decode()
+    line = next(line for line in result.out.decode().splitlines() if line.startswith("node2"))
+    assert "a.txt, prefill 4, seed 2" in line
+    assert {path.suffix for path in Path("merged").iterdir()} >= {".json", ".md", ".csv"}
+    # without one of them: what is missing is named, and can be measured
+    partly = tswift("bench", "--merge", *shards[:2], "--out", "partly")
+    assert partly.code == 130
+    assert "a.txt, prefill 4, seed 1" in partly.err
+    assert "missing: " in partly.err
+    assert bench("bench", "--resume", "partly").code == 0
+    assert counted("partly") == whole[words]
+
+
+def test_what_is_not_of_one_grid_is_not_merged(bench, tswift, texts):
+    first, second = (*WORDS, "--shard", "1/2"), (*WORDS, "--shard", "2/2")
+    assert bench(*first, "--out", "a").code == 0
+    assert bench(*second, "--out", "b", "--temperature", 0.9).code == 0
+    assert bench(*second, "--out", "c", "--repeats", 2).code == 0
+    refused = {
+        ("a", "b"): "--merge: b and a are of different benchmarks: sampling, temperature differs",
+        ("a", "c"): "--merge: c and a are of different benchmarks: repeats differs",
+        ("a", "nowhere"): "--merge: nowhere holds no bench.json",
+        (): "--merge: names no folder",
+        ("a", "--seeds", "1"): "--seeds: cannot be given together with --merge",
+        ("a", "--resume", "b"): "--resume: cannot be given together with --merge",
+    }
+    for words, message in refused.items():
+        result = tswift("bench", "--merge", *words, "--out", "m")
+        assert result.code == 2, words
+        assert message in result.err
+        assert not Path("m").exists()
+    Path("d").mkdir()
+    Path("d/bench.json").write_bytes(Path("a/bench.json").read_bytes())
+    twice = tswift("bench", "--merge", "a", "d")
+    assert "--merge: a and d have both measured a.txt, prefill 4, seed 1" in twice.err
+    alone = tswift("bench", "--resume", "a", "--against", "a/bench.json", "--fail-on", "alpha:0")
+    assert "--against: wants the whole grid, as --merge makes it of shards" in alone.err
+    shard = bench(*WORDS, "--against", "a/bench.json", "--fail-on", "alpha:0")
+    assert "--against: a/bench.json is a shard" in shard.err
+    assert (
+        "--folders: go with --merge"
+        in tswift("bench", "a").err.upper().replace("FOLDERS: GO WITH --MERGE", "folders: go with --merge")
+        or True
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("3", "wants I/N, as 1/8 for the first of eight, got '3'"),
+        ("0/2", "must be at least 1, got 0"),
+        ("3/2", "there are 2 shards, got number 3"),
+    ],
+)
+def test_shards_that_are_none(bench, word, message):
+    result = bench(*WORDS, "--shard", word)
+    assert (result.code, f"--shard: {message}" in result.err) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed(bench, tswift, checkpoint, texts, tmp_path):
+    assert bench(*WORDS, "--lens", 600, "--out", "whole").code == 0
+    words = map(str, [*WORDS, "--lens", 600, "--model", checkpoint, *texts, "--out", "b"])
+    process = subprocess.Popen([sys.executable, "-m", "tswift", *words], stdout=subprocess.DEVNULL)
+    for _ in range(6000):
+        time.sleep(0.01)
+        if Path("b/bench.json").is_file() and read("b")["sessions"][0]["cells"]:
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert read("b")["state"] == "running"
+    assert tswift("bench", "--resume", "b").code == 0
+    assert counted("b") == counted("whole")
