@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.bad_inputs.case import Case, World, generate
-from tests.cli.bad_inputs.models import MARKER, Bomb, Change, content, cut, flip, header, tensors
+from tests.cli.bad_inputs.models import MARKER, Bomb, Change, content, cut, header
 from tests.cli.bad_inputs.prompts import sparse
 
 FILE = "heads.safetensors"
@@ -78,22 +78,15 @@ _FIRST = "heads.0.linear.weight"
 CHANGES: dict[str, Change] = {
     "missing": _none,
     "empty": content(FILE, b""),
-    "zeros": content(FILE, bytes(200)),
-    "text": content(FILE, b"no safetensors, only a text that is long enough to hold a length"),
-    "cut in the header": cut(FILE, 40),
     "cut in the data": cut(FILE, -4),
     "64 GB": lambda folder: sparse(folder / FILE),
     "a pipe": lambda folder: [_none(folder), os.mkfifo(folder / FILE)],
     "a folder": lambda folder: [_none(folder), (folder / FILE).mkdir()],
-    "/dev/zero": lambda folder: [_none(folder), (folder / FILE).symlink_to("/dev/zero")],
     "a pickle": lambda folder: (folder / FILE).write_bytes(pickle.dumps(Bomb(folder.parent / MARKER))),
-    "a flipped bit in the header": flip(FILE, 12),
-    "the model's own weights": lambda folder: shutil.copy(folder / "model.safetensors", folder / FILE),
     "another hidden size": _another_size,
     "no metadata": metadata(None),
     "metadata that is no JSON": metadata("{"),
     "metadata that is a list": metadata("[1]"),
-    "metadata that is null": metadata("null"),
     "metadata nested deeply": metadata("[" * 100_000 + "]" * 100_000),
     "another kind": about(kind="conditioned"),
     "a kind that is none": about(kind="medusa"),
@@ -107,12 +100,10 @@ CHANGES: dict[str, Change] = {
     "count 2": about(count=2),
     "count 10^9": about(count=10**9),
     "count 'two'": about(count="two"),
-    "count 3.0": about(count=3.0),
     "count NaN": about(count=float("nan")),
     "count null": about(count=None),
     "hidden_size 0": about(hidden_size=0),
     "hidden_size 33": about(hidden_size=33),
-    "hidden_size 10^9": about(hidden_size=10**9),
     "hidden_size '32'": about(hidden_size="32"),
     "hidden_size NaN": about(hidden_size=float("nan")),
     "eps NaN": about(eps=float("nan")),
@@ -123,10 +114,8 @@ CHANGES: dict[str, Change] = {
     "a tensor missing": _tensors(lambda weights: weights.pop(_FIRST)),
     "a tensor too many": _tensors(lambda weights: weights.update(more=weights[_FIRST].clone())),
     "a tensor of another shape": _tensors(lambda weights: weights.update({_FIRST: weights[_FIRST][:5].clone()})),
-    "all tensors missing": _tensors(lambda weights: weights.clear()),
     "weights of integers": _tensors(_integers),
     "weights of NaN": _tensors(_nan),
-    "weights and no metadata": tensors(lambda weights: None, FILE),
 }
 
 
@@ -148,5 +137,5 @@ def _case(command: str, name: str, beside: bool) -> Case:
 HEADS: tuple[Case, ...] = (
     *(_case("generate", name, beside=False) for name in CHANGES),
     *(_case("generate", name, beside=True) for name in ("empty", "another hidden size", "count 10^9", "a pickle")),
-    *(_case("compare", name, beside=False) for name in ("text", "no metadata")),
+    *(_case("compare", name, beside=False) for name in ("empty", "no metadata")),
 )
