@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.oracle import NOTHING, blind_to_siblings, case, chain, dense
+from tests.attention.oracle import NOTHING, case, chain, dense
 from tswift.attention import chunked
 from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.layout import MOST_WIDTH, AttentionSpec, Layout
@@ -181,10 +181,6 @@ def test_huge_scores(size: float) -> None:
     out = ChunkedAttention(Layout(1, 1, torch.float32, CPU), 1000, 9, ancestors)(query, keys, values, 1.0)
     wanted = dense(query, keys, values, ancestors, 1.0)
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=2e-3)
-
-
-def test_nodes_do_not_see_what_is_beside_them() -> None:
-    assert blind_to_siblings(lambda *given: Text(*given[:3]).attend(*given[:4]), 16, torch.float32)
 
 
 # Planted faults: each computes well, but not exactly.

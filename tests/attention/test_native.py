@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from itertools import product
 from random import Random
 
@@ -11,16 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.oracle import blind_to_siblings, case, chain, dense, other_bits
-from tests.helpers import random_tree
+from tests.attention.oracle import case, chain, dense, other_bits
 from tswift.attention import native
 from tswift.attention.backends import choose, why_not
 from tswift.attention.building import Unbuilt
 from tswift.attention.layout import Layout
 from tswift.attention.native import NativeAttention
 from tswift.attention.sdpa import TreeAttention
-from tswift.kv.cache import FullKV
-from tswift.models.load import load
 
 CPU = torch.device("cpu")
 REASON = why_not("native", torch.float32, CPU)
@@ -128,23 +124,10 @@ def test_the_bits_beside_other_nodes(dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("never_stock")
-def test_siblings_may_stand_in_any_order() -> None:
-    for prefix in (5, 235, 1000):
-        query, keys, values, _, scale = case(1, 2, 16, prefix, 40, torch.float32)
-        ancestors, places = tree_of(40, 12, prefix), Random(prefix).sample(range(40), 40)
-        order = sorted(range(40), key=lambda node: (int(ancestors[node].sum()), places[node]))
-        assert order != sorted(order)  # parents first, siblings as it comes
-        slots = torch.cat([torch.arange(prefix), prefix + torch.tensor(order)])
-        turned = attend(query[:, order], keys[:, slots], values[:, slots], ancestors[order][:, order], scale)
-        assert torch.equal(turned, attend(query, keys, values, ancestors, scale)[:, order])
-
-
-@pytest.mark.usefixtures("never_stock")
-@pytest.mark.parametrize("threads", [1, 2])
-def test_chains_over_a_text_from_any_start(threads: int) -> None:
+def test_chains_over_a_text_from_any_start() -> None:
     query, keys, values, _, scale = case(2, 1, 16, 0, 700, torch.float32)
     before, rows = torch.get_num_threads(), torch.empty_like(query)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(2)
     try:
         for end in range(64, 701, 53):
             at = slice(end - 64, end)
@@ -155,14 +138,6 @@ def test_chains_over_a_text_from_any_start(threads: int) -> None:
             torch.testing.assert_close(out, rows[:, start:end], rtol=0, atol=0)
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("never_stock")
-@pytest.mark.parametrize("dtype", HALVES)
-def test_halves(dtype: torch.dtype) -> None:
-    for prefix in (0, 5, 250, 2000):
-        for kv_heads, group, nodes in ((1, 1, 1), (1, 2, 1), (2, 1, 3), (1, 4, 1), (1, 1, 7), (2, 3, 5), (1, 8, 64)):
-            check(kv_heads, group, 16, prefix, nodes, seed=prefix, dtype=dtype)
 
 
 def test_halves_are_taken_by_choice() -> None:
@@ -178,28 +153,9 @@ def test_any_number_of_rows() -> None:
             check(2, group, 16, prefix, nodes, seed=nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("never_stock")
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_prefixes_and_threads(threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for prefix in (0, 1, 119, 120, 121, 479, 480, 481, 959, 961, 5000):
-            for kv_heads, group, nodes in ((1, 1, 1), (1, 1, 8), (3, 2, 2), (2, 1, 20)):
-                check(kv_heads, group, 64, prefix, nodes, seed=prefix)
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("never_stock")
-@pytest.mark.parametrize(
-    ("width", "dtype"),
-    [
-        (80, torch.bfloat16),
-        pytest.param(128, torch.float16, marks=pytest.mark.slow),
-        pytest.param(256, torch.float32, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("width", "dtype"), [(128, torch.float16), (256, torch.float32)])
 def test_head_sizes(width: int, dtype: torch.dtype) -> None:
     for nodes in (1, 2, 3, 5, 16, 21):
         check(2, 1, width, 130, nodes, seed=width, dtype=dtype)
@@ -209,14 +165,15 @@ def test_head_sizes(width: int, dtype: torch.dtype) -> None:
 @given(
     st.integers(1, 4),
     st.integers(1, 8),
-    st.sampled_from([16, 64]),
+    st.sampled_from(SIZES),
     st.integers(0, 1300),
-    st.integers(1, 16),
+    st.integers(1, 64),
     st.integers(0, 1000),
     st.sampled_from([0.1, 1.0, 5.0]),
 )
-def test_any_shape(kv_heads, group, dim, prefix, nodes, seed, sharp) -> None:
-    check(kv_heads, group, dim, prefix, nodes, seed=seed, sharp=sharp)
+def test_any_shape(kv_heads, group, size, prefix, nodes, seed, sharp) -> None:
+    dim, dtype = size
+    check(kv_heads, group, dim, prefix, nodes, seed=seed, sharp=sharp, dtype=dtype)
 
 
 @pytest.mark.usefixtures("never_stock")
@@ -280,42 +237,10 @@ def test_what_is_broken_beside_a_node_is_not_its_own(bad: float) -> None:
 
 
 @pytest.mark.usefixtures("never_stock")
-def test_what_lies_behind_the_text_is_not_read() -> None:
-    for nodes in (1, 3, 7, 12):
-        query, keys, values, ancestors, scale = case(2, 1, 16, 500, nodes, torch.float32)
-        wholes = torch.full((2, 2, 520, 16), torch.nan)
-        wholes[0, :, : 500 + nodes], wholes[1, :, : 500 + nodes] = keys, values
-        out = attend(query, *wholes[:, :, : 500 + nodes], ancestors, scale)
-        assert torch.equal(out, attend(query, keys, values, ancestors, scale))
-
-
-@pytest.mark.usefixtures("never_stock")
-def test_no_ancestors_mean_a_chain() -> None:
-    for prefix in (0, 5, 470, 2000):
-        query, keys, values, _, scale = case(2, 2, 16, prefix, 20, torch.float32)
-        out = attend(query, keys, values, None, scale, 20)
-        assert torch.equal(out, attend(query, keys, values, chain(20), scale))
-
-
-@pytest.mark.usefixtures("never_stock")
 def test_a_mask_may_be_laid_out_in_any_way() -> None:
     query, keys, values, ancestors, scale = case(1, 1, 16, 30, 9, torch.float32)
     turned = ancestors.T.contiguous().T
     assert torch.equal(attend(query, keys, values, turned, scale), attend(query, keys, values, ancestors, scale))
-
-
-def test_the_check_sees_a_wrong_mask() -> None:
-    for nodes in (4, 6, 20):
-        query, keys, values, ancestors, scale = case(2, 1, 16, 30, nodes, torch.float32)
-        wrong = ancestors.clone()
-        wrong[-1, 1:-1] = ~wrong[-1, 1:-1]
-        out = attend(query, keys, values, wrong, scale)
-        assert (out.double() - dense(query, keys, values, ancestors, scale)).abs().max() > 1e-2
-
-
-@pytest.mark.usefixtures("never_stock")
-def test_nodes_do_not_see_what_is_beside_them() -> None:
-    assert blind_to_siblings(attend, 16, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -357,27 +282,3 @@ def test_there_is_a_gradient() -> None:
     query.requires_grad_()
     attend(query, keys, values, ancestors, scale).sum().backward()
     assert query.grad.isfinite().all()
-
-
-def test_parts_grow_with_the_text() -> None:
-    kernel, parts = native.library(16, torch.float32), []
-    for prefix in (0, 183, 184, 663, 664, 100_000, 1_000_000):
-        call = native._Call(kv_heads=1, rows=1, prefix=prefix, nodes=1, threads=1)
-        parts.append((kernel.tswift_scratch(ctypes.byref(call)) - 16 * 16) / (2 * 16 + 16))
-    assert parts == [1, 1, 2, 2, 3, 59, 294]
-
-
-def test_a_model_reads_the_same() -> None:
-    """A prompt and a draft tree through the bundled model."""
-    tree = random_tree(7, Random(2))
-    tokens, depths = torch.tensor(tree.tokens), torch.tensor(tree.depths)
-    hidden = []
-    target = load(device="cpu", dtype="float32", attention="native").target
-    assert target._attention is NativeAttention
-    for attention in (NativeAttention, TreeAttention):
-        target._attention = attention
-        kv = FullKV(target.kv_shape, 700)
-        target.prefill([token % 50 for token in range(600)], kv)
-        hidden.append(target.forward(tokens, 600 + depths, kv, tree.ancestors()).hidden)
-    torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-4)
-    assert not torch.equal(*hidden)  # it was another computation

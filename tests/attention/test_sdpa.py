@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import product
 
 import pytest
@@ -10,12 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.oracle import DIM, GROUP, KV_HEADS, WANTS, blind_to_siblings, case, chain, dense
-from tests.helpers import PLAIN, decode, drafter_of, random_prompt, tiny_target
+from tests.attention.oracle import DIM, GROUP, KV_HEADS, WANTS, case, chain, dense
 from tswift.attention import sdpa
 from tswift.attention.layout import AttentionSpec, Layout
 from tswift.attention.sdpa import ReferenceAttention, SpecialAttention, TreeAttention
-from tswift.drafting.options import DraftOptions
 
 
 def attend(query, keys, values, ancestors, scale):
@@ -86,24 +83,6 @@ def test_no_ancestors_mean_a_chain() -> None:
         layout = Layout(2, 2, torch.float64, query.device)
         out = TreeAttention(layout, prefix, 6, None)(query, keys, values, scale)
         assert torch.equal(out, attend(query, keys, values, chain(6), scale))
-
-
-def test_the_check_sees_a_wrong_mask() -> None:
-    query, keys, values, ancestors, scale = case(2, 2, 8, 300, 6, torch.float32)
-    wrong = ancestors.clone()
-    wrong[5, 1:5] = ~wrong[5, 1:5]
-    out = attend(query, keys, values, wrong, scale)
-    assert (out.double() - dense(query, keys, values, ancestors, scale)).abs().max() > 1e-2
-
-
-def test_nodes_do_not_see_what_is_beside_them() -> None:
-    assert blind_to_siblings(attend, 8, torch.float64)
-
-
-def test_one_row_in_bfloat16() -> None:
-    """The operator is given the row twice."""
-    for kv_heads, prefix, sharp in product((1, 3), (255, 256, 288, 300, 1000), (1, 3)):
-        check(kv_heads, 1, 64, prefix, 1, dtype=torch.bfloat16, seed=prefix, sharp=sharp)
 
 
 CPU = torch.device("cpu")
@@ -187,13 +166,3 @@ def test_equal_to_tree_attention(heads, kv_heads, prefix):
     asked = (Layout(kv_heads, heads // kv_heads, torch.float64, query.device), prefix, nodes, ancestors)
     slow = ReferenceAttention(*asked)(query, keys, values, 0.3)
     torch.testing.assert_close(slow, TreeAttention(*asked)(query, keys, values, 0.3), rtol=1e-10, atol=1e-12)
-
-
-def test_the_reference_target_decodes_the_same_text():
-    target, options = tiny_target(), DraftOptions(budget=64)
-    prompt, params = random_prompt(30), dataclasses.replace(PLAIN, penalty=1.2)
-    texts = [
-        decode(model, drafter_of("ar", model, options), prompt, params, 4, 60) for model in (target, target.reference())
-    ]
-    assert texts[0] == texts[1]
-    assert target.reference() is not target

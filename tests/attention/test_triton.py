@@ -22,7 +22,6 @@ from tests.attention.oracle import (
     KV_HEADS,
     NOTHING,
     WANTS,
-    blind_to_siblings,
     case,
     chain,
     dense,
@@ -179,10 +178,6 @@ def test_the_check_sees_a_wrong_bit() -> None:
         assert differs.nonzero().flatten().tolist() == [row]
 
 
-def test_nodes_do_not_see_what_is_beside_them() -> None:
-    assert blind_to_siblings(attend, 64, torch.float32)
-
-
 def test_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match="float64"):
         backend.TritonAttention(Layout(1, 1, torch.float64, CPU), 3, 1, None)
@@ -197,24 +192,6 @@ def test_layouts_of_one_model_differ_by_nothing_that_orders_a_sum() -> None:
         assert 256 % keys == 0  # chunks begin with a tile
         assert len(found) == 1 or all(each.rows == 16 * each.warps for each in found)
         assert len(found) <= (2 if itemsize == 2 and generation in (8, 9, 12) else 1)
-
-
-def test_one_program_takes_the_rows_of_a_usual_tree() -> None:
-    """Up to 128 of them, on the GPUs that this is for: the keys are then read once."""
-    for rows, block in ((1, 64), (64, 64), (65, 128), (128, 128), (256, 128)):
-        for width, generation, wanted in ((128, 9, block), (256, 9, block), (64, 8, block), (128, 8, 64), (256, 8, 32)):
-            assert backend.configuration(rows, width, 2, generation).rows == wanted
-
-
-def test_chunks_by_position() -> None:
-    borders, slot = [], 0
-    for size, many in ((256, 16), (512, 24), (2048, 60)):
-        for _ in range(many):
-            borders.append(slot)
-            slot += size
-    for capacity in (1, 255, 256, 257, 4096, 4097, 4608, 4609, 16_384, 16_385, 18_432, 18_433, 100_000):
-        assert backend.chunk_count(capacity, 256) == sum(border < capacity for border in borders), capacity
-    assert [backend.chunk_size(heads) for heads in (1, 4, 8, 12, 32, 64)] == [256, 256, 256, 512, 1024, 1024]
 
 
 SLOW = pytest.mark.slow

@@ -26,7 +26,7 @@ from tswift.decoding import loop
 from tswift.decoding.audit import audit
 from tswift.decoding.drafter import Drafter, DraftTree
 from tswift.decoding.loop import Decoding, NotFinite
-from tswift.decoding.params import SamplingParams, warp
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NO_TOKEN, Sampler
 from tswift.drafting.chains import PartialDraftModel
 from tswift.drafting.heads import DraftingPass, HeadSource, LastPass
@@ -92,11 +92,6 @@ def test_of_equal_logits_the_first_is_drawn() -> None:
     logits = torch.zeros(3, 3000).bfloat16()
     logits[1, [20, 40, 2999]] = 1
     assert Sampler(parameters(temperature=0), 1, 3000, CPU).draw(logits, None, range(3)) == [0, 20, 0]
-
-
-def test_a_row_of_nan_goes_through_every_filter() -> None:
-    for params in FILTERS.values():
-        assert warp(torch.full((2, 300), NAN, dtype=torch.float64), None, params).shape == (2, 300)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

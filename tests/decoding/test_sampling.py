@@ -118,11 +118,6 @@ def test_noise_of_neighbouring_seeds_positions_and_tokens_is_independent() -> No
         assert stats.chi2_contingency(grid).pvalue > 1e-4, (axis, lag)
 
 
-def test_noise_has_no_repeated_values_across_its_three_integers() -> None:
-    bits = torch.cat([noise_bits(seed, range(50), torch.arange(2000)).flatten() for seed in (-1, 0, 1, 2, 1 << 40)])
-    assert len(bits.unique()) == len(bits)
-
-
 def test_the_independence_check_sees_noise_that_ignores_an_axis() -> None:
     block = uniform([1], range(60), 80)[0]
     first, second = block[:1].repeat(59, 0).ravel(), block[:1].repeat(59, 0).ravel()
@@ -130,13 +125,10 @@ def test_the_independence_check_sees_noise_that_ignores_an_axis() -> None:
 
 
 def test_a_value_out_of_range_or_of_another_type_is_refused_by_name() -> None:
+    """The others are in tests/jobs/test_config.py."""
     wrong: list[tuple[str, Any]] = [
-        ("temperature", -0.1), ("temperature", math.inf), ("temperature", math.nan), ("top_k", -1), ("top_p", 0.0),
-        ("top_p", 1.1), ("min_p", -0.1), ("min_p", 2.0), ("min_p", math.nan), ("eta", 1.0), ("eta", -0.5),
-        ("penalty", 0.9), ("penalty", math.inf), ("window", -1), ("temperature", 1e-101), ("temperature", 1e101),
-        ("penalty", 1e101), ("temperature", "1"), ("temperature", None), ("temperature", 10**40), ("penalty", 10**40),
-        ("top_k", 2.0), ("top_k", "2"), ("top_p", [1]),
-        ("window", 1.5), ("banned", [1]), ("banned", (1.0,)), ("banned", ("1",)), ("banned", (-1,)), ("banned", None),
+        ("temperature", 1e-101), ("temperature", 1e101), ("temperature", 10**40), ("penalty", 1e101),
+        ("banned", [1]), ("banned", (1.0,)), ("banned", ("1",)), ("banned", (-1,)), ("banned", None),
     ]  # fmt: skip
     for name, value in wrong:
         with pytest.raises(ValueError, match=f"^{name}: must be"):

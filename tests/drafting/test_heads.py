@@ -19,7 +19,6 @@ from tswift.decoding.drafter import Context, DraftTree
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.drafting.heads import HeadSource, LastPass
-from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.kv.cache import FullKV
 from tswift.models.passes import Forwarded
@@ -142,18 +141,6 @@ def test_conditioned_heads_are_told_the_best_candidate_before(limit: int) -> Non
     assert tree.tokens == wanted.tokens
     assert tree.parents == wanted.parents
     assert len(tree) == min(limit, 1 + 3 + 3)
-
-
-@pytest.mark.parametrize("method", ["medusa", "tokenswift"])
-def test_heads_that_are_told_change_no_token(method: str) -> None:
-    target, params = tiny_target(), SamplingParams(min_p=0.02, window=16)
-    tree = (2, 3, 2) if method == "medusa" else (2, 2, 3, 2)
-    options = DraftOptions(tree=tree, nodes=20, budget=64)
-    drafter = make_drafter(method, target, tiny_heads(kind="conditioned"), options)
-    steps = decode_steps(target, drafter, random_prompt(30), params, 2, 150)
-    wanted = decode_method("ar", target, random_prompt(30), params, 2, 150)
-    assert [token for step in steps for token in step.tokens] == wanted
-    assert len(steps) < 150
 
 
 @pytest.mark.parametrize("budget", [64, 4096])

@@ -19,9 +19,8 @@ from tswift.decoding.params import SamplingParams, warp
 from tswift.decoding.sampling import Sampler
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, DynamicTreeDrafter, TreeBudget
 from tswift.drafting.history import Candidates, HistorySource, LogitHistory, SuffixIndex, TopKLogits
-from tswift.drafting.methods import make_drafter, resolve
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.errors import InputError
 from tswift.models.passes import Forwarded
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=200)
@@ -257,15 +256,6 @@ def test_banned_tokens_are_not_guessed() -> None:
     assert recall.guess([[text[-1]]], sampler, 1)[0].tokens == [11]
 
 
-def test_it_takes_about_what_is_said() -> None:
-    for count in (100_000, 131_072):
-        assert 316 * count <= LogitHistory.bytes_for(count, 2048, 64) - 8 * 2048 <= 340 * count
-        more = (
-            LogitHistory.bytes_for(count, 128_256, 64) - LogitHistory.bytes_for(count, 2048, 64) - 8 * (128_256 - 2048)
-        )
-        assert more == 128 * count
-
-
 def test_nothing_is_guessed_where_nothing_was() -> None:
     recall, sampler = recalled([1, 2, 3], thoughts(3), [1, 1, 1], PENALTY)
     guesses = recall.guess([[3], [3, 2], [3, 50]], sampler, 3)
@@ -389,22 +379,6 @@ def test_texts_of_methods_that_recall_are_those_of_plain_decoding(method: str, o
         texts.append([token for step in steps for token in step.tokens])
     assert texts[0] == texts[1]
     assert len(steps) < length
-
-
-def test_what_does_not_go_with_recalling() -> None:
-    target, heads = tiny_target(), tiny_heads()
-    for method, options, words in (
-        ("recall", {"recall": 0}, "recall: must be at least 1 for recall"),
-        ("tokenswift", {"tree": "auto", "ngrams": 3}, "ngrams: goes with a tree of its own or recall 0"),
-        ("tokenswift", {"tree": "auto", "reuse_recent": True}, "reuse_recent: goes with a tree of its own"),
-    ):
-        with pytest.raises(InputError) as caught:
-            resolve(method, target, heads, DraftOptions(**options))
-        assert words in str(caught.value)
-    assert resolve("tokenswift", target, heads, DraftOptions()).recall is None
-    assert resolve("tokenswift", target, heads, DraftOptions(tree="auto")).recall == 64
-    without = make_drafter("tokenswift", target, heads, DraftOptions(tree="auto", recall=0, ngrams=3))
-    assert not any(isinstance(source, HistorySource) for source in without.proposing)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from pathlib import Path
@@ -41,11 +40,6 @@ def test_commit_keeps_the_chosen_slots_in_order(start: int, passes) -> None:
             expected = torch.tensor(kept).view(1, -1, 1).expand(3, len(kept), 4) * 10 + layer
             assert torch.equal(kv.keys[layer, :, : kv.length], expected)
             assert torch.equal(kv.values[layer, :, : kv.length], -expected)
-
-
-def test_bytes() -> None:
-    assert FULL.bytes_per_token == 2 * 2 * 3 * 4 * 4
-    assert FullKV(FULL, 10).nbytes == 10 * FULL.bytes_per_token
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mha", "mqa"])
@@ -198,18 +192,6 @@ def test_the_pass_at_hand_has_its_scratch_slot() -> None:
     keys, _ = partial.write(1, new, new)
     assert keys.shape[1] == partial.length + 1 <= 65
     assert torch.equal(keys[:, -1:], new)
-
-
-def test_places_cost_nothing_where_they_are_not_asked_for() -> None:
-    growing = Growing(100, 1)
-    growing.grow(90)
-    plain, placed = (PartialKV(dataclasses.replace(SHAPE, placed=each), 64, 16) for each in (False, True))
-    query = growing.query()
-    for partial in (plain, placed):
-        partial.select(growing.full, query)
-    assert plain.places(0).numel() == 0
-    assert placed.before(5) == 0
-    assert torch.equal(plain.keys[:, :, :64], placed.keys[:, :, :64])
 
 
 def followed(policy: str, budget: int, sinks: int, prompt: int, steps: list[int], seed: int = 0):

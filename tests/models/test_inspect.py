@@ -13,10 +13,9 @@ from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen2Config
 
 from tests.conftest import make_checkpoint
 from tests.helpers import tiny_llama
-from tswift.errors import InputError
 from tswift.models import devices, shapes
 from tswift.models.devices import available_bytes, gigabytes
-from tswift.models.heads import HEAD_TYPES, ConditionedHeads
+from tswift.models.heads import HEAD_TYPES
 from tswift.models.hf import max_positions, probe_attention
 from tswift.models.load import inspect_model, load
 from tswift.models.target import Target
@@ -69,23 +68,6 @@ def test_a_configuration_that_does_not_say_how_many_kv_heads(tmp_path: Path) -> 
     assert (seen.heads, seen.heads_bytes) == (0, 0)
 
 
-def test_heads_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
-    ConditionedHeads(48, 2).save(tmp_path / "own")
-    with pytest.raises(InputError, match=r"^heads: .*own was made for hidden size 48, the model has 32$"):
-        inspect_model(str(checkpoint), heads=tmp_path / "own")
-    (tmp_path / "none").write_bytes(b"nothing of the kind")
-    with pytest.raises(InputError, match=r"^heads: .*none"):
-        inspect_model(str(checkpoint), heads=tmp_path / "none")
-
-
-def test_medusa_s_heads_of_another_vocabulary(checkpoint: Path, tmp_path: Path) -> None:
-    from tswift.models.heads import MedusaHeads
-
-    MedusaHeads(32, 2, 99).save(tmp_path / "own")
-    with pytest.raises(InputError, match=r"^heads: .*own was made for a vocabulary of 99, the model has 320$"):
-        inspect_model(str(checkpoint), heads=tmp_path / "own")
-
-
 def test_a_model_on_the_hub_that_carries_heads(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can say how many before it is there."""
     from tswift.models import load as prospect
@@ -104,14 +86,6 @@ def test_quantised_weights_are_not_guessed_at(checkpoint: Path, tmp_path: Path) 
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (model / "config.json").write_text(json.dumps(config))
     assert inspect_model(str(model)).weight_bytes == 0
-
-
-def test_an_attention_that_cannot_serve(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"^attention: no attention 'eager'"):
-        inspect_model(str(checkpoint), attention="eager")
-    with pytest.raises(InputError, match=r"^attention: flash attention takes"):
-        inspect_model(str(checkpoint), attention="flash")
-    assert inspect_model(str(checkpoint), attention="sdpa").most_nodes is None
 
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}

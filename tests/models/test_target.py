@@ -69,18 +69,6 @@ def test_far_positions() -> None:
     torch.testing.assert_close(target.logits(last.hidden), expected, rtol=0, atol=1e-10)
 
 
-def test_a_wrong_position_shows() -> None:
-    """The negative control of the comparisons above."""
-    target, text = tiny_target(), random_prompt(50, 5)
-    one = torch.ones(1, 1, dtype=torch.bool)
-    kv = FullKV(target.kv_shape, 51)
-    target.prefill(text, kv)
-    right, wrong = (
-        target.logits(target.forward(torch.tensor([3]), torch.tensor([at]), kv, one).hidden) for at in (50, 51)
-    )
-    assert (right - wrong).abs().max() > 1e-4
-
-
 def test_the_queries_of_a_pass_are_rotated_and_one_per_layer() -> None:
     target = tiny_target("gqa")
     kv = FullKV(target.kv_shape, 40)
