@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.rows import every_row
 from tswift.benchmarking.config import BenchOptions, CompareConfig, Plan
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
@@ -31,7 +32,7 @@ class Example:
         check_options(self)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("values", "message"),
     [
         ({"count": 0}, "count: must be between 1 and 9, got 0"),
@@ -74,7 +75,7 @@ def test_the_help_says_the_default() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_row("kind", KINDS)
 def test_every_option_says_what_it_is_and_its_default_is_in_range(kind: type) -> None:
     for each, carried in options_of(kind):
         assert carried.help.endswith((".", "...")), each.name

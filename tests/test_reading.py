@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.reading import parse_json, read_file
 
@@ -68,7 +69,7 @@ def test_a_pipe_that_is_open_already(tmp_path: Path) -> None:
     os.close(reading)
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[" * 100_000, b"1" * 5000, b'{"a": 1} x'])
+@every_row("data", [b"", b"{", b"\xff", b"[" * 100_000, b"1" * 5000, b'{"a": 1} x'])
 def test_what_is_no_json(data: bytes) -> None:
     with pytest.raises(InputError, match=r"^x: some.json is not JSON$"):
         parse_json(data, "some.json", "x")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import make_checkpoint
+from tests.rows import every_row
 from tswift.attention import building, native
 from tswift.attention.backends import choose, why_not
 from tswift.attention.building import Unbuilt, build
@@ -157,7 +158,7 @@ def test_a_models_own_head_size_is_built_before_it_is_loaded(monkeypatch, tmp_pa
     assert set(built) == {"-DWIDTH=32"}
 
 
-@pytest.mark.parametrize(("machine", "capability"), [("aarch64", "DEFAULT"), ("x86_64", "DEFAULT")])
+@every_row(("machine", "capability"), [("aarch64", "DEFAULT"), ("x86_64", "DEFAULT")])
 def test_other_processors(monkeypatch, source: Path, machine: str, capability: str) -> None:
     monkeypatch.setattr(building.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarking.helpers import changed, make_measurement, points_of
+from tests.rows import every_row
 from tswift.benchmarking.gate import (
     bench_schema,
     compare,
@@ -72,7 +73,7 @@ def unchanged(measurement: dict[str, Any]) -> None:
     """Leave it as it is."""
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("rule", "change", "failed"),
     [
         *[(rule, unchanged, 0) for rule in (*COUNTERS, "speedup:10%", "tokens_per_s:10%")],
@@ -116,7 +117,7 @@ def test_what_fails(rule: str, change: Change, failed: int) -> None:
     assert sum(not verdict.ok for verdict in verdicts) == failed
 
 
-@pytest.mark.parametrize("change", [shortened, without_last, blanked("speedup", "medusa"), wrong_text])
+@every_row("change", [shortened, without_last, blanked("speedup", "medusa"), wrong_text])
 def test_what_only_the_baseline_lacks_does_not_fail(change: Change) -> None:
     verdicts = compare(BASE, changed(BASE, change), [parse_rule("alpha"), parse_rule("speedup:1%")])
     assert all(verdict.ok for verdict in verdicts)
@@ -125,7 +126,7 @@ def test_what_only_the_baseline_lacks_does_not_fail(change: Change) -> None:
 FOREIGN = "another machine (gpu 'NVIDIA H200' there, None here)"
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("ours", "rule", "change", "force", "message"),
     [
         (BASE, "alpha", lambda m: m["workload"].update(seeds=[0], ar="sampled"), True, "workload: ar, seeds differs"),
@@ -154,7 +155,7 @@ def test_which_baselines_are_refused(
         refuse_foreign(*arguments)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("rule", "here", "there", "message"),
     [
         ("speedup:10%", 1, 2, "repeats: .* at least 2 repeats, got 1"),
@@ -174,7 +175,7 @@ def test_times_want_repeats(rule: str, here: int, there: int, message: str | Non
 BAD_TOLERANCES = ["", "%", "-1", "-0.1%", "nan", "inf", "1e999", "1_0", "x", "0:0", " 1 2", "250%", "100%"]
 
 
-@pytest.mark.parametrize("rule", [*(f"alpha:{x}" for x in BAD_TOLERANCES), "", "alph:0", "speedup", "tokens_per_s"])
+@every_row("rule", [*(f"alpha:{x}" for x in BAD_TOLERANCES), "", "alph:0", "speedup", "tokens_per_s"])
 def test_rules_that_are_refused(rule: str) -> None:
     with pytest.raises(InputError, match=r"^fail_on: "):
         parse_rule(rule)
@@ -209,7 +210,7 @@ def test_the_table_has_the_draw_that_moved_most_and_says_simulated() -> None:
 VALIDATOR = jsonschema.Draft202012Validator(bench_schema())
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, True, "1", None, [1], {}])
+@every_row("value", [math.nan, math.inf, -math.inf, 10**400, True, "1", None, [1], {}])
 def test_what_is_no_number(tmp_path: Path, value: object) -> None:
     path = tmp_path / "bench.json"
     for name in ("seconds", "tokens"):
@@ -219,7 +220,7 @@ def test_what_is_no_number(tmp_path: Path, value: object) -> None:
             load_measurement(path)
 
 
-@pytest.mark.parametrize(
+@every_row(
     "change",
     [
         lambda m: m["workload"].update(extra=1),
@@ -252,7 +253,7 @@ def test_the_hash_is_of_the_content() -> None:
         assert workload_hash({**workload, name: "another"}) != workload["hash"]
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("content", "message"),
     [
         (b"{", "is not JSON"),
@@ -263,6 +264,22 @@ def test_the_hash_is_of_the_content() -> None:
         (b'{"kind": "bench", "schema": 2}', "schema version 2, this tswift reads 1"),
         (lambda m: m["samples"][1]["points"][0].pop("passes"), "'passes' is a required property"),
         (lambda m: m["environment"].pop("cpu"), "'cpu' is a required property"),
+        *[
+            (lambda m, name=name: m.pop(name), f"'{name}' is a required property")
+            for name in ("workload", "environment", "samples", "simulated")
+        ],
+        (lambda m: m.update(environment=[1]), "is damaged"),
+        (lambda m: m["workload"].update(methods=None), "is damaged"),
+        (lambda m: m["workload"].update(methods=[["ar"]]), "is damaged"),
+        *[
+            (lambda m, wrong=wrong: m["samples"][1].update(wrong), "is damaged")
+            for wrong in (
+                *({"method": ["ar"]}, {"prefill": "x"}, {"seed": [1]}, {"prompt": {}}, {"repeat": [0]}),
+                *({"points": None}, {"points": [[]]}, {"points": {"len": 4}}, {"estimated": [1, "x"]}),
+            )
+        ],
+        (lambda m: m["samples"][1]["points"][0].update(len=[4]), "is damaged"),
+        (lambda m: m["samples"][1].pop("method"), "is damaged"),
         (lambda m: m["samples"].append(3), "is damaged"),
         (lambda m: m["samples"].clear(), "holds no samples"),
         (lambda m: m.pop("state"), "'state' is a required property"),

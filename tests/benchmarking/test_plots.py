@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from tests.benchmarking.helpers import changed, make_measurement
+from tests.benchmarking.helpers import make_measurement
 from tswift.benchmarking.plots import acceptance_figure, files, time_figure
 
 SEEDS = make_measurement(methods=("ar", "ar-reference", "medusa", "tokenswift"), seeds=(0, 1, 2))
@@ -108,15 +108,6 @@ def test_acceptance_has_three_panels_and_bars_of_a_standard_deviation() -> None:
     assert [len(axes.collections) for axes in acceptance_figure(SINGLE).axes] == [0, 0, 0]
 
 
-def test_an_unknown_method_is_drawn() -> None:
-    def rename(measurement: dict[str, Any]) -> None:
-        for sample in measurement["samples"]:
-            if sample["method"] == "medusa":
-                sample["method"] = "novelty"
-
-    assert legend_of(time_figure(changed(SINGLE, rename))) == ["AR", "tokenswift", "novelty"]
-
-
 def test_simulated_is_in_title_legend_and_file_name() -> None:
     simulated = make_measurement(seeds=(0,), ar="sampled", simulated={"weights": True, "alpha": 0.9})
     for build in (time_figure, acceptance_figure):
@@ -128,10 +119,3 @@ def test_simulated_is_in_title_legend_and_file_name() -> None:
         *("time-simulated.png", "time-simulated.svg"),
         *("acceptance-simulated.png", "acceptance-simulated.svg"),
     ]
-
-
-def test_the_legend_covers_no_data() -> None:
-    for figure in (time_figure(SEEDS), acceptance_figure(SEEDS)):
-        figure.savefig(io.BytesIO(), format="png")  # lays it out
-        legend = figure.legends[0].get_window_extent()
-        assert not any(legend.overlaps(axes.get_window_extent()) for axes in figure.axes)

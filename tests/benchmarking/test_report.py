@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from tests.benchmarking.helpers import changed, make_measurement, points_of
+from tests.rows import every_row
 from tswift.benchmarking.report import csv_text, markdown, tables, write_report
 from tswift.benchmarking.summary import METRICS, Cell, Figure, Metric, summarise
 from tswift.benchmarking.table import Table, duration, quantity, with_spread
@@ -109,7 +110,7 @@ GIVEN = {"weights": False, "alpha": 0.9}
 OVER = "Mean ± sample standard deviation over"
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("measurement", "note"),
     [
         (make_measurement(seeds=(0, 1, 2)), f"n: 3 runs per cell. {OVER} seeds."),
@@ -218,7 +219,7 @@ def test_tables_in_markdown_and_in_a_pipe() -> None:
     )
 
 
-@pytest.mark.parametrize("width", [80, 34, 27])
+@every_row("width", [80, 34, 27])
 def test_a_terminal_folds_and_cuts_nothing(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     console.print(TABLE)
@@ -228,7 +229,7 @@ def test_a_terminal_folds_and_cuts_nothing(width: int) -> None:
         assert word in shown
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("shown", "text"),
     [
         *[

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import tswift.benchmarking.roofline as module
 from tests.benchmarking.helpers import MACHINE as RATES
+from tests.rows import every_row
 from tswift.benchmarking.config import BenchOptions, configure
 from tswift.benchmarking.roofline import (
     CONTEXTS,
@@ -83,7 +84,7 @@ VERIFIED = sum(max((200 + 16 * c) / 100, 20 * (200 + 32 * c) / 1000) for c in (6
 READ = [16 * min(c, 8) for c in (6, 9, 12, 15)]  # bytes of KV by each drafting pass; it is bound by loading
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("drafting", "seconds"),
     [
         (None, 0.0),
@@ -208,7 +209,7 @@ def test_contexts_go_as_far_as_the_model() -> None:
     assert {row.context for row in ask(positions=100, **short).passes} == {100}
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("changes", "message"),
     [
         ({"contexts": (5, 0)}, "contexts: must be at least 1, got 0"),

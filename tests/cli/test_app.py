@@ -35,26 +35,6 @@ def test_no_command_is_help(tswift) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["nope"],
-        ["--nope"],
-        ["generate", "--nope"],
-        ["generate", "--len", "ten"],
-        ["generate", "--len"],
-        ["generate", "stray"],
-        ["generate", "--min-p", "a lot"],
-    ],
-)
-def test_usage_errors_are_one_line(tswift, words: list[str]) -> None:  # type: ignore[no-untyped-def]
-    result = tswift(*words)
-    assert result.code == 2
-    assert result.out == b""
-    assert result.err.startswith("tswift: error: ")
-    assert result.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     "error", [Fault("the disk\nis full"), ZeroDivisionError("oops"), OSError(28, "No space left"), MemoryError()]
 )
 def test_what_breaks_on_the_way_is_one_line(tswift, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:  # type: ignore[no-untyped-def]

@@ -124,24 +124,3 @@ def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
     assert result.code == 1
     assert "1 texts are not plain decoding's" in result.err
     assert "Not: tokenswift" in result.out.decode()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--lens", "a"], "--lens: wants numbers and commas, got 'a'"),
-        (["--fail-on", "alpha:0"], "wants both"),
-        (["--against", "x.json", "--fail-on", "alpha:0"], "--against: there is no file x.json"),
-        (["--out", "/dev/null/x"], "--out: /dev/null/x cannot be written to"),
-        (["--force"], "--force: goes with --against"),
-        (["--lens", "5000"], "--lens: "),
-        (["--prefill", "4000"], "--prefill: asks for 4,000 tokens"),
-        (["--simulate-alpha", "1.5"], "--simulate-alpha: must be above 0 and at most 1, got 1.5"),
-        (["--model", "shape:gpt9"], "--model: no shape 'gpt9'; there are llama3.1-8b"),
-    ],
-)
-def test_bad_input(bench, words, message):
-    result = bench(*words)
-    assert result.code == 2, result
-    assert result.err.count("\n") == 1
-    assert message in result.err

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 THREE = ("--methods", "medusa,tokenswift")
 
 
@@ -50,21 +48,3 @@ def test_a_wrong_method_exits_with_one(tswift, checkpoint, prompt, monkeypatch):
     result = tswift("compare", "--len", 40, "--model", checkpoint, "--prompt", prompt, "--methods", "medusa")
     assert result.code == 1
     assert "NOT rounding" in result.out.decode()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--methods", "nope"], "--methods: no method 'nope'"),
-        (["--len", "0"], "--len: must be at least 1, got 0"),
-        (["--tree", "1,2", "--tree", "3"], "--tree: is given twice for all methods"),
-        (["--json", "/nowhere/x.json"], "--json: /nowhere/x.json cannot be written"),
-        (["--model", "/nowhere", "--prompt-text", "x"], "--model: there is no folder"),
-        (["--model", "shape:qwen2.5-7b"], "--model: shape:qwen2.5-7b has random weights"),
-    ],
-)
-def test_bad_input(tswift, words, message):
-    result = tswift("compare", *words)
-    assert result.code == 2
-    assert result.err.count("\n") == 1
-    assert message in result.err

@@ -118,6 +118,8 @@ def test_standard_input(tswift, prompt: Path, checkpoint: Path, monkeypatch: pyt
     from_file = tswift(*words, prompt)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt.read_bytes())))
     assert tswift(*words, "-").out == from_file.out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert tswift(*words, "-").err == "tswift: error: --prompt: standard input is empty\n"
 
 
 def test_stop_at_eos(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

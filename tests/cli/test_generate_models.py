@@ -93,11 +93,3 @@ def test_a_chat(tswift, chatty: Path, prompt: Path, tmp_path: Path) -> None:  # 
     system.unlink()
     assert tswift("generate", "--no-progress", "--resume", tmp_path / "b", "--len", 30, "--chat").code == 0
     assert tokens(tmp_path / "b") == tokens(tmp_path / "a")
-
-
-def test_a_chat_with_a_model_that_has_no_template(tswift, checkpoint: Path, prompt: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    words = ("--prompt", prompt, "--model", checkpoint, "--chat", "--out", tmp_path / "a")
-    result = tswift("generate", *QUIET, *words)
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert f"--chat: the tokenizer of {checkpoint} has no chat template" in result.err
-    assert not (tmp_path / "a").exists()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests.drafters import drafter_folder
 from tests.helpers import HIDDEN, VOCAB, medusa_heads, tiny_heads
@@ -68,42 +66,6 @@ def test_heads_of_others(tswift, tmp_path: Path) -> None:  # type: ignore[no-unt
 def about(**changes: object) -> dict[str, str]:
     told = {"format": "tswift-heads-1", "kind": "chained", "count": 1, "hidden_size": 4, "eps": 1e-5}
     return {"tswift": json.dumps(told | changes)}
-
-
-PARTS = {f"heads.0.{name}.weight": torch.zeros(4) for name in ("input_layernorm", "post_layernorm")}
-WHOLE = PARTS | {"heads.0.linear.weight": torch.zeros(4, 4)}
-BAD = {
-    "missing": (lambda path: None, "there is no file"),
-    "no heads": (lambda path: save_file({"x": torch.zeros(2)}, path), "there are no heads in"),
-    "text": (lambda path: path.write_text("no heads, but long enough to hold a length"), "is broken or no safetensors"),
-    "another format": (lambda path: save_file(WHOLE, path, about(format="x")), "holds heads of format x"),
-    "another kind": (lambda path: save_file(WHOLE, path, about(kind="x")), "tswift-heads-1, kind x"),
-    "a kind of old": (
-        lambda path: save_file(WHOLE, path, about(kind="autoregressive")),
-        "kind autoregressive; known are tswift-heads-1 and chained, conditioned, medusa",
-    ),
-    "a tensor lost": (lambda path: save_file(PARTS, path, about()), "lacks heads.0.linear.weight of its heads"),
-    "more heads": (
-        lambda path: save_file(WHOLE, path, about(count=2)),
-        "lacks heads.1.input_layernorm",
-    ),
-    "far more heads": (lambda path: save_file(WHOLE, path, about(count=10**15)), "its count is 1000000000000000"),
-    "no count": (lambda path: save_file(WHOLE, path, about(count=None)), "is not a tswift heads file"),
-    "a list": (lambda path: save_file(WHOLE, path, {"tswift": "[]"}), "is not a tswift heads file"),
-    "raw that is no bool": (lambda path: save_file(WHOLE, path, about(raw=3)), "raw is 3"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_no_heads_is_refused_in_one_line(tswift, tmp_path: Path, name: str) -> None:  # type: ignore[no-untyped-def]
-    path = tmp_path / "heads.safetensors"
-    spoil, match = BAD[name]
-    spoil(path)
-    result = tswift("heads", "inspect", path)
-    assert (result.code, result.out) == (2, b"")
-    assert result.err.startswith("tswift: error: FILE: ")
-    assert match in result.err
-    assert result.err.count("\n") == 1
 
 
 def test_pickles_and_a_file_that_cannot_be_written(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

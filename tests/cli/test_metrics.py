@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import jsonschema
-import pytest
 
+from tests.rows import every_row
 from tswift.benchmarking.gate import bench_schema
 from tswift.benchmarking.plots import acceptance_figure
 from tswift.benchmarking.summary import METRICS, Metric
@@ -57,7 +57,7 @@ def test_a_made_up_metric_is_everywhere(tswift, checkpoint, prompt, monkeypatch)
     assert "4 of 4 comparisons regressed" in failed.out.decode()
 
 
-@pytest.mark.parametrize("name", METRICS)
+@every_row("name", METRICS)
 def test_entries_fit_together(name: str) -> None:
     metric = METRICS[name]
     assert metric.heading

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 from tests.cli.terminal import on_terminal
 from tswift.benchmarking.table import Table
 from tswift.cli.output import show, writable
-from tswift.errors import InputError
 
 
 def test_a_link_stays_and_what_it_points_at_is_written(tmp_path: Path) -> None:
@@ -34,13 +32,6 @@ def test_to_ask_leaves_nothing_behind(tmp_path: Path) -> None:
     standard = writable(Path("-"))
     assert standard is not None
     assert standard.path is None
-
-
-def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match=r"json: .*pipe is no file; - is stdout"):
-        writable(tmp_path / "pipe")
-    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_names_that_are_no_text(tswift, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -101,33 +101,6 @@ def test_nothing_is_built(tswift, monkeypatch: pytest.MonkeyPatch) -> None:  # t
     assert tswift("roofline", "--model", "shape:qwen2.5-14b", "--device", "h200").code == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--model shape:gpt9", "--model: no shape 'gpt9'; there are llama3.1-8b"),
-        ("--model /nowhere", "--model: there is no folder '/nowhere'"),
-        ("--device abacus", "--device: no device 'abacus'; there are here, cpu, cuda, a100-80g"),
-        ("--device cuda:77", "--device: PyTorch finds"),
-        ("--device h200 --dtype float32", "--dtype: h200 is known by its rate in bfloat16 and float16"),
-        ("--bandwidth 5", "--bandwidth and --flops: wants both"),
-        ("--bandwidth 0 --flops 5", "--bandwidth: must be above 0, got 0.0"),
-        ("--bandwidth 5 --flops 5 --device h200", "--bandwidth: is given instead of --device, not with it"),
-        ("--device h200 --context 1,x", "--context: wants numbers and commas, got '1,x'"),
-        ("--device h200 --context 999999", "--context: 999,999 is more than the model's 131,072 positions"),
-        ("--device h200 --len 200000", "--len: 4,096 prompt tokens and 200,000 new ones need 204,096 positions"),
-        ("--device h200 --depth 3", "--depth: goes with --alpha"),
-        ("--device h200 --draft-weights int4", "--draft-weights: goes with --alpha"),
-        ("--device h200 --json /nowhere/x.json", "--json: /nowhere/x.json cannot be written"),
-    ],
-)
-def test_bad_input(tswift, words: str, message: str) -> None:  # type: ignore[no-untyped-def]
-    result = tswift("roofline", *words.split())
-    assert result.code == 2, result
-    assert result.out == b""
-    assert result.err.startswith(f"tswift: error: {message}")
-    assert result.err.count("\n") == 1
-
-
 def test_a_published_drafter(tswift) -> None:  # type: ignore[no-untyped-def]
     words = ("roofline", "--model", "shape:qwen3-8b", "--device", "h200", "--alpha", 0.5, "--drafter")
     for kind, tokens in (("dspark", 4.5), ("dflash", 8.5), ("eagle3", 4.0)):

@@ -11,11 +11,12 @@ import sys
 import pytest
 
 from tests.jobs.killing import Process
+from tests.rows import every_row
 from tswift.cli import main
 from tswift.cli.streams import CLOSED_PIPE, one_line, visible
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("text", "seen"),
     [
         ("a name, größer: 名前 ± 1", "a name, größer: 名前 ± 1"),

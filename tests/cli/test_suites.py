@@ -174,26 +174,3 @@ def test_what_cannot_run_is_left_out_and_said(small, checkpoint, tmp_path):
         "--suite: table12 cannot run on this model: tokenswift drafts with heads and the model has none" in result.err
     )
     assert not Path("t").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "message"),
-    [
-        ("table2", (), "--suite: no suite 'table2'; there are table1, table3, table4, table5"),
-        ("table5", ("--ngrams", 3), "--ngrams: suite table5 sets it itself"),
-        ("table14", ("--prefill", 8), "--prefill: suite table14 sets it itself"),
-        ("table3", ("--simulate-alpha", 0.5), "--simulate-alpha: cannot be given together with --suite"),
-        ("table12", ("--with-reference-ar",), "--with-reference-ar: suite table12 compares no methods"),
-        ("table12", ("--gamma", 9), "--gamma: must be between 0 and 3 for tokenswift, got 9"),
-        ("table12", ("--tree", "medusa=1,1"), "--tree: is given for medusa, which is not among the methods"),
-        ("table12", ("--model", "shape:llama3.1-8b"), "--model: "),
-        ("table12", ("--lens", "5000"), "--lens: "),
-    ],
-)
-def test_what_is_refused(suite, name, words, message):
-    words = (*SMALL[2:], *words) if name == "table14" else (*SMALL, *words)
-    result = suite(name, *words, "--out", "s")
-    assert result.code == 2, result
-    assert result.err.count("\n") == 1
-    assert message in result.err
-    assert not Path("s").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -151,22 +150,6 @@ def test_a_signal_while_heads_are_judged(tswift, tiny: Tiny, monkeypatch: pytest
     monkeypatch.undo()
 
 
-def test_broken_heads_beside_the_model(tswift, tiny: Tiny, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    model = tmp_path / "model"
-    shutil.copytree(tiny.model, model)
-    (model / "heads.safetensors").write_bytes(b"none")
-    result = tswift("train", "--corpus", tiny.corpus, "--model", model, "--seq-len", 64, "--quiet")
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert result.err.startswith(f"tswift: error: --model: {model}/heads.safetensors is broken or no safetensors file")
-
-
-def test_what_is_there_stays(tswift, tiny: Tiny, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    (tmp_path / "mine.txt").write_text("mine")
-    result = tswift(*words_of(tiny, "--out", tmp_path))
-    assert result.code == 2
-    assert result.err.startswith(f"tswift: error: --out: {tmp_path} is not empty")
-
-
 def test_memory_that_runs_out_is_one_line(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     def broken(*arguments: object) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
@@ -189,15 +172,6 @@ def test_a_full_disk_is_one_line(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyP
     result = tswift(*words_of(tiny, "--out", "new", "--alpha-tokens", 0, "--quiet"))
     assert result.code == 1
     assert re.fullmatch(r"tswift: error: new/checkpoint\.safetensors cannot be written \(.*\)\n", result.err)
-
-
-def test_a_draft_model_that_no_method_needs(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
-    for command in ("generate", "compare", "bench"):
-        result = tswift(command, "--method", "medusa", "--model", tiny.model, "--draft-model", tiny.model)
-        assert (result.code, result.out) == (2, b"")
-        unused = r"tswift: error: --draft-model: .* (does not use|uses) it; standalone, triforce, auto do\n"
-        assert re.fullmatch(unused, result.err)
-        assert not list(Path().iterdir())
 
 
 def test_a_mistyped_option_does_not_wait_for_torch() -> None:

@@ -22,6 +22,7 @@ from tests.helpers import (
     tiny_target,
     tokens_of,
 )
+from tests.rows import every_row
 from tswift.decoding import loop
 from tswift.decoding.audit import audit
 from tswift.decoding.drafter import Drafter, DraftTree
@@ -60,7 +61,7 @@ FILTERS = {
 # a row that is not finite shows, whatever the filters
 
 
-@pytest.mark.parametrize("name", FILTERS)
+@every_row("name", FILTERS)
 def test_a_row_with_nan_or_infinity_draws_nothing(name: str) -> None:
     params, vocab = FILTERS[name], 700 if "top-p" in name or name == "all" else 40
     fine = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1))

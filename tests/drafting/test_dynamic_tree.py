@@ -22,6 +22,7 @@ from tests.helpers import (
     tiny_target,
     tokens_of,
 )
+from tests.rows import every_row
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, TreeBudget
@@ -160,7 +161,7 @@ def test_costs_between_and_beyond_the_known() -> None:
     assert COSTS.node(0) == pytest.approx(2.5 / 8)
 
 
-@pytest.mark.parametrize(
+@every_row(
     "broken",
     [
         PassCosts((1,), (1.0,), (0.0,), 0.1),

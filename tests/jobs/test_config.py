@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.rows import every_row
 from tswift.drafting.options import parse_tree
 from tswift.errors import InputError
 from tswift.jobs.config import RunConfig
@@ -92,20 +93,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[str(options)[:70] for options, _ in REFUSED])
+@every_row(("options", "message"), REFUSED)
 def test_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(message)}") as caught:
         RunConfig.of(**{"method": "tokenswift", **options})
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", ",", "1,,2", "1,", "abc", "1.5", "1 2"])
+@every_row("text", ["", ",", "1,,2", "1,", "abc", "1.5", "1 2"])
 def test_no_tree(text: str) -> None:
     with pytest.raises(InputError, match=r"^tree: wants auto, or numbers and commas, such as 1,3,3,3, got "):
         parse_tree(text)
 
 
-@pytest.mark.parametrize(
+@every_row(
     "options",
     [
         {},

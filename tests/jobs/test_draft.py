@@ -138,11 +138,6 @@ def test_too_few_positions(method: str, checkpoint: Path, small: Path) -> None:
         begin(model, [1, 2, 3], 62, method=method)
 
 
-def test_no_smaller_model(checkpoint: Path) -> None:
-    with pytest.raises(InputError, match=r"^draft_model: standalone drafts with a smaller model, and none is loaded"):
-        begin(load(str(checkpoint)), [1, 2, 3], 5, method="standalone")
-
-
 def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", vocab_size=321)
     with pytest.raises(InputError, match=r"^draft_model: .* has a vocabulary of 321, .* has 320$"):

@@ -82,13 +82,6 @@ def test_discard_leaves_nothing_of_its_own(tmp_path: Path) -> None:
     assert list((tmp_path / "old").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["file", "file/below"])
-def test_refuses_what_is_no_folder(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match="out"):
-        RunFolder.create(tmp_path / name)
-
-
 def test_a_folder_is_for_one(folder: RunFolder) -> None:
     assert in_use(folder.path)
     with pytest.raises(InputError, match=r"out: .* is not empty"):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from zlib import crc32
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.rows import every_row
 from tswift.jobs.folder import Checkpoint, parse_journal
 
 COUNTERS = st.dictionaries(st.sampled_from(["passes", "seconds", "reused"]), st.integers(0, 9) | st.floats(0, 9))
@@ -30,7 +30,7 @@ def test_anything_can_be_read(content: bytes) -> None:
     assert journal.truncated or journal.broken or not content
 
 
-@pytest.mark.parametrize("text", [b"{}", b"[1]", b"nothing", b'{"tokens":-1,"crc32":1}', b'{"tokens":"1","crc32":1}'])
+@every_row("text", [b"{}", b"[1]", b"nothing", b'{"tokens":-1,"crc32":1}', b'{"tokens":"1","crc32":1}'])
 def test_a_line_that_says_nothing_is_broken(text: bytes) -> None:
     line = b"%s\t%08x\n" % (text, crc32(text))
     good = Checkpoint(5, 1).line()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 
-import pytest
-
+from tests.rows import every_row
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import METHODS
-from tswift.errors import InputError
 from tswift.jobs.config import PRESETS, RunConfig, banned_ids, preset_note
 from tswift.models.shapes import SHAPES
 
@@ -39,7 +37,7 @@ def test_presets_are_table_10() -> None:
         assert config.drafting == {"ngrams": int(row["ngram_k"]), "tree": (1, 3, 3, 3)}
 
 
-@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if not (method.draft or method.networks)])
+@every_row("method", [name for name, method in METHODS.items() if not (method.draft or method.networks)])
 def test_a_method_gets_what_it_uses(method: str) -> None:
     drafting = RunConfig.of(preset="llama3.1-8b", method=method, prompt="x").drafting  # which refuses what is not used
     tree = {"tokenswift": (1, 3, 3, 3), "medusa": (3, 3, 3)}.get(method)
@@ -88,10 +86,3 @@ def test_the_line_about_a_preset() -> None:
     note = preset_note("llama3.1-8b", typed.overridden, ())
     assert note.startswith("preset llama3.1-8b; but for --top-p, --min-p; its banned ids mean something else")
     assert preset_note("qwen2.5-7b", (), ()) == "preset qwen2.5-7b"
-
-
-def test_there_is_no_such_preset() -> None:
-    with pytest.raises(InputError, match=r"preset: no preset 'gpt'; there are llama3\.1-8b, yarn-"):
-        RunConfig.of(preset="gpt")
-    with pytest.raises(InputError, match="method: no method"):
-        RunConfig.of(preset="llama3.1-8b", method="nope")

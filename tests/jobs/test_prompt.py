@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.jobs import prompt as module
 from tswift.jobs.prompt import read_prompt, special_tokens_in, take
@@ -70,7 +71,7 @@ def tokenizer(checkpoint: Path) -> Any:
     return loaded
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("text", "spelled"),
     [
         ("The ship", ()),

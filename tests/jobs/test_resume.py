@@ -285,38 +285,6 @@ def test_ended_by_an_end_of_text(asked: RunConfig, checkpoint: Path) -> None:
     assert job.state == "finished"
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"seed": 6}, "seed: the run was made with 5, got 6"),
-        ({"method": "ar"}, "method: the run was made with tokenswift, got ar"),
-        ({"temperature": 1.0}, "temperature: the run was made with 1.3, got 1.0"),
-        ({"top_k": 3}, "top_k: the run was made with 0, got 3"),
-        ({"tree": (1, 2)}, "tree: the run was made with"),
-        ({"shared_noise": False}, "shared_noise: the run was made with True, got False"),
-        ({"stop_at_eos": True}, "stop_at_eos: the run was made with False, got True"),
-        ({"dtype": "float32"}, "dtype: the run was made with float64, got float32"),
-        ({"prompt": "other.txt"}, "prompt: the run was made with"),
-        ({"prefill": 3}, "prefill: the run was made with none, got 3"),
-        ({"length": 30}, "length: .* has [0-9]+ tokens already, got 30"),
-        ({"length": 5000}, "length: .* positions"),
-        ({"nodes": 1}, "nodes: must be at least 2"),
-    ],
-)
-def test_conflicting_options_are_refused_by_name(asked: RunConfig, given: dict[str, Any], message: str) -> None:
-    folder = interrupted(asked)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(InputError, match=message):
-        resume(folder, given, False, [])
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_what_the_method_does_not_use_is_refused(asked: RunConfig) -> None:
-    folder = interrupted(with_method(asked, "ar"))
-    with pytest.raises(InputError, match="nodes: ar does not use it"):
-        resume(folder, {"nodes": 5}, False, [])
-
-
 @pytest.mark.parametrize(("recall", "reuses"), [(None, False), (0, True)])
 def test_what_a_tree_that_pays_does_not_use_is_refused(asked: RunConfig, recall: int | None, reuses: bool) -> None:
     folder = interrupted(replace(asked, drafting={"tree": "auto", "budget": 64, "recall": recall}))

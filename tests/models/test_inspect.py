@@ -13,6 +13,7 @@ from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen2Config
 
 from tests.conftest import make_checkpoint
 from tests.helpers import tiny_llama
+from tests.rows import every_row
 from tswift.models import devices, shapes
 from tswift.models.devices import available_bytes, gigabytes
 from tswift.models.heads import HEAD_TYPES
@@ -117,7 +118,7 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@every_row("name", CONFIGS)
 def test_configurations(name: str) -> None:
     config, positions = CONFIGS[name]
     assert max_positions(config) == positions

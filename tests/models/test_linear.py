@@ -16,6 +16,7 @@ import tswift
 from benchmarks.architectures import ARCHITECTURES
 from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_llama, tokens_of
 from tests.models.test_passes import OPTIONS, PARAMS
+from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.models.adapting import wrap_model
 from tswift.models.checkpoint import weights_hash
@@ -156,7 +157,7 @@ def tied(block: Block) -> None:
     block.v_proj.weight = block.k_proj.weight
 
 
-@pytest.mark.parametrize(
+@every_row(
     "change",
     [
         quantised,

@@ -23,6 +23,7 @@ from tests.helpers import (
     tiny_target,
     tokens_of,
 )
+from tests.rows import every_row
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import TreeAttention
 from tswift.decoding.loop import Decoding
@@ -62,7 +63,7 @@ def static_target(attention: type = LengthOnDevice) -> Target:
     return Target(tiny_llama("gqa", torch.float64), attention)
 
 
-@pytest.mark.parametrize("limit", [1, 8, 10, 41, 128])
+@every_row("limit", [1, 8, 10, 41, 128])
 def test_sizes_fit_every_tree(limit: int) -> None:
     found = sizes(limit)
     assert found == sorted(set(found))

@@ -14,6 +14,7 @@ import tswift
 from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_target, tokens_of
 from tests.models.refusals import refuse
 from tests.models.test_passes import OPTIONS, PARAMS, static_target
+from tests.rows import every_row
 from tswift.attention.backends import why_not
 from tswift.attention.native import NativeAttention
 from tswift.kv.cache import FullKV
@@ -128,7 +129,7 @@ def test_a_function_that_cannot_be_compiled_is_told(compiler) -> None:
     assert layers(target).startswith("compiled in part, as the compiler stopped: ")
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("config", "heads"),
     [
         ({"num_attention_heads": 32, "num_key_value_heads": 8}, (8, 4)),

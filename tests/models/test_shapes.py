@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, Qwen2Config, Qwen3MoeConfig
 
+from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.models import shapes
 from tswift.models.checkpoint import fingerprint_of
@@ -50,7 +51,7 @@ def of(name: str) -> Shape:
     return shape_of(skeleton(shape_config(f"{PREFIX}{name}")), 2)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@every_row("name", SHAPES)
 def test_published_sizes(name: str) -> None:
     shape = of(name)
     assert shape.parameters == PARAMETERS[name]

@@ -30,26 +30,6 @@ RUNS = {
     **{f"draft {objective}": f"train-draft --objective {objective} --reach 500" for objective in ("text", "distill")},
 }
 SHORT = "--seq-len 64 --batch 2 --accumulate 2 --steps 3 --warmup 2 --eval-every 2 --device cpu --out new"
-BAD = (
-    "train",
-    "train --corpus /nowhere",
-    "train --corpus CORPUS --kind odd",
-    "train --corpus CORPUS --heads-count 65",
-    "train --corpus CORPUS --seq-len 4",
-    "train --corpus CORPUS --steps 5 --minutes 1",
-    "train --corpus CORPUS --lr inf",
-    "train --corpus CORPUS --weight-decay -1",
-    "train --corpus CORPUS --model shape:llama3.1-8b",
-    "train --corpus CORPUS --model MODEL --seq-len 3000",
-    "train --corpus CORPUS --model MODEL --seq-len 64 --alpha-tokens 2048",
-    "train --corpus CORPUS --model MODEL --seq-len 2000",
-    "train --resume /nowhere",
-    "train --resume . --out new",
-    "train --steps many",
-    "train-draft --corpus CORPUS --shape 7b",
-    "train-draft --corpus CORPUS --seq-len 64 --reach 63",
-    "train-draft --corpus CORPUS --reach 99999999",
-)
 
 
 def run(words: str, tiny: Tiny) -> tuple[int, str]:
@@ -109,18 +89,11 @@ def near(found: Any, wanted: Any) -> Any:
     return wanted if same else found
 
 
-@pytest.mark.parametrize("words", BAD)
-def test_what_is_refused(tiny: Tiny, words: str) -> None:
-    with elsewhere():
-        assert list(run(words, tiny)) == json.loads(GOLDEN.read_text())["bad"][words]
-        assert not list(Path().iterdir())
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_what_is_written_and_every_loss(tiny: Tiny, name: str) -> None:
     with elsewhere():
         found = json.loads(json.dumps(trained(RUNS[name], tiny)))
-    wanted = json.loads(GOLDEN.read_text())["runs"][name]
+    wanted = json.loads(GOLDEN.read_text())[name]
     assert found.pop("losses") == [pytest.approx(losses, rel=1e-3) for losses in wanted.pop("losses")]
     assert near(found, wanted) == wanted
 
@@ -131,12 +104,5 @@ if __name__ == "__main__":
         for key, value in RUNS.items():
             with elsewhere():
                 runs[key] = trained(value, made)
-        bad = {words: run(words, made) for words in BAD}
-    parts = {"bad": bad, "runs": runs}
-    lines = [
-        f'"{part}": {{\n'
-        + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
-        + "\n}"
-        for part, entries in parts.items()
-    ]
-    GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in runs.items())
+    GOLDEN.write_text(f"{{\n{lines}\n}}\n")

@@ -106,6 +106,7 @@ CHANGES: dict[str, Change] = {
     "hidden_size 33": about(hidden_size=33),
     "hidden_size '32'": about(hidden_size="32"),
     "hidden_size NaN": about(hidden_size=float("nan")),
+    "raw 3": about(raw=3),
     "eps NaN": about(eps=float("nan")),
     "eps Infinity": about(eps=float("inf")),
     "eps -1": about(eps=-1.0),
@@ -128,14 +129,17 @@ def _case(command: str, name: str, beside: bool) -> Case:
         model = folder if beside else world.model
         if command == "generate":
             return generate(world, "--model", model, *given)
+        if command == "heads inspect":
+            return ["heads", "inspect", folder / FILE]
         return ["compare", "--prompt", world.prompt, "--len", 4, "--model", model, *given]
 
     where = "beside the model" if beside else "named"
-    return Case(f"{command}, heads {where}: {name}", words, "--heads")
+    return Case(f"{command}, heads {where}: {name}", words, "FILE: " if command == "heads inspect" else "--heads")
 
 
 HEADS: tuple[Case, ...] = (
     *(_case("generate", name, beside=False) for name in CHANGES),
     *(_case("generate", name, beside=True) for name in ("empty", "another hidden size", "count 10^9", "a pickle")),
-    *(_case("compare", name, beside=False) for name in ("empty", "no metadata")),
+    _case("compare", "no metadata", beside=False),
+    *(_case("heads inspect", name, beside=False) for name in ("empty", "another kind", "count 4", "a tensor missing")),
 )

@@ -48,6 +48,12 @@ def _inspect(world: World, *words: object) -> list[object]:
     return ["heads", "inspect", world.model / "heads.safetensors", *words]
 
 
+def _suite(world: World, *words: object) -> list[object]:
+    base = ["bench", "--model", world.model, "--prompts", world.prompt, "--warmup", 0, "--out", "new/run"]
+    sizes = [] if words[0] == "table14" else ["--prefill", 8]
+    return [*base, *sizes, "--lens", "6,12", "--suite", *words]
+
+
 def _bare(world: World, *words: object) -> list[object]:
     return list(words)
 
@@ -63,6 +69,7 @@ COMMANDS: dict[str, Callable[..., list[object]]] = {
     "train": _train,
     "train-draft": _train_draft,
     "heads inspect FILE": _inspect,
+    "bench --suite": _suite,
     "tswift": _bare,
 }
 
@@ -72,6 +79,7 @@ _HUGE = "1" + "0" * 40
 VALUES: dict[str, dict[str, Sequence[str]]] = {
     "generate": {
         "--len": ("", "0", "9" * 5000),
+        "--prefill": ("3000",),
         "--seed": ("inf",),
         "--temperature": ("", "nan", "1e400"),
         "--tree": ("1,,2", "1,0"),
@@ -91,7 +99,10 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
     "generate --resume RUN": {
         "--len": ("3", "4096"),
         "--seed": ("7",),
-        "--temperature": ("nan",),
+        "--temperature": ("0.5", "nan"),
+        "--top-k": ("3",),
+        "--prefill": ("3",),
+        "--nodes": ("1",),
         "--method": ("ar", "nope"),
         "--tree": ("1,1",),
         "--ngrams": ("3",),
@@ -114,6 +125,9 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
         "--heads-count": ("0",),
         "--seq-len": ("0", _HUGE),
         "--minutes": ("nan", "0", "inf"),
+        "--lr": ("0", "inf"),
+        "--weight-decay": ("-1",),
+        "--alpha-tokens": ("4096",),
         "--dtype": ("float16",),
         "--attention": ("nope",),
     },
@@ -121,7 +135,7 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
         "--corpus": ("/nowhere",),
         "--model": ("/nowhere",),
         "--shape": ("", "nope", "205M"),
-        "--reach": ("0",),
+        "--reach": ("0", "99999999"),
         "--seq-len": ("131073",),
         "--seed": ("-1",),
     },
@@ -131,11 +145,11 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
         "--tree": ("", "ar=1,2", "nope=1,2", "reuse=1", "=1,2", "medusa=1=2", "0"),
         "--nodes": ("1",),
         "--heads": ("nope",),
-        "--model": ("shape:nope", "shape:", "/nowhere"),
+        "--model": ("shape:nope", "shape:", "shape:llama3.1-8b", "/nowhere"),
         "--device": ("nope",),
     },
     "bench": {
-        "--prefill": ("1", _HUGE),
+        "--prefill": ("1", "4000", _HUGE),
         "--lens": ("", "0", "4,4"),
         "--seeds": ("1,1",),
         "--methods": ("nope",),
@@ -160,7 +174,7 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
     "verify --tokens": {
         "--prefill": ("0",),
         "--min-p": ("2",),
-        "--model": ("/nowhere",),
+        "--model": ("/nowhere", "shape:llama3.1-8b"),
     },
     "verify RUN": {
         "--model": ("/nowhere",),
@@ -244,7 +258,19 @@ TOGETHER: dict[str, dict[str, str]] = {
         "--prompts PROMPT --prompts PROMPT": "--prompts",
         "--lens 4090 --warmup 0": "--lens",
     },
+    "bench --suite": {
+        "table2": "--suite: no suite 'table2'; there are table1, table3, table4, table5",
+        "table5 --ngrams 3": "--ngrams: suite table5 sets it itself",
+        "table14 --prefill 8": "--prefill: suite table14 sets it itself",
+        "table3 --simulate-alpha 0.5": "--simulate-alpha: cannot be given together with --suite",
+        "table12 --with-reference-ar": "--with-reference-ar: suite table12 compares no methods",
+        "table12 --gamma 9": "--gamma: must be between 0 and 3 for tokenswift, got 9",
+        "table12 --tree medusa=1,1": "--tree: is given for medusa, which is not among the methods",
+        "table12 --model shape:llama3.1-8b": "--model: ",
+        "table12 --lens 5000": "--lens: ",
+    },
     "roofline": {
+        "--draft-weights int4": "--draft-weights: goes with --alpha",
         "--device h200": "--bandwidth",
         "--depth 3": "--depth",
         "--budget 64": "--budget",
@@ -270,6 +296,7 @@ TOGETHER: dict[str, dict[str, str]] = {
     },
     "train": {
         "--resume RUN": "--out",
+        "--seq-len 5000": "--seq-len",
         "--steps 3 --minutes 1": "--minutes",
     },
     "train-draft": {
@@ -284,6 +311,7 @@ TOGETHER: dict[str, dict[str, str]] = {
     },
     "tswift": {
         "train": "--corpus",
+        "train --resume /nowhere": "--resume",
         "heads nope": "nope",
         "heads inspect": "file",
         "heads inspect /nowhere": "/nowhere",

@@ -77,6 +77,11 @@ CHANGES: dict[str, Change] = {
         f"a record whose {part} is a list": record(lambda told, part=part: told.update({part: [1]}))
         for part in ("sampling", "model", "options", "prompt")
     },
+    "a record without its seed": record(lambda told: told["options"].pop("seed")),
+    "a record that somebody edited": lambda folder: (folder / RECORD).write_text(
+        (folder / RECORD).read_text().replace('"temperature": 1.0', '"temperature": 0.5')
+    ),
+    "min-p 3": _in("sampling", min_p=3),
     "temperature NaN": _in("sampling", temperature=float("nan")),
     "penalty [1]": _in("sampling", penalty=[1]),
     "banned 'abc'": _in("sampling", banned="abc"),
