@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 
-def every_row(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def every_row(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[..., Callable[..., None]]:
     """As ``pytest.mark.parametrize``, in one test: for rows that take no time and share fixtures without harm."""
     given = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     table = [row if len(given) > 1 else (row,) for row in rows]
