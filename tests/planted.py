@@ -37,6 +37,7 @@ class Fault(NamedTuple):
 
 LOOP, DEVICE, RULE = "decoding/test_loop.py", "decoding/test_device_step.py", "decoding/test_sampling.py"
 CACHES, KERNEL, NATIVE = "kv/test_caches.py", "attention/test_triton.py", "attention/test_native.py"
+CHUNKED = "attention/test_chunked.py"
 NETWORKS, TREES_OF = "models/test_drafters.py", "drafting/test_networks.py"
 FAULTS = [
     # a step
@@ -130,6 +131,21 @@ FAULTS = [
           "prefix + own_depth + 1)", "prefix + own_depth)"),
     Fault("the kernel's window is one too wide", "attention/kernels.py", KERNEL,
           "slots[None, :] > farthest[:, None]", "slots[None, :] >= farthest[:, None]"),
+    Fault("the kernel splits by the prefix", "attention/kernels.py", KERNEL,
+          "split = tl.maximum(position - REACH, 0)", "split = tl.maximum(prefix + 0 * position - REACH + 63, 0)"),
+    Fault("the kernel's tiles depend on the pass", "attention/triton.py", KERNEL,
+          '"KEYS": run.keys,', '"KEYS": run.keys // (1 + (rows > 8)),'),
+    Fault("exact attention's blocks depend on the length", "attention/chunked.py", CHUNKED,
+          "size = min(max(at, _LEAST), most)", "size = min(max(at, _LEAST), most, -(-end // 4))"),
+    Fault("exact attention's tail keeps gaps", "attention/chunked.py", CHUNKED,
+          "torch.where(seen, slots, -1).sort(1).values[:", "torch.where(seen, slots, -1)[:"),
+    Fault("exact attention computes rows of a block together", "attention/chunked.py", CHUNKED,
+          "    return torch.stack([torch.bmm(a, b) for a, b in zip(left, right, strict=False)])",
+          "    if isinstance(right, repeat):\n"
+          "        left = torch.stack(list(left))\n"
+          "        found = torch.bmm(left.transpose(0, 1).flatten(1, 2), next(right))\n"
+          "        return found.unflatten(1, (len(left), -1)).transpose(0, 1)\n"
+          "    return torch.stack([torch.bmm(a, b) for a, b in zip(left, right, strict=False)])"),
     Fault("the C kernel splits by the prefix", "attention/native.c", NATIVE,
           "far < c->prefix ? far", "far < c->prefix ? c->prefix"),
     Fault("the C kernel's tail begins where the pass does", "attention/native.c", NATIVE,

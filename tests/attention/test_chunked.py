@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
 from random import Random
 
 import pytest
@@ -13,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.attention.oracle import NOTHING, case, chain, dense
-from tswift.attention import chunked
 from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.layout import MOST_WIDTH, AttentionSpec, Layout
 
@@ -184,47 +181,3 @@ def test_huge_scores(size: float) -> None:
 
 
 # Planted faults: each computes well, but not exactly.
-
-
-def by_length(begin, end, kv_heads, window) -> Iterator[tuple[int, int]]:
-    size = -(-end // 4)
-    return ((at, size) for at in range(0, end, size))
-
-
-def with_gaps(self, layout, prefix, nodes, ancestors, make=ChunkedAttention.__init__) -> None:
-    """The tail with the gaps of other branches and, as gaps alone may do nothing, the draft before the text."""
-    make(self, layout, prefix, nodes, ancestors)
-    if ancestors is not None:
-        path, own = self._path, self._path[:, -1:]
-        slots = torch.arange(prefix - MOST_WIDTH + 1, prefix + nodes)
-        seen = torch.cat([torch.ones(nodes, MOST_WIDTH - 1, dtype=torch.bool), ancestors], dim=1)
-        seen &= (slots >= path[:, :1]) & (slots < own)
-        lying = torch.where(seen, slots, -1).roll(nodes, 1)
-        self._path = torch.cat([lying, own], dim=1)
-
-
-def all_rows_at_once(left, right):
-    """Those of a block before the tail; at a tail, each node has its own keys."""
-    if not isinstance(right, repeat):
-        return PRODUCTS(left, right)
-    left = torch.stack(list(left))
-    found = torch.bmm(left.transpose(0, 1).flatten(1, 2), next(right))
-    return found.unflatten(1, (len(left), -1)).transpose(0, 1)
-
-
-PRODUCTS = chunked._products
-FAULTS = {
-    "blocks by length": (chunked, "_borders", by_length),
-    "the tail with gaps": (ChunkedAttention, "__init__", with_gaps),
-    "as many rows as there are": (chunked, "_products", all_rows_at_once),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_bits_see_a_fault(monkeypatch, name: str) -> None:
-    text = Text.random(1, 1, 64, torch.float32, 1000)
-    assert not differ(text, 970)
-    right = text.drafted(970, 50, Random(1))
-    monkeypatch.setattr(*FAULTS[name])
-    assert differ(text, 970)
-    torch.testing.assert_close(text.drafted(970, 50, Random(1)), right)  # only rounded otherwise

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import product
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -298,66 +295,6 @@ def test_so_it_has_where_the_length_is_on_the_device() -> None:
         wholes = torch.full((2, 1, 325 + room, 64), torch.nan, dtype=torch.float16)
         wholes[0, :, :325], wholes[1, :, :325] = keys, values
         assert torch.equal(attend(query, *wholes, ancestors, scale, 7, torch.tensor(318)), expected)
-
-
-FAULTS = {
-    "a split by the length": (
-        "split = tl.maximum(position - REACH, 0)",
-        "split = tl.maximum(prefix + 0 * position - REACH + 63, 0)",
-    ),
-    "a tail in the order of slots, with gaps": (
-        "        visible = held[None, :]\n",
-        "        held = slots < prefix + nodes\n        visible = held[None, :]\n",
-        "slots = tl.where(drafted < 0, slots, prefix + at)",
-        "visible = visible & ((drafted < 0) | (at != 0))[None, :]",
-        "(beyond + KEYS - 1) // KEYS",
-        "(tl.where(tail < 0, beyond, prefix + nodes) + KEYS - 1) // KEYS",
-    ),
-}
-
-
-@SLOW
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_check_sees_other_orders(monkeypatch, tmp_path, fault: str) -> None:
-    """Of kernels that are right but for rounding, which is made sure of."""
-    source, changes = Path(kernels.__file__).read_text(), FAULTS[fault]
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    file = tmp_path / "planted.py"
-    file.write_text(source)
-    spec = spec_from_file_location("planted", file)
-    planted = module_from_spec(spec)
-    spec.loader.exec_module(planted)
-    if "slots" in fault:
-        right = backend.TritonAttention.__init__
-
-        def make(self, layout, prefix, nodes, ancestors) -> None:
-            right(self, layout, prefix, nodes, ancestors)
-            self._paths = None if self._paths is None else ancestors.long()
-
-        monkeypatch.setattr(backend.TritonAttention, "__init__", make)
-    for name in ("attend_chunk", "combine_chunks"):
-        monkeypatch.setattr(backend, name, getattr(planted, name))
-    check(1, 2, 64, 318, 9)
-    assert with_other_bits(318, "a tree with gaps", torch.float32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dependence", ["chunks by the number of nodes", "tiles by the number of nodes"])
-def test_the_check_sees_an_order_that_depends_on_the_pass(monkeypatch, dependence: str) -> None:
-    if dependence.startswith("chunks"):
-        sizes = iter([64, 32] * 20)
-        monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: next(sizes))
-    else:
-        right = backend.configuration
-
-        def wrong(rows, *given):
-            found = right(rows, *given)
-            return replace(found, keys=found.keys // 2) if rows > 8 else found
-
-        monkeypatch.setattr(backend, "configuration", wrong)
-    assert other_bits(attend, 250, 2, 64, torch.float32, 3, (1, 8))
 
 
 def test_store() -> None:

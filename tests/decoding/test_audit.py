@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tswift
-from tests.decoding import test_loop as loops
 from tests.decoding.test_loop import CASES, TEXTS, parameters
 from tests.fuzzing import few
-from tests.helpers import decode, decode_method, random_prompt, tiny_llama, tiny_target
+from tests.helpers import decode_method, random_prompt, tiny_llama, tiny_target
 from tswift.decoding import audit as module
 from tswift.decoding.audit import (
     FALSE_ALARMS,
@@ -436,34 +435,6 @@ def test_altered_tokens(name: str) -> None:
         altered[at] = allowed[(allowed.index(altered[at]) + 1) % len(allowed)]
         found = check(target, prompt, altered, params, seed, plain[:until])
         assert found.violations[0].index == at
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        loops.one_draw_per_leaf,
-        loops.penalty_of_the_root_for_all,
-        loops.window_that_does_not_slide,
-        loops.noise_of_the_root_for_all,
-        loops.slots_in_order,
-        loops.position_of_the_root_for_all,
-        loops.attends_to_all_nodes,
-    ],
-)
-def test_a_biased_verifier(mistake) -> None:  # type: ignore[no-untyped-def]
-    target, prompt, length = tiny_target(), random_prompt(50, 1), 90
-    params = parameters(penalty=1.5, window=2)
-    plain = decode_method("ar", target, prompt, params, 5, length)
-
-    with pytest.MonkeyPatch.context() as patch:
-        mistake(patch)
-        biased = decode(target, loops.right_among_wrong(plain, prompt), prompt, params, 5, length)
-    if mistake in (loops.slots_in_order, loops.position_of_the_root_for_all, loops.attends_to_all_nodes):
-        # what is wrong there lies in passes, which the one-token decodes of `redrawn` do not make
-        assert not audit(target, prompt, biased, params, 5).ok
-    else:
-        assert not check(target, prompt, biased, params, 5).ok
 
 
 def test_passes_that_do_not_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

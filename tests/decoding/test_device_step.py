@@ -60,17 +60,6 @@ def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(method: s
     assert max(step.accepted for step in host) > 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kv", "temperature"), [("dynamic", 1), ("partial", 1), ("streaming", 0), ("snapkv", 1), ("full", 0)]
-)
-def test_every_cache_that_drafting_reads(kv: str, temperature: float) -> None:
-    params = SamplingParams(window=24) if temperature else SamplingParams(temperature=0.0, penalty=1.0)
-    host, device = on_host_and_device("tokenswift", DraftOptions(**{**ROOMY.__dict__, "kv": kv}), params=params)
-    assert tokens_of(device) == tokens_of(host)
-    assert [step.accepted for step in device] == [step.accepted for step in host]
-
-
 @pytest.mark.parametrize("prompt", [1, 2, 63, 64, 65])
 def test_every_length_of_prompt(prompt: int) -> None:
     host, device = on_host_and_device("tokenswift", prompt=prompt, length=50)
@@ -85,14 +74,6 @@ def test_ngrams_are_accepted_on_the_device() -> None:
     assert tokens_of(device) == tokens_of(host)
     assert [(step.accepted, step.source) for step in device] == [(step.accepted, step.source) for step in host]
     assert sum(step.source == "reuse" for step in device) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes", [2, 5, 8, 41])
-def test_trees_of_any_size(nodes: int) -> None:
-    host, device = on_host_and_device("tokenswift", DraftOptions(tree=(1, 3, 2, 2), nodes=nodes, budget=64))
-    assert tokens_of(device) == tokens_of(host)
-    assert max(step.nodes for step in device) <= nodes
 
 
 def test_a_small_tree_is_not_filled_up_with_nodes() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tests.fuzzing import few
 from tests.helpers import (
-    PLAIN,
     decode_method,
     decode_steps,
     medusa_heads,
@@ -179,8 +178,6 @@ def test_costs_of_nothing(broken: PassCosts) -> None:
 
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
-GREEDY = SamplingParams(temperature=0)
-KINDS = ("chained", "conditioned", "medusa")
 AUTO = DraftOptions(tree="auto", budget=64)
 
 
@@ -195,23 +192,6 @@ def drafter(method: str, kind: str = "conditioned", options: DraftOptions = AUTO
 @functools.cache
 def plain(params: SamplingParams) -> list[int]:
     return decode_method("ar", tiny_target(), random_prompt(90, 3), params, 5, 120)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "method", "params"),
-    [
-        *((kind, "tokenswift", PARAMS) for kind in KINDS),
-        ("chained", "medusa", PARAMS),
-        ("conditioned", "tokenswift", PLAIN),
-        ("medusa", "medusa", GREEDY),
-    ],
-)
-def test_trees_that_pay_change_no_token(kind: str, method: str, params: SamplingParams) -> None:
-    prompt = random_prompt(90, 3)
-    steps = decode_steps(tiny_target(), drafter(method, kind), prompt, params, 5, 120)
-    assert tokens_of(steps) == plain(params)
-    assert len({step.nodes for step in steps}) > 1  # chosen anew in every step
 
 
 @few

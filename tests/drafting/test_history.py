@@ -12,15 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import VOCAB, tiny_heads, tiny_target
+from tests.helpers import VOCAB, tiny_target
 from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams, warp
 from tswift.decoding.sampling import Sampler
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, DynamicTreeDrafter, TreeBudget
 from tswift.drafting.history import Candidates, HistorySource, LogitHistory, SuffixIndex, TopKLogits
-from tswift.drafting.methods import make_drafter
-from tswift.drafting.options import DraftOptions
 from tswift.models.passes import Forwarded
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=200)
@@ -354,31 +352,6 @@ def test_a_long_match_is_followed_many_tokens_at_once() -> None:
     assert sketch.path(child(sketch, child(sketch, child(sketch, 0, 20), 21), 50)) == [20, 21, 50]
     for depth in (1, 2, 3, 9):
         assert max(sketched(guesses, 0.0, text=text, depth=depth)[0].depths) == depth
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("recall", DraftOptions(nodes=12)),
-        ("recall", DraftOptions(nodes=40, recall=5, shared_noise=False)),
-        ("medusa", DraftOptions(tree="auto", nodes=12)),
-        ("tokenswift", DraftOptions(tree="auto", nodes=40, budget=64)),
-        ("cascade", DraftOptions(nodes=12, gamma=5, budget=64)),
-    ],
-)
-def test_texts_of_methods_that_recall_are_those_of_plain_decoding(method: str, options: DraftOptions) -> None:
-    """Past what a partial cache holds, too."""
-    target, prompt, length = tiny_target(), [3, 1, 4, 1, 5] * 4, 130
-    drafter = make_drafter(method, target, tiny_heads(kind="conditioned"), options)
-    assert isinstance(drafter, DynamicTreeDrafter)
-    assert isinstance(drafter.proposing[-1], HistorySource)
-    texts = []
-    for each in (Drafter(), drafter):
-        steps = list(Decoding(target, prompt, PARAMS, 5, each, length).steps())
-        texts.append([token for step in steps for token in step.tokens])
-    assert texts[0] == texts[1]
-    assert len(steps) < length
 
 
 @pytest.mark.parametrize(

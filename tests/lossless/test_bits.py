@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.architectures import ARCHITECTURES, checkpoint
-from tests.attention.test_chunked import FAULTS as ATTENTION
 from tests.cli.conftest import prompt, tswift  # noqa: F401
 from tests.fuzzing import few
 from tests.helpers import random_prompt
@@ -32,9 +31,7 @@ from tests.lossless.models import (
 )
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.chunked import ChunkedAttention
-from tswift.attention.sdpa import TreeAttention
 from tswift.errors import InputError
-from tswift.kv.cache import KVBuffer
 from tswift.models import target as module
 from tswift.models.adapting import Inexact, fingerprint
 from tswift.models.checkpoint import silence
@@ -108,12 +105,7 @@ def test_triton_attention() -> None:
     assert same(target, 61, 5, length=5, prepared=5)
 
 
-HELD = 1100  # several blocks
 Patch = pytest.MonkeyPatch
-
-
-def in_attention(name: str) -> Callable[[Patch], None]:
-    return lambda patch: patch.setattr(*ATTENTION[name])
 
 
 def wide_verification(patch: Patch) -> None:
@@ -149,34 +141,12 @@ def bare_lm_head(patch: Patch) -> None:
     patch.setattr(Target, "logits", lambda self, hidden: self._output(hidden))
 
 
-def wrong_slots(patch: Patch) -> None:
-    patch.setattr(KVBuffer, "commit", lambda self, slots: self.advance(len(slots)))
-
-
-def stock_attention(patch: Patch) -> None:
-    patch.setattr(exact_target(WIDE, torch.float32), "_exact", TreeAttention)
-
-
-ROUNDED: dict[str, Callable[[Patch], None]] = {
-    **{name: in_attention(name) for name in ATTENTION},
-    "stock attention": stock_attention,
-    "wrong slots committed": wrong_slots,
-}
 OF_WIDTH: dict[str, Callable[[Patch], None]] = {
     "wider verification": wide_verification,
     "plain passes over one row": narrow_plain_passes,
     "large chunks of a prompt": large_chunks,
     "LM head over as many rows as there are": bare_lm_head,
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ROUNDED)
-def test_bits_see_it(name: str, monkeypatch: Patch) -> None:
-    target = exact_target(WIDE, torch.float32)
-    assert same(target, HELD, 7)
-    ROUNDED[name](monkeypatch)
-    assert not same(target, HELD, 7)
 
 
 @pytest.mark.parametrize(("name", "dtype"), zip(OF_WIDTH, (*DTYPES, DTYPES[0]), strict=True))

@@ -9,9 +9,7 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from benchmarks.architectures import ARCHITECTURES, WINDOW, Architecture, apart, checkpoint, row, stock, texts
-from tests.helpers import METHODS
-from tswift.decoding.drafter import DraftTree
+from benchmarks.architectures import ARCHITECTURES, WINDOW, apart, checkpoint, stock, texts
 from tswift.errors import InputError
 from tswift.kv.cache import FullKV
 from tswift.kv.partial import PartialKV
@@ -103,16 +101,3 @@ def test_the_check_of_logits_sees_a_window_that_is_off_by_one(tmp_path: Path) ->
     text = torch.randint(model.target.vocab_size, (2 * WINDOW,), generator=torch.Generator().manual_seed(1)).tolist()
     own.config.sliding_window = WINDOW + 1
     assert apart(model, own, text) > 100 * NEAR
-
-
-def test_the_table(monkeypatch) -> None:
-    monkeypatch.setitem(ARCHITECTURES, "none", Architecture("NoSuchConfig"))
-    words = [[cell.strip() for cell in row(name, 12).split("|")][1:-1] for name in ("Llama, GQA", "BLOOM", "none")]
-    count = len(METHODS)
-    assert words[0] == ["Llama, GQA", *["equal"] * count, words[0][-2], ""]
-    assert float(words[0][-2]) < NEAR
-    assert words[1][:-1] == ["BLOOM", *["refused"] * count, ""]
-    assert words[1][-1].startswith("(bloom) has attention that cannot be replaced")
-    assert words[2][1:-2] == ["-"] * count
-    monkeypatch.setattr(DraftTree, "walk", lambda self, drawn: [0, 1] if len(self) > 1 else [0])  # takes any draft
-    assert [cell.strip() for cell in row("Llama, GQA", 12).split("|")][2:4] == ["equal", "DIFFERS"]

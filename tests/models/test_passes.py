@@ -8,17 +8,13 @@ from random import Random
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.architectures import ARCHITECTURES
 from tests.helpers import (
-    METHODS,
     decode_steps,
     drafter_of,
     random_prompt,
     random_tree,
-    tiny_draft,
-    tiny_heads,
     tiny_llama,
     tiny_target,
     tokens_of,
@@ -69,23 +65,6 @@ def test_sizes_fit_every_tree(limit: int) -> None:
     assert found == sorted(set(found))
     assert found[0] == 1
     assert found[-1] == limit
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_writes_the_text_of_plain_decoding(method: str) -> None:
-    prompt = random_prompt(30)
-    plain = decode_steps(tiny_target(), drafter_of("ar", tiny_target(), OPTIONS), prompt, PARAMS, 3, 100)
-    steps = [
-        decode_steps(target, drafter_of(method, target, OPTIONS), prompt, PARAMS, 3, 100)
-        for target in (tiny_target(), static_target())
-    ]
-    assert tokens_of(steps[1]) == tokens_of(plain)
-    if method == "tokenswift":
-        return  # on the device some nodes are reserved for n-grams; see tests/decoding/test_device_step.py
-    assert [step.accepted for step in steps[0]] == [step.accepted for step in steps[1]]
-    # at the end the host makes trees no deeper than is left to write; on the device their shape is fixed
-    assert [step.nodes for step in steps[0]][:-3] == [step.nodes for step in steps[1]][:-3]
 
 
 def test_what_a_pass_gave_stays_when_the_next_one_runs() -> None:
@@ -170,49 +149,6 @@ def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, metho
         texts.append(tokens_of(list(decoding.steps())))
         assert (decoding._stepper is not None) == (each is target)
     assert texts[0] == texts[1]
-
-
-class Waits(TorchDispatchMode):
-    """Counts the operators for which a host has to wait for its device."""
-
-    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal", "allclose")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        masked = name.startswith("index") and any(
-            index is not None and index.dtype == torch.bool for index in (args[1] if name == "index" else ())
-        )
-        if name.lstrip("_") in [each.lstrip("_") for each in self.NAMES] or masked:
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_watch_sees_a_wait() -> None:
-    with Waits() as waits:
-        one = torch.ones(3)
-        float(one[0])
-        one[one > 0]
-        one.nonzero()
-    assert waits.seen == ["_local_scalar_dense", "index", "nonzero"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["chained", "conditioned"])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_step_waits_for_nothing_but_its_tokens(method: str, kind: str) -> None:
-    """What a step reads back it reads by ``tolist``, which this watch does not count: drafted and drawn tokens."""
-    target, options = tiny_target(), DraftOptions(nodes=20, budget=64)
-    drafter = make_drafter(method, target, tiny_heads(kind=kind), options, tiny_draft())
-    steps = Decoding(target, random_prompt(30), PARAMS, 3, drafter, 80).steps()
-    next(steps)
-    with Waits() as waits:
-        for _ in range(15):
-            next(steps)
-    assert waits.seen == []
 
 
 @pytest.mark.slow
