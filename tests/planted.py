@@ -36,6 +36,7 @@ class Fault(NamedTuple):
 
 
 LOOP, DEVICE, RULE = "decoding/test_loop.py", "decoding/test_device_step.py", "decoding/test_sampling.py"
+GENERATE = "test_custom_generate.py"
 CACHES, KERNEL, NATIVE = "kv/test_caches.py", "attention/test_triton.py", "attention/test_native.py"
 CHUNKED = "attention/test_chunked.py"
 NETWORKS, TREES_OF = "models/test_drafters.py", "drafting/test_networks.py"
@@ -94,6 +95,16 @@ FAULTS = [
           "    if seen is not None:\n        lower",
           "    if params.min_p and params.temperature:\n        logits = _keep_min_p(logits, params.min_p)\n"
           "    if seen is not None:\n        lower"),
+    Fault("transformers' generate gets tswift's order of filters", "custom_generate.py", GENERATE,
+          "replace(params, order=_ORDER) if matters else params", "params"),
+    Fault("its penalty looks back on some tokens only", "custom_generate.py", GENERATE,
+          "_ALL = 1 << 40", "_ALL = 20"),
+    Fault("changed weights go unseen by it", "custom_generate.py", GENERATE,
+          "_ADOPTED[model][0] != state", "False"),
+    Fault("its threads do not take turns", "custom_generate.py", GENERATE,
+          "        with turn:\n            step", "        if turn:\n            step"),
+    Fault("it decodes in the model's own modules", "custom_generate.py", GENERATE,
+          "return deepcopy(model, shared)", "return model"),
     Fault("top-p goes before top-k", "decoding/params.py", RULE,
           "for name in params.filters:", "for name in sorted(params.filters, key=lambda name: name != 'top_p'):"),
     Fault("eta's threshold lacks its root", "decoding/params.py", RULE,

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import tswift
+from tswift.cli import main
 
 ROOT = Path(__file__).parents[1]
 
 
 def _example(page: str) -> str:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    return example
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[0]
 
 
 def test_import_is_light() -> None:
@@ -72,6 +72,19 @@ def test_example_on_a_tiny_model(
     monkeypatch.setattr(tswift, "load", lambda: model, raising=False)
     exec(compile(_example(page), page, "exec"), {})
     assert capsys.readouterr().out.strip()
+
+
+def test_transformers_example_on_the_bundled_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs/python.md").read_text()
+    (command,) = re.findall(r"```sh\ntswift (.*?)  .*\n```", text)
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    assert main(command.split()) == 0
+    exec(compile(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1], "docs/python.md", "exec"), {})
+    assert "The ship had lain three days becalmed," in capsys.readouterr().out
 
 
 def test_readme_example_on_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ ROOT = Path(tswift.__file__).parent
 ORDER = [
     {"__main__", "cli"},
     {"benchmarking", "training"},
-    {"jobs"},
+    {"jobs", "custom_generate"},
     {"__init__"},
     {"engine"},
     {"drafting"},

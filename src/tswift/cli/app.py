@@ -18,7 +18,7 @@ from tswift.cli.bench import bench
 from tswift.cli.compare import compare
 from tswift.cli.generate import generate
 from tswift.cli.streams import BAD_INPUT, FAILED, INTERRUPTED, OK, complain, open_closed
-from tswift.cli.tools import env, heads, roofline, runs
+from tswift.cli.tools import env, export_generate, heads, roofline, runs
 from tswift.cli.train import train, train_draft
 from tswift.cli.verify import verify
 from tswift.errors import Fault, InputError
@@ -34,6 +34,7 @@ app.command()(verify)
 app.command()(bench)
 app.command()(roofline)
 app.command()(env)
+app.command()(export_generate)
 app.command()(train)
 app.command()(train_draft)
 app.add_typer(heads, name="heads")

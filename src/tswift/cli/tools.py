@@ -1,4 +1,4 @@
-"""The smaller commands: ``env``, ``heads``, ``roofline`` and ``runs``."""
+"""The smaller commands: ``env``, ``export-generate``, ``heads``, ``roofline`` and ``runs``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import tswift
 from tswift.cli import options
 from tswift.errors import InputError
 from tswift.models.config import ModelConfig
@@ -351,3 +352,34 @@ def _runs_grid(folder: Path, entries: list[Entry]) -> Table:
     reasons = [f"{entry.path.name}: {entry.reason}" for entry in entries if entry.reason]
     many = "" if len(entries) == 1 else "s"
     return Table(f"{len(entries):,} run{many} in {folder}", columns, rows, left=5, notes=reasons)
+
+
+_GENERATE = '''"""Decode by tswift: ``model.generate(..., custom_generate=FOLDER, trust_remote_code=True)``."""
+
+from tswift.custom_generate import generate
+
+__all__ = ["generate"]
+'''
+
+
+def export_generate(
+    folder: Annotated[
+        Path, typer.Argument(help="custom_generate/ is written there; a model's own folder has it used by default.")
+    ],
+) -> None:
+    """Write the folder by which generate of a transformers model decodes with tswift."""
+    from tswift.cli.streams import write_stdout
+    from tswift.jobs.folder import write_whole
+
+    files = {"generate.py": _GENERATE, "requirements.txt": f"tswift>={tswift.__version__}\n"}
+    inside = folder.expanduser() / "custom_generate"
+    for name in files:
+        if (inside / name).exists() and "tswift" not in (inside / name).read_text(errors="replace"):
+            raise InputError(f"{inside / name} is there already, and none of tswift's; name another folder")
+    try:
+        inside.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{inside} cannot be made ({error.strerror})") from None
+    for name, text in files.items():
+        write_whole(inside / name, text.encode())
+    write_stdout(f"model.generate(..., custom_generate={str(folder)!r}, trust_remote_code=True) decodes with tswift\n")

@@ -33,6 +33,7 @@ class SamplingParams:
         penalty: theta of the contextual penalty (paper, section 3.5); 1 penalises nothing.
         window: how many of the last tokens, prompt included, are penalised.
         banned: token ids that are never drawn.
+        order: names of all filters with commas between, in the order in which they are applied; empty for the usual.
 
     Raises:
         InputError: a value outside its range, or of another type.
@@ -49,6 +50,7 @@ class SamplingParams:
     penalty: float = option(1.2, "Contextual penalty; 1 is none.", panel=_PANEL, least=1, most=1e100)
     window: int = option(1024, "Tokens it looks back on.", panel=_PANEL, least=0, most=1 << 40)
     banned: tuple[int, ...] = ()
+    order: str = ""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -57,6 +59,8 @@ class SamplingParams:
         ids = self.banned
         if not isinstance(ids, tuple) or not all(isinstance(token, Integral) and token >= 0 for token in ids):
             raise InputError(f"must be a tuple of token ids, got {ids!r:.60}", "banned")
+        if self.order and sorted(self.order.split(",")) != sorted(_FILTERS):
+            raise InputError(f"must name {', '.join(_FILTERS)}, with commas between, got {self.order!r:.60}", "order")
 
     @property
     def penalises(self) -> bool:
@@ -66,7 +70,8 @@ class SamplingParams:
     @property
     def filters(self) -> tuple[str, ...]:
         """Names of the filters that may drop tokens, in the order in which they are applied; none at temperature 0."""
-        return tuple(name for name in _FILTERS if self.temperature and getattr(self, name) != OFF[name])
+        names = self.order.split(",") if self.order else _FILTERS
+        return tuple(name for name in names if self.temperature and getattr(self, name) != OFF[name])
 
     def unfiltered(self) -> SamplingParams:
         """The same parameters with all filters off."""
@@ -81,8 +86,8 @@ OFF: dict[str, Any] = {
 def warp(logits: Tensor, seen: Tensor | None, params: SamplingParams, banned: Tensor | None = None) -> Tensor:
     """Apply the filters and the penalty to rows of logits.
 
-    Order, as in the reference: banned ids, temperature, contextual penalty, min-p, eta, top-k, top-p. At temperature 0
-    only what can change the most likely token is applied.
+    Order, as in the reference: banned ids, temperature, contextual penalty, min-p, eta, top-k, top-p; ``params.order``
+    may name another of the filters. At temperature 0 only what can change the most likely token is applied.
 
     Args:
         logits: ``[n, V]`` float64; changed in place.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, cached_file
 
@@ -408,6 +409,22 @@ def _split_plan(config: Any, model: str, ranks: Dist) -> dict[str, Any]:
                 counted = f"{heads} {name} head{'s' if heads > 1 else ''}"
                 raise InputError(f"{model} has {counted}, which {ranks.count} ranks cannot share evenly", RANKS)
     return {"distributed_config": DistributedConfig(tp_size=ranks.count)}
+
+
+def adopt(network: PreTrainedModel) -> LoadedModel:
+    """A model that transformers has loaded, ready to decode, with the heads in its folder; its modules are changed.
+
+    Raises:
+        InputError: it cannot be served exactly.
+    """
+    name, heads = str(network.config._name_or_path or type(network).__name__), None
+    backend, note = select_backend("auto", network.dtype, network.device, network.config)
+    with silence(), in_one_line(name):
+        target = wrap_model(network, name, backend, joined=False)  # its weights are not ours to move
+    with suppress(InputError):  # heads of what the model once was
+        source = heads_source(name, network.config, None) if Path(name).is_dir() else None
+        heads = _load_heads(source, target, simulated=False)
+    return LoadedModel(name, None, target, heads, (), backend, **_prepare(target, backend, note, None))
 
 
 def eos_ids_of(model: str, network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:

@@ -1,0 +1,471 @@
+"""``model.generate(custom_generate=FOLDER)`` of transformers: its texts, its refusals, and the model left as it was."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.dynamic_module_utils as modules
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BatchEncoding,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation import GenerateDecoderOnlyOutput, MinPLogitsWarper, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
+
+import tswift
+from benchmarks.architectures import ARCHITECTURES, checkpoint
+from tswift import custom_generate
+from tswift.cli import main
+from tswift.decoding.params import SamplingParams, warp
+from tswift.errors import InputError
+
+KINDS = ("Llama, GQA", "Qwen2.5", "Gemma 3 (windows)")
+PROMPT = "The ship had lain three days becalmed,"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What is to be added to the arguments of ``model.generate``."""
+    folder = tmp_path_factory.mktemp("exported")
+    assert main(["export-generate", str(folder)]) == 0
+    with pytest.MonkeyPatch.context() as patch:  # transformers copies the file there
+        patch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield {"custom_generate": str(folder), "trust_remote_code": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints with tokenizers and heads."""
+    made = {}
+    for name in KINDS:
+        made[name] = tmp_path_factory.mktemp("model")
+        checkpoint(ARCHITECTURES[name], made[name])
+    return made
+
+
+def loaded(folder: Path) -> tuple[PreTrainedModel, BatchEncoding]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model.generation_config.eos_token_id = None  # random weights would soon draw it
+    return model, AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt", return_token_type_ids=False)
+
+
+@pytest.fixture
+def model(folders: dict[str, Path]) -> PreTrainedModel:
+    return loaded(folders[KINDS[0]])[0]
+
+
+@pytest.fixture
+def prompt(folders: dict[str, Path]) -> BatchEncoding:
+    return loaded(folders[KINDS[0]])[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_is_that_of_transformers(kind: str, folders: dict[str, Path], exported: dict[str, Any]) -> None:
+    model, prompt = loaded(folders[kind])
+    for settings in ({}, {"repetition_penalty": 1.2, "suppress_tokens": [20, 21]}, {"repetition_penalty": 3.0}):
+        settings["max_new_tokens"] = 60  # beyond the windows
+        expected = model.generate(**prompt, **settings)
+        before = torch.random.get_rng_state()
+        for method in ("auto", "reuse"):
+            found = model.generate(**prompt, **settings, **exported, tswift_method=method)
+            assert found.dtype == torch.int64
+            assert torch.equal(found, expected), (settings, method)
+        assert torch.equal(torch.random.get_rng_state(), before)  # nothing was drawn
+    assert len(set(expected[0].tolist())) > 30  # with a penalty it does not go in circles
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampling_is_that_of_tswift(kind: str, folders: dict[str, Path], exported: dict[str, Any]) -> None:
+    model, prompt = loaded(folders[kind])
+    ours = tswift.load(str(folders[kind]), dtype="float64", device="cpu")
+    usual = SamplingParams(top_k=50, min_p=0.0, penalty=1.0)
+    for asked, params in (
+        ({}, usual),
+        (
+            {"top_k": 0, "min_p": 0.02, "temperature": 0.8, "repetition_penalty": 1.2},
+            SamplingParams(min_p=0.02, temperature=0.8, penalty=1.2, window=1 << 30),
+        ),
+        ({"top_k": None, "top_p": 0.9}, SamplingParams(top_p=0.9, min_p=0.0, penalty=1.0)),
+        (
+            {"eta_cutoff": 0.01, "top_p": 0.9},
+            SamplingParams(top_k=50, top_p=0.9, eta=0.01, min_p=0.0, penalty=1.0, order="top_k,top_p,min_p,eta"),
+        ),
+    ):
+        torch.manual_seed(5)
+        seed = int(torch.randint(1 << 62, ()))
+        no_ends = replace(ours, eos_ids=())
+        steps = tswift.generate(no_ends, prompt["input_ids"][0].tolist(), 40, method="ar", params=params, seed=seed)
+        expected = list(chain.from_iterable(step.tokens for step in steps))
+        for _ in range(2):
+            torch.manual_seed(5)
+            found = model.generate(**prompt, do_sample=True, max_new_tokens=40, **asked, **exported)
+            assert found[0, prompt["input_ids"].shape[1] :].tolist() == expected
+        again = model.generate(**prompt, do_sample=True, max_new_tokens=40, **asked, **exported)
+        assert not torch.equal(again, found)  # the generator has moved on
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"top_k": 0, "temperature": 0.6},
+        {"top_k": 7, "min_p": 0.05},
+        {"top_p": 0.8},
+        {"top_k": 0, "top_p": 0.8, "min_p": 0.15},
+        {"top_k": 12, "eta_cutoff": 0.05},
+        {"top_k": 0, "top_p": 0.7, "eta_cutoff": 0.05},
+        {"top_k": 0, "min_p": 0.01, "eta_cutoff": 0.05},
+        {"top_k": 30, "top_p": 0.9, "min_p": 0.02, "eta_cutoff": 0.02, "temperature": 1.7, "repetition_penalty": 1.4},
+    ],
+    ids=str,
+)
+def test_the_distribution_is_that_of_transformers(asked: dict[str, Any], model: PreTrainedModel) -> None:
+    """Which tokens are left, and how likely each is, by transformers' own processors and by our parameters."""
+    config, _ = model._prepare_generation_config(None, do_sample=True, **asked)
+    config._eos_token_tensor = None
+    random = torch.Generator().manual_seed(3)
+    for sharp in (0.5, 2.0, 5.0):
+        logits = torch.randn(40, 97, generator=random, dtype=torch.float64) * sharp
+        text = torch.randint(97, (40, 25), generator=random)
+        theirs = model._get_logits_processor(config, text.shape[1], device="cpu")(text, logits.clone())
+        seen = torch.zeros(40, 97, dtype=torch.bool).scatter_(1, text, True)
+        params = custom_generate.sampling_params(config)
+        ours = warp(logits.clone(), seen if params.penalises else None, params)
+        assert torch.equal(ours.isfinite(), theirs.isfinite())
+        torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), rtol=1e-5, atol=1e-9)
+
+
+def test_the_order_of_filters_is_a_matter_of_the_distribution(model: PreTrainedModel) -> None:
+    """In the usual order the test above would fail, so it sees the order."""
+    config, _ = model._prepare_generation_config(None, do_sample=True, top_k=0, top_p=0.8, min_p=0.15)
+    logits = torch.randn(40, 97, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 2
+    params = custom_generate.sampling_params(config)
+    usual = replace(params, order="")
+    assert not torch.equal(warp(logits.clone(), None, params).isfinite(), warp(logits.clone(), None, usual).isfinite())
+    with pytest.raises(InputError, match=r"^order: "):
+        SamplingParams(order="top_k")
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.puts: list[list[Any]] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not torch.is_inference_mode_enabled()
+        self.puts.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class StopsAt(StoppingCriteria):
+    def __init__(self, length: int) -> None:
+        self.length, self.texts = length, list[list[int]]()
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        assert scores is None
+        self.texts.append(input_ids[0].tolist())
+        return torch.tensor([input_ids.shape[1] >= self.length])
+
+
+def test_streamers_and_criteria_see_every_token(
+    model: PreTrainedModel, prompt: BatchEncoding, exported: dict[str, Any]
+) -> None:
+    for more in ({}, exported):
+        streamer, criterion = Recorder(), StopsAt(prompt["input_ids"].shape[1] + 33)
+        out = model.generate(
+            **prompt, max_new_tokens=200, streamer=streamer, stopping_criteria=StoppingCriteriaList([criterion]), **more
+        )
+        whole, (start,) = out[0].tolist(), prompt["input_ids"].tolist()
+        assert len(whole) == len(start) + 33
+        assert streamer.puts == [[start], *([token] for token in whole[len(start) :])]
+        assert streamer.ended
+        assert criterion.texts == [whole[:end] for end in range(len(start) + 1, len(whole) + 1)]
+    assert not out.is_inference()
+
+
+def test_where_texts_end(
+    model: PreTrainedModel, prompt: BatchEncoding, folders: dict[str, Path], exported: dict[str, Any]
+) -> None:
+    """Lengths, ends of text, stop strings and the first token, as without ``custom_generate``."""
+    tokenizer = AutoTokenizer.from_pretrained(folders[KINDS[0]])
+    whole = model.generate(**prompt, max_new_tokens=60)[0].tolist()
+    stop = tokenizer.decode(whole[-9:-7])
+    for settings in (
+        {},  # 20 new tokens
+        {"max_length": len(whole) - 7},
+        {"max_length": 9999, "max_new_tokens": 31},
+        {"generation_config": GenerationConfig(max_new_tokens=12)},
+        {"max_new_tokens": 60, "eos_token_id": whole[-5]},
+        {"max_new_tokens": 60, "eos_token_id": [96, whole[-20], whole[-5]]},
+        {"max_new_tokens": 60, "stop_strings": stop, "tokenizer": tokenizer},
+        {"max_new_tokens": 40, "past_key_values": DynamicCache(config=model.config)},
+        {"max_new_tokens": 40, "cache_implementation": "dynamic", "typical_p": 1.0, "num_beams": 1, "min_length": 0},
+    ):
+        cache = settings.get("past_key_values")
+        found = model.generate(**prompt, **settings, **exported)
+        assert cache is None or cache.get_seq_length() == 0
+        assert torch.equal(found, model.generate(**prompt, **settings)), settings
+    first = {"bos_token_id": 7, "max_new_tokens": 9}
+    assert torch.equal(model.generate(**first, **exported), model.generate(**first))
+    out = model.generate(**prompt, max_new_tokens=5, return_dict_in_generate=True, **exported)
+    assert isinstance(out, GenerateDecoderOnlyOutput)
+    assert out.sequences[0].tolist() == whole[:-55]
+    short = model.generate(**prompt, max_new_tokens=400, max_time=0.0, **exported)
+    assert short.shape[1] == prompt["input_ids"].shape[1] + 1
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "num_beams": {"num_beams": 2},
+    "num_return_sequences": {"num_return_sequences": 3, "do_sample": True},
+    "output_scores": {"output_scores": True, "return_dict_in_generate": True},
+    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
+    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "logits_processor": {"logits_processor": [MinPLogitsWarper(0.1)]},
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda batch, ids: [1]},
+    "negative_prompt_ids": {"negative_prompt_ids": torch.tensor([[1]])},
+    "synced_gpus": {"synced_gpus": True},
+    "inputs_embeds": {"inputs_embeds": torch.zeros(1, 2, 32)},
+    "position_ids": {"position_ids": torch.arange(2)[None]},
+    "something": {"something": 1},
+    "attention_mask": {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.tensor([[0, 1, 1]])},
+    "input_ids": {"input_ids": torch.tensor([[5, 6], [7, 8]]), "attention_mask": None},
+    "past_key_values": {"past_key_values": "held"},
+    "typical_p": {"typical_p": 0.9, "do_sample": True},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.01, "do_sample": True},
+    "top_h": {"top_h": 0.5, "do_sample": True},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 3},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 3},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.2},
+    "bad_words_ids": {"bad_words_ids": [[5]]},
+    "sequence_bias": {"sequence_bias": [[[5], 1.0]]},
+    "min_new_tokens": {"min_new_tokens": 3},
+    "min_length": {"min_length": 3},
+    "forced_bos_token_id": {"forced_bos_token_id": 3},
+    "forced_eos_token_id": {"forced_eos_token_id": 3},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [3]},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (5, 1.1)},
+    "renormalize_logits": {"renormalize_logits": True},
+    "remove_invalid_values": {"remove_invalid_values": True},
+    "guidance_scale": {"guidance_scale": 1.5},
+    "token_healing": {"token_healing": True},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+    "assistant_early_exit": {"assistant_early_exit": 1},
+    "penalty_alpha": {"penalty_alpha": 0.6},
+    "dola_layers": {"dola_layers": "high"},
+    "use_cache": {"use_cache": False},
+    "cache_implementation": {"cache_implementation": "static"},
+    "prefill_chunk_size": {"prefill_chunk_size": 8},
+    "watermarking_config": {"watermarking_config": {"bias": 2.0, "seeding_scheme": "selfhash"}},
+    "temperature": {"do_sample": True, "temperature": 0.0},
+    "repetition_penalty": {"repetition_penalty": 0.9},
+    "top_p": {"do_sample": True, "top_p": 0.0},
+    "max_length": {"max_length": 3},
+    "max_new_tokens": {"max_new_tokens": 5000},
+    "tokenizer": {"stop_strings": "the"},
+    "suppress_tokens": {"suppress_tokens": [9999]},
+    "tswift_method": {"tswift_method": "none"},
+    "draft_model": {"tswift_method": "standalone"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_by_name(name: str, model: PreTrainedModel, prompt: BatchEncoding, exported: dict[str, Any]) -> None:
+    settings = {**prompt, **REFUSED[name]}
+    if settings.get("past_key_values") == "held":
+        settings["past_key_values"] = model(**prompt, use_cache=True).past_key_values
+    with pytest.raises((InputError, ValueError), match=rf"^{name}: |{name}") as caught:
+        model.generate(**settings, **exported)
+    assert type(caught.value) is InputError, caught.value
+    assert caught.value.field == name
+    assert "\n" not in str(caught.value)
+
+
+def test_no_field_of_the_configuration_is_ignored(model: PreTrainedModel) -> None:
+    """Every field is served, named here as of no matter, or refused with any value that is not its default."""
+    known = custom_generate._SERVED
+    assert known < {*vars(GenerationConfig())}
+    for name in {*vars(GenerationConfig())} - known:
+        config, _ = model._prepare_generation_config(GenerationConfig(max_new_tokens=3))
+        custom_generate._refuse_fields(config)
+        setattr(config, name, 0.123)
+        if not name.startswith("_"):
+            with pytest.raises(InputError, match=f"^{name}: is not served by tswift, got 0.123$"):
+                custom_generate._refuse_fields(config)
+
+
+def snapshot(model: PreTrainedModel) -> Any:
+    return (
+        model.config.to_json_string(use_diff=False),
+        model.config._attn_implementation,
+        [(name, module.training, type(module), len(module._forward_hooks)) for name, module in model.named_modules()],
+        [(name, weight.requires_grad, weight.data_ptr(), weight._version) for name, weight in model.named_parameters()],
+        sorted(vars(model)),
+        model.generation_config.to_json_string(),
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+    )
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, None])
+def test_the_model_is_left_as_it_was(
+    error: type[BaseException] | None, model: PreTrainedModel, prompt: BatchEncoding, exported: dict[str, Any]
+) -> None:
+    model.train()
+    model.model.layers[0].eval()
+    model.lm_head.weight.requires_grad_(False)
+    before, within = snapshot(model), []
+    logits = model(**prompt).logits
+
+    class Breaks(Recorder):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            within.append(snapshot(model)[:-2])
+            if error is not None and len(self.puts) > 9:
+                raise error("stop")
+
+    for _ in range(2):
+        if error is None:
+            model.generate(**prompt, max_new_tokens=15, streamer=Breaks(), **exported)
+        else:
+            with pytest.raises(error):
+                model.generate(**prompt, max_new_tokens=15, streamer=Breaks(), **exported)
+        assert snapshot(model) == before
+    assert all(each == before[:-2] for each in within)  # not even meanwhile
+    out = model(**prompt).logits
+    assert torch.equal(out, logits)
+    out.sum().backward()
+    assert model.model.embed_tokens.weight.grad is not None
+    assert model.lm_head.weight.grad is None
+    found = model.generate(**prompt, max_new_tokens=15, **exported)
+    assert torch.equal(found, model.eval().generate(**prompt, max_new_tokens=15))
+
+
+def test_changes_of_the_model_are_seen(model: PreTrainedModel, prompt: BatchEncoding, exported: dict[str, Any]) -> None:
+    def both() -> list[int]:
+        found = model.generate(**prompt, max_new_tokens=30, **exported)
+        assert torch.equal(found, model.generate(**prompt, max_new_tokens=30))
+        return found.tolist()
+
+    texts = [both()]
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-2)
+    texts.append(both())
+    model.model.layers[1].mlp.down_proj.weight.data *= -2  # unknown to autograd
+    texts.append(both())
+    model.float()
+    texts.append(both())
+    model.model.layers[1].self_attn.scaling *= 3
+    texts.append(both())
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    texts.append(both())
+    assert len({str(text) for text in texts}) >= 5  # float32 may give the same text
+    kept = custom_generate._ADOPTED[model][1].target
+    both()
+    assert custom_generate._ADOPTED[model][1].target is kept  # nothing is made twice
+
+
+def test_a_model_that_is_gone_takes_its_second_tree_with_it(folders: dict[str, Path], exported: dict[str, Any]) -> None:
+    gc.collect()
+    held = len(custom_generate._ADOPTED)
+    model, prompt = loaded(folders[KINDS[1]])
+    model.generate(**prompt, max_new_tokens=3, **exported)
+    assert len(custom_generate._ADOPTED) == held + 1
+    del model
+    gc.collect()
+    assert len(custom_generate._ADOPTED) == held
+
+
+def test_refuses_models_that_are_more_than_their_modules(
+    model: PreTrainedModel, prompt: BatchEncoding, exported: dict[str, Any]
+) -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match=r"^model: is under torch\.autocast"):
+        model.generate(**prompt, **exported)
+    hook = model.model.layers[1].register_forward_hook(lambda module, inputs, out: out * 2)
+    with pytest.raises(InputError, match=r"^model: has a hook at model\.layers\.1, "):
+        model.generate(**prompt, **exported)
+    hook.remove()
+    model(**prompt, output_hidden_states=True)  # transformers leaves hooks that watch
+    assert model.generate(**prompt, **exported).shape[1] == prompt["input_ids"].shape[1] + 20
+
+
+def test_a_padding_token_without_a_mask_is_refused(
+    model: PreTrainedModel, prompt: BatchEncoding, exported: dict[str, Any]
+) -> None:
+    ids = prompt["input_ids"]
+    pad = int(ids[0, 3])
+    with pytest.raises(InputError, match=f"^attention_mask: is missing, and the prompt has the padding token {pad}$"):
+        model.generate(ids, pad_token_id=pad, **exported)
+    for settings in ({"pad_token_id": pad, "eos_token_id": pad}, {"pad_token_id": pad, "attention_mask": ids * 0 + 1}):
+        assert torch.equal(model.generate(ids, **settings, **exported), model.generate(ids, **settings))
+
+
+def test_threads_take_turns(model: PreTrainedModel, folders: dict[str, Path], exported: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders[KINDS[0]])
+    model.float()  # whose passes share memory
+    prompts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in (PROMPT, "captain would not leave")]
+    expected = [model.generate(ids, max_new_tokens=80, **exported) for ids in prompts]
+    streamers = [TextIteratorStreamer(tokenizer) for _ in prompts]
+    found: dict[int, torch.Tensor] = {}
+
+    def work(index: int) -> None:
+        found[index] = model.generate(
+            prompts[index], max_new_tokens=80, streamer=streamers[index], tswift_method="ar", **exported
+        )
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    said = ["".join(streamer) for streamer in streamers]
+    for index, thread in enumerate(threads):
+        thread.join()
+        assert torch.equal(found[index], expected[index])
+        assert said[index] == tokenizer.decode(expected[index][0])
+
+
+def test_a_models_own_folder_has_it_used_by_default(checkpoint: Path, tmp_path: Path, exported: dict[str, Any]) -> None:
+    """Exported there, ``from_pretrained`` makes ``model.generate`` ours."""
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    assert main(["export-generate", str(tmp_path)]) == 0
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    assert model.generate is not plain.generate
+    ids = torch.tensor([[5, 6, 7]])
+    found = model.generate(ids, max_new_tokens=20, eos_token_id=None)
+    assert model in custom_generate._ADOPTED
+    assert torch.equal(found, plain.generate(ids, max_new_tokens=20, eos_token_id=None))
+    assert custom_generate._ADOPTED[model][1].heads is not None  # those in its folder draft
+
+
+def test_export_refuses_what_it_cannot_write(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "custom_generate" / "generate.py"
+    file.parent.mkdir()
+    file.write_text("def generate(model, **kwargs): ...\n")
+    (tmp_path / "file").touch()
+    for folder, words in ((tmp_path, "is there already"), (tmp_path / "file", "cannot be made")):
+        assert main(["export-generate", str(folder)]) == 2
+        err = capfd.readouterr().err
+        assert re.fullmatch(rf"tswift: error: [^\n]*{words}[^\n]*\n", err), err
+    assert file.read_text() == "def generate(model, **kwargs): ...\n"
+    for _ in range(2):  # what tswift has written, it may write anew
+        assert main(["export-generate", str(tmp_path / "new" / "folder")]) == 0
+        assert "custom_generate='" in capfd.readouterr().out
