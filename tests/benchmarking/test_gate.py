@@ -266,7 +266,7 @@ def test_the_hash_is_of_the_content() -> None:
         (lambda m: m["environment"].pop("cpu"), "'cpu' is a required property"),
         *[
             (lambda m, name=name: m.pop(name), f"'{name}' is a required property")
-            for name in ("workload", "environment", "samples", "simulated")
+            for name in ("environment", "samples", "simulated")
         ],
         (lambda m: m.update(environment=[1]), "is damaged"),
         (lambda m: m["workload"].update(methods=None), "is damaged"),

@@ -150,6 +150,15 @@ def test_a_signal_while_heads_are_judged(tswift, tiny: Tiny, monkeypatch: pytest
     monkeypatch.undo()
 
 
+def test_texts_beyond_the_models_positions(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
+    """Other bad inputs are in ``tests/cli/bad_inputs``."""
+    result = tswift(*words_of(tiny, "--alpha-tokens", 2048, "--quiet"))
+    assert (result.code, result.err) == (
+        2,
+        "tswift: error: --alpha-tokens: must be below the model's 2,048 positions\n",
+    )
+
+
 def test_memory_that_runs_out_is_one_line(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     def broken(*arguments: object) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")

@@ -1,22 +1,15 @@
-"""Runs that are really killed, at random moments, and gone on with until they are done.
-
-``python -m tests.jobs.killing --kills 50 --len 3000 --method tokenswift`` says how many of them ended with the tokens
-of a run that was left alone. Processes are forked, so that none has to import everything anew.
-"""
+"""Runs that are really killed, at random moments, and gone on with until they are done."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from random import Random
 
@@ -134,32 +127,3 @@ def kill_and_resume(
     if equal:
         shutil.rmtree(folder)
     return Killing(seconds, kept, equal)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments, words = parser.parse_known_args()
-    random = Random(arguments.seed)
-    folder = Path(tempfile.mkdtemp(prefix="killing-"))
-    took = left_alone(words, folder / "whole")
-    whole = result(folder / "whole")
-    print(f"{len(whole[0]) // 4} tokens, {took:.1f} s from the first text; {' '.join(words)}", flush=True)
-    equal = 0
-    for number in range(arguments.kills):
-        found = kill_and_resume(words, folder / str(number), whole, took, random)
-        equal += found.equal
-        after = ", ".join(f"{seconds:.2f} s" for seconds in found.seconds)
-        kept = ", ".join(map(str, found.kept)) or "all"
-        said = "equal" if found.equal else f"DIFFERENT, see {folder / str(number)}"
-        print(f"{number + 1:3}  killed after {after:17} kept {kept:12} {said}", flush=True)
-    print(f"{equal} of {arguments.kills} equal", flush=True)
-    return 0 if equal == arguments.kills else 1
-
-
-if __name__ == "__main__":
-    # everything that takes long to import; nothing of it may have made threads before a fork
-    import_module("tswift.jobs.start")
-
-    sys.exit(main())

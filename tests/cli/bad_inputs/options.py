@@ -127,7 +127,6 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
         "--minutes": ("nan", "0", "inf"),
         "--lr": ("0", "inf"),
         "--weight-decay": ("-1",),
-        "--alpha-tokens": ("4096",),
         "--dtype": ("float16",),
         "--attention": ("nope",),
     },

@@ -22,26 +22,17 @@ def _bytes(content: bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(content)
 
 
-def _loop(path: Path) -> None:
-    path.symlink_to(path)
-
-
 MAKERS: dict[str, Callable[[Path], object]] = {
     "missing": lambda path: None,
-    "a folder": lambda path: path.mkdir(),
     "empty": _bytes(b""),
     "white space": _bytes(b" \n\t\r\n \x0b\x0c"),
     "a byte order mark alone": _bytes(b"\xef\xbb\xbf"),
     "NUL bytes": _bytes(b"text\0text"),
     "no UTF-8": _bytes(b"The ship \xff\xfe"),
     "UTF-16": _bytes("The ship".encode("utf-16")),
-    "64 GB of nothing": sparse,
     "a named pipe": os.mkfifo,
-    "a link to itself": _loop,
-    "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
     "too long for the model": _bytes(b"The ship had lain three days becalmed. " * 3000),
 }
-DEVICES = ("/dev/zero", "/dev/null", "/dev/urandom", "/dev/full", "/proc/self/mem", "/dev/tty0")
 
 
 def _file(name: str, command: str) -> Case:
@@ -58,10 +49,6 @@ def _file(name: str, command: str) -> Case:
 
     option = {"bench": "--prompts", "generate": "--len" if name.startswith("too long") else "--prompt"}
     return Case(f"{command}, a prompt that is {name}", words, option.get(command, "--prompt"))
-
-
-def _device(path: str) -> Case:
-    return Case(f"generate --prompt {path}", lambda world: generate(world, "--prompt", path), "--prompt")
 
 
 def _folder(world: World) -> list[object]:
@@ -97,8 +84,7 @@ PROMPTS: tuple[Case, ...] = (
     *(_file(name, "generate") for name in MAKERS),
     *(_file(name, "bench") for name in ("missing", "no UTF-8", "a named pipe")),
     *(_file("missing", command) for command in ("verify", "compare")),
-    *map(_device, DEVICES),
-    *map(_named, ("", "nowhere\0", "~nobody/x", "x" * 5000, "\x1b[2Jgone", "a/" * 3000, "\udcff", "\u202etxt.exe")),
+    *map(_named, ("", "/dev/tty0", "x" * 5000, "\x1b[2Jgone", "\udcff")),  # others are in tests/test_reading.py
     Case("bench --prompts, a folder without texts", _folder, "--prompts"),
     Case("bench --prompts, a folder with a bad text", _folder_with_a_bad_one, "--prompts"),
     Case("bench --prompts, fewer tokens than --prefill", _short, "--prefill"),
