@@ -231,61 +231,37 @@ def test_what_is_behind_the_length_shows_in_layers_that_want_something(served) -
     assert "off by nan" in served(Beyond, (KV_HEADS, GROUP), WANTS["window"])
 
 
-# flash-attn 2.7 and 2.8, flash_attn/flash_attn_interface.py: parameters and their defaults
-PUBLISHED = {
-    "q": inspect.Parameter.empty,
-    "k_cache": inspect.Parameter.empty,
-    "v_cache": inspect.Parameter.empty,
-    "k": None,
-    "v": None,
-    "rotary_cos": None,
-    "rotary_sin": None,
-    "cache_seqlens": None,
-    "cache_batch_idx": None,
-    "cache_leftpad": None,
-    "block_table": None,
-    "softmax_scale": None,
-    "causal": False,
-    "window_size": (-1, -1),
-    "softcap": 0.0,
-    "rotary_interleaved": True,
-    "alibi_slopes": None,
-    "num_splits": 0,
-    "return_softmax_lse": False,
-}
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
 class StandIn:
     """Computes what flash-attn's function documents, in float64, and insists on what it asks for."""
 
-    __signature__ = inspect.Signature(
-        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=d) for name, d in PUBLISHED.items()]
-    )
-
     def __init__(self) -> None:
         self.calls: list[dict] = []
 
-    def __call__(self, *args, **kwargs):
-        bound = self.__signature__.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
+    def __call__(
+        self, q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+        cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
+        return_softmax_lse=False,
+    ):  # fmt: skip
+        """Parameters and defaults are those of flash-attn 2.7 and 2.8, flash_attn/flash_attn_interface.py."""
+        given = {name: value for name, value in locals().items() if name != "self"}
         self.calls.append(given)
-        query, keys, values = given["q"], given["k_cache"], given["v_cache"]
-        assert query.dim() == keys.dim() == values.dim() == 4
-        batch, positions, heads, size = query.shape
-        assert keys.shape == values.shape == (batch, keys.shape[1], heads, size)
-        assert keys.shape[1] > 0
-        assert query.dtype == keys.dtype == values.dtype
-        assert keys.stride(-1) == values.stride(-1) == 1
-        assert given["return_softmax_lse"]
+        batch, positions, heads, size = q.shape
+        assert k_cache.shape == v_cache.shape == (batch, k_cache.shape[1], heads, size)
+        assert k_cache.shape[1] > 0
+        assert q.dtype == k_cache.dtype == v_cache.dtype
+        assert k_cache.stride(-1) == v_cache.stride(-1) == 1
+        assert return_softmax_lse
         used = {"q", "k_cache", "v_cache", "softmax_scale", "return_softmax_lse"}
-        assert all(given[name] == default for name, default in PUBLISHED.items() if name not in used)
-        query, keys, values = (x.double().transpose(1, 2) for x in (query, keys, values))
-        scores = query @ keys.transpose(2, 3) * given["softmax_scale"]
+        defaults = inspect.signature(self).parameters
+        assert all(value == defaults[name].default for name, value in given.items() if name not in used)
+        query, keys, values = (x.double().transpose(1, 2) for x in (q, k_cache, v_cache))
+        scores = query @ keys.transpose(2, 3) * softmax_scale
         out = (scores.softmax(-1) @ values).transpose(1, 2)
-        assert out.shape == (batch, positions, heads, size)
-        return out.to(given["q"].dtype), scores.logsumexp(-1).float()
+        return out.to(q.dtype), scores.logsumexp(-1).float()
 
 
 @pytest.fixture
@@ -338,4 +314,7 @@ def test_the_signature_is_the_installed_one() -> None:
     from flash_attn import flash_attn_with_kvcache
 
     installed = inspect.signature(flash_attn_with_kvcache).parameters
-    assert {name: parameter.default for name, parameter in installed.items()} == PUBLISHED
+    expected = inspect.signature(StandIn()).parameters
+    assert {name: each.default for name, each in installed.items()} == {
+        name: each.default for name, each in expected.items()
+    }

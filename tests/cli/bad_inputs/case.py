@@ -10,7 +10,6 @@ import resource
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -67,14 +66,12 @@ class Refusal:
     Attributes:
         code: its exit code; None if it raised, or was stopped because it hung.
         out, err: what it wrote.
-        seconds: what it took.
         faults: what is wrong with it; nothing if it is as it should be.
     """
 
     code: int | None
     out: bytes
     err: str
-    seconds: float
     faults: tuple[str, ...] = ()
 
     @property
@@ -137,7 +134,6 @@ def run(words: Sequence[object], here: Path) -> Refusal:
 
     before = os.getcwd()
     os.chdir(here)
-    started = time.perf_counter()
     code, raised = None, ""
     try:
         with _caught() as (out, err):
@@ -146,10 +142,9 @@ def run(words: Sequence[object], here: Path) -> Refusal:
                     code = main([str(word) for word in words])
             except BaseException as error:
                 raised = f"{type(error).__name__} {error}"
-            seconds = time.perf_counter() - started
             sys.stdout.flush()
             sys.stderr.flush()
-            return Refusal(code, _content(out), _content(err).decode(errors="replace") + raised, seconds)
+            return Refusal(code, _content(out), _content(err).decode(errors="replace") + raised)
     finally:
         os.chdir(before)
 
