@@ -78,21 +78,6 @@ def test_random_weights_in_a_shape(tswift, tiny_shapes):
     assert "simulated: random weights, acceptance set to 0.9" in result.err
 
 
-def test_simulated_counters_cannot_fail_and_times_can(bench):
-    words = ("--no-plots", "--simulate-alpha", 0.5, "--repeats", 2)
-    assert bench("--out", "b", *words).code == 0
-    base = ("--against", "b/bench-simulated.json")
-    refused = bench("--out", "c", *words, *base, "--fail-on", "alpha:0")
-    assert refused.code == 2
-    assert "--fail-on: alpha follows from --simulate-alpha" in refused.err
-    result = bench("--out", "d", *words, *base, "--fail-on", "tokens_per_s:99%")
-    assert result.code == 0
-    assert "0 of 4 comparisons regressed" in result.out.decode()
-    real = bench("--out", "e", "--no-plots", "--repeats", 2, *base, "--fail-on", "tokens_per_s:99%")
-    assert real.code == 2
-    assert "another workload: simulated differs" in real.err
-
-
 def test_ctrl_c_before_the_first_length(bench, monkeypatch):
     from tswift.benchmarking.run import Run
 

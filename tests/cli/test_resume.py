@@ -103,35 +103,6 @@ def test_another_model_in_its_place(tswift: Tswift, interrupted: Path, tmp_path:
     assert {path.name: path.read_bytes() for path in interrupted.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--seed", 7], "--seed: the run was made with 5, got 7"),
-        (["--out", "x"], "--out: cannot be given together with --resume"),
-        (["--no-shared-noise"], "--shared-noise: the run was made with True, got False"),
-        (["--device", "cuda"], "--device: the run was made with auto, got cuda"),
-    ],
-)
-def test_conflicts(tswift: Tswift, interrupted: Path, given: list[object], message: str) -> None:
-    found = tswift("generate", "--resume", interrupted, *given)
-    assert (found.code, found.out) == (2, b"")
-    assert message in found.err
-    assert found.err.count("\n") == 1
-
-
-def test_discard_damaged_goes_with_resume(tswift: Tswift) -> None:
-    found = tswift("generate", "--discard-damaged")
-    assert (found.code, found.err) == (2, "tswift: error: --discard-damaged: goes with --resume\n")
-
-
-@pytest.mark.parametrize("what", ["none", "empty"])
-def test_no_run_to_go_on_with(tswift: Tswift, tmp_path: Path, what: str) -> None:
-    (tmp_path / "empty").mkdir()
-    found = tswift("generate", "--resume", tmp_path / what)
-    assert found.code == 2
-    assert not list((tmp_path / "empty").iterdir())
-
-
 def test_runs(tswift: Tswift, words: list[object], interrupted: Path, tmp_path: Path) -> None:
     tswift(*words, "--len", 9, "--method", "ar", "--out", tmp_path / "second")
     found = tswift("runs", tmp_path)

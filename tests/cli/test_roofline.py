@@ -51,19 +51,6 @@ def test_tokenswift_at_an_alpha(tswift, tmp_path: Path) -> None:  # type: ignore
     assert json.loads(on_stdout.out)["machine"] == {"bandwidth": 2.04e12, "flops": 312e12}
 
 
-def test_a_cheaper_draft(tswift) -> None:  # type: ignore[no-untyped-def]
-    """FIELD.md's cost model: a pass of 4.6 tokens, and what a drafting pass of a quarter of the bytes makes of it."""
-    result = tswift(*LLAMA, "--alpha", 0.9, "--draft-weights", "int4")
-    assert (result.code, result.err) == (0, "")
-    rows = [line for line in lines_of(result) if line and line[0] == "tokenswift" and "4.60" in line]
-    assert [row[1:-8] for row in rows] == [["16", "bits", "0.9"], ["int4", "0.9"]]
-    own, cheap = (float(row[-1]) for row in rows)
-    assert 2.6 < own < 2.8
-    assert 3.6 < cheap < 3.8
-    assert "Predicted, not measured" in result.out.decode()
-    assert "A draft in int4" in result.out.decode()
-
-
 def test_the_bundled_model_and_a_folder(tswift, checkpoint: Path) -> None:  # type: ignore[no-untyped-def]
     demo = tswift("roofline", "--bandwidth", 40, "--flops", 0.1)
     assert demo.code == 0

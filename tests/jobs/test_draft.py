@@ -12,9 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_checkpoint
 from tswift import engine
-from tswift.benchmarking.config import BenchOptions, configure
-from tswift.benchmarking.run import open_runs
-from tswift.drafting.methods import draft_slots
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, preflight
 from tswift.errors import InputError
@@ -98,22 +95,6 @@ def test_a_resumed_run_that_needs_none_takes_none(checkpoint: Path, small: Path,
         resume(tmp_path / "run", {"length": 8, "draft_model": str(small)}, False, ["tswift"])
 
 
-def test_what_it_needs_is_foreseen(checkpoint: Path, small: Path) -> None:
-    options = DraftOptions(budget=64)
-    model = load(str(checkpoint), dtype="float64", draft_model=str(small))
-    assert model.draft is not None
-    ahead = preflight(str(checkpoint), 3, 50, "standalone", options, dtype="float64", draft_model=str(small))
-    need = begin(model, [1, 2, 3], 50, method="standalone", options=options).need
-    assert (need.draft_bytes, ahead.draft_bytes) == (0, sum(w.nbytes for w in model.draft.model.parameters()))
-    slots = draft_slots("standalone", replace(options, gamma=4, kv="streaming"), 53)
-    assert slots >= 53
-    assert ahead.draft_kv_bytes == need.draft_kv_bytes == slots * model.draft.kv_shape.bytes_per_token
-    assert ahead.total_bytes == need.total_bytes + ahead.weight_bytes + ahead.heads_bytes + ahead.draft_bytes
-    assert "draft model" in str(ahead)
-    plain = preflight(str(checkpoint), 3, 50, "ar", options, draft_model=str(small))
-    assert (plain.draft_bytes, plain.draft_kv_bytes) == (0, 0)
-
-
 def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
     checkpoint: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,16 +125,3 @@ def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint: Path, 
         preflight(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft_model=str(other))
     with pytest.raises(InputError, match=r"^draft_model: there is no folder '/nowhere'$"):
         preflight(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft_model="/nowhere")
-
-
-def test_methods_side_by_side(checkpoint: Path, small: Path) -> None:
-    entry = BenchOptions(("ar", "standalone"), model=str(checkpoint), draft_model=str(small))
-    config = configure(entry)
-    assert config.model.draft is not None
-    runs = open_runs(config, [1, 2, 3], 20, 0)
-    assert runs[1].generation is not None
-    assert runs[1].generation.need.draft_kv_bytes > 0
-    with pytest.raises(InputError, match=r"^draft_model: none of ar, reuse uses it; standalone, triforce, auto do$"):
-        configure(BenchOptions(("ar", "reuse"), model=str(checkpoint), draft_model=str(small)))
-    with pytest.raises(InputError, match=r"^draft_model: names a smaller model"):
-        configure(BenchOptions(("ar", "standalone"), model=str(checkpoint)))

@@ -172,14 +172,6 @@ def test_a_run_goes_on_without_where_exact_passes_cannot_be_had(
     assert "rounds otherwise" in found.err
 
 
-def test_sessions_that_are_no_records(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
-    tswift(*words, "--len", 20, "--out", tmp_path / "run")
-    edit(tmp_path / "run", lambda found: found.update(resumed=["x"]))
-    found = tswift("verify", tmp_path / "run")
-    assert found.code == 2
-    assert "run.json is broken" in found.err
-
-
 def test_compare_and_bench_say_what_they_cut(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
     compared = tswift("compare", *words[1:], "--methods", "ar,medusa", "--nodes", 40, "--len", 20)
     assert compared.code == 0, compared.err

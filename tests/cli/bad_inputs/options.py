@@ -283,6 +283,7 @@ TOGETHER: dict[str, dict[str, str]] = {
     },
     "verify RUN": {
         "--seed 3": "--seed",
+        "--exact": "--exact: ",
         "--prompt x": "--prompt",
         "--stop-at-eos": "--stop-at-eos",
         "RUN": "",

@@ -81,6 +81,7 @@ CHANGES: dict[str, Change] = {
     "a record that somebody edited": lambda folder: (folder / RECORD).write_text(
         (folder / RECORD).read_text().replace('"temperature": 1.0', '"temperature": 0.5')
     ),
+    "sessions that are words": record(lambda told: told.update(resumed=["x"])),
     "min-p 3": _in("sampling", min_p=3),
     "temperature NaN": _in("sampling", temperature=float("nan")),
     "penalty [1]": _in("sampling", penalty=[1]),
