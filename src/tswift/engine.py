@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 
@@ -143,6 +143,7 @@ def preflight(
     drafter: str | None = None,
     draft_weights: str | None = None,
     option: str = "length",
+    params: SamplingParams = _PARAMS,
 ) -> MemoryEstimate:
     """Memory that a decode needs at least, weights included: as :func:`check`, before anything is loaded.
 
@@ -155,6 +156,7 @@ def preflight(
         model, device, dtype, attention, heads, draft_model, drafter, draft_weights: as for :func:`tswift.load`. A
             draft model that the method does not need is not read.
         option: what the user gave the length with, for the error.
+        params: sampling parameters, whose token ids are to be the model's.
 
     Raises:
         InputError: as :func:`check`; no such model, heads of another model or none for a method that needs some, or
@@ -169,6 +171,7 @@ def preflight(
         drafter=drafter,
         draft_weights=draft_weights,
     )
+    _refuse_ids(spec.vocab_size, logit_bias=params.logit_bias)
     kind = find_method(method)
     if spec.heads is not None or not kind.needs_heads:
         about = spec.device, spec.groups, spec.most_nodes, spec.heads or 0
@@ -215,6 +218,12 @@ def _estimate(
         workspace = _workspace(estimate, model, prompt, length, method, options)
         estimate = replace(estimate, workspace_bytes=workspace)
     return estimate
+
+
+def _refuse_ids(vocab_size: int, **named: Collection[int]) -> None:
+    for name, ids in named.items():
+        if not all(0 <= token < vocab_size for token in ids):
+            raise InputError(f"has token ids outside the model's vocabulary of {vocab_size:,}", name)
 
 
 def _nodes(options: DraftOptions) -> int:
@@ -347,10 +356,8 @@ def begin(
             raise InputError(f"must be at least {len(written) + 1:,}, got {length:,}{so_far}", "length")
         if not prompt:
             raise InputError("has no tokens", "prompt")
-        vocab_size = model.target.vocab_size
-        for name, ids in (("prompt", prompt), ("written", written), ("banned", params.banned)):
-            if not all(0 <= token < vocab_size for token in ids):
-                raise InputError(f"has token ids outside the model's vocabulary of {vocab_size:,}", name)
+        named = {"banned": params.banned, "logit_bias": params.logit_bias}
+        _refuse_ids(model.target.vocab_size, prompt=prompt, written=written, **named)
         params, stop = ending(params, model.eos_ids, stop_at_eos)
         if model.target.device.type == "cuda":
             try_steps(model.target, params)

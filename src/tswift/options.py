@@ -34,7 +34,7 @@ class Option:
         parse: turns what was typed into the value, where it is more than a number, a name or a flag.
         flag: its name on the command line, where that is not the field's.
         metavar: what ``--help`` calls its value.
-        repeat: it may be given several times.
+        repeat: it may be given several times; what is parsed is joined by commas.
         also: other names on the command line.
         free: a training that is resumed may change it: it changes no weight, or only by rounding.
     """

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cli.bad_inputs import run
-from tswift.decoding.params import SamplingParams
+from tswift.decoding.params import SamplingParams, parse_bias
 from tswift.engine import generate
 from tswift.models.load import LoadedModel
 
@@ -31,6 +31,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "--eta": (["0", "1e-4", "0.3", "0.999"], ["-1", "1"]),
     "--penalty": (["1", "1.1", "3", "1e100"], ["0.9", "nan", "inf"]),
     "--window": (["0", "1", "5", "1024", str(2**40)], ["-1", str(2**41)]),
+    "--logit-bias": (["5=-100", "7=3,9=-2.5", "0=0"], ["", "5", "5=x", "5=nan", "5=101", "-1=2", "320=1", "1=1,1=2"]),
     "--method": (["ar", "medusa", "tokenswift", "reuse", "magicdec", "ar-reference"], ["", "none", "standalone"]),
     "--kv": (["full", "partial", "dynamic", "streaming", "snapkv"], ["", "none"]),
     "--tree": (["1", "3", "1,1", "1,2", "2,3,2", "1,2,2,2"], ["0", "", "1,,1", "1,1,1,1,1"]),
@@ -55,7 +56,7 @@ SWITCHES = (
     "--no-progress",
     "--verify",
 )
-SAMPLING = ("temperature", "top-k", "top-p", "min-p", "eta", "penalty", "window")
+SAMPLING = ("temperature", "top-k", "top-p", "min-p", "eta", "penalty", "window", "logit-bias")
 
 
 @st.composite
@@ -85,9 +86,9 @@ class Plain:
 
     def tokens(self, options: dict[str, str | None]) -> list[int]:
         given = {name: options.get(f"--{name}") for name in SAMPLING}
-        whole = {"top-k", "window"}
+        kinds = {"top-k": int, "window": int, "logit-bias": parse_bias}
         values: dict[str, Any] = {
-            name.replace("-", "_"): (int if name in whole else float)(value) for name, value in given.items() if value
+            name.replace("-", "_"): kinds.get(name, float)(value) for name, value in given.items() if value
         }
         prefill, seed = options.get("--prefill"), int(options.get("--seed") or 0)
         length, stop = int(options.get("--len") or LONGEST), "--stop-at-eos" in options

@@ -64,6 +64,17 @@ def test_goes_on(tswift: Tswift, words: list[object], interrupted: Path, tmp_pat
     assert json.loads((interrupted / "run.json").read_text())["state"] == "finished"
 
 
+def test_a_bias_is_kept(tswift: Tswift, words: list[object], tmp_path: Path) -> None:
+    words = [*words, "--logit-bias", "40=2.5,7=-1"]
+    assert tswift(*words, "--len", 40, "--out", tmp_path / "whole").code == 0
+    assert tswift(*words, "--len", 9, "--out", tmp_path / "run").code == 0
+    longer = ["generate", "--resume", tmp_path / "run", "--len", 40]
+    refused = tswift(*longer, "--logit-bias", "40=2.5")
+    assert (refused.code, "--logit-bias: the run was made with" in refused.err) == (2, True)
+    assert tswift(*longer, "--logit-bias", "7=-1", "--logit-bias", "40=2.5").code == 0
+    assert result(tmp_path / "run") == result(tmp_path / "whole")
+
+
 def test_a_finished_run_says_so(tswift: Tswift, words: list[object], tmp_path: Path) -> None:
     tswift(*words, "--len", 9, "--out", tmp_path / "run")
     found = tswift("generate", "--resume", tmp_path / "run")

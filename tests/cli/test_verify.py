@@ -101,6 +101,26 @@ def test_an_exact_run(tswift, prompt: Path, tmp_path: Path) -> None:  # type: ig
     assert found["levels"][0]["observed"] == found["within_rounding"]
 
 
+def test_another_bias_is_seen(tswift, run: Path, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ["--model", checkpoint, "--prompt-text", TEXT, "--seed", 5, "--dtype", "float64", *SAMPLING]
+    bias = ["--logit-bias", "40=4,41=-100", "--logit-bias", "42=1"]
+    made = ["generate", *words, "--len", LENGTH, "--quiet", "--out"]
+    assert tswift(*made, tmp_path / "biased", *bias).code == 0
+    assert tswift(*made, tmp_path / "plain", *bias, "--method", "ar").code == 0
+    tokens = tmp_path / "biased" / "tokens.u32"
+    assert tokens.read_bytes() == (tmp_path / "plain" / "tokens.u32").read_bytes()
+    assert tokens.read_bytes() != (run / "tokens.u32").read_bytes()
+    sampling = json.loads((tmp_path / "biased" / "run.json").read_text())["sampling"]
+    assert sampling["logit_bias"] == {"40": 4.0, "41": -100.0, "42": 1.0}
+    assert tswift("verify", tmp_path / "biased").code == 0
+    checked = ["verify", "--tokens", tokens, *words]
+    assert tswift(*checked, *bias).code == 0
+    for other in ([], ["--logit-bias", "40=8,41=-100,42=1"]):
+        assert tswift(*checked, *other).code == 1, other
+    refused = tswift(*checked, "--logit-bias", "320=1")
+    assert (refused.code, refused.err.startswith("tswift: error: --logit-bias: ")) == (2, True)
+
+
 def test_violations(tswift, run: Path) -> None:  # type: ignore[no-untyped-def]
     alter(run / "tokens.u32", [7])
     result = tswift("verify", run)

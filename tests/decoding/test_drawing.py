@@ -28,6 +28,7 @@ PARAMS = st.builds(
     penalty=st.sampled_from([1.0, 1.2, 3.0]),
     window=st.sampled_from([0, 1, 5, 1024]),
     banned=st.sampled_from([(), (0,), (1, 3)]),
+    logit_bias=st.dictionaries(st.integers(0, 4), st.floats(-100, 100), max_size=3),
 )
 
 

@@ -43,6 +43,7 @@ def random_params(random: Random, vocab_size: int) -> SamplingParams:
         penalty=random.choice((1.0, 1.2, 1.2, random.uniform(1.0, 3.0), 1e100)),
         window=random.choice((0, 1, 2, random.randint(3, 40), 1024, 1 << 40)),
         banned=tuple(random.sample(range(vocab_size), banned)),
+        logit_bias={random.randrange(vocab_size): random.uniform(-9, 9) for _ in range(random.choice((0, 0, 1, 40)))},
         # what is not looked at where the most likely token is taken
         top_k=(top_k := random.choice((0, 3))),
         top_p=random.choice((1.0, 0.5)) if top_k else 1.0,
@@ -80,6 +81,7 @@ CHANGES = {
     "min-p": lambda params, seed: (replace(params, min_p=0.0), seed),
     "temperature": lambda params, seed: (replace(params, temperature=0.5), seed),
     "banned": lambda params, seed: (replace(params, banned=()), seed),
+    "bias": lambda params, seed: (replace(params, logit_bias={}), seed),
 }
 
 
@@ -89,7 +91,7 @@ def test_the_comparison_sees_kernels_that_are_asked_for_something_else(
 ) -> None:
     right = fused.FusedRule
     monkeypatch.setattr(fused, "FusedRule", lambda params, seed, *rest: right(*CHANGES[change](params, seed), *rest))
-    params = SamplingParams(window=3, banned=tuple(range(0, 300, 2)), penalty=2.0)
+    params = SamplingParams(window=3, banned=tuple(range(0, 300, 2)), penalty=2.0, logit_bias={5: 4.0, 7: 3.0})
     random = Random(1)
     assert sum(fused.mismatches(params, 300, 128, torch.float32, CPU, random) for _ in range(3)) > 0
 
@@ -118,7 +120,7 @@ def test_the_kernels_rank_candidates_by_the_rule(dtype: torch.dtype) -> None:
 def test_the_comparison_sees_candidates_by_something_else(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = fused.FusedRule
     monkeypatch.setattr(fused, "FusedRule", lambda params, seed, *rest: right(*CHANGES[change](params, seed), *rest))
-    params = SamplingParams(banned=tuple(range(0, 300, 2)), penalty=2.0)
+    params = SamplingParams(banned=tuple(range(0, 300, 2)), penalty=2.0, logit_bias={5: 4.0, 7: 3.0})
     assert fused.misranked(params, 300, 32, torch.float32, CPU, 3, Random(1)) > 0
 
 

@@ -42,8 +42,8 @@ BLIND = DraftOptions(tree=(4, 2, 2), nodes=9, budget=64, sinks=0, shared_noise=F
 LARGE = DraftOptions(tree=(2, 2), nodes=16, budget=4096, ngrams=1, shared_noise=False)
 
 
-def parameters(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, eta=0.0, penalty=1.0, window=1024, banned=()):
-    return SamplingParams(temperature, top_k, top_p, min_p, eta, penalty, window, banned)
+def parameters(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, eta=0.0, penalty=1.0, window=1024, banned=(), bias=()):
+    return SamplingParams(temperature, top_k, top_p, min_p, eta, penalty, window, banned, logit_bias=dict(bias))
 
 
 # sampling parameters, draft options, seed, prompt length, tokens, kind of model
@@ -63,6 +63,9 @@ TEXTS = {
     "window and budget above the text": (parameters(temperature=0.5, penalty=1.1, window=30), LARGE, 13, 2, 120, "gqa"),
     "all at once, banned ids": (
         parameters(0.7, 20, 0.9, 0.02, 0.001, 1.3, 5, banned=(0, 3, 50)), PAPER, 14, 65, 130, "gqa",
+    ),
+    "biases": (
+        parameters(0.7, min_p=0.1, penalty=1.2, window=9, bias={3: 4.0, 11: -100, 40: 0.5}), PAPER, 15, 65, 130, "gqa",
     ),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from itertools import product
 from random import Random
@@ -19,6 +20,7 @@ from transformers.generation.logits_process import (
     EtaLogitsWarper,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -27,8 +29,9 @@ from transformers.generation.logits_process import (
 from tests.helpers import PLAIN, random_tree
 from tswift.decoding import params as warping
 from tswift.decoding import sampling as noises
-from tswift.decoding.params import SamplingParams, warp
+from tswift.decoding.params import SamplingParams, parse_bias, warp
 from tswift.decoding.sampling import NO_TOKEN, Sampler, gumbel, noise_bits
+from tswift.errors import InputError
 
 MASK = 2**64 - 1
 
@@ -139,6 +142,8 @@ def transformers_warp(logits, text: list[int], params: SamplingParams):
     """The same filters by transformers, in our order."""
     ids = torch.tensor([text] * len(logits))
     chain = []
+    if params.logit_bias:
+        chain.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))
     if params.temperature != 1:
         chain.append(TemperatureLogitsWarper(params.temperature))
     if params.penalty != 1:
@@ -173,6 +178,7 @@ def check_warp(params: SamplingParams, seed: int, vocab: int, scale: float) -> N
 temperatures = st.floats(0.05, 3)
 FILTERS = {
     "temperature": {"temperature": temperatures},
+    "bias": {"logit_bias": st.dictionaries(st.integers(0, 40), st.floats(-9, 9, width=32), min_size=1)},
     "penalty": {"penalty": st.floats(1.01, 3)},
     "min_p": {"min_p": st.floats(0.001, 0.999)},
     "eta": {"eta": st.floats(1e-5, 0.5)},
@@ -193,6 +199,37 @@ def test_filters_are_those_of_transformers(name: str, data) -> None:
         dataclasses.replace(PLAIN, window=10**6, **options), data.draw(st.integers(0, 10**6)), vocab,
         data.draw(st.sampled_from([0.1, 1.0, 4.0])),
     )  # fmt: skip
+
+
+def test_a_bias_is_one_float64_sum_before_all_else() -> None:
+    params = dataclasses.replace(PLAIN, temperature=0.5, logit_bias={"1": 1e-12, 2: -3}, banned=(0,))
+    logits = torch.tensor([[9.0, 1.0, 1.0], [math.nan, -1.0, 0.25]], dtype=torch.float64)
+    assert warp(logits, None, params).tolist() == [
+        [-math.inf, (1 + 1e-12) / 0.5, -4],
+        [-math.inf, (1e-12 - 1) / 0.5, -5.5],
+    ]
+    twin = dataclasses.replace(params, logit_bias={2: -3.0, 1: 1e-12})
+    assert twin == params
+    assert hash(twin) == hash(params)
+    assert json.dumps(dataclasses.asdict(params)["logit_bias"]) == '{"1": 1e-12, "2": -3.0}'
+
+
+@pytest.mark.parametrize(
+    "bias", [None, 3, [(1, 2.0)], {1.5: 1}, {True: 1}, {"x": 1}, {"-1": 1}, {-1: 1}, {1: "2"}, {1: None}, {1: math.nan},
+             {1: math.inf}, {1: -math.inf}, {1: 100.1}, {1: 10**400}, {1: True}, {1: 1, "1": 2}, {"9" * 5000: 1}]
+)  # fmt: skip
+def test_what_is_no_bias_is_refused(bias: object) -> None:
+    with pytest.raises(InputError, match=r"^logit_bias: "):
+        SamplingParams(logit_bias=bias)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "5=", "=5", "5=x", "x=5", "-1=5", "5=nan", "5=-inf", "5=101", "5=1,5=2", "5=1,"]
+)
+def test_what_is_no_bias_is_refused_as_typed(text: str) -> None:
+    assert parse_bias("7=2.5, 3=-1e2") == {3: -100.0, 7: 2.5}
+    with pytest.raises(InputError):
+        parse_bias(text)
 
 
 def test_top_k_keeps_all_that_tie_with_the_last() -> None:

@@ -137,7 +137,7 @@ def test_banned_tokens_and_impossible_ones_are_not_kept() -> None:
     logits[:, 5] = torch.nan  # nothing of a banned token is looked at
     logits[:, 6] = 100.0
     logits[:, 7] = -torch.inf
-    thoughts = TopKLogits(SMALL, SMALL, banned=(5, 6))
+    thoughts = TopKLogits(SMALL, SMALL, SamplingParams(banned=(5, 6)))
     thoughts.think(logits)
     found = averaged(thoughts, [[0], [1], [2]], [[1.0]] * 3)
     assert (found[:, [5, 6, 7]] == -torch.inf).all()

@@ -532,7 +532,11 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dic
         "attention": about["attention"],
         "heads": about["heads"],
         "heads_weights": None if model.heads is None else fingerprint_of(model.heads),
-        "sampling": asdict(config.params) | {"banned": list(config.params.banned)},
+        "sampling": {
+            name: {str(token): bias for token, bias in value.items()} if name == "logit_bias" else value
+            for name, value in {**asdict(config.params), "banned": list(config.params.banned)}.items()
+            if name != "logit_bias" or value  # else workloads without it keep their hashes
+        },
         "drafting": {
             label: {
                 name: list(value) if isinstance(value, tuple) else value

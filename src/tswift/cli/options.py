@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
@@ -76,7 +76,9 @@ def takes(
 
         parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         for name, (kind, default, option) in carried.items():
-            hint = str if option.parse is not None else list[int] if option.repeat else type_of(kind, name)[0]
+            hint = str if option.parse is not None else type_of(kind, name)[0]
+            if option.repeat:
+                hint = list[str] if option.parse is not None else list[get_args(hint)[0]]  # type: ignore[misc]
             text = (shown or {}).get(name)
             text = described(default, option) if text is None else f"{option.help} (default: {text})"
             parameters.append(_parameter(name, hint, option, (texts or {}).get(name, text)))
@@ -88,12 +90,10 @@ def takes(
 
 
 def _value(name: str, value: Any, option: Option) -> Any:
-    if option.repeat:
-        return tuple(value)
     if option.parse is None:
-        return value
+        return tuple(value) if option.repeat else value
     try:
-        return option.parse(value)
+        return option.parse(",".join(value) if option.repeat else value)
     except InputError as error:
         raise InputError(error.message, error.field or name) from None
 

@@ -34,12 +34,14 @@ typedef struct {
     const int64_t *tokens, *places; /* [rows]: of the nodes of a tree, its tokens and their positions */
     const uint8_t *ancestors;   /* [rows, rows] of the nodes */
     const uint8_t *banned;      /* [vocabulary], or none */
+    const int64_t *biased;      /* [biases] tokens */
+    const double *bias;         /* [biases], added to their logits */
     uint8_t *unsure;            /* [rows]: whether PyTorch might rank otherwise */
     double *space;              /* [threads, 2 * vocabulary] */
     int32_t *kept;              /* [threads, vocabulary] */
     uint8_t *mask;              /* [threads, vocabulary] */
     parallel_region *parallel;  /* tswift_parallel of pool.c */
-    int64_t by_row, by_seen, rows, vocabulary, half, count, window, top_k, threads;
+    int64_t by_row, by_seen, rows, vocabulary, half, count, window, top_k, threads, biases;
     uint64_t seed;
     double temperature, penalty, log_min_p, eta, top_p; /* log_min_p: minus infinity for none */
 } Call;
@@ -81,6 +83,7 @@ static double warp(const Call *c, int64_t row, double *w) {
         const float *from = (const float *)c->logits + row * c->by_row;
         for (int64_t t = 0; t < count; t++) w[t] = from[t];
     }
+    for (int64_t i = 0; i < c->biases; i++) w[c->biased[i]] += c->bias[i];
     if (c->banned)
         for (int64_t t = 0; t < count; t++) w[t] = c->banned[t] ? -INFINITY : w[t];
     if (c->temperature != 0 && c->temperature != 1)

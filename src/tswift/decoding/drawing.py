@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tswift.attention.building import Unbuilt, build, widest_vectors
 from tswift.attention.native import parallel_region
-from tswift.decoding.params import SamplingParams
+from tswift.decoding.params import SamplingParams, constants
 
 _SOURCE = Path(__file__).with_name("drawing.c")
 MOST = 16  # candidates of a row
@@ -41,9 +41,10 @@ class _Call(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("logits", "positions", "best", "scores", "seen", "newest", *_NODES)),
-        *((name, ctypes.c_void_p) for name in ("banned", "unsure", "space", "kept", "mask", "parallel")),
+        *((name, ctypes.c_void_p) for name in ("banned", "biased", "bias", "unsure", "space", "kept")),
+        *((name, ctypes.c_void_p) for name in ("mask", "parallel")),
         *((name, ctypes.c_int64) for name in ("by_row", "by_seen", "rows", "vocabulary", "half", "count")),
-        *((name, ctypes.c_int64) for name in ("window", "top_k", "threads", "seed")),
+        *((name, ctypes.c_int64) for name in ("window", "top_k", "threads", "biases", "seed")),
         *((name, ctypes.c_double) for name in ("temperature", "penalty", "log_min_p", "eta", "top_p")),
     ]
 
@@ -69,9 +70,13 @@ class DrawProgram:
         self._kept = torch.empty(threads * vocab_size, dtype=torch.int32)
         self._mask = torch.empty(threads * vocab_size, dtype=torch.uint8)
         self._banned = torch.zeros(vocab_size, dtype=torch.uint8)
-        self._banned[list(params.banned)] = 1
+        self._biased, self._bias, banned = constants(params, "cpu")
+        self._banned[banned] = 1
         self._fixed: dict[str, Any] = {
             "banned": self._banned.data_ptr() if params.banned else None,
+            "biased": self._biased.data_ptr(),
+            "bias": self._bias.data_ptr(),
+            "biases": len(self._bias),
             "space": self._space.data_ptr(),
             "kept": self._kept.data_ptr(),
             "mask": self._mask.data_ptr(),

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tswift.decoding.params import SamplingParams
+from tswift.decoding.params import SamplingParams, constants
 from tswift.decoding.sampling import FAR, NO_TOKEN, Sampler, seed_stream
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,9 +51,10 @@ def _gumbel(stream, ids):
 
 @triton.jit
 def _warped(
-    logits, tokens, positions, ancestors, newest, seen, banned, reals, integers, stride, seen_stride, rows, vocab,
-    row, first,
-    BLOCK: tl.constexpr, NODES: tl.constexpr, BANNED: tl.constexpr, SCALED: tl.constexpr, PENALTY: tl.constexpr,
+    logits, tokens, positions, ancestors, newest, seen, bias, banned, reals, integers, stride, seen_stride, rows,
+    vocab, row, first,
+    BLOCK: tl.constexpr, NODES: tl.constexpr, BIASED: tl.constexpr, BANNED: tl.constexpr,
+    SCALED: tl.constexpr, PENALTY: tl.constexpr,
 ):  # fmt: skip
     """Warped logits ``[rows, block]`` before any filter; ``-inf`` outside the rows and the vocabulary."""
     ids = first + tl.arange(0, BLOCK)
@@ -62,6 +63,8 @@ def _warped(
     there = used[:, None] & held[None, :]
     at = logits + row.to(tl.int64)[:, None] * stride + ids[None, :]
     logit = tl.load(at, mask=there, other=float("-inf")).to(tl.float32).to(tl.float64)
+    if BIASED:
+        logit = logit + tl.load(bias + ids, mask=held, other=0.0)[None, :]
     if BANNED:
         never = tl.load(banned + ids, mask=held, other=0)
         logit = tl.where((never != 0)[None, :], float("-inf"), logit)
@@ -99,28 +102,28 @@ def _warped(
 
 @triton.jit(do_not_specialize=["rows", "seen_stride"])
 def top_logits(
-    logits, tokens, positions, ancestors, newest, seen, banned, reals, integers, stride, seen_stride, rows, vocab,
-    tops,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, BANNED: tl.constexpr, SCALED: tl.constexpr,
-    PENALTY: tl.constexpr,
+    logits, tokens, positions, ancestors, newest, seen, bias, banned, reals, integers, stride, seen_stride, rows,
+    vocab, tops,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, BIASED: tl.constexpr, BANNED: tl.constexpr,
+    SCALED: tl.constexpr, PENALTY: tl.constexpr,
 ):  # fmt: skip
     """The largest warped logit of each row in each part, ``tops`` ``[rows, parts]``; grid ``(row blocks, parts)``."""
     part = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     logit = _warped(
-        logits, tokens, positions, ancestors, newest, seen, banned, reals, integers, stride, seen_stride, rows, vocab,
-        row, part * BLOCK, BLOCK, NODES, BANNED, SCALED, PENALTY,
+        logits, tokens, positions, ancestors, newest, seen, bias, banned, reals, integers, stride, seen_stride, rows,
+        vocab, row, part * BLOCK, BLOCK, NODES, BIASED, BANNED, SCALED, PENALTY,
     )  # fmt: skip
     tl.store(tops + row * tl.num_programs(1) + part, tl.max(logit, 1), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "seen_stride"])
 def rank_parts(
-    logits, tokens, positions, ancestors, newest, seen, banned, reals, integers, stride, seen_stride, rows, vocab,
-    tops, scores, ranked,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, BANNED: tl.constexpr, SCALED: tl.constexpr,
-    PENALTY: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr, MIN_P: tl.constexpr, NOISY: tl.constexpr,
-    AHEAD: tl.constexpr,
+    logits, tokens, positions, ancestors, newest, seen, bias, banned, reals, integers, stride, seen_stride, rows,
+    vocab, tops, scores, ranked,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, BIASED: tl.constexpr, BANNED: tl.constexpr,
+    SCALED: tl.constexpr, PENALTY: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr, MIN_P: tl.constexpr,
+    NOISY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The best ``COUNT`` tokens of each row in each part, and their scores: both ``[rows, parts, COUNT]``.
 
@@ -143,8 +146,8 @@ def rank_parts(
     # most parts have no token that min-p keeps: neither logits nor noise are looked at there
     if tl.max((used & (top >= limit)).to(tl.int32), 0) > 0:
         score = _warped(
-            logits, tokens, positions, ancestors, newest, seen, banned, reals, integers, stride, seen_stride, rows,
-            vocab, row, first, BLOCK, NODES, BANNED, SCALED, PENALTY,
+            logits, tokens, positions, ancestors, newest, seen, bias, banned, reals, integers, stride, seen_stride,
+            rows, vocab, row, first, BLOCK, NODES, BIASED, BANNED, SCALED, PENALTY,
         )  # fmt: skip
         ids = first + tl.arange(0, BLOCK)
         if MIN_P:
@@ -215,11 +218,12 @@ class FusedRule:
         reals = [params.temperature, params.penalty, math.log(params.min_p) if self._min_p else 0.0]
         self._reals = torch.tensor(reals, dtype=torch.float64).to(device)
         self._integers = torch.tensor([seed_stream(seed), params.window], dtype=torch.int64).to(device)
-        self._banned = None
+        self._bias = self._banned = None
+        biased, biases, banned = constants(params, "cpu")
+        if params.logit_bias:
+            self._bias = torch.zeros(vocab_size, dtype=torch.float64).index_copy_(0, biased, biases).to(device)
         if params.banned:
-            banned = torch.zeros(vocab_size, dtype=torch.int8)
-            banned[list(params.banned)] = 1
-            self._banned = banned.to(device)
+            self._banned = torch.zeros(vocab_size, dtype=torch.int8).index_fill_(0, banned, 1).to(device)
 
     def draw(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor, newest: Tensor) -> Tensor:
         """As :meth:`Sampler.draw_rows`, for at most ``MOST_NODES`` nodes; ``newest`` is the sampler's."""
@@ -257,11 +261,13 @@ class FusedRule:
         seen = nodes[-1]
         seen_stride = vocab if seen is not None and len(seen) > 1 else 0
         arguments = (
-            logits, *nodes, self._banned, self._reals, self._integers, logits.stride(0), seen_stride, rows, vocab, tops
+            logits, *nodes, self._bias, self._banned, self._reals, self._integers, logits.stride(0), seen_stride, rows,
+            vocab, tops,
         )  # fmt: skip
         options = {
             "BLOCK": self.BLOCK,
             "NODES": self.MOST_NODES,
+            "BIASED": self._bias is not None,
             "BANNED": self._banned is not None,
             "SCALED": self._params.temperature not in (0, 1),
             "PENALTY": penalty,
@@ -312,8 +318,8 @@ def fused_sampler_fault(
         return f"the kernels do not read {str(dtype).removeprefix('torch.')}"
     if candidates > FusedRule.MOST_CANDIDATES:
         return f"the kernels rank at most {FusedRule.MOST_CANDIDATES} candidates"
-    kernels = params.temperature > 0, params.temperature == 1, params.penalises, params.filters, bool(params.banned)
-    key = (candidates, dtype, vocab_size, device, *kernels)
+    kernels = params.temperature > 0, params.temperature == 1, params.penalises, params.filters
+    key = (candidates, dtype, vocab_size, device, *kernels, bool(params.logit_bias), bool(params.banned))
     if key not in _CHECKED:
         try:
             _CHECKED[key] = _disagreement(params, vocab_size, dtype, device, candidates)

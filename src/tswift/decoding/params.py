@@ -6,18 +6,71 @@ A new filter touches this file alone: a field with the value that turns it off, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from tswift.errors import InputError
 from tswift.options import check_options, option, options_of
 
 if TYPE_CHECKING:  # imported by whoever has logits; ranges are checked without it
-    from torch import Tensor
+    from torch import Tensor, device
 
 _PANEL = "Sampling"
+_MOST_BIAS = 100.0  # as in OpenAI's interface; in float64 it leaves the logits their digits
+
+
+class LogitBias(dict[int, float]):
+    """What is added to the logits of some tokens, by token id. It is hashed, so it must not be changed."""
+
+    def __init__(self, bias: Mapping[int, float] | Iterable[tuple[int, float]] = ()) -> None:
+        super().__init__(bias)
+        self._hash = hash(frozenset(self.items()))
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return self._hash
+
+    @classmethod
+    def checked(cls, bias: Any) -> LogitBias:
+        """From a mapping of ids, which may be in decimal digits as in JSON, to numbers; in the order of the ids.
+
+        Raises:
+            InputError: it is no such mapping, or a number is not between -100 and 100.
+        """
+        if not isinstance(bias, Mapping):
+            raise InputError(f"must map token ids to numbers, got {bias!r:.60}", "logit_bias")
+        found: dict[int, float] = {}
+        for token, value in bias.items():
+            number = isinstance(token, Integral) and not isinstance(token, bool)
+            if not number and not (isinstance(token, str) and token.isdecimal() and len(token) < 20):
+                raise InputError(f"must map token ids to numbers, got {token!r:.60}", "logit_bias")
+            if int(token) < 0 or int(token) in found:
+                raise InputError(f"{token} is {'given twice' if int(token) in found else 'no token id'}", "logit_bias")
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            if not number or not -_MOST_BIAS <= value <= _MOST_BIAS:
+                most = f"{_MOST_BIAS:g}"
+                raise InputError(f"must be between -{most} and {most}, got {value!r:.60} for {token}", "logit_bias")
+            found[int(token)] = float(value)
+        return cls(sorted(found.items()))
+
+
+def parse_bias(text: str) -> LogitBias:
+    """The biases of ``42=-3.5,7=2``.
+
+    Raises:
+        InputError: it is no such thing.
+    """
+    pairs = []
+    for word in text.split(","):
+        token, _, value = word.partition("=")
+        try:
+            pairs.append((token.strip(), float(value)))
+        except ValueError:
+            raise InputError(f"wants ID=VALUE, got {word!r:.60}") from None
+    if len(dict(pairs)) < len(pairs):
+        raise InputError(f"gives a token two values, got {text!r:.60}")
+    return LogitBias.checked(dict(pairs))
 
 
 @dataclass(frozen=True)
@@ -34,6 +87,7 @@ class SamplingParams:
         window: how many of the last tokens, prompt included, are penalised.
         banned: token ids that are never drawn.
         order: names of all filters with commas between, in the order in which they are applied; empty for the usual.
+        logit_bias: numbers added to the logits of token ids before anything else, -100 to 100.
 
     Raises:
         InputError: a value outside its range, or of another type.
@@ -51,9 +105,14 @@ class SamplingParams:
     window: int = option(1024, "Tokens it looks back on.", panel=_PANEL, least=0, most=1 << 40)
     banned: tuple[int, ...] = ()
     order: str = ""
+    logit_bias: Mapping[int, float] = option(
+        LogitBias(), "Added to a token's logit, -100 to 100; repeatable, or with commas.", panel=_PANEL, shown="",
+        parse=parse_bias, metavar="ID=VALUE", repeat=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_options(self)
+        object.__setattr__(self, "logit_bias", LogitBias.checked(self.logit_bias))
         if 0 < self.temperature < 1e-100:
             raise InputError(f"must be 0 or at least 1e-100, got {self.temperature}", "temperature")
         ids = self.banned
@@ -83,27 +142,43 @@ OFF: dict[str, Any] = {
 }
 
 
-def warp(logits: Tensor, seen: Tensor | None, params: SamplingParams, banned: Tensor | None = None) -> Tensor:
-    """Apply the filters and the penalty to rows of logits.
+def constants(params: SamplingParams, device: device | str) -> tuple[Tensor, Tensor, Tensor]:
+    """What :func:`warp` reads: biased token ids (int64), their biases (float64), and banned ids (int64)."""
+    import torch
 
-    Order, as in the reference: banned ids, temperature, contextual penalty, min-p, eta, top-k, top-p; ``params.order``
-    may name another of the filters. At temperature 0 only what can change the most likely token is applied.
+    ids, banned = (torch.tensor([*given], dtype=torch.int64) for given in (params.logit_bias, params.banned))
+    biases = torch.tensor([*params.logit_bias.values()], dtype=torch.float64)
+    return tuple(held.to(device, non_blocking=True) for held in (ids, biases, banned))  # type: ignore[return-value]
+
+
+def bias(logits: Tensor, params: SamplingParams, held: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
+    """Add the biases to logits ``[n, V]`` and drop the banned ids, in place; ``held`` as for :func:`warp`."""
+    if params.logit_bias or params.banned:
+        ids, biases, banned = held or constants(params, logits.device)
+        logits.index_add_(-1, ids, biases.to(logits.dtype).expand(len(logits), -1))
+        logits.index_fill_(-1, banned, -math.inf)
+    return logits
+
+
+def warp(
+    logits: Tensor, seen: Tensor | None, params: SamplingParams, held: tuple[Tensor, Tensor, Tensor] | None = None
+) -> Tensor:
+    """Apply biases, filters and the penalty to rows of logits.
+
+    Order, as in the reference: biases, banned ids, temperature, contextual penalty, min-p, eta, top-k, top-p;
+    ``params.order`` may name another of the filters. At temperature 0 only what can change the most likely token is
+    applied.
 
     Args:
         logits: ``[n, V]`` float64; changed in place.
         seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
         params: the sampling parameters.
-        banned: ``params.banned`` as int64 on the logits' device; where it is not given, it is copied there.
+        held: the :func:`constants` on the logits' device; where they are not given, they are copied there.
 
     Returns:
         ``[n, V]`` float64, unnormalised log-probabilities, ``-inf`` where a token is dropped.
     """
-    if params.banned:
-        if banned is None:
-            import torch
-
-            banned = torch.tensor(params.banned).to(logits.device, non_blocking=True)
-        logits.index_fill_(-1, banned, -math.inf)
+    bias(logits, params, held)
     # divisors are tensors: by a number CUDA does not divide, but multiplies by its reciprocal, which rounds otherwise
     if params.temperature not in (0, 1):
         logits /= logits.new_full((), params.temperature)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.drawing import MOST, DrawProgram, draw_program
-from tswift.decoding.params import SamplingParams, warp
+from tswift.decoding.params import SamplingParams, constants, warp
 
 if TYPE_CHECKING:
     from tswift.decoding.fused import FusedRule
@@ -101,7 +101,7 @@ class Sampler:
         device: where logits will be.
 
     Raises:
-        ValueError: a banned id outside the vocabulary.
+        ValueError: a banned or biased id outside the vocabulary.
 
     Attributes:
         newest: ``[V]`` int64, the position of each token's last occurrence in the text, kept if tokens are penalised;
@@ -117,7 +117,7 @@ class Sampler:
         self._tokens = torch.arange(vocab_size, device=device)
         self.newest = torch.full((vocab_size,), FAR, dtype=torch.int64, device=device)
         self._blocks: dict[int, Tensor] = {}
-        self._banned: dict[tuple[int, ...], Tensor] = {}
+        self._constants: dict[SamplingParams, tuple[Tensor, Tensor, Tensor]] = {}
         self._programs: dict[SamplingParams, DrawProgram | None] = {}
         self._fused: dict[tuple[SamplingParams, torch.dtype, int], FusedRule] = {}  # by candidates of a row, 0: draws
         self.fault: str | None = None
@@ -131,10 +131,11 @@ class Sampler:
     @params.setter
     def params(self, params: SamplingParams) -> None:
         vocab_size = len(self._tokens)
-        if any(not 0 <= token < vocab_size for token in params.banned):
-            raise ValueError(f"banned ids must be below the vocabulary's size {vocab_size}, got {params.banned}")
-        if params.banned not in self._banned:
-            self._banned[params.banned] = torch.tensor(params.banned, dtype=torch.int64).to(self._tokens.device)
+        for name, ids in (("banned", params.banned), ("biased", params.logit_bias)):
+            if any(not 0 <= token < vocab_size for token in ids):
+                raise ValueError(f"{name} ids must be below the vocabulary's size {vocab_size}, got {[*ids]}")
+        if params not in self._constants:
+            self._constants[params] = constants(params, self._tokens.device)
         self._params = params
 
     def copy(self) -> Sampler:
@@ -255,7 +256,7 @@ class Sampler:
 
     def warp(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         """What the filters and the penalty leave of logits ``[n, V]`` of any dtype: ``[n, V]`` float64."""
-        return warp(logits.to(torch.float64, copy=True), seen, self.params, self._banned[self.params.banned])
+        return warp(logits.to(torch.float64, copy=True), seen, self.params, self._constants[self.params])
 
     def scores(self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor) -> Tensor:
         """What the rule takes the argmax of: ``[n, V]`` float64 from logits ``[n, V]`` of tokens at ``positions``."""

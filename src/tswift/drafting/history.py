@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tswift.decoding.drafter import Context
-from tswift.decoding.params import warp
+from tswift.decoding.params import LogitBias, SamplingParams, bias, constants, warp
 from tswift.decoding.sampling import Sampler
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
 from tswift.models.target import Target
@@ -35,6 +35,7 @@ _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15
 _LEAST = 1 << 10  # places of an empty table
 _ORDERS = (1, 2, 3, 4, 6, 12)
+_PARAMS = SamplingParams()
 
 
 class SuffixIndex:
@@ -161,12 +162,12 @@ class TopKLogits:
     Args:
         vocab_size: number of token ids.
         kept: tokens kept of each distribution.
-        banned: token ids that are never drawn, and not kept.
+        params: with the biases of tokens, and those that are never drawn, which are not kept.
     """
 
-    def __init__(self, vocab_size: int, kept: int = 64, banned: Sequence[int] = ()) -> None:
+    def __init__(self, vocab_size: int, kept: int = 64, params: SamplingParams = _PARAMS) -> None:
         kept, kind = _kept_as(vocab_size, kept)
-        self._banned = torch.tensor(banned, dtype=torch.int64)
+        self._params, self._constants = params, constants(params, "cpu")
         self._count = 0
         self._ids = np.empty((0, kept), kind)
         self._logs = np.empty((0, kept), np.float16)  # log-probabilities
@@ -187,8 +188,8 @@ class TopKLogits:
         for part in logits.split(_ROWS):
             rows = self._room(len(part))
             part = part.float().nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)  # of a broken position
-            if len(self._banned):
-                part = part.index_fill(-1, self._banned.to(part.device, non_blocking=True), -torch.inf)
+            first, second, third = (held.to(part.device, non_blocking=True) for held in self._constants)
+            bias(part, self._params, (first, second, third))
             scales = part.logsumexp(-1)
             best = part.topk(self._ids.shape[1])
             told = torch.cat([best.values - scales[:, None], scales[:, None], best.indices.float()], -1).cpu().numpy()
@@ -314,9 +315,9 @@ class LogitHistory:
 
     def _begun(self, sampler: Sampler) -> TopKLogits:
         if self._thoughts is None:
-            self._thoughts = TopKLogits(self._target.vocab_size, self._kept, sampler.params.banned)
+            self._thoughts = TopKLogits(self._target.vocab_size, self._kept, sampler.params)
             self._newest = np.full(self._target.vocab_size, -(1 << 62), np.int64)
-            self._params = replace(sampler.params, banned=())
+            self._params = replace(sampler.params, logit_bias=LogitBias(), banned=())
         return self._thoughts
 
     def committed(self, context: Context) -> None:

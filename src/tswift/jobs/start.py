@@ -5,6 +5,7 @@ Everything cheap is checked before anything heavy is loaded.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -67,7 +68,7 @@ def start(config: RunConfig, command: Sequence[str], ranks: Dist = ALONE, text: 
     if ranks.count == 1 and config.quantize is None:  # else how much memory it takes is seen when it is loaded
         least = config.prefill or (BUNDLED_PREFILL if config.bundled else 1)
         larger = "prefill" if config.prefill and config.prefill > config.length else "length"
-        preflight(config.model, least, config.length, config.method, options, option=larger, **how)
+        preflight(config.model, least, config.length, config.method, options, option=larger, params=params, **how)
     path = config.out or default_path(config.method)
     _refuse_full_disk(path, config.length, "out")
     folder = RunFolder.create(path)
@@ -151,7 +152,8 @@ def resume(
         tokens = saved.tokens[: checkpoint.tokens]
         _refuse_full_disk(path, config.length - len(tokens), OPTION)
         model = _load(run, config, "exact" in asked, ranks)
-        for name, ids in (("prompt", run.prompt), ("tokens", tokens), ("banned ids", run.params.banned)):
+        numbers = {"banned ids": run.params.banned, "biased ids": [*run.params.logit_bias]}
+        for name, ids in {"prompt": run.prompt, "tokens": tokens, **numbers}.items():
             check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
         generation = begin(
             model,
@@ -258,7 +260,7 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[s
         refuse_unused([run.config.method], {**kept, **drafting})
     known = {**options, **typed, **record["sampling"], **record["drafting"], "exact": run.config.exact}
     for name, value in asked.items():
-        plain = list(value) if isinstance(value, tuple) else value
+        plain = json.loads(json.dumps(value, default=str))  # as a record has it
         if name in ("device", "dtype", "attention") and plain == record["model"][name]:
             continue
         # what was typed may have been cut to what fits

@@ -136,8 +136,9 @@ def _checked(audited: AuditInput, option: str | None) -> AuditInput:
         raise InputError("has no tokens", "prompt")
     check_ids(audited.prompt, target.vocab_size, f"the prompt of {source}", option)
     check_ids(audited.tokens, target.vocab_size, source, option)
-    banned = [token for token in audited.params.banned if token >= target.vocab_size]
-    if banned:
-        raise InputError(f"{source} bans token id {banned[0]:,}, outside the model's vocabulary", option)
+    params = audited.params
+    check_ids(params.banned, target.vocab_size, f"the banned ids of {source}", option)
+    name = "logit_bias" if option else None
+    check_ids([*params.logit_bias], target.vocab_size, f"the logit bias of {source}", name)
     check(target, len(audited.prompt), len(audited.tokens), "ar", DraftOptions(), option)
     return audited
