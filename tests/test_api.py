@@ -74,6 +74,13 @@ def test_example_on_a_tiny_model(
     assert capsys.readouterr().out.strip()
 
 
+def test_stop_example_on_a_tiny_model(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)[-1]
+    names = {"tswift": tswift, "SamplingParams": tswift.SamplingParams, "model": tswift.load(str(checkpoint))}
+    exec(compile(code, "docs/python.md", "exec"), names)
+    assert capsys.readouterr().out.splitlines()[-1].endswith((".", "None"))
+
+
 def test_transformers_example_on_the_bundled_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,8 +13,10 @@ from tswift.decoding.costs import costs_of, measure
 from tswift.decoding.device_step import try_steps
 from tswift.decoding.drafter import AcceptFn, Step
 from tswift.decoding.lockstep import AgreedDrafter, lockstep
+from tswift.decoding.logprobs import MOST_TOP
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
+from tswift.decoding.text import TextStream, check_stop
 from tswift.distributed import ALONE, Dist, guard
 from tswift.drafting.methods import (
     draft_slots,
@@ -295,6 +297,7 @@ class Generation:
         decoding: the decode; its KV cache is allocated.
         depth: maximum tokens drafted along a path, for :class:`~tswift.decoding.stats.DecodeStats`.
         stop: token ids that end the text early.
+        text: the text so far and its stop strings; None without any.
         params: the sampling parameters, banned end-of-text tokens included.
         options: the drafting options with tree and nodes filled in.
         need: positions and memory it takes; of a rank, for its own part.
@@ -308,10 +311,11 @@ class Generation:
     options: DraftOptions
     need: MemoryEstimate
     ranks: Dist = ALONE
+    text: TextStream | None = None
 
     def steps(self) -> Iterator[Step]:
         """The steps of the decode; prefills first unless that was done (by all ranks or by none)."""
-        steps = self.decoding.steps(self.stop)
+        steps = self.decoding.steps(self.stop, self.text)
         return steps if self.ranks.count == 1 else lockstep(steps, self.ranks)
 
 
@@ -333,6 +337,8 @@ def begin(
     options: DraftOptions = _OPTIONS,
     stop_at_eos: bool = False,
     written: Sequence[int] = (),
+    stop: str | Sequence[str] = (),
+    logprobs: int | None = None,
     walk: Callable[[int], AcceptFn] | None = None,
 ) -> Generation:
     """Check the arguments of :func:`generate`, and allocate the caches.
@@ -347,8 +353,8 @@ def begin(
             fit the model, or more positions or memory than there are; on any rank.
     """
     ranks = model.ranks
-    prompt, length, method, params, seed, options, stop_at_eos, written = ranks.share(
-        (prompt, length, method, params, seed, options, stop_at_eos, written)
+    prompt, length, method, params, seed, options, stop_at_eos, written, stop, logprobs = ranks.share(
+        (prompt, length, method, params, seed, options, stop_at_eos, written, stop, logprobs)
     )
     with ranks.fail_together():
         if length <= len(written):
@@ -358,7 +364,16 @@ def begin(
             raise InputError("has no tokens", "prompt")
         named = {"banned": params.banned, "logit_bias": params.logit_bias}
         _refuse_ids(model.target.vocab_size, prompt=prompt, written=written, **named)
-        params, stop = ending(params, model.eos_ids, stop_at_eos)
+        if logprobs is not None and not 0 <= logprobs <= min(MOST_TOP, model.target.vocab_size):
+            most = min(MOST_TOP, model.target.vocab_size)
+            raise InputError(f"must be between 0 and {most}, got {logprobs}", "logprobs")
+        strings = check_stop(stop)
+        text = TextStream(model.tokenizer, strings) if strings else None
+        if text is not None:
+            text.add(written)
+            if text.stopped is not None:
+                raise InputError(f"the text so far has {text.stopped!r} in it already", "stop")
+        params, eos_ids = ending(params, model.eos_ids, stop_at_eos)
         if model.target.device.type == "cuda":
             try_steps(model.target, params)
         target = model.target.reference() if find_method(method).reference else model.target
@@ -380,8 +395,10 @@ def begin(
         drafter = make_drafter(method, target, model.heads, drafting, model.draft, positions, costs, *copy)
         if ranks.count > 1:
             drafter = AgreedDrafter(drafter, ranks)
-        decoding = Decoding(target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written)
-    return Generation(decoding, drafter.depth, stop, params, resolved, need, ranks)
+        decoding = Decoding(
+            target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written, logprobs
+        )
+    return Generation(decoding, drafter.depth, eos_ids, params, resolved, need, ranks, text)
 
 
 def generate(
@@ -395,6 +412,8 @@ def generate(
     options: DraftOptions | None = None,
     stop_at_eos: bool = False,
     written: Sequence[int] = (),
+    stop: str | Sequence[str] = (),
+    logprobs: int | None = None,
 ) -> Iterator[Step]:
     """Continue a text. The tokens depend on model, prompt, params and seed; never on the method or its options.
 
@@ -408,7 +427,11 @@ def generate(
         options: how the method drafts; an option that it does not use is refused if it is not the default.
         stop_at_eos: end at an end-of-text token, which is the last one then. Otherwise those are never drawn.
         written: the tokens that an earlier call with the same arguments has generated so far: the text goes on as that
-            call's would have. It must not have come to its end; that is not checked.
+            call's would have. It must not have come to its end; that is not checked of end-of-text tokens.
+        stop: strings that end the text. The last token is the one that completes the first of them; see
+            :class:`tswift.decoding.text.TextStream` for the text up to there.
+        logprobs: give each step the log-probabilities of its tokens, and of so many likeliest ones (0 to 20):
+            ``Step.logprobs``, see :func:`tswift.decoding.logprobs.row_type`.
 
     Returns:
         An iterator of steps, each with one or more new tokens. The text so far is prefilled when the first is asked
@@ -417,7 +440,7 @@ def generate(
     Raises:
         InputError: a wrong argument, named: as :func:`begin`, or one of another type.
     """
-    _refuse_types(prompt, length, seed, params, options)
+    _refuse_types(prompt, length, seed, params, options, logprobs)
     if options is not None:
         refuse_unused([method], options.changed())
     run = begin(
@@ -430,11 +453,15 @@ def generate(
         options=options or _OPTIONS,
         stop_at_eos=stop_at_eos,
         written=written,
+        stop=stop,
+        logprobs=logprobs,
     )
     return run.steps()
 
 
-def _refuse_types(prompt: object, length: object, seed: object, params: object, options: object) -> None:
+def _refuse_types(
+    prompt: object, length: object, seed: object, params: object, options: object, logprobs: object
+) -> None:
     """Refuse arguments of other types, by name."""
     ids = isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt)
     for name, fine, expected, value in (
@@ -443,6 +470,7 @@ def _refuse_types(prompt: object, length: object, seed: object, params: object, 
         ("seed", isinstance(seed, Integral), "an integer", seed),
         ("params", isinstance(params, SamplingParams), "SamplingParams", params),
         ("options", options is None or isinstance(options, DraftOptions), "DraftOptions", options),
+        ("logprobs", logprobs is None or isinstance(logprobs, Integral), "an integer", logprobs),
     ):
         if not fine or isinstance(value, bool):
             raise InputError(f"must be {expected}, got {value!r:.60}", name)

@@ -102,9 +102,11 @@ def check_options(options: Any) -> None:
         expected, optional = type_of(kind, each.name)
         if value is None and optional:
             continue
-        numbers = expected == tuple[int, ...]
-        for single in value if numbers else (value,):
-            wrong = _fault(single, int if numbers else expected, carried)
+        several = get_origin(expected) is tuple
+        if several and not isinstance(value, tuple):
+            raise InputError(f"must be a tuple, got {value!r:.60}", each.name)
+        for single in value if several else (value,):
+            wrong = _fault(single, get_args(expected)[0] if several else expected, carried)
             if wrong:
                 suggestion = did_you_mean(single, carried.choices) if isinstance(single, str) else ""
                 raise InputError(f"{wrong}, got {single!r:.60}{suggestion}", each.name)

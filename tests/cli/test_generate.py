@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from tests.jobs.killing import Process
 from tswift.attention.backends import choose
+from tswift.decoding.logprobs import row_type
 
 METHODS = ["ar", "medusa", "tokenswift", "reuse"]
 LENGTH = 61
@@ -41,6 +42,33 @@ def test_all_methods_make_the_same_files(tswift, prompt: Path, checkpoint: Path,
     assert len(outs["ar"]) == 4 * LENGTH
     assert len(set(outs.values())) == 1
     assert 0 not in np.frombuffer(outs["ar"], "<u4")  # the end-of-text token is never drawn
+
+
+def test_stop_strings_and_log_probabilities(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", LENGTH, "--seed", 5, *FLOAT64]
+    assert tswift(*words, "--out", tmp_path / "whole").code == 0
+    whole = (tmp_path / "whole" / "text.txt").read_text()
+    assert json.loads((tmp_path / "whole" / "run.json").read_text())["end"] == {"reason": "length"}
+    stop = next(whole[at : at + 3] for at in range(20, 60) if "\ufffd" not in whole[at : at + 3])
+    found = {}
+    for method in METHODS:
+        out = tmp_path / method
+        result = tswift(*words, "--method", method, "--stop", "never", "--stop", stop, "--logprobs", 3, "--out", out)
+        assert result.code == 0, result.err
+        assert f"ended at       {stop!r}"[:9] in result.err
+        assert result.out.decode() == (out / "text.txt").read_text() == whole[: whole.index(stop)]
+        run = json.loads((out / "run.json").read_text())
+        assert (run["end"], run["state"]) == ({"reason": "stop", "string": stop}, "finished")
+        assert (run["options"]["stop"], run["options"]["logprobs"]) == (["never", stop], 3)
+        found[method] = np.fromfile(out / "tokens.u32", "<u4"), np.fromfile(out / "logprobs.bin", row_type(3))
+        assert stop in _decoded(checkpoint, found[method][0].tolist())
+        assert stop not in _decoded(checkpoint, found[method][0][:-1].tolist()).rstrip("\ufffd")
+        assert found[method][0].tolist() == found["ar"][0].tolist()
+        np.testing.assert_allclose(found[method][1]["warped"], found["ar"][1]["warped"], rtol=0, atol=1e-9)
+        assert len(found[method][1]) == len(found[method][0])
+    again = tswift("generate", "--resume", tmp_path / "ar")
+    assert (again.code, again.out) == (0, b"")
+    assert "is finished" in again.err
 
 
 def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

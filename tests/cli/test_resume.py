@@ -37,8 +37,8 @@ def interrupted(tswift: Tswift, words: list[object], tmp_path: Path, monkeypatch
     """A run of 60 tokens that was interrupted about half way."""
     real = Decoding.steps
 
-    def some(self: Decoding, stop: object = ()):  # type: ignore[no-untyped-def]
-        for made, step in enumerate(real(self, stop)):  # type: ignore[arg-type]
+    def some(self: Decoding, *given: object):  # type: ignore[no-untyped-def]
+        for made, step in enumerate(real(self, *given)):  # type: ignore[arg-type]
             yield step
             if made == 20:
                 raise KeyboardInterrupt

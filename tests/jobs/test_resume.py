@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.jobs.faults import FaultyOs, Killed, power_cut
+from tswift.decoding.logprobs import row_type
 from tswift.decoding.stats import DecodeStats
 from tswift.errors import Fault, InputError
 from tswift.jobs import folder as files
@@ -148,6 +149,61 @@ def test_killed_at_any_call(asked: RunConfig, whole: tuple[list[int], bytes], fa
                 run(last)
         assert (tokens_in(folder), (folder / "text.txt").read_bytes()) == whole, f"{method}, killed at call {moment}"
         shutil.rmtree(folder)
+
+
+def test_killed_around_a_stop_string(asked: RunConfig, whole: tuple[list[int], bytes], faulty: Any) -> None:
+    """At calls from a third of the way to the end: tokens, text, end and log-probabilities of an undisturbed run."""
+    folder = asked.out
+    assert folder is not None
+    text = whole[1].decode(errors="replace")
+    stop = next(text[at : at + 2] for at in range(45, 60) if text.index(text[at : at + 2]) == at)
+    asked = replace(asked, stop=("never", stop), logprobs=2)
+    plain = replace(asked, method="ar", drafting={}, out=folder.with_name("plain"))
+    run(start(plain, []))
+    tokens, rows = tokens_in(plain.out), np.fromfile(plain.out / "logprobs.bin", row_type(2))  # type: ignore[arg-type,operator]
+    assert 16 < len(tokens) < LENGTH
+    assert len(rows) == len(tokens)
+    count, random = calls_of(asked, faulty), Random(1)
+    for moment in (*random.sample(range(count // 3, count), 6), count - 2, count - 1, count):
+        faulty(0)
+        job = start(asked, [])
+        faulty(moment)
+        with pytest.raises(Killed):
+            run(job)
+        release(job)
+        faulty(0)
+        again = resume(folder, {"stop": ("never", stop), "logprobs": 2}, False, [])
+        if again:
+            run(again)
+        assert tokens_in(folder) == tokens, moment
+        assert (folder / "text.txt").read_text(errors="replace") == text[: text.index(stop)]
+        assert json.loads((folder / "run.json").read_text())["end"] == {"reason": "stop", "string": stop}
+        found = np.fromfile(folder / "logprobs.bin", row_type(2))
+        for name in ("raw", "warped", "raw_top", "warped_top"):
+            np.testing.assert_allclose(found[name], rows[name], rtol=0, atol=1e-9)
+        assert resume(folder, {"length": LENGTH + 5}, False, []) is None  # it has come to its end
+        shutil.rmtree(folder)
+
+
+def test_log_probabilities_that_are_missing_are_damage(asked: RunConfig) -> None:
+    asked = replace(asked, logprobs=0)
+    job = start(asked, [])
+    with pytest.raises(KeyboardInterrupt):
+        job.run(stopping_at(40, KeyboardInterrupt()))
+    assert asked.out is not None
+    made, path = tokens_in(asked.out), asked.out / "logprobs.bin"
+    path.write_bytes(path.read_bytes()[:320])
+    for other in ({"logprobs": 1}, {"stop": ("x",)}):
+        with pytest.raises(InputError, match=r"the run was made with"):
+            resume(asked.out, other, True, [])
+    with pytest.raises(InputError, match=r"logprobs.bin has 320 bytes, [0-9]+ tokens take more; --discard-damaged"):
+        resume(asked.out, {}, False, [])
+    again = resume(asked.out, {}, True, [])
+    assert again is not None
+    assert len(again.tokens) <= 20
+    run(again)
+    assert tokens_in(asked.out)[: len(made)] == made
+    assert path.stat().st_size == 16 * LENGTH
 
 
 def test_killed_while_the_prompt_is_prefilled(asked: RunConfig, whole: tuple[list[int], bytes], faulty: Any) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from recipes.corpus import train_tokenizer
-from tswift.jobs.prompt import TextStream
+from tswift.decoding.text import TextStream
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,52 @@ def test_random_tokens_decode_as_a_whole(tokenizer: Any, merging: Any, data: st.
     pieces = _pieces(used, tokens, data.draw(st.integers(1, 4)))
     assert "".join(pieces) == _whole(used, tokens)
     assert "".join(pieces) == "".join(_pieces(used, tokens, 1))
+
+
+def _ended(tokenizer: Any, tokens: list[int], stop: list[str]) -> tuple[str, str | None, int]:
+    """Text, string, and tokens up to the one that completes it, tried token by token on texts decoded whole."""
+    for count in range(1, len(tokens) + 1):
+        text = _whole(tokenizer, tokens[:count]).rstrip("\ufffd")
+        found = [(text.index(each) + len(each), text.index(each), each) for each in stop if each in text]
+        if found:
+            _, begin, each = min(found)
+            return text[:begin], each, count
+    return _whole(tokenizer, tokens), None, len(tokens)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_text_ends_before_the_first_stop_string(tokenizer: Any, merging: Any, data: st.DataObject) -> None:
+    """Across tokens, in the middle of one, where one begins a character; whatever is added together."""
+    used = data.draw(st.sampled_from([tokenizer, merging]))
+    if data.draw(st.booleans()):
+        tokens = used(data.draw(st.text("ab 日本語größe\n", max_size=30)))["input_ids"]
+    else:
+        tokens = data.draw(st.lists(st.integers(0, len(used) - 9), max_size=40))
+    whole = _whole(used, tokens)
+    at = data.draw(st.integers(0, len(whole)))
+    stop = [*data.draw(st.lists(st.text("ab日語 \n", min_size=1, max_size=3), max_size=2)), whole[at : at + 3], "abab"]
+    stop = [each for each in stop if each and "\ufffd" not in each]
+    text, each, count = _ended(used, tokens, stop)
+    stream, pieces, step = TextStream(used, stop), [], data.draw(st.integers(1, 4))
+    for begin in range(0, len(tokens), step):
+        assert stream.stopped is None or begin >= count
+        pieces.append(stream.add(tokens[begin : begin + step]))
+        assert text.startswith("".join(pieces))  # nothing that is given is ever taken back
+    assert stream.stopped == each
+    assert "".join(pieces) + stream.finish() == text
+
+
+def test_what_may_become_a_stop_string_is_held_back(tokenizer: Any) -> None:
+    def pieces(text: str, *stop: str) -> list[str]:
+        stream = TextStream(tokenizer, stop)
+        return [*(stream.add(tokenizer(each)["input_ids"]) for each in text), stream.finish()]
+
+    assert pieces("aabaac", "aab", "aac") == ["", "", "", "", "", "", ""]
+    assert pieces("xaabaad", "aac") == ["x", "", "", "aab", "", "", "aad", ""]
+    assert pieces("xaa", "aac") == ["x", "", "", "aa"]  # the text ends otherwise
+    assert pieces("ab", "b", "ab") == ["", "", ""]  # of those that end together, the longest
+    assert pieces("abcd", "abcde", "bc") == ["", "", "a", "", ""]
 
 
 def test_a_mistake_would_be_seen(merging: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -535,7 +535,7 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dic
         "sampling": {
             name: {str(token): bias for token, bias in value.items()} if name == "logit_bias" else value
             for name, value in {**asdict(config.params), "banned": list(config.params.banned)}.items()
-            if name != "logit_bias" or value  # else workloads without it keep their hashes
+            if value or name not in ("logit_bias", "order")  # else workloads without it keep their hashes
         },
         "drafting": {
             label: {

@@ -17,13 +17,13 @@ from tswift.benchmarking.run import Case, OnProgress, Sample, begin_measurement,
 from tswift.benchmarking.suites import AXIS, Suite, summarise_suite
 from tswift.benchmarking.summary import RUNNING
 from tswift.decoding.params import SamplingParams
+from tswift.decoding.text import TextStream
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.engine import check, ending, preflight
 from tswift.errors import InputError
 from tswift.jobs.config import loading
 from tswift.jobs.environment import now
-from tswift.jobs.prompt import TextStream
 from tswift.models.load import LoadedModel, load
 
 SCHEMA = 1

@@ -149,6 +149,7 @@ class Display(Bars):
             "beta": f"{figures['beta']:.3f}",
             "Distinct-1..4": " ".join(f"{share:.3f}" for share in figures["distinct"].values()),
             "peak memory": "unknown" if peak is None else f"{peak / 1e9:.2f} GB",
+            **({"ended at": visible(repr(job.text.stopped))} if job.text.stopped is not None else {}),
             "run folder": visible(str(job.folder.path)),
         }.items():
             table.add_row(name, Text(value))  # a folder's name is no markup

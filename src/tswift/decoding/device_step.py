@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tswift.decoding.drafter import AcceptFn, Context, DeviceDraft, Drafter, DraftTree, Step
+from tswift.decoding.drafter import AcceptFn, Context, CutFn, DeviceDraft, Drafter, DraftTree, Step
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NoTokenLeft, Sampler
 from tswift.kv.cache import FullKV
@@ -215,12 +215,12 @@ class DeviceStepper:
         target.synchronize()  # the block is free to be written again
 
     @torch.inference_mode()
-    def step(self, wanted: int, stop: Collection[int] = (), walk: AcceptFn | None = None) -> Step:
+    def step(self, wanted: int, cut: CutFn = len, walk: AcceptFn | None = None) -> Step:
         """Take a step: at least one token is added to the text.
 
         Args:
             wanted: most tokens to add.
-            stop: tokens that end the text.
+            cut: how many of the tokens drawn belong to the text.
             walk: as for :class:`~tswift.decoding.loop.Decoding`; it must not look at what was drawn.
 
         Raises:
@@ -236,6 +236,8 @@ class DeviceStepper:
         if not found.path:
             raise NoTokenLeft(found.logits[0])
         context, new, path, count = self._context, found.tokens, found.path, len(found.path)
+        kept = new[: cut(new)]
+        logprobs = context.recorder.record(found.logits[path[: len(kept)]], kept) if context.recorder else None
         context.text += new
         context.kv.advance(count)
         context.sampler.length += count
@@ -245,11 +247,10 @@ class DeviceStepper:
         self._drafter.committed(context)
         if self._draft is not None:
             self._launch_draft()
-        ends = [index for index, token in enumerate(new) if token in stop]
-        kept = new[: ends[0] + 1] if ends else new
         accepted = min(count - 1, len(kept))
         seconds = time.perf_counter() - started
-        return Step(tuple(kept), accepted, sources[path[accepted]], found.live, seconds, choice=self._drafter.choice)
+        source, choice = sources[path[accepted]], self._drafter.choice
+        return Step(tuple(kept), accepted, source, found.live, seconds, choice=choice, logprobs=logprobs)
 
     @torch.inference_mode()
     def restart(self, text: list[int], sampler: Sampler) -> None:

@@ -6,7 +6,7 @@ A method is a list of sources; plain decoding has none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,10 +20,12 @@ from tswift.models.passes import Forwarded, PassCosts
 
 if TYPE_CHECKING:
     from tswift.decoding.device_step import DeviceState
+    from tswift.decoding.logprobs import LogprobRecorder
     from tswift.models.target import Target
 
 
 AcceptFn = Callable[["DraftTree", Sequence[int]], list[int]]  # as DraftTree.walk
+CutFn = Callable[[Sequence[int]], int]  # of tokens in order, how many belong to the text
 REUSE = "reuse"  # the source of reused n-grams, whose accepted tokens are counted apart
 
 
@@ -113,6 +115,7 @@ class Step:
         seconds: wall time of the step, drafting included.
         leads: for each token the runner-up, and its lead over that in score; if asked for.
         choice: name of the drafter, where there are several.
+        logprobs: a row for each token, see :func:`tswift.decoding.logprobs.row_type`; None if not asked for.
     """
 
     tokens: tuple[int, ...]
@@ -122,6 +125,7 @@ class Step:
     seconds: float
     leads: tuple[tuple[int, float], ...] = ()
     choice: str = ""
+    logprobs: NDArray[Any] | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -135,6 +139,7 @@ class Context:
         last: the last pass over the target; None if there was none.
         path: nodes of that pass that are in the text; the last one drew the root.
         logits: ``[n, V]`` of that pass; None if not computed yet, as after a prompt.
+        recorder: of the tokens' log-probabilities; None if nobody wants them.
     """
 
     text: list[int]
@@ -143,10 +148,11 @@ class Context:
     last: Forwarded | None = None
     path: Sequence[int] = ()
     logits: Tensor | None = None
+    recorder: LogprobRecorder | None = None
 
     def aside(self, kv: KVBuffer) -> Context:
         """A fork over another cache, with a sampler of its own; the text is the same list."""
-        return replace(self, sampler=self.sampler.copy(), kv=kv)
+        return replace(self, sampler=self.sampler.copy(), kv=kv, recorder=None)
 
     @property
     def node(self) -> int:

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.device_step import DeviceStepper
-from tswift.decoding.drafter import AcceptFn, Context, Drafter, DraftTree, Step
+from tswift.decoding.drafter import AcceptFn, Context, CutFn, Drafter, DraftTree, Step
+from tswift.decoding.logprobs import LogprobRecorder
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NO_TOKEN, NoTokenLeft, Sampler
+from tswift.decoding.text import TextStream
 from tswift.errors import Fault
 from tswift.kv.cache import FullKV, KVBuffer
 from tswift.models.passes import Forwarded
@@ -32,7 +34,7 @@ def decode_step(
     context: Context,
     drafter: Drafter,
     wanted: int,
-    stop: Collection[int] = (),
+    cut: CutFn = len,
     walk: AcceptFn | None = None,
     leads: bool = False,
 ) -> Step:
@@ -43,7 +45,7 @@ def decode_step(
         context: the decode, which moves on.
         drafter: proposes the draft tree.
         wanted: most tokens to add.
-        stop: tokens that end the text.
+        cut: how many of the tokens drawn belong to the text.
         walk: as for :class:`Decoding`.
         leads: whether to give each token's runner-up and its lead over that.
 
@@ -61,17 +63,20 @@ def decode_step(
         if drawn[path[-1]] == NO_TOKEN:
             raise NoTokenLeft(target.logits(forwarded.hidden)[0])
         new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
+        kept = new[: cut(new)]
+        logprobs = None
+        if context.recorder is not None and context.logits is not None:
+            logprobs = context.recorder.record(context.logits[path[: len(kept)]], kept)
         context.kv.commit(path)
         context.text += new
         context.sampler.extend(new)
         context.last, context.path = forwarded, path
         drafter.committed(context)
-    ends = [index for index, token in enumerate(new) if token in stop]
-    kept = new[: ends[0] + 1] if ends else new
     accepted = min(len(path) - 1, len(kept))
     source = tree.sources[path[accepted]]
     near = tuple(others[node] for node in path[: len(kept)]) if leads else ()
-    return Step(tuple(kept), accepted, source, len(tree), time.perf_counter() - started, near, drafter.choice)
+    seconds = time.perf_counter() - started
+    return Step(tuple(kept), accepted, source, len(tree), seconds, near, drafter.choice, logprobs)
 
 
 def _verify(
@@ -105,6 +110,7 @@ class Decoding:
         walk: which drafted tokens to accept, to time a given acceptance; the text is not the model's then. None accepts
             what the sampling rule draws.
         written: tokens generated already. The decode goes on after them as if it had never stopped.
+        logprobs: give each step its tokens' log-probabilities, and those of so many likeliest ones; None for not.
 
     Raises:
         ValueError: an empty prompt, a token outside the vocabulary, or a length that leaves nothing to generate.
@@ -120,6 +126,7 @@ class Decoding:
         length: int,
         walk: AcceptFn | None = None,
         written: Sequence[int] = (),
+        logprobs: int | None = None,
     ) -> None:
         if not prompt:
             raise ValueError("prompt must have at least one token")
@@ -133,6 +140,7 @@ class Decoding:
         self._kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
         self._context = Context([*prompt, *written], sampler, self._kv)
         self._last = len(prompt) + length  # positions that may be committed
+        self._logprobs = logprobs
         self._prefilled = False
         self._stepper: DeviceStepper | None = None
         self._plain: DeviceStepper | None = None
@@ -172,6 +180,8 @@ class Decoding:
         started = time.perf_counter() - prefilled
         for each in together:
             context = each._context
+            if each._logprobs is not None:
+                context.recorder = LogprobRecorder(context.sampler, context.text[-1], each._logprobs)
             if context.last is not None:
                 context.path = range(len(context.last.hidden))
             each._drafter.committed(context)
@@ -181,8 +191,12 @@ class Decoding:
         self._target.synchronize()
         return time.perf_counter() - started
 
-    def steps(self, stop: Collection[int] = ()) -> Iterator[Step]:
-        """Generate up to ``length`` tokens, or up to and including one of ``stop``.
+    def steps(self, stop: Collection[int] = (), text: TextStream | None = None) -> Iterator[Step]:
+        """Generate up to ``length`` tokens, or up to and including the first that ends the text.
+
+        Args:
+            stop: tokens that end it.
+            text: has the text so far and its stop strings; what is generated is added.
 
         Raises:
             NotFinite: the model gave NaN or infinity where a token was to be drawn. That step adds nothing.
@@ -192,9 +206,21 @@ class Decoding:
         left, self._left = self._left, 0
         if not left:
             raise RuntimeError("the steps of a decode can be taken once")
-        while left > 0:
-            step = self._step(self._stepper, self._context, self._drafter, left, stop, self._walk)
-            left = 0 if step.tokens[-1] in stop else left - len(step.tokens)
+        ended = False
+
+        def cut(tokens: Sequence[int]) -> int:
+            nonlocal ended
+            for count, token in enumerate(tokens, start=1):
+                if text is not None:
+                    text.add((token,))
+                ended = token in stop or (text is not None and text.stopped is not None)
+                if ended:
+                    return count
+            return len(tokens)
+
+        while left > 0 and not ended:
+            step = self._step(self._stepper, self._context, self._drafter, left, cut, self._walk)
+            left -= len(step.tokens)
             yield step
 
     def settle(self) -> float:
@@ -211,13 +237,13 @@ class Decoding:
         """
         own, kv, plain = self._context, self._kv, Drafter()
         held = kv.length
-        aside = replace(own, text=list(own.text), sampler=own.sampler.copy())
+        aside = replace(own, text=list(own.text), sampler=own.sampler.copy(), recorder=None)
         if self._stepper is not None and self._plain is None:
             self._plain = DeviceStepper(self._target, aside, plain)
         elif self._plain is not None:  # a captured program goes on with the tensors that it was captured with
             self._plain.restart(aside.text, own.sampler)
         try:
-            return [self._step(self._plain, aside, plain, 1, (), None) for _ in range(min(count, self._last - held))]
+            return [self._step(self._plain, aside, plain, 1, len, None) for _ in range(min(count, self._last - held))]
         finally:
             kv.length = held
 
@@ -227,13 +253,13 @@ class Decoding:
         context: Context,
         drafter: Drafter,
         wanted: int,
-        stop: Collection[int],
+        cut: CutFn,
         walk: AcceptFn | None,
     ) -> Step:
         try:
             if stepper is not None:
-                return stepper.step(wanted, stop, walk)
-            return decode_step(self._target, context, drafter, wanted, stop, walk)
+                return stepper.step(wanted, cut, walk)
+            return decode_step(self._target, context, drafter, wanted, cut, walk)
         except NoTokenLeft as nothing:
             params = context.sampler.params
             raise not_finite(self._target, context.kv, context.text, nothing.logits, params) from None

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tswift.decoding.logprobs import MOST_TOP
 from tswift.decoding.params import OFF, SamplingParams
+from tswift.decoding.text import check_stop
 from tswift.drafting.options import METHODS, DraftOptions, find_method, refuse_unused, used
 from tswift.errors import InputError, did_you_mean
 from tswift.jobs.prompt import check_prompt, read_prompt
@@ -202,6 +204,13 @@ class RunConfig(TextConfig, ModelConfig):
     stop_at_eos: bool = option(
         False, "Stop at an end-of-text token instead of never drawing one.", flag="--stop-at-eos", shown=""
     )
+    stop: tuple[str, ...] = option(
+        (), "Text that ends the text, which ends before it; repeatable.", shown="", metavar="TEXT", repeat=True
+    )
+    logprobs: int | None = option(
+        None, "Write log-probabilities of each token and of the N likeliest.", panel="Output", shown="", metavar="N",
+        least=0, most=MOST_TOP,
+    )  # fmt: skip
     chat: bool = option(
         False, "The prompt is what a user says: put it into the model's chat template.", flag="--chat", shown=""
     )
@@ -219,6 +228,7 @@ class RunConfig(TextConfig, ModelConfig):
         ModelConfig.__post_init__(self)
         method = find_method(self.method)
         _refuse_with_chat(self)
+        check_stop(self.stop)
         refuse_shape(self.model)
         heads = {} if self.heads is None else {"heads": self.heads}
         refuse_unused([self.method], {**self.drafting, **heads})
@@ -258,7 +268,8 @@ class RunConfig(TextConfig, ModelConfig):
             drafting["tree"] = tuple(drafting["tree"])
         return cls(
             **{name: options[name] for name in ("length", "method", "seed", "stop_at_eos", "heads")},
-            **{name: options.get(name) for name in ("quantize", "draft_weights")},
+            **{name: options.get(name) for name in ("quantize", "draft_weights", "logprobs")},
+            stop=tuple(options.get("stop", ())),
             model=model["name"],
             device=model["device"],
             dtype=model["dtype"],

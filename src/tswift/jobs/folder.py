@@ -1,4 +1,4 @@
-"""A run's folder: ``prompt.u32``, ``tokens.u32``, ``journal``, ``text.txt`` and ``run.json``.
+"""A run's folder: ``prompt.u32``, ``tokens.u32``, ``journal``, ``text.txt``, ``run.json``, perhaps ``logprobs.bin``.
 
 Tokens are appended while the job runs, with a journal line per checkpoint, and both are on the disk before the job goes
 on. So whatever ends it, what was made is there, and it is known how much of it is sound. One process at a time writes.
@@ -35,6 +35,7 @@ from tswift.reading import MOST_RECORD, read_file
 
 SCHEMA = 2
 TEXT, TOKENS, RECORD, PROMPT, AUDIT = "text.txt", "tokens.u32", "run.json", "prompt.u32", "verify.json"
+LOGPROBS = "logprobs.bin"
 JOURNAL, CHECKSUM, LOCK = "journal", "checksum", "lock"
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 KILLED, BROKEN = "killed", "broken"  # in a list of runs only
@@ -338,8 +339,8 @@ class RunFolder:
         self._checked = time.monotonic()
 
     @classmethod
-    def create(cls, path: Path) -> RunFolder:
-        """A new run's folder: one that does not exist yet, or is empty.
+    def create(cls, path: Path, logprobs: bool = False) -> RunFolder:
+        """A new run's folder: one that does not exist yet, or is empty; with a file of log-probabilities if asked for.
 
         Raises:
             InputError: it holds something, or cannot be made or written to.
@@ -352,7 +353,7 @@ class RunFolder:
         except OSError as error:
             raise _unwritable(path, error) from None
         try:
-            for name in (TOKENS, TEXT, JOURNAL):
+            for name in (TOKENS, TEXT, JOURNAL, *([LOGPROBS] if logprobs else [])):
                 folder._files[name] = AppendedFile(path / name)
             for parent in (path, *(below.parent for below in made)):
                 sync_folder(parent)
@@ -362,7 +363,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def reopen(cls, path: Path, lock: Lock, checkpoint: Checkpoint, text: str) -> RunFolder:
+    def reopen(cls, path: Path, lock: Lock, checkpoint: Checkpoint, text: str, row_bytes: int = 0) -> RunFolder:
         """The folder of a run that goes on from a checkpoint; what lies behind it is cut off.
 
         Args:
@@ -370,6 +371,7 @@ class RunFolder:
             lock: its lock, held.
             checkpoint: where to go on.
             text: the text up to there.
+            row_bytes: of a token's log-probabilities, if there are any.
 
         Raises:
             SaveFailed: it cannot be written to.
@@ -378,6 +380,8 @@ class RunFolder:
         with folder._saving():
             folder._files[JOURNAL] = AppendedFile(path / JOURNAL, checkpoint.end)
             folder._files[TOKENS] = AppendedFile(path / TOKENS, 4 * checkpoint.tokens)
+            if row_bytes:
+                folder._files[LOGPROBS] = AppendedFile(path / LOGPROBS, row_bytes * checkpoint.tokens)
             (path / TEXT).unlink(missing_ok=True)
             folder._files[TEXT] = AppendedFile(path / TEXT)
             folder._files[TEXT].add(text.encode())
@@ -397,8 +401,10 @@ class RunFolder:
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
-    def append(self, tokens: Sequence[int], text: str, counters: Callable[[], Counters]) -> None:
-        """Add generated tokens and the text that they complete; a checkpoint with the ``counters`` if one is due.
+    def append(self, tokens: Sequence[int], text: str, counters: Callable[[], Counters], logprobs: bytes = b"") -> None:
+        """Add generated tokens, the text that they complete, and their log-probabilities.
+
+        There is a checkpoint with the ``counters`` if one is due.
 
         Raises:
             SaveFailed: a checkpoint was due and cannot be written.
@@ -406,6 +412,8 @@ class RunFolder:
         data = bytes_of(tokens)
         self._files[TOKENS].add(data)
         self._files[TEXT].add(text.encode())
+        if logprobs:
+            self._files[LOGPROBS].add(logprobs)
         self._crc = crc32(data, self._crc)
         self._appended += len(tokens)
         if time.monotonic() - self._checked >= _SECONDS or self._appended - self.saved >= _TOKENS:
@@ -425,6 +433,8 @@ class RunFolder:
             if not all(file.is_at(self.path / name) for name, file in self._files.items()):
                 raise SaveFailed(f"{self.path} was removed or moved")
             self._files[TOKENS].sync()
+            if LOGPROBS in self._files:
+                self._files[LOGPROBS].sync()
             self._files[TEXT].sync(durable=last)  # until then it could be made again from the tokens
             if self._appended > self.saved:
                 self._files[JOURNAL].add(Checkpoint(self._appended, self._crc, counters).line())
@@ -453,7 +463,7 @@ class RunFolder:
     def discard(self) -> None:
         """Remove a folder in which no run was started."""
         self.close()
-        for name in (TOKENS, TEXT, PROMPT, JOURNAL, LOCK):
+        for name in (TOKENS, TEXT, LOGPROBS, PROMPT, JOURNAL, LOCK):
             (self.path / name).unlink(missing_ok=True)
         with suppress(OSError):  # somebody else has put something there meanwhile
             for folder in self._made:
@@ -568,19 +578,28 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def read_saved(path: Path, prompt: Sequence[int]) -> JournalState:
+def read_saved(path: Path, prompt: Sequence[int], row_bytes: int = 0) -> JournalState:
     """How far a run came, by its journal.
+
+    Args:
+        path: its folder.
+        prompt: its prompt's token ids.
+        row_bytes: of a token's log-probabilities, if the run has any: tokens without them are not sound.
 
     Raises:
         InputError: a file cannot be read.
     """
     journal, data = parse_journal(_content(path / JOURNAL)), _content(path / TOKENS)
     damage = f"line {journal.broken:,} of {path / JOURNAL} does not match its checksum" if journal.broken else ""
+    rows = len(_content(path / LOGPROBS)) if row_bytes else 0
     sound = [Checkpoint(0, crc32(bytes_of(prompt)))]
     for checkpoint in journal.checkpoints:
         before, end = sound[-1], 4 * checkpoint.tokens
         if end > len(data):
             damage = damage or f"{path / TOKENS} has {len(data):,} bytes, its journal speaks of {end:,}"
+            break
+        if row_bytes * checkpoint.tokens > rows:
+            damage = damage or f"{path / LOGPROBS} has {rows:,} bytes, {checkpoint.tokens:,} tokens take more"
             break
         if crc32(data[4 * before.tokens : end], before.crc32) != checkpoint.crc32:
             where = f"between tokens {before.tokens:,} and {checkpoint.tokens:,}"

@@ -16,11 +16,11 @@ from types import FrameType
 from typing import Any
 
 from tswift.decoding.stats import DecodeStats, distinct
+from tswift.decoding.text import TextStream
 from tswift.engine import Generation
 from tswift.errors import Fault
 from tswift.jobs.environment import now, peak_bytes
 from tswift.jobs.folder import FAILED, FINISHED, INTERRUPTED, RUNNING, RunFolder, SaveFailed
-from tswift.jobs.prompt import TextStream
 from tswift.models.devices import gigabytes, ran_out
 from tswift.models.load import LoadedModel
 
@@ -82,6 +82,7 @@ class Signals:
 
 
 _NOTHING_STOPS = 1 << 20
+END, BY_STRING = "end", "stop"  # in a record: how a finished text ended
 Show = Callable[[str, DecodeStats], None]
 ShowPrefill = Callable[[int, int], None]
 
@@ -178,7 +179,8 @@ class Job:
             piece = self.text.add(step.tokens)
             self.tokens += step.tokens
             self.stats.add(step)
-            self.folder.append(step.tokens, piece, self.stats.counters)
+            rows = b"" if step.logprobs is None else step.logprobs.tobytes()
+            self.folder.append(step.tokens, piece, self.stats.counters, rows)
             show(piece, self.stats)
             if signals.stopped:
                 raise signals.stopped
@@ -204,6 +206,12 @@ class Job:
             return f"{made:,} tokens could not be saved"
         saved = f"{self.folder.saved:,} of {made:,} tokens are" if self.folder.saved < made else f"{made:,} tokens are"
         return f"{saved} saved in {path}, and tswift generate --resume {path} goes on from there"
+
+    def end(self) -> dict[str, str]:
+        """How a finished text ended: ``stop`` (and at which ``string``), ``eos`` or ``length``."""
+        if self.text.stopped is not None:
+            return {"reason": BY_STRING, "string": self.text.stopped}
+        return {"reason": "eos" if self.tokens[-1:] and self.tokens[-1] in self.generation.stop else "length"}
 
     def statement(self) -> list[str]:
         """What is about to be done, in lines for people."""
@@ -251,6 +259,7 @@ class Job:
         return {
             "state": self.state,
             **({"reason": self.reason} if self.reason else {}),
+            **({END: self.end()} if self.state == FINISHED else {}),
             **self.about,
             "resumed": self.resumed,
             "process": {"pid": os.getpid(), "host": socket.gethostname()},

@@ -14,7 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tswift.decoding.logprobs import row_type
 from tswift.decoding.stats import DecodeStats
+from tswift.decoding.text import TextStream
 from tswift.distributed import ALONE, Dist
 from tswift.drafting.methods import cut_note
 from tswift.drafting.options import AUTO, DraftOptions, find_method, refuse_unused, used
@@ -35,8 +37,8 @@ from tswift.jobs.folder import (
     read_run,
     read_saved,
 )
-from tswift.jobs.job import Job
-from tswift.jobs.prompt import BUNDLED_PREFILL, TextStream, fingerprint, read_prompt, render, special_tokens_in, take
+from tswift.jobs.job import BY_STRING, END, Job
+from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, render, special_tokens_in, take
 from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.devices import gigabytes
 from tswift.models.load import LoadedModel, load
@@ -70,8 +72,8 @@ def start(config: RunConfig, command: Sequence[str], ranks: Dist = ALONE, text: 
         larger = "prefill" if config.prefill and config.prefill > config.length else "length"
         preflight(config.model, least, config.length, config.method, options, option=larger, params=params, **how)
     path = config.out or default_path(config.method)
-    _refuse_full_disk(path, config.length, "out")
-    folder = RunFolder.create(path)
+    _refuse_full_disk(path, config.length, "out", _row_bytes(config))
+    folder = RunFolder.create(path, config.logprobs is not None)
     try:
         exact = False if find_method(config.method).reference else config.exact
         model = load(config.model, quantize=config.quantize, exact=exact, ranks=ranks, **how)
@@ -90,6 +92,8 @@ def start(config: RunConfig, command: Sequence[str], ranks: Dist = ALONE, text: 
             seed=config.seed,
             options=options,
             stop_at_eos=config.stop_at_eos,
+            stop=config.stop,
+            logprobs=config.logprobs,
         )
         folder.keep_prompt(prompt)
     except BaseException:
@@ -111,7 +115,7 @@ def start(config: RunConfig, command: Sequence[str], ranks: Dist = ALONE, text: 
     if spelled:
         notes.append(f"the prompt spells out special tokens, which are taken as such: {', '.join(spelled)}")
     stats = DecodeStats(generation.depth)
-    return Job(model, generation, folder, about, prompt, TextStream(model.tokenizer), stats, notes=notes)
+    return Job(model, generation, folder, about, prompt, TextStream(model.tokenizer, config.stop), stats, notes=notes)
 
 
 def resume(
@@ -135,7 +139,7 @@ def resume(
         lock = _lock(path)
         unlocking.callback(lock.release)
         run = read_run(path)
-        saved = read_saved(path, run.prompt)
+        saved = read_saved(path, run.prompt, _row_bytes(run.config))
         _refuse_conflicts(run, asked, (*_MAY_CHANGE, *_MAY_MOVE))
         config = _changed(run.config, asked)
         made = len(saved.tokens)
@@ -144,14 +148,19 @@ def resume(
         if config.length < made:
             raise InputError(f"{path} has {made:,} tokens already, got {config.length:,}", "length")
         ended = config.stop_at_eos and made > 0 and saved.tokens[-1] in run.eos_ids
-        if run.state == FINISHED and (config.length == made or ended):
+        stopped = run.record.get(END, {}).get("reason") == BY_STRING
+        if run.state == FINISHED and (config.length == made or ended or stopped):
             _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
             return None
+        _refuse_full_disk(path, config.length - made, OPTION, _row_bytes(config))
+        model = _load(run, config, "exact" in asked, ranks)
+        text = TextStream(model.tokenizer, config.stop)
+        if config.stop:
+            text.add(saved.tokens)
+            ended, text = ended or text.stopped is not None, TextStream(model.tokenizer, config.stop)
         # a run that was stopped after its last token and before its last record has to draw that token again
         checkpoint = saved.last(below=made if ended else config.length)
         tokens = saved.tokens[: checkpoint.tokens]
-        _refuse_full_disk(path, config.length - len(tokens), OPTION)
-        model = _load(run, config, "exact" in asked, ranks)
         numbers = {"banned ids": run.params.banned, "biased ids": [*run.params.logit_bias]}
         for name, ids in {"prompt": run.prompt, "tokens": tokens, **numbers}.items():
             check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
@@ -165,13 +174,15 @@ def resume(
             options=config.options(),
             stop_at_eos=config.stop_at_eos,
             written=tokens,
+            stop=config.stop,
+            logprobs=config.logprobs,
         )
         try:
             stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
         except ValueError as error:
             raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
-        text, draft = TextStream(model.tokenizer), _draft_identity(model)
-        folder = RunFolder.reopen(path, lock, checkpoint, text.add(tokens))
+        draft = _draft_identity(model)
+        folder = RunFolder.reopen(path, lock, checkpoint, text.add(tokens), _row_bytes(config))
         unlocking.pop_all()
     about = {name: run.record[name] for name in _KEPT if name in run.record}
     moved = {name: asked[name] for name in _MAY_MOVE if name in asked}
@@ -211,9 +222,14 @@ def _draft_identity(model: LoadedModel) -> dict[str, Any] | None:
     return None if model.draft is None else {"name": model.draft_name, "weights": weights_hash(model.draft.model)}
 
 
-def _refuse_full_disk(path: Path, tokens: int, option: str) -> None:
+def _row_bytes(config: RunConfig) -> int:
+    """Bytes of a token's log-probabilities; 0 if none are wanted."""
+    return 0 if config.logprobs is None else row_type(config.logprobs).itemsize
+
+
+def _refuse_full_disk(path: Path, tokens: int, option: str, row_bytes: int) -> None:
     """Refuse a run of so many tokens if its files would not fit on the disk of its folder."""
-    need = tokens * _BYTES_PER_TOKEN + _BYTES_BESIDE
+    need = tokens * (_BYTES_PER_TOKEN + row_bytes) + _BYTES_BESIDE
     try:
         disk = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
     except OSError:

@@ -1,0 +1,115 @@
+"""Token ids turned back to text as they come, up to the first stop string if there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tswift.errors import InputError
+
+_HELD = 16  # after so many tokens without a whole character, broken bytes are let go
+_LAST = 4  # tokens that a character may still need: it has four bytes at most
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_MOST_STOPS, _LONGEST_STOP = 64, 1000  # strings, and characters of one
+
+
+def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Stop strings, checked; one may be given as it is.
+
+    Raises:
+        InputError: they are no strings, empty, too many or too long.
+    """
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(each, str) for each in strings):
+        raise InputError(f"must be one or several strings, got {stop!r:.60}", "stop")
+    if not all(0 < len(each) <= _LONGEST_STOP for each in strings) or len(strings) > _MOST_STOPS:
+        most = f"at most {_MOST_STOPS} strings of 1 to {_LONGEST_STOP:,} characters"
+        raise InputError(f"must be {most}, got {stop!r:.60}", "stop")
+    return tuple(strings)
+
+
+class TextStream:
+    """The text of a growing list of tokens, special tokens included, up to the first stop string.
+
+    It knows the last few tokens only, however long the text: how a token decodes may depend on the one before it, and
+    a character begun on the tokens to come. The text is that of all tokens decoded together. (Where a tokenizer falls
+    back to bytes, and they are no characters, what was given before them stays given.)
+
+    With stop strings the text ends before the first one in it: the one that is complete first, and of those that end
+    with the same character the longest. What may be the beginning of one is held back.
+
+    Args:
+        tokenizer: a transformers tokenizer with a ``backend_tokenizer``.
+        stop: stop strings, as :func:`check_stop` gives them.
+
+    Attributes:
+        stopped: the stop string that has ended the text; None if none has. Tokens added after it add nothing.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._before: list[int] = []  # the last tokens whose text was given
+        self._held: list[int] = []  # those after them
+        self._stop, self._waiting = stop, ""  # text that may be the beginning of a stop string
+        self.stopped: str | None = None
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The characters that these tokens complete; what is begun, a character or a stop string, is held back."""
+        pieces = []
+        for token in tokens:
+            if self.stopped is not None:
+                break
+            self._held.append(token)
+            piece, text = "", self._after(self._before, self._held)
+            if text and not text.endswith(_BROKEN):
+                piece = self._give(len(self._held), text)
+            elif len(self._held) % _HELD == 0:
+                piece = self._let_go(text)
+            pieces.append(self._up_to_stop(piece) if self._stop else piece)
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """The text that was held back; bytes that are no character become U+FFFD."""
+        waiting, self._waiting = self._waiting, ""
+        return waiting + self._give(len(self._held), self._after(self._before, self._held))
+
+    def _up_to_stop(self, piece: str) -> str:
+        """Of text to be given, what is not, and cannot become, a part of a stop string."""
+        text = self._waiting + piece
+        # a token may complete a stop string and begin a character
+        whole = text + self._after(self._before, self._held).rstrip(_BROKEN) if self._held else text
+        found = [(whole.index(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in whole]
+        if found:
+            end, length, self.stopped = min(found)
+            self._held, self._waiting = [], ""
+            return whole[: end + length]
+        longest = max(map(len, self._stop)) - 1
+        begun = next(
+            (at for at in range(max(0, len(text) - longest), len(text)) if self._may_stop(text[at:])), len(text)
+        )
+        self._waiting = text[begun:]
+        return text[:begun]
+
+    def _may_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stop)
+
+    def _let_go(self, text: str) -> str:
+        """What of broken bytes no token to come can mend: those before a place where the text falls apart in two."""
+        for count in range(len(self._held) - _LAST, 0, -1):
+            first, rest = self._held[:count], self._held[count:]
+            given = self._after(self._before, first)
+            if given + self._after(first, rest) == text:
+                return self._give(count, given)
+        return ""
+
+    def _give(self, count: int, text: str) -> str:
+        self._before, self._held = self._held[:count], self._held[count:]
+        return text
+
+    def _after(self, before: list[int], tokens: list[int]) -> str:
+        """The text of tokens that follow others."""
+        return self._decode([*before, *tokens])[len(self._decode(before)) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text

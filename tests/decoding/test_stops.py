@@ -1,0 +1,236 @@
+"""Biases, stop strings and log-probabilities under all methods: those of plain decoding, however drafts are cut."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from tests.decoding.test_sampling import transformers_warp
+from tests.helpers import METHODS, options_for, tokens_of
+from tswift.decoding.drafter import Step
+from tswift.decoding.logprobs import row_type
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.text import TextStream
+from tswift.engine import generate
+from tswift.errors import InputError
+from tswift.models.load import LoadedModel, load
+
+PROMPT = "The ship had lain three days"
+FAST = ("medusa", "tokenswift", "recall")
+LENGTH = 60
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> LoadedModel:
+    return load(str(checkpoint), dtype="float64", draft_model=str(checkpoint))
+
+
+def steps_of(model: LoadedModel, method: str, params: SamplingParams, **asked: Any) -> list[Step]:
+    options = options_for(method, budget=64)
+    return list(generate(model, PROMPT, LENGTH, method=method, params=params, options=options, seed=3, **asked))
+
+
+def text_of(model: LoadedModel, tokens: list[int]) -> str:
+    return str(model.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def first_stop(model: LoadedModel, tokens: list[int], stop: list[str]) -> tuple[int, str, str | None]:
+    """How many tokens, which text and which string, tried token by token; independent of :class:`TextStream`."""
+    for count in range(1, len(tokens) + 1):
+        text = text_of(model, tokens[:count]).rstrip("\ufffd")
+        found = [(text.index(each) + len(each), text.index(each), each) for each in stop if each in text]
+        if found:
+            _, begin, each = min(found)
+            return count, text[:begin], each
+    return len(tokens), text_of(model, tokens), None
+
+
+biases = st.dictionaries(st.integers(1, 319), st.floats(-100, 100), max_size=6)
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.3]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    penalty=st.sampled_from([1.0, 1.3]),
+    window=st.just(20),
+    logit_bias=biases,
+)
+
+
+def check_stops(model: LoadedModel, methods: list[str], params: SamplingParams, data: st.DataObject) -> None:
+    plain = tokens_of(steps_of(model, "ar", params))
+    whole = text_of(model, plain)
+    stop = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        begin = data.draw(st.integers(0, max(0, len(whole) - 2)))
+        stop.append(whole[begin : begin + data.draw(st.integers(1, 7))])
+    stop = [each for each in stop if each and "\ufffd" not in each] or ["never"]
+    count, text, each = first_stop(model, plain, stop)
+    for method in methods:
+        made = tokens_of(steps_of(model, method, params, stop=stop))
+        assert made == plain[:count], (method, stop)
+        stream = TextStream(model.tokenizer, stop)
+        assert stream.add(made) + stream.finish() == text
+        assert stream.stopped == each
+
+
+@settings(max_examples=5)
+@given(samplings, st.data())
+def test_biases_and_stop_strings_under_methods(model: LoadedModel, params: SamplingParams, data: st.DataObject) -> None:
+    check_stops(model, ["ar", data.draw(st.sampled_from(FAST))], params, data)
+
+
+@pytest.mark.slow
+@given(samplings, st.data())
+def test_biases_and_stop_strings_under_all_methods(
+    model: LoadedModel, params: SamplingParams, data: st.DataObject
+) -> None:
+    check_stops(model, list(METHODS), params, data)
+
+
+def test_a_stop_string_cuts_a_step_and_spans_tokens(model: LoadedModel) -> None:
+    """Of a long accepted path only the tokens up to the string's end are kept, and counted as accepted."""
+    greedy = SamplingParams(temperature=0.0, penalty=1.0)
+    cut = 0
+    whole = steps_of(model, "recall", greedy)
+    tokens = tokens_of(whole)
+    for count in range(10, len(tokens)):
+        before, text = text_of(model, tokens[: count - 2]), text_of(model, tokens[:count])
+        stop = text[len(before) - 1 :]  # of several tokens
+        expected = first_stop(model, tokens, [stop])[0]
+        steps = steps_of(model, "recall", greedy, stop=stop)
+        assert tokens_of(steps) == tokens[:expected]
+        assert all(step.accepted <= len(step.tokens) for step in steps)
+        cut += len(steps[-1].tokens) < len(whole[len(steps) - 1].tokens)
+    assert cut > 5
+
+
+def test_a_stop_string_in_what_was_written_is_refused(model: LoadedModel) -> None:
+    tokens = tokens_of(steps_of(model, "ar", SamplingParams()))
+    with pytest.raises(InputError, match=r"^stop: the text so far has"):
+        steps_of(model, "ar", SamplingParams(), stop=text_of(model, tokens[:9])[1:4], written=tokens[:9])
+
+
+@pytest.mark.parametrize("stop", ["", [""], 3, [3], None, "x" * 1001, ["x"] * 65, b"x"])
+def test_what_is_no_stop_string_is_refused(model: LoadedModel, stop: Any) -> None:
+    with pytest.raises(InputError, match=r"^stop: must be"):
+        steps_of(model, "ar", SamplingParams(), stop=stop)
+
+
+@pytest.mark.parametrize("logprobs", [-1, 21, 1.5, True, "3"])
+def test_what_is_no_number_of_logprobs_is_refused(model: LoadedModel, logprobs: Any) -> None:
+    with pytest.raises(InputError, match=r"^logprobs: must be"):
+        steps_of(model, "ar", SamplingParams(), logprobs=logprobs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# log-probabilities
+
+
+@functools.cache
+def dense(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64).eval()
+
+
+def rows_of(steps: list[Step]) -> np.ndarray:
+    return np.concatenate([step.logprobs for step in steps])
+
+
+SAMPLINGS = {
+    "all": SamplingParams(0.8, 30, 0.9, 0.02, 0.001, 1.3, 25, logit_bias={40: 3.0, 41: -2.5, 100: 1.5}),
+    "defaults": SamplingParams(),
+    "greedy": SamplingParams(temperature=0.0, penalty=1.2, window=10**6, logit_bias={40: 3.0}),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@torch.inference_mode()
+def test_logprobs_are_those_of_transformers(model: LoadedModel, checkpoint: Path, name: str) -> None:
+    """Recomputed from dense logits of the whole text in float64, with the warpers of transformers."""
+    params, top = SAMPLINGS[name], 4
+    steps = steps_of(model, "tokenswift", params, logprobs=top)
+    tokens, prompt, rows = tokens_of(steps), model.encode(PROMPT), rows_of(steps)
+    assert rows.dtype == row_type(top)
+    assert max(len(step.tokens) for step in steps) > 1
+    assert all(len(step.logprobs) == len(step.tokens) for step in steps)
+    logits = dense(checkpoint)(torch.tensor([[*prompt, *tokens]])).logits[0].double()
+    for at, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+        text = [*prompt, *tokens[:at]]
+        own = logits[len(text) - 1].clone()
+        raw = own.log_softmax(-1)
+        own[0] = -torch.inf  # the end of the text is banned
+        if params.temperature:
+            warped = transformers_warp(own[None], text[-params.window :], params)[0].log_softmax(-1)
+        else:
+            own[40] += 3
+            lower = torch.where(own > 0, own / params.penalty, own * params.penalty)
+            own[text] = lower[text]
+            warped = own.log_softmax(-1)
+        for kind, logs in (("raw", raw), ("warped", warped)):
+            assert row[kind] == pytest.approx(float(logs[token]), abs=1e-7)  # transformers keeps biases in float32
+            best = logs.topk(top)
+            assert row[f"{kind}_top"] == pytest.approx(best.values.numpy(), abs=1e-7)
+            assert row[f"{kind}_top"] == pytest.approx(logs[row[f"{kind}_ids"].astype(int)].numpy(), abs=1e-7)
+
+
+def check_logprobs(model: LoadedModel, methods: list[str], params: SamplingParams, top: int) -> None:
+    plain = rows_of(steps_of(model, "ar", params, logprobs=top))
+    assert np.isfinite(plain["raw"]).all()
+    assert np.isfinite(plain["warped"]).all()
+    for method in methods:
+        rows = rows_of(steps_of(model, method, params, logprobs=top))
+        for field in plain.dtype.names:
+            np.testing.assert_allclose(rows[field], plain[field], rtol=0, atol=0 if "ids" in field else 1e-9)
+
+
+@settings(max_examples=4)
+@given(samplings, st.sampled_from(FAST), st.sampled_from([0, 1, 5]))
+def test_logprobs_are_those_of_plain_decoding(
+    model: LoadedModel, params: SamplingParams, method: str, top: int
+) -> None:
+    check_logprobs(model, [method], params, top)
+
+
+@pytest.mark.slow
+@settings(max_examples=5)
+@given(samplings)
+def test_logprobs_under_all_methods(model: LoadedModel, params: SamplingParams) -> None:
+    check_logprobs(model, list(METHODS), params, 2)
+
+
+def test_logprobs_go_with_the_tokens_that_a_stop_string_keeps(model: LoadedModel) -> None:
+    greedy = SamplingParams(temperature=0.0, penalty=1.0)
+    whole = steps_of(model, "recall", greedy, logprobs=1)
+    for count in range(30, 34):
+        stop = text_of(model, tokens_of(whole)[:count])[-4:]
+        steps = steps_of(model, "recall", greedy, logprobs=1, stop=stop)
+        assert len(rows_of(steps)) == len(tokens_of(steps))
+        np.testing.assert_allclose(rows_of(steps)["raw"], rows_of(whole)["raw"][: len(tokens_of(steps))], atol=1e-9)
+
+
+def test_logprobs_go_on_after_what_was_written(model: LoadedModel) -> None:
+    params = SamplingParams(window=9)
+    whole = steps_of(model, "ar", params, logprobs=3)
+    rest = steps_of(model, "medusa", params, logprobs=3, written=tokens_of(whole)[:25])
+    for field in ("raw", "warped", "warped_top"):
+        np.testing.assert_allclose(rows_of(rest)[field], rows_of(whole)[field][25:], rtol=0, atol=1e-9)
+
+
+def test_nothing_is_recorded_unless_asked_for(model: LoadedModel) -> None:
+    assert all(step.logprobs is None for step in steps_of(model, "medusa", SamplingParams()))
+
+
+def test_a_row_is_what_the_documentation_says() -> None:
+    assert row_type(0).itemsize == 16
+    assert row_type(5).itemsize == 16 + 24 * 5
+    assert json.dumps(row_type(2).names) == json.dumps(
+        ["raw", "warped", "raw_ids", "raw_top", "warped_ids", "warped_top"]
+    )
