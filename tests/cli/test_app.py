@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 import tswift as package
+from tests.cli.terminal import on_terminal
+from tswift.cli.progress import Display, _clock
 from tswift.errors import Fault
 
 
@@ -55,3 +60,58 @@ def test_a_traceback_can_be_asked_for(tswift, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TSWIFT_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         tswift("generate")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ``tswift env``
+
+
+def test_machine_and_costs(tswift, checkpoint) -> None:  # type: ignore[no-untyped-def]
+    asked = ("env", "--model", checkpoint, "--dtype", "float32")
+    found = tswift(*asked)
+    assert found.code == 0
+    told = json.loads(tswift(*asked, "--json", "-").out)
+    assert told["kind"] == "env"
+    text = found.out.decode()
+    assert told["environment"]["torch"] in text
+    first = told["costs"]["base"][0] + 100 * told["costs"]["per_key"][0]
+    assert f"{1e3 * first:.2f}" in text  # remembered, not measured anew
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The text and the bar on one terminal: a pseudo-terminal's whole output
+
+
+if TYPE_CHECKING:
+    from tswift.decoding.stats import DecodeStats
+
+CODE = """
+import time
+from types import SimpleNamespace
+from tswift.cli.progress import Display
+stats = SimpleNamespace(tokens=10, tokens_per_second=20.0, tokens_per_step=5.0, alpha=1.0)
+with Display(100, quiet=False, progress=True) as display:
+    for word in "one two three\\nfour [bold]five[/bold] six seven eight nine ten".split(" "):
+        display.show(word + " ", stats)
+        time.sleep(0.1)
+"""
+
+
+def test_text_goes_above_the_bar_in_whole_lines() -> None:
+    text = on_terminal(CODE, columns=20).decode()
+    # each line is printed once, unbroken, at the start of a line
+    for line in ("one two three\r\n", "[bold]five[/bold]", "six seven eight\r\n", "nine ten"):
+        assert text.count(line) == 1, text
+    assert "\x1b[1m" not in text
+
+
+def test_raw_when_stdout_is_no_terminal(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    stats = cast("DecodeStats", SimpleNamespace(tokens=1))
+    with Display(10, quiet=True, progress=True) as display:
+        display.show("é\n", stats)
+        display.show("[b]", stats)
+    assert capfdbinary.readouterr().out == "é\n[b]".encode()
+
+
+def test_clock() -> None:
+    assert _clock(3725.4) == "1:02:05"
