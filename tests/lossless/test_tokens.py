@@ -11,7 +11,7 @@ import torch
 
 import tswift
 from tests.helpers import METHODS, decode, drafter_of, random_prompt, tiny_draft, tiny_heads
-from tests.lossless.models import DTYPES, KINDS, ExactOnDevice, exact_target
+from tests.lossless.models import ExactOnDevice, exact_target
 from tswift.attention.chunked import ChunkedAttention
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
@@ -23,7 +23,6 @@ from tswift.models.load import LoadedModel
 
 NAMES = [name for name, method in METHODS.items() if name != "ar" and not method.reference]
 NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
-GREEDY = SamplingParams(temperature=0.0, penalty=1.0)
 TREES = {
     "medusa": DraftOptions(tree=(3, 2, 2), costs="nominal"),
     "tokenswift": DraftOptions(tree=(1, 3, 2, 2), budget=64, nodes=41),
@@ -54,16 +53,7 @@ def text_of(model, prompt, length, method, params, seed=1, options=None, written
     ("dtype", "params", "seed", "trees"),
     [
         pytest.param("bfloat16", SamplingParams(), 1, {}, id="T 1, penalty, min-p"),
-        pytest.param("bfloat16", GREEDY, 0, TREES, id="greedy", marks=pytest.mark.slow),
         pytest.param("float16", SamplingParams(min_p=0, top_p=0.9, penalty=1.1, window=30), 2, TREES, id="top-p"),
-        pytest.param(
-            "float32",
-            SamplingParams(min_p=0, eta=0.002, top_k=50, window=2),
-            3,
-            {},
-            id="eta, top-k",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_every_method_writes_the_text_of_plain_decoding(dtype, params, seed, trees) -> None:
@@ -78,19 +68,6 @@ def test_without_it_texts_part_in_bfloat16() -> None:
     model, params = demo("bfloat16", exact=False), SamplingParams()
     plain = (text_of(model, novel(90), 120, "ar", params, seed) for seed in range(8))
     assert any(text_of(model, novel(90), 120, "medusa", params, seed) != text for seed, text in enumerate(plain))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(1, len(KINDS)))  # of those that there are heads for
-def test_random_models(number: int) -> None:
-    """Trees, chains and n-grams over heads of any mind, in each dtype by another rule."""
-    rules = SamplingParams(min_p=0.02, window=24), GREEDY, SamplingParams(min_p=0, top_p=0.8, penalty=1)
-    dtype, params = DTYPES[number % 3], rules[number % 3]
-    target, prompt = exact_target(KINDS[number], dtype), random_prompt(50, 3)
-    plain = decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 40)
-    for method in ("medusa", "tokenswift", "magicdec"):
-        drafter = make_drafter(method, target, tiny_heads(dtype), TREES[method], tiny_draft(dtype))
-        assert decode(target, drafter, prompt, params, 4, 40) == plain, method
 
 
 def test_a_text_cut_anywhere_goes_on_the_same() -> None:

@@ -62,13 +62,9 @@ def test_plain_transformers_loads_it_and_agrees() -> None:
     [
         (SamplingParams(), 300, "float64"),
         (SamplingParams(temperature=0), 1, "float32"),
-        pytest.param(SamplingParams(), 300, "float32", marks=pytest.mark.slow),
-        pytest.param(
-            SamplingParams(temperature=0.7, min_p=0, top_p=0.9, penalty=1), 2, "float32", marks=pytest.mark.slow
-        ),
-        pytest.param(SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 40, "float32", marks=pytest.mark.slow),
+        (SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 40, "float32"),
     ],
-    ids=["float64", "greedy", "defaults", "top-p", "eta, top-k, short window"],
+    ids=["float64", "greedy", "eta, top-k, short window"],
 )
 def test_every_method_writes_the_text_of_plain_decoding(params: SamplingParams, prefill: int, dtype: str) -> None:
     demo = load(dtype=dtype, draft_model=DEMO_DRAFT)

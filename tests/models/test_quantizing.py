@@ -228,15 +228,6 @@ def test_joined_layers_are_copied_as_plain_ones(checkpoint: Path, monkeypatch: p
     assert all(text(model, method) == plain for method in ("ar", "tokenswift", "cascade", "magicdec"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [fake_torchao.garbage, fake_torchao.broken])
-def test_every_method_draws_the_models_own_text(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, how) -> None:
-    plain = text(load(str(checkpoint), device="cpu"), "ar")
-    fake_torchao.install(monkeypatch, how)
-    model = load(str(checkpoint), device="cpu", draft_model=str(checkpoint), draft_weights="int8")
-    assert all(text(model, method) == plain for method in METHODS)
-
-
 def test_heads_that_start_before_the_final_norm(checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
     """The copy gives them its own states, and leaves the model's alone."""
     heads = MedusaHeads(32, 2, 320)
