@@ -1,34 +1,15 @@
-"""Runs that are really killed, at random moments, and gone on with until they are done."""
+"""``tswift`` in processes that are really killed: forked, so that none has to import everything anew."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
 from tswift.cli import main as tswift
-
-
-@dataclass(frozen=True)
-class Killing:
-    """What was done to one run.
-
-    Attributes:
-        seconds: when it was killed after its first text; and when it was killed once more, if it was.
-        kept: tokens that were on the disk after each kill.
-        equal: whether its tokens and text are those of the run that was left alone.
-    """
-
-    seconds: list[float]
-    kept: list[int]
-    equal: bool
 
 
 class Process:
@@ -92,38 +73,3 @@ class Process:
 def result(folder: Path) -> tuple[bytes, bytes]:
     """The tokens and the text of a run."""
     return (folder / "tokens.u32").read_bytes(), (folder / "text.txt").read_bytes()
-
-
-def left_alone(words: Sequence[object], folder: Path) -> float:
-    """Run to the end; returns the seconds from its first text on."""
-    process = Process(["generate", *words, "--out", folder], folder.with_suffix(".out"))
-    process.begin()
-    began = time.monotonic()
-    if process.wait():
-        raise RuntimeError(process.errors.read_text())
-    return time.monotonic() - began
-
-
-def kill_and_resume(
-    words: Sequence[object], folder: Path, whole: tuple[bytes, bytes], took: float, random: Random
-) -> Killing:
-    """Kill a run at a random moment, every third time once more while it goes on, and then let it end."""
-    seconds: list[float] = []
-    kept: list[int] = []
-    command: list[object] = ["generate", *words, "--out", folder]
-    while True:
-        process = Process(command, folder.with_suffix(".out"))
-        if not kept or (len(kept) == 1 and random.random() < 1 / 3):
-            process.begin()
-            seconds.append(random.uniform(0, took / (1 + len(kept))))
-            process.wait(seconds[-1])
-            process.send(signal.SIGKILL)
-        code = process.wait()
-        if code != -signal.SIGKILL:
-            break
-        kept.append((folder / "tokens.u32").stat().st_size // 4)
-        command = ["generate", "--resume", folder]
-    equal = code == 0 and result(folder) == whole
-    if equal:
-        shutil.rmtree(folder)
-    return Killing(seconds, kept, equal)

@@ -6,11 +6,10 @@ import json
 import signal
 import time
 from pathlib import Path
-from random import Random
 
 import pytest
 
-from tests.jobs.killing import Process, kill_and_resume, left_alone, result
+from tests.jobs.killing import Process, result
 from tswift.jobs import folder
 from tswift.jobs.folder import list_runs
 
@@ -21,17 +20,6 @@ def words(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "prompt.txt").write_text("The ship had lain three days becalmed.")
     where = ["--model", checkpoint, "--prompt", tmp_path / "prompt.txt", "--len", 800, "--quiet"]
     return [*where, "--dtype", "float64", "--temperature", 1.3, "--min-p", 0, "--method"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["ar", "tokenswift"])
-def test_killed_processes_go_on_to_the_same_text(words: list[object], tmp_path: Path, method: str) -> None:
-    took = left_alone([*words, method], tmp_path / "whole")
-    whole = result(tmp_path / "whole")
-    found = kill_and_resume([*words, method], tmp_path / "run", whole, 0.3 * took, Random(2))
-    assert found.equal, found
-    assert found.kept
-    assert found.kept[0] < 800
 
 
 @pytest.mark.slow
