@@ -114,7 +114,7 @@ def calls_of(asked: RunConfig, faulty: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=pytest.mark.slow if name in ("medusa", "reuse", "magicdec") else ()) for name in METHODS]
+    "method", [pytest.param(name, marks=() if name in ("ar", "tokenswift") else pytest.mark.slow) for name in METHODS]
 )
 def test_killed_at_any_call(asked: RunConfig, whole: tuple[list[int], bytes], faulty: Any, method: str) -> None:
     """At random calls, in turn by a kill and by a power cut; killed once more while going on."""
