@@ -291,7 +291,6 @@ def test_there_is_a_gradient() -> None:
 # Threads that share work: all of it is done once, whoever helps
 
 
-
 WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 REGION = ctypes.CFUNCTYPE(None, WORK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
