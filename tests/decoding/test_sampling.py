@@ -121,12 +121,6 @@ def test_noise_of_neighbouring_seeds_positions_and_tokens_is_independent() -> No
         assert stats.chi2_contingency(grid).pvalue > 1e-4, (axis, lag)
 
 
-def test_the_independence_check_sees_noise_that_ignores_an_axis() -> None:
-    block = uniform([1], range(60), 80)[0]
-    first, second = block[:1].repeat(59, 0).ravel(), block[:1].repeat(59, 0).ravel()
-    assert stats.pearsonr(first, second).pvalue < 1e-9
-
-
 def test_a_value_out_of_range_or_of_another_type_is_refused_by_name() -> None:
     """The others are in tests/jobs/test_config.py."""
     wrong: list[tuple[str, Any]] = [
@@ -312,12 +306,6 @@ def test_a_sampler_gives_the_noise_of_a_position_whatever_was_asked_before(posit
     for position in positions:
         sampler.noise([position])
     assert torch.equal(sampler.noise(positions), gumbel(9, positions, torch.arange(11)))
-
-
-def test_no_noise_at_temperature_zero() -> None:
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    sampler = Sampler(dataclasses.replace(PLAIN, temperature=0), 4, 50, CPU)
-    assert sampler.draw(logits, None, [4, 5, 6]) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

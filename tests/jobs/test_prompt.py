@@ -29,10 +29,6 @@ def test_take() -> None:
         take(tokens, 5001, bundled=False)
 
 
-def test_the_bundled_prompt_is_long() -> None:
-    assert len(read_prompt(None).split()) >= 6500
-
-
 def test_a_prompt_as_large_as_it_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 10)
     path = tmp_path / "prompt.txt"
