@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+from tests.cli.bad_inputs.files import sparse
 from tests.cli.bad_inputs.models import config, edit_json, sharded
-from tests.cli.bad_inputs.prompts import sparse
 from tests.conftest import make_checkpoint
 from tests.helpers import tiny_llama
 from tswift.errors import InputError

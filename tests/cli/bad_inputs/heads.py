@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.bad_inputs.case import Case, World, generate
+from tests.cli.bad_inputs.files import sparse
 from tests.cli.bad_inputs.models import MARKER, Bomb, Change, content, cut, header
-from tests.cli.bad_inputs.prompts import sparse
 
 FILE = "heads.safetensors"
 

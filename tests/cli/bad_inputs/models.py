@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.bad_inputs.case import Case, World, generate
-from tests.cli.bad_inputs.prompts import sparse
+from tests.cli.bad_inputs.files import sparse
 
 Change = Callable[[Path], object]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.bad_inputs.case import Case, World
+from tests.cli.bad_inputs.files import sparse
 from tests.cli.bad_inputs.models import Change, content, cut, flip
-from tests.cli.bad_inputs.prompts import sparse
 
 RECORD = "run.json"
 
