@@ -118,7 +118,7 @@ class SamplingParams:
         ids = self.banned
         if not isinstance(ids, tuple) or not all(isinstance(token, Integral) and token >= 0 for token in ids):
             raise InputError(f"must be a tuple of token ids, got {ids!r:.60}", "banned")
-        if self.order and sorted(self.order.split(",")) != sorted(_FILTERS):
+        if self.order and sorted(str(self.order).split(",")) != sorted(_FILTERS):
             raise InputError(f"must name {', '.join(_FILTERS)}, with commas between, got {self.order!r:.60}", "order")
 
     @property
