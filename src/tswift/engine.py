@@ -139,6 +139,7 @@ def preflight(
     *,
     device: str = "auto",
     dtype: str | torch.dtype = "auto",
+    kv_dtype: str | torch.dtype = "auto",
     attention: str = "auto",
     heads: str | os.PathLike[str] | None = None,
     draft_model: str | None = None,
@@ -155,8 +156,8 @@ def preflight(
     Args:
         prompt: number of tokens, at least.
         options: as asked for, not resolved.
-        model, device, dtype, attention, heads, draft_model, drafter, draft_weights: as for :func:`tswift.load`. A
-            draft model that the method does not need is not read.
+        model, device, dtype, kv_dtype, attention, heads, draft_model, drafter, draft_weights: as for
+            :func:`tswift.load`. A draft model that the method does not need is not read.
         option: what the user gave the length with, for the error.
         params: sampling parameters, whose token ids are to be the model's.
 
@@ -168,6 +169,7 @@ def preflight(
         model,
         device=device,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         attention=attention,
         heads=heads,
         drafter=drafter,
@@ -206,7 +208,7 @@ def _estimate(
         draft_kv_bytes = draft_slots(method, options, positions) * draft.kv_shape.bytes_per_token
     network = model.network_spec
     if network is not None:
-        own = network.kv_shape(model.kv_shape.dtype, model.device).bytes_per_token
+        own = network.kv_shape(model.dtype, model.device).bytes_per_token
         draft_kv_bytes += network_slots(method, options, network) * own
     estimate = MemoryEstimate(
         positions,

@@ -65,7 +65,7 @@ def test_reads_everything(run: Path) -> None:
         dtype="float64",
         attention="sdpa",
     )
-    assert found.config == replace(made, exact=False)
+    assert found.config == replace(made, exact=False, kv_dtype="float64")
     assert (found.state, found.prompt, found.bits, found.eos_ids) == ("interrupted", [5, 6, 7], None, (0,))
 
 

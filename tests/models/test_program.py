@@ -81,8 +81,13 @@ def network(kind: str = "llama", half: bool = False, **changed: object) -> PreTr
     return made.bfloat16().float() if half else made
 
 
-def target_of(kind: str = "llama", half: bool = False, **changed: object) -> Target:
-    return wrap_model(network(kind, half, **changed), kind, "native")
+KINDS_OF_KV = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def target_of(
+    kind: str = "llama", half: bool = False, kv_dtype: torch.dtype = torch.float32, **changed: object
+) -> Target:
+    return wrap_model(network(kind, half, **changed), kind, "native", kv_dtype=kv_dtype)
 
 
 def filled(target: Target, held: int, room: int) -> FullKV:
@@ -135,8 +140,9 @@ def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
             assert torch.allclose(own, other, rtol=1e-4, atol=1e-4 * float(other.std()))
 
 
-def test_a_row_has_the_same_bits_in_every_pass() -> None:
-    target, held, nodes = target_of(), 150, 29
+@pytest.mark.parametrize("kv_dtype", KINDS_OF_KV)
+def test_a_row_has_the_same_bits_in_every_pass(kv_dtype: torch.dtype) -> None:
+    target, held, nodes = target_of(kv_dtype=kv_dtype), 150, 29
     tokens, positions = torch.arange(nodes) % VOCAB, torch.arange(held, held + nodes)
     kv = filled(target, held, nodes)
     whole = target.forward(tokens, positions, kv, None)
@@ -152,6 +158,20 @@ def test_a_row_has_the_same_bits_in_every_pass() -> None:
         assert torch.equal(kv.keys, keys)
 
 
+@pytest.mark.parametrize("kv_dtype", KINDS_OF_KV[1:])
+def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype: torch.dtype) -> None:
+    """As PyTorch rounds: those of the first layer are the same numbers before, whatever the cache's dtype."""
+    written = []
+    for kind in (torch.float32, kv_dtype):
+        target = target_of(kv_dtype=kind)
+        kv, tree = filled(target, 3, 40), tree_of(40, 3)
+        target.forward(*tree[:2], kv, tree[2])
+        assert kv.keys.dtype == kind
+        written.append([buffer[0, :, 3:] for buffer in (kv.keys, kv.values)])
+    for wide, narrow in zip(*written, strict=True):
+        assert torch.equal(wide.to(kv_dtype), narrow)
+
+
 def test_passes_of_a_fixed_width_are_exact_without_being_filled_up() -> None:
     target = target_of()
     target.width = 16
@@ -161,10 +181,12 @@ def test_passes_of_a_fixed_width_are_exact_without_being_filled_up() -> None:
         target.forward(*tree[:2], kv, tree[2])
 
 
+@pytest.mark.parametrize("kv_dtype", KINDS_OF_KV)
 @pytest.mark.parametrize("method", ["tokenswift", "medusa", "magicdec", "recall"])
-def test_every_method_writes_plain_decodings_text(method: str) -> None:
+def test_every_method_writes_plain_decodings_text(method: str, kv_dtype: torch.dtype) -> None:
     """In float32, bit for bit: there are no near-ties between passes of one row and of many."""
-    target, params, prompt = target_of(), SamplingParams(penalty=1.1), [*range(1, 60), *range(20, 50)]
+    target, params = target_of(kv_dtype=kv_dtype), SamplingParams(penalty=1.1)
+    prompt = [*range(1, 60), *range(20, 50)]
     assert target.program is not None
     heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
     prepare(heads)
@@ -236,7 +258,7 @@ def test_a_program_that_computes_something_else_is_not_used(monkeypatch) -> None
 
 
 def test_without_a_compiler_pytorch_computes(monkeypatch) -> None:
-    def refuse(network: PreTrainedModel) -> PassProgram:
+    def refuse(network: PreTrainedModel, kv_dtype: torch.dtype) -> PassProgram:
         raise Unbuilt("needs a C compiler")
 
     monkeypatch.setattr(adapting, "PassProgram", refuse)

@@ -74,7 +74,7 @@ class TreeAttention(Attention):
         if rows.device.type != "cpu":
             return _blockwise(rows, keys, values, scale)
         parts = self._parts
-        split = [x.unflatten(1, (parts, x.shape[1] // parts)).transpose(0, 1) for x in (keys, values)]
+        split = [x.to(rows.dtype).unflatten(1, (parts, x.shape[1] // parts)).transpose(0, 1) for x in (keys, values)]
         # one row in bfloat16 takes the operator 4.2 ms over 65,536 keys of 64, two take it 1.8
         count = rows.shape[1]
         wanted = 2 if count == 1 and rows.dtype == torch.bfloat16 else count
@@ -142,7 +142,7 @@ class ReferenceAttention(Attention):
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend; shapes as for every attention."""
-        keys, values = (x.repeat_interleave(self._groups, dim=0).unsqueeze(0) for x in (keys, values))
+        keys, values = (x.to(query.dtype).repeat_interleave(self._groups, dim=0).unsqueeze(0) for x in (keys, values))
         return F.scaled_dot_product_attention(query.unsqueeze(0), keys, values, self._mask, scale=scale)[0]
 
 

@@ -180,7 +180,8 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
     model = config.model
     if routed(model.target.model.config) or model.quantization:
         return None
-    drafting, shape = {}, shape_of(model.target.model, model.target.dtype.itemsize)
+    target = model.target
+    drafting, shape = {}, shape_of(target.model, target.dtype.itemsize, target.kv_shape.dtype.itemsize)
     for contender in config.contenders:
         kind, options = find_method(contender.method), contender.options
         extra_bytes, passes, budget, bits = 0, 1, None, None

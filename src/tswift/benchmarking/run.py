@@ -560,6 +560,8 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dic
     if model.drafting is not None:
         workload["draft_weights"] = model.draft_weights
     variants = {entry.label: entry.method for entry in config.contenders if entry.label != entry.method}
+    if "kv_dtype" in about:
+        workload["kv_dtype"] = about["kv_dtype"]
     if about["exact"]:
         workload["exact"] = about["exact"]["width"]
     if variants:

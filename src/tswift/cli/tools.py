@@ -234,7 +234,7 @@ def roofline(
     from tswift.benchmarking.roofline import RooflineQuery, predict, tables
     from tswift.cli import output
     from tswift.models.checkpoint import in_one_line, read_config, silence
-    from tswift.models.devices import find_device, find_dtype, own_dtype
+    from tswift.models.devices import find_device, find_dtype, kv_dtype_for, own_dtype
     from tswift.models.drafters_io import drafter_of
     from tswift.models.hf import max_positions
     from tswift.models.shapes import PREFIX, refuse_routed, shape_of, skeleton
@@ -257,7 +257,8 @@ def roofline(
         kind = torch.float32 if place and place.type == "cpu" and not model.startswith(PREFIX) else own_dtype(config)
     machine, where = _machine(place, device, bandwidth, flops, kind)
     with silence(), in_one_line(model):
-        shape = shape_of(skeleton(config), kind.itemsize)
+        own = kv_dtype_for("auto", kind, place or torch.device("cuda"), model)
+        shape = shape_of(skeleton(config), kind.itemsize, own.itemsize)
     network = None if drafter is None else drafter_of(drafter, config, model.startswith(PREFIX)).spec
     found = predict(shape, machine, query, max_positions(config), network)
     words = str(kind).removeprefix("torch.")

@@ -96,6 +96,7 @@ def _number(value: float | None) -> str:
         "model": "the run's, or demo",
         "device": "the run's, or auto",
         "dtype": "the run's, or auto",
+        "kv_dtype": "the run's, or auto",
         "quantize": "as the run's model was",
         "exact": "as the run; within rounding with --tokens",
     },

@@ -290,7 +290,7 @@ class _Judge:
 
     def audit(self, seconds: float) -> Audit:
         """What was found, now that all of the rounding has been measured."""
-        rounding, width, dtype, start = self.rounding, self._target.width, self._target.dtype, self._first + 1
+        rounding, width, dtype, start = self.rounding, self._target.width, self._target.kv_shape.dtype, self._first + 1
         bound = rounding.bound
         findings = tuple(
             Finding(

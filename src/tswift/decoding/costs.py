@@ -135,6 +135,7 @@ def _key(target: Target, heads: Heads | None) -> str:
         torch.__version__,
         config_hash(target.model),
         str(target.dtype),
+        str(target.kv_shape.dtype),
         target.attention,
         target.program is not None,
         target.width,

@@ -133,6 +133,7 @@ def loading(config: ModelConfig, methods: Sequence[str]) -> dict[str, Any]:
         "draft_weights": weights_for(methods, config.draft_weights),
         "device": config.device,
         "dtype": config.dtype,
+        "kv_dtype": config.kv_dtype,
         "attention": config.attention,
         "heads": config.heads,
     }
@@ -273,6 +274,7 @@ class RunConfig(TextConfig, ModelConfig):
             model=model["name"],
             device=model["device"],
             dtype=model["dtype"],
+            kv_dtype=model.get("kv_dtype", model["dtype"]),
             attention="auto" if model["attention"] == "native" else model["attention"],
             draft_model=None if model.get("draft") is None else model["draft"]["name"],
             drafter=None if model.get("drafter") is None else model["drafter"]["name"],

@@ -275,9 +275,11 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[s
         kept = {name: record["drafting"].get(name) for name in ("kv", *(("tree", "recall") if auto else ()))}
         refuse_unused([run.config.method], {**kept, **drafting})
     known = {**options, **typed, **record["sampling"], **record["drafting"], "exact": run.config.exact}
+    known["kv_dtype"] = run.config.kv_dtype
     for name, value in asked.items():
         plain = json.loads(json.dumps(value, default=str))  # as a record has it
-        if name in ("device", "dtype", "attention") and plain == record["model"][name]:
+        loaded = record["model"].get(name), options.get(name)
+        if name in ("device", "dtype", "kv_dtype", "attention") and plain in loaded:
             continue
         # what was typed may have been cut to what fits
         if name not in free and plain not in (known.get(name), typed.get(name)):

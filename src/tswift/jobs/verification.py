@@ -56,6 +56,7 @@ def run_input(
     model: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
+    kv_dtype: str | None = None,
     quantize: str | None = None,
     exact: bool | None = None,
 ) -> AuditInput:
@@ -74,6 +75,7 @@ def run_input(
         config.model if model is None else model,
         device=config.device if device is None else device,
         dtype=config.dtype if dtype is None else dtype,
+        kv_dtype=("auto" if dtype else config.kv_dtype) if kv_dtype is None else kv_dtype,
         attention=config.attention,
         quantize=config.quantize if model is None and quantize is None else quantize,
     )

@@ -215,7 +215,8 @@ class PartialKV(KVBuffer):
         best = torch.empty(shape.layers, shape.heads, chosen, dtype=torch.int64, device=shape.device)
         if chosen and self.policy.score is not None:
             for layer in range(shape.layers):
-                scores = self.policy.score(full.keys[layer, :, sinks : text - recent], grouped[layer])
+                keys = full.keys[layer, :, sinks : text - recent].to(queries.dtype)
+                scores = self.policy.score(keys, grouped[layer])
                 best[layer] = scores.topk(chosen).indices + sinks
         always = [*range(sinks), *range(text - recent, text)]
         fixed = torch.tensor(always, dtype=torch.int64).to(best.device, non_blocking=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -103,14 +104,20 @@ class Inexact(Exception):
     """Why a token's bits depend on how it is forwarded, in one line."""
 
 
-def usual_width(device: torch.device, groups: int) -> int:
-    """Rows of every pass over a text: nodes of a usual draft tree, which cost little more than one."""
-    return _LEAST_WIDTH if device.type == "cpu" else min(MOST_WIDTH, max(_LEAST_WIDTH, ROWS // groups))
+def usual_width(target: Target) -> int:
+    """Rows of every pass over a text: nodes of a usual draft tree, which cost little more than one.
+
+    The C program's rows are exact however many there are: it fills no pass up, and so takes as many as it can.
+    """
+    if target.program is not None:
+        return target.program.most_nodes
+    return _LEAST_WIDTH if target.device.type == "cpu" else min(MOST_WIDTH, max(_LEAST_WIDTH, ROWS // target.groups))
 
 
-def exact_by_default(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether passes have a fixed width by default: where texts of different methods would part without it."""
-    return dtype.itemsize < torch.float32.itemsize or device.type == "cuda"
+def exact_by_default(target: Target) -> bool:
+    """Whether passes are exact by default: where texts of different methods would part, or where it costs nothing."""
+    narrow = target.kv_shape.dtype.itemsize < torch.float32.itemsize  # never wider than the model's
+    return narrow or target.device.type == "cuda" or target.program is not None
 
 
 @torch.inference_mode()
@@ -208,7 +215,7 @@ def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
     Returns:
         Why they are not although they should be; None if nothing is amiss.
     """
-    if not (exact_by_default(target.dtype, target.device) if exact is None else exact):
+    if not (exact_by_default(target) if exact is None else exact):
         return None
     if target.split:
         return "ranks hold the model together"
@@ -216,7 +223,7 @@ def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
         return "flash attention sums in an order of its own"
     if routed(target.model.config):
         return "an expert takes as many rows as choose it"
-    target.width = usual_width(target.device, target.groups)
+    target.width = usual_width(target)
     return None
 
 
@@ -224,7 +231,9 @@ _TRIED = 24  # tokens that a model is tried with
 _DOUBTED = ("cuda",)  # devices on which a backend's kernels may never have run before
 
 
-def wrap_model(network: Any, model: str, backend: str, joined: bool | None = None) -> Target:
+def wrap_model(
+    network: Any, model: str, backend: str, joined: bool | None = None, kv_dtype: torch.dtype | None = None
+) -> Target:
     """The model with our attention, after a check that it gives the logits of transformers' own.
 
     Args:
@@ -232,6 +241,7 @@ def wrap_model(network: Any, model: str, backend: str, joined: bool | None = Non
         model: its name.
         backend: a key of :data:`~tswift.attention.backends.BACKENDS`.
         joined: whether linear layers with the same input become one product; None for on CUDA only.
+        kv_dtype: of the KV cache; None for the model's own.
     """
     config = network.config.get_text_config()
     count = min(_TRIED, config.max_position_embeddings)
@@ -258,10 +268,13 @@ def wrap_model(network: Any, model: str, backend: str, joined: bool | None = Non
     tolerance = allowed * max(expected.std().item(), 1e-6)
     if not (target.logits(ours).double() - expected).abs().max().item() <= tolerance:
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model")
+    if kv_dtype not in (None, target.dtype):
+        target.kv_shape = replace(target.kv_shape, dtype=kv_dtype)
+        expected = target.logits(_tried(target, ids)).double()
     if backend == "native" and not (target.special or target.split):
         # the program has no windows, soft caps and sinks, and a text as short as this shows none
         with suppress(Unfit, Unbuilt):
-            target.program = PassProgram(target.model)
+            target.program = PassProgram(target.model, target.kv_shape.dtype)
             if not (target.logits(_tried(target, ids)).double() - expected).abs().max().item() <= tolerance:
                 target.program = None
     return target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tswift.errors import InputError, did_you_mean
+from tswift.errors import InputError, did_you_mean, renamed
 from tswift.options import check_options, option
 
 DEMO = "demo"  # the bundled model
@@ -32,6 +32,14 @@ def dtype_name(name: str) -> str:
             f"no dtype {name!r:.40}; there are {', '.join(('auto', *DTYPES))}{did_you_mean(own, known)}", "dtype"
         )
     return own
+
+
+def kv_dtype_name(name: str) -> str:
+    """As :func:`dtype_name`, of the KV cache."""
+    try:
+        return dtype_name(name)
+    except InputError as error:
+        raise renamed(error, {"dtype": "kv_dtype"}) from None
 
 
 def refuse_shape(model: str) -> None:
@@ -78,6 +86,13 @@ class ModelConfig:
     model: str = option(DEMO, "demo (the bundled model), a folder or a hub id.", panel=_PANEL)
     device: str = option("auto", "auto, cpu, cuda, cuda:1 ...", panel=_PANEL)
     dtype: str = option("auto", "auto, float32, float64, bfloat16 or float16.", panel=_PANEL, parse=dtype_name)
+    kv_dtype: str = option(
+        "auto",
+        "Dtype of the KV cache: auto, float32, bfloat16 or float16 on a CPU; on CUDA the model's own.",
+        panel=_PANEL,
+        shown="the model's own; float16 for demo in float32",
+        parse=kv_dtype_name,
+    )
     attention: str = option(
         "auto",
         "auto (triton on CUDA, native on the CPU, sdpa where these cannot be had), native, triton, flash or sdpa.",
@@ -85,9 +100,9 @@ class ModelConfig:
     )
     exact: bool | None = option(
         None,
-        "Passes of one width, so that all methods give the same tokens in every dtype; drafts are cut to it.",
+        "Passes whose rows have the same bits whatever else is in them: all methods give the same tokens.",
         panel=_PANEL,
-        shown="in bfloat16 and float16, and on CUDA",
+        shown="in 16 bits, on CUDA, and where whole passes are one C program",
     )
     quantize: str | None = option(
         None,

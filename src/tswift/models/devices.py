@@ -10,6 +10,7 @@ import torch
 
 from tswift.distributed import Dist
 from tswift.errors import InputError
+from tswift.models.config import DEMO, kv_dtype_name
 from tswift.models.config import dtype_name as known_dtype
 
 
@@ -39,6 +40,26 @@ def dtype_for(dtype: str | torch.dtype, device: torch.device, config: Any, simul
     if dtype != "auto":
         return find_dtype(dtype)
     return own_dtype(config) if device.type == "cuda" or simulated else torch.float32
+
+
+def kv_dtype_for(kv_dtype: str | torch.dtype, dtype: torch.dtype, device: torch.device, model: str) -> torch.dtype:
+    """The dtype of a KV cache: ``auto`` is the model's own, and float16 for the bundled one in float32 on a CPU.
+
+    The bundled one's keys and values are below 25, and texts as likely as with float32 to five digits (docs/cpu.md).
+
+    Raises:
+        InputError: the cache cannot be in this dtype.
+    """
+    if kv_dtype == "auto":
+        return torch.float16 if (model, device.type, dtype) == (DEMO, "cpu", torch.float32) else dtype
+    kind: torch.dtype = getattr(torch, kv_dtype_name(str(kv_dtype)))
+    if kind != dtype and device.type != "cpu":
+        raise InputError(
+            f"is the model's own on {device.type}, {dtype_name(dtype)}; got {dtype_name(kind)}", "kv_dtype"
+        )
+    if kind.itemsize > dtype.itemsize:
+        raise InputError(f"has more bits than the model's own, {dtype_name(dtype)}; got {dtype_name(kind)}", "kv_dtype")
+    return kind
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -41,7 +41,15 @@ from tswift.models.checkpoint import (
     weights_hash,
 )
 from tswift.models.config import DEMO, UNQUANTISED, refuse_shape
-from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, find_device, own_dtype
+from tswift.models.devices import (
+    device_for,
+    dtype_for,
+    dtype_name,
+    dtype_note,
+    find_device,
+    kv_dtype_for,
+    own_dtype,
+)
 from tswift.models.drafters import DrafterSpec
 from tswift.models.drafters_io import drafter_of
 from tswift.models.heads import HEAD_TYPES, Heads, prepare
@@ -109,6 +117,8 @@ class LoadedModel:
             "quantization": self.quantization,
             "ranks": self.ranks.count,
         }
+        if self.target.kv_shape.dtype != self.target.dtype:
+            about["kv_dtype"] = dtype_name(self.target.kv_shape.dtype)
         if self.draft is not None:
             about["draft"] = {"name": self.draft_name}
         if self.target.network is not None:
@@ -121,6 +131,7 @@ class LoadedModel:
         """What is out of the ordinary, to be printed after name, device and dtype."""
         notes = [
             self.dtype_note,
+            f"KV in {about['kv_dtype']}" if "kv_dtype" in (about := self.about()) else "",
             "" if self.exact is None else f"exact in passes of {self.target.width} rows",
             "" if self.inexact is None else f"not exact, as {self.inexact}",
             f"weights quantised ({self.quantization})" if self.quantization else "",
@@ -135,6 +146,7 @@ def load(
     *,
     device: str = "auto",
     dtype: str | torch.dtype = "auto",
+    kv_dtype: str | torch.dtype = "auto",
     attention: str = "auto",
     heads: str | os.PathLike[str] | None = None,
     quantize: str | None = None,
@@ -152,6 +164,8 @@ def load(
         device: ``cpu``, ``cuda``, ``cuda:1`` and so on; ``auto`` takes CUDA where there is one.
         dtype: ``float32``, ``float64``, ``bfloat16`` or ``float16``, as ``bf16`` or ``torch.bfloat16`` too; ``auto`` is
             float32 on the CPU, the checkpoint's own on CUDA, and bfloat16 for a shape.
+        kv_dtype: of the KV cache, which all methods read: a narrower one than the model's, on a CPU. ``auto`` is the
+            model's own, and float16 for the bundled model in float32.
         attention: ``triton`` (CUDA; float32, bfloat16, float16), ``flash`` (CUDA with flash-attn installed; bfloat16,
             float16), ``native`` (x86 CPUs where there is a C compiler; float32, bfloat16, float16), ``sdpa``
             (everything), or ``auto``: triton or native where they can serve, sdpa elsewhere. With triton the layers are
@@ -179,17 +193,18 @@ def load(
         InputError: something named here does not exist, is broken, or cannot be served exactly.
         Gone: another rank has died.
     """
-    if isinstance(dtype, torch.dtype):
-        dtype = dtype_name(dtype)
-    names = {"model": model, "device": device, "dtype": dtype, "attention": attention}
+    dtype, kv_dtype = (dtype_name(kind) if isinstance(kind, torch.dtype) else kind for kind in (dtype, kv_dtype))
+    names = {"model": model, "device": device, "dtype": dtype, "kv_dtype": kv_dtype, "attention": attention}
     optional = {"draft_model": draft_model, "drafter": drafter, "draft_weights": draft_weights}
     names.update((field, name) for field, name in optional.items() if name is not None)
     for field, name in names.items():
         if not isinstance(name, str):
             raise InputError(f"wants a name, got {name!r:.40}", field)
     with guard():
-        model, device, dtype, attention, heads, quantize, draft_model, drafter, draft_weights, exact = ranks.share(
-            (model, device, dtype, attention, heads, quantize, draft_model, drafter, draft_weights, exact)
+        model, device, dtype, kv_dtype, attention, heads, quantize, draft_model, drafter, draft_weights, exact = (
+            ranks.share(
+                (model, device, dtype, kv_dtype, attention, heads, quantize, draft_model, drafter, draft_weights, exact)
+            )
         )
         draft_weights = None if draft_weights == UNQUANTISED else draft_weights
         if draft_weights is not None and ranks.count > 1:
@@ -198,6 +213,7 @@ def load(
             raise InputError(f"the model's weights are quantised already ({quantize})", "draft_weights")
         where, config, simulated = device_for(device, ranks), read_config(model), model.startswith(PREFIX)
         kind = dtype_for(dtype, where, config, simulated)
+        kv_kind = kv_dtype_for(kv_dtype, kind, where, model)
         if draft_weights is not None:  # what cannot be quantised is refused before it is loaded
             weight_only(draft_weights, config, where, kind, "draft_weights")
         if drafter is not None and ranks.count > 1:
@@ -208,7 +224,7 @@ def load(
             raise InputError(f"{model} has random weights, which are neither quantised nor split", "model")
         # a configuration need not state the dtype: the weights do
         read_as = "auto" if dtype == "auto" and where.type == "cuda" and not simulated else kind
-        loaded, note = open_model(model, config, where, read_as, attention, quantize, ranks)
+        loaded, note = open_model(model, config, where, read_as, attention, quantize, ranks, kv_dtype=kv_kind)
         target = loaded.target
         if network is not None:  # before anything is prepared: passes have to give its taps
             network.load(target, simulated)
@@ -271,6 +287,7 @@ def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
     """A loaded model with a copy of fewer bits for its drafting passes."""
     with silence():
         drafting = Target(cheaper_copy(loaded.target.model, kind), BACKENDS[loaded.attention]())
+    drafting.kv_shape = loaded.target.kv_shape  # it reads the same caches
     drafting.special_fault = loaded.target.special_fault
     if loaded.heads is not None and loaded.heads.pre_norm:
         drafting.tap()
@@ -320,6 +337,7 @@ def open_model(
     quantize: str | None = None,
     ranks: Dist = ALONE,
     tokenizer_optional: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[LoadedModel, str]:
     """Read a checkpoint's weights and tokenizer, or make a shape's random ones.
 
@@ -330,6 +348,7 @@ def open_model(
         dtype: of the weights, or ``auto`` for the checkpoint's own.
         attention, quantize, ranks: as for :func:`load`.
         tokenizer_optional: whether a folder without a tokenizer will do.
+        kv_dtype: of the KV cache; None for the model's own.
 
     Returns:
         The model without heads and ends of text, nothing compiled yet; why its attention is not the one that should
@@ -339,7 +358,7 @@ def open_model(
     if model.startswith(PREFIX):
         backend, note = select_backend(attention, kind, device, config)
         with silence(), in_one_line(model):
-            target = wrap_model(random_weights(config, kind, device, model), model, backend)
+            target = wrap_model(random_weights(config, kind, device, model), model, backend, kv_dtype=kv_dtype)
         return LoadedModel(model, StandInTokenizer(), target, None, (), backend, simulated=True), note
     source, folder = find_source(model)
     quantization, options, tokenizer = own_quantization(config), dict[str, Any](), None
@@ -376,7 +395,7 @@ def open_model(
             raise InputError(f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model")
         if network.dtype == torch.float64 and routed(config):
             network.set_experts_implementation("eager")  # the others multiply no float64
-        target = wrap_model(network if options else network.to(device), model, backend)
+        target = wrap_model(network if options else network.to(device), model, backend, kv_dtype=kv_dtype)
     loaded = LoadedModel(
         model, tokenizer, target, None, (), backend, quantization=quantization, ranks=ranks, dtype_note=other_dtype
     )
@@ -446,6 +465,7 @@ class ModelSpec:
 
     name: str  # as the user named it
     device: torch.device  # where it will be
+    dtype: torch.dtype  # of its weights
     max_positions: int  # most tokens, prompt included
     vocab_size: int  # number of logits
     kv_shape: KVShape  # of its keys and values, at least: one KV head where the configuration does not say
@@ -470,6 +490,7 @@ def inspect_model(
     *,
     device: str = "auto",
     dtype: str | torch.dtype = "auto",
+    kv_dtype: str | torch.dtype = "auto",
     attention: str = "auto",
     heads: str | os.PathLike[str] | None = None,
     drafter: str | None = None,
@@ -487,7 +508,8 @@ def inspect_model(
         with torch.device("meta"):
             weights = HEAD_TYPES[source](text.hidden_size, HEADS).parameters()
         count, parameters = HEADS, sum(weight.numel() for weight in weights)
-    spec = _inspect(model, config, where, kind, attention, draft_weights)
+    kv_kind = kv_dtype_for(kv_dtype, kind, where, model)
+    spec = _inspect(model, config, where, kind, attention, draft_weights, kv_kind)
     if drafter is not None:
         network = drafter_of(drafter, config, model.startswith(PREFIX))
         spec = replace(spec, network_spec=network.spec, network_bytes=network.parameters * kind.itemsize)
@@ -497,7 +519,7 @@ def inspect_model(
 def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") -> ModelSpec:
     """The sizes of the draft model that :func:`load` would load for a target."""
     try:
-        spec = _inspect(draft, read_config(draft), target.device, target.kv_shape.dtype, attention)
+        spec = _inspect(draft, read_config(draft), target.device, target.dtype, attention)
         _refuse_other_size(draft, spec.vocab_size, target.name, target.vocab_size)
     except InputError as error:
         raise renamed(error, {"model": "draft_model"}) from None
@@ -511,6 +533,7 @@ def _inspect(
     dtype: torch.dtype,
     attention: str,
     draft_weights: str | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> ModelSpec:
     text, most_nodes, name = config.get_text_config(), None, ""
     kv_heads, groups, size = heads_of(config)
@@ -528,6 +551,8 @@ def _inspect(
             weight_bytes = sum(weight.numel() for weight in network.parameters()) * dtype.itemsize
             weight_bytes += copied_bytes(network, dtype, device) * (1 + program)
             reduced = 0 if draft_weights is None else copy_bytes(network, draft_weights)
-    kv_shape = KVShape(text.num_hidden_layers, kv_heads, size, dtype, device)
+    kv_shape = KVShape(text.num_hidden_layers, kv_heads, size, kv_dtype or dtype, device)
     positions, vocab_size = max_positions(config), text.vocab_size
-    return ModelSpec(model, device, positions, vocab_size, kv_shape, groups, name, most_nodes, weight_bytes, reduced)
+    return ModelSpec(
+        model, device, dtype, positions, vocab_size, kv_shape, groups, name, most_nodes, weight_bytes, reduced
+    )

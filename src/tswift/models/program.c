@@ -55,6 +55,8 @@ enum {
     PORTION = 1 << 16        /* products that a thread takes at a time, at least */
 };
 
+enum { FLOAT32, BFLOAT16, FLOAT16 }; /* kinds of keys and values, as in native.c */
+
 typedef void parallel_region(void (*work)(void *), void *given, unsigned threads, unsigned flags);
 
 typedef struct {
@@ -90,13 +92,13 @@ typedef struct {
     void (*attend)(const Attention *);
     int64_t (*attention_scratch)(const Attention *);
     parallel_region *parallel; /* tswift_parallel of pool.c */
-    int64_t count, hidden, inner, heads, kv_heads, width;
+    int64_t count, hidden, inner, heads, kv_heads, width, kind; /* of keys and values, as in native.c */
     float epsilon, rotary_scale, scale;
 } Model;
 
 typedef struct {
     const int64_t *tokens, *positions; /* [nodes] */
-    float *keys, *values;              /* [layers, kv heads, capacity, width] with the strides below, in numbers */
+    char *keys, *values;               /* [layers, kv heads, capacity, width] with the strides below, in numbers */
     const uint8_t *ancestors;          /* as for attention */
     float *hidden, *raw;               /* [nodes, hidden], after and before the last norm */
     float *queries;                    /* [layers, heads, nodes, width], rotated */
@@ -279,9 +281,23 @@ int64_t tswift_space(const Model *m, const Pass *p) {
     return p->nodes * row + 2 * ALIGNED + m->attention_scratch(&a);
 }
 
+/* Put a head's keys or values, whose count is a multiple of 8, into the cache, rounded to the nearest. */
+INLINE void keep(void *cache, const float *from, int64_t count, int64_t kind) {
+    if (kind == FLOAT32) memcpy(cache, from, count * sizeof *from);
+    else if (kind == FLOAT16)
+        for (int64_t i = 0; i < count; i += 8)
+            _mm_storeu_si128((__m128i *)((uint16_t *)cache + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+    else
+        for (int64_t i = 0; i < count; i++) {
+            uint32_t bits;
+            memcpy(&bits, from + i, sizeof bits);
+            ((uint16_t *)cache)[i] = from[i] == from[i] ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+        }
+}
+
 void tswift_forward(const Model *m, const Pass *p) {
     const int64_t n = p->nodes, hidden = m->hidden, width = m->width, half = width / 2, heads = m->heads;
-    const int64_t joined = (heads + 2 * m->kv_heads) * width;
+    const int64_t joined = (heads + 2 * m->kv_heads) * width, size = m->kind == FLOAT32 ? 4 : 2;
     float *normed = p->space, *wide = normed + n * hidden, *inner = wide + n * widest(m);
     float *seen = inner + n * m->inner, *turned = seen + n * heads * width;
     float *cosines = turned + n * heads * width, *sines = cosines + n * half, *state = p->raw;
@@ -310,19 +326,19 @@ void tswift_forward(const Model *m, const Pass *p) {
         tswift_multiply(&layer->joined, normed, wide, n, m->parallel, p->threads);
         for (int64_t r = 0; r < n; r++)
             for (int64_t h = 0; h < heads + 2 * m->kv_heads; h++) {
-                float *from = wide + r * joined + h * width, *to;
+                float *from = wide + r * joined + h * width;
                 const int64_t other = h - heads, head = other % m->kv_heads;
-                if (other < 0) to = query + (h * n + r) * width;
-                else
-                    to = (other < m->kv_heads ? p->keys : p->values) + index * p->by_layer + head * p->by_head
-                        + (p->prefix + r) * width;
                 const float *norm = other < 0 ? layer->query_norm : other < m->kv_heads ? layer->key_norm : 0;
                 if (norm) tswift_norm(from, norm, from, width, m->epsilon);
                 if (other < m->kv_heads) rotate(from, cosines + r * half, sines + r * half, half);
-                memcpy(to, from, width * sizeof *to);
+                if (other < 0) memcpy(query + (h * n + r) * width, from, width * sizeof *from);
+                else {
+                    const int64_t at = index * p->by_layer + head * p->by_head + (p->prefix + r) * width;
+                    keep((other < m->kv_heads ? p->keys : p->values) + at * size, from, width, m->kind);
+                }
             }
         a.query = query, a.out = seen;
-        a.keys = p->keys + index * p->by_layer, a.values = p->values + index * p->by_layer;
+        a.keys = p->keys + index * p->by_layer * size, a.values = p->values + index * p->by_layer * size;
         m->attend(&a);
         for (int64_t r = 0; r < n; r++)
             for (int64_t h = 0; h < heads; h++)

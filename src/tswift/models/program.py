@@ -53,7 +53,7 @@ class _Model(ctypes.Structure):
     _fields_: ClassVar = [
         ("layers", ctypes.POINTER(_Layer)),
         *_pointers("embeddings norm rates attend attention_scratch parallel"),
-        *_integers("count hidden inner heads kv_heads width"),
+        *_integers("count hidden inner heads kv_heads width kind"),
         *((name, ctypes.c_float) for name in ("epsilon", "rotary_scale", "scale")),
     ]
 
@@ -162,6 +162,7 @@ class PassProgram:
 
     Args:
         network: a causal language model of transformers in float32 on the CPU, whose weights stay as they are.
+        kv_dtype: of the KV caches.
 
     Attributes:
         most_nodes: of a pass.
@@ -175,12 +176,13 @@ class PassProgram:
 
     most_nodes: ClassVar[int] = MOST_WIDTH
 
-    def __init__(self, network: PreTrainedModel) -> None:
+    def __init__(self, network: PreTrainedModel, kv_dtype: torch.dtype = torch.float32) -> None:
         _refuse_unfit(network)
+        self._kv_dtype = kv_dtype
         self._packed_state = _state(network)
         config, decoder = network.config, network.get_decoder()
         layers, width = decoder.layers, decoder.layers[0].self_attn.head_dim
-        attention = native.library(width, torch.float32)
+        attention = native.library(width, kv_dtype)
         self._library = library()
         self._space = torch.empty(0, dtype=torch.float32)
         self._kept: list[Any] = []  # what the C structures point to
@@ -214,6 +216,7 @@ class PassProgram:
             heads,
             kv_heads,
             width,
+            native.KINDS[kv_dtype],
             config.rms_norm_eps,
             rotary.attention_scaling,
             layers[0].self_attn.scaling * 1.4426950408889634,  # powers of two: see native.c
@@ -235,7 +238,8 @@ class PassProgram:
 
     def takes(self, kv: KVBuffer, nodes: int) -> bool:
         """Whether a pass over so many nodes can be the program's; more are for the stock operators."""
-        return 0 < nodes <= self.most_nodes and kv.length + nodes <= kv.capacity
+        fits = 0 < nodes <= self.most_nodes and kv.length + nodes <= kv.capacity
+        return fits and kv.shape.dtype == self._kv_dtype
 
     def __call__(
         self,

@@ -70,8 +70,9 @@ class Shape:
     query_heads: int
     kv_heads: int
     head_dim: int
-    itemsize: int  # bytes of a weight, and of an element of the KV cache
+    itemsize: int  # bytes of a weight
     lm_head: int = 0  # weights of the LM head, which are among those read
+    kv_itemsize: int | None = None  # bytes of an element of the KV cache; None for those of a weight
 
     @property
     def weight_bytes(self) -> int:
@@ -81,7 +82,7 @@ class Shape:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one token's keys and values."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+        return 2 * self.layers * self.kv_heads * self.head_dim * (self.kv_itemsize or self.itemsize)
 
     def spared_bytes(self, bits: int) -> int:
         """Bytes saved per pass if all weights but the LM head's take ``bits`` bits; scales are not counted."""
@@ -121,7 +122,7 @@ def refuse_routed(config: Any, model: str) -> None:
         raise InputError(f"{model} reads only some of its experts in a pass; which, no shape can tell", "model")
 
 
-def shape_of(network: PreTrainedModel, itemsize: int) -> Shape:
+def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = None) -> Shape:
     """The shape of a model, which may be on the meta device."""
     config = network.config.get_text_config()
     embeddings, lm_head = network.get_input_embeddings().weight, network.get_output_embeddings().weight
@@ -137,6 +138,7 @@ def shape_of(network: PreTrainedModel, itemsize: int) -> Shape:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         itemsize=itemsize,
         lm_head=lm_head.numel(),
+        kv_itemsize=kv_itemsize,
     )
 
 

@@ -153,7 +153,9 @@ class _Training:
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         try:
             # rows of a training are no text: they may be as wide as they are
-            model = load(config.model, device=str(device), dtype=dtype, attention=config.attention, exact=False)
+            model = load(
+                config.model, device=str(device), dtype=dtype, kv_dtype=dtype, attention=config.attention, exact=False
+            )
         except InputError as error:  # heads that lie beside it are read, too
             raise renamed(error, {"heads": "model"}) from None
         target = model.target

@@ -1,0 +1,99 @@
+"""A KV cache in fewer bits than the model: part of what is decoded, whatever the method; recorded, and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import tswift  # noqa: F401
+from tests.helpers import decode, drafter_of, options_for, random_prompt, tiny_heads, tiny_llama
+from tswift.attention.backends import why_not
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.methods import make_drafter
+from tswift.errors import InputError
+from tswift.jobs.folder import CHECKSUM, RECORD, checksum
+from tswift.kv.cache import FullKV
+from tswift.models.adapting import wrap_model
+from tswift.models.devices import kv_dtype_for
+from tswift.models.load import inspect_model, load
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NARROW = (torch.float16, torch.bfloat16)
+needs_compiler = pytest.mark.skipif(why_not("native", torch.float32, CPU) is not None, reason="no C compiler")
+
+
+@pytest.mark.parametrize("kv_dtype", NARROW)
+@pytest.mark.parametrize("method", ["tokenswift", "magicdec", "snapkv"])
+def test_stock_operators_read_it_too(method: str, kv_dtype: torch.dtype) -> None:
+    """In float64, where all that rounds is the cache: every method's text is plain decoding's, and it does round."""
+    params, prompt = SamplingParams(penalty=1.1), random_prompt(150)
+    states = []
+    for kind in (kv_dtype, torch.float64):
+        target = wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa", kv_dtype=kind)
+        assert target.kv_shape.dtype == kind
+        plain = decode(target, drafter_of("ar", target, options_for("ar")), prompt, params, 3, 120)
+        name, policy = ("magicdec", {"kv": "snapkv"}) if method == "snapkv" else (method, {})
+        options = options_for(name, budget=64, **policy)
+        drafter = make_drafter(name, target, tiny_heads(), options, None)
+        assert decode(target, drafter, prompt, params, 3, 120) == plain
+        states += [forwarded.hidden for forwarded in target.chunks(prompt, FullKV(target.kv_shape, len(prompt)))]
+    assert not torch.equal(*states)
+
+
+def test_what_it_is() -> None:
+    assert kv_dtype_for("auto", torch.float32, CPU, "demo") == torch.float16
+    for dtype, device, model in (
+        (torch.float64, CPU, "demo"),
+        (torch.float32, CUDA, "demo"),
+        (torch.float32, CPU, "my-llama"),
+        (torch.bfloat16, CPU, "demo"),
+    ):
+        assert kv_dtype_for("auto", dtype, device, model) == dtype
+    assert kv_dtype_for("bf16", torch.float32, CPU, "my-llama") == torch.bfloat16
+    with pytest.raises(InputError, match=r"^kv_dtype: is the model's own on cuda, bfloat16; got float16$"):
+        kv_dtype_for("float16", torch.bfloat16, CUDA, "my-llama")
+    with pytest.raises(InputError, match=r"^kv_dtype: has more bits than the model's own, float32; got float64$"):
+        load(kv_dtype="float64")
+    with pytest.raises(InputError, match=r"^kv_dtype: no dtype 'flot16'"):
+        load(kv_dtype="flot16")
+
+
+def test_memory_counts_its_bytes() -> None:
+    narrow, wide = (inspect_model("demo", device="cpu", kv_dtype=kind) for kind in ("auto", "float32"))
+    assert 2 * narrow.kv_shape.bytes_per_token == wide.kv_shape.bytes_per_token
+
+
+@needs_compiler
+def test_the_bundled_models_runs(tswift, tmp_path: Path) -> None:  # noqa: F811
+    """By default exact in float16; it is recorded, resumed and verified so, and what was typed is not forgotten."""
+    words = ["generate", "--prompt-text", "The ship had lain three days becalmed,", "--quiet"]
+    for method in ("ar", "tokenswift"):
+        assert tswift(*words, "--method", method, "--len", 60, "--out", tmp_path / method).code == 0
+    text = (tmp_path / "ar" / "tokens.u32").read_bytes()
+    assert (tmp_path / "tokenswift" / "tokens.u32").read_bytes() == text
+    made = json.loads((tmp_path / "ar" / RECORD).read_text())["model"]
+    assert (made["kv_dtype"], made["exact"]["width"]) == ("float16", 64)
+    assert tswift(*words, "--method", "medusa", "--len", 17, "--out", tmp_path / "cut").code == 0
+    found = tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", "float32", "--len", 60)
+    assert found.code == 2
+    assert "--kv-dtype: the run was made with float16, got float32" in found.err
+    assert tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", "fp16", "--len", 60, "--verify").code == 0
+    assert (tmp_path / "cut" / "tokens.u32").read_bytes() == text
+    found = tswift("verify", tmp_path / "cut", "--kv-dtype", "float32")
+    assert "the arithmetic here differs" in found.out.decode()
+
+
+@needs_compiler
+def test_a_run_from_before_there_was_a_choice_keeps_the_models_own(tswift, tmp_path: Path) -> None:  # noqa: F811
+    words = ["generate", "--prompt-text", "The ship", "--method", "ar", "--kv-dtype", "float32", "--quiet"]
+    assert tswift(*words, "--len", 40, "--out", tmp_path / "whole").code == 0
+    assert tswift(*words, "--len", 9, "--out", tmp_path / "run").code == 0
+    record = json.loads((tmp_path / "run" / RECORD).read_text())
+    assert "kv_dtype" not in record["model"]
+    del record["options"]["kv_dtype"]
+    (tmp_path / "run" / RECORD).write_text(json.dumps({**record, CHECKSUM: checksum(record)}))
+    assert tswift("generate", "--resume", tmp_path / "run", "--len", 40).code == 0
+    assert (tmp_path / "run" / "tokens.u32").read_bytes() == (tmp_path / "whole" / "tokens.u32").read_bytes()
