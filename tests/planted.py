@@ -36,7 +36,7 @@ class Fault(NamedTuple):
 
 
 LOOP, DEVICE, RULE = "decoding/test_loop.py", "decoding/test_device_step.py", "decoding/test_sampling.py"
-GENERATE = "test_custom_generate.py"
+GENERATE, STOPS = "test_custom_generate.py", "decoding/test_stops.py"
 CACHES, KERNEL, NATIVE = "kv/test_caches.py", "attention/test_triton.py", "attention/test_native.py"
 CHUNKED = "attention/test_chunked.py"
 NETWORKS, TREES_OF = "models/test_drafters.py", "drafting/test_networks.py"
@@ -112,6 +112,20 @@ FAULTS = [
     Fault("top-k drops ties", "decoding/params.py", RULE,
           "logits < logits.topk(top_k).values[:, -1:]",
           "logits.ge(math.inf).logical_not().scatter(1, logits.topk(top_k).indices, False)"),
+    Fault("a bias is added twice", "decoding/params.py", RULE,
+          "    bias(logits, params, held)\n", "    bias(bias(logits, params, held), params, held)\n"),
+    Fault("the C rule forgets biases", "decoding/drawing.c", "decoding/test_drawing.py",
+          "w[c->biased[i]] += c->bias[i]", "w[c->biased[i]] += 0"),
+    Fault("the kernels forget biases", "decoding/fused.py", "decoding/test_fused.py",
+          "logit + tl.load(bias + ids", "logit + 0 * tl.load(bias + ids"),
+    Fault("tokens behind a stop string are kept", "decoding/loop.py", STOPS,
+          "                    return count\n", "                    return len(tokens)\n"),
+    Fault("a stop string is looked for in every token alone", "decoding/text.py", STOPS,
+          "text = self._waiting + piece\n", "text = piece\n"),
+    Fault("what may become a stop string is given", "decoding/text.py", "jobs/test_text.py",
+          "        self._waiting = text[begun:]\n", "        begun = len(text)\n"),
+    Fault("log-probabilities penalise tokens to come", "decoding/logprobs.py", STOPS,
+          ".tril()", ""),
     Fault("the end of text is not banned", "engine.py", "decoding/test_generation.py",
           "sorted({*params.banned, *eos_ids})", "sorted({*params.banned})"),
     # drafting and its caches

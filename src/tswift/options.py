@@ -103,7 +103,7 @@ def check_options(options: Any) -> None:
         if value is None and optional:
             continue
         several = get_origin(expected) is tuple
-        if several and not isinstance(value, tuple):
+        if several and not isinstance(value, (tuple, list)):  # a record of JSON has lists
             raise InputError(f"must be a tuple, got {value!r:.60}", each.name)
         for single in value if several else (value,):
             wrong = _fault(single, get_args(expected)[0] if several else expected, carried)

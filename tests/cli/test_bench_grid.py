@@ -156,12 +156,13 @@ def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, who
 def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
     with pytest.MonkeyPatch.context() as patch:
         stop(patch, 1, KeyboardInterrupt)
-        assert bench(*WORDS, "--out", "b", "--ngrams", 5).code == 130
+        assert bench(*WORDS, "--out", "b", "--ngrams", 5, "--logit-bias", "5=1,6=2").code == 130
     before = Path("b/bench.json").read_bytes()
     refused = {
         ("--seeds", "1,2,3"): "--seeds: the benchmark was made with [1, 2], got (1, 2, 3); it keeps its options",
         ("--ngrams", "6"): "--ngrams: the benchmark was made with 5, got 6",
         ("--temperature", "0.5"): "--temperature: the benchmark was made with 1.0, got 0.5",
+        ("--logit-bias", "5=2"): "--logit-bias: the benchmark was made with {'5': 1.0, '6': 2.0}, got {5: 2.0}",
         ("--repeats", "2"): "--repeats: the benchmark was made with 1, got 2",
         ("--tree", "2,2"): "--tree: the benchmark was made with none, got ['2,2']",
         ("--prompts", "other.txt"): "--prompts: the benchmark was made with [",
@@ -174,7 +175,7 @@ def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
         assert result.code == 2
         assert message in result.err
     texts[1].write_text("Quite another text, which has as many words as it needs.")
-    other = tswift("bench", "--resume", "b")
+    other = tswift("bench", "--resume", "b", "--logit-bias", "6=2,5=1")
     assert (other.code, Path("b/bench.json").read_bytes()) == (2, before)
     assert "--resume: b is of another benchmark: prompts differs" in other.err
 

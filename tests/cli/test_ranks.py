@@ -56,6 +56,16 @@ def test_one_text_one_folder_one_voice(tswift: Tswift, words: list[str], tmp_pat
 
 
 @pytest.mark.slow
+def test_a_stop_string_ends_all_ranks(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
+    words += ["--len", "40", "--logit-bias", "70=2"]
+    text = tswift(*words, "--out", tmp_path / "alone").out.decode()
+    stop = next(text[at : at + 3] for at in range(12, 30) if "\ufffd" not in text[at : at + 3])
+    first, second = ranked(tmp_path, *words, "--stop", stop, "--logprobs", "1")
+    assert (first.code, first.found, second.code, second.found) == (0, 0, 0, 0), first.err + second.err
+    assert first.out.decode() == text[: text.index(stop)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -82,6 +83,21 @@ def test_a_small_tree_is_not_filled_up_with_nodes() -> None:
     decoding.prefill()
     assert sorted(decoding._stepper._programs) == [1, 7]
     assert {step.nodes for step in decoding.steps()} <= {1, 7}
+
+
+@pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift", "recall"])
+def test_biases_and_log_probabilities_on_the_device(method: str) -> None:
+    params = SamplingParams(0.8, min_p=0.02, window=24, logit_bias={5: 3.0, 6: -2.0, 7: -100})
+    host, device = (
+        list(Decoding(target, random_prompt(30), params, 3, drafter(method, target, ROOMY), 60, logprobs=3).steps())
+        for target in (tiny_target(), static_target())
+    )
+    assert tokens_of(device) == tokens_of(host)
+    assert 5 in tokens_of(host)
+    for ours, theirs in zip(device, host, strict=True):
+        assert len(ours.logprobs) == len(ours.tokens)
+        for field in ("raw", "warped", "raw_top", "warped_top"):
+            np.testing.assert_allclose(ours.logprobs[field], theirs.logprobs[field], rtol=0, atol=1e-9)
 
 
 def test_a_text_ends_at_a_stop_token_or_at_its_length() -> None:

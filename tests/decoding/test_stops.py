@@ -20,7 +20,8 @@ from tswift.decoding.drafter import Step
 from tswift.decoding.logprobs import row_type
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.text import TextStream
-from tswift.engine import generate
+from tswift.drafting.options import DraftOptions
+from tswift.engine import generate, preflight
 from tswift.errors import InputError
 from tswift.models.load import LoadedModel, load
 
@@ -129,6 +130,14 @@ def test_what_is_no_stop_string_is_refused(model: LoadedModel, stop: Any) -> Non
 def test_what_is_no_number_of_logprobs_is_refused(model: LoadedModel, logprobs: Any) -> None:
     with pytest.raises(InputError, match=r"^logprobs: must be"):
         steps_of(model, "ar", SamplingParams(), logprobs=logprobs)
+
+
+def test_a_biased_token_that_the_model_lacks_is_refused_before_and_after_loading(model: LoadedModel) -> None:
+    params = SamplingParams(logit_bias={320: 1.0})
+    with pytest.raises(InputError, match=r"^logit_bias: has token ids outside the model's vocabulary of 320$"):
+        preflight(model.name, 3, 50, "ar", DraftOptions(), params=params)
+    with pytest.raises(InputError, match=r"^logit_bias: has token ids outside the model's vocabulary of 320$"):
+        steps_of(model, "ar", params)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

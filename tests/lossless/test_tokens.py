@@ -110,3 +110,14 @@ def test_steps_on_the_device(kind: str, dtype: torch.dtype) -> None:
         kv = decoding._kv
         found.append((torch.tensor(tokens), kv.keys[:, :, :109], kv.values[:, :, :109]))
     assert all(torch.equal(*pair) for other in found[1:] for pair in zip(other, found[0], strict=True))
+
+
+def test_log_probabilities_are_the_same_bytes_by_any_method_cut_anywhere() -> None:
+    model, prompt, params = demo("bfloat16"), novel(90), SamplingParams(window=30, logit_bias={261: 2.0})
+    asked = {"params": params, "seed": 5, "logprobs": 3}
+    plain = list(begin(model, prompt, 40, method="ar", **asked).steps())
+    tokens, rows = [step.tokens[0] for step in plain], [step.logprobs.tobytes() for step in plain]
+    for method, cut in (("tokenswift", 0), ("recall", 17), ("ar", 30)):
+        options = DraftOptions(budget=64, costs="nominal") if method == "tokenswift" else DraftOptions()
+        run = begin(model, prompt, 40, method=method, written=tokens[:cut], options=options, **asked)
+        assert b"".join(step.logprobs.tobytes() for step in run.steps()) == b"".join(rows[cut:]), (method, cut)

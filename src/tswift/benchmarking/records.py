@@ -121,6 +121,8 @@ def refuse_changes(record: Record, typed: Mapping[str, Any]) -> None:
 
 def plain(value: Any) -> Any:
     """A value as JSON gives it back."""
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -144,7 +146,7 @@ def merge(records: Mapping[Path, Record], command: Sequence[str]) -> tuple[Recor
     places: dict[tuple[Any, ...], Path] = {}
     for folder, record in records.items():
         _refuse_other(whole, record, f"{folder} and {first} are of different benchmarks", "merge")
-        for place in _done(record):
+        for place in sorted(_done(record)):
             if place in places:
                 raise InputError(f"{places[place]} and {folder} have both measured {_name(place)}", "merge")
             places[place] = folder

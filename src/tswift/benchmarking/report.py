@@ -104,7 +104,7 @@ def encode(record: Record, indent: str = "") -> str:
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             items = [encode(item, inner) if name == "groups" else json.dumps(item) for item in value]
             text = "[\n" + ",\n".join(f"{inner}  {item}" for item in items) + f"\n{inner}]"
-        lines.append(f"{inner}{json.dumps(name)}: {text}")
+        lines.append(f"{inner}{json.dumps(str(name))}: {text}")
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}" + "\n" * (not indent)
 
 
