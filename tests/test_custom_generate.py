@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -31,6 +32,7 @@ import tswift
 from benchmarks.architectures import ARCHITECTURES, checkpoint
 from tswift import custom_generate
 from tswift.cli import main
+from tswift.decoding.drafter import Step
 from tswift.decoding.params import SamplingParams, warp
 from tswift.errors import InputError
 
@@ -439,6 +441,31 @@ def test_threads_take_turns(model: PreTrainedModel, folders: dict[str, Path], ex
         thread.join()
         assert torch.equal(found[index], expected[index])
         assert said[index] == tokenizer.decode(expected[index][0])
+
+
+def test_only_one_thread_is_in_a_step() -> None:
+    inside, most = [0], list[int]()
+
+    class Run:
+        def steps(self) -> Iterator[Step]:
+            for token in range(20):
+                inside[0] += 1
+                most.append(inside[0])
+                time.sleep(0.001)
+                inside[0] -= 1
+                yield Step((token,), 0, "", 1, 0.0)
+
+    turn, drawn = threading.Lock(), list[list[int]]()
+    threads = [
+        threading.Thread(target=lambda: drawn.append([*custom_generate._drawn(Run(), turn)]))  # type: ignore[arg-type]
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert drawn == [[*range(20)]] * 3
+    assert most == [1] * 60
 
 
 def test_a_models_own_folder_has_it_used_by_default(checkpoint: Path, tmp_path: Path, exported: dict[str, Any]) -> None:
