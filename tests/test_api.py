@@ -55,6 +55,7 @@ def test_refuses_at_the_call_not_at_the_first_step(checkpoint: Path) -> None:
         ("length", {"length": 5000}),
         ("length", {"length": 10.5}),
         ("seed", {"seed": "a"}),
+        ("written", {"written": [1 << 20]}),
         ("method", {"method": "nope"}),
         ("params", {"params": {"min_p": 0.1}}),
         ("budget", {"method": "ar", "options": tswift.DraftOptions(budget=64)}),  # which it does not use

@@ -49,6 +49,9 @@ def resolved(method: str, **options) -> DraftOptions:
     ("method", "options", "message"),
     [
         ("standalone", {"kv": "snapkv"}, r"kv: standalone can read streaming, full, not snapkv"),
+        ("recall", {"recall": 0}, r"recall: must be at least 1 for recall"),
+        ("tokenswift", {"tree": "auto", "ngrams": 3}, r"ngrams: goes with a tree of its own or recall 0"),
+        ("tokenswift", {"tree": "auto", "reuse_recent": True}, r"reuse_recent: goes with a tree of its own"),
         ("tokenswift", {"gamma": 4, "tree": "auto"}, r"gamma: must be between 0 and 3 for tokenswift, got 4"),
     ],
 )

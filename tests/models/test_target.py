@@ -87,8 +87,6 @@ def test_the_queries_of_a_pass_are_rotated_and_one_per_layer() -> None:
     [
         ("LlamaConfig", {}),
         ("PhiConfig", {}),  # its LM head has a bias
-        ("CohereConfig", {"logit_scale": 0.25}),
-        ("GraniteConfig", {"logits_scaling": 4.0}),
         ("Gemma2Config", {"head_dim": 8, "final_logit_softcapping": 2.0}),
     ],
 )
