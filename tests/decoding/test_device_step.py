@@ -23,6 +23,7 @@ from tests.helpers import (
 )
 from tests.models.test_passes import LengthOnDevice, static_target
 from tswift.benchmarking.run import SimulatedWalk
+from tswift.decoding import device_step
 from tswift.decoding.device_step import DeviceStepper, ancestors_of, reached_node, try_steps
 from tswift.decoding.loop import Decoding, NotFinite
 from tswift.decoding.params import SamplingParams
@@ -305,6 +306,11 @@ def test_a_sampler_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -
     assert "drew others than the rule" in tried().graphs
 
 
+def test_a_penalty_table_that_stays_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampler, "extend_rows", lambda *given: None)
+    assert "drew others than the rule" in tried().graphs
+
+
 def test_a_commit_without_its_gather_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = DeviceStepper._verify
 
@@ -320,6 +326,12 @@ def test_a_commit_without_its_gather_is_found_out(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(DeviceStepper, "_verify", without)
     assert "other keys and values" in tried().graphs
+
+
+def test_wrong_ancestors_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = device_step.ancestors_of
+    monkeypatch.setattr(device_step, "ancestors_of", lambda parents, index, depth: right(parents, index, 1))
+    assert tried().graphs is not None
 
 
 def test_an_attention_that_misses_a_key_is_found_out() -> None:

@@ -46,6 +46,7 @@ def test_a_length_that_leaves_nothing_to_generate(checkpoint: Path) -> None:
     model = load(str(checkpoint))
     with pytest.raises(InputError, match=r"^length: must be at least 3, got 2, as 2 tokens are there already$"):
         begin(model, [1], 2, written=[4, 5])
+    assert begin(model, [1], 9, written=[4, 5]).need == begin(model, [1], 9).need  # those are part of the length
     with pytest.raises(InputError, match=r"^length: must be at least 1, got 0$"):
         begin(model, [1], 0)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,11 @@ from transformers.utils import logging
 import tswift
 from benchmarks.architectures import ARCHITECTURES, checkpoint, texts
 from tests.helpers import options_for
-from tests.ranks import on_ranks
+from tests.ranks import Started, on_ranks
 from tswift import engine
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.sampling import Sampler
-from tswift.distributed import join
+from tswift.distributed import Gone, join
 from tswift.kv.partial import PartialKV
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.load import LoadedModel, load
@@ -167,6 +170,26 @@ def test_all_ranks_end_alike(folder: Path, tmp_path: Path) -> None:
     stopped = second.found["second stops"]
     assert first.found["second stops"] == ("KeyboardInterrupt", "rank 1 was asked to stop", len(stopped))
     assert stopped == whole[: len(stopped)]
+
+
+def _killed(folder: Path) -> object:
+    model = _loaded(folder)
+    steps = tswift.generate(model, PROMPT, 400, method="ar")
+    for count, _ in enumerate(steps):
+        if count == 5 and model.ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return "not reached"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_gone_is_noticed(folder: Path, tmp_path: Path) -> None:
+    ranks = Started(tmp_path, 2, _killed, folder)
+    started = time.monotonic()
+    first, second = ranks.end()
+    assert second.code == -signal.SIGKILL
+    assert first.code == 0
+    assert first.found == f"{Gone.__name__}: another rank is gone; it, or torchrun's report, says why"
+    assert time.monotonic() - started < 50
 
 
 def _refusals(folder: Path) -> list[str]:

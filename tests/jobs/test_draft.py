@@ -115,6 +115,8 @@ def test_too_few_positions(method: str, checkpoint: Path, small: Path) -> None:
     model = load(str(checkpoint), draft_model=str(small))
     begin(model, [1, 2, 3], 61, method=method)
     begin(model, [1, 2, 3], 62, method="ar")  # which does not look at it
+    plain = preflight(str(checkpoint), 3, 50, "ar", DraftOptions(), draft_model=str(small))
+    assert (plain.draft_bytes, plain.draft_kv_bytes) == (0, 0)
     with pytest.raises(InputError, match=r"^draft_model: 3 prompt tokens and 62 new ones need 65 positions"):
         begin(model, [1, 2, 3], 62, method=method)
 

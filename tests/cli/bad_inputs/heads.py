@@ -129,17 +129,22 @@ def _case(command: str, name: str, beside: bool) -> Case:
         model = folder if beside else world.model
         if command == "generate":
             return generate(world, "--model", model, *given)
+        if command == "train":
+            given = ["--corpus", world.prompt, "--seq-len", 8, "--steps", 1, "--out", "new/run"]
+            return ["train", "--model", folder, *given]
         if command == "heads inspect":
             return ["heads", "inspect", folder / FILE]
         return ["compare", "--prompt", world.prompt, "--len", 4, "--model", model, *given]
 
     where = "beside the model" if beside else "named"
-    return Case(f"{command}, heads {where}: {name}", words, "FILE: " if command == "heads inspect" else "--heads")
+    said = {"heads inspect": "FILE: ", "train": "--model: "}.get(command, "--heads")
+    return Case(f"{command}, heads {where}: {name}", words, said)
 
 
 HEADS: tuple[Case, ...] = (
     *(_case("generate", name, beside=False) for name in CHANGES),
     *(_case("generate", name, beside=True) for name in ("empty", "another hidden size", "count 10^9", "a pickle")),
     _case("compare", "no metadata", beside=False),
+    _case("train", "empty", beside=True),
     *(_case("heads inspect", name, beside=False) for name in ("empty", "another kind", "count 4", "a tensor missing")),
 )

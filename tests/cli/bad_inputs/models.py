@@ -222,6 +222,7 @@ CHANGES: dict[str, Change] = {
     "hidden_size 33": config(hidden_size=33),
     "hidden_size 10^12": config(hidden_size=10**12),
     "vocab_size 0": config(vocab_size=0),
+    "vocab_size 10^11": config(vocab_size=10**11),
     "vocab_size 999": config(vocab_size=999),
     "num_hidden_layers 0": config(num_hidden_layers=0),
     "num_hidden_layers 3": config(num_hidden_layers=3),

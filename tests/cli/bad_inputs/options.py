@@ -145,6 +145,7 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
         "--seed": ("-1",),
     },
     "compare": {
+        "--len": ("0",),
         "--prefill": ("0",),
         "--methods": ("", "nope", "ar,ar"),
         "--tree": ("", "ar=1,2", "nope=1,2", "reuse=1", "=1,2", "medusa=1=2", "0"),
@@ -201,6 +202,7 @@ TOGETHER: dict[str, dict[str, str]] = {
         "--method tokenswift --gamma 4": "--gamma",
         "--method tokenswift --recall 8": "--recall",
         "--method standalone": "--draft-model",
+        "--method medusa --draft-model RUN": "--draft-model",
         "--method medusa --tree 1,1,1,1": "--tree",
         "--method recall --recall 0": "--recall",
         "--method cascade --kv full": "--kv",
@@ -239,12 +241,14 @@ TOGETHER: dict[str, dict[str, str]] = {
         "--methods tokenswift,medusa --tree tokenswift=auto --ngrams 20": "--ngrams",
         "--methods ar,magicdec --tree 1,2": "--tree",
         "--methods ar,standalone": "--draft-model",
+        "--methods ar,medusa --draft-model RUN": "--draft-model",
         "--json": "--json",
         "--out x": "--out",
     },
     "bench": {
         "--prefill 8 --prefill 8": "--prefill",
         "--ar sampled --methods ar": "--ar",
+        "--methods ar,medusa --draft-model RUN": "--draft-model",
         "--against BENCH": "--against",
         "--fail-on alpha": "--against",
         "--force": "--force",
@@ -301,6 +305,7 @@ TOGETHER: dict[str, dict[str, str]] = {
         "--no-shared-noise": "--shared-noise",
     },
     "train": {
+        "--out RUN": "--out",
         "--resume RUN": "--out",
         "--seq-len 5000": "--seq-len",
         "--steps 3 --minutes 1": "--minutes",
