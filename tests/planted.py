@@ -212,6 +212,15 @@ FAULTS = [
           "torch.tensor(context.path[-count:])", "torch.arange(count)"),
     Fault("a branch of a drafter goes on from another's state", "drafting/networks.py", TREES_OF,
           "rows, tokens = picked // self._width", "rows, tokens = picked % count"),
+    # the server
+    Fault("a character begun is sent when a run is interrupted", "serving/runs.py", "serving/test_killing.py",
+          'elif job.state != RUNNING:  #', "elif False:  #"),
+    Fault("what waited is asked with the new server's defaults", "serving/runs.py", "serving/test_killing.py",
+          "{**self._typed_model, **typed}", "self._typed"),
+    Fault("a reader that comes back gets the text anew", "serving/routes.py", "serving/test_killing.py",
+          "run.request, have or (0, 0)", "run.request, (0, 0)"),
+    Fault("a dropped connection cancels", "serving/routes.py", "serving/test_server.py",
+          "if leaving else None", "if run else None"),
 ]  # fmt: skip
 
 

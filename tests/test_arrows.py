@@ -11,7 +11,7 @@ ROOT = Path(tswift.__file__).parent
 # from the top; a package may import what stands beside it or below
 ORDER = [
     {"__main__", "cli"},
-    {"benchmarking", "training"},
+    {"benchmarking", "training", "serving"},
     {"jobs", "custom_generate"},
     {"__init__"},
     {"engine"},

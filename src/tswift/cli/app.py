@@ -17,6 +17,7 @@ from tswift.cli import ranks
 from tswift.cli.bench import bench
 from tswift.cli.compare import compare
 from tswift.cli.generate import generate
+from tswift.cli.serve import serve
 from tswift.cli.streams import BAD_INPUT, FAILED, INTERRUPTED, OK, complain, open_closed
 from tswift.cli.tools import env, export_generate, heads, roofline, runs
 from tswift.cli.train import train, train_draft
@@ -28,6 +29,7 @@ _TALKATIVE = ("torchao", "torch.utils._pytree")  # of what torchao was not built
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 app.command()(generate)
+app.command()(serve)
 app.command()(compare)
 app.command()(runs)
 app.command()(verify)

@@ -37,6 +37,7 @@ SCHEMA = 2
 TEXT, TOKENS, RECORD, PROMPT, AUDIT = "text.txt", "tokens.u32", "run.json", "prompt.u32", "verify.json"
 LOGPROBS = "logprobs.bin"
 JOURNAL, CHECKSUM, LOCK = "journal", "checksum", "lock"
+REQUEST = "request.json"  # what a client asked of ``tswift serve``; it is there before the run is
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 KILLED, BROKEN = "killed", "broken"  # in a list of runs only
 _SECONDS, _TOKENS = 2.0, 512  # between two checkpoints, at most
@@ -180,11 +181,11 @@ def checksum(record: Mapping[str, Any]) -> str:
 # --- folders and their locks
 
 
-def default_path(method: str) -> Path:
-    """``runs/<UTC time>-<method>`` in the working directory, with a number if that is taken."""
+def default_path(method: str, runs: Path = Path("runs")) -> Path:
+    """``runs/<UTC time>-<method>``, with a number if that is taken."""
     name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{method}"
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))  # a clock may have been set back
-    return next(path for path in map(Path("runs").joinpath, names) if not path.exists())
+    return next(path for path in map(runs.joinpath, names) if not path.exists())
 
 
 def new_folder(path: Path) -> list[Path]:
@@ -196,7 +197,7 @@ def new_folder(path: Path) -> list[Path]:
     try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
+        if any(each.name != REQUEST for each in path.iterdir()):
             raise InputError(f"{path} is not empty; a run needs a folder of its own", "out")
     except OSError as error:
         raise _unwritable(path, error) from None

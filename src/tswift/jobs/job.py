@@ -100,6 +100,8 @@ class Job:
         tokens: token ids so far.
         resumed: what ``run.json`` says of each time that the run was resumed, this one last.
         notes: lines for people.
+        before: the text of the tokens that were made before this session.
+        rows: log-probabilities of the last step's tokens, as in ``logprobs.bin``.
         state: ``running``, ``finished``, ``interrupted`` or ``failed``.
         reason: why it failed.
     """
@@ -114,6 +116,8 @@ class Job:
     tokens: list[int] = field(default_factory=list)
     resumed: list[dict[str, Any]] = field(default_factory=list)
     notes: Sequence[str] = ()
+    before: str = ""
+    rows: bytes = b""
     state: str = RUNNING
     reason: str = ""
 
@@ -179,8 +183,8 @@ class Job:
             piece = self.text.add(step.tokens)
             self.tokens += step.tokens
             self.stats.add(step)
-            rows = b"" if step.logprobs is None else step.logprobs.tobytes()
-            self.folder.append(step.tokens, piece, self.stats.counters, rows)
+            self.rows = b"" if step.logprobs is None else step.logprobs.tobytes()
+            self.folder.append(step.tokens, piece, self.stats.counters, self.rows)
             show(piece, self.stats)
             if signals.stopped:
                 raise signals.stopped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -131,19 +132,31 @@ def render(tokenizer: Any, model: str, text: str, system: str | None = None) -> 
     Raises:
         InputError: there is no template, or it does not take such messages.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError(f"the tokenizer of {model} has no chat template", "chat")
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
+    return render_chat(tokenizer, model, messages)
+
+
+def render_chat(tokenizer: Any, model: str, messages: Sequence[Mapping[str, str]]) -> str:
+    """As :func:`render`, for messages that have a ``role`` and a ``content``; those of the assistant may be shortened.
+
+    Raises:
+        InputError: as :func:`render`.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"the tokenizer of {model} has no chat template", "chat")
+    system = any(message["role"] == "system" for message in messages)
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs, and have their own ways to refuse
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        option = "chat" if system is None else "system"
+        option = "system" if system else "chat"
         raise InputError(f"the chat template of {model} does not take it ({reason})", option) from None
-    if system is not None and system.strip() not in rendered:
-        raise InputError(f"the chat template of {model} drops system prompts", "system")
-    if text.strip() not in rendered:
-        raise InputError(f"the chat template of {model} does not hold the prompt as it is", "chat")
+    for message in messages:
+        held = message["content"].strip() in rendered
+        if message["role"] == "system" and not held:
+            raise InputError(f"the chat template of {model} drops system prompts", "system")
+        if message["role"] == "user" and not held:
+            raise InputError(f"the chat template of {model} does not hold the prompt as it is", "chat")
     return str(rendered)

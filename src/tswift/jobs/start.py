@@ -52,7 +52,14 @@ _MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is
 _KEPT = ("command", "options", "sampling", "drafting", "model", "prompt", "started", "environment", "prefill_seconds")
 
 
-def start(config: RunConfig, command: Sequence[str], ranks: Dist = ALONE, text: str | None = None) -> Job:
+def start(
+    config: RunConfig,
+    command: Sequence[str],
+    ranks: Dist = ALONE,
+    text: str | None = None,
+    loaded: LoadedModel | None = None,
+    ids: Sequence[int] | None = None,
+) -> Job:
     """Make the run's folder, load the model: a job ready to run.
 
     Args:
@@ -60,14 +67,16 @@ def start(config: RunConfig, command: Sequence[str], ranks: Dist = ALONE, text: 
         command: the words of the command line, for ``run.json``.
         ranks: those that do it together, of which this is the first; the others follow (``tswift.cli.ranks``).
         text: the prompt, if it was read already.
+        loaded: the model, if it was loaded already; as ``config`` says, and perhaps with more to draft with.
+        ids: the prompt's token ids, if they are known already.
 
     Raises:
         InputError: something asked for cannot be done. No folder is left behind then.
     """
     params, options, how = config.params(), config.options(), config.loading()
-    text = config.read(config.model) if text is None else text
+    text = config.read(config.model) if text is None and ids is None else text or ""
     system = None if config.system is None else read_prompt(config.system, "system")
-    if ranks.count == 1 and config.quantize is None:  # else how much memory it takes is seen when it is loaded
+    if ranks.count == 1 and config.quantize is None and loaded is None:  # else it is seen when it is loaded
         least = config.prefill or (BUNDLED_PREFILL if config.bundled else 1)
         larger = "prefill" if config.prefill and config.prefill > config.length else "length"
         preflight(config.model, least, config.length, config.method, options, option=larger, params=params, **how)
@@ -76,10 +85,12 @@ def start(config: RunConfig, command: Sequence[str], ranks: Dist = ALONE, text: 
     folder = RunFolder.create(path, config.logprobs is not None)
     try:
         exact = False if find_method(config.method).reference else config.exact
-        model = load(config.model, quantize=config.quantize, exact=exact, ranks=ranks, **how)
+        model = loaded or load(config.model, quantize=config.quantize, exact=exact, ranks=ranks, **how)
         if config.preset is not None:
             params = replace(params, banned=banned_ids(config.preset, model.tokenizer, model.target.vocab_size))
-        if config.chat:
+        if ids is not None:
+            prompt = list(ids)
+        elif config.chat:
             prompt = model.encode(render(model.tokenizer, model.name, text, system), bare=True)
         else:
             prompt = take(model.encode(text), config.prefill, bundled=config.bundled)
@@ -99,12 +110,15 @@ def start(config: RunConfig, command: Sequence[str], ranks: Dist = ALONE, text: 
     except BaseException:
         folder.discard()
         raise
+    # what was loaded for other methods has no part in this run
+    drafts = {"draft": how["draft_model"], "drafter": how["drafter"], "draft_weights": how["draft_weights"]}
+    unused = [name for name, asked in drafts.items() if asked is None]
     about = {
         "command": list(command),
         "options": config.as_dict(),
         "sampling": asdict(generation.params),
         "drafting": used_options(config.method, generation.options),
-        "model": _identity(model),
+        "model": {name: value for name, value in _identity(model).items() if name not in unused},
         "prompt": {"source": config.source, "tokens": len(prompt), "sha256": fingerprint(prompt)},
         "started": now(),
         "environment": environment(model.target.device),
@@ -119,7 +133,12 @@ def start(config: RunConfig, command: Sequence[str], ranks: Dist = ALONE, text: 
 
 
 def resume(
-    path: Path, asked: Mapping[str, Any], discard_damaged: bool, command: Sequence[str], ranks: Dist = ALONE
+    path: Path,
+    asked: Mapping[str, Any],
+    discard_damaged: bool,
+    command: Sequence[str],
+    ranks: Dist = ALONE,
+    loaded: LoadedModel | None = None,
 ) -> Job | None:
     """A job that goes on with a run; None if that is finished.
 
@@ -130,6 +149,7 @@ def resume(
         discard_damaged: go on from the last sound token where something after it is broken.
         command: the words of the command line, for ``run.json``.
         ranks: as :func:`start` takes them; they need not be as many as before.
+        loaded: as :func:`start` takes it.
 
     Raises:
         InputError: no run, one that is in use, broken or made by another model, or an option in conflict with it.
@@ -153,7 +173,8 @@ def resume(
             _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
             return None
         _refuse_full_disk(path, config.length - made, OPTION, _row_bytes(config))
-        model = _load(run, config, "exact" in asked, ranks)
+        model = loaded or _load(run, config, "exact" in asked, ranks)
+        _refuse_other_model(run, config, model)
         text = TextStream(model.tokenizer, config.stop)
         if config.stop:
             text.add(saved.tokens)
@@ -181,8 +202,8 @@ def resume(
             stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
         except ValueError as error:
             raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
-        draft = _draft_identity(model)
-        folder = RunFolder.reopen(path, lock, checkpoint, text.add(tokens), _row_bytes(config))
+        draft, before = _draft_identity(model), text.add(tokens)
+        folder = RunFolder.reopen(path, lock, checkpoint, before, _row_bytes(config))
         unlocking.pop_all()
     about = {name: run.record[name] for name in _KEPT if name in run.record}
     moved = {name: asked[name] for name in _MAY_MOVE if name in asked}
@@ -203,7 +224,7 @@ def resume(
     notes = _resume_notes(run, saved, len(tokens), draft, model.drafter_name)
     if run.config.exact and model.exact != run.bits:
         notes.append("this machine rounds otherwise than the one before: the text may go on differently than there")
-    return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes)
+    return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes, before)
 
 
 def used_options(method: str, options: DraftOptions) -> dict[str, Any]:
@@ -295,20 +316,23 @@ def _changed(config: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
 
 
 def _load(run: RunRecord, config: RunConfig, exact_typed: bool, ranks: Dist) -> LoadedModel:
-    """The run's model, loaded as it was then, and seen to be the same."""
+    """The run's model, loaded as it was then."""
     load_run = partial(load, config.model, quantize=config.quantize, ranks=ranks, **config.loading())
     try:
-        model = load_run(exact=config.exact)
+        return load_run(exact=config.exact)
     except InputError as error:  # on other machines, or more ranks, it goes on without; notes tell
         if error.field != "exact" or exact_typed:
             raise
-        model = load_run(exact=False)
+        return load_run(exact=False)
+
+
+def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -> None:
+    """Refuse a model that is not the one the run was made with."""
     identity, known = _identity(model), run.record["model"]
     for what in ("weights", "config", "eos_ids", "heads"):
         if identity[what] != known.get(what):
-            message = f"{config.model} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
+            message = f"{model.name} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
             raise InputError(message, "model")
-    return model
 
 
 def _resume_notes(

@@ -1,0 +1,393 @@
+"""What a client of the OpenAI interface asks for, as the job of ``tswift generate`` that it is.
+
+Every field is served, or has the value that changes nothing, or is refused by its name. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from secrets import randbits
+from typing import Any
+
+from tswift.drafting.options import DraftOptions, find_method
+from tswift.errors import InputError, did_you_mean
+from tswift.jobs.config import RunConfig
+from tswift.jobs.folder import InUse, Lock
+from tswift.jobs.prompt import check_prompt
+from tswift.options import check_options, option
+
+_PANEL = "Server"
+_LONGEST_NAME = 512  # characters of ``user``
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Where ``tswift serve`` listens, and what it keeps."""
+
+    host: str = option(
+        "127.0.0.1", "Address to listen on; one that other machines can reach wants --api-key.", panel=_PANEL
+    )
+    port: int = option(8000, "Port to listen on; 0 takes any that is free.", panel=_PANEL, least=0, most=65_535)
+    api_key: str | None = option(
+        None, "What clients have to send as Authorization: Bearer KEY.", panel=_PANEL, shown="TSWIFT_API_KEY, or none"
+    )
+    queue: int = option(8, "Requests that may wait; beyond it the answer is 429.", panel=_PANEL, least=0, most=10_000)
+    runs: Path = option(Path("runs"), "Folder in which every request has a run's folder.", panel=_PANEL)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
+            raise InputError("must be printable ASCII, at least one character", "api_key")
+
+
+class Refused(Exception):
+    """A request that is answered with an error, in the words of the OpenAI interface."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, wait: int = 0):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = {"Retry-After": str(wait)} if wait else {}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that was understood.
+
+    Attributes:
+        chat: it came to ``/v1/chat/completions``.
+        config: the job; its length is the most there may be where ``bounded`` is false.
+        prompt: a text, token ids, or a chat's messages.
+        bounded: the client said how many tokens.
+        stream, include_usage, figures, cancel_on_disconnect: how it is to be answered.
+        body: as it came, with the seed that was drawn for it if it had none.
+        typed, model: the server's options and model, when it came.
+    """
+
+    chat: bool
+    config: RunConfig
+    prompt: Any
+    bounded: bool
+    stream: bool
+    include_usage: bool
+    figures: bool
+    cancel_on_disconnect: bool
+    body: Mapping[str, Any]
+    typed: Mapping[str, Any]
+    model: str
+
+
+# fields that become options of the job, by what they are called there
+_OPTIONS = {"max_tokens": "length", "max_completion_tokens": "length"} | {
+    name: name
+    for name in (
+        "seed",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "eta",
+        "penalty",
+        "window",
+        "method",
+        "stop_at_eos",
+        "stop",
+        "logit_bias",
+    )
+}
+_SWITCHES = ("stream", "figures", "cancel_on_disconnect")
+_PROMPTS = {False: "prompt", True: "messages"}
+_KNOWN = (*_OPTIONS, *_SWITCHES, "model", "stream_options", "user", "logprobs")
+# fields that are not served, and the values with which they ask for nothing
+_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+}
+
+
+def parse_body(data: bytes) -> dict[str, Any]:
+    """The JSON object in a request's body.
+
+    Raises:
+        Refused: it is none, it has a name twice, or its texts are no Unicode.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a name stands twice in an object")
+        return found
+
+    def no_number(name: str) -> None:
+        raise ValueError(f"{name} is no number")
+
+    try:
+        body = json.loads(data.decode(), object_pairs_hook=once, parse_constant=no_number)
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise Refused(400, "the body is not UTF-8 text, or has incomplete characters") from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not JSON: {str(error)[:200] or 'nested too deeply'}") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "the body must be a JSON object")
+    return body
+
+
+def parse(body: Mapping[str, Any], chat: bool, typed: Mapping[str, Any], model: str) -> Request:
+    """What a request asks for.
+
+    Args:
+        body: the JSON object that came.
+        chat: whether it came to ``/v1/chat/completions``.
+        typed: options that were typed when the server was started, by the names that :meth:`RunConfig.of` takes: the
+            defaults of requests.
+        model: the name of the model that is served.
+
+    Raises:
+        Refused: a field that is not known, not served or out of range, by its name.
+    """
+    prompt_field = _PROMPTS[chat]
+    known = (*_KNOWN, prompt_field, *(("top_logprobs",) if chat else ()))
+    for name in body:
+        if name not in known and name not in _NOT_SERVED:
+            raise Refused(400, f"there is no field {name!r:.60}{did_you_mean(name, known)}", name[:60], "unknown_field")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        nothing = _NOT_SERVED.get(name)
+        if nothing is not None and not any(value == none and type(value) is type(none) for none in nothing):
+            raise Refused(400, f"{name} is not served by tswift", name, "unsupported_field")
+    if given.get("model", model) != model:
+        raise Refused(
+            404, f"the model {given['model']!r:.80} is not served here; {model} is", "model", "model_not_found"
+        )
+    switches = {name: _switch(given, name) for name in _SWITCHES}
+    include_usage = _stream_options(given, switches["stream"])
+    user = given.get("user", "")
+    if not isinstance(user, str) or len(user) > _LONGEST_NAME:
+        raise Refused(400, f"user must be a text of at most {_LONGEST_NAME} characters", "user")
+    limits = {given[name] for name in ("max_tokens", "max_completion_tokens") if _is_number(given.get(name))}
+    if len(limits) > 1:
+        raise Refused(400, "max_tokens and max_completion_tokens differ", "max_completion_tokens")
+    if prompt_field not in given:
+        raise Refused(400, f"{prompt_field} is missing", prompt_field)
+    prompt = _messages(given["messages"]) if chat else _prompt(given["prompt"])
+    names = {option: name for name, option in _OPTIONS.items() if name in given}
+    asked = {option: given[name] for option, name in names.items()}
+    if "stop" in asked:  # "" and [] stop nowhere
+        stop = asked["stop"]
+        asked["stop"] = tuple(
+            filter(None, [stop]) if isinstance(stop, str) else stop if isinstance(stop, list) else [stop]
+        )
+    if (likeliest := _logprobs(given, chat)) is not None:
+        asked["logprobs"], names["logprobs"] = likeliest, "top_logprobs" if chat else "logprobs"
+    asked["seed"] = asked.get("seed", typed.get("seed", randbits(31)))
+    try:
+        config = job(typed, {"stop_at_eos": True, **asked}, prompt, chat)
+    except InputError as error:
+        raise refused(error, names, prompt_field) from None
+    kept = {**body, "seed": asked["seed"]}
+    return Request(
+        chat,
+        config,
+        prompt,
+        "length" in asked,
+        **switches,
+        include_usage=include_usage,
+        body=kept,
+        typed=typed,
+        model=model,
+    )
+
+
+def job(typed: Mapping[str, Any], asked: Mapping[str, Any], prompt: Any, chat: bool) -> RunConfig:
+    """The job's configuration: what is asked for, then what was typed, then the defaults of ``tswift generate``.
+
+    Where a request asks for another method than the server's own, drafting options that were typed for that one are
+    left out, and so is what the model was loaded with that the other method does not use.
+
+    Raises:
+        InputError: values out of range, or that do not go together.
+    """
+    values = {**typed, **asked}
+    method = values.get("method", RunConfig.method)
+    if not isinstance(method, str) or find_method(method).reference:
+        raise InputError("must be a method that is served; ar-reference is for measurements", "method")
+    if method != typed.get("method", RunConfig.method):
+        kind = find_method(method)
+        uses = {
+            "heads": kind.heads or kind.needs_heads,
+            "draft_model": kind.draft or kind.may_draft,
+            "drafter": bool(kind.networks) or kind.may_network,
+            "draft_weights": kind.partial,
+        }
+        others = {*DraftOptions.__dataclass_fields__, *(name for name, used in uses.items() if not used)}
+        values = {name: value for name, value in values.items() if name not in others}
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+    return RunConfig.of(**values, prompt_text=text, chat=chat)
+
+
+def refused(error: InputError, names: Mapping[str, str], prompt_field: str) -> Refused:
+    """A job's refusal in the words of the request.
+
+    Args:
+        error: its field is an option's name.
+        names: the request's fields, by the options that they became.
+        prompt_field: ``prompt`` or ``messages``.
+    """
+    named = {**names, "prompt_text": prompt_field, "prompt": prompt_field, "chat": "messages", "system": "messages"}
+    param = None if error.field is None else named.get(error.field, error.field)
+    message = error.message.replace("`", "")
+    return Refused(400, message if param is None else f"{param}: {message}", param, "invalid_value")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _switch(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise Refused(400, f"{name} must be true or false", name)
+    return value
+
+
+def _logprobs(given: Mapping[str, Any], chat: bool) -> Any:
+    """For how many of the likeliest tokens log-probabilities are asked for; None if for none at all."""
+    if not chat:
+        return given.get("logprobs")
+    if not _switch(given, "logprobs"):
+        if "top_logprobs" in given:
+            raise Refused(400, "top_logprobs goes with logprobs", "top_logprobs")
+        return None
+    return given.get("top_logprobs", 0)
+
+
+def _stream_options(given: Mapping[str, Any], stream: bool) -> bool:
+    """Whether usage is asked for at the end of a stream."""
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise Refused(400, "stream_options must be an object", "stream_options")
+    if options and not stream:
+        raise Refused(400, "stream_options goes with stream", "stream_options")
+    for name in options:
+        if name != "include_usage":
+            raise Refused(
+                400, f"stream_options has no field {name!r:.60}, only include_usage", f"stream_options.{name[:60]}"
+            )
+    return _switch({name: value for name, value in options.items() if value is not None}, "include_usage")
+
+
+def _prompt(prompt: Any) -> str | tuple[int, ...]:
+    """A completion's prompt: one text, or one list of token ids."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
+    if isinstance(prompt, str):
+        try:
+            return check_prompt(prompt, "prompt", "it")
+        except InputError as error:
+            raise refused(error, {}, "prompt") from None
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return tuple(prompt)
+    raise Refused(400, "prompt must be one text, or one list of token ids: one sequence is written at a time", "prompt")
+
+
+def _messages(messages: Any) -> tuple[dict[str, str], ...]:
+    """A chat's messages, each with a role and a text."""
+    if not isinstance(messages, list) or not messages:
+        raise Refused(400, "messages must be a list of messages, at least one", "messages")
+    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+
+
+def _message(message: Any, place: str) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise Refused(400, f"{place} must be an object", place)
+    for name, value in message.items():
+        if name not in ("role", "content") and value not in (None, [], ""):
+            raise Refused(400, f"{place}.{name[:60]} is not served", f"{place}.{name[:60]}", "unsupported_field")
+    role = message.get("role")
+    if role not in ("system", "developer", "user", "assistant"):
+        raise Refused(400, f"{place}.role must be system, developer, user or assistant", f"{place}.role")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _joined(content, f"{place}.content")
+    if not isinstance(content, str):
+        raise Refused(400, f"{place}.content must be a text", f"{place}.content")
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _joined(parts: Sequence[Any], place: str) -> str:
+    """The text of a message that comes in parts; only texts are served."""
+    for index, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            name = f"{place}[{index}].type"
+            raise Refused(400, f"{name} {kind!r:.40} is not served; text is", name, "unsupported_field")
+        if not isinstance(part.get("text"), str) or set(part) != {"type", "text"}:
+            raise Refused(400, f"{place}[{index}] must have a type and a text", f"{place}[{index}]")
+    return "".join(part["text"] for part in parts)
+
+
+def with_length(request: Request, length: int) -> Request:
+    """The same request, for a text of ``length`` tokens."""
+    return replace(request, config=replace(request.config, length=length))
+
+
+def claim(runs: Path) -> Lock:
+    """The lock of the folder for runs, which is made if it is not there.
+
+    Raises:
+        InputError: it cannot be had, or another server has it.
+    """
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        return Lock(runs)
+    except InUse:
+        raise InputError(f"another tswift serve writes to {runs}", "runs") from None
+    except OSError as error:
+        raise InputError(f"{runs} cannot be written to ({error.strerror})", "runs") from None
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """A socket that listens where it is asked for.
+
+    Raises:
+        InputError: that address is not to be had, or can be reached by others and no key is asked for.
+    """
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"{config.host!r:.80} is no address ({getattr(error, 'strerror', error)})", "host") from None
+    if config.api_key is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        raise InputError(f"{config.host} can be reached by other machines: `api_key` has to be given", "host")
+    found = socket.socket(family, kind, number)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(128)
+    except OSError as error:
+        found.close()
+        raise InputError(f"{config.host} port {config.port} cannot be listened on ({error.strerror})", "port") from None
+    return found

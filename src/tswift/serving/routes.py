@@ -1,0 +1,513 @@
+"""The HTTP interface: OpenAI's completions, chat completions and models, and runs that outlive their connections."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+import tswift
+from tswift.decoding.logprobs import row_type
+from tswift.decoding.text import TextStream
+from tswift.jobs.folder import FAILED, FINISHED
+from tswift.serving.requests import Refused, ServeConfig, parse_body
+from tswift.serving.runs import QUEUED, Run, Service
+
+_MOST_BODY = 8_000_000  # bytes: some two million tokens
+_BODY_SECONDS, _IDLE_SECONDS = 30.0, 30.0  # for a request's body; without a request
+_LOOK_SECONDS = 0.02  # between two looks of a reader at its run
+_KEEP_ALIVE_SECONDS = 10.0
+_STOP_SECONDS = 3.0  # for readers to hear that the server stops
+_MOST_CONNECTIONS = 512
+_MOST_HEADERS = 32_768  # bytes
+_EVENT_ID = re.compile(r"(\d{1,15}):(\d{1,15})")
+_PAGE = Path(__file__).with_name("page.html")
+_TYPES = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error"}
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error in the words of the OpenAI interface."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Gate:
+    """Lets requests in that come to a name of this server, with its key if it has one.
+
+    Without a key the server listens on this machine only. A page of the web could still let a browser ask there, under
+    a name of its own that leads to 127.0.0.1; so only names of this machine are answered.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, key: str | None) -> None:
+        self._app, self._key = app, key
+        self._names = {"localhost", "127.0.0.1", "::1", host}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or let the application answer."""
+        refusal = self._refusal(HttpRequest(scope)) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refusal(self, request: HttpRequest) -> Response | None:
+        if self._key is None:
+            host = request.headers.get("host", "")
+            name = host.rpartition(":")[0] if re.search(r":\d*$", host) and not host.endswith("]") else host
+            if name.strip("[]") not in self._names:
+                return JSONResponse(error_body(403, f"this server is not called {name!r:.80}", code="wrong_host"), 403)
+        elif request.url.path not in ("/health", "/"):
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key.encode()):
+                message = "a wrong API key, or none; it is sent as Authorization: Bearer KEY"
+                return JSONResponse(error_body(401, message, code="invalid_api_key"), 401)
+        return None
+
+
+class Api:
+    """The routes.
+
+    Args:
+        service: the runs.
+        started: Unix time.
+        demo_page: whether ``/`` is a page that shows a text being written.
+    """
+
+    def __init__(self, service: Service, config: ServeConfig, demo_page: bool) -> None:
+        self._service, self._model, self._started = service, service.model, int(time.time())
+        routes = [
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._one_model),
+            Route("/v1/completions", partial(self._create, chat=False), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self._create, chat=True), methods=["POST"]),
+            Route("/v1/runs", self._list),
+            Route("/v1/runs/{id}", self._show),
+            Route("/v1/runs/{id}/events", self._follow),
+            Route("/v1/runs/{id}/resume", self._resume, methods=["POST"]),
+            Route("/v1/runs/{id}/cancel", self._cancel, methods=["POST"]),
+        ]
+        if demo_page:
+            routes.append(Route("/", self._page))
+        handlers: dict[Any, Callable[..., Any]] = {
+            Refused: _refusal,
+            HTTPException: _no_route,
+            ClientDisconnect: _nobody,
+            Exception: _mistake,
+        }
+        self.app = Gate(Starlette(routes=routes, exception_handlers=handlers), config.host, config.api_key)
+
+    # --- what is there
+
+    async def _health(self, request: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok", "model": self._model.name, "version": tswift.__version__})
+
+    async def _page(self, request: HttpRequest) -> Response:
+        policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+        return HTMLResponse(_PAGE.read_text(), headers={"Content-Security-Policy": policy})
+
+    def _about_model(self) -> dict[str, Any]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "tswift",
+            "max_model_len": self._model.target.max_positions,
+        }
+
+    async def _models(self, request: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._about_model()]})
+
+    async def _one_model(self, request: HttpRequest) -> Response:
+        if request.path_params["name"] != self._model.name:
+            name = request.path_params["name"]
+            raise Refused(404, f"the model {name!r:.80} is not served here", "model", "model_not_found")
+        return JSONResponse(self._about_model())
+
+    # --- texts
+
+    async def _create(self, request: HttpRequest, chat: bool) -> Response:
+        if "last-event-id" in request.headers:
+            message = (
+                "Last-Event-ID goes with GET /v1/runs/ID/events or POST /v1/runs/ID/resume: this would be a new run"
+            )
+            raise Refused(400, message, "Last-Event-ID")
+        body = parse_body(await _body(request))
+        run = await run_in_threadpool(self._service.accept, body, chat)
+        assert run.request is not None
+        return await self._answer(request, run, run.request.stream)
+
+    async def _answer(
+        self, request: HttpRequest, run: Run, stream: bool, have: tuple[int, int] | None = None
+    ) -> Response:
+        """Follow a run to its end, or to the end of the connection.
+
+        Args:
+            stream: as events, rather than whole.
+            have: tokens and bytes that a reader has who comes again.
+        """
+        leaving = run.request is not None and run.request.cancel_on_disconnect
+        if stream:
+            then = BackgroundTask(self._service.cancel, run) if leaving else None  # a run that is done stays done
+            headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Run-Id": run.id}
+            return StreamingResponse(self._events(run, have), 200, headers, "text/event-stream", then)
+        gone = asyncio.ensure_future(_gone(request.receive))
+        try:
+            while run.open and not gone.done():
+                await asyncio.sleep(_LOOK_SECONDS)
+        finally:
+            gone.cancel()
+        if run.open and leaving:
+            await run_in_threadpool(self._service.cancel, run)
+        if run.state != FINISHED:
+            status, error = self._failure(run)
+            return JSONResponse(error, status)
+        return JSONResponse(self._whole(run))
+
+    async def _events(self, run: Run, have: tuple[int, int] | None) -> AsyncIterator[str]:
+        """A run's text as server-sent events; an event's id says how many tokens and bytes came so far."""
+        request, (tokens, start) = run.request, have or (0, 0)
+        logprobs = Logprobs(run, self._model.tokenizer, tokens)
+        chat, figures = request is not None and request.chat, request is not None and request.figures
+        usage = request is not None and request.include_usage
+        # lines without an empty one behind them: clients may take that for an event without data
+        yield "retry: 1000\n"
+
+        def event(choices: list[dict[str, Any]], **others: Any) -> str:
+            chunk = {
+                **self._head(run, chat, chunk=True),
+                "choices": choices,
+                **({"usage": None} if usage else {}),
+                **others,
+            }
+            return f"id: {tokens}:{start}\ndata: {json.dumps(chunk)}\n\n"
+
+        def choice(text: str | None, reason: str | None = None, role: bool = False) -> list[dict[str, Any]]:
+            rest: dict[str, Any] = {"logprobs": logprobs.up_to(tokens), "finish_reason": reason}
+            if not chat:
+                return [{"index": 0, "text": text or "", **rest}]
+            delta = {**({"role": "assistant"} if role else {}), **({} if text is None else {"content": text})}
+            return [{"index": 0, "delta": delta, **rest}]
+
+        if chat and have is None:
+            yield event(choice("", role=True))
+        last = time.monotonic()
+        while True:
+            whole = not run.open
+            piece = run.read(tokens, start)
+            if piece is not None:
+                text, tokens, start = piece
+                yield event(choice(text), **({"figures": run.figures()} if figures else {}))
+                last = time.monotonic()
+            elif whole:
+                break
+            elif time.monotonic() - last > _KEEP_ALIVE_SECONDS:
+                yield f": {run.state}, {self._service.place(run)} before it\n"
+                last = time.monotonic()
+            await asyncio.sleep(0 if whole else _LOOK_SECONDS)
+        if run.state != FINISHED:
+            yield f"data: {json.dumps(self._failure(run)[1])}\n\n"
+            return
+        tokens = max(tokens, run.stats.tokens)  # those that end a text are no part of it
+        yield event(choice(None, run.finish_reason), **({"figures": run.figures()} if figures else {}))
+        if usage:
+            yield event([], usage=_usage(run))
+        yield "data: [DONE]\n\n"
+
+    def _head(self, run: Run, chat: bool, chunk: bool = False) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion"
+        return {"id": run.id, "object": kind, "created": run.created, "model": self._model.name}
+
+    def _whole(self, run: Run) -> dict[str, Any]:
+        text, reason = run.text.decode(errors="replace"), run.finish_reason
+        chat = run.request is not None and run.request.chat
+        message = {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
+        logprobs = Logprobs(run, self._model.tokenizer, 0).up_to(run.stats.tokens)
+        choice = {"index": 0, **message, "logprobs": logprobs, "finish_reason": reason}
+        figures = {"figures": run.figures()} if run.request is not None and run.request.figures else {}
+        return {**self._head(run, chat), "choices": [choice], "usage": _usage(run), **figures}
+
+    def _failure(self, run: Run) -> tuple[int, dict[str, Any]]:
+        """Why a run has ended before its text: a status and an error."""
+        where = f"{run.id} has {run.stats.tokens:,} tokens, and POST /v1/runs/{run.id}/resume goes on"
+        if run.state == FAILED:
+            status = 400 if run.refusal else 500
+            return status, error_body(status, f"{run.reason}; {where}", code="run_failed")
+        return 503, error_body(503, f"the run is {run.state}: {where}", code=f"run_{run.state}".replace(" ", "_"))
+
+    # --- runs
+
+    async def _list(self, request: HttpRequest) -> Response:
+        limit = request.query_params.get("limit", "100")
+        if not re.fullmatch(r"\d{1,4}", limit) or not 1 <= int(limit) <= 1000:
+            raise Refused(400, "limit must be between 1 and 1,000", "limit")
+        return JSONResponse({"object": "list", "data": await run_in_threadpool(self._service.newest, int(limit))})
+
+    async def _show(self, request: HttpRequest) -> Response:
+        return JSONResponse(await run_in_threadpool(self._about, request.path_params["id"]))
+
+    def _about(self, name: str) -> dict[str, Any]:
+        run = self._service.find(name)
+        return {
+            "id": run.id,
+            "object": "run",
+            "created": run.created,
+            "state": run.state,
+            "reason": run.reason or None,
+            "place": self._service.place(run) if run.state == QUEUED else None,
+            "method": run.method,
+            "seed": run.seed,
+            "max_tokens": run.length,
+            "finish_reason": run.finish_reason,
+            "prefill": None if run.prefill is None else {"done": run.prefill[0], "of": run.prefill[1]},
+            "figures": run.figures(),
+            "usage": _usage(run),
+            "text": bytes(run.text).decode(errors="replace"),
+        }
+
+    async def _follow(self, request: HttpRequest) -> Response:
+        have = _have(request)
+        run = await run_in_threadpool(self._service.find, request.path_params["id"])
+        if not run.open and run.state != FINISHED:
+            raise Refused(409, self._failure(run)[1]["error"]["message"], "id", "run_not_running")
+        return await self._answer(request, run, True, have)
+
+    async def _resume(self, request: HttpRequest) -> Response:
+        have, data = _have(request), await _body(request, optional=True)
+        body = parse_body(data) if data else {}
+        for name in body:
+            if name not in ("stream", "max_tokens"):
+                raise Refused(400, f"there is no field {name!r:.60}; there are stream and max_tokens", name[:60])
+        run = await run_in_threadpool(self._service.resume, request.path_params["id"], body.get("max_tokens"))
+        stream = body.get("stream")
+        if stream is None:
+            stream = have is not None or (run.request is not None and run.request.stream)
+        if not isinstance(stream, bool):
+            raise Refused(400, "stream must be true or false", "stream")
+        return await self._answer(request, run, stream, have)
+
+    async def _cancel(self, request: HttpRequest) -> Response:
+        run = await run_in_threadpool(self._service.find, request.path_params["id"])
+        await run_in_threadpool(self._service.cancel, run)
+        while run.open:
+            await asyncio.sleep(_LOOK_SECONDS)
+        return JSONResponse({"id": run.id, "object": "run", "state": run.state, "tokens": run.stats.tokens})
+
+
+class Logprobs:
+    """Log-probabilities of a run's tokens, as the OpenAI interface gives them.
+
+    They are by the model's own distribution; ``drawn_logprob`` is by the one that the token was drawn from.
+
+    Args:
+        run: what was made.
+        tokenizer: the model's.
+        given: tokens that a reader has.
+    """
+
+    def __init__(self, run: Run, tokenizer: Any, given: int) -> None:
+        self._run, self._tokenizer, self._given = run, tokenizer, given
+        self._request = run.request if run.request is not None and run.request.config.logprobs is not None else None
+        self._stream = TextStream(tokenizer)
+        self._offset = len(self._stream.add(run.ids[:given].tolist())) if self._request else 0
+
+    def up_to(self, tokens: int) -> dict[str, Any] | None:
+        """Those of the tokens that were not given yet; None if there are none."""
+        ids = self._run.ids[self._given : tokens].tolist()
+        if self._request is None or not ids:
+            return None
+        top = self._request.config.logprobs or 0
+        kind = row_type(top)
+        held = self._run.rows[self._given * kind.itemsize : tokens * kind.itemsize]
+        rows, self._given = np.frombuffer(bytes(held), kind), tokens
+        others = [
+            list(zip(row["raw_ids"].tolist(), row["raw_top"].tolist(), strict=True)) if top else [] for row in rows
+        ]
+        by_model, drawn = rows["raw"].tolist(), rows["warped"].tolist()
+        if self._request.chat:
+            return {
+                "content": [
+                    {
+                        **self._entry(token, log),
+                        "drawn_logprob": by,
+                        "top_logprobs": [self._entry(*each) for each in near],
+                    }
+                    for token, log, by, near in zip(ids, by_model, drawn, others, strict=True)
+                ],
+                "refusal": None,
+            }
+        offsets = []
+        for token in ids:
+            offsets.append(self._offset)
+            self._offset += len(self._stream.add([token]))
+        return {
+            "tokens": [self._text(token) for token in ids],
+            "token_logprobs": by_model,
+            "drawn_logprobs": drawn,
+            # of tokens with the same text, such as parts of characters, the likeliest
+            "top_logprobs": [{self._text(token): log for token, log in reversed(near)} for near in others]
+            if top
+            else None,
+            "text_offset": offsets,
+        }
+
+    def _text(self, token: int) -> str:
+        return str(self._tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
+
+    def _entry(self, token: int, log: float) -> dict[str, Any]:
+        text = self._text(token)
+        whole = "\N{REPLACEMENT CHARACTER}" not in text
+        return {"token": text, "logprob": log, "bytes": list(text.encode()) if whole else None}
+
+
+def _usage(run: Run) -> dict[str, Any]:
+    """Tokens as the OpenAI interface counts them; predicted ones are those that were drafted."""
+    figures, prompt, made = run.figures(), run.prompt_tokens, run.stats.tokens
+    details = {
+        "accepted_prediction_tokens": figures["accepted"],
+        "rejected_prediction_tokens": max(0, figures["drafted"] - figures["accepted"]),
+    }
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "completion_tokens_details": details,
+    }
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _have(request: HttpRequest) -> tuple[int, int] | None:
+    """Tokens and bytes that a reader has, by the id of the last event that it saw."""
+    name = request.headers.get("last-event-id")
+    if not name:
+        return None
+    found = _EVENT_ID.fullmatch(name)
+    if found is None:
+        raise Refused(400, f"Last-Event-ID must be the id of an event, TOKENS:BYTES, got {name!r:.40}", "Last-Event-ID")
+    return int(found[1]), int(found[2])
+
+
+async def _body(request: HttpRequest, optional: bool = False) -> bytes:
+    """A request's body, if it is JSON, not too large, and comes in time."""
+    length = request.headers.get("content-length", "0")
+    empty = optional and length == "0" and "transfer-encoding" not in request.headers
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not empty:
+        raise Refused(
+            415, f"the body must be application/json, got {kind or 'nothing'!r:.60}", code="unsupported_media_type"
+        )
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise Refused(415, "a compressed body is not served", code="unsupported_media_type")
+    too_large = Refused(413, f"the body has more than {_MOST_BODY:,} bytes", code="body_too_large")
+    if not length.isdigit() or int(length) > _MOST_BODY:
+        raise too_large
+
+    async def read() -> bytes:
+        data = bytearray()
+        async for part in request.stream():
+            data += part
+            if len(data) > _MOST_BODY:
+                raise too_large
+        return bytes(data)
+
+    try:
+        return await asyncio.wait_for(read(), _BODY_SECONDS)
+    except asyncio.TimeoutError:
+        raise Refused(408, f"the body did not come within {_BODY_SECONDS:g} seconds", code="timeout") from None
+
+
+async def _refusal(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    content = error_body(error.status, error.message, error.param, error.code)
+    return JSONResponse(content, error.status, error.headers)
+
+
+async def _no_route(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+
+
+async def _nobody(request: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=400)  # the client has gone
+
+
+async def _mistake(request: HttpRequest, error: Exception) -> Response:
+    return JSONResponse(error_body(500, f"unexpected {type(error).__name__}; a mistake in tswift"), 500)
+
+
+class _Protocol(H11Protocol):
+    """HTTP of a connection, which is closed if no request comes for a while, whole, or bytes without end."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(_IDLE_SECONDS, self._close_idle, None)
+
+    def _close_idle(self, before: Any) -> None:
+        if self.transport.is_closing():
+            return
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self.cycle is before:
+            self.transport.abort()
+        else:
+            self.loop.call_later(_IDLE_SECONDS, self._close_idle, self.cycle if idle else None)
+
+
+class Server(uvicorn.Server):
+    """The server; what it is asked to stop by stops the decoding first, so that readers are told."""
+
+    def __init__(self, service: Service, config: ServeConfig, demo_page: bool) -> None:
+        self._service = service
+        settings = uvicorn.Config(
+            Api(service, config, demo_page).app,
+            http=_Protocol,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=int(_IDLE_SECONDS),
+            limit_concurrency=_MOST_CONNECTIONS,
+            h11_max_incomplete_event_size=_MOST_HEADERS,
+        )
+        super().__init__(settings)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop: readers hear of it, and those that do not listen are cut off."""
+        self._service.close()
+        until = time.monotonic() + _STOP_SECONDS
+        while self.server_state.tasks and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await super().shutdown(sockets)
+
+
+def serve(service: Service, config: ServeConfig, sock: socket.socket, demo_page: bool) -> None:
+    """Answer until a signal comes, which is raised again then."""
+    with suppress(asyncio.CancelledError):
+        Server(service, config, demo_page).run([sock])

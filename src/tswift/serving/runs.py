@@ -1,0 +1,585 @@
+"""Requests as runs: a bounded queue, one thread that decodes, and texts that any number of readers follow.
+
+Every request is a run's folder, written and resumed by the code of ``tswift generate``. The thread knows no reader: it
+appends to a run's text, and readers look there as often as they like.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from datetime import datetime
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from tswift.decoding.stats import DecodeStats
+from tswift.drafting.methods import resolve
+from tswift.drafting.options import find_method
+from tswift.errors import Fault, InputError
+from tswift.jobs.folder import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    JOURNAL,
+    KILLED,
+    LOCK,
+    LOGPROBS,
+    PROMPT,
+    RECORD,
+    REQUEST,
+    RUNNING,
+    TEXT,
+    TOKENS,
+    default_path,
+    list_runs,
+    parse_journal,
+    read_record,
+    read_tokens,
+    write_whole,
+)
+from tswift.jobs.job import END, Job
+from tswift.jobs.prompt import MOST_BYTES, render_chat
+from tswift.jobs.start import resume, start
+from tswift.models.checkpoint import weights_hash
+from tswift.models.config import ModelConfig
+from tswift.models.devices import ran_out
+from tswift.models.load import LoadedModel
+from tswift.reading import MOST_RECORD, parse_json, read_file
+from tswift.serving.requests import Refused, Request, ServeConfig, parse, refused, with_length
+
+_EOS = "eos"
+QUEUED, CANCELLED, IN_USE = "queued", "cancelled", "in use"
+_OPEN = (QUEUED, RUNNING)
+_COMMAND = ("tswift", "serve")
+_OF_MODEL = frozenset(each.name for each in fields(ModelConfig))
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+_MOST_TEXT = 1 << 15  # bytes of a text that are read at a time
+_SNAPSHOT_SECONDS = 0.1
+
+
+class _Stop(KeyboardInterrupt):
+    """A run is to be stopped between two steps. Jobs take it as they take Ctrl-C."""
+
+
+class Run:
+    """A request, or a run's folder, and its text so far.
+
+    The text only grows, ``ends`` says how many of its bytes each step completed, and ``tokens`` how many tokens there
+    were then; so readers need no lock, and one that is slow or gone costs nothing. Where log-probabilities are asked
+    for, ``ids`` and ``rows`` are the token ids and what ``logprobs.bin`` holds of them.
+
+    Attributes:
+        id, path: its name, and its folder.
+        request: as it was understood; None for a run of ``tswift generate``.
+        state: ``queued``, ``running``, ``finished``, ``interrupted``, ``cancelled``, ``failed``, ``killed`` or
+            ``broken``; ``in use`` if another process writes it.
+        reason: why it failed.
+        refusal: it failed for what was asked.
+        created: Unix time.
+        method, length, seed: as asked for.
+        stats: figures, at most a tenth of a second old.
+        end: how a finished text ended: ``length``, ``eos`` (which is no part of the text) or ``stop``.
+    """
+
+    def __init__(self, path: Path, request: Request | None = None, created: int = 0) -> None:
+        self.id, self.path, self.request, self.created = path.name, path, request, created
+        self.state, self.reason, self.refusal = QUEUED, "", False
+        self.text, self.tokens, self.ends = bytearray(), array("Q"), array("Q")
+        self.ids, self.rows = array("I"), bytearray()
+        self.prompt: Sequence[int] | None = None
+        self.prompt_tokens = 0
+        self.method, self.length, self.seed = "", 0, 0
+        self.stats = DecodeStats(0)
+        self.prefill: tuple[int, int] | None = None
+        self.end: str | None = None
+        self.stopping = ""
+        self.asked: dict[str, Any] = {}
+        self._snapped = 0.0
+        if request is not None:
+            config = request.config
+            self.method, self.length, self.seed = config.method, config.length, config.seed
+
+    @property
+    def open(self) -> bool:
+        """Whether its text may still grow."""
+        return self.state in _OPEN
+
+    def read(self, tokens: int, start: int) -> tuple[str, int, int] | None:
+        """New text: what follows byte ``start``, then how many tokens and bytes that makes; None if there is none yet.
+
+        Args:
+            tokens: that the reader has.
+            start: bytes that the reader has.
+        """
+        last = len(self.ends) - 1
+        if last < 0 or self.ends[last] <= start:
+            return None
+        end = self.ends[last]
+        if end - start > _MOST_TEXT:
+            end = start + _MOST_TEXT
+            while self.text[end] & 0xC0 == 0x80:  # within a character
+                end -= 1
+            last = bisect_right(self.ends, end) - 1
+        made = max(tokens, self.tokens[last]) if last >= 0 else tokens
+        return self.text[start:end].decode(errors="replace"), made, end
+
+    def grow(self, text: str, tokens: int) -> None:
+        """Add text. Readers look at ``ends`` first, so that is written last."""
+        self.text += text.encode()
+        self.tokens.append(tokens)
+        self.ends.append(len(self.text))
+
+    def figures(self) -> dict[str, Any]:
+        """What was counted and measured so far."""
+        stats = self.stats
+        accepted = sum(count * steps for count, steps in stats.accepted.items())
+        return {
+            "tokens": stats.tokens,
+            "passes": stats.passes,
+            "drafted": max(0, stats.nodes - stats.passes),
+            "accepted": accepted,
+            "tokens_per_pass": round(stats.tokens_per_step, 3),
+            "alpha": round(stats.alpha, 4),
+            "seconds": round(stats.seconds, 3),
+            "tokens_per_second": round(stats.tokens_per_second, 2),
+        }
+
+    @property
+    def finish_reason(self) -> str | None:
+        """In the words of the OpenAI interface; None while it is not finished."""
+        return None if self.state != FINISHED else "length" if self.end == "length" else "stop"
+
+    def follow(self, job: Job, eos: str) -> Callable[[str, DecodeStats], None]:
+        """What a job is to call after every step; ``eos`` is the text of the model's end-of-text token."""
+        ends, held = frozenset(job.generation.stop), ""
+        self.stats, self.length = job.stats.copy(), job.length
+        wanted = job.about["options"].get("logprobs") is not None
+        if wanted and job.tokens:
+            self.rows += (self.path / LOGPROBS).read_bytes()
+            self.ids.extend(job.tokens)
+        self.grow(job.before, job.stats.tokens)
+
+        def show(piece: str, stats: DecodeStats) -> None:
+            nonlocal held
+            if job.state == FINISHED:
+                self.end = job.end()["reason"]
+                piece = (held + piece).removesuffix(eos if self.end == _EOS else "")
+            elif job.state != RUNNING:  # a character or a stop string that was begun may be another when it goes on
+                piece = ""
+            elif job.tokens[-1:] and job.tokens[-1] in ends:
+                held, piece = piece, ""
+            if wanted and len(self.ids) < len(job.tokens):
+                self.rows += job.rows
+                self.ids.extend(job.tokens[len(self.ids) :])
+            self.grow(piece, stats.tokens)
+            if job.state != RUNNING or time.monotonic() - self._snapped >= _SNAPSHOT_SECONDS:
+                self.stats, self._snapped = stats.copy(), time.monotonic()
+            if self.stopping and job.state == RUNNING:
+                raise _Stop
+
+        return show
+
+    def show_prefill(self, done: int, total: int) -> None:
+        """What a job is to call while it reads the text so far."""
+        self.prefill = done, total
+        if self.stopping:
+            raise _Stop
+
+
+class Service:
+    """The model, the runs' folder, and the thread that decodes.
+
+    Args:
+        model: loaded as ``typed`` says.
+        config: queue and folder, of which :func:`tswift.serving.requests.claim` has the lock.
+        typed: options that were typed, the defaults of requests.
+        say: prints a line for people.
+
+    """
+
+    def __init__(
+        self, model: LoadedModel, config: ServeConfig, typed: Mapping[str, Any], say: Callable[[str], None]
+    ) -> None:
+        self.model = replace(model, weights=model.weights or weights_hash(model.target.model))
+        self._config, self._typed, self._say = config, typed, say
+        self._typed_model = {name: value for name, value in typed.items() if name in _OF_MODEL}
+        eos = self.model.eos_ids
+        self._eos = str(self.model.tokenizer.decode(list(eos[:1]), skip_special_tokens=False)) if eos else ""
+        self._guard, self._accepting = threading.Lock(), threading.Lock()
+        self._runs: dict[str, Run] = {}  # that are open, in the order of their turns
+        self._turns: SimpleQueue[Run | None] = SimpleQueue()
+        self._closing = False
+        self._recover()
+        self._thread = threading.Thread(target=self._work, name="decoding")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the run that decodes, with everything saved. What is open goes on when a server starts again."""
+        with self._guard:
+            self._closing = True
+            for run in self._runs.values():
+                run.stopping = run.stopping or INTERRUPTED
+                if run.state == QUEUED:
+                    run.state = INTERRUPTED
+        self._turns.put(None)
+
+    def join(self) -> None:
+        """Wait for the thread."""
+        self._thread.join()
+
+    # --- what clients ask for
+
+    def accept(self, body: Mapping[str, Any], chat: bool) -> Run:
+        """Queue a request.
+
+        Raises:
+            Refused: it cannot be served, or the queue is full.
+        """
+        request = parse(body, chat, self._typed, self.model.name)
+        self._refuse_full()
+        with self._accepting:  # one at a time: prompts of megabytes take memory
+            request, prompt = self._fitted(request)
+            with self._guard:
+                self._refuse_full()
+                run = self._new(request)
+            run.prompt, run.prompt_tokens = prompt, len(prompt)
+            try:
+                write_whole(run.path / REQUEST, _stored(request, run.created))
+            except OSError as error:
+                self._forget(run)
+                raise Refused(507, f"the run's folder cannot be written ({error.strerror})") from None
+            self._turns.put(run)
+        return run
+
+    def find(self, name: str) -> Run:
+        """The run of an id.
+
+        Raises:
+            Refused: there is none.
+        """
+        run = self._runs.get(name)
+        if run is not None:
+            return run
+        path = self._config.runs / name
+        if not _ID.fullmatch(name) or path.is_symlink() or not path.is_dir():
+            raise Refused(404, f"there is no run {name!r:.80}", "id", "run_not_found")
+        try:
+            return self._read(path)
+        except InputError as error:
+            raise Refused(404, f"there is no run {name!r:.80}: {error}", "id", "run_not_found") from None
+
+    def newest(self, most: int) -> list[dict[str, Any]]:
+        """What a list says of the newest runs."""
+        paths = sorted((path for path in self._config.runs.iterdir() if _is_run(path)), reverse=True)
+        return [self._listed(path) for path in paths[:most]]
+
+    def resume(self, name: str, length: int | None = None) -> Run:
+        """Go on with a run, or follow it if it is open already; a larger length goes on with a finished one.
+
+        Raises:
+            Refused: there is no such run, it cannot go on, or the queue is full.
+        """
+        run = self.find(name)
+        if run.state == IN_USE:
+            raise Refused(409, f"another process is writing {name}", "id", IN_USE)
+        if run.open or (run.state == FINISHED and length is None):
+            if run.open and length is not None:
+                raise Refused(409, f"{name} is {run.state}; max_tokens can be raised when it is done", "max_tokens")
+            return run
+        if length is not None and (type(length) is not int or length < max(1, run.stats.tokens)):
+            raise Refused(400, f"max_tokens must be an integer, at least {run.stats.tokens:,}", "max_tokens")
+        with self._guard:
+            if name in self._runs:
+                return self._runs[name]
+            self._refuse_full()
+            again = Run(run.path, run.request, run.created)
+            again.asked = {} if length is None else {"length": length}
+            again.method, again.length, again.seed = run.method, length or run.length, run.seed
+            again.prompt_tokens = run.prompt_tokens
+            self._runs[name] = again
+        if run.request is not None:
+            with suppress(OSError):
+                write_whole(run.path / REQUEST, _stored(run.request, run.created))
+        self._turns.put(again)
+        return again
+
+    def cancel(self, run: Run) -> None:
+        """Stop an open run, for good: it goes on only if somebody asks for that."""
+        with self._guard:
+            if not run.open:
+                return
+            run.stopping = CANCELLED
+            waiting = run.state == QUEUED
+            if waiting:
+                run.state = CANCELLED
+                self._runs.pop(run.id, None)
+        if waiting:
+            self._end(run, CANCELLED)
+
+    def place(self, run: Run) -> int:
+        """How many runs are before this one."""
+        with self._guard:
+            names = list(self._runs)
+        return names.index(run.id) if run.id in names else 0
+
+    # --- accepting
+
+    def _refuse_full(self) -> None:
+        if self._closing:
+            raise Refused(503, "the server is stopping", code="stopping", wait=5)
+        runs = list(self._runs.values())
+        if len(runs) > self._config.queue:
+            first = runs[0]
+            speed = first.stats.tokens_per_second
+            wait = (first.length - first.stats.tokens) / speed if speed else 10
+            message = f"{len(runs):,} requests are decoded or waiting; the queue takes no more"
+            raise Refused(429, message, code="queue_full", wait=min(3600, max(1, round(wait))))
+
+    def _fitted(self, request: Request) -> tuple[Request, Sequence[int]]:
+        """A request with its prompt's token ids, and a length that the model has room for."""
+        target, model = self.model.target, self.model
+        try:
+            if request.chat:
+                text = render_chat(model.tokenizer, model.name, request.prompt)
+                ids: Sequence[int] = model.encode(text, bare=True)
+            else:
+                ids = model.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
+            if not ids or not all(0 <= token < target.vocab_size for token in ids):
+                raise InputError(f"must have tokens, all of them below {target.vocab_size:,}", "prompt")
+            room = target.max_positions - len(ids)
+            length = request.config.length
+            if room < 1 or (request.bounded and length > room):
+                names = {name for name in ("max_tokens", "max_completion_tokens") if request.body.get(name) is not None}
+                param = next(iter(names)) if room > 0 and names else "prompt"
+                raise Refused(
+                    400,
+                    f"{param}: {len(ids):,} prompt tokens and {length:,} new ones need more than the model's "
+                    f"{target.max_positions:,} positions",
+                    param,
+                    "context_length_exceeded",
+                )
+            for token in request.config.params().logit_bias:
+                if token >= target.vocab_size:
+                    raise InputError(f"has token id {token:,}, the model has {target.vocab_size:,}", "logit_bias")
+            method, config = find_method(request.config.method), request.config
+            resolve(config.method, target, model.heads, config.options())
+            if method.draft and model.draft is None:
+                raise InputError(f"{config.method} drafts with a smaller model, and none is loaded", "method")
+        except InputError as error:
+            raise refused(error, {}, "messages" if request.chat else "prompt") from None
+        return with_length(request, min(length, room)), ids
+
+    def _new(self, request: Request) -> Run:
+        """A run's folder, made, and its place in the queue."""
+        while True:
+            path = default_path(request.config.method, self._config.runs)
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise Refused(507, f"no folder can be made for the run ({error.strerror})") from None
+            run = self._runs[path.name] = Run(path, request, int(time.time()))
+            return run
+
+    def _forget(self, run: Run) -> None:
+        with self._guard:
+            self._runs.pop(run.id, None)
+        shutil.rmtree(run.path, ignore_errors=True)
+
+    # --- decoding
+
+    def _work(self) -> None:
+        while (run := self._turns.get()) is not None:
+            with self._guard:
+                if run.state != QUEUED:
+                    continue
+                run.state = RUNNING
+            state = self._decode(run)
+            if state in (FAILED, CANCELLED):
+                self._end(run, state)
+            with self._guard:
+                self._runs.pop(run.id, None)
+            run.state = state  # from here on, readers know that the text is whole
+            run.prompt = None
+            figures = f"{run.stats.tokens:,} tokens, {run.stats.tokens_per_second:,.1f} tokens/s"
+            self._say(f"{run.id} {state}: {run.reason or figures}")
+
+    def _decode(self, run: Run) -> str:
+        """Make a run's text, all of it; returns its state."""
+        try:
+            if (run.path / RECORD).exists():
+                job = resume(run.path, run.asked, False, _COMMAND, loaded=self.model)
+            else:
+                for name in (
+                    TOKENS,
+                    TEXT,
+                    LOGPROBS,
+                    PROMPT,
+                    JOURNAL,
+                    LOCK,
+                ):  # of a server that was killed before it began
+                    (run.path / name).unlink(missing_ok=True)
+                assert run.request is not None
+                if run.request.model != self.model.name:
+                    raise InputError(f"it was asked of {run.request.model}, {self.model.name} is served now")
+                if run.prompt is None:  # as it was accepted by a server that was killed
+                    _, run.prompt = self._fitted(run.request)
+                config = replace(run.request.config, out=run.path)
+                job = start(config, _COMMAND, loaded=self.model, ids=run.prompt)
+            if job is None:  # finished, and its request was not
+                stored = self._read(run.path)
+                run.ids, run.rows = stored.ids, stored.rows
+                run.text, run.tokens, run.ends = stored.text, stored.tokens, stored.ends
+                run.stats, run.end = stored.stats, stored.end
+                return FINISHED
+            run.prompt_tokens = len(job.prompt)
+            show = run.follow(job, self._eos)
+            job.run(show, run.show_prefill)
+            return FINISHED
+        except _Stop:
+            return run.stopping
+        except InputError as error:
+            run.refusal, run.reason = True, str(error)
+        except Refused as error:
+            run.refusal, run.reason = True, error.message
+        except Fault as error:
+            run.reason = str(error)
+        except Exception as error:
+            run.reason = "no memory is left" if ran_out(error) else f"unexpected {type(error).__name__}: {error}"
+        return FAILED
+
+    def _end(self, run: Run, state: str) -> None:
+        """Note that a request is not to go on by itself."""
+        if run.request is not None:
+            with suppress(OSError):
+                write_whole(run.path / REQUEST, _stored(run.request, run.created, state, run.reason))
+
+    # --- folders
+
+    def _recover(self) -> None:
+        """Queue what another server left unfinished, in the order in which it came."""
+        for path in sorted(filter(_is_run, self._config.runs.iterdir())):
+            if not (path / REQUEST).exists():
+                continue
+            try:
+                run = self._read(path)
+            except InputError as error:
+                self._say(f"{path.name} is left alone: {error}")
+                continue
+            if run.state in (QUEUED, INTERRUPTED, KILLED):
+                self._say(f"{run.id} goes on, {run.stats.tokens:,} tokens are there")
+                again = Run(path, run.request, run.created)
+                again.prompt_tokens = run.prompt_tokens
+                self._runs[run.id] = again
+                self._turns.put(again)
+
+    def _read(self, path: Path) -> Run:
+        """A run that is not open, from its folder.
+
+        Raises:
+            InputError: there is none, or its files are broken.
+        """
+        request, created, ended, reason = None, 0, "", ""
+        if (path / REQUEST).exists():
+            content = parse_json(read_file(path / REQUEST, MOST_RECORD), path / REQUEST)
+            try:
+                body, chat, created = content["body"], content["chat"], int(content["created"])
+                ended, reason = str(content.get("state", "")), str(content.get("reason", ""))
+                length = int(content["length"])
+                typed = {
+                    name: tuple(value) if isinstance(value, list) else value for name, value in content["typed"].items()
+                }
+                request = with_length(parse(body, chat, {**self._typed_model, **typed}, content["model"]), length)
+            except (KeyError, TypeError, ValueError, AttributeError, Refused, InputError) as error:
+                raise InputError(f"{path / REQUEST} is broken: {error!r:.200}") from None
+        run = Run(path, request, created)
+        run.state, run.reason = ended or QUEUED, reason
+        if not (path / RECORD).exists():
+            if request is None:
+                raise InputError(f"{path.name} holds no run")
+            return run
+        (entry,) = list_runs(path)
+        record = read_record(path)
+        checkpoints = parse_journal(read_file(path / JOURNAL, MOST_RECORD)).checkpoints
+        try:
+            options = record["options"]
+            run.method, run.length, run.seed = str(options["method"]), int(options["length"]), int(options["seed"])
+            run.prompt_tokens = int(record["prompt"]["tokens"])
+            run.created = created or int(datetime.fromisoformat(record["started"]).timestamp())
+            depth = int(record.get("figures", {}).get("drafted_per_path", 0))
+            for checkpoint in checkpoints[-1:]:
+                run.stats = DecodeStats.counted(depth, checkpoint.tokens, checkpoint.counters)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"{path / RECORD} is broken: {error!r:.200}") from None
+        stopped = entry.state in (INTERRUPTED, KILLED)
+        run.state = ended if ended and stopped else IN_USE if entry.state == RUNNING else entry.state
+        run.reason = entry.reason or run.reason
+        text = read_file(path / TEXT, MOST_BYTES)
+        if run.state == FINISHED:
+            run.end = record.get(END, {}).get("reason", "length")
+            text = text.removesuffix(self._eos.encode()) if run.end == _EOS else text
+        if request is not None and request.config.logprobs is not None and run.stats.tokens:
+            run.rows += read_file(path / LOGPROBS, 1 << 30)
+            run.ids.extend(read_tokens(path / TOKENS, whole=False)[: run.stats.tokens])
+        run.grow(text.decode(errors="replace"), run.stats.tokens)
+        return run
+
+    def _listed(self, path: Path) -> dict[str, Any]:
+        """What a list says of a run."""
+        run = self._runs.get(path.name)
+        if run is not None:
+            return {
+                "id": run.id,
+                "object": "run",
+                "state": run.state,
+                "tokens": run.stats.tokens,
+                "max_tokens": run.length,
+                "method": run.method,
+                "tokens_per_second": run.stats.tokens_per_second or None,
+            }
+        if not (path / RECORD).exists():
+            with suppress(InputError, ValueError, AttributeError):
+                state = parse_json(read_file(path / REQUEST, MOST_RECORD), path).get("state", QUEUED)
+                return {"id": path.name, "object": "run", "state": str(state), "tokens": 0}
+            return {"id": path.name, "object": "run", "state": "broken", "tokens": 0}
+        (entry,) = list_runs(path)
+        return {
+            "id": path.name,
+            "object": "run",
+            "state": entry.state,
+            "tokens": entry.tokens,
+            "max_tokens": entry.length,
+            "method": entry.method,
+            "tokens_per_second": entry.tokens_per_second,
+        }
+
+
+def _is_run(path: Path) -> bool:
+    if path.is_symlink() or not _ID.fullmatch(path.name):
+        return False
+    return (path / RECORD).is_file() or (path / REQUEST).is_file()
+
+
+def _stored(request: Request, created: int, state: str = "", reason: str = "") -> bytes:
+    """What ``request.json`` holds; ``state`` is there when it is not to go on by itself."""
+    ended = {"state": state, "reason": reason} if state else {}
+    content = {
+        "chat": request.chat,
+        "created": created,
+        "model": request.model,
+        "length": request.config.length,
+        "typed": {name: value for name, value in request.typed.items() if name not in _OF_MODEL},
+        **ended,
+        "body": request.body,
+    }
+    return json.dumps(content, indent=1).encode() + b"\n"

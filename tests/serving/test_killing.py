@@ -1,0 +1,157 @@
+"""Servers that are killed, and clients that behave badly: the text is what it would have been."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.serving.server import SAMPLING, TEXT, Server
+from tswift.jobs import folder
+
+ASKED = {"prompt": TEXT, "seed": 11, "stream": True, "method": "medusa", "stop_at_eos": False}
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+class Stream:
+    """A text as it comes by server-sent events; ``last`` is the id of the last one."""
+
+    def __init__(self, url: str, method: str, path: str, body: object = None, last: str = "") -> None:
+        self.connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+        headers = {"Content-Type": "application/json", **({"Last-Event-ID": last} if last else {})}
+        self.connection.request(method, path, None if body is None else json.dumps(body), headers)
+        self.answer = self.connection.getresponse()
+        assert self.answer.status == 200, self.answer.read()
+        self.id, self.text, self.last, self.done = str(self.answer.headers["X-Run-Id"]), "", last, False
+
+    def read(self, characters: int = 1 << 40) -> str:
+        """Read until there are so many characters, or it ends."""
+        while len(self.text) < characters and not self.done:
+            line = self.answer.readline().decode().rstrip("\n")
+            if line.startswith("id: "):
+                self.last = line.removeprefix("id: ")
+            elif line == "data: [DONE]":
+                self.done = True
+            elif line.startswith("data: "):
+                self.text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+        return self.text
+
+
+def test_a_server_killed_in_a_stream(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three requests one is being written and two wait; another server makes all of them what they were to be."""
+    monkeypatch.setattr(folder, "_TOKENS", 32)  # the servers are forked from this process
+    words = ("--model", checkpoint, *SAMPLING, "--queue", 2)
+    server = Server(tmp_path, *words)
+    undisturbed = [Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 300}).read()]
+    undisturbed.append(Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 30, "seed": 2}).read())
+    first = Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 300})
+    second = Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 30, "seed": 2})
+    third = Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 300})
+    begun = first.read(100)
+    assert server.get(f"/v1/runs/{third.id}")["state"] == "queued"
+    assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert not first.done
+    # defaults of the second server are others: what was accepted keeps its own
+    server = Server(tmp_path, *words, "--top-k", 2)
+    rest = Stream(server.url, "GET", f"/v1/runs/{first.id}/events", last=first.last)
+    assert begun + rest.read() == undisturbed[0]
+    assert rest.done
+    assert Stream(server.url, "POST", f"/v1/runs/{second.id}/resume").read() == undisturbed[1]
+    assert server.wait(third.id)["text"] == undisturbed[0]
+    assert server.stop() == 128 + signal.SIGTERM
+    assert "Traceback" not in server.errors()
+
+
+def test_a_server_asked_to_stop_tells_its_readers(checkpoint: Path, tmp_path: Path) -> None:
+    server = Server(tmp_path, "--model", checkpoint, *SAMPLING)
+    stream = Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 3000, "method": "ar"})
+    stream.read(100)
+    server.process.send(signal.SIGTERM)
+    with pytest.raises(KeyError, match="choices"):  # an error, which has none
+        stream.read()
+    assert server.process.wait(30) == 128 + signal.SIGTERM
+    assert "what is unfinished goes on" in server.errors()
+    server = Server(tmp_path, "--model", checkpoint, *SAMPLING)
+    rest = Stream(server.url, "GET", f"/v1/runs/{stream.id}/events", last=stream.last)
+    rest.read(100)
+    # a reader that does not listen does not keep it
+    begun = time.monotonic()
+    assert server.stop() == 128 + signal.SIGTERM
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.slow
+def test_a_request_that_a_server_of_another_model_finds(checkpoint: Path, tmp_path: Path) -> None:
+    server = Server(tmp_path, "--model", checkpoint, *SAMPLING)
+    long = {**ASKED, "max_tokens": 3000, "method": "ar"}
+    begun = Stream(server.url, "POST", "/v1/completions", long)
+    waiting = Stream(server.url, "POST", "/v1/completions", long)
+    begun.read(50)
+    server.stop(signal.SIGKILL)
+    server = Server(tmp_path, "--len", 50)
+    for name, reason in ((begun.id, "is not the model that"), (waiting.id, "was asked of")):
+        assert reason in server.wait(name, "failed")["reason"]
+    assert Stream(server.url, "POST", "/v1/completions", {"prompt": TEXT, "max_tokens": 5, "stream": True}).read()
+    server.stop()
+
+
+def _slow(address: tuple[str, int]) -> socket.socket:
+    """A client that asks for the text and reads none of it."""
+    found = socket.create_connection(address)
+    body = json.dumps({**ASKED, "max_tokens": 50}).encode()
+    found.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return found
+
+
+BAD = [
+    b"",
+    b"GET /v1/models HTTP/1.1\r\nHost: loc",
+    HEAD + b"Content-Length: 5000\r\n\r\n{",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    b"\r\n" * 1000,
+]
+
+
+@pytest.mark.slow
+def test_fifty_bad_clients_while_a_job_runs(checkpoint: Path, tmp_path: Path) -> None:
+    server = Server(tmp_path, "--model", checkpoint, *SAMPLING, "--queue", 1)
+    job = {**ASKED, "max_tokens": 3000, "method": "ar"}
+    whole = Stream(server.url, "POST", "/v1/completions", job).read()
+    host, port = server.url.removeprefix("http://").split(":")
+    address, clients, choice = (host, int(port)), list[socket.socket](), random.Random(0)
+    before = server.memory()
+    main = Stream(server.url, "POST", "/v1/completions", job)
+    main.read(10)
+    followed = f"GET /v1/runs/{main.id}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    slow = _slow(address)  # the one that may wait
+    peak = 0
+    for number in range(50):
+        client = socket.create_connection(address)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.sendall(followed if number % 3 == 0 else choice.choice(BAD))
+        if number % 5 == 4:  # some go at once
+            client.close()
+        clients.append(client)
+        peak = max(peak, server.memory())
+    assert main.read() == whole
+    peak = max(peak, server.memory())
+    assert peak - before < 50_000_000
+    for client in [*clients, slow]:
+        client.close()
+    short = Stream(server.url, "POST", "/v1/completions", {**job, "max_tokens": 50}).read()
+    assert short
+    assert whole.startswith(short)
+    assert server.stop() == 128 + signal.SIGTERM
+    assert "Traceback" not in server.errors(), server.errors()

@@ -1,0 +1,383 @@
+"""A server process, asked by the ``openai`` client and by hand: answers, errors, runs."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from tests.jobs.killing import Process
+from tests.serving.server import SAMPLING, TEXT, Server, with_template
+from tswift.decoding.logprobs import row_type
+from tswift.jobs.folder import list_runs
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_template(checkpoint, tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    found = Server(tmp_path_factory.mktemp("server"), "--model", model, *SAMPLING, "--queue", 2, "--demo-page")
+    yield found
+    assert found.stop() == 128 + signal.SIGTERM
+    assert "Traceback" not in found.errors()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def generated(folder: Path, model: Path, *words: object) -> str:
+    """The text of ``tswift generate``."""
+    process = Process(["generate", "--model", model, *SAMPLING, *words, "--out", folder / "run"], folder / "out")
+    assert process.wait() == 0, process.errors.read_text()
+    return (folder / "run" / "text.txt").read_bytes().decode()
+
+
+def asked(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """Status and JSON of an answer."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    kind = {} if data is None else {"Content-Type": "application/json"}
+    connection.request(method, path, data, {**kind, **{name.replace("_", "-"): text for name, text in headers.items()}})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, json.loads(content) if content.startswith(b"{") else content
+
+
+def test_a_completion_is_the_text_of_generate(
+    server: Server, client: openai.OpenAI, model: Path, tmp_path: Path
+) -> None:
+    whole = generated(tmp_path, model, "--prompt-text", TEXT, "--len", 120, "--seed", 7, "--stop-at-eos")
+    asked_for: dict[str, Any] = {"model": str(model), "prompt": TEXT, "max_tokens": 120, "seed": 7}
+    answer = client.completions.create(**asked_for)
+    assert answer.choices[0].text == whole
+    assert answer.choices[0].finish_reason == "length"
+    usage = answer.usage
+    assert usage is not None
+    assert usage.completion_tokens == 120
+    assert usage.total_tokens == 120 + usage.prompt_tokens
+    details = usage.completion_tokens_details
+    assert details is not None
+    passes = server.get(f"/v1/runs/{answer.id}")["figures"]["passes"]
+    assert details.accepted_prediction_tokens == 120 - passes
+    assert details.rejected_prediction_tokens is not None
+    for method in ("ar", "medusa"):
+        stream = client.completions.create(
+            **asked_for, stream=True, stream_options={"include_usage": True}, extra_body={"method": method}
+        )
+        *chunks, last = list(stream)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert last.usage is not None
+        assert last.usage.completion_tokens == 120
+        assert (server.runs / last.id / "text.txt").read_bytes().decode() == whole
+        assert {chunk.id for chunk in chunks} == {last.id}
+
+
+def test_a_chat_is_the_text_of_generate_chat(client: openai.OpenAI, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "system.txt").write_text("Be brief.")
+    words = ("--prompt-text", TEXT, "--chat", "--system", tmp_path / "system.txt", "--len", 60, "--seed", 2)
+    whole = generated(tmp_path, model, *words, "--stop-at-eos")
+    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]
+    asked_for: dict[str, Any] = {"model": str(model), "messages": messages, "max_completion_tokens": 60, "seed": 2}
+    answer = client.chat.completions.create(**asked_for)
+    assert answer.choices[0].message.content == whole
+    assert answer.choices[0].message.role == "assistant"
+    chunks = list(client.chat.completions.create(**asked_for, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_an_end_of_text_token_ends_the_text_and_is_no_part_of_it(server: Server, client: openai.OpenAI) -> None:
+    for seed in range(40):
+        answer = client.completions.create(
+            model=server.get("/v1/models")["data"][0]["id"], prompt=TEXT, max_tokens=300, seed=seed
+        )
+        if answer.choices[0].finish_reason == "stop":
+            break
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens < 300
+    stored = (server.runs / answer.id / "text.txt").read_bytes().decode()
+    assert stored == answer.choices[0].text + "<|endoftext|>"
+    run = server.get(f"/v1/runs/{answer.id}")
+    assert (run["text"], run["finish_reason"]) == (answer.choices[0].text, "stop")
+    _, again = asked(server, "POST", f"/v1/runs/{answer.id}/resume")
+    assert again["choices"][0]["text"] == answer.choices[0].text
+    (choice,) = client.completions.create(
+        model=answer.model, prompt=TEXT, max_tokens=300, seed=seed, extra_body={"stop_at_eos": False}
+    ).choices
+    assert choice.finish_reason == "length"
+    assert choice.text.startswith(answer.choices[0].text)
+
+
+def test_stop_strings_and_biases_are_those_of_generate(
+    server: Server, client: openai.OpenAI, model: Path, tmp_path: Path
+) -> None:
+    asked_for: dict[str, Any] = {"model": str(model), "prompt": TEXT, "max_tokens": 120, "seed": 9}
+    asked_for["logit_bias"] = {"40": 5, "41": -100}
+    whole = client.completions.create(**asked_for).choices[0].text
+    middle = whole[len(whole) // 2 :][:3]  # wherever tokens begin and end
+    before = whole[: whole.index(middle)]
+    words = ("--prompt-text", TEXT, "--len", 120, "--seed", 9, "--stop-at-eos", "--logit-bias", "40=5,41=-100")
+    assert generated(tmp_path, model, *words, "--stop", middle) == before
+    for method in ("auto", "medusa"):
+        extra = {"method": method}
+        answer = client.completions.create(**asked_for, stop=["nowhere", middle], extra_body=extra)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (before, "stop")
+        chunks = list(client.completions.create(**asked_for, stop=middle, stream=True, extra_body=extra))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == before
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    assert server.get(f"/v1/runs/{answer.id}")["text"] == before
+    for wrong in ({"1000000": 1}, {"x": 1}, {"1": 1000}):
+        with pytest.raises(openai.BadRequestError, match="logit_bias"):
+            client.completions.create(**{**asked_for, "logit_bias": wrong})
+
+
+def test_logprobs(server: Server, client: openai.OpenAI, model: Path) -> None:
+    """They are what the run's file holds, streamed or not; and the tokens that they speak of are the text's."""
+    asked_for: dict[str, Any] = {"model": str(model), "max_tokens": 40, "seed": 4, "extra_body": {"stop_at_eos": False}}
+    answer = client.completions.create(**asked_for, prompt=TEXT, logprobs=2)
+    rows = np.fromfile(server.runs / answer.id / "logprobs.bin", row_type(2))
+    ids = np.fromfile(server.runs / answer.id / "tokens.u32", "<u4").tolist()
+    found: Any = answer.choices[0].logprobs
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert found.tokens == [tokenizer.decode([token]) for token in ids]
+    assert found.token_logprobs == rows["raw"].tolist()
+    assert found.drawn_logprobs == rows["warped"].tolist()
+    assert [max(near.values()) for near in found.top_logprobs] == rows["raw_top"].max(1).tolist()
+    assert found.text_offset[0] == 0
+    assert found.text_offset == sorted(found.text_offset)
+    streamed: list[Any] = list(client.completions.create(**asked_for, prompt=TEXT, logprobs=2, stream=True))
+    parts = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs is not None]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [each for part in parts for each in getattr(part, name)] == getattr(found, name)
+    # after the run they come from its file, from a token on
+    status, events = asked(server, "GET", f"/v1/runs/{answer.id}/events", Last_Event_ID="10:0")
+    assert status == 200
+    chunks = [json.loads(line[6:]) for line in events.decode().splitlines() if line.startswith("data: {")]
+    assert [text for chunk in chunks for text in (chunk["choices"][0]["logprobs"] or {"tokens": []})["tokens"]] == (
+        found.tokens[10:]
+    )
+    messages: Any = [{"role": "user", "content": TEXT}]
+    chat = client.chat.completions.create(**asked_for, messages=messages, logprobs=True, top_logprobs=3)
+    content: Any = chat.choices[0].logprobs.content  # type: ignore[union-attr]
+    rows = np.fromfile(server.runs / chat.id / "logprobs.bin", row_type(3))
+    assert [each.logprob for each in content] == rows["raw"].tolist()
+    assert [[near.logprob for near in each.top_logprobs] for each in content] == rows["raw_top"].tolist()
+    assert [each.drawn_logprob for each in content] == rows["warped"].tolist()
+    assert all(bytes(each.bytes).decode() == each.token for each in content if each.bytes is not None)
+    plain = client.chat.completions.create(**asked_for, messages=messages, logprobs=True)
+    assert [each.logprob for each in plain.choices[0].logprobs.content or ()] == [each.logprob for each in content]  # type: ignore[union-attr]
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        client.chat.completions.create(**asked_for, messages=messages, logprobs=True, top_logprobs=30)
+
+
+def test_token_ids_as_a_prompt(client: openai.OpenAI, model: Path) -> None:
+    ids = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]
+    texts = {
+        client.completions.create(model=str(model), prompt=prompt, max_tokens=20, seed=1).choices[0].text
+        for prompt in (TEXT, ids, [TEXT], [ids])
+    }
+    assert len(texts) == 1
+    with pytest.raises(openai.BadRequestError, match="prompt"):
+        client.completions.create(model=str(model), prompt=[10**6])
+
+
+def test_errors_are_those_of_the_interface(client: openai.OpenAI, model: Path) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-4o", prompt=TEXT)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.completions.create(model=str(model), prompt=TEXT, n=2)
+    assert wrong.value.param == "n"
+    assert wrong.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=str(model), prompt=TEXT, max_tokens=100_000)
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "max_tokens")
+    with pytest.raises(openai.BadRequestError) as method:
+        client.completions.create(model=str(model), prompt=TEXT, extra_body={"method": "block"})
+    assert method.value.param in ("drafter", "method")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status"),
+    [
+        ("POST", "/v1/completions", b"{}", {"Content-Type": "text/plain"}, 415),
+        ("POST", "/v1/completions", b"{}", {"Content-Encoding": "gzip"}, 415),
+        ("POST", "/v1/completions", b"{", {}, 400),
+        ("POST", "/v1/completions", b" " * 50_000_000, {}, 413),
+        ("POST", "/v1/completions", {"prompt": TEXT}, {"Last-Event-ID": "1:1"}, 400),
+        ("GET", "/v1/completions", None, {}, 405),
+        ("GET", "/v1/nothing", None, {}, 404),
+        ("GET", "/v1/models/gpt-4o", None, {}, 404),
+        ("GET", "/v1/runs?limit=0", None, {}, 400),
+        ("GET", "/v1/runs/nothing", None, {}, 404),
+        ("GET", "/v1/runs/..", None, {}, 404),
+        ("GET", "/v1/runs/%2e%2e", None, {}, 404),
+        ("GET", "/v1/runs/%2e%2e%2f%2e%2e%2fetc%2fpasswd", None, {}, 404),
+        ("GET", "/v1/runs/..%5c..%5cetc", None, {}, 404),
+        ("GET", "/v1/runs/a%00b", None, {}, 404),
+        ("POST", "/v1/runs/%2e%2e/resume", None, {}, 404),
+        ("POST", "/v1/runs/../resume", None, {}, 404),
+        ("POST", "/v1/runs/nothing/cancel", None, {}, 404),
+        ("GET", "/v1/runs/nothing/events", None, {}, 404),
+        ("GET", "/v1/runs/nothing/events", None, {"Last-Event-ID": "x"}, 400),
+        ("GET", "/v1/models", None, {"Host": "evil.example"}, 403),
+    ],
+)  # fmt: skip
+def test_refusals(server: Server, method: str, path: str, body: Any, headers: dict[str, str], status: int) -> None:
+    before = len(list(server.runs.iterdir()))
+    found, answer = asked(server, method, path, body, **headers)
+    assert found == status
+    assert answer["error"]["message"]
+    assert len(list(server.runs.iterdir())) == before
+
+
+def test_a_link_is_no_run(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (server.runs / "link").symlink_to(tmp_path)
+    assert asked(server, "GET", "/v1/runs/link")[0] == 404
+    assert "link" not in [run["id"] for run in server.get("/v1/runs")["data"]]
+
+
+def test_the_queue_is_bounded_and_a_run_can_be_cancelled(server: Server, client: openai.OpenAI, model: Path) -> None:
+    streams = []
+    for _ in range(3):  # one decodes, two wait
+        streams.append(
+            client.completions.create(
+                model=str(model),
+                prompt=TEXT,
+                max_tokens=4000,
+                stream=True,
+                extra_body={"method": "ar", "stop_at_eos": False},
+            )
+        )
+    first = next(iter(streams[0])).id
+    with pytest.raises(openai.RateLimitError) as full:
+        client.completions.create(model=str(model), prompt=TEXT)
+    assert int(full.value.response.headers["Retry-After"]) >= 1
+    assert full.value.code == "queue_full"
+    states = {run["id"]: run["state"] for run in server.get("/v1/runs")["data"]}
+    waiting = [name for name, state in states.items() if state == "queued"]
+    assert states[first] == "running"
+    assert len(waiting) == 2
+    for name in [*waiting, first]:
+        _, answer = asked(server, "POST", f"/v1/runs/{name}/cancel")
+        assert answer["state"] == "cancelled"
+    for stream in streams:
+        with pytest.raises(openai.APIError, match="cancelled"):
+            list(stream)
+    (entry,) = list_runs(server.runs / first)
+    assert entry.state == "interrupted"
+    assert entry.tokens < 4000
+    # and goes on if somebody asks for it
+    status, answer = asked(
+        server, "POST", f"/v1/runs/{first}/resume", {"max_tokens": entry.tokens + 50, "stream": False}
+    )
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == entry.tokens + 50
+    for name in waiting:
+        assert server.get(f"/v1/runs/{name}")["state"] == "cancelled"
+
+
+def test_a_dropped_connection_stops_only_who_asked_for_it(server: Server, model: Path) -> None:
+    names = {}
+    for cancel in (False, True):
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+        body = {
+            "prompt": TEXT,
+            "max_tokens": 600,
+            "stream": True,
+            "cancel_on_disconnect": cancel,
+            "method": "ar",
+            "stop_at_eos": False,
+        }
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        names[cancel] = answer.headers["X-Run-Id"]
+        answer.read(300)
+        answer.close()
+        connection.close()
+        if cancel:
+            assert server.wait(names[True], "cancelled")["usage"]["completion_tokens"] < 600
+        else:
+            assert server.wait(names[False])["usage"]["completion_tokens"] == 600
+
+
+def test_who_comes_back_gets_the_rest(server: Server, client: openai.OpenAI, model: Path) -> None:
+    whole = client.completions.create(model=str(model), prompt=TEXT, max_tokens=200, seed=5)
+    text = whole.choices[0].text
+    path = f"/v1/runs/{whole.id}"
+    for have in ("0:0", f"10:{len(text[:20].encode())}", f"200:{len(text.encode())}"):
+        for method, where in (("GET", f"{path}/events"), ("POST", f"{path}/resume")):
+            status, events = asked(server, method, where, Last_Event_ID=have)
+            assert status == 200
+            lines = [line.removeprefix("data: ") for line in events.decode().splitlines() if line.startswith("data: ")]
+            assert lines.pop() == "[DONE]"
+            rest = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+            assert rest.encode() == text.encode()[int(have.partition(":")[2]) :]
+    # a finished run can be made longer
+    status, longer = asked(server, "POST", f"{path}/resume", {"max_tokens": 260})
+    assert status == 200
+    if whole.choices[0].finish_reason == "length":
+        assert longer["usage"]["completion_tokens"] == 260
+        assert longer["choices"][0]["text"].startswith(text)
+
+
+def test_runs_of_generate_are_runs_too(server: Server, model: Path) -> None:
+    process = Process(
+        ["generate", "--model", model, *SAMPLING, "--prompt-text", TEXT, "--len", 30, "--out", server.runs / "by-hand"],
+        server.runs.parent / "out",
+    )
+    assert process.wait() == 0
+    run = server.get("/v1/runs/by-hand")
+    assert run["text"] == (server.runs / "by-hand" / "text.txt").read_bytes().decode()
+    assert (run["state"], run["usage"]["completion_tokens"]) == ("finished", 30)
+    _, longer = asked(server, "POST", "/v1/runs/by-hand/resume", {"max_tokens": 40})
+    assert longer["choices"][0]["text"].startswith(run["text"])
+
+
+def test_figures_come_with_a_stream_that_asks_for_them(client: openai.OpenAI, model: Path) -> None:
+    stream = client.completions.create(
+        model=str(model), prompt=TEXT, max_tokens=50, stream=True, extra_body={"figures": True, "stop_at_eos": False}
+    )
+    figures = list(stream)[-1].figures  # type: ignore[attr-defined]
+    assert figures["tokens"] == 50
+    assert figures["tokens"] == figures["accepted"] + figures["passes"]
+    assert figures["drafted"] >= figures["accepted"]
+
+
+def test_another_server_on_the_same_folder_is_refused(server: Server, model: Path, tmp_path: Path) -> None:
+    process = Process(["serve", "--port", 0, "--runs", server.runs, "--model", model], tmp_path / "out")
+    assert process.wait() == 2
+    assert "another tswift serve writes to" in process.errors.read_text()
+
+
+def test_a_key(model: Path, tmp_path: Path) -> None:
+    server = Server(tmp_path, "--model", model, "--api-key", "secret", "--host", "0.0.0.0")
+    server.url = server.url.replace("0.0.0.0", "127.0.0.1")
+    assert server.get("/health")["status"] == "ok"
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+        assert asked(server, "GET", "/v1/models", **headers)[0] == 401
+    assert asked(server, "GET", "/v1/models", Authorization="Bearer secret", Host="any.example")[0] == 200
+    begun = time.monotonic()
+    assert server.stop(signal.SIGINT) == 128 + signal.SIGINT
+    assert time.monotonic() - begun < 3
+    assert "secret" not in server.errors()
