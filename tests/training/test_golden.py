@@ -28,6 +28,10 @@ RUNS = {
         for objective in ("text", "distill")
     },
     **{f"draft {objective}": f"train-draft --objective {objective} --reach 500" for objective in ("text", "distill")},
+    **{
+        f"block {objective}": f"train-draft --kind block --model DEEP --objective {objective} --block 3 --rank 8"
+        for objective in ("text", "distill")
+    },
 }
 SHORT = "--seq-len 64 --batch 2 --accumulate 2 --steps 3 --warmup 2 --eval-every 2 --device cpu --out new"
 
@@ -35,7 +39,7 @@ SHORT = "--seq-len 64 --batch 2 --accumulate 2 --steps 3 --warmup 2 --eval-every
 def run(words: str, tiny: Tiny) -> tuple[int, str]:
     """Exit code and the last line on stderr, with the paths of this run named as in ``words``."""
     err = io.StringIO()
-    places = {"CORPUS": str(tiny.corpus), "MODEL": str(tiny.model)}
+    places = {"CORPUS": str(tiny.corpus), "MODEL": str(tiny.model), "DEEP": str(tiny.deep)}
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
         code = main([places.get(word, word) for word in words.split()])
     line = (err.getvalue().splitlines() or [""])[-1]
@@ -46,7 +50,8 @@ def run(words: str, tiny: Tiny) -> tuple[int, str]:
 
 def trained(words: str, tiny: Tiny) -> dict[str, Any]:
     """Names of all files, fields and tensors that a short training writes, and its figures."""
-    code, _ = run(f"{words} --corpus CORPUS --model MODEL {SHORT}", tiny)
+    words += "" if "--model" in words else " --model MODEL"
+    code, _ = run(f"{words} --corpus CORPUS {SHORT}", tiny)
     folder = Path("new")
     record = json.loads((folder / "train.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

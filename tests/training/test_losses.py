@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +17,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipes import demo_draft
 from recipes.demo_draft import agreements
+from tests.drafters import BLOCK, Dense, drafter_folder, qwen3, target_of
 from tests.helpers import HIDDEN, VOCAB, tiny_heads, tiny_llama, tiny_target
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
+from tswift.models.drafters import BlockDrafter
+from tswift.models.drafters_io import find_drafter
 from tswift.models.heads import HEAD_TYPES, Heads
 from tswift.models.target import Target
 from tswift.training import tasks
 from tswift.training.config import OBJECTIVES
-from tswift.training.losses import CAUSAL, DraftLoss, heads_loss
+from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, heads_loss
 from tswift.training.tasks import Trainer, adamw, learning_rate, measure_agreement, muon
 
 ROWS, LENGTH, COUNT = 2, 23, 3
@@ -148,6 +152,38 @@ def test_stretches_change_no_gradient_of_a_draft_model(objective: str) -> None:
             torch.testing.assert_close(weight.grad, gradients[name], msg=name)
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("layout", ["dspark", "dspark-gated", "dspark-rnn"])
+def test_blocks_are_trained_as_they_are_drafted(layout: str, objective: str, tmp_path: Path) -> None:
+    target = target_of()
+    network = find_drafter(drafter_folder(tmp_path, layout)).load(target)
+    assert isinstance(network, BlockDrafter)
+    network.requires_grad_(True)
+    ids = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(5))
+    roots, dense = torch.tensor([[1, 11, 6], [4, 4, 9]]), Dense(layout, qwen3())
+    wanted, best = torch.zeros(BLOCK, dtype=torch.float64), torch.zeros(BLOCK, 3, dtype=torch.float64)
+    for text, starts in zip(ids.tolist(), roots.tolist(), strict=True):
+        own = qwen3()(torch.tensor([text])).logits[0].softmax(-1).detach()
+        for root in starts:
+            block = dense.block(text[: root + 1], torch.ones(root, dtype=torch.bool))
+            for slot in range(BLOCK):
+                logits = dense.biased(block, text[root : root + slot + 1])
+                token = text[root + slot + 1]
+                goal = own[root + slot] if objective == "distill" else torch.tensor(token)
+                wanted[slot] += F.cross_entropy(logits, goal)
+                best[slot] += (logits.topk(3).indices == token).cumsum(0)
+    gradients: dict[str, Tensor] = {}
+    for most in (1 << 30, 1):
+        network.zero_grad()
+        losses, hits = BlockLoss(network, target, objective, most)(ids, torch.arange(16).repeat(2, 1), roots)
+        torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(hits, best)
+        losses.sum().backward()
+        for name, weight in network.named_parameters():
+            assert weight.grad is not None, name
+            torch.testing.assert_close(weight.grad, gradients.setdefault(name, weight.grad.clone()), msg=name)
+
+
 def test_the_rate_rises_and_falls_along_a_cosine() -> None:
     rates = [learning_rate(step, step / 200, 50) for step in range(200)]
     assert rates[0] == pytest.approx(1 / 50)
@@ -163,7 +199,10 @@ def test_the_rate_rises_and_falls_along_a_cosine() -> None:
 
 def test_a_state_is_gone_on_with_and_another_ones_is_refused() -> None:
     networks = [tiny_llama("gqa", torch.float64) for _ in range(2)]
-    trainers = [Trainer(network, muon(network, 1e-2, 0.1), "draft") for network in networks]
+    trainers = [
+        Trainer(network, muon(network, [network.get_input_embeddings().weight], 1e-2, 0.1), "draft")
+        for network in networks
+    ]
     inputs = [torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
     def learn(number: int, step: int) -> None:

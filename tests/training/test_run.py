@@ -27,13 +27,13 @@ from tswift.cli import main
 from tswift.errors import Fault, InputError
 from tswift.jobs import folder as files
 from tswift.kv.cache import FullKV
-from tswift.training.config import DraftConfig, HeadsConfig, Progress, TrainConfig
+from tswift.models.drafters_io import describe_drafter
+from tswift.training.config import DraftConfig, HeadsConfig, Progress
 from tswift.training.data import Documents
 from tswift.training.run import CHECKPOINT, METRICS, RECORD, TrainFolder, resume, train
 from tswift.training.tasks import HEADS, MODEL
 
 STEPS = 6
-RESULT = {HeadsConfig: HEADS, DraftConfig: MODEL}
 
 
 def heads_config(tiny: Tiny, **changes: object) -> HeadsConfig:
@@ -52,7 +52,16 @@ def draft_config(tiny: Tiny, **changes: object) -> DraftConfig:
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
-CONFIGS = {HeadsConfig: heads_config, DraftConfig: draft_config}
+def block_config(tiny: Tiny, **changes: object) -> DraftConfig:
+    config = DraftConfig(
+        corpus=str(tiny.corpus), model=str(tiny.deep), kind="block", seq_len=64, steps=STEPS, batch=2, accumulate=2,
+        warmup=2, block=3, mlp=32, rank=8, markov="rnn", eval_every=2, device="cpu",
+    )  # fmt: skip
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+CONFIGS = {"heads": heads_config, "lm": draft_config, "block": block_config}
+RESULT = {"heads": HEADS, "lm": MODEL, "block": MODEL}
 
 
 def lines_of(folder: Path) -> list[dict]:
@@ -61,7 +70,7 @@ def lines_of(folder: Path) -> list[dict]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
-def same(first: Path, second: Path, kind: type[TrainConfig]) -> None:
+def same(first: Path, second: Path, kind: str) -> None:
     """Two trainings have the same weights, optimizer states, result and log, bit for bit."""
     ours, theirs = load_file(first / CHECKPOINT), load_file(second / CHECKPOINT)
     assert ours.keys() == theirs.keys()
@@ -73,16 +82,16 @@ def same(first: Path, second: Path, kind: type[TrainConfig]) -> None:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_trains_beside_a_model_in_bfloat16(tiny: Tiny, tmp_path: Path, kind: type[TrainConfig]) -> None:
+def test_trains_beside_a_model_in_bfloat16(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
     train(CONFIGS[kind](tiny, steps=1, accumulate=1, warmup=0, dtype="bfloat16"), out)
     assert (out / RESULT[kind]).exists()
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[type[TrainConfig], Path]:
+def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folders of trainings that nothing interrupted."""
-    folders = {kind: tmp_path_factory.mktemp(kind.COMMAND) for kind in CONFIGS}
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in CONFIGS}
     for kind, folder in folders.items():
         assert train(CONFIGS[kind](tiny), folder).signum is None
     return folders
@@ -141,6 +150,36 @@ def test_a_draft_model_learns_to_draw_what_the_model_draws(tiny: Tiny, tmp_path:
     assert {str(value.dtype) for value in load_file(tmp_path / "out" / MODEL).values()} == {"torch.bfloat16"}
 
 
+@pytest.mark.parametrize(("objective", "markov"), [("text", "vanilla"), ("distill", "rnn")])
+def test_a_block_drafter_learns_and_drafts_for_its_model(
+    tiny: Tiny, tmp_path: Path, objective: str, markov: str
+) -> None:
+    config = block_config(
+        tiny, steps=40, batch=4, accumulate=1, eval_every=0, lr=0.05, objective=objective, markov=markov
+    )
+    outcome = train(config, tmp_path / "out")
+    before, after = outcome.before, outcome.after
+    assert len(after.loss) == 3
+    for slot in range(3):
+        assert after.loss[slot] < before.loss[slot] - (0.3 if objective == "text" else 0.01)
+    # what was trained is what --drafter takes, in a published layout
+    about = describe_drafter(tmp_path / "out")
+    assert (about["layout"], about["kind"], about["count"]) == ("DeepSpec", "dspark", 3)
+    assert (about["taps"], about["markov"], about["dtypes"]) == ((1,), f"{markov}, rank 8", ["BF16"])
+    model = tswift.load(config.model, dtype="float64", drafter=str(tmp_path / "out"))
+    texts = [
+        [token for step in tswift.generate(model, "the ship", 60, method=method) for token in step.tokens]
+        for method in ("ar", "block")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_model_of_one_layer_has_no_block_drafter(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^model: has a single layer, and a block drafter reads the states before"):
+        train(block_config(tiny, model=str(tiny.model)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     from tswift.distributed import Dist
     from tswift.training.losses import DraftLoss
@@ -167,25 +206,23 @@ def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny, monkeypatch
 
 @pytest.mark.parametrize(
     ("kind", "number"),
-    [(HeadsConfig, signal.SIGINT), (HeadsConfig, signal.SIGHUP), (DraftConfig, signal.SIGTERM)],
+    [("heads", signal.SIGINT), ("heads", signal.SIGHUP), ("lm", signal.SIGTERM), ("block", signal.SIGINT)],
 )
-def test_stopped_by_a_signal_and_gone_on_with(
-    tiny: Tiny, whole: dict, tmp_path: Path, kind: type[TrainConfig], number: int
-) -> None:
-    out = tmp_path / "out"
-    outcome = train(CONFIGS[kind](tiny), out, StopAt(3, number))
+def test_stopped_by_a_signal_and_gone_on_with(tiny: Tiny, whole: dict, tmp_path: Path, kind: str, number: int) -> None:
+    out, config = tmp_path / "out", CONFIGS[kind](tiny)
+    outcome = train(config, out, StopAt(3, number))
     assert (outcome.steps, outcome.signum, outcome.after) == (3, number, None)
     assert json.loads((out / RECORD).read_text())["state"] == "interrupted"
     assert not (out / RESULT[kind]).exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    outcome = resume(kind, out)
+    outcome = resume(type(config), out)
     assert (outcome.steps, outcome.signum) == (STEPS, None)
     same(out, whole[kind], kind)
     assert not [path for path in out.iterdir() if path.is_dir() or path.name.endswith(".new")]
-    again = resume(kind, out)  # finished: nothing to do
+    again = resume(type(config), out)  # finished: nothing to do
     assert (again.before, again.after) == (outcome.before, outcome.after)
-    other = next(each for each in CONFIGS if each is not kind)
-    with pytest.raises(InputError, match=rf"^resume: .*train\.json is of kind {kind.COMMAND}"):
+    other = DraftConfig if kind == "heads" else HeadsConfig
+    with pytest.raises(InputError, match=rf"^resume: .*train\.json is of kind {config.COMMAND}"):
         resume(other, out)
 
 
@@ -204,7 +241,7 @@ def test_stopped_within_a_step_and_gone_on_with(
     assert train(heads_config(tiny), tmp_path / "out").steps == 2
     resume(HeadsConfig, tmp_path / "out")
     assert {*keys} == {(0, step, number) for step in range(STEPS) for number in range(2)}  # no rows are drawn again
-    same(tmp_path / "out", whole[HeadsConfig], HeadsConfig)
+    same(tmp_path / "out", whole["heads"], "heads")
 
 
 @pytest.mark.parametrize("last", [0, 4])
@@ -219,7 +256,7 @@ def test_what_a_kill_leaves_is_gone_on_with_from_the_checkpoint(
     checkpoint = TrainFolder(out, "train").load_checkpoint()
     assert (checkpoint[1] if checkpoint else 0) == last
     resume(HeadsConfig, out)
-    same(out, whole[HeadsConfig], HeadsConfig)
+    same(out, whole["heads"], "heads")
 
 
 def test_a_model_and_a_corpus_that_were_moved(tiny: Tiny, whole: dict, tmp_path: Path) -> None:
@@ -235,7 +272,7 @@ def test_a_model_and_a_corpus_that_were_moved(tiny: Tiny, whole: dict, tmp_path:
         resume(HeadsConfig, out, moved)
     text.write_text(before)
     assert resume(HeadsConfig, out, moved | {"steps": STEPS, "alpha_tokens": 0}).steps == STEPS
-    same(out, whole[HeadsConfig], HeadsConfig)
+    same(out, whole["heads"], "heads")
     plan = json.loads((out / RECORD).read_text())["plan"]
     assert {name: plan[name] for name in moved} == moved
 

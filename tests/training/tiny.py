@@ -20,9 +20,13 @@ SHORT, LONG = 6, 18  # documents of 20 words, and of 300
 
 @dataclass(frozen=True)
 class Tiny:
-    """Folders of a model (2,048 positions, no heads) and of its corpus; one of the long documents is there twice."""
+    """Folders of a model (2,048 positions, no heads) and of its corpus; one of the long documents is there twice.
+
+    ``deep`` is a model of three layers with random weights.
+    """
 
     model: Path
+    deep: Path
     corpus: Path
 
 
@@ -55,6 +59,8 @@ def make_tiny(folder: Path) -> Tiny:
             steps=60, tokens_per_step=512, short_row=64, long_from=2, heads_from=2, warmup=3, position_limit=128
         )
         pretrain(model, ChainedHeads(32), token_stream(texts, tokenizer), plan, lambda line: None)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    return Tiny(folder / "model", folder / "corpus")
+        deep = LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 3, "initializer_range": 0.3}))
+    for name, made in (("model", model), ("deep", deep)):
+        made.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return Tiny(folder / "model", folder / "deep", folder / "corpus")

@@ -13,7 +13,7 @@ import typer
 from tswift.cli import options
 from tswift.cli.streams import BAD_INPUT
 from tswift.errors import InputError
-from tswift.training.config import DraftConfig, HeadsConfig, Progress, TrainConfig
+from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, Progress, TrainConfig
 
 if TYPE_CHECKING:
     from tswift.benchmarking.table import Table
@@ -109,20 +109,27 @@ class _Progress(Progress):
         self._bars.update(name, done, total, figures)
 
 
-def _heads_grid(outcome: Outcome) -> Table:
+def _levels_grid(outcome: Outcome, level: str, what: str, notes: list[str]) -> Table:
+    """A row for each drafted token: ``level`` is what guesses it."""
     from tswift.benchmarking.table import Table
 
-    before, after, config = outcome.before, outcome.after, outcome.config
-    assert isinstance(config, HeadsConfig)
+    before, after = outcome.before, outcome.after
     rows = [
         [
-            str(head + 1),
-            f"{head + 2} on",
-            f"{before.loss[head]:.3f} -> {after.loss[head]:.3f}",
-            *(f"{old:.3f} -> {new:.3f}" for old, new in zip(before.top[head], after.top[head], strict=True)),
+            str(index + 1),
+            f"{index + 2} on",
+            f"{before.loss[index]:.3f} -> {after.loss[index]:.3f}",
+            *(f"{old:.3f} -> {new:.3f}" for old, new in zip(before.top[index], after.top[index], strict=True)),
         ]
-        for head in range(config.heads_count)
+        for index in range(len(before.loss))
     ]
+    title = f"{what} on held-out text, untrained -> after {outcome.steps:,} steps"
+    return Table(title, [level, "token", "loss", "top-1", "top-2", "top-3"], rows, notes=notes)
+
+
+def _heads_grid(outcome: Outcome) -> Table:
+    before, after, config = outcome.before, outcome.after, outcome.config
+    assert isinstance(config, HeadsConfig)
     notes = []
     if before.alpha is not None and after.alpha is not None:
         notes = [
@@ -130,8 +137,7 @@ def _heads_grid(outcome: Outcome) -> Table:
             f"tokens per step {before.tokens_per_step:.2f} -> {after.tokens_per_step:.2f}: "
             f"{config.alpha_tokens:,} tokens after each held-out text, by tokenswift with its defaults."
         ]
-    title = f"{config.heads_count} {config.kind} heads on held-out text, untrained -> after {outcome.steps:,} steps"
-    return Table(title, ["head", "token", "loss", "top-1", "top-2", "top-3"], rows, notes=notes)
+    return _levels_grid(outcome, "head", f"{config.heads_count} {config.kind} heads", notes)
 
 
 train = command(
@@ -149,7 +155,10 @@ train = command(
 def _draft_grid(outcome: Outcome) -> Table:
     from tswift.benchmarking.table import Table
 
-    before, after = outcome.before, outcome.after
+    before, after, config = outcome.before, outcome.after, outcome.config
+    assert isinstance(config, DraftConfig)
+    if config.kind == BLOCK:
+        return _levels_grid(outcome, "slot", f"A block of {config.slots} tokens", [])
     rows = [
         ["loss on held-out text", f"{before.loss:.3f}", f"{after.loss:.3f}", f"{after.target_loss:.3f}"],
         ["draws the same token", f"{before.agreement:.3f}", f"{after.agreement:.3f}", "1.000"],
@@ -163,8 +172,10 @@ train_draft = command(
     DraftConfig,
     "model.safetensors",
     _draft_grid,
-    """Train a small model, from random weights, that drafts for a model. Required: --corpus, or --resume.
+    """Train a small model or a block drafter that drafts for a model. Required: --corpus, or --resume.
 
-    It has the large model's vocabulary. A folder takes the model (for --draft-model), figures and checkpoints.
+    A small model (--kind lm) has the large one's vocabulary: for --draft-model. A block drafter (--kind block) reads
+    the large model's states and guesses a few tokens in one pass, in DSpark's layout: for --drafter. A folder takes
+    it, figures and checkpoints.
     """,
 )

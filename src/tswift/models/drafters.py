@@ -135,6 +135,21 @@ class Rotary(nn.Module):
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+class LayerKV(Protocol):
+    """Keys and values of a drafter's layers: a windowed cache, or rows that are trained on."""
+
+    @property
+    def keys(self) -> Any:
+        """Of each layer ``[kv heads, slots, head_dim]``."""
+
+    @property
+    def values(self) -> Any:
+        """As the keys."""
+
+    def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values ``[kv heads, n, head_dim]`` into slots ``[n]`` of a layer."""
+
+
 class DrafterAttention(nn.Module):
     """Attention of a drafter's layer, ``width`` its input's."""
 
@@ -148,18 +163,14 @@ class DrafterAttention(nn.Module):
         self.q_norm = nn.RMSNorm(size, spec.eps) if spec.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(size, spec.eps) if spec.qk_norm else nn.Identity()
 
-    def remember(
-        self, index: int, rows: Tensor, positions: Tensor, slots: Tensor, rotary: Rotary, kv: WindowKV
-    ) -> None:
+    def remember(self, index: int, rows: Tensor, positions: Tensor, slots: Tensor, rotary: Rotary, kv: LayerKV) -> None:
         """Put the keys and values of rows ``[n, width]`` into slots ``[n]`` of layer ``index``."""
         keys, values = (
             proj(rows).unflatten(-1, (self.kv_heads, -1)).transpose(0, 1) for proj in (self.k_proj, self.v_proj)
         )
         kv.put(index, slots, rotary(self.k_norm(keys), positions), values)
 
-    def forward(
-        self, index: int, rows: Tensor, positions: Tensor, rotary: Rotary, kv: WindowKV, seen: Tensor
-    ) -> Tensor:
+    def forward(self, index: int, rows: Tensor, positions: Tensor, rotary: Rotary, kv: LayerKV, seen: Tensor) -> Tensor:
         """``[n, H]``: rows ``[n, width]`` attend to layer ``index``'s slots that are ``seen`` ``[n or 1, slots]``."""
         queries = rotary(self.q_norm(self.q_proj(rows).unflatten(-1, (self.heads, -1)).transpose(0, 1)), positions)
         # the query heads of a KV head are its rows: keys and values are not repeated
@@ -258,7 +269,7 @@ class DraftNetwork(nn.Module):
         assert target is not None
         return target
 
-    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV) -> Tensor:
+    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV) -> Tensor:
         """Put committed tokens into the cache: nothing is waited for.
 
         Args:
@@ -298,7 +309,7 @@ class BlockDrafter(DraftNetwork):
         if spec.markov:
             self.markov_head = _Markov(spec)
 
-    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV) -> Tensor:
+    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV) -> Tensor:
         """As :meth:`DraftNetwork.remember`."""
         rows = self.hidden_norm(self.fc(taps))
         for index, layer in enumerate(self.layers):
@@ -312,13 +323,17 @@ class BlockDrafter(DraftNetwork):
         slots, places = kv.scratch + block, position + block
         seen = seen.clone()
         seen[kv.scratch : kv.scratch + self.spec.block] = True
-        rows = self.target.embed(tokens)
+        hidden = self.fill(self.target.embed(tokens), places, slots, kv, seen[None])
+        return _BlockRound(self, hidden[int(self.spec.in_place) :])
+
+    def fill(self, rows: Tensor, places: Tensor, slots: Tensor, kv: LayerKV, seen: Tensor) -> Tensor:
+        """``[n, H]`` states of blocks whose embeddings are ``rows``; ``seen`` is ``[n or 1, slots]``."""
         for index, layer in enumerate(self.layers):
             normed, attention = layer.input_layernorm(rows), layer.self_attn  # type: ignore[operator]
             attention.remember(index, normed, places, slots, self.rotary, kv)  # type: ignore[operator, union-attr]
-            rows = rows + attention(index, normed, places, self.rotary, kv, seen[None])  # type: ignore[operator]
+            rows = rows + attention(index, normed, places, self.rotary, kv, seen)  # type: ignore[operator]
             rows = rows + layer.mlp(layer.post_attention_layernorm(rows))  # type: ignore[operator]
-        return _BlockRound(self, self.norm(rows)[int(self.spec.in_place) :])
+        return self.norm(rows)
 
 
 class _BlockRound:
@@ -377,7 +392,7 @@ class EagleDrafter(DraftNetwork):
         embeddings = self.embed_tokens(tokens) if self.spec.embeds else self.target.embed(tokens)
         return self.midlayer.inputs(states, embeddings)
 
-    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV) -> Tensor:
+    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV) -> Tensor:
         """As :meth:`DraftNetwork.remember`."""
         if self.spec.input_norm:
             taps = self.input_norm(taps)

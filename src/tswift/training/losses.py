@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from tswift.kv.cache import FullKV
+from tswift.models.drafters import BlockDrafter
 from tswift.models.heads import Heads
 from tswift.models.target import Target
 from tswift.training.config import DISTILL, TEXT
@@ -164,10 +165,92 @@ class DraftLoss(nn.Module):
         return F.cross_entropy(logits, goal, reduction="sum"), hits
 
 
+class _RowKV:
+    """Keys and values of one row that is trained on: they only grow."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        for held, new in ((self.keys, keys), (self.values, values)):
+            held[layer] = torch.cat([held[layer], new], 1) if layer in held else new
+
+
+class BlockLoss(nn.Module):
+    """A block drafter with its loss: blocks at many places of each row are filled, each from what lies before it.
+
+    Arguments are those of :func:`heads_loss`; logits are computed again for the backward pass.
+    """
+
+    def __init__(
+        self, network: BlockDrafter, target: Target, objective: str = TEXT, max_logits: int = _MAX_LOGITS
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self._target, self._objective, self._max_logits = target, objective, max_logits
+
+    def forward(self, ids: Tensor, positions: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses ``[slots]``, summed over blocks, and ``[slots, 3]`` hits.
+
+        Args:
+            ids: ``[B, T]`` int64 token ids.
+            positions: ``[B, T]`` int64.
+            roots: ``[B, A]`` int64, where blocks begin: above 0, and at most ``T - 1 - slots``.
+        """
+        network, (rows, length) = self.network, ids.shape
+        slots = torch.arange(network.spec.block, device=ids.device)
+        hidden, taps = _states(self._target, ids, positions)
+        weight = network.fc.weight
+        mask = torch.full_like(slots, network.spec.mask)
+        blocks = []
+        for row in range(rows):
+            kv, at, unused = _RowKV(), roots[row], ids[row]
+            network.remember(taps[row].to(weight.dtype), unused, positions[row], unused, kv)
+            tokens = torch.where(slots == 0, ids[row, at, None], mask).flatten()
+            places = (positions[row, at, None] + slots).flatten()
+            before = torch.arange(length, device=ids.device) < at.repeat_interleave(len(slots))[:, None]
+            own = torch.arange(len(places), device=ids.device) // len(slots)
+            seen = torch.cat([before, own[:, None] == own], 1)
+            embedded = self._target.embed(tokens).to(weight.dtype, copy=True)  # inference tensors cannot be trained on
+            blocks.append(network.fill(embedded, places, places, kv, seen))
+        states = torch.stack(blocks).unflatten(1, (-1, len(slots)))  # [B, A, slots, H]
+        keep = states[:, :, 0].numel() // network.spec.hidden_size * self._target.vocab_size * len(slots)
+        losses, hits, markov = [], [], None
+        line = torch.arange(rows, device=ids.device)[:, None]
+        for slot in range(len(slots)):
+            told, goal, teacher = ids[line, roots + slot], ids[line, roots + slot + 1], hidden[line, roots + slot]
+            given = (states[:, :, slot].flatten(0, 1), told.flatten(), goal.flatten(), teacher.flatten(0, 1), markov)
+            if keep <= self._max_logits or not torch.is_grad_enabled():
+                loss, hit, markov = self._slot(*given)
+            else:
+                loss, hit, markov = checkpoint(self._slot, *given, use_reentrant=False)
+            losses.append(loss)
+            hits.append(hit)
+        return torch.stack(losses), torch.stack(hits)
+
+    def _slot(
+        self, states: Tensor, told: Tensor, goal: Tensor, teacher: Tensor, markov: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        bias, markov = self.network.markov_head(told, states, markov)
+        logits = _float32(self._target.open_logits(states.to(self._target.dtype))) + bias
+        with torch.no_grad():
+            hits = _hits(logits, goal)
+            if self._objective == DISTILL:
+                goal = self._target.open_logits(teacher).to(logits.dtype).softmax(-1)
+        return F.cross_entropy(logits, goal, reduction="sum"), hits, markov
+
+
 def hidden_states(target: Target, ids: Tensor, positions: Tensor | None = None) -> Tensor:
     """Last hidden states ``[B, T, H]`` of the model, by the passes that decode: heads see the same when they draft."""
+    return _states(target, ids, positions)[0]
+
+
+def _states(target: Target, ids: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Last hidden states, and the taps ``[B, T, M * H]`` of a target that has them."""
     rows, length = ids.shape
     hidden = torch.empty(rows, length, target.hidden_size, dtype=target.dtype, device=target.device)
+    taps: list[Tensor] = []
     kv = FullKV(target.kv_shape, length)
     if positions is None:
         positions = torch.arange(length, device=target.device).expand(rows, -1)
@@ -175,9 +258,12 @@ def hidden_states(target: Target, ids: Tensor, positions: Tensor | None = None) 
         kv.length = 0
         for start in range(0, length, _CHUNK):
             part = slice(start, start + _CHUNK)
-            hidden[row, part] = target.forward(ids[row, part], positions[row, part], kv, None).hidden
+            forwarded = target.forward(ids[row, part], positions[row, part], kv, None)
+            hidden[row, part] = forwarded.hidden
+            if forwarded.taps is not None:
+                taps.append(forwarded.taps.clone())
             kv.commit(range(len(ids[row, part])))
-    return hidden
+    return hidden, torch.cat(taps).unflatten(0, (rows, length)) if taps else hidden[:, :, :0]
 
 
 def _float32(logits: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from tswift.reading import MOST_RECORD, read_file
 from tswift.training.config import Progress, TrainConfig
 from tswift.training.data import corpus_files, prepare
 from tswift.training.losses import TOP, Metrics, total
-from tswift.training.tasks import TRAINEES, Trainee, learning_rate
+from tswift.training.tasks import Trainee, learning_rate, trainee_of
 
 RECORD, METRICS, CHECKPOINT = "train.json", "metrics.jsonl", "checkpoint.safetensors"
 _SCHEMA = 1
@@ -121,7 +121,7 @@ def resume(
     record = folder.read_record()
     try:
         began, steps, state = kind(**record["plan"]), int(record["steps"]), record["state"]
-        scores = _scores(kind, record)
+        scores = _scores(began, record)
     except (TypeError, ValueError, KeyError):
         raise InputError(f"{path} holds a plan that is damaged, or of another version of tswift", "resume") from None
     config = began.resumed(changes or {}, path)
@@ -171,7 +171,7 @@ class _Training:
             ranks.wait()
         corpus = self._documents.summary()
         _describe(config, corpus, progress)
-        self._trainee: Trainee = TRAINEES[type(config)](config, model, self._documents, ranks, progress)
+        self._trainee: Trainee = trainee_of(config)(config, model, self._documents, ranks, progress)
         facts = {
             "device": str(target.device),
             "dtype": dtype,
@@ -227,7 +227,7 @@ class _Training:
             finally:
                 if self._record["state"] != FINISHED:
                     self._write_record(INTERRUPTED)
-        scores = _scores(type(self._config), self._record)
+        scores = _scores(self._config, self._record)
         return Outcome(self._folder.path, self._config, self._step, *scores, signum)
 
     def _loop(self, signals: Signals) -> int | None:
@@ -331,9 +331,9 @@ def _describe(config: TrainConfig, counts: Mapping[str, Any], progress: Progress
         )
 
 
-def _scores(kind: type[TrainConfig], record: Mapping[str, Any]) -> tuple[Any, Any]:
+def _scores(config: TrainConfig, record: Mapping[str, Any]) -> tuple[Any, Any]:
     """The scores before and after that a record has."""
-    before, after = (TRAINEES[kind].scores(**record[when]) if when in record else None for when in (BEFORE, AFTER))
+    before, after = (trainee_of(config).scores(**record[when]) if when in record else None for when in (BEFORE, AFTER))
     return before, after
 
 
@@ -399,7 +399,7 @@ class TrainFolder:
         with self._writing(RECORD):  # backslashes for incomplete UTF-8 in a file's name
             write_whole(self.path / RECORD, f"{text}\n".encode(errors="backslashreplace"))
 
-    def write(self, name: str, save: Callable[[Path], None]) -> None:
+    def write(self, name: str, save: Callable[[Path], object]) -> None:
         """Have a file written by ``save``, whole or not at all."""
         path = self.path / name
         new = path.with_name(f"{name}.new")

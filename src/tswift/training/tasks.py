@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from abc import ABC, abstractmethod
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
@@ -27,14 +29,16 @@ from tswift.distributed import Dist
 from tswift.engine import begin, ending
 from tswift.errors import Fault, InputError, renamed
 from tswift.kv.cache import FullKV
-from tswift.models.checkpoint import fingerprint_in_any_dtype, silence
+from tswift.models.checkpoint import CONFIG, fingerprint_in_any_dtype, silence
+from tswift.models.drafters import DSPARK, BlockDrafter, DrafterSpec, build
+from tswift.models.drafters_io import attached, published_config
 from tswift.models.heads import HEAD_TYPES, Heads
 from tswift.models.heads_io import load_heads
 from tswift.models.load import LoadedModel
 from tswift.models.target import Target
-from tswift.training.config import SHAPES, DraftConfig, HeadsConfig, Progress, TrainConfig
+from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, Progress, TrainConfig
 from tswift.training.data import Documents, jumping_positions
-from tswift.training.losses import CAUSAL, DraftLoss, Metrics, heads_loss, total
+from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, Metrics, heads_loss, total
 
 if TYPE_CHECKING:
     from tswift.training.run import TrainFolder
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 HEADS, MODEL = "heads.safetensors", "model.safetensors"
 _PROMPT = 1024  # most tokens of a held-out text that decoding continues
 _ROWS = 256  # of scores in float64 at a time, for each model
+_BLOCKS = 4  # tokens of a row for every block that is learnt from
 _WARMUP_SHARE = 0.25  # most of a training in which the rate rises: table 9's 50 steps of 200
 
 
@@ -224,7 +229,8 @@ class DraftTrainee(Trainee):
         parameters = self.network.num_parameters()
         progress.say(f"draft model of {parameters:,} parameters, {config.positions:,} positions")
         self.loss = DraftLoss(self.network, target, config.objective)
-        super().__init__(self.loss, muon(self.network, config.lr, config.weight_decay), "draft", ranks)
+        ends = self.network.get_input_embeddings().weight, self.network.get_output_embeddings().weight
+        super().__init__(self.loss, muon(self.network, ends, config.lr, config.weight_decay), "draft", ranks)
 
     def positions(self, key: Sequence[int]) -> Tensor | None:
         """Positions of a batch with jumps, so that far positions are learnt from short rows; None for 0, 1, ..."""
@@ -266,7 +272,108 @@ class DraftTrainee(Trainee):
             raise Fault(f"{folder.path} cannot be written to ({error.strerror})") from None
 
 
-TRAINEES: dict[type[TrainConfig], Any] = {HeadsConfig: HeadsTrainee, DraftConfig: DraftTrainee}
+class BlockTrainee(Trainee):
+    """A block drafter with a Markov head, in DSpark's layout, that learns what a model says after the text so far.
+
+    Raises:
+        InputError: the model has a single layer, or layers whose states cannot be had.
+    """
+
+    scores = HeadsScores
+
+    def __init__(
+        self, config: DraftConfig, model: LoadedModel, documents: Documents, ranks: Dist, progress: Progress
+    ) -> None:
+        self._config, self._target = config, model.target
+        self._rows = documents.held_out_rows(config.seq_len)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            network = build(block_spec(config, model), model.target)
+            assert isinstance(network, BlockDrafter)
+            nn.init.zeros_(network.markov_head.markov_w2.weight)
+        attached(network.to(model.target.device, _trained_dtype(model.target)))
+        progress.say(f"block drafter of {sum(weight.numel() for weight in network.parameters()):,} parameters")
+        self.loss = BlockLoss(network, model.target, config.objective)
+        ends = network.markov_head.markov_w1.weight, network.markov_head.markov_w2.weight
+        super().__init__(self.loss, muon(network, ends, config.lr, config.weight_decay), "drafter", ranks)
+
+    def _run(self, ids: Tensor, positions: Tensor, roots: Tensor) -> tuple[Tensor, Metrics]:
+        device, mixed = self._target.device, self._target.dtype == torch.bfloat16
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
+            given = (each.to(device) for each in (ids, positions, roots))
+            losses, hits = (self._wrapped or self.loss)(*given)
+        return losses, Metrics(losses.detach().double(), hits, roots.numel())
+
+    def _backward(self, ids: Tensor, key: Sequence[int], scale: float) -> Metrics:
+        config, rng = self._config, np.random.default_rng([*key, 1])
+        limit = max(config.seq_len + 2, min(config.positions, self._target.max_positions))
+        places = torch.from_numpy(jumping_positions(len(ids), config.seq_len, limit, rng))
+        last = config.seq_len - 1 - config.slots
+        roots = 1 + torch.from_numpy(rng.integers(0, last, (len(ids), max(1, config.seq_len // _BLOCKS))))
+        losses, metrics = self._run(ids, places, roots)
+        (losses.sum() * (scale / roots.numel())).backward()
+        return metrics
+
+    @torch.no_grad()
+    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> HeadsScores:
+        """Loss and accuracy of each slot."""
+        roots, metrics = torch.arange(1, self._config.seq_len - self._config.slots)[None], []
+        for row in self._rows:
+            ids = torch.from_numpy(row[None])
+            metrics.append(self._run(ids, torch.arange(ids.shape[1])[None], roots)[1])
+        found = total(metrics)
+        return HeadsScores(found.mean_loss, found.accuracy)
+
+    def write(self, folder: TrainFolder) -> None:
+        """Write the drafter in bfloat16: a folder for ``--drafter``."""
+        network = self.loss.network
+        # the weights come last: without them it is no drafter
+        about = json.dumps(published_config(network.spec), indent=2) + "\n"
+        folder.write(CONFIG, lambda path: path.write_text(about))
+        tensors = {name: weight.detach().bfloat16().contiguous() for name, weight in network.named_parameters()}
+        folder.write(MODEL, partial(save_file, tensors, metadata={"format": "pt"}))
+
+
+def trainee_of(config: TrainConfig) -> Any:
+    """What these settings train."""
+    if isinstance(config, HeadsConfig):
+        return HeadsTrainee
+    assert isinstance(config, DraftConfig)
+    return BlockTrainee if config.kind == BLOCK else DraftTrainee
+
+
+def block_spec(config: DraftConfig, model: LoadedModel) -> DrafterSpec:
+    """The sizes of a block drafter: its layers are as wide as the model's, but for the MLP.
+
+    Raises:
+        InputError: the model has a single layer, and states are read before the last one.
+    """
+    target, text = model.target, model.target.model.config.get_text_config()
+    shape = target.kv_shape
+    if shape.layers < 2:
+        raise InputError("has a single layer, and a block drafter reads the states before the last one", "model")
+    last = shape.layers - 2
+    taps = sorted({round(min(1, last) + share * (last - min(1, last)) / 4) for share in range(5)})
+    return DrafterSpec(
+        kind=DSPARK,
+        hidden_size=target.hidden_size,
+        inner_size=config.mlp or text.intermediate_size,
+        layers=config.layers or 1,
+        heads=config.attention_heads or text.num_attention_heads,
+        kv_heads=config.attention_heads or shape.heads,
+        head_dim=shape.head_dim,
+        vocab_size=target.vocab_size,
+        eps=text.rms_norm_eps,
+        rope={"rope_type": "default", "rope_theta": text.rope_parameters["rope_theta"]},
+        tap_size=target.hidden_size,
+        tap_count=len(taps),
+        taps=tuple(taps),
+        target_layers=shape.layers,
+        block=config.slots,
+        mask=model.eos_ids[0] if model.eos_ids else 0,
+        markov=config.markov or "vanilla",
+        rank=config.rank or 32,
+    )
 
 
 @torch.inference_mode()
@@ -315,7 +422,11 @@ def compare(
 def draft_network(config: DraftConfig, target: Target) -> LlamaForCausalLM:
     """A draft model with random weights, on the CPU in float32."""
     text = target.model.config.get_text_config()
-    shape = {**SHAPES[config.shape], "vocab_size": target.vocab_size, "max_position_embeddings": config.positions}
+    shape = {
+        **config.sizes,
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": config.positions,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=text.bos_token_id, eos_token_id=text.eos_token_id))
@@ -335,10 +446,10 @@ def adamw(heads: Heads, rate: float, decay: float) -> list[torch.optim.Optimizer
     return [torch.optim.AdamW(heads.parameters(), lr=rate, betas=(0.9, 0.999), weight_decay=decay)]
 
 
-def muon(network: PreTrainedModel, rate: float, decay: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices; AdamW at 0.15 of its rate for embeddings and norms."""
-    ends = {id(network.get_input_embeddings().weight), id(network.get_output_embeddings().weight)}
-    matrices = [weight for weight in network.parameters() if weight.ndim == 2 and id(weight) not in ends]
+def muon(network: nn.Module, ends: Sequence[Tensor], rate: float, decay: float) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices; AdamW at 0.15 of its rate for norms and the ``ends``, such as embeddings."""
+    apart = {id(weight) for weight in ends}
+    matrices = [weight for weight in network.parameters() if weight.ndim == 2 and id(weight) not in apart]
     inside = {id(weight) for weight in matrices}
     others = [weight for weight in network.parameters() if id(weight) not in inside]
     return [
