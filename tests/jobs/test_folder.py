@@ -22,6 +22,7 @@ from tswift.jobs.folder import (
     default_path,
     in_use,
     parse_journal,
+    read_record,
     read_saved,
 )
 
@@ -84,11 +85,29 @@ def test_discard_leaves_nothing_of_its_own(tmp_path: Path) -> None:
 
 def test_a_folder_is_for_one(folder: RunFolder) -> None:
     assert in_use(folder.path)
+    with pytest.raises(InputError, match=r"out: .* is in use by another run"):
+        RunFolder.create(folder.path)
+    folder.record({})
     with pytest.raises(InputError, match=r"out: .* is not empty"):
         RunFolder.create(folder.path)
     folder.close()
     assert not in_use(folder.path)
     assert not (folder.path / "lock").exists()
+
+
+def test_what_was_killed_while_its_model_was_loading_is_begun_anew(tmp_path: Path) -> None:
+    killed = RunFolder.create(tmp_path / "run")
+    killed.keep_prompt([1, 2])
+    killed.close()
+    with pytest.raises(InputError, match=r"holds no run: it was stopped while the model was loading; --out begins"):
+        read_record(tmp_path / "run")
+    again = RunFolder.create(tmp_path / "run")
+    again.append([5], "five", nothing)
+    again.checkpoint({})
+    again.close()
+    with pytest.raises(InputError, match=r"out: .* is not empty"):
+        RunFolder.create(tmp_path / "run")
+    assert (tmp_path / "run" / "text.txt").read_text() == "five"
 
 
 def test_the_prompt_cannot_be_kept(tmp_path: Path) -> None:

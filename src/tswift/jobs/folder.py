@@ -189,7 +189,7 @@ def default_path(method: str, runs: Path = Path("runs")) -> Path:
 
 
 def new_folder(path: Path) -> list[Path]:
-    """Make a folder, or take one that is empty; returns the folders that were made, the innermost first.
+    """Make a folder, or take one without a run in it; returns the folders that were made, the innermost first.
 
     Raises:
         InputError: it holds something, or cannot be made.
@@ -197,11 +197,19 @@ def new_folder(path: Path) -> list[Path]:
     try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
-        if any(each.name != REQUEST for each in path.iterdir()):
+        if not _unbegun(path):
             raise InputError(f"{path} is not empty; a run needs a folder of its own", "out")
     except OSError as error:
         raise _unwritable(path, error) from None
     return made
+
+
+def _unbegun(path: Path) -> bool:
+    """Whether a folder is empty, or holds no more than a run leaves that was killed while its model was loading."""
+    return all(
+        file.name in (PROMPT, REQUEST) or (file.name in (LOCK, TOKENS, TEXT, JOURNAL, LOGPROBS) and not file.stat().st_size)
+        for file in path.iterdir()
+    )
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:
@@ -355,6 +363,8 @@ class RunFolder:
             raise _unwritable(path, error) from None
         try:
             for name in (TOKENS, TEXT, JOURNAL, *([LOGPROBS] if logprobs else [])):
+                if _unbegun(path):  # asked anew, now that it is locked
+                    (path / name).unlink(missing_ok=True)
                 folder._files[name] = AppendedFile(path / name)
             for parent in (path, *(below.parent for below in made)):
                 sync_folder(parent)
@@ -567,7 +577,10 @@ def read_record(path: Path) -> dict[str, Any]:
         InputError: there is no such folder, no record in it, or a broken one.
     """
     refuse_no_folder(path)
-    content = _content(path / RECORD, f"{path} holds no run: there is no {RECORD} in it")
+    missing = f"there is no {RECORD} in it"
+    if (path / TOKENS).exists() and not (path / RECORD).exists() and _unbegun(path):
+        missing = "it was stopped while the model was loading; --out begins it anew"
+    content = _content(path / RECORD, f"{path} holds no run: {missing}")
     try:
         record = json.loads(content)
     except (ValueError, RecursionError):  # no JSON, or no UTF-8
