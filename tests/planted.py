@@ -120,7 +120,7 @@ FAULTS = [
           "logit + tl.load(bias + ids", "logit + 0 * tl.load(bias + ids"),
     Fault("tokens behind a stop string are kept", "decoding/loop.py", STOPS,
           "                    return count\n", "                    return len(tokens)\n"),
-    Fault("a stop string is looked for in every token alone", "decoding/text.py", STOPS,
+    Fault("a stop string is looked for in every token alone", "decoding/text.py", "jobs/test_text.py",
           "text = self._waiting + piece\n", "text = piece\n"),
     Fault("what may become a stop string is given", "decoding/text.py", "jobs/test_text.py",
           "        self._waiting = text[begun:]\n", "        begun = len(text)\n"),
