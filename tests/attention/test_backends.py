@@ -79,6 +79,7 @@ def test_a_broken_installation(tmp_path, monkeypatch, source, reason) -> None:
     assert why("flash") == f"flash-attn cannot be imported: {reason}"
 
 
+@pytest.mark.slow
 def test_naming_the_backends_imports_none() -> None:
     code = (
         "import sys; import tswift.attention.backends; "

@@ -172,6 +172,7 @@ def test_a_run_goes_on_without_where_exact_passes_cannot_be_had(
     assert "rounds otherwise" in found.err
 
 
+@pytest.mark.slow
 def test_compare_and_bench_say_what_they_cut(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
     compared = tswift("compare", *words[1:], "--methods", "ar,medusa", "--nodes", 40, "--len", 20)
     assert compared.code == 0, compared.err

@@ -53,7 +53,14 @@ def text_of(model, prompt, length, method, params, seed=1, options=None, written
     ("dtype", "params", "seed", "trees"),
     [
         pytest.param("bfloat16", SamplingParams(), 1, {}, id="T 1, penalty, min-p"),
-        pytest.param("float16", SamplingParams(min_p=0, top_p=0.9, penalty=1.1, window=30), 2, TREES, id="top-p"),
+        pytest.param(
+            "float16",
+            SamplingParams(min_p=0, top_p=0.9, penalty=1.1, window=30),
+            2,
+            TREES,
+            id="top-p",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_method_writes_the_text_of_plain_decoding(dtype, params, seed, trees) -> None:
