@@ -41,7 +41,7 @@ def plans(budget: int, levels: int, heads: int) -> dict[str, tuple[str, DraftOpt
     }
     alone = ("medusa", "block, chain", "block, tree auto")
     return rows | {
-        f"{name}, own noise": (rows[name][0], DraftOptions(**{**rows[name][1].changed(), "shared_noise": False}))
+        f"{name}, no shared noise": (rows[name][0], DraftOptions(**{**rows[name][1].changed(), "shared_noise": False}))
         for name in alone
     }
 
