@@ -6,20 +6,22 @@ torch is imported where a model is loaded, so that what is cheap to check is ref
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import METHODS, OF_CHOICE, DraftOptions, find_method, parse_tree, refuse_unused, used
-from tswift.errors import InputError, renamed
+from tswift.errors import InputError, did_you_mean, renamed
 from tswift.jobs.config import TextConfig, fields_of, loading
 from tswift.jobs.prompt import read_prompt
-from tswift.models.config import ModelConfig
+from tswift.models.config import DEMO, DEMO_DRAFT, SHAPE_PREFIX, ModelConfig
 from tswift.options import check_options, option, parse_numbers
 
 if TYPE_CHECKING:
+    from tswift.benchmarking.peers import Peers
+    from tswift.benchmarking.workloads import Text
     from tswift.decoding.audit import Audit
     from tswift.models.load import LoadedModel
 
@@ -28,6 +30,8 @@ BASELINE = "ar"
 REFERENCE = "ar-reference"  # plain decoding with the attention of reference implementations
 DRAFTLESS = (BASELINE, REFERENCE)
 FULL, SAMPLED = "full", "sampled"
+TRANSFORMERS, LOOKUP, ASSISTED = "transformers", "prompt-lookup", "assisted"
+PEERS = (TRANSFORMERS, LOOKUP, ASSISTED)  # transformers' generate, plain and drafted
 
 _GRID = "Grid"
 Trees = Mapping[str, "tuple[int, ...] | str"]
@@ -44,6 +48,15 @@ def parse_methods(words: str) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise InputError(f"names a method twice: {words}", "methods")
     return (BASELINE, *(name for name in names if name != BASELINE))
+
+
+def parse_peers(words: str) -> tuple[str, ...]:
+    """Peers of ``a,b``."""
+    names = tuple(dict.fromkeys(name.strip() for name in words.split(",")))
+    for name in names:
+        if name not in PEERS:
+            raise InputError(f"knows {', '.join(PEERS)}, got {name!r:.40}{did_you_mean(name, PEERS)}", "peers")
+    return names
 
 
 def parse_trees(words: Sequence[str] | None) -> Trees:
@@ -107,6 +120,15 @@ class BenchOptions(ModelConfig):
         above=0,
         most=1,
     )
+    peers: Sequence[str] = option(
+        (),
+        f"transformers' own generate in the same run: {', '.join(PEERS)}.",
+        panel=_GRID,
+        shown="none",
+        parse=parse_peers,
+        flag="--peer",
+        also=("--peers",),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,7 +150,14 @@ class BenchOptions(ModelConfig):
         SamplingParams(**self.sampling)
         self.refuse_unused(self.methods)
         drafting = {method: DraftOptions(**self.drafting, tree=self.tree(method)) for method in self.methods}
-        loading(self, self.methods)
+        self.loading()
+        if self.peers:
+            assistant_of(self)
+            reason = "random weights" if self.model.startswith(SHAPE_PREFIX) else None
+            reason = "quantised weights" if self.quantize is not None else reason
+            reason = "simulated acceptance" if self.simulate_alpha is not None else reason
+            if reason:
+                raise InputError(f"transformers' generate is not measured with {reason}", "peers")
         drafting_methods = [method for method in self.methods if method not in DRAFTLESS]
         if self.simulate_alpha is not None and not drafting_methods:
             raise InputError("none of the methods drafts anything that could be accepted", "simulate_alpha")
@@ -140,12 +169,32 @@ class BenchOptions(ModelConfig):
                 )
         return drafting
 
+    def loading(self) -> dict[str, Any]:
+        """Arguments of :func:`tswift.load`, without a draft model that only the assisted peer uses."""
+        uses = any(find_method(method).draft or find_method(method).may_draft for method in self.methods)
+        own = replace(self, draft_model=None) if ASSISTED in self.peers and not uses else self
+        return loading(own, self.methods)
+
     def refuse_unused(self, methods: Sequence[str]) -> None:
         """Refuse options that none of these methods uses."""
         refuse_unused(methods, {**self.drafting, "heads": self.heads, "tree": self.trees.get("")}, self.trees)
         for method in self.trees:
             if method and (method not in methods or "tree" not in find_method(method).uses):
                 raise InputError(f"is given for {method}, which is not among the methods or has no tree", "tree")
+
+
+def assistant_of(options: BenchOptions) -> str | None:
+    """The model that drafts for the assisted peer; None where that is not asked for.
+
+    Raises:
+        InputError: none is named, and the model has none of its own.
+    """
+    if ASSISTED not in options.peers:
+        return None
+    if options.draft_model is None and options.model != DEMO:
+        message = f"names a smaller model with the tokens of {options.model}, which {ASSISTED} needs"
+        raise InputError(message, "draft_model")
+    return options.draft_model or DEMO_DRAFT
 
 
 @dataclass(frozen=True)
@@ -219,6 +268,7 @@ class BenchConfig:
         contenders: labels are unique; ``ar`` is among them.
         simulate_alpha: as in :class:`BenchOptions`.
         note: what of the options had to be changed; None for nothing.
+        peers: transformers' generate beside them; None for none.
     """
 
     model: LoadedModel
@@ -226,6 +276,7 @@ class BenchConfig:
     contenders: Sequence[Contender]
     simulate_alpha: float | None = None
     note: str | None = None
+    peers: Peers | None = None
 
     @property
     def simulated(self) -> dict[str, Any] | None:
@@ -264,10 +315,11 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt by name: a file's, ``pg19:0`` and so on, or ``bundled``."""
+    """A prompt by name: a file's, ``pg19:0`` and so on, or ``bundled``; or a workload's, which is of a kind."""
 
     name: str
     tokens: list[int]
+    kind: str | None = None
 
 
 def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: str = "model") -> BenchConfig:
@@ -285,7 +337,7 @@ def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: s
     from tswift.engine import ending, preflight
     from tswift.models.load import load
 
-    params, drafting, arguments = SamplingParams(**options.sampling), options.check(), loading(options, options.methods)
+    params, drafting, arguments = SamplingParams(**options.sampling), options.check(), options.loading()
     try:
         # how much memory a model takes that is quantised while it is loaded is seen then
         for method, fields in drafting.items() if options.quantize is None else ():
@@ -300,7 +352,12 @@ def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: s
     params, _ = ending(params, model.eos_ids, stop_at_eos=False)
     cuts = [cut_note(fields, model.target.width) for fields in drafting.values()]
     note = next((cut for cut in cuts if cut is not None), None)
-    return BenchConfig(model, params, contenders, options.simulate_alpha, note)
+    peers = None
+    if options.peers:
+        from tswift.benchmarking.peers import load_peers
+
+        peers = load_peers(options, model)
+    return BenchConfig(model, params, contenders, options.simulate_alpha, note, peers)
 
 
 def read_texts(words: Sequence[str]) -> dict[str, str]:
@@ -333,8 +390,10 @@ def read_texts(words: Sequence[str]) -> dict[str, str]:
     return texts
 
 
-def encode(texts: Mapping[str, str], model: LoadedModel, longest: int) -> list[Prompt]:
-    """Token ids of the texts, of which none may have fewer than ``longest``."""
+def encode(texts: Mapping[str, str] | Sequence[Text], model: LoadedModel, longest: int) -> list[Prompt]:
+    """Token ids of the texts, of which none may have fewer than ``longest``; a workload's have as many as they have."""
+    if not isinstance(texts, Mapping):
+        return [Prompt(text.name, model.encode(text.text), text.kind) for text in texts]
     prompts = [Prompt(name, model.encode(text)) for name, text in texts.items()]
     for prompt in prompts:
         if len(prompt.tokens) < longest:

@@ -26,7 +26,7 @@ from tswift.benchmarking.suites import (
     place_name,
     published_rows,
 )
-from tswift.benchmarking.summary import METRICS, Row, drafted_only, source, summarise
+from tswift.benchmarking.summary import METRICS, Row, by_kind, drafted_only, source, summarise
 from tswift.benchmarking.summary import Figure as Value
 from tswift.benchmarking.table import method_name
 
@@ -170,12 +170,15 @@ def _line_figure(
 
 def time_figure(measurement: Record) -> Figure:
     """Decoding time against generated tokens, prefill apart: a panel per prefill, a line per method, mean over runs."""
-    samples = measurement["samples"]
-    prefills = sorted({sample["prefill"] for sample in samples})
-    longest = max((seconds for sample in samples for _, seconds in sample["slices"]), default=0.0)
+    places = [
+        (kind, prefill, part["samples"])
+        for kind, part in by_kind(measurement).items()
+        for prefill in sorted({sample["prefill"] for sample in part["samples"]})
+    ]
+    longest = max((end[1] for _, _, samples in places for sample in samples for end in sample["slices"]), default=0.0)
     unit, scale = ("minutes", 60.0) if longest >= 60 else ("seconds", 1.0)
-    panels = []
-    for prefill in prefills:
+    panels: list[Panel] = []
+    for kind, prefill, samples in places:
         lines = {}
         for method in _methods(measurement):
             runs = [sample for sample in samples if (sample["method"], sample["prefill"]) == (method, prefill)]
@@ -184,26 +187,32 @@ def time_figure(measurement: Record) -> Figure:
                 tokens = np.linspace(0, min(curve[0, -1] for curve in curves), _CURVE_POINTS + 1)
                 seconds = np.mean([np.interp(tokens, *curve) for curve in curves], axis=0) / scale
                 lines[method] = [(x, Value(1, y, None)) for x, y in zip(tokens, seconds, strict=True)]
-        up = f"decoding time, {unit}" if prefill == prefills[0] else ""
-        panels.append(Panel(f"prefill {prefill:,} tokens", "generated tokens", up, lines))
-    width, methods = 7.5 if len(prefills) == 1 else 5.5 * len(prefills), _methods(measurement)
+        up = "" if panels else f"decoding time, {unit}"
+        panels.append(Panel(_title(kind, prefill), "generated tokens", up, lines))
+    width, methods = 7.5 if len(places) == 1 else 5.5 * len(places), _methods(measurement)
     return _line_figure([panels], methods, "Decoding time", measurement, width, _CURVE_POINTS // 8, sharey=True)
 
 
 def acceptance_figure(measurement: Record) -> Figure:
     """The metrics that are plotted (alpha, beta, x) against generated length: a row per prefill, a line per method."""
-    cells = summarise(measurement)
     shown, methods = [name for name, metric in METRICS.items() if metric.plot], _methods(measurement)
+    parts = {kind: summarise(part) for kind, part in by_kind(measurement).items()}
     panels = []
-    for prefill in sorted({cell.prefill or 0 for cell in cells}):
+    for kind, prefill in (
+        (kind, n) for kind, cells in parts.items() for n in sorted({one.prefill or 0 for one in cells})
+    ):
         lines: dict[str, dict[str, Points]] = {name: {method: [] for method in methods} for name in shown}
-        for cell in cells:
+        for cell in parts[kind]:
             for name in shown if cell.prefill == prefill else ():
                 point = (float(cell.length or 0), drafted_only(cell.figures, cell.axis)[name])
                 lines[name][cell.axis].append(point)
-        title = f"prefill {prefill:,} tokens"
+        title = _title(kind, prefill)
         panels.append([Panel(title, "generated tokens", METRICS[name].plot, lines[name]) for name in shown])
     return _line_figure(panels, methods, "Acceptance and speedup", measurement, 4 * len(shown), sharex=True)
+
+
+def _title(kind: str, prefill: int | None) -> str:
+    return kind or f"prefill {prefill:,} tokens"
 
 
 def _methods(measurement: Record) -> list[str]:

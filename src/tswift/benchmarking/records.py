@@ -25,7 +25,7 @@ from tswift.reading import MOST_RECORD, parse_json, read_file
 
 FILES = ("bench.json", "bench-simulated.json", "suite.json")
 _KINDS = (BenchOptions, SamplingParams, DraftOptions)
-_OWN_PLACE = ("prompts", "shard")  # options that may differ: of prompts, what is in them counts
+_OWN_PLACE = ("prompts", "workload", "shard")  # options that may differ: of prompts, what is in them counts
 _SUITE: Mapping[str, Any] = {
     "type": "object",
     "properties": {

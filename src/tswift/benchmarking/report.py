@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tswift.benchmarking import plots, records
-from tswift.benchmarking.config import BASELINE, DRAFTLESS, SAMPLED
+from tswift.benchmarking.config import ASSISTED, BASELINE, DRAFTLESS, LOOKUP, PEERS, SAMPLED
 from tswift.benchmarking.suites import (
     CAUTION,
     PAPER_MACHINE,
@@ -39,6 +39,7 @@ from tswift.benchmarking.summary import (
     Cell,
     Figure,
     Row,
+    by_kind,
     drafted_only,
     from_source,
     simulated_alpha,
@@ -54,6 +55,7 @@ _MAX_DIFFERENCES = 5
 _PAPER_DEPTH = 4  # tokens it drafts along a path
 _TABLE_3 = ("alpha", "speedup")
 _TABLE_4 = ("alpha", "speedup", "ar_seconds", "seconds", "delta")
+_OF_WORKLOADS = ("tokens_per_step", "alpha", "speedup", "tokens_per_second", "seconds")
 _FLOORS = ("ar_of_floor", "of_floor")
 
 Record = Mapping[str, Any]  # as in bench.json or suite.json
@@ -123,11 +125,13 @@ def csv_text(record: Record) -> str:
     else:
         columns = ["model", "method", "prefill", "length", "simulated", "estimated", "runs", "varies"]
         model, simulated = record["workload"]["model"], record["simulated"]
-        for cell in summarise(record):
+        kinds = by_kind(record)
+        columns += ["workload"] * ("" not in kinds)
+        for kind, cell in ((kind, cell) for kind, part in kinds.items() for cell in summarise(part)):
             method = f"{cell.axis} (simulated)" if simulated else cell.axis
             flags = [str(flag).lower() for flag in (simulated, cell.estimated)]
             lead = [model, method, cell.prefill, cell.length, *flags, cell.runs, " ".join(cell.varies)]
-            lines.append((lead, cell.figures))
+            lines.append(([*lead, *[kind] * bool(kind)], cell.figures))
         names = from_source(STATS, TIMES)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -192,7 +196,10 @@ def tables(record: Record, paper: bool = False) -> list[Table]:
         record: as in ``bench.json`` or ``suite.json``.
         paper: put the published rows of the same prefill and generated length beside those of a bench.
     """
-    found = _suite_tables(record) if record["kind"] == "suite" else _bench_tables(record, paper)
+    if record["kind"] == "suite":
+        found = _suite_tables(record)
+    else:
+        found = _bench_tables(record, paper) if "" in by_kind(record) else [_workload_table(record)]
     return [*found, *filter(None, [records.machines(dict(record))])]
 
 
@@ -220,12 +227,14 @@ def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
     places = [[row for row in measured if row.place == place] for place in sorted({row.place for row in measured})]
     groups = [[*rows, *(row for row in published if row.place == rows[0].place)] for rows in places]
     across = [(method, name) for method in methods for name in _TABLE_3]
-    across = [(method, name) for method, name in across if method not in DRAFTLESS or not METRICS[name].drafted]
+    undrafted = (*DRAFTLESS, *PEERS)
+    across = [(method, name) for method, name in across if method not in undrafted or not METRICS[name].drafted]
     down = []
     for row in measured:
         same = [other for other in published if (other.axis, other.place) == (row.axis, row.place)]
         down += [row, *(replace(other, axis="TokenSwift") for other in same if "seconds" in other.figures)]
     names = [*_TABLE_4, *(_FLOORS if any(cell.figures["of_floor"].n for cell in cells) else ())]
+    names = ["tokens_per_step", *names] if "peers" in workload else names
     names += [name for name, metric in METRICS.items() if metric.column]
     notes = _notes(cells, measurement, "measurement", measurement["state"])
     if "of_floor" in names:
@@ -246,6 +255,25 @@ def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
         replace(acceptance, notes=_alpha_notes(measurement, methods, paper)),
         replace(times, columns=["T_method" if head == heading else head for head in times.columns]),
     ]
+
+
+def _workload_table(measurement: Record) -> Table:
+    """A line for each kind of prompts, prefill, length and method."""
+    rows, kinds = [], by_kind(measurement)
+    for kind, part in kinds.items():
+        sizes = [prompt["tokens"] for prompt in measurement["workload"]["prompts"] if prompt["kind"] == kind]
+        for cell in summarise(part):
+            figures = drafted_only(cell.figures, cell.axis)
+            prompts = len({prompt for prompt, _ in cell.draws})
+            tokens = " to ".join(f"{min(size, cell.prefill or size):,}" for size in sorted({min(sizes), max(sizes)}))
+            lead = [method_name(cell.axis, measurement["simulated"]), kind, str(prompts), tokens, f"{cell.length:,}"]
+            rows.append([*lead, *(METRICS[name].text(figures[name]) for name in _OF_WORKLOADS)])
+    cells = [cell for part in kinds.values() for cell in summarise(part)]
+    notes = _notes(cells, measurement, "measurement", measurement["state"])
+    notes.insert(0, "tokens/step: tokens / passes of the model. x: AR's time / the method's, prefill apart.")
+    heads = ["method", "workload", "prompts", "prompt tokens", "length"]
+    columns = [*heads, *(METRICS[name].heading for name in _OF_WORKLOADS)]
+    return Table(f"Workloads: {source(measurement)}", columns, rows, left=2, notes=notes)
 
 
 def _paper_rows() -> list[Row]:
@@ -307,7 +335,7 @@ def _long(
 def _alpha_notes(measurement: Record, methods: Sequence[str], paper: bool) -> list[str]:
     """What alpha is, and of each method what it is a share of: beside another depth it would mislead."""
     notes = ["alpha: accepted draft tokens / most that could be. x: AR's time / the method's, prefill apart."]
-    depths: dict[str, set[int]] = {method: set() for method in methods if method not in DRAFTLESS}
+    depths: dict[str, set[int]] = {method: set() for method in methods if method not in (*DRAFTLESS, *PEERS)}
     for sample in measurement["samples"]:
         depths.get(sample["method"], set()).update(point["depth"] for point in sample["points"])
     words = [f"{method_name(method)} {' or '.join(map(str, sorted(depth)))}" for method, depth in depths.items()]
@@ -320,6 +348,7 @@ def _notes(cells: Sequence[Cell], measurement: Record, what: str, state: str) ->
     notes = [spread_note(cells), same_text_note(measurement)] if cells else []
     if state != FINISHED:
         notes.append(f"The {what} did not run to its end: these are the cells and lengths that were reached.")
+    notes += peer_notes(measurement) if cells else []
     if measurement["workload"]["ar"] == SAMPLED:
         time = "est.: integrated" if what == "measurement" else "AR's time is integrated"
         notes.append(f"{time} from AR steps sampled as the text grew; every x and delta rests on that time.")
@@ -346,7 +375,8 @@ def spread_note(cells: Sequence[Cell]) -> str:
 
 def same_text_note(measurement: Record) -> str:
     """How many runs yielded plain decoding's tokens, and where the others left them, in one line."""
-    known = [sample for sample in measurement["samples"] if sample["same_as_ar"] is not None]
+    peers = measurement["workload"].get("peers", ())
+    known = [one for one in measurement["samples"] if one["same_as_ar"] is not None and one["method"] not in peers]
     differing = [sample for sample in known if not sample["same_as_ar"] or sample["explained"] is False]
     what = "Same tokens as AR"
     what += ", simulated acceptance apart" if simulated_alpha(measurement) is not None else ""
@@ -366,6 +396,25 @@ def same_text_note(measurement: Record) -> str:
     if len(differing) > len(places):
         places.append(f"and {len(differing) - len(places)} more")
     return f"{what}: {len(known) - len(differing)} of {_runs(len(known))}. Not: {'; '.join(places)}."
+
+
+def peer_notes(measurement: Record) -> list[str]:
+    """What transformers' figures mean, and whether its greedy texts are ours."""
+    workload, notes = measurement["workload"], []
+    for name, settings in workload.get("peers", {}).items():
+        known = [one for one in measurement["samples"] if one["method"] == name and one["same_as_ar"] is not None]
+        places = [one["first_difference"] for one in known if not one["same_as_ar"]]
+        how = f", {settings['prompt_lookup_num_tokens']} tokens looked up" if name == LOOKUP else ""
+        how += f", drafted by {settings['assistant_model']}" if name == ASSISTED else ""
+        if known:
+            text = f"the text of AR in {len(known) - len(places)} of {_runs(len(known))}"
+            text += f", others leave it, at token {min(places):,} or later" if places else ""
+        elif settings["do_sample"]:
+            text = "samples with torch's random numbers, so a text of its own"
+        else:
+            text = "a text of its own, since its penalty is over more than the window"
+        notes.append(f"{name}: transformers {measurement['environment']['transformers']}{how}: {text}.")
+    return notes
 
 
 def _runs(count: int) -> str:

@@ -87,7 +87,8 @@ class Run:
     label: str  # its name in tables: its method's, unless several contenders have one method
     method: str
     generation: Generation | None  # the decode; None once the run was closed
-    simulated: bool = False  # whether its acceptance is set, so that its text means nothing
+    comparable: bool = True  # whether its text should be plain decoding's; not where its acceptance is set
+    peer: bool = False  # whether it is transformers', which we do not audit
     tokens: list[int] = field(default_factory=list)  # generated so far
     stats: DecodeStats = field(init=False)
     slices: list[tuple[int, float]] = field(default_factory=list)  # (tokens, seconds) at the end of every slice
@@ -96,7 +97,7 @@ class Run:
     probes: list[Probe] = field(default_factory=list)  # plain steps taken between its own
 
     def __post_init__(self) -> None:
-        self.stats = DecodeStats(self._open.depth)
+        self.stats = DecodeStats(self.generation.depth if self.generation else 0)
         self._steps: Iterator[Step] | None = None
 
     @property
@@ -161,7 +162,7 @@ def open_runs(
             walk=None if alpha is None else partial(SimulatedWalk, alpha),
         )
         need += generation.need.held_bytes(device)
-        runs.append(Run(contender.label, contender.method, generation, alpha is not None))
+        runs.append(Run(contender.label, contender.method, generation, comparable=alpha is None))
     if free is not None and need > free:
         message = f"{len(runs)} methods side by side need {gigabytes(need)} of caches, {gigabytes(free)} are free"
         raise InputError(message, "methods")
@@ -252,7 +253,7 @@ class Trial:
             nonlocal kept
             if len(run.marks) < len(self._lens) and run.stats.tokens >= self._lens[len(run.marks)]:
                 run.marks.append(run.stats.copy())
-            if self._plain is None and run.method != REFERENCE:
+            if self._plain is None and run.method != REFERENCE and not run.peer:
                 run.probe()
             on_progress(run)
             if self._reached > kept:
@@ -296,7 +297,7 @@ class Trial:
                     run.label,
                     run.marks[: len(lens)],
                     prefill_seconds=run.prefill_seconds,
-                    same_as_ar=None if run is self._plain or run.simulated else different is None,
+                    same_as_ar=None if run is self._plain or not run.comparable else different is None,
                     first_difference=different,
                     compared_tokens=compared,
                     slices=[list(ends) for ends in run.slices],
@@ -309,21 +310,22 @@ class Trial:
         """Set ``explained`` of the samples that need it: whether every token is drawn exactly or within rounding.
 
         A sample needs it if it differs from plain decoding's; plain decoding's own then too; and all if plain decoding
-        was sampled, since its few steps start from the runs' own state. Simulated texts are never audited.
+        was sampled, since its few steps start from the runs' own state. Simulated texts and peers' are never audited.
         """
         prompt = self._case.prompt.tokens[: self._case.prefill]
         for run in self.runs.values():
             run.close()  # an audit needs a cache of its own
-        differ = any(sample["same_as_ar"] is False for sample in samples)
-        for sample in (sample for sample in samples if not sample["estimated"]):
+        own = [sample for sample in samples if not (sample["estimated"] or self.runs[sample["method"]].peer)]
+        differ = any(sample["same_as_ar"] is False for sample in own)
+        for sample in own:
             run = self.runs[sample["method"]]
             needed = sample["same_as_ar"] is False or (differ and run is self._plain) or self._plain is None
-            if needed and not run.simulated:
+            if needed and run.comparable:
                 sample["explained"] = config.audit(prompt, run.tokens, self._case.seed, run.method).ok
 
     def _compare(self, run: Run) -> tuple[int | None, int]:
         """First token that is not plain decoding's, if there is one, and how many tokens could be compared."""
-        if run.simulated or run is self._plain:
+        if not run.comparable or run is self._plain:
             return None, 0
         if self._plain:
             return first_difference(run.tokens, self._plain.tokens), min(len(run.tokens), len(self._plain.tokens))
@@ -333,7 +335,7 @@ class Trial:
 
     def _sample(self, label: str, marks: Sequence[DecodeStats], **known: Any) -> Sample:
         case = self._case
-        floors = self._floor.seconds(label, case.prefill, marks) if self._floor else [None] * len(marks)
+        floors = self._floors(label, marks)
         return {
             **case.cell,
             "method": label,
@@ -348,6 +350,11 @@ class Trial:
             **known,
             "points": [self._point(i, mark, floor) for i, (mark, floor) in enumerate(zip(marks, floors, strict=True))],
         }
+
+    def _floors(self, label: str, marks: Sequence[DecodeStats]) -> Sequence[float | None]:
+        if self._floor is None or (label in self.runs and self.runs[label].peer):
+            return [None] * len(marks)
+        return self._floor.seconds(label, len(self._case.prompt.tokens[: self._case.prefill]), marks)
 
     def _point(self, index: int, stats: DecodeStats, floor_seconds: float | None) -> Sample:
         """Figures at one length: counters, and all metrics that are not of the text."""
@@ -398,7 +405,7 @@ def begin_measurement(
     if plan.ar == SAMPLED and all(contender.method in DRAFTLESS for contender in config.contenders):
         raise InputError("sampled takes its samples while another method runs; name one", "ar")
     # the largest case is allocated and freed: what does not fit is refused now, not after an hour
-    prompt, option = prompts[0].tokens, "lens"
+    prompt, option = max((prompt.tokens for prompt in prompts), key=len), "lens"
     try:
         open_runs(config, prompt[: max(plan.prefills)], max(plan.lens), 0, _labels(config, plan))
         option = "warmup"
@@ -456,9 +463,8 @@ def measure(
             case = _case(plan, prompts, index)
             if cell_of(case.cell) in done_cells(measurement):
                 continue
-            for run in _warm_runs(config, prompts[0], plan) if warm != order else ():
-                run.prefill()
-                run.advance(plan.warmup)
+            if warm != order:
+                _warm_up(config, prompts[0], plan)
             warm, progress = order, partial(on_progress, label, place, len(mine), case)
             ended = on_trial and partial(on_trial, label, case)
             _measure_cell(config, measurement, case, plan, progress, on_checkpoint, ended)
@@ -492,7 +498,10 @@ def _measure_cell(
         measurement.update(samples=found, ended=session["ended"], layers=config.model.layers)
         on_checkpoint()
 
-    runs = open_runs(config, case.prompt.tokens[: case.prefill], lens[-1], case.seed, _labels(config, plan))
+    prompt = case.prompt.tokens[: case.prefill]
+    runs = open_runs(config, prompt, lens[-1], case.seed, _labels(config, plan))
+    if config.peers:
+        runs = config.peers.beside(runs, prompt, lens[-1], config.params, case.seed)
     trial = Trial(case, runs, lens, floor_of(config, Machine(**session["machine"])))
     interrupted = trial.run(on_progress, keep)
     samples = trial.samples()
@@ -522,6 +531,23 @@ def _warm_runs(config: BenchConfig, prompt: Prompt, plan: Plan) -> list[Run]:
     return open_runs(config, prompt.tokens[:_WARM_PROMPT], plan.warmup, 0) if plan.warmup else []
 
 
+def _about(prompt: Prompt, longest: int) -> dict[str, Any]:
+    used = prompt.tokens[:longest]
+    kind = {} if prompt.kind is None else {"kind": prompt.kind, "tokens": len(used)}
+    return {"name": prompt.name, "sha256": fingerprint(used), **kind}
+
+
+def _warm_up(config: BenchConfig, prompt: Prompt, plan: Plan) -> None:
+    runs = _warm_runs(config, prompt, plan)
+    if config.peers and plan.warmup:
+        runs = config.peers.beside(runs, prompt.tokens[:_WARM_PROMPT], plan.warmup, config.params, 0)
+    for run in runs:
+        run.prefill()
+        run.advance(plan.warmup)
+    for run in runs:
+        run.close()
+
+
 def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dict[str, Any]:
     model = config.model
     about = model.about()
@@ -545,9 +571,7 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dic
             }
             for label, options in config.drafting().items()
         },
-        "prompts": [
-            {"name": prompt.name, "sha256": fingerprint(prompt.tokens[: max(plan.prefills)])} for prompt in prompts
-        ],
+        "prompts": [_about(prompt, max(plan.prefills)) for prompt in prompts],
         "prefills": sorted(plan.prefills),
         "lens": sorted(plan.lens),
         "seeds": list(plan.seeds),
@@ -566,6 +590,8 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dic
         workload["exact"] = about["exact"]["width"]
     if variants:
         workload["variants"] = variants
+    if config.peers:
+        workload["peers"] = {name: config.peers.settings(name, config.params) for name in config.peers.names}
     if config.simulated:
         workload["simulated"] = config.simulated
     return workload

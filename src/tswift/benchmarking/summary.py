@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import mean, stdev
 from typing import Any
 
-from tswift.benchmarking.config import DRAFTLESS
+from tswift.benchmarking.config import DRAFTLESS, PEERS
 from tswift.benchmarking.table import duration, with_spread
 
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
@@ -142,9 +142,19 @@ def summarise(measurement: Mapping[str, Any]) -> list[Cell]:
     for sample in measurement["samples"]:
         for point in sample["points"]:
             groups[sample["prefill"], point["len"], sample["method"]].append((sample, point))
-    rank = {method: i for i, method in enumerate(measurement["workload"]["methods"])}
+    workload = measurement["workload"]
+    rank = {method: i for i, method in enumerate([*workload["methods"], *workload.get("peers", ())])}
     order = sorted(groups, key=lambda key: (*key[:2], rank.get(key[2], len(rank)), key[2]))
     return [_cell(*key, groups[key]) for key in order]
+
+
+def by_kind(measurement: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The measurement for each kind of a workload's prompts; as a whole, under ``""``, where prompts have no kinds."""
+    kinds = {prompt["name"]: prompt.get("kind", "") for prompt in measurement["workload"]["prompts"]}
+    samples: dict[str, list[Any]] = {kind: [] for kind in kinds.values()}
+    for sample in measurement["samples"]:
+        samples.setdefault(kinds.get(sample["prompt"], ""), []).append(sample)
+    return {kind: {**measurement, "samples": found} for kind, found in samples.items()}
 
 
 def _cell(prefill: int, length: int, method: str, members: Sequence[tuple[Any, Any]]) -> Cell:
@@ -181,7 +191,7 @@ def _figure(name: str, points: Sequence[Any]) -> Figure:
 def drafted_only(figures: Mapping[str, Figure], method: str) -> dict[str, Figure]:
     """Figures without those of drafting where a method does not draft."""
     return {
-        name: Figure(0, None, None) if method in DRAFTLESS and METRICS[name].drafted else figure
+        name: Figure(0, None, None) if method in (*DRAFTLESS, *PEERS) and METRICS[name].drafted else figure
         for name, figure in figures.items()
     }
 

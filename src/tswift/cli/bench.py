@@ -15,6 +15,7 @@ from tswift.benchmarking import gate, records
 from tswift.benchmarking.config import BenchOptions, Plan, parse_trees
 from tswift.benchmarking.suites import SUITES, Suite, find_suite
 from tswift.benchmarking.summary import FINISHED, gated, simulation
+from tswift.benchmarking.workloads import KINDS, read_workloads
 from tswift.cli import options, output
 from tswift.cli.progress import Bars
 from tswift.cli.streams import FAILED, INTERRUPTED, loading, visible, write_stdout
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 # what bench does and a suite does not
-_OF_BENCH = ("methods", "simulate_alpha", "against", "fail_on", "force", "paper")
+_OF_BENCH = ("methods", "simulate_alpha", "against", "fail_on", "force", "paper", "workload", "peers")
 
 
 @dataclass
@@ -93,9 +94,13 @@ def _refuse(suite: Suite, typed: Sequence[str]) -> None:
 
 def _kept(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options as a record keeps them: files are named so that they are found from another working directory."""
-    words = given.get("prompts", ())
-    paths = [word if word.startswith("pg19:") else str(Path(word).expanduser().absolute()) for word in words]
-    return {**given, **({"prompts": paths} if paths else {})}
+    files = {name: [_absolute(word) for word in given[name]] for name in ("prompts", "workload") if name in given}
+    return {**given, **files}
+
+
+def _absolute(word: str) -> str:
+    kind = word.partition(":")[0]
+    return word if kind in ("pg19", *KINDS) else str(Path(word).expanduser().absolute())
 
 
 def _merged(folders: Sequence[Path], given: Sequence[str], command: Sequence[str]) -> tuple[records.Record, list[str]]:
@@ -148,6 +153,15 @@ def bench(
             "--prompt",
         ),
     ] = None,
+    workload: Annotated[
+        list[str] | None,
+        options.option(
+            _GRID,
+            "prose, reasoning, structured or FILE.jsonl, whose prompts are of one kind each; :N behind it takes N "
+            "prompts; repeatable. (default: none)",
+            "--workload",
+        ),
+    ] = None,
     tree: options.Trees = None,
     against: Annotated[
         Path | None, options.option(_GATE, "bench.json to hold the figures against.", "--against")
@@ -192,7 +206,7 @@ def bench(
 
     Exit code 1 if a text is not plain decoding's, or on a regression against --against.
     """
-    words = {"suite": suite, "prompts": prompts, "tree": tree}
+    words = {"suite": suite, "prompts": prompts, "workload": workload, "tree": tree}
     given = {**typed.values, **{name: value for name, value in words.items() if value}}
     with ExitStack() as stack:
         earlier, missing = None, list[str]()
@@ -218,6 +232,8 @@ def bench(
             _refuse(chosen, [*given, *(name for name, value in own.items() if value)])
             refuse_shape(bench_options.model)
         else:
+            if "workload" in given and "prompts" in given:
+                raise InputError("cannot be given together with --prompts", "workload")
             if (against is None) != (not rules):
                 raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
             if force and not against:
@@ -246,7 +262,8 @@ def bench(
                 from tswift.benchmarking.run import begin_measurement, measure
                 from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite
 
-                texts = read_texts(given.get("prompts", ()))
+                named = given.get("workload")
+                texts = read_workloads(named) if named else read_texts(given.get("prompts", ()))
                 if chosen:
                     prepared = prepare(chosen, bench_options, plan)
                     selected = encode(texts, prepared.model, longest)
@@ -254,7 +271,8 @@ def bench(
                     run = partial(run_suite, record, prepared)
                     notes += [f"{label} is left out: {why}" for label, why in prepared.missing.items()]
                 else:
-                    config = configure(bench_options, longest, length, "prefills" if longest > length else "lens")
+                    least = 1 if named else longest
+                    config = configure(bench_options, least, length, "prefills" if least > length else "lens")
                     selected = encode(texts, config.model, longest)
                     record = begin_measurement(config, selected, plan, typed.command)
                     run = partial(measure, {"": (config, record)})

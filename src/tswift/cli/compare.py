@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tswift.benchmarking.table import Table
 
 
-@options.takes(CompareConfig, BenchOptions, SamplingParams, DraftOptions, without=("tree", "simulate_alpha"))
+@options.takes(CompareConfig, BenchOptions, SamplingParams, DraftOptions, without=("tree", "simulate_alpha", "peers"))
 def compare(
     typed: options.Typed,
     tree: options.Trees = None,

@@ -35,7 +35,7 @@ def read_prompt(source: str | None, option: str = "prompt") -> str:
         raise InputError("names no file", option)
     else:
         try:
-            path = _bundled() if source is None else Path(source).expanduser()
+            path = bundled_prompts() / BUNDLED if source is None else Path(source).expanduser()
         except RuntimeError as error:  # a home folder that does not exist
             raise InputError(f"{source} cannot be read ({error})", option) from None
         data = read_file(path, MOST_BYTES, option)
@@ -55,11 +55,11 @@ def _standard_input(option: str) -> bytes:
         raise InputError(f"standard input cannot be read ({error.strerror})", option) from None
 
 
-def _bundled() -> Path:
-    # a wheel carries the prompts inside the package, a source tree beside src/
+def bundled_prompts() -> Path:
+    """The folder of the bundled prompts: inside the package in a wheel, beside ``src/`` in a source tree."""
     package = Path(__file__).parents[1]
-    inside = package / "prompts" / BUNDLED
-    return inside if inside.is_file() else package.parents[1] / "prompts" / BUNDLED
+    inside = package / "prompts"
+    return inside if inside.is_dir() else package.parents[1] / "prompts"
 
 
 def check_prompt(text: str, option: str, name: str = "the text") -> str:

@@ -1,0 +1,170 @@
+"""Workloads of ``tswift bench``: prompts of several kinds, since how much a draft gets right depends on the text.
+
+``prose`` and ``reasoning`` are bundled, ``structured`` is generated, and FILE.jsonl holds the user's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from random import Random
+
+from tswift.errors import InputError, did_you_mean
+from tswift.jobs.prompt import MOST_BYTES, bundled_prompts, check_prompt
+from tswift.reading import read_file
+
+OPTION = "workload"
+_TEXT = ("prompt", "problem", "question", "question_content", "text")  # of a line, the first of these names that it has
+_ID = ("id", "name", "task_id", "question_id", "slug")
+_ENTRIES = 16  # of a structured text, in the prompt
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt before it is encoded."""
+
+    name: str
+    kind: str
+    text: str
+
+
+def read_workloads(words: Sequence[str]) -> list[Text]:
+    """Prompts of ``prose``, ``reasoning``, ``structured`` and JSONL files; ``:N`` behind one takes its first N prompts.
+
+    Raises:
+        InputError: there is no such workload, or a file is none.
+    """
+    texts: list[Text] = []
+    for word in words:
+        name, colon, number = word.rpartition(":")
+        limit = int(number) if colon and number.isdecimal() else None
+        name = word if limit is None else name
+        if limit == 0:
+            raise InputError(f"wants at least one prompt, got {word}", OPTION)
+        if name in KINDS:
+            found = list(islice(KINDS[name](), limit or (_STRUCTURED if name == "structured" else None)))
+        elif name.endswith(".jsonl"):
+            data = read_file(Path(name).expanduser(), MOST_BYTES, OPTION)
+            found = list(islice(_lines(data, Path(name).name), limit))
+        else:
+            known = f"there are {', '.join(KINDS)} and FILE.jsonl"
+            raise InputError(f"no workload {name!r:.60}; {known}{did_you_mean(name, KINDS)}", OPTION)
+        if limit is not None and len(found) < limit:
+            raise InputError(f"asks for {limit} prompts, {name} has {len(found)}", OPTION)
+        texts += found
+    names = [text.name for text in texts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise InputError(f"two prompts are called {twice}", OPTION)
+    return texts
+
+
+def _prose() -> Iterator[Text]:
+    for path in sorted(bundled_prompts().glob("*.txt")):
+        yield Text(f"prose/{path.stem}", "prose", path.read_text(encoding="utf-8"))
+
+
+def _reasoning() -> Iterator[Text]:
+    return _lines((bundled_prompts() / "reasoning.jsonl").read_bytes(), "reasoning.jsonl")
+
+
+def _lines(data: bytes, file: str) -> Iterator[Text]:
+    """The prompts of JSON Lines; their kind is the line's ``kind``, or the file's name."""
+    stem = file.removesuffix(".jsonl")
+    for number, line in enumerate(data.splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"line {number} of {file}"
+        try:
+            given = json.loads(line)
+        except (ValueError, RecursionError):
+            raise InputError(f"{where} is not JSON", OPTION) from None
+        fields = {name.lower(): value for name, value in given.items()} if isinstance(given, dict) else {}
+        text = next((fields[name] for name in _TEXT if name in fields), None)
+        if not isinstance(text, str):
+            raise InputError(f"{where} has no text called {', '.join(_TEXT[:-1])} or {_TEXT[-1]}", OPTION)
+        kind, name = fields.get("kind", stem), next((fields[each] for each in _ID if each in fields), number)
+        if not isinstance(kind, str) or not isinstance(name, (str, int)):
+            raise InputError(f"{where}: its kind or id is no text", OPTION)
+        yield Text(f"{stem}/{name}", kind, check_prompt(text, OPTION, where))
+
+
+# what structured texts are made of: in each entry, a word of the list for each {name}
+_WORDS: Mapping[str, Sequence[str]] = {
+    "sky": ("clear", "overcast", "foggy", "showery", "cold and bright", "thundery", "still", "hazy"),
+    "quarter": ("north", "north-east", "east", "south", "south-west", "west", "north-west"),
+    "work": (
+        "mended the nets", "whitewashed the tower", "trimmed the lamp", "dug the potatoes", "cleaned the lenses",
+        "tarred the boat", "copied the register", "carried coals", "painted the gallery", "counted the stores",
+    ),
+    "who": (
+        "the pilot", "a pedlar", "the schoolmaster", "two fishermen", "nobody", "the inspector", "my sister",
+        "a painter from the town", "the doctor", "the postman's boy",
+    ),
+    "thing": (
+        "lamp oil", "flour", "rope", "candles", "salt", "nails", "tea", "timber", "paper", "copper wire", "wool",
+    ),
+    "thought": (
+        "the winter will be long", "one grows used to the noise of the sea", "a letter is overdue",
+        "the gulls come nearer every day", "a garden would be a comfort", "the old lamp was the better one",
+    ),
+    "room": (
+        "a drawing office", "two bedrooms", "a dispensary", "a reading room", "a photographer's studio", "a workshop",
+        "a kitchen", "an archive", "the caretaker's rooms", "a music room", "a laundry", "a store for grain",
+    ),
+    "state": ("sound", "in want of paint", "damp at the north wall", "newly papered", "cracked above the door", "bare"),
+    "ship": ("the Halcyon", "the Providence", "the Mary Ann", "the Northern Star", "the Swallow", "the Good Intent"),
+    "act": ("entered", "cleared", "anchored", "was towed in", "took on water", "discharged", "was detained"),
+    "grade": ("NOTE", "NOTE", "NOTE", "WARN", "FAULT"),
+}  # fmt: skip
+# name: how the text begins, and an entry. {n} counts, {d1} to {d9} are numbers of so many digits
+_FORMS: Mapping[str, tuple[str, str]] = {
+    "diary": (
+        "The diary of a lighthouse keeper: fifty-two weeks, every one in the same form.\n\n",
+        "Week {n}\nWeather: {sky}, wind from the {quarter}, glass at 2{d1}.{d2}.\nWork: I {work}, then {work}.\n"
+        "Visitors: {who}.\nStores: {d2} pounds of {thing}, {d1} of {thing}.\nThought: {thought}.\n\n",
+    ),
+    "building": (
+        "A survey of a building of a hundred floors, each described in the same order.\n\n",
+        "Floor {n}\nRooms: {room} and {room}.\nTenant since 18{d2}: {who}, at {d3} shillings a year.\n"
+        "Condition: {state}; the stairs {state}.\nLeft behind: {d2} parcels of {thing}.\n\n",
+    ),
+    "log": (
+        "The log of a harbour office. Time, berth, grade, event.\n\n",
+        "entry {n} | 1{d1}:{d2} | berth {d1} | {grade} | {ship} {act}; wind {quarter}, {d3} tons of {thing}; {who}\n",
+    ),
+}
+_STRUCTURED = len(_FORMS)  # prompts if no number is given
+
+
+class _Slots(dict[str, object]):
+    """Words for an entry. Only ``random()`` is used, which gives the same in every version of Python."""
+
+    def __init__(self, random: Random, number: int) -> None:
+        super().__init__(n=number)
+        self._random = random
+
+    def __missing__(self, name: str) -> str:
+        if name not in _WORDS:
+            return "".join(str(int(self._random.random() * 10)) for _ in range(int(name[1:])))
+        return _WORDS[name][int(self._random.random() * len(_WORDS[name]))]
+
+
+def _structured() -> Iterator[Text]:
+    """A diary, a building, a log, and so on with other contents: the frame repeats, what stands in it does not."""
+    for seed in count():
+        for name, (beginning, entry) in _FORMS.items():
+            random = Random(f"{name} {seed}")
+            slots = (_Slots(random, number) for number in range(1, _ENTRIES + 1))
+            text = beginning + "".join(map(entry.format_map, slots))
+            yield Text(f"structured/{name}-{seed}", "structured", text)
+
+
+KINDS: Mapping[str, Callable[[], Iterator[Text]]] = {
+    "prose": _prose,
+    "reasoning": _reasoning,
+    "structured": _structured,
+}

@@ -1,0 +1,200 @@
+"""Workloads: what is bundled, generated and read; tables by kind; transformers' generate beside ours."""
+
+from __future__ import annotations
+
+import json
+import threading
+from hashlib import sha256
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from tests.benchmarking.helpers import make_measurement
+from tswift.benchmarking.config import BenchOptions, Plan, Prompt, configure, parse_peers
+from tswift.benchmarking.gate import bench_schema
+from tswift.benchmarking.report import csv_text, tables
+from tswift.benchmarking.run import begin_measurement, measure
+from tswift.benchmarking.workloads import read_workloads
+from tswift.errors import InputError
+
+PEERS = ("transformers", "prompt-lookup", "assisted")
+PLAN = Plan((9,), (12, 30), warmup=2)
+
+
+def test_the_bundled_ones() -> None:
+    found = read_workloads(["prose", "reasoning", "structured"])
+    assert {text.kind for text in found} == {"prose", "reasoning", "structured"}
+    assert [text.name for text in found if text.kind == "structured"] == [
+        "structured/diary-0",
+        "structured/building-0",
+        "structured/log-0",
+    ]
+    assert [sum(text.kind == kind for text in found) for kind in ("prose", "reasoning")] == [5, 6]
+    assert len({text.text for text in found}) == len(found)
+
+
+def test_a_structured_text_repeats_its_frame_and_not_its_content() -> None:
+    texts = {text.name: text.text for text in read_workloads(["structured:7"])}
+    assert len(texts) == len(set(texts.values())) == 7
+    assert texts == {text.name: text.text for text in read_workloads(["structured:7"])}
+    first, second = texts["structured/diary-0"], texts["structured/diary-1"]
+    for text in (first, second):
+        entries = text.split("\n\n")[1:-1]
+        assert [entry.split("\n")[0] for entry in entries] == [f"Week {number}" for number in range(1, 17)]
+        assert len({entry.split("\n", 1)[1] for entry in entries}) == 16
+        assert {tuple(line.split(":")[0] for line in entry.split("\n")[1:]) for entry in entries} == {
+            ("Weather", "Work", "Visitors", "Stores", "Thought")
+        }
+    # the same with every Python: results from elsewhere are of the same prompts
+    digest = sha256("".join(texts.values()).encode()).hexdigest()
+    assert digest == "1a6934dfd41f7b8ab967735b1aeef158b15190b12eb491d4f56579ce891a68b5"
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "aime.jsonl"
+    lines = [{"ID": "2024-I-1", "Problem": "Find x.", "Answer": 7}, {"question_content": "Sort.", "kind": "code"}]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    found = [(text.name, text.kind, text.text) for text in read_workloads([str(path)])]
+    assert found == [("aime/2024-I-1", "aime", "Find x."), ("aime/3", "code", "Sort.")]
+    assert [text.name for text in read_workloads([f"{path}:1"])] == ["aime/2024-I-1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "message"),
+    [
+        (["poems"], "", "no workload 'poems'; there are prose, reasoning, structured and FILE.jsonl"),
+        (["pros"], "", "did you mean prose?"),
+        (["prose:9"], "", "asks for 9 prompts, prose has 5"),
+        (["prose:0"], "", "wants at least one prompt, got prose:0"),
+        (["prose", "prose:1"], "", "two prompts are called prose/drawing-room"),
+        (["nowhere.jsonl"], "", "there is no file nowhere.jsonl"),
+        (["FILE"], "{", "line 1 of x.jsonl is not JSON"),
+        (["FILE"], "[]", "line 1 of x.jsonl has no text called prompt, problem, question, question_content or text"),
+        (["FILE"], '{"prompt": 7}', "line 1 of x.jsonl has no text called prompt"),
+        (["FILE"], '{"prompt": " "}', "line 1 of x.jsonl has nothing but white space"),
+        (["FILE"], '{"prompt": "a", "kind": 1}', "line 1 of x.jsonl: its kind or id is no text"),
+    ],
+)
+def test_what_is_no_workload(tmp_path: Path, words: list[str], line: str, message: str) -> None:
+    (tmp_path / "x.jsonl").write_text(line)
+    with pytest.raises(InputError) as raised:
+        read_workloads([word.replace("FILE", str(tmp_path / "x.jsonl")) for word in words])
+    assert message in raised.value.message
+    assert raised.value.field == "workload"
+
+
+def test_a_table_by_kind() -> None:
+    record = make_measurement(methods=("ar", "medusa"), prompts=("a", "bb", "c"), seeds=(0,), lens=(500,))
+    for prompt, kind, tokens in zip(
+        record["workload"]["prompts"], ("prose", "prose", "log"), (90, 1024, 40), strict=True
+    ):
+        prompt.update(kind=kind, tokens=tokens)
+    jsonschema.validate(record, bench_schema())
+    (table,) = tables(record)
+    assert [row[:5] for row in table.rows] == [
+        ["AR", "prose", "2", "90 to 1,024", "500"],
+        ["medusa", "prose", "2", "90 to 1,024", "500"],
+        ["AR", "log", "1", "40", "500"],
+        ["medusa", "log", "1", "40", "500"],
+    ]
+    steps = [row[table.columns.index("tokens/step")] for row in table.rows]
+    # of medusa's two prompts 1 + 3 (0.40 + 0.02) and 1 + 3 * 0.40
+    assert steps == ["1.00 ± 0.00", "2.23 ± 0.04", "1.00", "2.26"]
+    lines = csv_text(record).splitlines()
+    assert [line.split(",")[8] for line in lines] == ["workload", "prose", "prose", "log", "log"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    from tests.conftest import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("small"), num_hidden_layers=1)
+
+
+def beside(checkpoint: Path, small: Path, plan: Plan = PLAN, **sampling: float):
+    """The record of a tiny benchmark with all peers, and its texts by label."""
+    options = BenchOptions(
+        ("ar", "reuse"), model=str(checkpoint), draft_model=str(small), dtype="float64", peers=PEERS, sampling=sampling
+    )
+    config, texts = configure(options), {}
+    prompts = [Prompt("a/1", list(range(1, 9)), "a"), Prompt("b/1", list(range(3, 12)), "b")]
+    record = begin_measurement(config, prompts, plan, ["tswift"])
+    keep = lambda label, case, found, samples: texts.update({case.prompt.name: found})  # noqa: E731
+    state = measure({"": (config, record)}, prompts, plan, lambda *at: None, lambda: None, keep)
+    assert state == "finished"
+    jsonschema.validate(json.loads(json.dumps(record)), bench_schema())
+    return record, texts
+
+
+def test_greedy_peers_write_the_text_of_plain_decoding(checkpoint: Path, small: Path) -> None:
+    # with a penalty the text does not loop, and shows that both sides penalise the same
+    record, texts = beside(checkpoint, small, temperature=0.0, min_p=0.0, penalty=1.2)
+    for found in texts.values():
+        assert set(found) == {"ar", "reuse", *PEERS}
+        for name in PEERS:
+            assert found[name] == found["ar"][: len(found[name])]
+            assert len(found[name]) == 30
+    for sample in record["samples"]:
+        assert sample["same_as_ar"] is (None if sample["method"] == "ar" else True)
+        assert sample["explained"] is None
+        assert [point["len"] for point in sample["points"]] == [12, 30]
+        for point in sample["points"]:
+            assert point["speedup"] == pytest.approx(point["ar_seconds"] / point["seconds"])
+            assert sum(count * steps for count, steps in enumerate(point["accepted"], 1)) == point["tokens"]
+            assert (point["passes"] == point["tokens"]) >= (sample["method"] in ("ar", "transformers"))
+    assert record["workload"]["peers"]["assisted"]["assistant_model"] == str(small)
+    notes = " ".join(tables(record)[0].notes)
+    assert "prompt-lookup: transformers" in notes
+    assert "10 tokens looked up: the text of AR in 2 of 2 runs." in notes
+    assert "Same tokens as AR: all 2 runs." in notes
+
+
+def test_sampled_peers_are_said_to_draw_their_own(checkpoint: Path, small: Path) -> None:
+    record, texts = beside(checkpoint, small, temperature=1.0)
+    again, others = beside(checkpoint, small, Plan((9,), (12, 30), warmup=0), temperature=1.0)
+    for name in PEERS:  # whatever else draws between its slices
+        assert [found[name] for found in texts.values()] == [found[name] for found in others.values()]
+        assert texts["a/1"][name] != texts["a/1"]["ar"]
+    assert all(one["same_as_ar"] is None for one in record["samples"] if one["method"] in PEERS)
+    assert again["workload"] == record["workload"]
+    assert "samples with torch's random numbers, so a text of its own" in " ".join(tables(record)[0].notes)
+
+
+def test_a_penalty_over_less_than_the_text_is_not_transformers() -> None:
+    record = make_measurement(methods=("ar", "medusa"), prompts=("a",))
+    record["workload"]["prompts"][0].update(kind="prose", tokens=9)
+    record["workload"]["peers"] = {"transformers": {"do_sample": False}}
+    assert "a text of its own, since its penalty is over more than the window" in " ".join(tables(record)[0].notes)
+
+
+def test_ctrl_c_waits_for_a_peer(checkpoint: Path, small: Path) -> None:
+    options = BenchOptions(("ar",), model=str(checkpoint), draft_model=str(small), peers=PEERS)
+    config, prompts = configure(options), [Prompt("a", list(range(1, 9)))]
+    record = begin_measurement(config, prompts, PLAN, ["tswift"])
+
+    def press(label, number, cells, case, run) -> None:  # type: ignore[no-untyped-def]
+        if run.label == "prompt-lookup" and run.stats.tokens > 20:
+            raise KeyboardInterrupt
+
+    assert measure({"": (config, record)}, prompts, PLAN, press, lambda: None) == "interrupted"
+    assert {len(sample["points"]) for sample in record["samples"]} == {1}
+    assert not {thread.name for thread in threading.enumerate()} & set(PEERS)
+
+
+def test_what_no_peer_can_do() -> None:
+    assert parse_peers("assisted, transformers,assisted") == ("assisted", "transformers")
+    with pytest.raises(InputError, match=r"peers: knows transformers, prompt-lookup, assisted, got 'vllm'"):
+        parse_peers("vllm")
+    for changes, message in (
+        ({"simulate_alpha": 0.5}, "peers: transformers' generate is not measured with simulated acceptance"),
+        ({"model": "shape:tiny"}, "peers: transformers' generate is not measured with random weights"),
+        ({"quantize": "int8"}, "peers: transformers' generate is not measured with quantised weights"),
+        (
+            {"model": "a-folder", "peers": ("assisted",)},
+            "draft_model: names a smaller model with the tokens of",
+        ),
+    ):
+        options = BenchOptions(**{"methods": ("ar", "reuse"), "peers": ("transformers",), **changes})
+        with pytest.raises(InputError, match=message):
+            options.check()
