@@ -169,7 +169,7 @@ def test_a_penalty_over_less_than_the_text_is_not_transformers() -> None:
 
 
 def test_ctrl_c_waits_for_a_peer(checkpoint: Path, small: Path) -> None:
-    options = BenchOptions(("ar",), model=str(checkpoint), draft_model=str(small), peers=PEERS)
+    options = BenchOptions(("ar",), model=str(checkpoint), draft_model=str(small), dtype="float64", peers=PEERS)
     config, prompts = configure(options), [Prompt("a", list(range(1, 9)))]
     record = begin_measurement(config, prompts, PLAN, ["tswift"])
 
@@ -190,10 +190,8 @@ def test_what_no_peer_can_do() -> None:
         ({"simulate_alpha": 0.5}, "peers: transformers' generate is not measured with simulated acceptance"),
         ({"model": "shape:tiny"}, "peers: transformers' generate is not measured with random weights"),
         ({"quantize": "int8"}, "peers: transformers' generate is not measured with quantised weights"),
-        (
-            {"model": "a-folder", "peers": ("assisted",)},
-            "draft_model: names a smaller model with the tokens of",
-        ),
+        ({"model": "a-folder", "peers": ("assisted",)}, "draft_model: names a smaller model with the tokens of"),
+        ({"sampling": {"logit_bias": {3: 1.0}}}, "logit_bias: is not handed to transformers' generate"),
     ):
         options = BenchOptions(**{"methods": ("ar", "reuse"), "peers": ("transformers",), **changes})
         with pytest.raises(InputError, match=message):

@@ -43,6 +43,27 @@ def test_outputs_and_the_gate(bench):
     assert regressed == [["passes", "tokenswift"]] * 2
 
 
+def test_a_workload_beside_transformers_is_resumed(tswift, checkpoint, tmp_path):
+    lines = ({"id": 1, "prompt": "The ship had lain three days."}, {"id": 2, "prompt": "Nobody spoke of it."})
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = ("--workload", tmp_path / "own.jsonl", "--workload", "structured:1", "--peer", "transformers")
+    refused = tswift(*WORDS, "--model", checkpoint, *words, "--prompts", "x.txt")
+    assert "--workload: cannot be given together with --prompts" in refused.err
+    result = tswift(*WORDS, "--model", checkpoint, *words, "--out", "b", "--no-plots")
+    assert result.code == 0, result.err
+    lines = [line.split()[:4] for line in result.out.decode().splitlines() if line.startswith("transformers ")]
+    assert lines == [["transformers", kind, n, "4"] for kind, n in (("own", "2"), ("structured", "1")) for _ in "ab"]
+    record = json.loads(Path("b/bench.json").read_text())
+    assert [len(session["cells"]) for session in record["sessions"]] == [3]
+    record.update(state="running", sessions=[{**record["sessions"][0], "cells": record["sessions"][0]["cells"][:1]}])
+    Path("b/bench.json").write_text(json.dumps(record))
+    assert tswift("bench", "--resume", "b").code == 0
+    again = json.loads(Path("b/bench.json").read_text())
+    assert [len(session["cells"]) for session in again["sessions"]] == [1, 2]
+    assert len(again["samples"]) == len(record["samples"]) == 9
+    assert Path("b/acceptance.png").is_file()
+
+
 def test_sampled(bench):
     result = bench("--out", "b", "--no-plots", "--ar", "sampled")
     assert result.code == 0

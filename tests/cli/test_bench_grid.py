@@ -159,13 +159,13 @@ def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
         assert bench(*WORDS, "--out", "b", "--ngrams", 5, "--logit-bias", "5=1,6=2").code == 130
     before = Path("b/bench.json").read_bytes()
     refused = {
-        ("--seeds", "1,2,3"): "--seeds: the benchmark was made with [1, 2], got (1, 2, 3); it keeps its options",
+        ("--seeds", "1,2,3"): "--seeds: the benchmark was made with (1, 2), got (1, 2, 3); it keeps its options",
         ("--ngrams", "6"): "--ngrams: the benchmark was made with 5, got 6",
         ("--temperature", "0.5"): "--temperature: the benchmark was made with 1.0, got 0.5",
         ("--logit-bias", "5=2"): "--logit-bias: the benchmark was made with {'5': 1.0, '6': 2.0}, got {5: 2.0}",
         ("--repeats", "2"): "--repeats: the benchmark was made with 1, got 2",
         ("--tree", "2,2"): "--tree: the benchmark was made with none, got ['2,2']",
-        ("--prompts", "other.txt"): "--prompts: the benchmark was made with [",
+        ("--prompts", "other.txt"): "--prompts: the benchmark was made with (",
         ("--suite", "table3"): "--suite: the benchmark was made with none, got table3",
         ("--shard", "1/2"): "--shard: the benchmark was made with none, got (1, 2)",
         ("--out", "c"): "--out: cannot be given together with --resume",

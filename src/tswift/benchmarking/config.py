@@ -153,6 +153,8 @@ class BenchOptions(ModelConfig):
         self.loading()
         if self.peers:
             assistant_of(self)
+            if self.sampling.get("logit_bias"):
+                raise InputError("is not handed to transformers' generate; leave `peers` out", "logit_bias")
             reason = "random weights" if self.model.startswith(SHAPE_PREFIX) else None
             reason = "quantised weights" if self.quantize is not None else reason
             reason = "simulated acceptance" if self.simulate_alpha is not None else reason

@@ -135,7 +135,7 @@ class PeerRun(Run):
     def _work(self) -> None:
         self._go.acquire()
         try:
-            torch.manual_seed(self._seed)
+            torch.manual_seed(self._seed % (1 << 63))  # ours may be any integer
             self._started = time.perf_counter()
             self._generate(streamer=_Watch(self._step))
             raise RuntimeError(f"{self.label} ended after {self.stats.tokens:,} tokens")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -40,6 +41,7 @@ _SUITE: Mapping[str, Any] = {
             },
         },
         "missing": {"type": "array"},
+        "options": {"type": "object"},
         "texts": {"type": "array", "items": {"type": "object", "required": ["label", "prompt", "prefill", "seed"]}},
         "started": {"type": "string"},
         "ended": {"type": "string"},
@@ -87,6 +89,9 @@ def read_record(folder: Path, option: str) -> Record:
         check_schema(measurement, bench_schema(), path, option)
         if "sessions" not in measurement or "options" not in content:
             raise InputError(f"{path} was written by an older tswift, which did not keep its options", option)
+    content["options"] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in content["options"].items()
+    }
     try:
         plan_of(content.get("suite"), content["options"])
     except InputError as error:
@@ -121,9 +126,7 @@ def refuse_changes(record: Record, typed: Mapping[str, Any]) -> None:
 
 def plain(value: Any) -> Any:
     """A value as JSON gives it back."""
-    if isinstance(value, dict):
-        return {str(name): plain(item) for name, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return json.loads(json.dumps(value))
 
 
 def go_on(fresh: Record, earlier: Record, folder: Path) -> None:

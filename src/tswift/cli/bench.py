@@ -234,6 +234,8 @@ def bench(
         else:
             if "workload" in given and "prompts" in given:
                 raise InputError("cannot be given together with --prompts", "workload")
+            if "workload" in given and paper:
+                raise InputError("cannot be given together with --workload: the paper has none", "paper")
             if (against is None) != (not rules):
                 raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
             if force and not against:
