@@ -217,7 +217,7 @@ class Service:
         self._guard, self._accepting = threading.Lock(), threading.Lock()
         self._runs: dict[str, Run] = {}  # that are open, in the order of their turns
         self._turns: SimpleQueue[Run | None] = SimpleQueue()
-        self._closing = False
+        self._closing, self._speed = False, 0.0  # of the last run, in tokens/s
         self._recover()
         self._thread = threading.Thread(target=self._work, name="decoding")
         self._thread.start()
@@ -339,7 +339,7 @@ class Service:
         runs = list(self._runs.values())
         if len(runs) > self._config.queue:
             first = runs[0]
-            speed = first.stats.tokens_per_second
+            speed = first.stats.tokens_per_second or self._speed
             wait = (first.length - first.stats.tokens) / speed if speed else 10
             message = f"{len(runs):,} requests are decoded or waiting; the queue takes no more"
             raise Refused(429, message, code="queue_full", wait=min(3600, max(1, round(wait))))
@@ -409,6 +409,7 @@ class Service:
                 self._end(run, state)
             with self._guard:
                 self._runs.pop(run.id, None)
+            self._speed = run.stats.tokens_per_second or self._speed
             run.state = state  # from here on, readers know that the text is whole
             run.prompt = None
             figures = f"{run.stats.tokens:,} tokens, {run.stats.tokens_per_second:,.1f} tokens/s"
