@@ -124,7 +124,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _drafter_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    taps = "SafeAILab's three" if found["taps"] is None else ", ".join(map(str, found["taps"]))
+    taps = "1, N/2 - 1 and N - 4" if found["taps"] is None else ", ".join(map(str, found["taps"]))
     guessed = "all" if found["draft_vocab"] == found["vocab_size"] else f"{found['draft_vocab']:,}"
     before = f"biases the next ({found['markov']})" if found["markov"] else "is not known to the next"
     block = [("block", f"{found['block']} tokens, filled with token {found['mask']}"), ("token before", before)]
