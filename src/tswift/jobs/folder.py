@@ -206,9 +206,9 @@ def new_folder(path: Path) -> list[Path]:
 
 def _unbegun(path: Path) -> bool:
     """Whether a folder is empty, or holds no more than a run leaves that was killed while its model was loading."""
+    empty = (LOCK, TOKENS, TEXT, JOURNAL, LOGPROBS)
     return all(
-        file.name in (PROMPT, REQUEST) or (file.name in (LOCK, TOKENS, TEXT, JOURNAL, LOGPROBS) and not file.stat().st_size)
-        for file in path.iterdir()
+        file.name in (PROMPT, REQUEST) or (file.name in empty and not file.stat().st_size) for file in path.iterdir()
     )
 
 
