@@ -59,6 +59,8 @@ def test_a_server_killed_in_a_stream(checkpoint: Path, tmp_path: Path, monkeypat
     assert server.get(f"/v1/runs/{third.id}")["state"] == "queued"
     assert server.stop(signal.SIGKILL) == -signal.SIGKILL
     assert not first.done
+    for name in ("tokens.u32", "text.txt", "journal", "lock"):  # as if it had been about to begin
+        (server.runs / third.id / name).touch()
     # defaults of the second server are others: what was accepted keeps its own
     server = Server(tmp_path, *words, "--top-k", 2)
     rest = Stream(server.url, "GET", f"/v1/runs/{first.id}/events", last=first.last)

@@ -31,9 +31,7 @@ from tswift.jobs.folder import (
     INTERRUPTED,
     JOURNAL,
     KILLED,
-    LOCK,
     LOGPROBS,
-    PROMPT,
     RECORD,
     REQUEST,
     RUNNING,
@@ -421,15 +419,6 @@ class Service:
             if (run.path / RECORD).exists():
                 job = resume(run.path, run.asked, False, _COMMAND, loaded=self.model)
             else:
-                for name in (
-                    TOKENS,
-                    TEXT,
-                    LOGPROBS,
-                    PROMPT,
-                    JOURNAL,
-                    LOCK,
-                ):  # of a server that was killed before it began
-                    (run.path / name).unlink(missing_ok=True)
                 assert run.request is not None
                 if run.request.model != self.model.name:
                     raise InputError(f"it was asked of {run.request.model}, {self.model.name} is served now")
