@@ -14,7 +14,10 @@ from tswift.attention.backends import why_not
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import make_drafter
 from tswift.errors import InputError
+from tswift.jobs import verification
+from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import CHECKSUM, RECORD, checksum
+from tswift.jobs.start import resume
 from tswift.kv.cache import FullKV
 from tswift.models.adapting import wrap_model
 from tswift.models.devices import kv_dtype_for
@@ -39,6 +42,9 @@ def test_stock_operators_read_it_too(method: str, kv_dtype: torch.dtype) -> None
         options = options_for(name, budget=64, **policy)
         drafter = make_drafter(name, target, tiny_heads(), options, None)
         assert decode(target, drafter, prompt, params, 3, 120) == plain
+        reference = target.reference()  # reads a cache that it need not convert
+        assert reference.kv_shape.dtype == torch.float64
+        assert decode(reference, drafter_of("ar", reference, options_for("ar")), prompt, params, 3, 120) == plain
         states += [forwarded.hidden for forwarded in target.chunks(prompt, FullKV(target.kv_shape, len(prompt)))]
     assert not torch.equal(*states)
 
@@ -55,10 +61,42 @@ def test_what_it_is() -> None:
     assert kv_dtype_for("bf16", torch.float32, CPU, "my-llama") == torch.bfloat16
     with pytest.raises(InputError, match=r"^kv_dtype: is the model's own on cuda, bfloat16; got float16$"):
         kv_dtype_for("float16", torch.bfloat16, CUDA, "my-llama")
-    with pytest.raises(InputError, match=r"^kv_dtype: has more bits than the model's own, float32; got float64$"):
+    with pytest.raises(InputError, match=r"^kv_dtype: is no narrower than the model's own, float32; got float64$"):
         load(kv_dtype="float64")
     with pytest.raises(InputError, match=r"^kv_dtype: no dtype 'flot16'"):
         load(kv_dtype="flot16")
+
+
+def test_auto_is_the_models_own_where_it_would_be_converted_in_every_pass() -> None:
+    assert load(attention="sdpa").target.kv_shape.dtype == torch.float32
+    assert load(attention="sdpa", kv_dtype="float16").target.kv_shape.dtype == torch.float16
+
+
+def test_a_model_that_does_not_bear_it_is_refused() -> None:
+    model = tiny_llama("gqa", torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight *= 1e7
+        layer.self_attn.o_proj.weight *= 1e-7
+    wrap_model(model, "tiny", "sdpa", kv_dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=r"^kv_dtype: tiny does not bear a cache in float16$"):
+        wrap_model(model, "tiny", "sdpa", kv_dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "typed", "wanted"),
+    [
+        (("float32", "float16"), {}, "float16"),
+        (("float32", "float32"), {}, "float32"),  # not what the bundled model would have today
+        (("float32", "float16"), {"dtype": "float64"}, "float16"),
+        (("float32", "float32"), {"dtype": "float64"}, "float64"),
+        (("float32", "float16"), {"model": "other"}, "auto"),
+        (("bfloat16", "bfloat16"), {"dtype": "auto"}, "auto"),
+    ],
+)
+def test_a_run_is_judged_with_its_own(recorded: tuple[str, str], typed: dict[str, str], wanted: str) -> None:
+    config = RunConfig(device="cpu", dtype=recorded[0], kv_dtype=recorded[1])
+    asked = {"model": None, "device": None, "dtype": None, **typed}
+    assert verification._kv_dtype(config, **asked) == wanted
 
 
 def test_memory_counts_its_bytes() -> None:
@@ -82,6 +120,8 @@ def test_the_bundled_models_runs(tswift, tmp_path: Path) -> None:  # noqa: F811
     assert "--kv-dtype: the run was made with float16, got float32" in found.err
     assert tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", "fp16", "--len", 60, "--verify").code == 0
     assert (tmp_path / "cut" / "tokens.u32").read_bytes() == text
+    with pytest.raises(InputError, match=r"^kv_dtype: .* was made with a KV cache in float16, not in float32$"):
+        resume(tmp_path / "cut", {"length": 70}, False, [], loaded=load(kv_dtype="float32"))
     found = tswift("verify", tmp_path / "cut", "--kv-dtype", "float32")
     assert "the arithmetic here differs" in found.out.decode()
 

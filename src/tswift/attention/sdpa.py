@@ -142,7 +142,7 @@ class ReferenceAttention(Attention):
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend; shapes as for every attention."""
-        keys, values = (x.to(query.dtype).repeat_interleave(self._groups, dim=0).unsqueeze(0) for x in (keys, values))
+        keys, values = (x.repeat_interleave(self._groups, dim=0).unsqueeze(0) for x in (keys, values))
         return F.scaled_dot_product_attention(query.unsqueeze(0), keys, values, self._mask, scale=scale)[0]
 
 

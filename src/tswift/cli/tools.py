@@ -64,7 +64,8 @@ def _grid(about: dict[str, Any], costs: PassCosts, folder: str) -> Table:
 
     rows = [[str(nodes), *(f"{1e3 * costs.seconds(nodes, keys):.2f}" for keys in _KEYS)] for nodes in costs.nodes]
     notes = [f"a level of heads takes {1e3 * costs.level:.2f} ms"] if costs.level else []
-    model = "{name}, {device}, {dtype}, attention {attention}, layers {layers}".format(**about)
+    kv = f", KV in {about['kv_dtype']}" if "kv_dtype" in about else ""
+    model = f"{{name}}, {{device}}, {{dtype}}{kv}, attention {{attention}}, layers {{layers}}".format(**about)
     return Table(
         f"{model}: ms of a pass, by keys that it attends to",
         ["nodes", *(f"{keys:,}" for keys in _KEYS)],

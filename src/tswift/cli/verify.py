@@ -54,7 +54,7 @@ def _notes(audit: Audit) -> Iterator[str]:
     if audit.width is None:
         yield from _about_rounding(audit)
     else:
-        yield f"all logits are those of the run, bit for bit (passes of {audit.width} rows): any changed token is seen"
+        yield "all logits are those of the run, bit for bit: any changed token is seen"
     if audit.measured > audit.limit:
         yield f"that is more than rounding can make, {_number(audit.limit)}: these passes do not compute the same"
     if audit.violations:

@@ -299,7 +299,7 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[s
     known["kv_dtype"] = run.config.kv_dtype
     for name, value in asked.items():
         plain = json.loads(json.dumps(value, default=str))  # as a record has it
-        loaded = record["model"].get(name), options.get(name)
+        loaded = record["model"].get(name), options.get(name, "auto")
         if name in ("device", "dtype", "kv_dtype", "attention") and plain in loaded:
             continue
         # what was typed may have been cut to what fits
@@ -333,6 +333,9 @@ def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -
         if identity[what] != known.get(what):
             message = f"{model.name} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
             raise InputError(message, "model")
+    own = identity.get("kv_dtype", identity["dtype"])
+    if own != config.kv_dtype:
+        raise InputError(f"{run.path} was made with a KV cache in {config.kv_dtype}, not in {own}", "kv_dtype")
 
 
 def _resume_notes(

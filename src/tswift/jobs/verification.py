@@ -13,10 +13,11 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.engine import check, ending
 from tswift.errors import InputError
-from tswift.jobs.config import AuditConfig
+from tswift.jobs.config import AuditConfig, RunConfig
 from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens
 from tswift.jobs.prompt import take
 from tswift.models.config import refuse_shape
+from tswift.models.devices import find_device
 from tswift.models.load import LoadedModel, load
 from tswift.models.target import Show
 
@@ -75,7 +76,7 @@ def run_input(
         config.model if model is None else model,
         device=config.device if device is None else device,
         dtype=config.dtype if dtype is None else dtype,
-        kv_dtype=("auto" if dtype else config.kv_dtype) if kv_dtype is None else kv_dtype,
+        kv_dtype=_kv_dtype(config, model, device, dtype) if kv_dtype is None else kv_dtype,
         attention=config.attention,
         quantize=config.quantize if model is None and quantize is None else quantize,
     )
@@ -89,6 +90,15 @@ def run_input(
     if exact and audited.note:
         raise InputError(f"cannot be had here: {audited.note}", "exact")
     return replace(audited, note=None) if exact is False else audited
+
+
+def _kv_dtype(config: RunConfig, model: str | None, device: str | None, dtype: str | None) -> str:
+    """The KV cache's dtype: part of what was decoded, so the run's wherever the model can have it."""
+    on_cpu = find_device(device or config.device).type == "cpu"
+    if model is None and on_cpu and config.kv_dtype != config.dtype:
+        return config.kv_dtype
+    own = config.dtype if dtype is None else dtype
+    return "auto" if model is not None or own == "auto" else own
 
 
 def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
@@ -125,7 +135,10 @@ def text_input(
     loaded = load(**{**model, "exact": bool(model.get("exact"))})
     prompt = take(loaded.encode(text), config.prefill, bundled=config.bundled)
     params, _ = ending(params, loaded.eos_ids, config.stop_at_eos)
-    return _checked(AuditInput(loaded, prompt, tokens, params, config.seed, path), "tokens")
+    kv_dtype, note = loaded.about().get("kv_dtype"), None
+    if kv_dtype is not None:
+        note = f"the KV cache is in {kv_dtype}; a text made with another needs its --kv-dtype"
+    return _checked(AuditInput(loaded, prompt, tokens, params, config.seed, path, note), "tokens")
 
 
 def _tokens(run: RunRecord) -> list[int]:

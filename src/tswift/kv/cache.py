@@ -14,7 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KVShape:
-    """Shape of one token's keys and values; ``placed``: a cache whose slots are in no order has to keep positions."""
+    """Shape of one token's keys and values.
+
+    Attributes:
+        placed: whether a cache whose slots are in no order has to keep positions.
+        rounded: what they are rounded to before they are kept; None for no more than ``dtype`` asks for.
+    """
 
     layers: int
     heads: int
@@ -22,6 +27,7 @@ class KVShape:
     dtype: torch.dtype
     device: torch.device
     placed: bool = False
+    rounded: torch.dtype | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -70,7 +76,9 @@ class KVBuffer:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put a pass's keys and values ``[heads, n, d]`` into scratch; returns all the layer's, up to these."""
-        end = self.length + keys.shape[1]
+        end, rounded = self.length + keys.shape[1], self.shape.rounded
+        if rounded is not None:
+            keys, values = keys.to(rounded), values.to(rounded)
         self.keys[layer, :, self.length : end] = keys
         self.values[layer, :, self.length : end] = values
         return self.keys[layer, :, :end], self.values[layer, :, :end]

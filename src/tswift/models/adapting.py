@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from tswift.attention.building import Unbuilt
 from tswift.attention.layout import MOST_WIDTH, ROWS
 from tswift.errors import InputError
 from tswift.kv.cache import FullKV
-from tswift.models.devices import dtype_name
+from tswift.models.devices import dtype_name, kv_dtype_for
 from tswift.models.hf import UnsupportedModel, watched
 from tswift.models.linear import join, separate, use_onednn
 from tswift.models.passes import Forwarded
@@ -227,6 +226,7 @@ def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
     return None
 
 
+_CACHED = 32  # most that logits may differ by, in units of their spread and of the KV cache's last place
 _TRIED = 24  # tokens that a model is tried with
 _DOUBTED = ("cuda",)  # devices on which a backend's kernels may never have run before
 
@@ -242,6 +242,9 @@ def wrap_model(
         backend: a key of :data:`~tswift.attention.backends.BACKENDS`.
         joined: whether linear layers with the same input become one product; None for on CUDA only.
         kv_dtype: of the KV cache; None for the model's own.
+
+    Raises:
+        InputError: the model, or a cache in this dtype, cannot be served exactly.
     """
     config = network.config.get_text_config()
     count = min(_TRIED, config.max_position_embeddings)
@@ -268,15 +271,18 @@ def wrap_model(
     tolerance = allowed * max(expected.std().item(), 1e-6)
     if not (target.logits(ours).double() - expected).abs().max().item() <= tolerance:
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model")
-    if kv_dtype not in (None, target.dtype):
-        target.kv_shape = replace(target.kv_shape, dtype=kv_dtype)
-        expected = target.logits(_tried(target, ids)).double()
     if backend == "native" and not (target.special or target.split):
         # the program has no windows, soft caps and sinks, and a text as short as this shows none
         with suppress(Unfit, Unbuilt):
-            target.program = PassProgram(target.model, target.kv_shape.dtype)
+            target.program = PassProgram(target.model)
             if not (target.logits(_tried(target, ids)).double() - expected).abs().max().item() <= tolerance:
                 target.program = None
+    if kv_dtype not in (None, target.dtype):
+        target.hold(kv_dtype_for(kv_dtype, target.dtype, target.device, model))
+        apart = (target.logits(_tried(target, ids)).double() - expected).abs().max().item()
+        # what rounding keys and values makes of the logits; a cache that is read wrongly is off by all of them
+        if not apart <= _CACHED * torch.finfo(target.kv_shape.dtype).eps * max(expected.std().item(), 1e-6):
+            raise InputError(f"{model} does not bear a cache in {dtype_name(target.kv_shape.dtype)}", "kv_dtype")
     return target
 
 

@@ -57,8 +57,10 @@ def kv_dtype_for(kv_dtype: str | torch.dtype, dtype: torch.dtype, device: torch.
         raise InputError(
             f"is the model's own on {device.type}, {dtype_name(dtype)}; got {dtype_name(kind)}", "kv_dtype"
         )
-    if kind.itemsize > dtype.itemsize:
-        raise InputError(f"has more bits than the model's own, {dtype_name(dtype)}; got {dtype_name(kind)}", "kv_dtype")
+    if kind != dtype and kind.itemsize >= dtype.itemsize:
+        raise InputError(
+            f"is no narrower than the model's own, {dtype_name(dtype)}; got {dtype_name(kind)}", "kv_dtype"
+        )
     return kind
 
 

@@ -129,10 +129,11 @@ class LoadedModel:
 
     def besides(self) -> str:
         """What is out of the ordinary, to be printed after name, device and dtype."""
+        width, kv_dtype = self.target.width, self.about().get("kv_dtype")
         notes = [
             self.dtype_note,
-            f"KV in {about['kv_dtype']}" if "kv_dtype" in (about := self.about()) else "",
-            "" if self.exact is None else f"exact in passes of {self.target.width} rows",
+            f"KV in {kv_dtype}" if kv_dtype else "",
+            "" if self.exact is None else "exact" if self.target.program else f"exact in passes of {width} rows",
             "" if self.inexact is None else f"not exact, as {self.inexact}",
             f"weights quantised ({self.quantization})" if self.quantization else "",
             "" if self.drafting is None else f"drafting passes in {self.draft_weights}",
@@ -165,7 +166,7 @@ def load(
         dtype: ``float32``, ``float64``, ``bfloat16`` or ``float16``, as ``bf16`` or ``torch.bfloat16`` too; ``auto`` is
             float32 on the CPU, the checkpoint's own on CUDA, and bfloat16 for a shape.
         kv_dtype: of the KV cache, which all methods read: a narrower one than the model's, on a CPU. ``auto`` is the
-            model's own, and float16 for the bundled model in float32.
+            model's own, and float16 for the bundled model in float32 with ``native`` attention.
         attention: ``triton`` (CUDA; float32, bfloat16, float16), ``flash`` (CUDA with flash-attn installed; bfloat16,
             float16), ``native`` (x86 CPUs where there is a C compiler; float32, bfloat16, float16), ``sdpa``
             (everything), or ``auto``: triton or native where they can serve, sdpa elsewhere. With triton the layers are
@@ -183,9 +184,9 @@ def load(
         draft_weights: ``int8``, ``fp8`` or ``int4``: let drafting passes of the model run on a copy of it whose linear
             layers have weights quantised by torchao, all but the LM head, and which shares all else. What is decoded is
             the model as it is. ``none`` is what None is.
-        exact: let every pass over the text have the same number of rows, so that a token's bits do not depend on how it
-            was forwarded, and all methods give the same tokens in every dtype. None does so in bfloat16 and float16 and
-            on CUDA, where the model bears it; ``LoadedModel.inexact`` says why it does not.
+        exact: let a token's bits not depend on how it was forwarded, so that all methods give the same tokens in every
+            dtype. None does so in 16 bits, on CUDA, and where whole passes are one C program, if the model bears it;
+            ``LoadedModel.inexact`` says why it does not.
         ranks: from :func:`tswift.distributed.join`, to hold the model together with other processes. All of them have
             to call this; what rank 0 asks for counts.
 
@@ -213,7 +214,7 @@ def load(
             raise InputError(f"the model's weights are quantised already ({quantize})", "draft_weights")
         where, config, simulated = device_for(device, ranks), read_config(model), model.startswith(PREFIX)
         kind = dtype_for(dtype, where, config, simulated)
-        kv_kind = kv_dtype_for(kv_dtype, kind, where, model)
+        kv_dtype_for(kv_dtype, kind, where, model)  # refused before anything is read
         if draft_weights is not None:  # what cannot be quantised is refused before it is loaded
             weight_only(draft_weights, config, where, kind, "draft_weights")
         if drafter is not None and ranks.count > 1:
@@ -224,7 +225,7 @@ def load(
             raise InputError(f"{model} has random weights, which are neither quantised nor split", "model")
         # a configuration need not state the dtype: the weights do
         read_as = "auto" if dtype == "auto" and where.type == "cuda" and not simulated else kind
-        loaded, note = open_model(model, config, where, read_as, attention, quantize, ranks, kv_dtype=kv_kind)
+        loaded, note = open_model(model, config, where, read_as, attention, quantize, ranks, kv_dtype=kv_dtype)
         target = loaded.target
         if network is not None:  # before anything is prepared: passes have to give its taps
             network.load(target, simulated)
@@ -337,7 +338,7 @@ def open_model(
     quantize: str | None = None,
     ranks: Dist = ALONE,
     tokenizer_optional: bool = False,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: str = "",
 ) -> tuple[LoadedModel, str]:
     """Read a checkpoint's weights and tokenizer, or make a shape's random ones.
 
@@ -348,17 +349,18 @@ def open_model(
         dtype: of the weights, or ``auto`` for the checkpoint's own.
         attention, quantize, ranks: as for :func:`load`.
         tokenizer_optional: whether a folder without a tokenizer will do.
-        kv_dtype: of the KV cache; None for the model's own.
+        kv_dtype: of the KV cache, as for :func:`load`; empty for the model's own.
 
     Returns:
         The model without heads and ends of text, nothing compiled yet; why its attention is not the one that should
         be.
     """
     kind = own_dtype(config) if isinstance(dtype, str) else dtype
+    typed = None if kv_dtype in ("", "auto") else kv_dtype_for(kv_dtype, kind, device, model)
     if model.startswith(PREFIX):
         backend, note = select_backend(attention, kind, device, config)
         with silence(), in_one_line(model):
-            target = wrap_model(random_weights(config, kind, device, model), model, backend, kv_dtype=kv_dtype)
+            target = wrap_model(random_weights(config, kind, device, model), model, backend, kv_dtype=typed)
         return LoadedModel(model, StandInTokenizer(), target, None, (), backend, simulated=True), note
     source, folder = find_source(model)
     quantization, options, tokenizer = own_quantization(config), dict[str, Any](), None
@@ -395,7 +397,9 @@ def open_model(
             raise InputError(f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model")
         if network.dtype == torch.float64 and routed(config):
             network.set_experts_implementation("eager")  # the others multiply no float64
-        target = wrap_model(network if options else network.to(device), model, backend, kv_dtype=kv_dtype)
+        if kv_dtype == "auto" and backend == "native" and kv_dtype_for("auto", kind, device, model) != kind:
+            typed = kv_dtype_for("auto", kind, device, model)  # stock operators would convert it in every pass
+        target = wrap_model(network if options else network.to(device), model, backend, kv_dtype=typed)
     loaded = LoadedModel(
         model, tokenizer, target, None, (), backend, quantization=quantization, ranks=ranks, dtype_note=other_dtype
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.attention.backends import exact_for, partials_bytes
+from tswift.attention.building import Unbuilt
 from tswift.attention.chunked import ChunkedAttention
 from tswift.attention.layout import Attention, Layout, StaticAttention
 from tswift.attention.sdpa import ReferenceAttention, SpecAttention, SpecialAttention, TreeAttention
@@ -109,9 +111,20 @@ class Target:
         """The same model with the slow attention of reference implementations, for comparison."""
         twin = copy(self)
         twin.width = twin.program = None
+        # it reads what the others read, and converts nothing on the way
+        twin.kv_shape = replace(self.kv_shape, dtype=self.dtype, rounded=self.kv_shape.dtype)
         twin._attention = ReferenceAttention
         twin._passes = WeakKeyDictionary()
         return twin
+
+    def hold(self, kv_dtype: torch.dtype) -> None:
+        """Keep keys and values in another dtype from now on; before any are prepared."""
+        self.kv_shape = replace(self.kv_shape, dtype=kv_dtype)
+        if self.program is not None:
+            try:
+                self.program = PassProgram(self.model, kv_dtype)
+            except Unbuilt:
+                self.program = None
 
     @property
     def replays(self) -> bool:
@@ -243,7 +256,7 @@ class Target:
             try:
                 self.program = PassProgram(self.model, self.kv_shape.dtype)
             except Unfit:
-                self.program = None
+                self.program = self.width = None  # rows that PyTorch computes have not been found to be exact
 
     @torch.inference_mode()
     def tap_layers(self, layers: Sequence[int]) -> None:
