@@ -74,9 +74,9 @@ def test_auto_is_the_models_own_where_it_would_be_converted_in_every_pass() -> N
 
 def test_a_model_that_does_not_bear_it_is_refused() -> None:
     model = tiny_llama("gqa", torch.float32)
-    for layer in model.model.layers:
-        layer.self_attn.v_proj.weight *= 1e7
-        layer.self_attn.o_proj.weight *= 1e-7
+    for layer in model.requires_grad_(False).model.layers:
+        layer.self_attn.v_proj.weight.mul_(1e7)
+        layer.self_attn.o_proj.weight.mul_(1e-7)
     wrap_model(model, "tiny", "sdpa", kv_dtype=torch.bfloat16)
     with pytest.raises(InputError, match=r"^kv_dtype: tiny does not bear a cache in float16$"):
         wrap_model(model, "tiny", "sdpa", kv_dtype=torch.float16)

@@ -258,7 +258,7 @@ def test_a_program_that_computes_something_else_is_not_used(monkeypatch) -> None
 
 
 def test_without_a_compiler_pytorch_computes(monkeypatch) -> None:
-    def refuse(network: PreTrainedModel, kv_dtype: torch.dtype) -> PassProgram:
+    def refuse(network: PreTrainedModel) -> PassProgram:
         raise Unbuilt("needs a C compiler")
 
     monkeypatch.setattr(adapting, "PassProgram", refuse)
