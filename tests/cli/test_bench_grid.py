@@ -153,6 +153,37 @@ def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, who
     assert not list(Path("b").glob("*lock*"))
 
 
+def test_a_resumed_gate_judges_as_it_was_to(bench, tswift, checkpoint, texts, monkeypatch, tmp_path):
+    assert bench(*WORDS, "--out", "before").code == 0
+    baseline = read("before")
+    for point in (point for sample in baseline["samples"] for point in sample["points"]):
+        point["passes"] -= 1
+    Path("before/bench.json").write_text(json.dumps(baseline))
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, 1, Killed)
+        with pytest.raises(Killed):
+            bench(*WORDS, "--out", "b", "--against", "before/bench.json", "--fail-on", "passes", "--paper")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    folder = tmp_path / "cwd" / "b"
+    for _ in range(2):  # when it ends, and shown again
+        judged = tswift("bench", "--resume", folder, "--no-plots")
+        assert judged.code == 1, judged.err
+        assert "16 of 16 comparisons regressed" in judged.out.decode()
+        assert "The paper has no row of these" in judged.out.decode()
+    other = tswift("bench", "--resume", folder, "--fail-on", "passes:50%", "--no-plots")  # judged anew
+    assert other.code == 0, other.err
+    assert "0 of 16 comparisons regressed" in other.out.decode()
+    for name, value in {"against": 3, "fail_on": [None], "paper": "x"}.items():
+        record = read(folder)
+        record["options"][name] = value
+        (folder / "bench.json").write_text(json.dumps(record))
+        damaged = tswift("bench", "--resume", folder)
+        assert (damaged.code, "bench.json is damaged ($.options" in damaged.err) == (2, True)
+        record["options"].pop(name)
+        (folder / "bench.json").write_text(json.dumps(record))
+
+
 def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
     with pytest.MonkeyPatch.context() as patch:
         stop(patch, 1, KeyboardInterrupt)
@@ -202,6 +233,29 @@ def test_merged_shards_are_the_whole(bench, tswift, monkeypatch, whole, words):
     assert "missing: " in partly.err
     assert bench("bench", "--resume", "partly").code == 0
     assert counted("partly") == whole[words]
+
+
+@pytest.mark.slow
+def test_the_bundled_model_as_it_comes_resumed_and_in_shards(tswift):
+    words = ("bench", "--prefill", 16, "--lens", "10,20", "--methods", "ar,recall", "--costs", "nominal", "--no-plots")
+    words += ("--warmup", 0, "--seeds", "1,2")
+    assert tswift(*words, "--out", "whole").code == 0
+    workload = read("whole")["workload"]
+    assert (workload["model"], workload["dtype"], workload["kv_dtype"]) == ("demo", "float32", "float16")
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, 1, Killed)
+        with pytest.raises(Killed):
+            tswift(*words, "--out", "b")
+    resumed = tswift("bench", "--resume", "b", "--no-plots")
+    assert resumed.code == 0, resumed.err
+    assert counted("b") == counted("whole")
+    for number in (1, 2):
+        assert tswift(*words, "--shard", f"{number}/2", "--out", f"s/{number}").code == 0
+    merged = tswift("bench", "--merge", "s/1", "s/2", "--out", "merged", "--no-plots")
+    assert merged.code == 0, merged.err
+    assert counted("merged") == counted("whole")
+    gated = tswift(*words, "--out", "g", "--against", "merged/bench.json", "--fail-on", "alpha", "--fail-on", "passes")
+    assert gated.code == 0, gated.err
 
 
 def test_what_is_not_of_one_grid_is_not_merged(bench, tswift, texts):

@@ -26,7 +26,8 @@ from tswift.reading import MOST_RECORD, parse_json, read_file
 
 FILES = ("bench.json", "bench-simulated.json", "suite.json")
 _KINDS = (BenchOptions, SamplingParams, DraftOptions)
-_OWN_PLACE = ("prompts", "workload", "shard")  # options that may differ: of prompts, what is in them counts
+JUDGED = ("against", "fail_on", "force", "paper")  # options by which what was measured is judged and shown
+_MAY_DIFFER = ("prompts", "workload", "shard", *JUDGED)  # of prompts, what is in them counts
 _SUITE: Mapping[str, Any] = {
     "type": "object",
     "properties": {
@@ -184,7 +185,7 @@ def _refuse_other(record: Record, other: Record, message: str, option: str) -> N
     differing = kinds or ["groups"] * (list(ours) != list(theirs))
     if not differing:
         differing = [other_workload(ours[label], theirs[label]) for label in ours]
-        names = {*record["options"], *other["options"]} - set(_OWN_PLACE)
+        names = {*record["options"], *other["options"]} - set(_MAY_DIFFER)
         differing += sorted(n for n in names if plain(record["options"].get(n)) != plain(other["options"].get(n)))
     words = dict.fromkeys(filter(None, differing))
     if words:

@@ -95,7 +95,8 @@ def _refuse(suite: Suite, typed: Sequence[str]) -> None:
 def _kept(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options as a record keeps them: files are named so that they are found from another working directory."""
     files = {name: [_absolute(word) for word in given[name]] for name in ("prompts", "workload") if name in given}
-    return {**given, **files}
+    baseline = {"against": str(Path(given["against"]).absolute())} if "against" in given else {}
+    return {**given, **files, **baseline}
 
 
 def _absolute(word: str) -> str:
@@ -208,6 +209,8 @@ def bench(
     """
     words = {"suite": suite, "prompts": prompts, "workload": workload, "tree": tree}
     given = {**typed.values, **{name: value for name, value in words.items() if value}}
+    judging = {"against": against and str(against), "fail_on": fail_on, "force": force, "paper": paper}
+    judging = {name: value for name, value in judging.items() if value}
     with ExitStack() as stack:
         earlier, missing = None, list[str]()
         if merge:
@@ -219,7 +222,9 @@ def bench(
                 raise InputError("cannot be given together with --resume", "out")
             earlier = records.open_record(resume, "resume", stack)
             records.refuse_changes(earlier, _kept(given))
-        given = earlier["options"] if earlier else given
+        given = {**(earlier["options"] if earlier else given), **judging}
+        against = Path(given["against"]) if "against" in given else None
+        fail_on, force, paper = given.get("fail_on"), given.get("force", False), given.get("paper", False)
         suite = given.get("suite")
         chosen = find_suite(suite) if suite else None
         plan = records.plan_of(suite, given)
@@ -228,8 +233,7 @@ def bench(
         rules = [gate.parse_rule(rule) for rule in fail_on or ()] if chosen is None else []
         baseline = None
         if chosen:
-            own = {"against": against, "fail_on": fail_on, "force": force, "paper": paper, "tree": tree}
-            _refuse(chosen, [*given, *(name for name, value in own.items() if value)])
+            _refuse(chosen, [*given])
             refuse_shape(bench_options.model)
         else:
             if "workload" in given and "prompts" in given:
@@ -259,6 +263,7 @@ def bench(
                 stack.enter_context(empty_folder(folder))
             if earlier and (merge or earlier["state"] == FINISHED):
                 record = earlier
+                record["options"] = _kept(given)
             else:
                 from tswift.benchmarking.config import configure, encode, read_texts
                 from tswift.benchmarking.run import begin_measurement, measure
