@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tswift
+from benchmarks.architectures import ARCHITECTURES, checkpoint
 from tests.jobs.faults import FaultyOs
 from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
@@ -177,6 +178,19 @@ def test_a_block_drafter_learns_and_drafts_for_its_model(
 def test_a_model_of_one_layer_has_no_block_drafter(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^model: has a single layer, and a block drafter reads the states before"):
         train(block_config(tiny, model=str(tiny.model)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacking"), [("Gemma 3 (windows)", "rope_theta for all layers"), ("GPT-2", "rms_norm_eps")]
+)
+def test_a_model_of_other_layers_than_a_block_drafters_is_refused(
+    kind: str, lacking: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    checkpoint(ARCHITECTURES[kind], folder)
+    with pytest.raises(InputError, match=rf"^model: {folder} has no {lacking}, which a block drafter takes over"):
+        train(block_config(tiny, model=str(folder)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -346,12 +346,17 @@ def block_spec(config: DraftConfig, model: LoadedModel) -> DrafterSpec:
     """The sizes of a block drafter: its layers are as wide as the model's, but for the MLP.
 
     Raises:
-        InputError: the model has a single layer, and states are read before the last one.
+        InputError: the model has a single layer, and states are read before the last one; or it has no RMS norms or
+            no single rotary embedding, which the drafter's layers take over.
     """
     target, text = model.target, model.target.model.config.get_text_config()
     shape = target.kv_shape
     if shape.layers < 2:
         raise InputError("has a single layer, and a block drafter reads the states before the last one", "model")
+    eps, theta = getattr(text, "rms_norm_eps", None), (getattr(text, "rope_parameters", None) or {}).get("rope_theta")
+    if eps is None or theta is None:
+        name = "rms_norm_eps" if eps is None else "rope_theta for all layers"
+        raise InputError(f"{model.name} has no {name}, which a block drafter takes over from its model", "model")
     last = shape.layers - 2
     taps = sorted({round(min(1, last) + share * (last - min(1, last)) / 4) for share in range(5)})
     return DrafterSpec(
@@ -363,8 +368,8 @@ def block_spec(config: DraftConfig, model: LoadedModel) -> DrafterSpec:
         kv_heads=config.attention_heads or shape.heads,
         head_dim=shape.head_dim,
         vocab_size=target.vocab_size,
-        eps=text.rms_norm_eps,
-        rope={"rope_type": "default", "rope_theta": text.rope_parameters["rope_theta"]},
+        eps=eps,
+        rope={"rope_type": "default", "rope_theta": theta},
         tap_size=target.hidden_size,
         tap_count=len(taps),
         taps=tuple(taps),
