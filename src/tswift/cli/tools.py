@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -374,10 +375,12 @@ def export_generate(
     from tswift.jobs.folder import write_whole
 
     files = {"generate.py": _GENERATE, "requirements.txt": f"tswift>={tswift.__version__}\n"}
+    own = {"generate.py": re.escape(_GENERATE), "requirements.txt": r"tswift>=[\w.+]+\n"}  # of any version of tswift
     inside = folder.expanduser() / "custom_generate"
     for name in files:
-        if (inside / name).exists() and "tswift" not in (inside / name).read_text(errors="replace"):
-            raise InputError(f"{inside / name} is there already, and none of tswift's; name another folder")
+        path = inside / name
+        if path.exists() and not re.fullmatch(own[name], path.read_text(encoding="utf-8", errors="replace")):
+            raise InputError(f"{path} is there already, and not as tswift writes it; name another folder")
     try:
         inside.mkdir(parents=True, exist_ok=True)
     except OSError as error:
