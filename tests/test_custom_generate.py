@@ -370,7 +370,7 @@ def test_changes_of_the_model_are_seen(model: PreTrainedModel, prompt: BatchEnco
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(-2)
     texts.append(both())
-    model.model.layers[1].mlp.down_proj.weight.data *= -2  # unknown to autograd
+    model.model.layers[1].mlp.down_proj.weight.data[1, 1] += 50  # unknown to autograd
     texts.append(both())
     model.float()
     texts.append(both())
@@ -383,6 +383,22 @@ def test_changes_of_the_model_are_seen(model: PreTrainedModel, prompt: BatchEnco
     kept = custom_generate._ADOPTED[model][1].target
     both()
     assert custom_generate._ADOPTED[model][1].target is kept  # nothing is made twice
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_single_changed_weight_is_seen(dtype: torch.dtype) -> None:
+    """However it was written, and wherever it is: also what only changes places."""
+    for shape in ((3,), (100, 90), (1 << 8, 1 << 11)):
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        flat = weight.view(-1)
+        found = {int(custom_generate._checksum(weight))}
+        for place in (1, flat.numel() // 2, flat.numel() - 1):
+            flat[place] = torch.nextafter(flat[place], torch.tensor(torch.inf, dtype=dtype))  # its last bit
+            found.add(int(custom_generate._checksum(weight)))
+            flat[[place - 1, place]] = flat[[place, place - 1]]
+            found.add(int(custom_generate._checksum(weight)))
+        weight[[0, -1]] = weight[[-1, 0]]
+        assert len(found | {int(custom_generate._checksum(weight))}) == 8
 
 
 def test_a_model_that_is_gone_takes_its_second_tree_with_it(folders: dict[str, Path], exported: dict[str, Any]) -> None:
@@ -493,6 +509,16 @@ def test_export_refuses_what_it_cannot_write(tmp_path: Path, capfd: pytest.Captu
         err = capfd.readouterr().err
         assert re.fullmatch(rf"tswift: error: [^\n]*{words}[^\n]*\n", err), err
     assert file.read_text() == "def generate(model, **kwargs): ...\n"
+    again = tmp_path / "new" / "folder"
     for _ in range(2):  # what tswift has written, it may write anew
-        assert main(["export-generate", str(tmp_path / "new" / "folder")]) == 0
+        assert main(["export-generate", str(again)]) == 0
         assert "custom_generate='" in capfd.readouterr().out
+        (again / "custom_generate" / "requirements.txt").write_text("tswift>=0.0.1\n")  # as an older one wrote it
+    for name in ("generate.py", "requirements.txt"):
+        edited = again / "custom_generate" / name
+        text = edited.read_text()
+        edited.write_text(f"{text}# mine\n")
+        assert main(["export-generate", str(again)]) == 2
+        assert f"{edited} is there already, and not as tswift writes it" in capfd.readouterr().err
+        assert edited.read_text() == f"{text}# mine\n"
+        edited.write_text(text)
