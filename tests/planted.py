@@ -40,7 +40,19 @@ GENERATE, STOPS = "test_custom_generate.py", "decoding/test_stops.py"
 CACHES, KERNEL, NATIVE = "kv/test_caches.py", "attention/test_triton.py", "attention/test_native.py"
 CHUNKED = "attention/test_chunked.py"
 NETWORKS, TREES_OF = "models/test_drafters.py", "drafting/test_networks.py"
+KV_DTYPE, PROGRAM = "models/test_kv_dtype.py", "models/test_program.py"
 FAULTS = [
+    # the KV cache's dtype
+    Fault("16-bit keys are cut, not rounded", "models/program.c", PROGRAM,
+          "(bits + 0x7fff + (bits >> 16 & 1)) >> 16", "bits >> 16"),
+    Fault("a run goes on over another cache", "jobs/start.py", KV_DTYPE,
+          "if own != config.kv_dtype:", "if False:"),
+    Fault("a run is judged over another cache", "jobs/verification.py", KV_DTYPE,
+          "if model is None and on_cpu and config.kv_dtype != config.dtype:", "if False:"),
+    Fault("the reference reads unrounded keys", "kv/cache.py", KV_DTYPE,
+          "if rounded is not None:", "if False:"),
+    Fault("passes of the program are not exact by default", "models/adapting.py", KV_DTYPE,
+          'or target.device.type == "cuda" or target.program is not None', 'or target.device.type == "cuda"'),
     # a step
     Fault("a commit's gather is skipped", "kv/cache.py", LOOP,
           "if list(slots) != list(range(count)):", "if False:"),
