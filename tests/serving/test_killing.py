@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
+import re
 import signal
 import socket
 import time
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs.killing import Process
 from tests.serving.server import SAMPLING, TEXT, Server
 from tswift.jobs import folder
 
@@ -99,10 +102,27 @@ def test_a_request_that_a_server_of_another_model_finds(checkpoint: Path, tmp_pa
     begun.read(50)
     server.stop(signal.SIGKILL)
     server = Server(tmp_path, "--len", 50)
-    for name, reason in ((begun.id, "is not the model that"), (waiting.id, "was asked of")):
-        assert reason in server.wait(name, "failed")["reason"]
     assert Stream(server.url, "POST", "/v1/completions", {"prompt": TEXT, "max_tokens": 5, "stream": True}).read()
+    for name, reason in ((begun.id, "is not the model that"), (waiting.id, "was requested for model")):
+        assert server.get(f"/v1/runs/{name}")["state"] in ("interrupted", "killed")
+        assert re.search(f"{name} interrupted: .*{reason}", server.errors())
     server.stop()
+    server = Server(tmp_path, "--model", checkpoint, *SAMPLING)
+    assert server.wait(begun.id)["text"] == server.wait(waiting.id)["text"]
+
+
+def test_nobody_reads_what_the_server_says(checkpoint: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "server.err")
+    words = ("--port", 0, "--model", checkpoint, "--runs", tmp_path / "runs", *SAMPLING)
+    process = Process(["serve", *words], tmp_path / "server.out")
+    try:
+        with (tmp_path / "server.err").open() as lines:
+            url = next(found[1] for line in lines if (found := re.search(r"is served on (\S+)/v1", line)))
+        for _ in range(2):  # what is said of the first goes nowhere
+            assert Stream(url, "POST", "/v1/completions", {**ASKED, "max_tokens": 5}).read()
+    finally:
+        process.send(signal.SIGKILL)
+        process.wait(30)
 
 
 def _slow(address: tuple[str, int]) -> socket.socket:

@@ -9,6 +9,7 @@ import pytest
 
 from tswift.cli import main
 from tswift.errors import InputError
+from tswift.jobs.config import PRESETS
 from tswift.serving.requests import Refused, Request, ServeConfig, listen, parse, parse_body
 
 USER = {"role": "user", "content": "Hello"}
@@ -57,6 +58,13 @@ def test_what_is_not_said_is_as_it_was_typed_and_null_is_not_said() -> None:
     assert dict(understood({"method": "ar"}, nodes=4, draft_model="x").config.drafting) == {}
 
 
+def test_a_preset_has_a_method_of_its_own() -> None:
+    typed = {"preset": next(iter(PRESETS)), "ngrams": 7}
+    assert dict(understood({"method": "tokenswift"}, **typed).config.drafting)["ngrams"] == 7
+    assert understood({"seed": 1}, **typed).config == understood({"method": "tokenswift", "seed": 1}, **typed).config
+    assert understood({"method": "auto"}, **typed).config.method == "auto"
+
+
 def test_without_a_seed_one_is_drawn_and_kept() -> None:
     seeds = {understood({}).config.seed for _ in range(4)}
     assert len(seeds) == 4
@@ -83,6 +91,7 @@ def test_without_a_seed_one_is_drawn_and_kept() -> None:
         ({"max_tokens": 1.5}, False, "max_tokens"),
         ({"max_completion_tokens": -1}, True, "max_completion_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, True, "max_completion_tokens"),
+        ({"max_tokens": "x", "max_completion_tokens": 2}, True, "max_completion_tokens"),
         ({"seed": "x"}, False, "seed"),
         ({"method": "magic"}, False, "method"),
         ({"method": "ar-reference"}, False, "method"),

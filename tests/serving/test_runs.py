@@ -29,7 +29,7 @@ def text_of(run: Run) -> str:
 def test_what_is_held_back_is_sent_when_the_text_ends_and_not_when_it_is_interrupted() -> None:
     for state, text in ((INTERRUPTED, "Caf"), (FINISHED, "Caf\ufffd")):
         run, job = Run(Path("run")), made(end=lambda: {"reason": "length"})
-        show = run.follow(job, "</s>")
+        show = run.follow(job, {7: "</s>"}.__getitem__)
         show("Caf", DecodeStats(0, tokens=3))
         job.state = state
         show("\ufffd", DecodeStats(0, tokens=4))
@@ -39,7 +39,7 @@ def test_what_is_held_back_is_sent_when_the_text_ends_and_not_when_it_is_interru
 @pytest.mark.parametrize("pieces", [("</s>", ""), ("</", "s>"), ("!</s", ">"), ("", "</s>")])
 def test_an_end_of_text_token_is_no_part_of_it(pieces: tuple[str, str]) -> None:
     run, job = Run(Path("run")), made()
-    show = run.follow(job, "</s>")
+    show = run.follow(job, {7: "</s>"}.__getitem__)
     job.tokens += [3]
     show("One", DecodeStats(0, tokens=1))
     job.tokens += [7]

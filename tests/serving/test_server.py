@@ -164,6 +164,9 @@ def test_logprobs(server: Server, client: openai.OpenAI, model: Path) -> None:
     assert found.token_logprobs == rows["raw"].tolist()
     assert found.drawn_logprobs == rows["warped"].tolist()
     assert [max(near.values()) for near in found.top_logprobs] == rows["raw_top"].max(1).tolist()
+    assert all(list(near.values()) == sorted(near.values(), reverse=True) for near in found.top_logprobs)
+    assert all(token in near for token, near in zip(found.tokens, found.top_logprobs, strict=True))
+    assert any(len(near) == 3 for near in found.top_logprobs)
     assert found.text_offset[0] == 0
     assert found.text_offset == sorted(found.text_offset)
     streamed: list[Any] = list(client.completions.create(**asked_for, prompt=TEXT, logprobs=2, stream=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -55,7 +56,8 @@ def serve(
 
         def say(line: str) -> None:
             if not quiet:
-                print(f"tswift: {one_line(line)}", file=sys.stderr, flush=True)
+                with suppress(OSError):  # a pipe that nobody reads any more; serving goes on
+                    print(f"tswift: {one_line(line)}", file=sys.stderr, flush=True)
 
         with Signals():
             with loading(base.model, quiet):

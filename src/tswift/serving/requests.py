@@ -46,7 +46,7 @@ class ServeConfig:
 
 
 class Refused(Exception):
-    """A request that is answered with an error, in the words of the OpenAI interface."""
+    """A request that is answered with an error in OpenAI's format."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, wait: int = 0):
         super().__init__(message)
@@ -188,9 +188,11 @@ def parse(body: Mapping[str, Any], chat: bool, typed: Mapping[str, Any], model: 
     user = given.get("user", "")
     if not isinstance(user, str) or len(user) > _LONGEST_NAME:
         raise Refused(400, f"user must be a text of at most {_LONGEST_NAME} characters", "user")
-    limits = {given[name] for name in ("max_tokens", "max_completion_tokens") if _is_number(given.get(name))}
-    if len(limits) > 1:
-        raise Refused(400, "max_tokens and max_completion_tokens differ", "max_completion_tokens")
+    if {"max_tokens", "max_completion_tokens"} <= given.keys():
+        limits = given["max_tokens"], given["max_completion_tokens"]
+        if not all(type(limit) is int for limit in limits) or limits[0] != limits[1]:
+            message = "max_tokens and max_completion_tokens must be the same integer where both are given"
+            raise Refused(400, message, "max_completion_tokens")
     if prompt_field not in given:
         raise Refused(400, f"{prompt_field} is missing", prompt_field)
     prompt = _messages(given["messages"]) if chat else _prompt(given["prompt"])
@@ -232,10 +234,11 @@ def job(typed: Mapping[str, Any], asked: Mapping[str, Any], prompt: Any, chat: b
         InputError: values out of range, or that do not go together.
     """
     values = {**typed, **asked}
-    method = values.get("method", RunConfig.method)
+    own = typed.get("method", "tokenswift" if typed.get("preset") is not None else RunConfig.method)
+    method = values.get("method", own)
     if not isinstance(method, str) or find_method(method).reference:
         raise InputError("must be a method that is served; ar-reference is for measurements", "method")
-    if method != typed.get("method", RunConfig.method):
+    if method != own:
         kind = find_method(method)
         uses = {
             "heads": kind.heads or kind.needs_heads,
@@ -261,10 +264,6 @@ def refused(error: InputError, names: Mapping[str, str], prompt_field: str) -> R
     param = None if error.field is None else named.get(error.field, error.field)
     message = error.message.replace("`", "")
     return Refused(400, message if param is None else f"{param}: {message}", param, "invalid_value")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _switch(given: Mapping[str, Any], name: str) -> bool:

@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,8 @@ _MOST_BODY = 8_000_000  # bytes: some two million tokens
 _BODY_SECONDS, _IDLE_SECONDS = 30.0, 30.0  # for a request's body; without a request
 _LOOK_SECONDS = 0.02  # between two looks of a reader at its run
 _KEEP_ALIVE_SECONDS = 10.0
+_UNREAD_SECONDS = 60.0  # in which a client reads nothing of what waits for it
+_NO_RETRY = {"X-Should-Retry": "false"}  # OpenAI's client would repeat the request, as a new run
 _STOP_SECONDS = 3.0  # for readers to hear that the server stops
 _MOST_CONNECTIONS = 512
 _MOST_HEADERS = 32_768  # bytes
@@ -47,7 +49,7 @@ _TYPES = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error in the words of the OpenAI interface."""
+    """An error in OpenAI's format."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -55,8 +57,9 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 class Gate:
     """Lets requests in that come to a name of this server, with its key if it has one.
 
-    Without a key the server listens on this machine only. A page of the web could still let a browser ask there, under
-    a name of its own that leads to 127.0.0.1; so only names of this machine are answered.
+    Without a key the server listens on this machine only. A page of the web could still let a browser ask there, as
+    another site or under a name of its own that leads to 127.0.0.1; so only names of this machine are answered, and
+    no page of another site.
     """
 
     def __init__(self, app: ASGIApp, host: str, key: str | None) -> None:
@@ -73,8 +76,13 @@ class Gate:
             host = request.headers.get("host", "")
             name = host.rpartition(":")[0] if re.search(r":\d*$", host) and not host.endswith("]") else host
             if name.strip("[]") not in self._names:
-                return JSONResponse(error_body(403, f"this server is not called {name!r:.80}", code="wrong_host"), 403)
-        elif request.url.path not in ("/health", "/"):
+                return JSONResponse(error_body(403, f"Host {name!r:.80} is not served", code="wrong_host"), 403)
+            origin = request.headers.get("origin")
+            elsewhere = origin is not None and origin.partition("://")[2] != host
+            if elsewhere or request.headers.get("sec-fetch-site") == "cross-site":
+                message = "a page of another site cannot ask a server without a key"
+                return JSONResponse(error_body(403, message, code="wrong_origin"), 403)
+        elif request.scope["path"] not in ("/health", "/"):
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key.encode()):
                 message = "a wrong API key, or none; it is sent as Authorization: Bearer KEY"
@@ -118,7 +126,9 @@ class Api:
     # --- what is there
 
     async def _health(self, request: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok", "model": self._model.name, "version": tswift.__version__})
+        decodes = self._service.decodes
+        about = {"status": "ok" if decodes else "the thread that decodes has ended", "model": self._model.name}
+        return JSONResponse({**about, "version": tswift.__version__}, 200 if decodes else 503)
 
     async def _page(self, request: HttpRequest) -> Response:
         policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
@@ -150,21 +160,26 @@ class Api:
                 "Last-Event-ID goes with GET /v1/runs/ID/events or POST /v1/runs/ID/resume: this would be a new run"
             )
             raise Refused(400, message, "Last-Event-ID")
-        body = parse_body(await _body(request))
+        body = await run_in_threadpool(parse_body, await _body(request))
         run = await run_in_threadpool(self._service.accept, body, chat)
         assert run.request is not None
-        return await self._answer(request, run, run.request.stream)
+        return await self._answer(request, run, run.request.stream, leaving=run.request.cancel_on_disconnect)
 
     async def _answer(
-        self, request: HttpRequest, run: Run, stream: bool, have: tuple[int, int] | None = None
+        self,
+        request: HttpRequest,
+        run: Run,
+        stream: bool,
+        have: tuple[int, int] | None = None,
+        leaving: bool = False,
     ) -> Response:
         """Follow a run to its end, or to the end of the connection.
 
         Args:
             stream: as events, rather than whole.
             have: tokens and bytes that a reader has who comes again.
+            leaving: the end of the connection cancels the run.
         """
-        leaving = run.request is not None and run.request.cancel_on_disconnect
         if stream:
             then = BackgroundTask(self._service.cancel, run) if leaving else None  # a run that is done stays done
             headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Run-Id": run.id}
@@ -179,8 +194,8 @@ class Api:
             await run_in_threadpool(self._service.cancel, run)
         if run.state != FINISHED:
             status, error = self._failure(run)
-            return JSONResponse(error, status)
-        return JSONResponse(self._whole(run))
+            return JSONResponse(error, status, {"X-Run-Id": run.id, **_NO_RETRY})
+        return JSONResponse(self._whole(run), headers={"X-Run-Id": run.id})
 
     async def _events(self, run: Run, have: tuple[int, int] | None) -> AsyncIterator[str]:
         """A run's text as server-sent events; an event's id says how many tokens and bytes came so far."""
@@ -248,10 +263,9 @@ class Api:
     def _failure(self, run: Run) -> tuple[int, dict[str, Any]]:
         """Why a run has ended before its text: a status and an error."""
         where = f"{run.id} has {run.stats.tokens:,} tokens, and POST /v1/runs/{run.id}/resume goes on"
-        if run.state == FAILED:
-            status = 400 if run.refusal else 500
-            return status, error_body(status, f"{run.reason}; {where}", code="run_failed")
-        return 503, error_body(503, f"the run is {run.state}: {where}", code=f"run_{run.state}".replace(" ", "_"))
+        status = 400 if run.refusal else 500 if run.state == FAILED else 503
+        message = f"{run.reason or f'the run is {run.state}'}; {where}"
+        return status, error_body(status, message, code=f"run_{run.state}".replace(" ", "_"))
 
     # --- runs
 
@@ -292,16 +306,16 @@ class Api:
 
     async def _resume(self, request: HttpRequest) -> Response:
         have, data = _have(request), await _body(request, optional=True)
-        body = parse_body(data) if data else {}
+        body = await run_in_threadpool(parse_body, data) if data else {}
         for name in body:
             if name not in ("stream", "max_tokens"):
                 raise Refused(400, f"there is no field {name!r:.60}; there are stream and max_tokens", name[:60])
-        run = await run_in_threadpool(self._service.resume, request.path_params["id"], body.get("max_tokens"))
         stream = body.get("stream")
+        if stream is not None and not isinstance(stream, bool):
+            raise Refused(400, "stream must be true or false", "stream")
+        run = await run_in_threadpool(self._service.resume, request.path_params["id"], body.get("max_tokens"))
         if stream is None:
             stream = have is not None or (run.request is not None and run.request.stream)
-        if not isinstance(stream, bool):
-            raise Refused(400, "stream must be true or false", "stream")
         return await self._answer(request, run, stream, have)
 
     async def _cancel(self, request: HttpRequest) -> Response:
@@ -313,7 +327,7 @@ class Api:
 
 
 class Logprobs:
-    """Log-probabilities of a run's tokens, as the OpenAI interface gives them.
+    """Log-probabilities of a run's tokens, in OpenAI's format.
 
     They are by the model's own distribution; ``drawn_logprob`` is by the one that the token was drawn from.
 
@@ -327,7 +341,7 @@ class Logprobs:
         self._run, self._tokenizer, self._given = run, tokenizer, given
         self._request = run.request if run.request is not None and run.request.config.logprobs is not None else None
         self._stream = TextStream(tokenizer)
-        self._offset = len(self._stream.add(run.ids[:given].tolist())) if self._request else 0
+        self._offset: int | None = None  # of the first token to give, once it is made
 
     def up_to(self, tokens: int) -> dict[str, Any] | None:
         """Those of the tokens that were not given yet; None if there are none."""
@@ -335,6 +349,8 @@ class Logprobs:
         if self._request is None or not ids:
             return None
         top = self._request.config.logprobs or 0
+        if self._offset is None:
+            self._offset = len(self._stream.add(self._run.ids[: self._given].tolist()))
         kind = row_type(top)
         held = self._run.rows[self._given * kind.itemsize : tokens * kind.itemsize]
         rows, self._given = np.frombuffer(bytes(held), kind), tokens
@@ -362,12 +378,21 @@ class Logprobs:
             "tokens": [self._text(token) for token in ids],
             "token_logprobs": by_model,
             "drawn_logprobs": drawn,
-            # of tokens with the same text, such as parts of characters, the likeliest
-            "top_logprobs": [{self._text(token): log for token, log in reversed(near)} for near in others]
+            "top_logprobs": [
+                self._likeliest([*near, drawn_one])
+                for near, drawn_one in zip(others, zip(ids, by_model, strict=True), strict=True)
+            ]
             if top
             else None,
             "text_offset": offsets,
         }
+
+    def _likeliest(self, near: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Tokens' texts, likeliest first; of tokens with the same text, such as parts of characters, the likeliest."""
+        found: dict[str, float] = {}
+        for token, log in near:
+            found.setdefault(self._text(token), log)
+        return found
 
     def _text(self, token: int) -> str:
         return str(self._tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
@@ -379,7 +404,7 @@ class Logprobs:
 
 
 def _usage(run: Run) -> dict[str, Any]:
-    """Tokens as the OpenAI interface counts them; predicted ones are those that were drafted."""
+    """Tokens as OpenAI counts them; predicted ones are those that were drafted."""
     figures, prompt, made = run.figures(), run.prompt_tokens, run.stats.tokens
     details = {
         "accepted_prediction_tokens": figures["accepted"],
@@ -442,12 +467,13 @@ async def _body(request: HttpRequest, optional: bool = False) -> bytes:
 async def _refusal(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, Refused)
     content = error_body(error.status, error.message, error.param, error.code)
-    return JSONResponse(content, error.status, error.headers)
+    of_a_run = _NO_RETRY if error.status == 409 else {}
+    return JSONResponse(content, error.status, {**error.headers, **of_a_run})
 
 
 async def _no_route(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
     return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
 
 
@@ -460,10 +486,11 @@ async def _mistake(request: HttpRequest, error: Exception) -> Response:
 
 
 class _Protocol(H11Protocol):
-    """HTTP of a connection, which is closed if no request comes for a while, whole, or bytes without end."""
+    """HTTP of a connection, which is closed if for a while no request comes, whole, or nothing is read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # writing pauses whenever something is left to be read
         self.loop.call_later(_IDLE_SECONDS, self._close_idle, None)
 
     def _close_idle(self, before: Any) -> None:
@@ -474,6 +501,23 @@ class _Protocol(H11Protocol):
             self.transport.abort()
         else:
             self.loop.call_later(_IDLE_SECONDS, self._close_idle, self.cycle if idle else None)
+
+    def pause_writing(self) -> None:
+        """Watch the client read, until it has read everything."""
+        super().pause_writing()
+        self._close_unread(1 << 62)
+
+    def resume_writing(self) -> None:
+        """Everything was read."""
+        super().resume_writing()
+        self._watch.cancel()
+
+    def _close_unread(self, before: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left >= before:
+            self.transport.abort()
+        else:
+            self._watch = self.loop.call_later(_UNREAD_SECONDS, self._close_unread, left)
 
 
 class Server(uvicorn.Server):

@@ -153,11 +153,11 @@ class Run:
 
     @property
     def finish_reason(self) -> str | None:
-        """In the words of the OpenAI interface; None while it is not finished."""
+        """In OpenAI's format; None while it is not finished."""
         return None if self.state != FINISHED else "length" if self.end == "length" else "stop"
 
-    def follow(self, job: Job, eos: str) -> Callable[[str, DecodeStats], None]:
-        """What a job is to call after every step; ``eos`` is the text of the model's end-of-text token."""
+    def follow(self, job: Job, text_of: Callable[[int], str]) -> Callable[[str, DecodeStats], None]:
+        """What a job is to call after every step; ``text_of`` gives the text of a token id."""
         ends, held = frozenset(job.generation.stop), ""
         self.stats, self.length = job.stats.copy(), job.length
         wanted = job.about["options"].get("logprobs") is not None
@@ -170,7 +170,7 @@ class Run:
             nonlocal held
             if job.state == FINISHED:
                 self.end = job.end()["reason"]
-                piece = (held + piece).removesuffix(eos if self.end == _EOS else "")
+                piece = (held + piece).removesuffix(text_of(job.tokens[-1]) if self.end == _EOS else "")
             elif job.state != RUNNING:  # a character or a stop string that was begun may be another when it goes on
                 piece = ""
             elif job.tokens[-1:] and job.tokens[-1] in ends:
@@ -210,8 +210,6 @@ class Service:
         self.model = replace(model, weights=model.weights or weights_hash(model.target.model))
         self._config, self._typed, self._say = config, typed, say
         self._typed_model = {name: value for name, value in typed.items() if name in _OF_MODEL}
-        eos = self.model.eos_ids
-        self._eos = str(self.model.tokenizer.decode(list(eos[:1]), skip_special_tokens=False)) if eos else ""
         self._guard, self._accepting = threading.Lock(), threading.Lock()
         self._runs: dict[str, Run] = {}  # that are open, in the order of their turns
         self._turns: SimpleQueue[Run | None] = SimpleQueue()
@@ -233,6 +231,11 @@ class Service:
     def join(self) -> None:
         """Wait for the thread."""
         self._thread.join()
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the thread that decodes is alive."""
+        return self._thread.is_alive()
 
     # --- what clients ask for
 
@@ -293,20 +296,19 @@ class Service:
             if run.open and length is not None:
                 raise Refused(409, f"{name} is {run.state}; max_tokens can be raised when it is done", "max_tokens")
             return run
-        if length is not None and (type(length) is not int or length < max(1, run.stats.tokens)):
-            raise Refused(400, f"max_tokens must be an integer, at least {run.stats.tokens:,}", "max_tokens")
+        if length is not None:
+            self._refuse_length(run, length)
+        request = run.request if run.request is None or length is None else with_length(run.request, length)
         with self._guard:
             if name in self._runs:
                 return self._runs[name]
             self._refuse_full()
-            again = Run(run.path, run.request, run.created)
-            again.asked = {} if length is None else {"length": length}
+            again = Run(run.path, request, run.created)
+            again.asked = run.asked if length is None else {"length": length}
             again.method, again.length, again.seed = run.method, length or run.length, run.seed
             again.prompt_tokens = run.prompt_tokens
             self._runs[name] = again
-        if run.request is not None:
-            with suppress(OSError):
-                write_whole(run.path / REQUEST, _stored(run.request, run.created))
+            self._note(again)
         self._turns.put(again)
         return again
 
@@ -316,12 +318,10 @@ class Service:
             if not run.open:
                 return
             run.stopping = CANCELLED
-            waiting = run.state == QUEUED
-            if waiting:
+            if run.state == QUEUED:
                 run.state = CANCELLED
                 self._runs.pop(run.id, None)
-        if waiting:
-            self._end(run, CANCELLED)
+                self._note(run, CANCELLED)
 
     def place(self, run: Run) -> int:
         """How many runs are before this one."""
@@ -341,6 +341,22 @@ class Service:
             wait = (first.length - first.stats.tokens) / speed if speed else 10
             message = f"{len(runs):,} requests are decoded or waiting; the queue takes no more"
             raise Refused(429, message, code="queue_full", wait=min(3600, max(1, round(wait))))
+
+    def _refuse_length(self, run: Run, length: object) -> None:
+        """Refuse a length that a run cannot be given."""
+        if type(length) is not int or length < max(1, run.stats.tokens):
+            raise Refused(400, f"max_tokens must be an integer, at least {max(1, run.stats.tokens):,}", "max_tokens")
+        if run.state == FINISHED and run.end != "length":
+            ended = "an end-of-text token" if run.end == _EOS else "a stop string"
+            message = f"{run.id} ended at {ended}: max_tokens cannot make it longer"
+            raise Refused(409, message, "max_tokens", "run_ended")
+        prompt, most = run.prompt_tokens, self.model.target.max_positions
+        if not prompt and run.request is not None:  # it was never begun
+            with self._accepting:
+                prompt = len(self._fitted(run.request)[1])
+        if prompt + length > most:
+            sizes = f"{prompt:,} prompt tokens and {length:,} new ones need more than the model's {most:,} positions"
+            raise Refused(400, f"max_tokens: {sizes}", "max_tokens", "context_length_exceeded")
 
     def _fitted(self, request: Request) -> tuple[Request, Sequence[int]]:
         """A request with its prompt's token ids, and a length that the model has room for."""
@@ -404,7 +420,7 @@ class Service:
                 run.state = RUNNING
             state = self._decode(run)
             if state in (FAILED, CANCELLED):
-                self._end(run, state)
+                self._note(run, state)
             with self._guard:
                 self._runs.pop(run.id, None)
             self._speed = run.stats.tokens_per_second or self._speed
@@ -421,7 +437,8 @@ class Service:
             else:
                 assert run.request is not None
                 if run.request.model != self.model.name:
-                    raise InputError(f"it was asked of {run.request.model}, {self.model.name} is served now")
+                    asked, served = run.request.model, self.model.name
+                    raise InputError(f"this run was requested for model {asked}; this server serves {served}", "model")
                 if run.prompt is None:  # as it was accepted by a server that was killed
                     _, run.prompt = self._fitted(run.request)
                 config = replace(run.request.config, out=run.path)
@@ -433,13 +450,15 @@ class Service:
                 run.stats, run.end = stored.stats, stored.end
                 return FINISHED
             run.prompt_tokens = len(job.prompt)
-            show = run.follow(job, self._eos)
+            show = run.follow(job, self._text_of)
             job.run(show, run.show_prefill)
             return FINISHED
         except _Stop:
             return run.stopping
         except InputError as error:
             run.refusal, run.reason = True, str(error)
+            if error.field == "model":  # it waits for a server of its own model
+                return INTERRUPTED
         except Refused as error:
             run.refusal, run.reason = True, error.message
         except Fault as error:
@@ -448,11 +467,14 @@ class Service:
             run.reason = "no memory is left" if ran_out(error) else f"unexpected {type(error).__name__}: {error}"
         return FAILED
 
-    def _end(self, run: Run, state: str) -> None:
-        """Note that a request is not to go on by itself."""
+    def _note(self, run: Run, state: str = "") -> None:
+        """Write a request's file; with a state, it is not to go on by itself."""
         if run.request is not None:
             with suppress(OSError):
                 write_whole(run.path / REQUEST, _stored(run.request, run.created, state, run.reason))
+
+    def _text_of(self, token: int) -> str:
+        return str(self.model.tokenizer.decode([token], skip_special_tokens=False))
 
     # --- folders
 
@@ -466,10 +488,10 @@ class Service:
             except InputError as error:
                 self._say(f"{path.name} is left alone: {error}")
                 continue
-            if run.state in (QUEUED, INTERRUPTED, KILLED):
+            if run.state in (INTERRUPTED, KILLED) or (run.state == FINISHED and run.asked):
                 self._say(f"{run.id} goes on, {run.stats.tokens:,} tokens are there")
                 again = Run(path, run.request, run.created)
-                again.prompt_tokens = run.prompt_tokens
+                again.prompt_tokens, again.asked = run.prompt_tokens, run.asked
                 self._runs[run.id] = again
                 self._turns.put(again)
 
@@ -493,7 +515,7 @@ class Service:
             except (KeyError, TypeError, ValueError, AttributeError, Refused, InputError) as error:
                 raise InputError(f"{path / REQUEST} is broken: {error!r:.200}") from None
         run = Run(path, request, created)
-        run.state, run.reason = ended or QUEUED, reason
+        run.state, run.reason = ended or INTERRUPTED, reason
         if not (path / RECORD).exists():
             if request is None:
                 raise InputError(f"{path.name} holds no run")
@@ -511,13 +533,16 @@ class Service:
                 run.stats = DecodeStats.counted(depth, checkpoint.tokens, checkpoint.counters)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"{path / RECORD} is broken: {error!r:.200}") from None
-        stopped = entry.state in (INTERRUPTED, KILLED)
-        run.state = ended if ended and stopped else IN_USE if entry.state == RUNNING else entry.state
+        run.state = _state(entry.state, ended)
         run.reason = entry.reason or run.reason
         text = read_file(path / TEXT, MOST_BYTES)
         if run.state == FINISHED:
             run.end = record.get(END, {}).get("reason", "length")
-            text = text.removesuffix(self._eos.encode()) if run.end == _EOS else text
+            if run.end == _EOS:
+                last = read_tokens(path / TOKENS, whole=False)[: run.stats.tokens][-1]
+                text = text.removesuffix(self._text_of(last).encode())
+        if request is not None and not ended and run.stats.tokens <= request.config.length != run.length:
+            run.asked = {"length": request.config.length}  # and it was not begun
         if request is not None and request.config.logprobs is not None and run.stats.tokens:
             run.rows += read_file(path / LOGPROBS, 1 << 30)
             run.ids.extend(read_tokens(path / TOKENS, whole=False)[: run.stats.tokens])
@@ -537,16 +562,19 @@ class Service:
                 "method": run.method,
                 "tokens_per_second": run.stats.tokens_per_second or None,
             }
+        ended = ""
+        if (path / REQUEST).exists():
+            try:
+                ended = str(parse_json(read_file(path / REQUEST, MOST_RECORD), path).get("state", ""))
+            except (InputError, ValueError, AttributeError):
+                ended = "broken"
         if not (path / RECORD).exists():
-            with suppress(InputError, ValueError, AttributeError):
-                state = parse_json(read_file(path / REQUEST, MOST_RECORD), path).get("state", QUEUED)
-                return {"id": path.name, "object": "run", "state": str(state), "tokens": 0}
-            return {"id": path.name, "object": "run", "state": "broken", "tokens": 0}
+            return {"id": path.name, "object": "run", "state": ended or INTERRUPTED, "tokens": 0}
         (entry,) = list_runs(path)
         return {
             "id": path.name,
             "object": "run",
-            "state": entry.state,
+            "state": _state(entry.state, ended),
             "tokens": entry.tokens,
             "max_tokens": entry.length,
             "method": entry.method,
@@ -558,6 +586,13 @@ def _is_run(path: Path) -> bool:
     if path.is_symlink() or not _ID.fullmatch(path.name):
         return False
     return (path / RECORD).is_file() or (path / REQUEST).is_file()
+
+
+def _state(of_folder: str, ended: str) -> str:
+    """The state of a run that is not open, by its record and by what its request's file says."""
+    if of_folder in (INTERRUPTED, KILLED) and ended:
+        return ended
+    return IN_USE if of_folder == RUNNING else of_folder
 
 
 def _stored(request: Request, created: int, state: str = "", reason: str = "") -> bytes:

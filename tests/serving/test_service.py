@@ -1,0 +1,299 @@
+"""The server's parts in this process: what is kept of runs, and who is answered what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from tests.serving.server import TEXT
+from tswift.models.load import LoadedModel, load
+from tswift.serving import routes, runs
+from tswift.serving.requests import Refused, ServeConfig
+from tswift.serving.routes import Api, Gate, Logprobs
+from tswift.serving.runs import QUEUED, Run, Service
+
+ASKED = {"prompt": TEXT, "seed": 3, "stop_at_eos": False, "method": "ar"}
+LONG = {**ASKED, "max_tokens": 3000}
+SHORT = {**ASKED, "max_tokens": 5}
+SAID: list[str] = []
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> LoadedModel:
+    return load(str(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def two_ends(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """The same model, with two end-of-text tokens."""
+    folder = tmp_path_factory.mktemp("ends") / "two"
+    shutil.copytree(checkpoint, folder)
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, "eos_token_id": [0, 12]}))
+    return load(str(folder))
+
+
+@contextmanager
+def serving(model: LoadedModel, folder: Path) -> Iterator[Service]:
+    service = Service(model, ServeConfig(runs=folder), {}, SAID.append)
+    try:
+        yield service
+    finally:
+        service.close()
+        service.join()
+
+
+def done(run: Run) -> Run:
+    """The run, when it is no longer open."""
+    until = time.monotonic() + 30
+    while run.open and time.monotonic() < until:
+        time.sleep(0.005)
+    assert not run.open
+    return run
+
+
+def begun(run: Run) -> Run:
+    """The run, when it has tokens."""
+    while not run.stats.tokens and run.open:
+        time.sleep(0.005)
+    return run
+
+
+def asked(app: Any, method: str, path: str, body: Any = None, leave: bool = False, **headers: str) -> Any:
+    """Status, headers and content of an answer; a client may leave at once."""
+    sent: list[Any] = []
+    data = b"" if body is None else json.dumps(body).encode()
+    given = {"host": "127.0.0.1", "content-length": str(len(data)), "content-type": "application/json", **headers}
+    scope = {
+        "type": "http",
+        "asgi": {"spec_version": "2.3"},
+        "scheme": "http",
+        "server": ("127.0.0.1", 8000),
+        "method": method,
+        "path": path,
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(name.replace("_", "-").encode(), text.encode()) for name, text in given.items()],
+    }
+    incoming = [{"type": "http.request", "body": data}] if not leave else []
+
+    async def receive() -> Any:
+        if incoming:
+            return incoming.pop()
+        if not leave:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    found = {name.decode().lower(): text.decode() for name, text in sent[0]["headers"]}
+    return sent[0]["status"], found, b"".join(part.get("body", b"") for part in sent[1:])
+
+
+def test_any_end_of_text_token_is_no_part_of_the_text(two_ends: LoadedModel, tmp_path: Path) -> None:
+    for ends in (0, 12):
+        body = {"prompt": TEXT, "max_tokens": 9, "logit_bias": {str(ends): 100}}
+        with serving(two_ends, tmp_path) as service:
+            run = done(service.accept(body, False))
+            assert (run.end, run.tokens[-1], bytes(run.text)) == ("eos", 1, b"")
+            assert bytes(service.find(run.id).text) == b""
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "headers", "status"),
+    [
+        ("secret", "/v1/models", {"host": "x/health?"}, 401),
+        ("secret", "/v1/models", {"authorization": "Bearer secret"}, 200),
+        ("secret", "/health", {}, 200),
+        (None, "/v1/models", {"host": "127.0.0.1:8000"}, 200),
+        (None, "/v1/models", {"host": "evil.example"}, 403),
+        (None, "/v1/models", {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"}, 200),
+        (None, "/v1/models", {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:9000"}, 403),
+        (None, "/v1/models", {"origin": "https://evil.example"}, 403),
+        (None, "/v1/models", {"origin": "null"}, 403),
+        (None, "/v1/models", {"sec_fetch_site": "cross-site"}, 403),
+        (None, "/v1/models", {"sec_fetch_site": "same-origin"}, 200),
+    ],
+)
+def test_who_is_let_in(key: str | None, path: str, headers: dict[str, str], status: int) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    assert asked(Gate(app, "127.0.0.1", key), "POST", path, **headers)[0] == status
+
+
+def test_clients_do_not_repeat_a_run_that_failed(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(model, tmp_path) as service:
+        app = Api(service, ServeConfig(), False).app
+        status, headers, content = asked(app, "POST", "/v1/completions", SHORT)
+        assert (status, headers["x-run-id"]) == (200, json.loads(content)["id"])
+        monkeypatch.setattr(runs, "start", lambda *words, **others: 1 / 0)
+        status, headers, _ = asked(app, "POST", "/v1/completions", SHORT)
+        assert (status, headers["x-should-retry"]) == (500, "false")
+        assert service.find(headers["x-run-id"]).state == "failed"
+
+
+def test_health_tells_whether_anything_decodes(model: LoadedModel, tmp_path: Path) -> None:
+    with serving(model, tmp_path) as service:
+        app = Api(service, ServeConfig(), False).app
+        assert asked(app, "GET", "/health")[0] == 200
+    assert asked(app, "GET", "/health")[0] == 503
+
+
+def test_only_who_made_a_run_cancels_it_by_leaving(model: LoadedModel, tmp_path: Path) -> None:
+    with serving(model, tmp_path) as service:
+        app = Api(service, ServeConfig(), False).app
+        run = begun(service.accept({**ASKED, "max_tokens": 400, "cancel_on_disconnect": True}, False))
+        asked(app, "GET", f"/v1/runs/{run.id}/events", leave=True)
+        assert done(run).state == "finished"
+
+
+def test_offsets_of_a_reader_who_comes_back_before_the_tokens(model: LoadedModel, tmp_path: Path) -> None:
+    with serving(model, tmp_path) as service:
+        run = done(service.accept({**SHORT, "logprobs": 0}, False))
+    whole = Logprobs(run, model.tokenizer, 0).up_to(5)
+    again = Run(run.path, run.request)
+    late = Logprobs(again, model.tokenizer, 3)
+    assert late.up_to(5) is None
+    again.ids, again.rows = run.ids, run.rows
+    rest = late.up_to(5)
+    assert whole is not None
+    assert rest is not None
+    assert rest["text_offset"] == whole["text_offset"][3:]
+
+
+def test_what_resume_refuses(model: LoadedModel, two_ends: LoadedModel, tmp_path: Path) -> None:
+    with serving(two_ends, tmp_path) as service:
+        app = Api(service, ServeConfig(), False).app
+        first, waiting = begun(service.accept(LONG, False)), service.accept(LONG, False)
+        for run in (waiting, first):
+            service.cancel(run)
+            assert done(run).state == "cancelled"
+        listed = {each["id"]: each["state"] for each in service.newest(9)}
+        assert listed == {first.id: "cancelled", waiting.id: "cancelled"}
+        for run in (first, waiting):
+            for body in ({"stream": "yes"}, {"max_tokens": 4096}, {"max_tokens": 0}):
+                status, _, content = asked(app, "POST", f"/v1/runs/{run.id}/resume", body)
+                assert (status, json.loads(content)["error"]["param"]) == (400, next(iter(body)))
+                assert service.find(run.id).state == "cancelled"
+        for more in ({"logit_bias": {"12": 100}, "stop_at_eos": True}, {"stop": "e"}):
+            run = done(service.accept({**LONG, **more}, False))
+            assert run.state == "finished"
+            status, _, content = asked(app, "POST", f"/v1/runs/{run.id}/resume", {"max_tokens": 3001})
+            assert (status, json.loads(content)["error"]["param"]) == (409, "max_tokens")
+        # a run that was never begun takes the length, too
+        service.resume(waiting.id, 7)
+        assert done(service.find(waiting.id)).stats.tokens == 7
+
+
+def test_a_length_that_waits_is_kept(model: LoadedModel, tmp_path: Path) -> None:
+    with serving(model, tmp_path) as service:
+        short, shorter = done(service.accept(SHORT, False)), done(service.accept(SHORT, False))
+        begun(service.accept(LONG, False))
+        assert service.resume(short.id, 9).state == QUEUED
+        service.cancel(service.resume(shorter.id, 9))
+    with serving(model, tmp_path) as service:
+        while service.find(short.id).open:
+            time.sleep(0.01)
+        assert service.find(short.id).stats.tokens == 9
+        assert service.find(shorter.id).stats.tokens == 5
+
+
+def test_runs_of_another_model_are_left_alone(model: LoadedModel, two_ends: LoadedModel, tmp_path: Path) -> None:
+    with serving(model, tmp_path) as service:
+        first, waiting = begun(service.accept({**LONG, "max_tokens": 600}, False)), service.accept(SHORT, False)
+    SAID.clear()
+    with serving(two_ends, tmp_path) as service:
+        for run in (first, waiting):
+            while service.find(run.id).open:
+                time.sleep(0.01)
+            assert service.find(run.id).state == "interrupted"
+            status, _, content = asked(
+                Api(service, ServeConfig(), False).app, "POST", f"/v1/runs/{run.id}/resume", {"stream": False}
+            )
+            assert status == 400
+            assert "model" in json.loads(content)["error"]["message"]
+    assert any("this run was requested for model" in line for line in SAID)
+    with serving(model, tmp_path) as service:
+        for run in (first, waiting):
+            while service.find(run.id).open:
+                time.sleep(0.01)
+            assert service.find(run.id).state == "finished"
+
+
+def test_cancel_and_resume_at_the_same_time(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever comes last decides what the file says."""
+    write, threads = runs.write_whole, list[threading.Thread]()
+
+    def slow(path: Path, content: bytes) -> None:
+        if b'"state": "cancelled"' in content and not threads:
+            threads.append(threading.Thread(target=service.resume, args=(waiting.id,)))
+            threads[0].start()
+            threads[0].join(0.3)
+        write(path, content)
+
+    with serving(model, tmp_path) as service:
+        begun(service.accept(LONG, False))
+        waiting = service.accept(SHORT, False)
+        monkeypatch.setattr(runs, "write_whole", slow)
+        service.cancel(waiting)
+        threads[0].join()
+        assert "state" not in json.loads((waiting.path / "request.json").read_text())
+
+
+def test_bodies_are_parsed_beside_the_event_loop(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(data: bytes) -> Any:
+        raise Refused(418, threading.current_thread().name)
+
+    monkeypatch.setattr(routes, "parse_body", parse)
+    with serving(model, tmp_path) as service:
+        for path in ("/v1/completions", "/v1/runs/x/resume"):
+            status, _, content = asked(Api(service, ServeConfig(), False).app, "POST", path, {})
+            assert status == 418
+            assert threading.current_thread().name not in json.loads(content)["error"]["message"]
+
+
+def test_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "_UNREAD_SECONDS", 0.2)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(30_000_000)})  # more than sockets hold
+
+    async def connections() -> None:
+        settings = uvicorn.Config(app, http=routes._Protocol, ws="none", lifespan="off", log_config=None)
+        server, listening = uvicorn.Server(settings), socket.create_server(("127.0.0.1", 0))
+        task = asyncio.create_task(server.serve([listening]))
+        with socket.create_connection(listening.getsockname()) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            until = time.monotonic() + 10
+            while not server.server_state.total_requests and not server.server_state.connections:
+                await asyncio.sleep(0.01)
+            while server.server_state.connections and time.monotonic() < until:
+                await asyncio.sleep(0.01)
+            cut_off = not server.server_state.connections
+        server.should_exit = True
+        await task
+        assert cut_off
+
+    asyncio.run(connections())
