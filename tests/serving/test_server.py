@@ -344,7 +344,7 @@ def test_who_comes_back_gets_the_rest(server: Server, client: openai.OpenAI, mod
     status, longer = asked(server, "POST", f"{path}/resume", {"max_tokens": 260})
     assert status == 200
     assert longer["usage"]["completion_tokens"] == 260
-    assert longer["choices"][0]["text"].startswith(text)
+    assert longer["choices"][0]["text"].startswith(text.rstrip("\ufffd"))  # a character that was begun
 
 
 def test_runs_of_generate_are_runs_too(server: Server, model: Path) -> None:
