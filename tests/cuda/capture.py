@@ -260,7 +260,7 @@ def site() -> str:
     """Where in the package something is done: ``file:function``."""
     frame = sys._getframe(1)
     while frame is not None:
-        _, found, path = frame.f_code.co_filename.rpartition("/tswift/")
+        _, found, path = frame.f_code.co_filename.rpartition("/src/tswift/")
         if found and not frame.f_code.co_name.startswith("<"):  # a comprehension is part of its function
             return f"{path}:{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
