@@ -167,7 +167,8 @@ class TopKLogits:
 
     def __init__(self, vocab_size: int, kept: int = 64, params: SamplingParams = _PARAMS) -> None:
         kept, kind = _kept_as(vocab_size, kept)
-        self._params, self._constants = params, constants(params, "cpu")
+        self._params = params
+        self._constants: tuple[Tensor, Tensor, Tensor] | None = None
         self._count = 0
         self._ids = np.empty((0, kept), kind)
         self._logs = np.empty((0, kept), np.float16)  # log-probabilities
@@ -188,8 +189,9 @@ class TopKLogits:
         for part in logits.split(_ROWS):
             rows = self._room(len(part))
             part = part.float().nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)  # of a broken position
-            first, second, third = (held.to(part.device, non_blocking=True) for held in self._constants)
-            bias(part, self._params, (first, second, third))
+            if self._constants is None:  # sent to the device once, not in every step
+                self._constants = constants(self._params, part.device)
+            bias(part, self._params, self._constants)
             scales = part.logsumexp(-1)
             best = part.topk(self._ids.shape[1])
             told = torch.cat([best.values - scales[:, None], scales[:, None], best.indices.float()], -1).cpu().numpy()
