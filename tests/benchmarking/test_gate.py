@@ -129,7 +129,7 @@ FOREIGN = "another machine (gpu 'NVIDIA H200' there, None here)"
 @every_row(
     ("ours", "rule", "change", "force", "message"),
     [
-        (BASE, "alpha", lambda m: m["workload"].update(seeds=[0], ar="sampled"), True, "workload: ar, seeds differs"),
+        (BASE, "alpha", lambda m: m["workload"].update(seeds=[0], ar="sampled"), True, "workload: ar, seeds differ"),
         (BASE, "alpha", lambda m: m["workload"].pop("heads"), True, "another workload: heads differs"),
         (BASE, "alpha", environment(cpu="another"), False, None),
         (BASE, "speedup:10%", environment(gpu="NVIDIA H200"), False, FOREIGN),

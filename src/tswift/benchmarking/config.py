@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from tswift.drafting.options import METHODS, OF_CHOICE, DraftOptions, find_metho
 from tswift.errors import InputError, did_you_mean, renamed
 from tswift.jobs.config import TextConfig, fields_of, loading
 from tswift.jobs.prompt import read_prompt
-from tswift.models.config import DEMO, DEMO_DRAFT, SHAPE_PREFIX, ModelConfig
+from tswift.models.config import BITS, DEMO, DEMO_DRAFT, SHAPE_PREFIX, ModelConfig
 from tswift.options import check_options, option, parse_numbers
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ TRANSFORMERS, LOOKUP, ASSISTED = "transformers", "prompt-lookup", "assisted"
 PEERS = (TRANSFORMERS, LOOKUP, ASSISTED)  # transformers' generate, plain and drafted
 
 _GRID = "Grid"
+_MOST = 1_000_000_000
 Trees = Mapping[str, "tuple[int, ...] | str"]
 
 
@@ -250,6 +252,75 @@ class Plan:
                 raise InputError("names nothing", name)
             if len(set(values)) < len(values):
                 raise InputError(f"names {next(v for v in values if list(values).count(v) > 1)} twice", name)
+
+
+_machine = partial(option, panel="Machine")
+_predicted = partial(option, panel="Prediction")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RooflineQuery:
+    """Options of ``tswift roofline``. The model bounds what has no upper bound here."""
+
+    model: str = option(
+        DEMO,
+        "demo, a folder, a hub id, or shape:NAME: a published model's shape (llama3.1-8b, yarn-llama2-7b-128k, "
+        "qwen2.5-1.5b, qwen2.5-7b, qwen2.5-14b, qwen3-4b, qwen3-8b, qwen3-14b).",
+        panel="Model",
+    )
+    dtype: str = option(
+        "auto",
+        "auto (as bench takes it: float32 on this CPU, else the model's own), float32, float64, bfloat16 or float16.",
+        panel="Model",
+    )
+    device: str | None = _machine(
+        None, "a100-80g, h100-sxm, h200; or here, cpu, cuda, cuda:1 ...: measured.", shown="here"
+    )
+    bandwidth: float | None = _machine(None, "Instead of --device: memory bandwidth in GB/s.", least=1e-9, most=1e9)
+    flops: float | None = _machine(None, "Instead of --device: matrix products in TFLOP/s.", least=1e-9, most=1e9)
+    contexts: tuple[int, ...] | None = option(
+        None,
+        "Tokens in the KV cache.",
+        shown="4096 to 131072, as far as the model goes",
+        flag="--context",
+        parse=parse_numbers,
+        least=1,
+    )
+    nodes: tuple[int, ...] = option(  # a plain pass, and the paper's draft tree with its root
+        (1, 41),
+        "Nodes of a pass; the most of them are the draft tree's.",
+        shown="1,41",
+        parse=parse_numbers,
+        least=1,
+        most=_MOST,
+    )
+    prefill: int = _predicted(4096, "Prompt tokens.", least=1)
+    length: int = _predicted(100_000, "Generated tokens.", flag="--len", least=1)
+    alpha: float | None = _predicted(None, "Predict tokenswift at this acceptance rate.", least=0, most=1)
+    depth: int = _predicted(4, "Tokens drafted along a path, with --alpha.", least=1, most=_MOST)
+    budget: int = _predicted(4096, "Tokens of the partial KV cache, with --alpha.", least=1, most=_MOST)
+    draft_weights: str | None = _predicted(
+        None,
+        "Also with drafting passes in int8, fp8 or int4, as generate takes it, with --alpha.",
+        choices=tuple(BITS),
+    )
+    drafter: str | None = _predicted(
+        None,
+        "Also with a published drafter: a folder or a hub id, for a shape dspark, dflash or eagle3; with --alpha.",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        given = [name for name in ("bandwidth", "flops") if getattr(self, name) is not None]
+        if given and self.device is not None:
+            raise InputError("is given instead of --device, not with it", given[0])
+        if len(given) == 1:
+            raise InputError("wants both", "--bandwidth and --flops")
+
+    @property
+    def here(self) -> bool:
+        """Whether the machine is one to be measured."""
+        return self.bandwidth is None and (self.device or "here").split(":")[0] in ("here", "cpu", "cuda")
 
 
 @dataclass(frozen=True)

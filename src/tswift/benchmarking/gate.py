@@ -235,7 +235,7 @@ def refuse_foreign(
         raise InputError(f"{counted} follows from --simulate-alpha and is not measured; times are", "fail_on")
     differing = other_workload(measurement, baseline)
     if differing:
-        raise InputError(f"the baseline is of another workload: {differing} differs", "against")
+        raise InputError(f"the baseline is of another workload: {differ(differing)}", "against")
     here, there = measurement["environment"], baseline["environment"]
     ours, theirs = (one.get("sessions", [one]) for one in (measurement, baseline))  # on several machines, if merged
     other = [name for name in _MACHINE if len({one["environment"].get(name) for one in (*ours, *theirs)}) > 1]
@@ -252,12 +252,18 @@ def refuse_foreign(
         raise InputError(f"{wanted}, the baseline has {taken}", "against")
 
 
-def other_workload(measurement: Record, other: Record) -> str:
-    """What of two measurements' workloads differs, by name; empty if nothing does."""
+def other_workload(measurement: Record, other: Record) -> list[str]:
+    """What of two measurements' workloads differs, by name."""
     # through JSON, which knows no tuples: one of them may come from a file
     ours, theirs = (json.loads(json.dumps(one["workload"])) for one in (measurement, other))
     differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
-    return ", ".join([name for name in differing if name != "hash"] or differing)
+    return [name for name in differing if name != "hash"] or differing
+
+
+def differ(names: Sequence[str]) -> str:
+    """``seeds differs``, or ``ar, seeds differ``; each name once."""
+    once = dict.fromkeys(names)
+    return f"{', '.join(once)} differ{'s' if len(once) == 1 else ''}"
 
 
 def load_measurement(path: Path, option: str = "against") -> dict[str, Any]:

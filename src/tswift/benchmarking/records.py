@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tswift.benchmarking.config import BenchOptions, Plan
-from tswift.benchmarking.gate import bench_schema, check_schema, other_workload
+from tswift.benchmarking.gate import bench_schema, check_schema, differ, other_workload
 from tswift.benchmarking.suites import SUITES, find_suite, summarise_suite
 from tswift.benchmarking.summary import FINISHED, INTERRUPTED, cell_of, done_cells, grid_order, machine_name
 from tswift.benchmarking.table import Table
@@ -181,15 +181,19 @@ def machines(record: Record) -> Table | None:
 def _refuse_other(record: Record, other: Record, message: str, option: str) -> None:
     """Refuse a record that is not of the same benchmark, saying what differs."""
     ours, theirs = parts(record), parts(other)
-    kinds = [name for name in ("kind", "suite", "missing") if record.get(name) != other.get(name)]
-    differing = kinds or ["groups"] * (list(ours) != list(theirs))
-    if not differing:
-        differing = [other_workload(ours[label], theirs[label]) for label in ours]
-        names = {*record["options"], *other["options"]} - set(_MAY_DIFFER)
-        differing += sorted(n for n in names if plain(record["options"].get(n)) != plain(other["options"].get(n)))
-    words = dict.fromkeys(filter(None, differing))
-    if words:
-        raise InputError(f"{message}: {', '.join(words)} differs", option)
+    names = [name for name in ("kind", "suite", "missing") if record.get(name) != other.get(name)]
+    names = names or ["groups"] * (list(ours) != list(theirs))
+    if not names:
+        typed = {*record["options"], *other["options"]} - set(_MAY_DIFFER)
+        options = sorted(n for n in typed if plain(record["options"].get(n)) != plain(other["options"].get(n)))
+        said = {
+            "sampling": fields_of(SamplingParams, dict.fromkeys(options)),
+            "drafting": fields_of(DraftOptions, dict.fromkeys(options)),
+        }
+        found = [name for label in ours for name in other_workload(ours[label], theirs[label])]
+        names = [*(name for name in found if not said.get(name)), *options]  # an option says more than where it belongs
+    if names:
+        raise InputError(f"{message}: {differ(names)}", option)
 
 
 def _absorb(whole: Record, sources: Sequence[Record]) -> None:

@@ -18,22 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tswift.benchmarking.config import BASELINE, BenchConfig
+from tswift.benchmarking.config import BASELINE, BenchConfig, RooflineQuery
+from tswift.benchmarking.summary import machine_name
 from tswift.benchmarking.table import NOTHING, Table, duration, method_name, quantity
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError
+from tswift.jobs.environment import environment
 from tswift.kv.cache import ask_for_huge_pages
-from tswift.models.config import BITS
-from tswift.models.devices import available_bytes
+from tswift.models.checkpoint import in_one_line, read_config, silence
+from tswift.models.config import BITS, SHAPE_PREFIX
+from tswift.models.devices import available_bytes, find_device, find_dtype, kv_dtype_for, own_dtype
 from tswift.models.drafters import DrafterSpec
-from tswift.models.shapes import Shape, routed, shape_of
-from tswift.options import check_options, option
+from tswift.models.drafters_io import drafter_of
+from tswift.models.hf import max_positions
+from tswift.models.shapes import Shape, refuse_routed, routed, shape_of, skeleton
 
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
-NODES = (1, 41)  # a plain pass, and the paper's draft tree with its root
 
-_MAX = 1_000_000_000
+_QUESTION = ("nodes", "prefill", "length", "alpha", "depth", "budget", "draft_weights")  # kept in records
 _UNBOUNDED = 1 << 62  # budget of a full KV cache
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**32}  # beyond any processor's caches
 _TRIES = 5
@@ -205,21 +208,35 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
     return Floor(shape, machine, drafting)
 
 
-@dataclass(frozen=True)
-class RooflineQuery:
-    """Options of ``tswift roofline``. The model bounds what has no upper bound here."""
+def foresee(query: RooflineQuery) -> tuple[list[Table], dict[str, Any]]:
+    """The tables of ``tswift roofline``, and all of it for JSON; of the model, its configuration alone is read.
 
-    contexts: tuple[int, ...] | None = option(None, "Tokens in the KV cache; None for the usual ones.", least=1)
-    nodes: tuple[int, ...] = option(NODES, "Nodes of a pass; the largest is the draft tree's.", least=1, most=_MAX)
-    prefill: int = option(4096, "Prompt tokens.", least=1)
-    length: int = option(100_000, "Generated tokens.", least=1)
-    alpha: float | None = option(None, "Predict tokenswift at this acceptance rate.", least=0, most=1)
-    depth: int = option(4, "Tokens drafted along a path, by which alpha is divided.", least=1, most=_MAX)
-    budget: int = option(4096, "Tokens of the partial KV cache.", least=1, most=_MAX)
-    draft_weights: str | None = option(None, "Also with drafting passes in such weights.", choices=tuple(BITS))
-
-    def __post_init__(self) -> None:
-        check_options(self)
+    Raises:
+        InputError: there is no such model, machine, dtype or drafter, or the model has too few positions.
+    """
+    config = read_config(query.model)
+    refuse_routed(config, query.model)
+    place = find_device("auto" if query.device in (None, "here") else query.device) if query.here else None
+    if query.dtype != "auto":
+        dtype = find_dtype(query.dtype)
+    else:  # as `generate` and `bench` take it
+        on_cpu = place is not None and place.type == "cpu" and not query.model.startswith(SHAPE_PREFIX)
+        dtype = torch.float32 if on_cpu else own_dtype(config)
+    words = str(dtype).removeprefix("torch.")
+    if query.bandwidth is not None and query.flops is not None:
+        machine, where = Machine(query.bandwidth * 1e9, query.flops * 1e12), "as given"
+    elif place is None:
+        machine, where = find_machine(str(query.device), words), str(query.device)
+    else:
+        machine, where = measure_machine(place, dtype), f"{machine_name(environment(place))}, measured"
+    with silence(), in_one_line(query.model):
+        own = kv_dtype_for("auto", dtype, place or torch.device("cuda"), query.model)
+        shape = shape_of(skeleton(config), dtype.itemsize, own.itemsize)
+    is_shape = query.model.startswith(SHAPE_PREFIX)
+    network = None if query.drafter is None else drafter_of(query.drafter, config, is_shape).spec
+    found = predict(shape, machine, query, max_positions(config), network)
+    about = {"model": query.model, "dtype": words, "device": where}
+    return tables(shape, machine, found, f"{query.model}, {words}, {where}"), {**about, **found}
 
 
 def predict(
@@ -262,7 +279,7 @@ def predict(
     return {
         "shape": {**asdict(shape), "weight_bytes": shape.weight_bytes, "kv_bytes": shape.kv_bytes},
         "machine": asdict(machine),
-        "question": {**asdict(query), "contexts": contexts},
+        "question": {**{name: getattr(query, name) for name in _QUESTION}, "contexts": contexts},
         "passes": passes,
         "decodes": _decodes(shape, machine, query, drafter),
     }
