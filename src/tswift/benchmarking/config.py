@@ -236,6 +236,22 @@ class Plan:
         metavar="I/N",
         least=1,
     )
+    prompts: tuple[str, ...] = option(
+        (),
+        "File, folder of .txt, or pg19:N (needs the hub); repeatable.",
+        panel=_GRID,
+        shown="bundled novel",
+        repeat=True,
+        also=("--prompt",),
+    )
+    workload: tuple[str, ...] = option(
+        (),
+        "prose, reasoning, structured or FILE.jsonl, whose prompts are of one kind each; :N behind it takes N prompts; "
+        "repeatable.",
+        panel=_GRID,
+        shown="none",
+        repeat=True,
+    )
 
     @property
     def cells(self) -> int:

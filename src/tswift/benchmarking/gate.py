@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from tswift.benchmarking.summary import FINISHED, METRICS, gated, simulated_alpha, summarise
 from tswift.benchmarking.table import NOTHING, Table, method_name
 from tswift.errors import InputError, did_you_mean
+from tswift.options import check_options, option
 from tswift.reading import MOST_RECORD, parse_json, read_file
 
 SAME_TEXT = "same_as_ar"
@@ -114,6 +115,32 @@ def parse_rule(text: str) -> Rule:
     if relative and value >= 1 and not METRICS[gated()[metric]].lower_is_better:
         raise InputError(f"{metric} can never fall by more than 100%, got {tolerance!r}", "fail_on")
     return Rule(metric, value, relative)
+
+
+@dataclass(frozen=True)
+class Judging:
+    """By what a measurement is judged, and beside what it is shown; nothing that is measured depends on it."""
+
+    against: Path | None = option(None, "bench.json to hold the figures against.", panel="Gate")
+    fail_on: tuple[str, ...] = option(
+        (),
+        f"METRIC:TOLERANCE that fails, as speedup:10% or alpha:0; repeatable. Metrics: {', '.join(gated())}.",
+        panel="Gate",
+        shown="",
+        repeat=True,
+    )
+    force: bool = option(False, "Hold times of another machine against ours.", panel="Gate", shown="", flag="--force")
+    paper: bool = option(False, "Put the published rows beside ours.", panel="Output", shown="", flag="--paper")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.against is not None:
+            object.__setattr__(self, "against", Path(self.against))  # a record keeps a text
+
+    @cached_property
+    def rules(self) -> list[Rule]:
+        """What fails."""
+        return [parse_rule(rule) for rule in self.fail_on]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tswift.benchmarking.config import BenchOptions, Plan
-from tswift.benchmarking.gate import bench_schema, check_schema, differ, other_workload
+from tswift.benchmarking.gate import Judging, bench_schema, check_schema, differ, other_workload
 from tswift.benchmarking.suites import SUITES, find_suite, summarise_suite
 from tswift.benchmarking.summary import FINISHED, INTERRUPTED, cell_of, done_cells, grid_order, machine_name
 from tswift.benchmarking.table import Table
@@ -26,7 +26,7 @@ from tswift.reading import MOST_RECORD, parse_json, read_file
 
 FILES = ("bench.json", "bench-simulated.json", "suite.json")
 _KINDS = (BenchOptions, SamplingParams, DraftOptions)
-JUDGED = ("against", "fail_on", "force", "paper")  # options by which what was measured is judged and shown
+JUDGED = tuple(each.name for each, _ in options_of(Judging))
 _MAY_DIFFER = ("prompts", "workload", "shard", *JUDGED)  # of prompts, what is in them counts
 _SUITE: Mapping[str, Any] = {
     "type": "object",
@@ -94,7 +94,7 @@ def read_record(folder: Path, option: str) -> Record:
         name: tuple(value) if isinstance(value, list) else value for name, value in content["options"].items()
     }
     try:
-        plan_of(content.get("suite"), content["options"])
+        plan_of(content["options"])
     except InputError as error:
         raise InputError(f"{path} is damaged ({error})", option) from None
     return content
@@ -107,15 +107,15 @@ def parts(record: Record) -> dict[str, Record]:
     return {group["label"]: group["measurement"] for group in record["groups"]}
 
 
-def plan_of(suite: str | None, options: Mapping[str, Any]) -> Plan:
+def plan_of(options: Mapping[str, Any]) -> Plan:
     """The grid that options ask for, by name, as typed or as in a record."""
-    own = find_suite(suite) if suite else None
+    own = find_suite(options["suite"]) if options.get("suite") else None
     return Plan(**{**({"prefills": own.prefills, "lens": own.lens} if own else {}), **fields_of(Plan, options)})
 
 
 def refuse_changes(record: Record, typed: Mapping[str, Any]) -> None:
     """No option is silently ignored: what was typed for a benchmark that goes on is its own, or refused."""
-    defaults = [vars(plan_of(record.get("suite"), {}))]
+    defaults = [vars(plan_of({"suite": record.get("suite")}))]
     defaults += [{each.name: each.default for each, _ in options_of(kind)} for kind in _KINDS]
     known = {**ChainMap(*defaults), **record["options"]}
     for name, value in typed.items():
@@ -221,7 +221,7 @@ def _places(record: Record) -> Iterator[tuple[Any, ...]]:
     for label, measurement in parts(record).items():
         workload = measurement["workload"]
         prompts = [prompt["name"] for prompt in workload["prompts"]]
-        repeats = range(plan_of(record.get("suite"), record["options"]).repeats)
+        repeats = range(plan_of(record["options"]).repeats)
         yield from product([label], repeats, prompts, workload["prefills"], workload["seeds"])
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,9 @@ import typer
 
 from tswift.benchmarking import gate, records
 from tswift.benchmarking.config import BenchOptions, Plan, parse_trees
+from tswift.benchmarking.quality import paired, texts_plain
 from tswift.benchmarking.suites import SUITES, Suite, find_suite
-from tswift.benchmarking.summary import FINISHED, gated, simulation
+from tswift.benchmarking.summary import FINISHED, simulation
 from tswift.benchmarking.workloads import KINDS, read_workloads
 from tswift.cli import options, output
 from tswift.cli.progress import Bars
@@ -22,7 +23,8 @@ from tswift.cli.streams import FAILED, INTERRUPTED, loading, visible, write_stdo
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.jobs.folder import default_path
+from tswift.jobs.config import fields_of
+from tswift.jobs.folder import default_path, made_folder
 from tswift.models.config import SHAPE_PREFIX, refuse_shape
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 
 # what bench does and a suite does not
-_OF_BENCH = ("methods", "simulate_alpha", "against", "fail_on", "force", "paper", "workload", "peers")
+_OF_BENCH = ("methods", "simulate_alpha", "workload", "peers", *records.JUDGED)
 
 
 @dataclass
@@ -68,21 +70,6 @@ class Progress:
             self.bars.say(str(error))
 
 
-@contextmanager
-def empty_folder(folder: Path) -> Iterator[None]:
-    """Make a folder; an error takes it away again, unless somebody else has put something there meanwhile."""
-    from tswift.jobs.folder import new_folder
-
-    made = new_folder(folder)
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            for path in made:
-                path.rmdir()
-        raise
-
-
 def _refuse(suite: Suite, typed: Sequence[str]) -> None:
     """No option is silently ignored."""
     for name in typed:
@@ -90,6 +77,20 @@ def _refuse(suite: Suite, typed: Sequence[str]) -> None:
             raise InputError(f"suite {suite.name} sets it itself", name)
         if name in _OF_BENCH:
             raise InputError("cannot be given together with --suite", name)
+
+
+def _refuse_together(judging: gate.Judging, plan: Plan) -> None:
+    """Refuse options of a bench that do not go together."""
+    if plan.workload and plan.prompts:
+        raise InputError("cannot be given together with --prompts", "workload")
+    if plan.workload and judging.paper:
+        raise InputError("cannot be given together with --workload: the paper has none", "paper")
+    if (judging.against is None) != (not judging.rules):
+        raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
+    if judging.force and not judging.against:
+        raise InputError("goes with --against", "force")
+    if judging.against and plan.shard:
+        raise InputError("wants the whole grid, as --merge makes it of shards", "against")
 
 
 def _kept(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,16 +114,7 @@ def _merged(folders: Sequence[Path], given: Sequence[str], command: Sequence[str
     return records.merge({folder: records.read_record(folder, "merge") for folder in folders}, command)
 
 
-def _show_texts(kept: Sequence[Mapping[str, Any]]) -> None:
-    """The ends of the texts that a suite keeps."""
-    from tswift.benchmarking.quality import paired, texts_plain
-
-    for texts in paired(kept):
-        lines = map(visible, texts_plain(texts).split("\n"))
-        write_stdout("\n".join(["", *lines]))
-
-
-_GATE, _GRID, _OUTPUT = "Gate", "Grid", "Output"
+_OUTPUT = "Output"
 
 
 @options.takes(
@@ -130,6 +122,7 @@ _GATE, _GRID, _OUTPUT = "Gate", "Grid", "Output"
     BenchOptions,
     SamplingParams,
     DraftOptions,
+    gate.Judging,
     without=("tree",),
     texts={
         "model": "demo, a folder, a hub id, or shape:NAME: random weights in a published model's shape (llama3.1-8b, "
@@ -145,42 +138,7 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    prompts: Annotated[
-        list[str] | None,
-        options.option(
-            _GRID,
-            "File, folder of .txt, or pg19:N (needs the hub); repeatable. (default: bundled novel)",
-            "--prompts",
-            "--prompt",
-        ),
-    ] = None,
-    workload: Annotated[
-        list[str] | None,
-        options.option(
-            _GRID,
-            "prose, reasoning, structured or FILE.jsonl, whose prompts are of one kind each; :N behind it takes N "
-            "prompts; repeatable. (default: none)",
-            "--workload",
-        ),
-    ] = None,
     tree: options.Trees = None,
-    against: Annotated[
-        Path | None, options.option(_GATE, "bench.json to hold the figures against.", "--against")
-    ] = None,
-    fail_on: Annotated[
-        list[str] | None,
-        options.option(
-            _GATE,
-            f"METRIC:TOLERANCE that fails, as speedup:10% or alpha:0; repeatable. Metrics: {', '.join(gated())}.",
-            "--fail-on",
-        ),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Hold times of another machine against ours.", rich_help_panel=_GATE)
-    ] = False,
-    paper: Annotated[
-        bool, typer.Option("--paper", help="Put the published rows beside ours.", rich_help_panel=_OUTPUT)
-    ] = False,
     plots: Annotated[
         bool, typer.Option("--plots/--no-plots", help="PNG and SVG (needs matplotlib).", rich_help_panel=_OUTPUT)
     ] = True,
@@ -192,8 +150,7 @@ def bench(
         options.option(_OUTPUT, "Go on with the benchmark in this folder: measure what is missing.", "--resume"),
     ] = None,
     merge: Annotated[
-        bool,
-        typer.Option("--merge", help="Make one result of the FOLDERS of shards.", rich_help_panel=_OUTPUT),
+        bool, typer.Option("--merge", help="Make one result of the FOLDERS of shards.", rich_help_panel=_OUTPUT)
     ] = False,
     folders: Annotated[
         list[Path] | None, typer.Argument(help="With --merge: what the shards wrote.", show_default=False)
@@ -207,10 +164,8 @@ def bench(
 
     Exit code 1 if a text is not plain decoding's, or on a regression against --against.
     """
-    words = {"suite": suite, "prompts": prompts, "workload": workload, "tree": tree}
-    given = {**typed.values, **{name: value for name, value in words.items() if value}}
-    judging = {"against": against and str(against), "fail_on": fail_on, "force": force, "paper": paper}
-    judging = {name: value for name, value in judging.items() if value}
+    given = {**typed.values, **({"suite": suite} if suite else {}), **({"tree": tree} if tree else {})}
+    judged = {name: given.pop(name) for name in records.JUDGED if name in given}
     with ExitStack() as stack:
         earlier, missing = None, list[str]()
         if merge:
@@ -222,32 +177,20 @@ def bench(
                 raise InputError("cannot be given together with --resume", "out")
             earlier = records.open_record(resume, "resume", stack)
             records.refuse_changes(earlier, _kept(given))
-        given = {**(earlier["options"] if earlier else given), **judging}
-        against = Path(given["against"]) if "against" in given else None
-        fail_on, force, paper = given.get("fail_on"), given.get("force", False), given.get("paper", False)
-        suite = given.get("suite")
-        chosen = find_suite(suite) if suite else None
-        plan = records.plan_of(suite, given)
+        given = {**(earlier["options"] if earlier else given), **judged}
+        judging = gate.Judging(**fields_of(gate.Judging, given))
+        chosen = find_suite(given["suite"]) if "suite" in given else None
+        plan = records.plan_of(given)
         trees = parse_trees(given.get("tree"))
         bench_options = BenchOptions.of(trees, {name: value for name, value in given.items() if name != "tree"})
-        rules = [gate.parse_rule(rule) for rule in fail_on or ()] if chosen is None else []
         baseline = None
         if chosen:
             _refuse(chosen, [*given])
             refuse_shape(bench_options.model)
         else:
-            if "workload" in given and "prompts" in given:
-                raise InputError("cannot be given together with --prompts", "workload")
-            if "workload" in given and paper:
-                raise InputError("cannot be given together with --workload: the paper has none", "paper")
-            if (against is None) != (not rules):
-                raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
-            if force and not against:
-                raise InputError("goes with --against", "force")
-            if against and plan.shard:
-                raise InputError("wants the whole grid, as --merge makes it of shards", "against")
+            _refuse_together(judging, plan)
             bench_options.check()
-            baseline = gate.load_measurement(against) if against else None
+            baseline = gate.load_measurement(judging.against) if judging.against else None
         simulated = bench_options.simulate_alpha is not None or bench_options.model.startswith(SHAPE_PREFIX)
         longest, length = max(plan.prefills), max(plan.lens)
         name = f"bench-{chosen.name}" if chosen else "bench-simulated" if simulated else "bench"
@@ -260,7 +203,7 @@ def bench(
             from tswift.benchmarking import report
 
             if not resume:
-                stack.enter_context(empty_folder(folder))
+                stack.enter_context(made_folder(folder))
             if earlier and (merge or earlier["state"] == FINISHED):
                 record = earlier
                 record["options"] = _kept(given)
@@ -269,8 +212,7 @@ def bench(
                 from tswift.benchmarking.run import begin_measurement, measure
                 from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite
 
-                named = given.get("workload")
-                texts = read_workloads(named) if named else read_texts(given.get("prompts", ()))
+                texts = read_workloads(plan.workload) if plan.workload else read_texts(plan.prompts)
                 if chosen:
                     prepared = prepare(chosen, bench_options, plan)
                     selected = encode(texts, prepared.model, longest)
@@ -278,7 +220,7 @@ def bench(
                     run = partial(run_suite, record, prepared)
                     notes += [f"{label} is left out: {why}" for label, why in prepared.missing.items()]
                 else:
-                    least = 1 if named else longest
+                    least = 1 if plan.workload else longest
                     config = configure(bench_options, least, length, "prefills" if least > length else "lens")
                     selected = encode(texts, config.model, longest)
                     record = begin_measurement(config, selected, plan, typed.command)
@@ -291,7 +233,7 @@ def bench(
                     stack.enter_context(records.lock(folder, "out"))
                 run = partial(run, selected, plan, progress.show, progress.keep)
             if baseline:
-                gate.refuse_foreign(record, baseline, rules, plan.repeats, force)
+                gate.refuse_foreign(record, baseline, judging.rules, plan.repeats, judging.force)
         if simulated:
             notes.append(f"simulated: {simulation(record)}")
         if plots and not drawing.available():
@@ -302,14 +244,14 @@ def bench(
             progress.keep()
             with bars:
                 run()
-        for table in report.tables(record, paper):
+        for table in report.tables(record, judging.paper):
             output.show(table)
-        if chosen:
-            _show_texts(record["texts"])
-        written = report.write_report(record, folder, paper, plots and drawing.available())
+        for kept in paired(record["texts"]) if chosen else ():
+            write_stdout("\n".join(["", *map(visible, texts_plain(kept).split("\n"))]))
+        written = report.write_report(record, folder, judging.paper, plots and drawing.available())
         bars.say(f"written: {', '.join(str(path) for path in written)}")
         whole = record["state"] == FINISHED
-        verdicts = gate.compare(record, baseline, rules) if baseline and whole else []
+        verdicts = gate.compare(record, baseline, judging.rules) if baseline and whole else []
         if verdicts:
             output.show(gate.moved(verdicts, simulated))
         wrong = sum(sample["explained"] is False for one in records.parts(record).values() for sample in one["samples"])

@@ -204,6 +204,19 @@ def new_folder(path: Path) -> list[Path]:
     return made
 
 
+@contextmanager
+def made_folder(path: Path) -> Iterator[None]:
+    """Make a folder, or take an empty one. An error removes it again, unless something has been put there meanwhile."""
+    made = new_folder(path)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+        raise
+
+
 def _unbegun(path: Path) -> bool:
     """Whether a folder is empty, or holds no more than a run leaves that was killed while its model was loading."""
     empty = (LOCK, TOKENS, TEXT, JOURNAL, LOGPROBS)

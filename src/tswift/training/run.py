@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 from tswift.distributed import Dist, open_ranks
 from tswift.errors import Fault, InputError, renamed
 from tswift.jobs.environment import environment, now
-from tswift.jobs.folder import InUse, Lock, default_path, new_folder, refuse_other, write_whole
+from tswift.jobs.folder import InUse, Lock, default_path, made_folder, refuse_other, write_whole
 from tswift.jobs.job import Signals, Stopped
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.devices import find_device, ran_out
@@ -357,16 +357,10 @@ class TrainFolder:
             str(self.path).encode()
         except UnicodeEncodeError:
             raise InputError(f"{self.path} is no UTF-8, and safetensors reads no other names", "out") from None
-        made = new_folder(self.path)
-        try:
+        with made_folder(self.path):
             if not os.access(self.path, os.W_OK):
                 raise InputError(f"{self.path} cannot be written to", "out")
             yield
-        except BaseException:
-            with suppress(OSError):
-                for folder in made:
-                    folder.rmdir()
-            raise
 
     @contextmanager
     def locked(self) -> Iterator[None]:
