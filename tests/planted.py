@@ -200,7 +200,7 @@ FAULTS = [
     Fault("run.json is written after the prefill", "jobs/job.py", "jobs/test_resume.py",
           "signals or Signals()\n        self.folder.record(self._record())\n", "signals or Signals()\n"),
     Fault("a resumed run draws its last token again", "jobs/start.py", "jobs/test_resume.py",
-          "written=tokens,", "written=tokens[:-1],"),
+          "written=tokens)", "written=tokens[:-1])"),
     Fault("the gate's sign is wrong", "benchmarking/gate.py", "benchmarking/test_gate.py",
           "(ours - self.limit(baseline))", "(self.limit(baseline) - ours)"),
     # published drafters

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tswift.errors import InputError
-from tswift.jobs.prompt import read_prompt, render
+from tswift.jobs.prompt import read_prompt, render_chat
 
 # the special token of the tests' tokenizer, as templates begin with their model's first token
 TEMPLATE = (
@@ -19,6 +19,11 @@ NO_SYSTEM = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{{ messages[-1].content }}"
 )
+
+
+def render(tokenizer, model: str, text: str, system: str | None = None) -> str:  # type: ignore[no-untyped-def]
+    said = {"system": system, "user": text}
+    return render_chat(tokenizer, model, [{"role": role, "content": each} for role, each in said.items() if each])
 
 
 @pytest.fixture

@@ -33,13 +33,7 @@ _NEVER_DRAWN = {"llama3.1-8b": {18_328: " assistant", 78_191: "assistant"}}
 def preset_options(name: str, method: str, typed: Mapping[str, Any]) -> dict[str, Any]:
     """A preset's model, sampling and drafting options by name; of the last those that the method uses.
 
-    Args:
-        name: the preset's.
-        method: of decoding.
-        typed: options that were typed, by name: what the method uses may depend on them.
-
-    Raises:
-        InputError: there is no such preset, or no such method.
+    That may depend on the options that were ``typed``. InputError if there is no such preset, or no such method.
     """
     if name not in PRESETS:
         message = f"no preset {name!r:.40}; there are {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}"
@@ -73,59 +67,45 @@ def preset_note(preset: str, overridden: Sequence[str], banned: Collection[int])
 
 
 def draft_for(methods: Sequence[str], model: str, asked: str | None) -> str | None:
-    """The draft model to load for methods of a model; None if none is to have one.
-
-    ``asked`` is what was typed; None is the bundled draft model for the bundled model.
-
-    Raises:
-        InputError: no such method, one was typed and none uses it, or none was typed and one is needed.
-    """
+    """The draft model to load for methods of a model, which was asked for or is the bundled model's."""
     needing = [method for method in methods if find_method(method).draft]
-    users = [name for name, method in METHODS.items() if method.draft or method.may_draft]
-    if asked is not None and not {*methods} & {*users}:
-        message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
-        raise InputError(f"{message}; {', '.join(users)} do", "draft_model")
-    if not needing or asked is not None:
-        return asked
-    if model != DEMO:
+    if asked is not None:
+        _refuse_unused("draft_model", methods, [name for name, one in METHODS.items() if one.draft or one.may_draft])
+    elif needing and model != DEMO:
         raise InputError(f"names a smaller model with the tokens of {model}, which {needing[0]} needs", "draft_model")
-    return DEMO_DRAFT
+    return DEMO_DRAFT if needing and asked is None else asked
 
 
 def drafter_for(methods: Sequence[str], asked: str | None) -> str | None:
-    """The published drafter to load for methods; None if none of them needs one.
-
-    Raises:
-        InputError: no such method, one was typed and none needs it, or none was typed and one is needed.
-    """
-    kinds = {name: method.networks for name, method in METHODS.items() if method.networks or method.may_network}
-    needing = [method for method in methods if find_method(method).networks]
-    if asked is not None and not set(methods) & kinds.keys():
-        message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
-        raise InputError(f"{message}; {', '.join(kinds)} do", "drafter")
-    if asked is None and needing:
-        raise InputError(f"names a drafter ({' or '.join(kinds[needing[0]])}), which {needing[0]} needs", "drafter")
+    """The published drafter to load for methods: what was asked for, which one of them has to use."""
+    needing = {method: find_method(method).networks for method in methods if find_method(method).networks}
+    if asked is not None:
+        _refuse_unused("drafter", methods, [name for name, one in METHODS.items() if one.networks or one.may_network])
+    for method, kinds in needing.items() if asked is None else ():
+        raise InputError(f"names a drafter ({' or '.join(kinds)}), which {method} needs", "drafter")
     return asked
 
 
 def weights_for(methods: Sequence[str], asked: str | None) -> str | None:
-    """How the model's own drafting passes are to be quantised: what was typed, or None for not at all.
-
-    Raises:
-        InputError: no such method, or one was typed and none of the methods drafts with the model itself.
-    """
-    if asked is not None and not any(find_method(method).partial for method in methods):
-        one = f"{methods[0]} does not draft with the model itself"
-        message = one if len(methods) == 1 else f"none of {', '.join(methods)} drafts with the model itself"
-        raise InputError(message, "draft_weights")
+    """How the model's own drafting passes are to be quantised: what was asked for, or None for not at all."""
+    if asked is not None:
+        users = [name for name, one in METHODS.items() if one.partial]
+        _refuse_unused("draft_weights", methods, users, "draft with the model itself")
     return None if asked == UNQUANTISED else asked
+
+
+def _refuse_unused(name: str, methods: Sequence[str], users: Sequence[str], use: str = "use it") -> None:
+    """Refuse an option of loading that none of the methods uses."""
+    if not {*methods} & {*users}:
+        one = f"{methods[0]} does not {use}"
+        message = one if len(methods) == 1 else f"none of {', '.join(methods)} {use.replace(' ', 's ', 1)}"
+        raise InputError(f"{message}; {', '.join(users)} do", name)
 
 
 def loading(config: ModelConfig, methods: Sequence[str]) -> dict[str, Any]:
     """Arguments of :func:`tswift.load` for methods; the model's name, ``exact`` and ``quantize`` apart.
 
-    Raises:
-        InputError: as :func:`draft_for`, :func:`drafter_for` and :func:`weights_for`.
+    InputError where none of the methods uses what was asked for, or where one needs what was not.
     """
     return {
         "drafter": drafter_for(methods, config.drafter),
@@ -169,14 +149,7 @@ class TextConfig:
         return "bundled" if self.bundled else self.prompt or "prompt_text"
 
     def read(self, model: str) -> str:
-        """The prompt's text.
-
-        Args:
-            model: the model's name: only the bundled one has a prompt of its own.
-
-        Raises:
-            InputError: there is none, or it cannot be read.
-        """
+        """The prompt's text; only the bundled model has one of its own."""
         if self.bundled and model != DEMO:
             raise InputError(f"names a text for {model} to continue, or --prompt-text has it", "prompt")
         return read_prompt(self.prompt) if self.prompt_text is None else check_prompt(self.prompt_text, "prompt_text")
@@ -191,15 +164,7 @@ class AuditConfig(TextConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(TextConfig, ModelConfig):
-    """A job as asked for; the options of ``tswift generate``.
-
-    Attributes:
-        sampling: fields of :class:`SamplingParams` that were given.
-        drafting: fields of :class:`DraftOptions` that were given. One that the method does not use is refused.
-
-    Raises:
-        InputError: a value outside its range, or values that do not go together.
-    """
+    """A job as asked for, checked: the options of ``tswift generate``."""
 
     method: str = option("auto", f"One of {', '.join(METHODS)}.")
     stop_at_eos: bool = option(
@@ -220,8 +185,8 @@ class RunConfig(TextConfig, ModelConfig):
         None, f"The paper's settings, where nothing else is typed: {', '.join(PRESETS)}.", metavar="NAME"
     )
     out: Path | None = option(None, "Folder for the run.", panel="Output", shown="./runs/<UTC time>-<method>")
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    drafting: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that were given
+    drafting: Mapping[str, Any] = field(default_factory=dict)  # fields of DraftOptions that were given
     overridden: tuple[str, ...] = ()  # what of the preset was typed otherwise
 
     def __post_init__(self) -> None:
@@ -241,11 +206,7 @@ class RunConfig(TextConfig, ModelConfig):
 
     @classmethod
     def of(cls, **values: Any) -> RunConfig:
-        """A job of options by name: those of this class, ModelConfig, SamplingParams and DraftOptions.
-
-        Raises:
-            InputError: a value is outside its range, or values do not go together.
-        """
+        """A job of options by name: those of this class, ModelConfig, SamplingParams and DraftOptions."""
         overridden: tuple[str, ...] = ()
         if values.get("preset") is not None:
             values = {"method": "tokenswift", **values}  # the paper's
@@ -259,10 +220,8 @@ class RunConfig(TextConfig, ModelConfig):
     def from_record(cls, record: Mapping[str, Any]) -> RunConfig:
         """The configuration of a recorded run: its model as it was loaded, its drafting options as they were resolved.
 
-        Attention is ``auto`` where that was ``native``, which another machine may lack.
-
-        Raises:
-            AttributeError, KeyError, TypeError, ValueError: the record is broken.
+        Attention is ``auto`` where that was ``native``, which another machine may lack. AttributeError, KeyError,
+        TypeError or ValueError if the record is broken.
         """
         options, model, drafting = record["options"], record["model"], dict(record["drafting"])
         if isinstance(drafting.get("tree"), list):
@@ -296,9 +255,7 @@ class RunConfig(TextConfig, ModelConfig):
 
     def as_dict(self) -> dict[str, Any]:
         """For ``run.json``: everything by the options' names."""
-        own = asdict(self)
-        del own["overridden"]
-        return own
+        return {name: value for name, value in asdict(self).items() if name != "overridden"}
 
 
 def fields_of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.errors import Fault, InputError
 from tswift.jobs.config import RunConfig
 from tswift.jobs.prompt import fingerprint
-from tswift.reading import MOST_RECORD, read_file
+from tswift.reading import MOST_RECORD, parse_json, read_file
 
 SCHEMA = 2
 TEXT, TOKENS, RECORD, PROMPT, AUDIT = "text.txt", "tokens.u32", "run.json", "prompt.u32", "verify.json"
@@ -61,23 +61,18 @@ class InUse(Exception):
 # --- files
 
 
-def sync_folder(path: Path) -> None:
+def _sync_folder(path: Path) -> None:
     """Make a folder's list of files durable, where the system can."""
-    if os.name != "posix":
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    if os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file whole, or not at all, whatever happens meanwhile.
-
-    Raises:
-        OSError: it cannot be written, and named; what was there before still is.
-    """
+    """Replace a file whole, or not at all, whatever happens meanwhile. OSError, with its name, if it cannot be."""
     new = path.with_name(f"{path.name}.new")
     try:
         handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINKS | _BINARY, _MODE)
@@ -92,7 +87,7 @@ def write_whole(path: Path, content: bytes) -> None:
             os.unlink(new)
         error.filename = str(path)  # a write's error names no file
         raise
-    sync_folder(path.parent)
+    _sync_folder(path.parent)
 
 
 def _write(handle: int, content: bytearray) -> None:
@@ -101,14 +96,9 @@ def _write(handle: int, content: bytearray) -> None:
 
 
 class AppendedFile:
-    """A file that only grows. What is added reaches it with the next :meth:`sync`.
+    """A regular file that only grows. What is added reaches it with the next :meth:`sync`.
 
-    Args:
-        path: the file.
-        keep: leading bytes to keep, the rest being cut off; None for a file that must not exist yet.
-
-    Raises:
-        OSError: it cannot be opened or cut; or it is a link, or no regular file.
+    ``keep`` is how many leading bytes are kept, the rest being cut off; None for a file that must not exist yet.
     """
 
     def __init__(self, path: Path, keep: int | None = None) -> None:
@@ -130,11 +120,7 @@ class AppendedFile:
         self._waiting += content
 
     def sync(self, durable: bool = True) -> None:
-        """Write what was added; if ``durable``, so that even a power cut leaves it there.
-
-        Raises:
-            OSError: it cannot be written. A part of it may have been.
-        """
+        """Write what was added; if ``durable``, so that even a power cut leaves it there."""
         _write(self._handle, self._waiting)
         if durable:
             os.fsync(self._handle)
@@ -154,11 +140,7 @@ class AppendedFile:
 
 
 def refuse_other(path: Path) -> None:
-    """Refuse to read anything but a regular file; a missing one is fine.
-
-    Raises:
-        OSError: it is a link or another kind of file.
-    """
+    """Refuse, by OSError, to read a link or anything else but a regular file; a missing one is fine."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -189,11 +171,7 @@ def default_path(method: str, runs: Path = Path("runs")) -> Path:
 
 
 def new_folder(path: Path) -> list[Path]:
-    """Make a folder, or take one without a run in it; returns the folders that were made, the innermost first.
-
-    Raises:
-        InputError: it holds something, or cannot be made.
-    """
+    """Make a folder, or take one without a run in it; returns the folders that were made, the innermost first."""
     try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
@@ -233,14 +211,14 @@ class Lock:
     """The lock of a run's folder; the system releases it with the process, however that ends.
 
     Raises:
-        InUse: another process has it.
+        InUse: another process has it, and still has it after some ``seconds``.
         OSError: there can be none here.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, seconds: float = _LOCK_SECONDS) -> None:
         self._lock = FileLock(folder / LOCK)
         try:
-            self._lock.acquire(timeout=_LOCK_SECONDS, poll_interval=0.05)
+            self._lock.acquire(timeout=seconds, poll_interval=0.05)
         except Timeout:
             raise InUse from None
         except NotImplementedError as error:
@@ -252,25 +230,23 @@ class Lock:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def release(self) -> None:
-        """Remove its file, and release it."""
-        with suppress(OSError):  # one that waits for it sees that the file is gone, and makes another
-            Path(self._lock.lock_file).unlink()
+    def release(self, remove: bool = True) -> None:
+        """Release it, and remove its file."""
+        if remove:
+            with suppress(OSError):  # one that waits for it sees that the file is gone, and makes another
+                Path(self._lock.lock_file).unlink()
         self._lock.release(force=True)
 
 
 def in_use(folder: Path) -> bool:
     """Whether a process is writing a run's folder."""
-    if not (folder / LOCK).exists():
-        return False
-    lock = FileLock(folder / LOCK)
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
+        if (folder / LOCK).exists():
+            Lock(folder, 0).release(remove=False)
+    except InUse:
         return True
-    except (OSError, NotImplementedError):
-        return False
-    lock.release(force=True)
+    except OSError:
+        pass
     return False
 
 
@@ -279,19 +255,12 @@ def in_use(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A line of the journal.
+    """A line of the journal."""
 
-    Attributes:
-        tokens: how many there were.
-        crc32: of the bytes of the prompt and of these tokens.
-        counters: of the steps that made them; see :meth:`tswift.decoding.stats.DecodeStats.counters`.
-        end: bytes of the journal up to the end of this line.
-    """
-
-    tokens: int
-    crc32: int
-    counters: Counters = field(default_factory=dict)
-    end: int = field(default=0, compare=False)
+    tokens: int  # how many there were
+    crc32: int  # of the bytes of the prompt and of these tokens
+    counters: Counters = field(default_factory=dict)  # see :meth:`tswift.decoding.stats.DecodeStats.counters`
+    end: int = field(default=0, compare=False)  # bytes of the journal up to the end of this line
 
     def line(self) -> bytes:
         """The journal's line."""
@@ -302,17 +271,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Journal:
-    """A journal that was read.
+    """A journal that was read."""
 
-    Attributes:
-        checkpoints: of the whole lines before the first broken one.
-        truncated: the last line is broken or has no end: writing it was cut short.
-        broken: number of a line, from 1, that is broken although others follow; None if there is none.
-    """
-
-    checkpoints: list[Checkpoint]
-    truncated: bool
-    broken: int | None
+    checkpoints: list[Checkpoint]  # of the whole lines before the first broken one
+    truncated: bool  # the last line is broken or has no end: writing it was cut short
+    broken: int | None  # number of a line, from 1, that is broken although others follow
 
 
 def parse_journal(content: bytes) -> Journal:
@@ -349,24 +312,18 @@ def _parse(line: bytes, end: int) -> Checkpoint | None:
 class RunFolder:
     """A run's folder, open for appending and locked against other processes. Made by :meth:`create` or :meth:`reopen`.
 
-    Attributes:
-        path: the folder.
-        saved: tokens that are on the disk for certain.
+    What writes raises :class:`SaveFailed` where that cannot be done.
     """
 
     def __init__(self, path: Path, lock: Lock, made: Sequence[Path] = ()) -> None:
         self.path, self._lock, self._made = path, lock, made
         self._files: dict[str, AppendedFile] = {}
-        self.saved = self._appended = self._crc = 0
+        self.saved = self._appended = self._crc = 0  # ``saved`` tokens are on the disk for certain
         self._checked = time.monotonic()
 
     @classmethod
     def create(cls, path: Path, logprobs: bool = False) -> RunFolder:
-        """A new run's folder: one that does not exist yet, or is empty; with a file of log-probabilities if asked for.
-
-        Raises:
-            InputError: it holds something, or cannot be made or written to.
-        """
+        """The folder of a new run, not there yet or empty; with a file of log-probabilities if asked for."""
         made = new_folder(path)
         try:
             folder = cls(path, Lock(path), made)
@@ -380,7 +337,7 @@ class RunFolder:
                     (path / name).unlink(missing_ok=True)
                 folder._files[name] = AppendedFile(path / name)
             for parent in (path, *(below.parent for below in made)):
-                sync_folder(parent)
+                _sync_folder(parent)
         except OSError as error:
             folder.discard()
             raise _unwritable(path, error) from None
@@ -390,22 +347,14 @@ class RunFolder:
     def reopen(cls, path: Path, lock: Lock, checkpoint: Checkpoint, text: str, row_bytes: int = 0) -> RunFolder:
         """The folder of a run that goes on from a checkpoint; what lies behind it is cut off.
 
-        Args:
-            path: the folder.
-            lock: its lock, held.
-            checkpoint: where to go on.
-            text: the text up to there.
-            row_bytes: of a token's log-probabilities, if there are any.
-
-        Raises:
-            SaveFailed: it cannot be written to.
+        ``text`` is the text up to there, ``row_bytes`` what a token's log-probabilities take, if there are any.
         """
         folder = cls(path, lock)
         with folder._saving():
             folder._files[JOURNAL] = AppendedFile(path / JOURNAL, checkpoint.end)
-            folder._files[TOKENS] = AppendedFile(path / TOKENS, 4 * checkpoint.tokens)
-            if row_bytes:
-                folder._files[LOGPROBS] = AppendedFile(path / LOGPROBS, row_bytes * checkpoint.tokens)
+            for name, size in ((TOKENS, 4), (LOGPROBS, row_bytes)):
+                if size:
+                    folder._files[name] = AppendedFile(path / name, size * checkpoint.tokens)
             (path / TEXT).unlink(missing_ok=True)
             folder._files[TEXT] = AppendedFile(path / TEXT)
             folder._files[TEXT].add(text.encode())
@@ -414,11 +363,7 @@ class RunFolder:
         return folder
 
     def keep_prompt(self, tokens: Sequence[int]) -> None:
-        """Write ``prompt.u32``: the prompt need not be there any more when the run is verified or resumed.
-
-        Raises:
-            InputError: it cannot be written.
-        """
+        """Write ``prompt.u32``: the prompt need not be there any more when the run is verified or resumed."""
         self._crc = crc32(bytes_of(tokens))
         try:
             write_whole(self.path / PROMPT, bytes_of(tokens))
@@ -426,13 +371,7 @@ class RunFolder:
             raise _unwritable(self.path, error) from None
 
     def append(self, tokens: Sequence[int], text: str, counters: Callable[[], Counters], logprobs: bytes = b"") -> None:
-        """Add generated tokens, the text that they complete, and their log-probabilities.
-
-        There is a checkpoint with the ``counters`` if one is due.
-
-        Raises:
-            SaveFailed: a checkpoint was due and cannot be written.
-        """
+        """Add tokens, the text that they complete, and their log-probabilities; a checkpoint is made if one is due."""
         data = bytes_of(tokens)
         self._files[TOKENS].add(data)
         self._files[TEXT].add(text.encode())
@@ -446,19 +385,14 @@ class RunFolder:
     def checkpoint(self, counters: Counters, last: bool = False) -> None:
         """Put what was appended on the disk, tokens first, and then say in the journal that it is there.
 
-        Args:
-            counters: of the steps so far.
-            last: the run ends here; the text is made durable, too, as a finished run is never resumed.
-
-        Raises:
-            SaveFailed: it cannot be written.
+        With the ``last`` one the text is made durable, too: a finished run is never resumed.
         """
         with self._saving():
             if not all(file.is_at(self.path / name) for name, file in self._files.items()):
                 raise SaveFailed(f"{self.path} was removed or moved")
-            self._files[TOKENS].sync()
-            if LOGPROBS in self._files:
-                self._files[LOGPROBS].sync()
+            for name in (TOKENS, LOGPROBS):
+                if name in self._files:
+                    self._files[name].sync()
             self._files[TEXT].sync(durable=last)  # until then it could be made again from the tokens
             if self._appended > self.saved:
                 self._files[JOURNAL].add(Checkpoint(self._appended, self._crc, counters).line())
@@ -467,11 +401,7 @@ class RunFolder:
         self._checked = time.monotonic()
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Write ``run.json``, whole or not at all.
-
-        Raises:
-            SaveFailed: it cannot be written.
-        """
+        """Write ``run.json``, whole or not at all."""
         plain = json.loads(json.dumps({"schema": SCHEMA, **record}, default=str))  # paths
         content = json.dumps({**plain, CHECKSUM: checksum(plain)}, indent=2, ensure_ascii=False)
         with self._saving():
@@ -508,45 +438,27 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder describes it, finished or not.
-
-    Attributes:
-        path, record: the folder, and all of ``run.json``.
-        state: ``running``, ``finished``, ``interrupted`` or ``failed``, as it was last written.
-        config: what made the run; see :meth:`RunConfig.from_record`.
-        params: the sampling parameters, banned end-of-text tokens included.
-        prompt: the prompt's token ids.
-        bits: hash of the arithmetic of all its sessions; None if it was not exact, or they differ.
-        eos_ids: the model's end-of-text tokens.
-    """
+    """A run as its folder describes it, finished or not."""
 
     path: Path
-    record: Mapping[str, Any]
-    state: str
-    config: RunConfig
-    params: SamplingParams
-    prompt: list[int]
-    bits: str | None
-    eos_ids: tuple[int, ...]
+    record: Mapping[str, Any]  # all of ``run.json``
+    state: str  # running, finished, interrupted or failed, as it was last written
+    config: RunConfig  # what made the run
+    params: SamplingParams  # banned end-of-text tokens included
+    prompt: list[int]  # token ids
+    bits: str | None  # hash of the arithmetic of all its sessions; None if it was not exact, or they differ
+    eos_ids: tuple[int, ...]  # the model's end-of-text tokens
 
 
 @dataclass(frozen=True)
 class JournalState:
-    """How far a run came, as its journal vouches for it.
+    """How far a run came, as its journal vouches for it."""
 
-    Attributes:
-        tokens: the generated token ids that are vouched for.
-        checkpoints: those that hold; the first is the beginning.
-        truncated: the journal's last line was cut short, so that a checkpoint before it is the last.
-        unsure: tokens in the file behind the last checkpoint. They may be right; they are drawn again.
-        damage: what is broken; empty if nothing is. A truncated end is no damage.
-    """
-
-    tokens: list[int]
-    checkpoints: list[Checkpoint]
-    truncated: bool
-    unsure: int
-    damage: str
+    tokens: list[int]  # the generated token ids that are vouched for
+    checkpoints: list[Checkpoint]  # those that hold; the first is the beginning
+    truncated: bool  # the journal's last line was cut short, so that a checkpoint before it is the last
+    unsure: int  # tokens in the file behind the last checkpoint: they may be right, and are drawn again
+    damage: str  # what is broken; empty if nothing is. A truncated end is no damage
 
     def last(self, below: int) -> Checkpoint:
         """The last checkpoint with fewer tokens than ``below``, which is at least 1."""
@@ -554,11 +466,7 @@ class JournalState:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run's folder, its tokens apart.
-
-    Raises:
-        InputError: it is no such folder, or what it holds is broken or does not fit together.
-    """
+    """Read a run's folder, its tokens apart. InputError if it is none, or broken, or does not fit together."""
     record = read_record(path)
     prompt = read_tokens(path / PROMPT)
     try:
@@ -584,20 +492,13 @@ def _bits(record: Mapping[str, Any]) -> str | None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """``run.json`` of a run's folder, with its checksum checked.
-
-    Raises:
-        InputError: there is no such folder, no record in it, or a broken one.
-    """
-    refuse_no_folder(path)
+    """``run.json`` of a run's folder, with its checksum checked; InputError if there is none, or it is broken."""
+    _refuse_no_folder(path)
     missing = f"there is no {RECORD} in it"
     if (path / TOKENS).exists() and not (path / RECORD).exists() and _unbegun(path):
         missing = "it was stopped while the model was loading; --out begins it anew"
     content = _content(path / RECORD, f"{path} holds no run: {missing}")
-    try:
-        record = json.loads(content)
-    except (ValueError, RecursionError):  # no JSON, or no UTF-8
-        raise InputError(f"{path / RECORD} is broken: it is not JSON") from None
+    record = parse_json(content, f"{path / RECORD} is broken: it")
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise InputError(f"{path / RECORD} is not of schema {SCHEMA}, which is all this version reads")
     if record.get(CHECKSUM) != checksum(record):
@@ -608,13 +509,7 @@ def read_record(path: Path) -> dict[str, Any]:
 def read_saved(path: Path, prompt: Sequence[int], row_bytes: int = 0) -> JournalState:
     """How far a run came, by its journal.
 
-    Args:
-        path: its folder.
-        prompt: its prompt's token ids.
-        row_bytes: of a token's log-probabilities, if the run has any: tokens without them are not sound.
-
-    Raises:
-        InputError: a file cannot be read.
+    Where a token's log-probabilities take ``row_bytes``, tokens without them are not sound.
     """
     journal, data = parse_journal(_content(path / JOURNAL)), _content(path / TOKENS)
     damage = f"line {journal.broken:,} of {path / JOURNAL} does not match its checksum" if journal.broken else ""
@@ -645,9 +540,6 @@ def read_tokens(path: Path, option: str | None = None, whole: bool = True) -> li
         path: the file.
         option: what the user named it with, for the error; None for a file of a run.
         whole: whether the file must end with a whole token; a run that was killed may have left a part of one.
-
-    Raises:
-        InputError: there is no such file, or it is none of token ids.
     """
     data = _content(path, option=option)
     if whole and len(data) % 4:
@@ -675,8 +567,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, name: str, option: str | None
             raise InputError(message, option)
 
 
-def refuse_no_folder(path: Path) -> None:
-    """Refuse what is no folder."""
+def _refuse_no_folder(path: Path) -> None:
     try:
         is_folder = path.is_dir()
     except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
@@ -688,69 +579,59 @@ def refuse_no_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A run, as a list shows it.
-
-    Attributes:
-        path: its folder.
-        state: ``running``, ``finished``, ``interrupted``, ``failed``; ``killed`` if it is recorded as running and no
-            process has its lock; ``broken`` if its record cannot be read.
-        reason: why it failed or is broken; empty otherwise.
-        tokens: saved so far.
-        length, method, model, started: as recorded; None where the record cannot be read.
-        tokens_per_second: of decoding; None before the first checkpoint.
-    """
+    """A run, as a list shows it; None where the record cannot be read."""
 
     path: Path
-    state: str
-    reason: str = ""
-    tokens: int = 0
+    state: str  # as recorded; killed if that is running and no process has its lock; broken if it cannot be read
+    reason: str = ""  # why it failed or is broken
+    tokens: int = 0  # saved so far
     length: int | None = None
     method: str | None = None
     model: str | None = None
-    tokens_per_second: float | None = None
+    tokens_per_second: float | None = None  # of decoding; None before the first checkpoint
     started: str | None = None
 
 
 def list_runs(folder: Path) -> list[Entry]:
-    """The runs in a folder, the oldest first; the folder itself, if it is a run's.
-
-    Raises:
-        InputError: there is no such folder.
-    """
-    refuse_no_folder(folder)
+    """The runs in a folder, the oldest first; the folder itself, if it is a run's."""
+    _refuse_no_folder(folder)
     try:
         paths = [folder] if (folder / RECORD).exists() else list(filter(_is_run, folder.iterdir()))
     except OSError as error:
         raise InputError(f"{folder} cannot be read ({error.strerror})") from None
-    return sorted(map(_entry, paths), key=lambda entry: (entry.started or "", str(entry.path)))
+    return sorted((look(path)[0] for path in paths), key=lambda entry: (entry.started or "", str(entry.path)))
 
 
 def _is_run(path: Path) -> bool:
     return path.is_dir() and ((path / RECORD).exists() or (path / JOURNAL).exists())
 
 
-def _entry(path: Path) -> Entry:
-    working, tokens, seconds = in_use(path), 0, None
+def look(path: Path) -> tuple[Entry, dict[str, Any], Checkpoint]:
+    """A run from outside, whoever is writing it: its entry in a list, its record (if sound), its last checkpoint."""
+    working, last = in_use(path), Checkpoint(0, 0)
+    record: dict[str, Any] = {}
     with suppress(InputError):
-        for checkpoint in parse_journal(read_file(path / JOURNAL, MOST_RECORD)).checkpoints[-1:]:
-            tokens, seconds = checkpoint.tokens, checkpoint.counters.get("seconds")
+        last = [last, *parse_journal(read_file(path / JOURNAL, MOST_RECORD)).checkpoints][-1]
+    seconds = last.counters.get("seconds")
     try:
         record = read_record(path)
         state = RUNNING if working else str(record["state"])
-        return Entry(
+        entry = Entry(
             path,
             KILLED if state == RUNNING and not working else state,
             str(record.get("reason", "")),
-            tokens,
+            last.tokens,
             int(record["options"]["length"]),
             str(record["options"]["method"]),
             str(record["model"]["name"]),
-            tokens / seconds if isinstance(seconds, float) and seconds else None,
+            last.tokens / seconds if isinstance(seconds, float) and seconds else None,
             str(record["started"]),
         )
     except InputError as error:
         if working and not (path / RECORD).exists():  # its model is being loaded
-            return Entry(path, RUNNING, "", tokens)
-        return Entry(path, BROKEN, str(error), tokens)
+            entry = Entry(path, RUNNING, "", last.tokens)
+        else:
+            entry = Entry(path, BROKEN, str(error), last.tokens)
     except (KeyError, TypeError, ValueError) as error:
-        return Entry(path, BROKEN, f"{path / RECORD} is broken: {error!r}", tokens)
+        entry = Entry(path, BROKEN, f"{path / RECORD} is broken: {error!r}", last.tokens)
+    return entry, record, last

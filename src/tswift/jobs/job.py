@@ -44,13 +44,10 @@ class Signals:
     """While entered, signals to stop raise :class:`Stopped`; or are noted, where work must not be interrupted.
 
     A signal that the process was told to ignore (``nohup``) stays ignored. Outside the main thread nothing is done.
-
-    Attributes:
-        patience: how many signals are noted before one raises.
     """
 
     def __init__(self) -> None:
-        self.patience = 0
+        self.patience = 0  # how many signals are noted before one raises
         self._noted: list[int] = []
         self._before: dict[int, Any] = {}
 
@@ -89,37 +86,22 @@ ShowPrefill = Callable[[int, int], None]
 
 @dataclass
 class Job:
-    """A decode and the folder it fills.
-
-    Attributes:
-        model, generation, folder: what decodes, and where its tokens, text and figures go.
-        about: what ``run.json`` says of the command, its options, the prompt and the machine.
-        prompt: the prompt's token ids.
-        text: the text so far; whole characters.
-        stats: figures so far.
-        tokens: token ids so far.
-        resumed: what ``run.json`` says of each time that the run was resumed, this one last.
-        notes: lines for people.
-        before: the text of the tokens that were made before this session.
-        rows: log-probabilities of the last step's tokens, as in ``logprobs.bin``.
-        state: ``running``, ``finished``, ``interrupted`` or ``failed``.
-        reason: why it failed.
-    """
+    """A decode and the folder it fills."""
 
     model: LoadedModel
     generation: Generation
     folder: RunFolder
-    about: dict[str, Any]
-    prompt: Sequence[int]
-    text: TextStream
-    stats: DecodeStats
-    tokens: list[int] = field(default_factory=list)
-    resumed: list[dict[str, Any]] = field(default_factory=list)
-    notes: Sequence[str] = ()
-    before: str = ""
-    rows: bytes = b""
-    state: str = RUNNING
-    reason: str = ""
+    about: dict[str, Any]  # what ``run.json`` says of the command, its options, the prompt and the machine
+    prompt: Sequence[int]  # token ids
+    text: TextStream  # turns tokens into the text
+    stats: DecodeStats  # figures so far
+    tokens: list[int] = field(default_factory=list)  # token ids so far
+    resumed: list[dict[str, Any]] = field(default_factory=list)  # each time that the run was resumed, this one last
+    notes: Sequence[str] = ()  # lines for people
+    before: str = ""  # the text of the tokens that were made before this session
+    rows: bytes = b""  # log-probabilities of the last step's tokens, as in ``logprobs.bin``
+    state: str = RUNNING  # or finished, interrupted, failed
+    reason: str = ""  # why it failed
 
     @property
     def length(self) -> int:
@@ -143,24 +125,26 @@ class Job:
         self.folder.record(self._record())
         try:
             self._decode(show, show_prefill, signals)
+        except (KeyboardInterrupt, OSError) as error:
+            signals.patience, self.state = _NOTHING_STOPS, INTERRUPTED
+            rest = self._end()
+            if isinstance(error, KeyboardInterrupt):
+                with suppress(OSError):  # a terminal that was closed
+                    show(rest, self.stats)
+            raise
         except BaseException as error:
-            signals.patience = _NOTHING_STOPS
-            self.state = INTERRUPTED if isinstance(error, (KeyboardInterrupt, OSError)) else FAILED
+            signals.patience, self.state = _NOTHING_STOPS, FAILED
             if ran_out(error):
                 device, made = self.model.target.device.type, self.stats.tokens
-                advice = "a lower --nodes or --budget needs less"
-                fault: Fault | None = Fault(f"{device} has no memory left after {made:,} tokens; {advice}")
+                self.reason = f"{device} has no memory left after {made:,} tokens; "
+                self.reason += "a lower --nodes or --budget needs less"
+            elif isinstance(error, Fault):
+                self.reason = str(error)
             else:
-                fault = error if isinstance(error, Fault) else None
-            if fault is None:
-                self.reason = repr(error) if self.state == FAILED else ""
-                rest = self._end()
-                if isinstance(error, KeyboardInterrupt):
-                    with suppress(OSError):  # a terminal that was closed
-                        show(rest, self.stats)
+                self.reason = repr(error)
+                self._end()
                 raise
-            self.reason = str(fault)
-            if isinstance(fault, SaveFailed):
+            if isinstance(error, SaveFailed):
                 # What was not synced is not tried again: a second sync can succeed although the first lost something.
                 self.folder.close()
                 with suppress(SaveFailed):
@@ -168,9 +152,8 @@ class Job:
             else:
                 with suppress(Fault):  # the first fault is the one to tell of
                     self._end()
-            raise Fault(f"{fault}; {self.saved()}") from error
-        signals.patience = _NOTHING_STOPS
-        self.state = FINISHED
+            raise Fault(f"{self.reason}; {self.saved()}") from error
+        signals.patience, self.state = _NOTHING_STOPS, FINISHED
         show(self._end(), self.stats)
 
     def _decode(self, show: Show, show_prefill: ShowPrefill | None, signals: Signals) -> None:

@@ -19,14 +19,9 @@ MOST_BYTES = 32_000_000  # of a prompt: some ten million tokens, which take a mi
 
 
 def read_prompt(source: str | None, option: str = "prompt") -> str:
-    """The text of a prompt.
+    """The text of a prompt: of a file, of standard input (``-``), or of the bundled novel (None).
 
-    Args:
-        source: a file, ``-`` for standard input, or None for the bundled novel.
-        option: what the user named it with, for the error.
-
-    Raises:
-        InputError: nothing there, more than ``MOST_BYTES``, no text in it, or no UTF-8 text.
+    InputError, naming ``option``, if it is more than ``MOST_BYTES``, or not text in UTF-8.
     """
     name = "standard input" if source == "-" else str(source)
     if source == "-":
@@ -63,11 +58,7 @@ def bundled_prompts() -> Path:
 
 
 def check_prompt(text: str, option: str, name: str = "the text") -> str:
-    """A prompt, checked to be text; ``name`` is what an error calls it.
-
-    Raises:
-        InputError: it is empty, or no text.
-    """
+    """A prompt, checked to be text; ``name`` is what an error calls it."""
     if "\0" in text:
         raise InputError(f"{name} is not text: it has NUL bytes", option)
     if not text:
@@ -78,11 +69,7 @@ def check_prompt(text: str, option: str, name: str = "the text") -> str:
 
 
 def take(tokens: list[int], prefill: int | None, bundled: bool) -> list[int]:
-    """The first ``prefill`` tokens of a prompt; None for all of them, or for the bundled prompt's first 1,024.
-
-    Raises:
-        InputError: the prompt has fewer.
-    """
+    """The first ``prefill`` tokens of a prompt; None for all of them, or for the bundled prompt's first 1,024."""
     if prefill is None:
         return tokens[:BUNDLED_PREFILL] if bundled else tokens
     if prefill > len(tokens):
@@ -94,13 +81,7 @@ def special_tokens_in(tokenizer: Any, text: str, used: int | None = None) -> tup
     """The special tokens that a prompt spells out, such as ``</s>``: they are encoded as control tokens.
 
     What the tokenizer itself puts before or behind a text is not among them, nor what it is told to take literally.
-
-    Args:
-        tokenizer, text: the model's, and the prompt.
-        used: how many of the prompt's tokens are used; None for all.
-
-    Returns:
-        Each once, in the order of their first appearance.
+    Each comes once, in order; ``used`` is how many of the prompt's tokens are used, None for all.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     added = {} if backend is None else backend.get_added_tokens_decoder()
@@ -118,31 +99,15 @@ def fingerprint(tokens: list[int]) -> str:
     return sha256(np.asarray(tokens, dtype="<u4").tobytes()).hexdigest()
 
 
-def render(tokenizer: Any, model: str, text: str, system: str | None = None) -> str:
-    """The template filled in, up to where the model is to answer.
+def render_chat(tokenizer: Any, model: str, messages: Sequence[Mapping[str, str]]) -> str:
+    """The template of a chat filled in, up to where the model is to answer.
 
     Args:
         tokenizer, model: the model's, and its name for errors.
-        text: what the user says.
-        system: the system prompt; None for the template's own, if it has one.
+        messages: with a ``role`` and a ``content``. Templates may shorten those of the assistant, and no others.
 
     Returns:
         Text with all special tokens that the template wants: it is to be encoded without any being added.
-
-    Raises:
-        InputError: there is no template, or it does not take such messages.
-    """
-    messages = [{"role": "user", "content": text}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    return render_chat(tokenizer, model, messages)
-
-
-def render_chat(tokenizer: Any, model: str, messages: Sequence[Mapping[str, str]]) -> str:
-    """As :func:`render`, for messages that have a ``role`` and a ``content``; those of the assistant may be shortened.
-
-    Raises:
-        InputError: as :func:`render`.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"the tokenizer of {model} has no chat template", "chat")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tswift.decoding.logprobs import row_type
+from tswift.decoding.params import SamplingParams
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import TextStream
 from tswift.distributed import ALONE, Dist
@@ -38,7 +39,7 @@ from tswift.jobs.folder import (
     read_saved,
 )
 from tswift.jobs.job import BY_STRING, END, Job
-from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, render, special_tokens_in, take
+from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, render_chat, special_tokens_in, take
 from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.devices import gigabytes
 from tswift.models.load import LoadedModel, load
@@ -73,13 +74,15 @@ def start(
     Raises:
         InputError: something asked for cannot be done. No folder is left behind then.
     """
-    params, options, how = config.params(), config.options(), config.loading()
+    params, how = config.params(), config.loading()
     text = config.read(config.model) if text is None and ids is None else text or ""
     system = None if config.system is None else read_prompt(config.system, "system")
     if ranks.count == 1 and config.quantize is None and loaded is None:  # else it is seen when it is loaded
         least = config.prefill or (BUNDLED_PREFILL if config.bundled else 1)
         larger = "prefill" if config.prefill and config.prefill > config.length else "length"
-        preflight(config.model, least, config.length, config.method, options, option=larger, params=params, **how)
+        preflight(
+            config.model, least, config.length, config.method, config.options(), option=larger, params=params, **how
+        )
     path = config.out or default_path(config.method)
     _refuse_full_disk(path, config.length, "out", _row_bytes(config))
     folder = RunFolder.create(path, config.logprobs is not None)
@@ -91,21 +94,12 @@ def start(
         if ids is not None:
             prompt = list(ids)
         elif config.chat:
-            prompt = model.encode(render(model.tokenizer, model.name, text, system), bare=True)
+            said = {"system": system, "user": text}
+            messages = [{"role": role, "content": each} for role, each in said.items() if each is not None]
+            prompt = model.encode(render_chat(model.tokenizer, model.name, messages), bare=True)
         else:
             prompt = take(model.encode(text), config.prefill, bundled=config.bundled)
-        generation = begin(
-            model,
-            prompt,
-            config.length,
-            method=config.method,
-            params=params,
-            seed=config.seed,
-            options=options,
-            stop_at_eos=config.stop_at_eos,
-            stop=config.stop,
-            logprobs=config.logprobs,
-        )
+        generation = _begin(model, prompt, config, params)
         folder.keep_prompt(prompt)
     except BaseException:
         folder.discard()
@@ -185,19 +179,7 @@ def resume(
         numbers = {"banned ids": run.params.banned, "biased ids": [*run.params.logit_bias]}
         for name, ids in {"prompt": run.prompt, "tokens": tokens, **numbers}.items():
             check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
-        generation = begin(
-            model,
-            run.prompt,
-            config.length,
-            method=config.method,
-            params=run.params,
-            seed=config.seed,
-            options=config.options(),
-            stop_at_eos=config.stop_at_eos,
-            written=tokens,
-            stop=config.stop,
-            logprobs=config.logprobs,
-        )
+        generation = _begin(model, run.prompt, config, run.params, written=tokens)
         try:
             stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
         except ValueError as error:
@@ -225,6 +207,24 @@ def resume(
     if run.config.exact and model.exact != run.bits:
         notes.append("this machine rounds otherwise than the one before: the text may go on differently than there")
     return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes, before)
+
+
+def _begin(
+    model: LoadedModel, prompt: Sequence[int], config: RunConfig, params: SamplingParams, written: Sequence[int] = ()
+) -> Generation:
+    return begin(
+        model,
+        prompt,
+        config.length,
+        method=config.method,
+        params=params,
+        seed=config.seed,
+        options=config.options(),
+        stop_at_eos=config.stop_at_eos,
+        written=written,
+        stop=config.stop,
+        logprobs=config.logprobs,
+    )
 
 
 def used_options(method: str, options: DraftOptions) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,15 @@ from tswift.models.target import Show
 
 @dataclass(frozen=True)
 class AuditInput:
-    """A text to audit.
-
-    Attributes:
-        model: the model, loaded.
-        prompt, tokens: token ids of the prompt, and those generated.
-        params, seed: what they were drawn with, banned ids included.
-        source: the folder or file the tokens come from.
-        note: why an exact run is not judged exactly; None if it is, or the run was none.
-    """
+    """A text to audit."""
 
     model: LoadedModel
     prompt: list[int]
     tokens: list[int]
-    params: SamplingParams
+    params: SamplingParams  # what they were drawn with, banned ids included
     seed: int
-    source: Path
-    note: str | None = None
+    source: Path  # the folder or file that the tokens come from
+    note: str | None = None  # why an exact run is not judged exactly
 
     def audit(self, show: Show | None = None) -> Audit:
         """Run the audit; see :func:`tswift.decoding.audit.audit`."""
@@ -52,61 +43,37 @@ class AuditInput:
         return {**about, "model": self.model.about(), "note": self.note, **audit.as_dict()}
 
 
-def run_input(
-    run: RunRecord,
-    model: str | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    kv_dtype: str | None = None,
-    quantize: str | None = None,
-    exact: bool | None = None,
-) -> AuditInput:
-    """A run, with its own model as it was loaded then, unless another is asked for.
-
-    Raises:
-        InputError: the model cannot be loaded, or the run does not fit it, or was not exact and is to be now.
-    """
-    config = run.config
+def run_input(run: RunRecord, **asked: Any) -> AuditInput:
+    """A run, with its own model as it was loaded then, where ``asked``, arguments of :func:`load`, do not say else."""
+    config, exact = run.config, asked.get("exact")
     if exact and not config.exact:
         raise InputError(f"{run.path} was made without it, so it can only be judged within rounding", "exact")
-    refuse_shape(model or config.model)
+    own = ("model", "device", "dtype", "attention", "exact", *(() if "model" in asked else ("quantize",)))
+    how = {**{name: getattr(config, name) for name in own}, "kv_dtype": _kv_dtype(config, asked), **asked}
+    refuse_shape(how["model"])
     _tokens(run)  # better now than after a model was loaded
-    load_model = partial(
-        load,
-        config.model if model is None else model,
-        device=config.device if device is None else device,
-        dtype=config.dtype if dtype is None else dtype,
-        kv_dtype=_kv_dtype(config, model, device, dtype) if kv_dtype is None else kv_dtype,
-        attention=config.attention,
-        quantize=config.quantize if model is None and quantize is None else quantize,
-    )
     try:
-        loaded = load_model(exact=config.exact if exact is None else exact)
+        loaded = load(**how)
     except InputError as error:
         if error.field != "exact" or exact:
             raise
-        loaded = load_model(exact=False)
+        loaded = load(**{**how, "exact": False})
     audited = with_model(run, loaded)
     if exact and audited.note:
         raise InputError(f"cannot be had here: {audited.note}", "exact")
     return replace(audited, note=None) if exact is False else audited
 
 
-def _kv_dtype(config: RunConfig, model: str | None, device: str | None, dtype: str | None) -> str:
+def _kv_dtype(config: RunConfig, asked: Mapping[str, Any]) -> str:
     """The KV cache's dtype: part of what was decoded, so the run's wherever the model can have it."""
-    on_cpu = find_device(device or config.device).type == "cpu"
+    model, on_cpu = asked.get("model"), find_device(asked.get("device", config.device)).type == "cpu"
     if model is None and on_cpu and config.kv_dtype != config.dtype:
         return config.kv_dtype
-    own = config.dtype if dtype is None else dtype
-    return "auto" if model is not None or own == "auto" else own
+    return asked.get("dtype", config.dtype) if model is None else "auto"
 
 
 def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
-    """A run and a loaded model, whose passes are exact no longer if the run's arithmetic was another.
-
-    Raises:
-        InputError: the run does not fit it.
-    """
+    """A run and a loaded model, whose passes are exact no longer if the run's arithmetic was another."""
     note = None
     if run.config.exact and (model.exact is None or model.exact != run.bits):
         note = "the run was exact, but the arithmetic here differs from that of the run: judged within rounding"
@@ -119,17 +86,10 @@ def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
 def text_input(
     path: Path, config: AuditConfig, params: SamplingParams, model: Mapping[str, Any], text: str
 ) -> AuditInput:
-    """A file of token ids and the options that are said to have made it.
+    """A file of token ids, its prompt's ``text``, and the options that are said to have made it.
 
-    Args:
-        path: the file.
-        config, params: prompt, seed and end; what it was drawn with.
-        model: arguments of :func:`tswift.load`. Nobody knows whether a text without a run was made by exact passes
-            here, so they are not exact unless ``exact`` is set.
-        text: the prompt.
-
-    Raises:
-        InputError: something cannot be used, or does not fit together.
+    ``model`` are arguments of :func:`tswift.load`. Nobody knows whether a text without a run was made by exact passes
+    here, so they are not exact unless ``exact`` is set.
     """
     tokens = read_tokens(path, "tokens")
     loaded = load(**{**model, "exact": bool(model.get("exact"))})
