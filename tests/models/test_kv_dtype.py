@@ -98,8 +98,7 @@ def test_a_model_that_does_not_bear_it_is_refused() -> None:
 )
 def test_a_run_is_judged_with_its_own(recorded: tuple[str, str], typed: dict[str, str], wanted: str) -> None:
     config = RunConfig(device="cpu", dtype=recorded[0], kv_dtype=recorded[1])
-    asked = {"model": None, "device": None, "dtype": None, **typed}
-    assert verification._kv_dtype(config, **asked) == wanted
+    assert verification._kv_dtype(config, typed) == wanted
 
 
 def test_memory_counts_its_bytes() -> None:
