@@ -14,12 +14,13 @@ from pathlib import Path
 from secrets import randbits
 from typing import Any
 
+from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.errors import InputError, did_you_mean
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import InUse, Lock
 from tswift.jobs.prompt import check_prompt
-from tswift.options import check_options, option
+from tswift.options import check_options, option, options_of
 
 _PANEL = "Server"
 _LONGEST_NAME = 512  # characters of ``user``
@@ -54,86 +55,53 @@ class Refused(Exception):
         self.headers = {"Retry-After": str(wait)} if wait else {}
 
 
+def _wrong(param: str, problem: str, code: str | None = None) -> Refused:
+    return Refused(400, f"{param} {problem}", param, code)
+
+
 @dataclass(frozen=True)
 class Request:
-    """A request that was understood.
+    """A request that was understood."""
 
-    Attributes:
-        chat: it came to ``/v1/chat/completions``.
-        config: the job; its length is the most there may be where ``bounded`` is false.
-        prompt: a text, token ids, or a chat's messages.
-        bounded: the client said how many tokens.
-        stream, include_usage, figures, cancel_on_disconnect: how it is to be answered.
-        body: as it came, with the seed that was drawn for it if it had none.
-        typed, model: the server's options and model, when it came.
-    """
-
-    chat: bool
-    config: RunConfig
-    prompt: Any
-    bounded: bool
+    chat: bool  # it came to ``/v1/chat/completions``
+    config: RunConfig  # the job; its length is the most there may be where ``bounded`` is false
+    prompt: Any  # a text, token ids, or a chat's messages
+    bounded: bool  # the client said how many tokens
     stream: bool
     include_usage: bool
     figures: bool
     cancel_on_disconnect: bool
-    body: Mapping[str, Any]
-    typed: Mapping[str, Any]
+    body: Mapping[str, Any]  # as it came, with the seed that was drawn for it if it had none
+    typed: Mapping[str, Any]  # the server's options, and its model, when it came
     model: str
 
 
 # fields that become options of the job, by what they are called there
 _OPTIONS = {"max_tokens": "length", "max_completion_tokens": "length"} | {
     name: name
-    for name in (
-        "seed",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "eta",
-        "penalty",
-        "window",
-        "method",
-        "stop_at_eos",
-        "stop",
-        "logit_bias",
-    )
+    for name in ("seed", "method", "stop_at_eos", "stop", *(each.name for each, _ in options_of(SamplingParams)))
 }
 _SWITCHES = ("stream", "figures", "cancel_on_disconnect")
-_PROMPTS = {False: "prompt", True: "messages"}
 _KNOWN = (*_OPTIONS, *_SWITCHES, "model", "stream_options", "user", "logprobs")
-# fields that are not served, and the values with which they ask for nothing
+# fields that are not served, and the values, besides null, with which they ask for nothing
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    **dict.fromkeys(("echo", "store"), (False,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0, 0.0)),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("parallel_tool_calls", "audio", "prediction", "reasoning_effort", "verbosity"), ()),
     "suffix": ("",),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
     "web_search_options": (),
     "service_tier": ("auto", "default"),
-    "store": (False,),
     "metadata": ({},),
 }
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
-    """The JSON object in a request's body.
-
-    Raises:
-        Refused: it is none, it has a name twice, or its texts are no Unicode.
-    """
+    """The JSON object in a request's body; no name may stand twice in an object, and texts must be Unicode."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -157,7 +125,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
 
 
 def parse(body: Mapping[str, Any], chat: bool, typed: Mapping[str, Any], model: str) -> Request:
-    """What a request asks for.
+    """What a request asks for. :class:`Refused`, by its name, for a field not known, not served or out of range.
 
     Args:
         body: the JSON object that came.
@@ -165,46 +133,33 @@ def parse(body: Mapping[str, Any], chat: bool, typed: Mapping[str, Any], model: 
         typed: options that were typed when the server was started, by the names that :meth:`RunConfig.of` takes: the
             defaults of requests.
         model: the name of the model that is served.
-
-    Raises:
-        Refused: a field that is not known, not served or out of range, by its name.
     """
-    prompt_field = _PROMPTS[chat]
-    known = (*_KNOWN, prompt_field, *(("top_logprobs",) if chat else ()))
-    for name in body:
-        if name not in known and name not in _NOT_SERVED:
-            raise Refused(400, f"there is no field {name!r:.60}{did_you_mean(name, known)}", name[:60], "unknown_field")
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        nothing = _NOT_SERVED.get(name)
-        if nothing is not None and not any(value == none and type(value) is type(none) for none in nothing):
-            raise Refused(400, f"{name} is not served by tswift", name, "unsupported_field")
+    prompt_field, count_field = ("messages", "top_logprobs") if chat else ("prompt", "logprobs")
+    given = _served(body, (*_KNOWN, prompt_field, count_field))
     if given.get("model", model) != model:
-        raise Refused(
-            404, f"the model {given['model']!r:.80} is not served here; {model} is", "model", "model_not_found"
-        )
-    switches = {name: _switch(given, name) for name in _SWITCHES}
-    include_usage = _stream_options(given, switches["stream"])
+        message = f"the model {given['model']!r:.80} is not served here; {model} is"
+        raise Refused(404, message, "model", "model_not_found")
     user = given.get("user", "")
     if not isinstance(user, str) or len(user) > _LONGEST_NAME:
-        raise Refused(400, f"user must be a text of at most {_LONGEST_NAME} characters", "user")
-    if {"max_tokens", "max_completion_tokens"} <= given.keys():
-        limits = given["max_tokens"], given["max_completion_tokens"]
-        if not all(type(limit) is int for limit in limits) or limits[0] != limits[1]:
-            message = "max_tokens and max_completion_tokens must be the same integer where both are given"
-            raise Refused(400, message, "max_completion_tokens")
+        raise _wrong("user", f"must be a text of at most {_LONGEST_NAME} characters")
+    limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
+    if len(limits) == 2 and not (type(limits[0]) is type(limits[1]) is int and limits[0] == limits[1]):
+        raise _wrong("max_completion_tokens", "and max_tokens must be the same integer where both are given")
     if prompt_field not in given:
-        raise Refused(400, f"{prompt_field} is missing", prompt_field)
+        raise _wrong(prompt_field, "is missing")
+    switches = {name: _switch(given, name) for name in _SWITCHES}
+    include_usage = _stream_options(given, switches["stream"])
     prompt = _messages(given["messages"]) if chat else _prompt(given["prompt"])
     names = {option: name for name, option in _OPTIONS.items() if name in given}
     asked = {option: given[name] for option, name in names.items()}
     if "stop" in asked:  # "" and [] stop nowhere
         stop = asked["stop"]
-        asked["stop"] = tuple(
-            filter(None, [stop]) if isinstance(stop, str) else stop if isinstance(stop, list) else [stop]
-        )
-    if (likeliest := _logprobs(given, chat)) is not None:
-        asked["logprobs"], names["logprobs"] = likeliest, "top_logprobs" if chat else "logprobs"
+        asked["stop"] = tuple(stop) if isinstance(stop, list) else (stop,) if stop != "" else ()
+    if chat and not _switch(given, "logprobs"):
+        if "top_logprobs" in given:
+            raise _wrong("top_logprobs", "goes with logprobs")
+    elif chat or "logprobs" in given:
+        asked["logprobs"], names["logprobs"] = given.get(count_field, 0), count_field
     asked["seed"] = asked.get("seed", typed.get("seed", randbits(31)))
     try:
         config = job(typed, {"stop_at_eos": True, **asked}, prompt, chat)
@@ -212,16 +167,20 @@ def parse(body: Mapping[str, Any], chat: bool, typed: Mapping[str, Any], model: 
         raise refused(error, names, prompt_field) from None
     kept = {**body, "seed": asked["seed"]}
     return Request(
-        chat,
-        config,
-        prompt,
-        "length" in asked,
-        **switches,
-        include_usage=include_usage,
-        body=kept,
-        typed=typed,
-        model=model,
+        chat, config, prompt, bool(limits), **switches, include_usage=include_usage, body=kept, typed=typed, model=model
     )
+
+
+def _served(body: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """The fields that ask for something, all of them known and served."""
+    for name, value in body.items():
+        nothing = _NOT_SERVED.get(name)
+        if nothing is None and name not in known:
+            raise Refused(400, f"there is no field {name!r:.60}{did_you_mean(name, known)}", name[:60], "unknown_field")
+        asks_nothing = value is None or any(value == none and type(value) is type(none) for none in nothing or ())
+        if nothing is not None and not asks_nothing:
+            raise _wrong(name, "is not served by tswift", "unsupported_field")
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def job(typed: Mapping[str, Any], asked: Mapping[str, Any], prompt: Any, chat: bool) -> RunConfig:
@@ -229,9 +188,6 @@ def job(typed: Mapping[str, Any], asked: Mapping[str, Any], prompt: Any, chat: b
 
     Where a request asks for another method than the server's own, drafting options that were typed for that one are
     left out, and so is what the model was loaded with that the other method does not use.
-
-    Raises:
-        InputError: values out of range, or that do not go together.
     """
     values = {**typed, **asked}
     own = typed.get("method", "tokenswift" if typed.get("preset") is not None else RunConfig.method)
@@ -253,13 +209,7 @@ def job(typed: Mapping[str, Any], asked: Mapping[str, Any], prompt: Any, chat: b
 
 
 def refused(error: InputError, names: Mapping[str, str], prompt_field: str) -> Refused:
-    """A job's refusal in the words of the request.
-
-    Args:
-        error: its field is an option's name.
-        names: the request's fields, by the options that they became.
-        prompt_field: ``prompt`` or ``messages``.
-    """
+    """A job's refusal in the words of the request: ``names`` are its fields, by the options that they became."""
     named = {**names, "prompt_text": prompt_field, "prompt": prompt_field, "chat": "messages", "system": "messages"}
     param = None if error.field is None else named.get(error.field, error.field)
     message = error.message.replace("`", "")
@@ -269,33 +219,20 @@ def refused(error: InputError, names: Mapping[str, str], prompt_field: str) -> R
 def _switch(given: Mapping[str, Any], name: str) -> bool:
     value = given.get(name, False)
     if not isinstance(value, bool):
-        raise Refused(400, f"{name} must be true or false", name)
+        raise _wrong(name, "must be true or false")
     return value
-
-
-def _logprobs(given: Mapping[str, Any], chat: bool) -> Any:
-    """For how many of the likeliest tokens log-probabilities are asked for; None if for none at all."""
-    if not chat:
-        return given.get("logprobs")
-    if not _switch(given, "logprobs"):
-        if "top_logprobs" in given:
-            raise Refused(400, "top_logprobs goes with logprobs", "top_logprobs")
-        return None
-    return given.get("top_logprobs", 0)
 
 
 def _stream_options(given: Mapping[str, Any], stream: bool) -> bool:
     """Whether usage is asked for at the end of a stream."""
     options = given.get("stream_options", {})
     if not isinstance(options, dict):
-        raise Refused(400, "stream_options must be an object", "stream_options")
+        raise _wrong("stream_options", "must be an object")
     if options and not stream:
-        raise Refused(400, "stream_options goes with stream", "stream_options")
+        raise _wrong("stream_options", "goes with stream")
     for name in options:
         if name != "include_usage":
-            raise Refused(
-                400, f"stream_options has no field {name!r:.60}, only include_usage", f"stream_options.{name[:60]}"
-            )
+            raise _wrong(f"stream_options.{name[:60]}", "is no field; include_usage is")
     return _switch({name: value for name, value in options.items() if value is not None}, "include_usage")
 
 
@@ -310,43 +247,40 @@ def _prompt(prompt: Any) -> str | tuple[int, ...]:
             raise refused(error, {}, "prompt") from None
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return tuple(prompt)
-    raise Refused(400, "prompt must be one text, or one list of token ids: one sequence is written at a time", "prompt")
+    raise _wrong("prompt", "must be one text, or one list of token ids: one sequence is written at a time")
 
 
 def _messages(messages: Any) -> tuple[dict[str, str], ...]:
     """A chat's messages, each with a role and a text."""
     if not isinstance(messages, list) or not messages:
-        raise Refused(400, "messages must be a list of messages, at least one", "messages")
+        raise _wrong("messages", "must be a list of messages, at least one")
     return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
 def _message(message: Any, place: str) -> dict[str, str]:
     if not isinstance(message, dict):
-        raise Refused(400, f"{place} must be an object", place)
+        raise _wrong(place, "must be an object")
     for name, value in message.items():
         if name not in ("role", "content") and value not in (None, [], ""):
-            raise Refused(400, f"{place}.{name[:60]} is not served", f"{place}.{name[:60]}", "unsupported_field")
-    role = message.get("role")
+            raise _wrong(f"{place}.{name[:60]}", "is not served", "unsupported_field")
+    role, content = message.get("role"), message.get("content")
     if role not in ("system", "developer", "user", "assistant"):
-        raise Refused(400, f"{place}.role must be system, developer, user or assistant", f"{place}.role")
-    content = message.get("content")
+        raise _wrong(f"{place}.role", "must be system, developer, user or assistant")
     if isinstance(content, list):
-        content = _joined(content, f"{place}.content")
+        content = "".join(_part(part, f"{place}.content[{index}]") for index, part in enumerate(content))
     if not isinstance(content, str):
-        raise Refused(400, f"{place}.content must be a text", f"{place}.content")
+        raise _wrong(f"{place}.content", "must be a text")
     return {"role": "system" if role == "developer" else role, "content": content}
 
 
-def _joined(parts: Sequence[Any], place: str) -> str:
-    """The text of a message that comes in parts; only texts are served."""
-    for index, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            name = f"{place}[{index}].type"
-            raise Refused(400, f"{name} {kind!r:.40} is not served; text is", name, "unsupported_field")
-        if not isinstance(part.get("text"), str) or set(part) != {"type", "text"}:
-            raise Refused(400, f"{place}[{index}] must have a type and a text", f"{place}[{index}]")
-    return "".join(part["text"] for part in parts)
+def _part(part: Any, place: str) -> str:
+    """The text of a part of a message."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise _wrong(f"{place}.type", f"{kind!r:.40} is not served; text is", "unsupported_field")
+    if not isinstance(part.get("text"), str) or set(part) != {"type", "text"}:
+        raise _wrong(place, "must have a type and a text")
+    return str(part["text"])
 
 
 def with_length(request: Request, length: int) -> Request:
@@ -355,11 +289,7 @@ def with_length(request: Request, length: int) -> Request:
 
 
 def claim(runs: Path) -> Lock:
-    """The lock of the folder for runs, which is made if it is not there.
-
-    Raises:
-        InputError: it cannot be had, or another server has it.
-    """
+    """The lock of the folder for runs, which is made if it is not there."""
     try:
         runs.mkdir(parents=True, exist_ok=True)
         return Lock(runs)
@@ -370,11 +300,7 @@ def claim(runs: Path) -> Lock:
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """A socket that listens where it is asked for.
-
-    Raises:
-        InputError: that address is not to be had, or can be reached by others and no key is asked for.
-    """
+    """A socket that listens where it is asked for; refused where others can reach it and no key is asked for."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

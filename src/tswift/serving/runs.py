@@ -15,7 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,10 +26,10 @@ from tswift.drafting.methods import resolve
 from tswift.drafting.options import find_method
 from tswift.errors import Fault, InputError
 from tswift.jobs.folder import (
+    BROKEN,
     FAILED,
     FINISHED,
     INTERRUPTED,
-    JOURNAL,
     KILLED,
     LOGPROBS,
     RECORD,
@@ -37,10 +37,9 @@ from tswift.jobs.folder import (
     RUNNING,
     TEXT,
     TOKENS,
+    Entry,
     default_path,
-    list_runs,
-    parse_journal,
-    read_record,
+    look,
     read_tokens,
     write_whole,
 )
@@ -68,43 +67,45 @@ class _Stop(KeyboardInterrupt):
     """A run is to be stopped between two steps. Jobs take it as they take Ctrl-C."""
 
 
+@dataclass(eq=False)
 class Run:
     """A request, or a run's folder, and its text so far.
 
     The text only grows, ``ends`` says how many of its bytes each step completed, and ``tokens`` how many tokens there
-    were then; so readers need no lock, and one that is slow or gone costs nothing. Where log-probabilities are asked
-    for, ``ids`` and ``rows`` are the token ids and what ``logprobs.bin`` holds of them.
-
-    Attributes:
-        id, path: its name, and its folder.
-        request: as it was understood; None for a run of ``tswift generate``.
-        state: ``queued``, ``running``, ``finished``, ``interrupted``, ``cancelled``, ``failed``, ``killed`` or
-            ``broken``; ``in use`` if another process writes it.
-        reason: why it failed.
-        refusal: it failed for what was asked.
-        created: Unix time.
-        method, length, seed: as asked for.
-        stats: figures, at most a tenth of a second old.
-        end: how a finished text ended: ``length``, ``eos`` (which is no part of the text) or ``stop``.
+    were then; so readers need no lock, and one that is slow or gone costs nothing.
     """
 
-    def __init__(self, path: Path, request: Request | None = None, created: int = 0) -> None:
-        self.id, self.path, self.request, self.created = path.name, path, request, created
-        self.state, self.reason, self.refusal = QUEUED, "", False
-        self.text, self.tokens, self.ends = bytearray(), array("Q"), array("Q")
-        self.ids, self.rows = array("I"), bytearray()
-        self.prompt: Sequence[int] | None = None
-        self.prompt_tokens = 0
-        self.method, self.length, self.seed = "", 0, 0
-        self.stats = DecodeStats(0)
-        self.prefill: tuple[int, int] | None = None
-        self.end: str | None = None
-        self.stopping = ""
-        self.asked: dict[str, Any] = {}
-        self._snapped = 0.0
-        if request is not None:
-            config = request.config
+    path: Path
+    request: Request | None = None  # as it was understood; None for a run of ``tswift generate``
+    created: int = 0  # Unix time
+    method: str = ""
+    length: int = 0
+    seed: int = 0
+    asked: Mapping[str, Any] = field(default_factory=dict)  # options with which it is to go on
+    prompt: Sequence[int] | None = None  # token ids, until they are in its folder
+    prompt_tokens: int = 0
+    prefill: tuple[int, int] | None = None  # tokens done, and all of them
+    state: str = QUEUED  # or cancelled, in use (by another process), or what a list of runs says
+    reason: str = ""  # why it failed
+    refusal: bool = False  # it failed for what was asked
+    stopping: str = ""  # the state in which it is to stop
+    end: str | None = None  # how a finished text ended: length, eos (which is no part of the text) or stop
+    stats: DecodeStats = field(default_factory=lambda: DecodeStats(0))  # at most a tenth of a second old
+    text: bytearray = field(default_factory=bytearray)
+    tokens: array[int] = field(default_factory=lambda: array("Q"))
+    ends: array[int] = field(default_factory=lambda: array("Q"))
+    ids: array[int] = field(default_factory=lambda: array("I"))  # the tokens, where log-probabilities are asked for
+    rows: bytearray = field(default_factory=bytearray)  # and those, as in ``logprobs.bin``
+
+    def __post_init__(self) -> None:
+        if self.request is not None:
+            config = self.request.config
             self.method, self.length, self.seed = config.method, config.length, config.seed
+
+    @property
+    def id(self) -> str:
+        """Its folder's name."""
+        return self.path.name
 
     @property
     def open(self) -> bool:
@@ -112,12 +113,7 @@ class Run:
         return self.state in _OPEN
 
     def read(self, tokens: int, start: int) -> tuple[str, int, int] | None:
-        """New text: what follows byte ``start``, then how many tokens and bytes that makes; None if there is none yet.
-
-        Args:
-            tokens: that the reader has.
-            start: bytes that the reader has.
-        """
+        """For a reader who has ``tokens`` and ``start`` bytes: the text after them, and how many of both that makes."""
         last = len(self.ends) - 1
         if last < 0 or self.ends[last] <= start:
             return None
@@ -158,7 +154,7 @@ class Run:
 
     def follow(self, job: Job, text_of: Callable[[int], str]) -> Callable[[str, DecodeStats], None]:
         """What a job is to call after every step; ``text_of`` gives the text of a token id."""
-        ends, held = frozenset(job.generation.stop), ""
+        ends, held, snapped = frozenset(job.generation.stop), "", 0.0
         self.stats, self.length = job.stats.copy(), job.length
         wanted = job.about["options"].get("logprobs") is not None
         if wanted and job.tokens:
@@ -167,7 +163,7 @@ class Run:
         self.grow(job.before, job.stats.tokens)
 
         def show(piece: str, stats: DecodeStats) -> None:
-            nonlocal held
+            nonlocal held, snapped
             if job.state == FINISHED:
                 self.end = job.end()["reason"]
                 piece = (held + piece).removesuffix(text_of(job.tokens[-1]) if self.end == _EOS else "")
@@ -179,8 +175,8 @@ class Run:
                 self.rows += job.rows
                 self.ids.extend(job.tokens[len(self.ids) :])
             self.grow(piece, stats.tokens)
-            if job.state != RUNNING or time.monotonic() - self._snapped >= _SNAPSHOT_SECONDS:
-                self.stats, self._snapped = stats.copy(), time.monotonic()
+            if job.state != RUNNING or time.monotonic() - snapped >= _SNAPSHOT_SECONDS:
+                self.stats, snapped = stats.copy(), time.monotonic()
             if self.stopping and job.state == RUNNING:
                 raise _Stop
 
@@ -240,11 +236,7 @@ class Service:
     # --- what clients ask for
 
     def accept(self, body: Mapping[str, Any], chat: bool) -> Run:
-        """Queue a request.
-
-        Raises:
-            Refused: it cannot be served, or the queue is full.
-        """
+        """Queue a request."""
         request = parse(body, chat, self._typed, self.model.name)
         self._refuse_full()
         with self._accepting:  # one at a time: prompts of megabytes take memory
@@ -262,11 +254,7 @@ class Service:
         return run
 
     def find(self, name: str) -> Run:
-        """The run of an id.
-
-        Raises:
-            Refused: there is none.
-        """
+        """The run of an id."""
         run = self._runs.get(name)
         if run is not None:
             return run
@@ -284,11 +272,7 @@ class Service:
         return [self._listed(path) for path in paths[:most]]
 
     def resume(self, name: str, length: int | None = None) -> Run:
-        """Go on with a run, or follow it if it is open already; a larger length goes on with a finished one.
-
-        Raises:
-            Refused: there is no such run, it cannot go on, or the queue is full.
-        """
+        """Go on with a run, or follow it if it is open already; a larger length goes on with a finished one."""
         run = self.find(name)
         if run.state == IN_USE:
             raise Refused(409, f"another process is writing {name}", "id", IN_USE)
@@ -298,17 +282,22 @@ class Service:
             return run
         if length is not None:
             self._refuse_length(run, length)
-        request = run.request if run.request is None or length is None else with_length(run.request, length)
         with self._guard:
             if name in self._runs:
                 return self._runs[name]
             self._refuse_full()
-            again = Run(run.path, request, run.created)
-            again.asked = run.asked if length is None else {"length": length}
-            again.method, again.length, again.seed = run.method, length or run.length, run.seed
-            again.prompt_tokens = run.prompt_tokens
-            self._runs[name] = again
+            again = self._again(run, length)
             self._note(again)
+        return again
+
+    def _again(self, run: Run, length: int | None = None) -> Run:
+        """Queue a run that is not open, for the length that it has or for another."""
+        request, asked = run.request, run.asked
+        if length is not None:
+            request, asked = request and with_length(request, length), {"length": length}
+        again = Run(run.path, request, run.created, run.method, length or run.length, run.seed, asked)
+        again.prompt_tokens = run.prompt_tokens
+        self._runs[run.id] = again
         self._turns.put(again)
         return again
 
@@ -445,9 +434,8 @@ class Service:
                 job = start(config, _COMMAND, loaded=self.model, ids=run.prompt)
             if job is None:  # finished, and its request was not
                 stored = self._read(run.path)
-                run.ids, run.rows = stored.ids, stored.rows
-                run.text, run.tokens, run.ends = stored.text, stored.tokens, stored.ends
-                run.stats, run.end = stored.stats, stored.end
+                for name in ("ids", "rows", "text", "tokens", "ends", "stats", "end"):
+                    setattr(run, name, getattr(stored, name))
                 return FINISHED
             run.prompt_tokens = len(job.prompt)
             show = run.follow(job, self._text_of)
@@ -490,62 +478,49 @@ class Service:
                 continue
             if run.state in (INTERRUPTED, KILLED) or (run.state == FINISHED and run.asked):
                 self._say(f"{run.id} goes on, {run.stats.tokens:,} tokens are there")
-                again = Run(path, run.request, run.created)
-                again.prompt_tokens, again.asked = run.prompt_tokens, run.asked
-                self._runs[run.id] = again
-                self._turns.put(again)
+                self._again(run)
 
     def _read(self, path: Path) -> Run:
-        """A run that is not open, from its folder.
-
-        Raises:
-            InputError: there is none, or its files are broken.
-        """
+        """A run that is not open, from its folder. InputError if there is none, or its files are broken."""
         request, created, ended, reason = None, 0, "", ""
-        if (path / REQUEST).exists():
-            content = parse_json(read_file(path / REQUEST, MOST_RECORD), path / REQUEST)
+        if content := _request_of(path):
             try:
-                body, chat, created = content["body"], content["chat"], int(content["created"])
+                created = int(content["created"])
                 ended, reason = str(content.get("state", "")), str(content.get("reason", ""))
-                length = int(content["length"])
                 typed = {
                     name: tuple(value) if isinstance(value, list) else value for name, value in content["typed"].items()
                 }
-                request = with_length(parse(body, chat, {**self._typed_model, **typed}, content["model"]), length)
+                request = parse(content["body"], content["chat"], {**self._typed_model, **typed}, content["model"])
+                request = with_length(request, int(content["length"]))
             except (KeyError, TypeError, ValueError, AttributeError, Refused, InputError) as error:
                 raise InputError(f"{path / REQUEST} is broken: {error!r:.200}") from None
-        run = Run(path, request, created)
-        run.state, run.reason = ended or INTERRUPTED, reason
+        run = Run(path, request, created, state=ended or INTERRUPTED, reason=reason)
         if not (path / RECORD).exists():
             if request is None:
                 raise InputError(f"{path.name} holds no run")
             return run
-        (entry,) = list_runs(path)
-        record = read_record(path)
-        checkpoints = parse_journal(read_file(path / JOURNAL, MOST_RECORD)).checkpoints
+        entry, record, last = look(path)
+        if entry.state == BROKEN:
+            raise InputError(entry.reason)
         try:
-            options = record["options"]
-            run.method, run.length, run.seed = str(options["method"]), int(options["length"]), int(options["seed"])
+            run.method, run.length, run.seed = str(entry.method), int(entry.length or 0), int(record["options"]["seed"])
             run.prompt_tokens = int(record["prompt"]["tokens"])
             run.created = created or int(datetime.fromisoformat(record["started"]).timestamp())
             depth = int(record.get("figures", {}).get("drafted_per_path", 0))
-            for checkpoint in checkpoints[-1:]:
-                run.stats = DecodeStats.counted(depth, checkpoint.tokens, checkpoint.counters)
+            run.stats = DecodeStats.counted(depth, last.tokens, last.counters)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"{path / RECORD} is broken: {error!r:.200}") from None
-        run.state = _state(entry.state, ended)
-        run.reason = entry.reason or run.reason
+        run.state, run.reason = _state(entry.state, ended), entry.reason or reason
         text = read_file(path / TEXT, MOST_BYTES)
         if run.state == FINISHED:
             run.end = record.get(END, {}).get("reason", "length")
-            if run.end == _EOS:
-                last = read_tokens(path / TOKENS, whole=False)[: run.stats.tokens][-1]
-                text = text.removesuffix(self._text_of(last).encode())
+        if run.end == _EOS:
+            text = text.removesuffix(self._text_of(_ids(run)[-1]).encode())
         if request is not None and not ended and run.stats.tokens <= request.config.length != run.length:
             run.asked = {"length": request.config.length}  # and it was not begun
         if request is not None and request.config.logprobs is not None and run.stats.tokens:
             run.rows += read_file(path / LOGPROBS, 1 << 30)
-            run.ids.extend(read_tokens(path / TOKENS, whole=False)[: run.stats.tokens])
+            run.ids.extend(_ids(run))
         run.grow(text.decode(errors="replace"), run.stats.tokens)
         return run
 
@@ -553,33 +528,37 @@ class Service:
         """What a list says of a run."""
         run = self._runs.get(path.name)
         if run is not None:
-            return {
-                "id": run.id,
-                "object": "run",
-                "state": run.state,
-                "tokens": run.stats.tokens,
-                "max_tokens": run.length,
-                "method": run.method,
-                "tokens_per_second": run.stats.tokens_per_second or None,
-            }
-        ended = ""
-        if (path / REQUEST).exists():
+            speed = run.stats.tokens_per_second or None
+            entry = Entry(path, run.state, "", run.stats.tokens, run.length, run.method, None, speed)
+        else:
             try:
-                ended = str(parse_json(read_file(path / REQUEST, MOST_RECORD), path).get("state", ""))
-            except (InputError, ValueError, AttributeError):
-                ended = "broken"
-        if not (path / RECORD).exists():
-            return {"id": path.name, "object": "run", "state": ended or INTERRUPTED, "tokens": 0}
-        (entry,) = list_runs(path)
+                ended = str(_request_of(path).get("state", ""))
+            except InputError:
+                ended = BROKEN
+            entry = look(path)[0] if (path / RECORD).exists() else Entry(path, INTERRUPTED)
+            entry = replace(entry, state=_state(entry.state, ended))
         return {
             "id": path.name,
             "object": "run",
-            "state": _state(entry.state, ended),
+            "state": entry.state,
             "tokens": entry.tokens,
             "max_tokens": entry.length,
             "method": entry.method,
             "tokens_per_second": entry.tokens_per_second,
         }
+
+
+def _ids(run: Run) -> list[int]:
+    return read_tokens(run.path / TOKENS, whole=False)[: run.stats.tokens]
+
+
+def _request_of(path: Path) -> dict[str, Any]:
+    """What ``request.json`` in a run's folder says, see :func:`_stored`; nothing if there is none."""
+    file = path / REQUEST
+    content = parse_json(read_file(file, MOST_RECORD), file) if file.exists() else {}
+    if not isinstance(content, dict) or (not content and file.exists()):
+        raise InputError(f"{file} is broken: it says nothing")
+    return content
 
 
 def _is_run(path: Path) -> bool:
