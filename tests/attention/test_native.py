@@ -101,10 +101,10 @@ def test_a_row_has_the_bits_of_plain_decoding(kv_heads, group, size, prefix, nod
 
 
 @pytest.mark.usefixtures("never_stock")
-@pytest.mark.parametrize(("reach", "dtype"), [(1, torch.float32), (3, torch.float32), (3, torch.bfloat16)])
+@pytest.mark.parametrize(("reach", "dtype"), [(1, torch.float32), (3, torch.bfloat16)])
 def test_the_bits_around_borders(reach: int, dtype: torch.dtype) -> None:
     """Of blocks, of parts, and where tails begin."""
-    edges = [*range(63, 67), *range(119, 122), *range(183, 186), 240, 304, 424, *range(543, 546), 7800]
+    edges = [*range(63, 67), *range(119, 122), 183, 184, 240, 304, 543, 544, 7800]
     for prefix in (0, 1, 7, 8, 56, *edges):
         assert differ(1, 1, 16, prefix, tree_of(64, reach, prefix), dtype) == [], prefix
         assert differ(2, 2, 16, prefix, tree_of(2, reach, prefix), dtype) == [], prefix
@@ -122,8 +122,8 @@ def test_the_bits_far_into_a_text() -> None:
 @pytest.mark.parametrize(("dim", "dtype"), SIZES)
 def test_the_bits_beside_other_nodes(dim: int, dtype: torch.dtype) -> None:
     """Of paths with anything beside and behind them, and nothing that is no number read behind the pass."""
-    for start, group in ((3, 1), (180, 2), (500, 4), (1000, 8)):
-        assert other_bits(attend, start, group, dim, dtype, 5, (1, 2, 7, 16, 64)) == []
+    for start, group in ((3, 1), (180, 4), (1000, 8)):
+        assert other_bits(attend, start, group, dim, dtype, 3, (1, 2, 7, 64)) == []
 
 
 @pytest.mark.usefixtures("never_stock")

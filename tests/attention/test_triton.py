@@ -62,7 +62,7 @@ def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float32, seed=0, shar
     assert worst < TOLERANCE[dtype] * max(1, sharp), worst  # rounding grows with the scores
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 15, 16, 17, 127, 128, 129, 700])
+@pytest.mark.parametrize("prefix", [0, 15, 16, 17, 128, 129, 700])
 def test_prefixes(prefix: int) -> None:
     check(1, 2, 64, prefix, 9, seed=prefix)
     check(*((2, 1, 64) if prefix % 2 else (1, 3, 8)), prefix, 1 + prefix % 2, seed=prefix)
@@ -76,9 +76,9 @@ def test_head_sizes(dtype: torch.dtype) -> None:
 
 
 def test_group_sizes() -> None:
-    for group in (1, 4, 5, 7, 8):
-        check(2, group, 64, 70, 5, torch.float16, seed=group)
-    check(1, 7, 64, 17, 30, seed=3)
+    for group in (1, 5, 8):
+        check(2, group, 16, 70, 5, torch.float16, seed=group)
+    check(1, 7, 16, 17, 30, seed=3)
     check(1, 130, 8, 70, 3, torch.bfloat16)  # more query heads than a program has rows
 
 
@@ -265,13 +265,13 @@ def with_other_bits(
 @pytest.mark.parametrize(
     ("prefix", "tree", "dtype"),
     [
-        (0, "a random tree", torch.float32),
         (3, "a tree with gaps", torch.bfloat16),
-        (95, "a tree with gaps", torch.float32),  # a tile of 32 keys goes to the chunks at 96
         (126, "a random tree", torch.float16),
-        (126, "a tree with gaps", torch.bfloat16),
-        (318, "beside fillers", torch.float16),  # a chunk begins at 320
-        (318, "a tree with gaps", torch.float32),
+        (318, "a tree with gaps", torch.float32),  # a chunk begins at 320
+        pytest.param(0, "a random tree", torch.float32, marks=SLOW),
+        pytest.param(95, "a tree with gaps", torch.float32, marks=SLOW),  # a tile goes to the chunks at 96
+        pytest.param(126, "a tree with gaps", torch.bfloat16, marks=SLOW),
+        pytest.param(318, "beside fillers", torch.float16, marks=SLOW),
         pytest.param(300, "as wide as is exact", torch.float16, marks=SLOW),
         pytest.param(575, "a tree with gaps", torch.bfloat16, marks=SLOW),
     ],

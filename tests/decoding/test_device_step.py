@@ -45,7 +45,7 @@ def drafter(method: str, target: Target, options: DraftOptions, kind: str = "cha
     return make_drafter(method, target, heads, options, tiny_draft())
 
 
-def on_host_and_device(method, options=ROOMY, kind="chained", params=PARAMS, length=90, prompt=90, stop=()):
+def on_host_and_device(method, options=ROOMY, kind="chained", params=PARAMS, length=60, prompt=90, stop=()):
     return [
         decode_steps(target, drafter(method, target, options, kind), random_prompt(prompt), params, 3, length, stop)
         for target in (tiny_target(), static_target())
@@ -61,7 +61,7 @@ def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(method: s
     assert max(step.accepted for step in host) > 1
 
 
-@pytest.mark.parametrize("prompt", [1, 2, 63, 64, 65])
+@pytest.mark.parametrize("prompt", [1, 64, 65])
 def test_every_length_of_prompt(prompt: int) -> None:
     host, device = on_host_and_device("tokenswift", prompt=prompt, length=50)
     assert tokens_of(device) == tokens_of(host)
@@ -86,7 +86,7 @@ def test_a_small_tree_is_not_filled_up_with_nodes() -> None:
     assert {step.nodes for step in decoding.steps()} <= {1, 7}
 
 
-@pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift", "recall"])
+@pytest.mark.parametrize("method", ["tokenswift", "recall"])
 def test_biases_and_log_probabilities_on_the_device(method: str) -> None:
     params = SamplingParams(0.8, min_p=0.02, window=24, logit_bias={5: 3.0, 6: -2.0, 7: -100})
     host, device = (
@@ -103,14 +103,14 @@ def test_biases_and_log_probabilities_on_the_device(method: str) -> None:
 
 def test_a_text_ends_at_a_stop_token_or_at_its_length() -> None:
     stop = tokens_of(on_host_and_device("ar", length=60)[0])[40]
-    for method in ("ar", "medusa", "tokenswift", "recall"):
-        host, device = on_host_and_device(method, length=60, stop=(stop,))
+    for method in ("ar", "tokenswift"):
+        host, device = on_host_and_device(method, stop=(stop,))
         assert tokens_of(device) == tokens_of(host)
         assert tokens_of(device)[-1] == stop
         assert len(tokens_of(on_host_and_device(method, length=61)[1])) == 61
 
 
-@pytest.mark.parametrize("method", ["ar", "medusa", "tokenswift"])
+@pytest.mark.parametrize("method", ["ar", "tokenswift"])
 def test_plain_steps_in_between_leave_no_trace(method: str) -> None:
     target = static_target()
     prompt = random_prompt(40)
@@ -125,9 +125,7 @@ def test_plain_steps_in_between_leave_no_trace(method: str) -> None:
     assert all(found == plain[start : start + len(found)] for start, found in probes)
 
 
-@pytest.mark.parametrize(
-    ("method", "alpha"), [("medusa", 0.3), ("tokenswift", 1.0), ("tokenswift", 0.3), ("reuse", 0.3), ("magicdec", 1.0)]
-)
+@pytest.mark.parametrize(("method", "alpha"), [("tokenswift", 1.0), ("tokenswift", 0.3), ("reuse", 0.3)])
 def test_a_given_acceptance_is_met(method: str, alpha: float) -> None:
     accepted = []
     for target in (tiny_target(), static_target()):
@@ -204,15 +202,6 @@ def test_a_node_that_stands_for_none_does_not_end_the_text() -> None:
     assert {step.nodes for step in steps} == {1}
 
 
-def test_the_ngrams_of_a_prompt_with_few_tokens_are_there_from_the_first_step() -> None:
-    target, prompt = static_target(), [5, 9, 7] * 5
-    made = drafter("tokenswift", target, ROOMY)
-    decoding = Decoding(target, prompt, SamplingParams(penalty=1.0), 3, made, 20)
-    decoding.prefill()
-    next(decoding.steps())
-    assert decoding._stepper._draft._rows.tokens[5, :3].tolist() == [9, 7, 5]
-
-
 def test_a_candidate_that_breaks_the_model_does_not_end_the_text() -> None:
     """A drafted token whose embedding is NaN spoils the whole pass; the root alone is then drawn from."""
     plain = tokens_of(on_host_and_device("ar")[0])
@@ -271,20 +260,11 @@ def tried(dtype: torch.dtype = torch.float64) -> Target:
     return target
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_right_steps_are_trusted(dtype: torch.dtype) -> None:
     target = tried(dtype)
     assert target.graphs is None
     assert target.replays
-
-
-def _wrong_draw(self, logits, tokens, positions, ancestors):
-    drawn = torch.argmax(logits.double(), -1)
-    return drawn
-
-
-def _no_gather(self, dim, index, source):
-    return self
 
 
 class _Broken(LengthOnDevice):
@@ -301,13 +281,15 @@ class _Broken(LengthOnDevice):
         return super().__call__(query, keys, values, scale)
 
 
-def test_a_sampler_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sampler, "draw_rows", _wrong_draw)
-    assert "drew others than the rule" in tried().graphs
-
-
-def test_a_penalty_table_that_stays_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sampler, "extend_rows", lambda *given: None)
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        ("draw_rows", lambda self, logits, *given: logits.double().argmax(-1)),
+        ("extend_rows", lambda *given: None),  # the penalty's table stays as it was
+    ],
+)
+def test_a_sampler_that_is_wrong_is_found_out(part: str, wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampler, part, wrong)
     assert "drew others than the rule" in tried().graphs
 
 
@@ -316,7 +298,7 @@ def test_a_commit_without_its_gather_is_found_out(monkeypatch: pytest.MonkeyPatc
 
     def without(self, nodes):
         with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "index_copy_", _no_gather)
+            patch.setattr(torch.Tensor, "index_copy_", lambda self, dim, index, source: self)
             patch.setattr(LengthOnDevice, "store", staticmethod(_store))
             return right(self, nodes)
 

@@ -54,7 +54,7 @@ def random_params(random: Random, vocab_size: int) -> SamplingParams:
 @pytest.mark.parametrize("dtype", fused.DTYPES)
 def test_the_kernels_draw_what_the_rule_draws(dtype: torch.dtype) -> None:
     random = Random(3)
-    for nodes in (1, 1, 2, 3, 41, 64, 65, 127, 128, 128, 128, 128):
+    for nodes in (1, 2, 41, 65, 127, 128, 128, 128):
         vocab = random.randint(257, 1030)  # one part of the vocabulary, or a little more
         params = random_params(random, vocab)
         assert fused.mismatches(params, vocab, nodes, dtype, CPU, random) == 0, (params, vocab, nodes)
@@ -110,7 +110,7 @@ def test_the_comparison_sees_a_path_that_is_not_penalised(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("dtype", fused.DTYPES)
 def test_the_kernels_rank_candidates_by_the_rule(dtype: torch.dtype) -> None:
     random = Random(8)
-    for rows, count in ((1, 1), (1, 3), (2, 4), (4, 3), (31, 7), (1, 16)):
+    for rows, count in ((1, 1), (2, 4), (31, 7), (1, 16)):
         vocab = random.randint(257, 1030) if count < 16 else 14
         params = random_params(random, vocab)
         assert fused.misranked(params, vocab, rows, dtype, CPU, count, random) == 0, (params, vocab, rows, count)
@@ -134,20 +134,17 @@ def test_a_sampler_ranks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     )
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     places, seen = torch.tensor([4, 5]), torch.arange(100).view(2, 50) % 3 == 0
-    for mask in (None, seen[:1], seen):
-        for positions in (None, places):
-            expected = plain.candidates(logits, mask, positions, 3)
-            found = one.candidates(logits, mask, positions, 3)
-            assert torch.equal(found[0], expected[0])
-            torch.testing.assert_close(found[1], expected[1])
-    assert calls == [3] * 6
-    one.fuse(torch.float32, candidates=17, interpreted=True)
-    assert one.fault == "the kernels rank at most 16 candidates"
+    for mask, positions in ((None, places), (seen[:1], None), (seen, places)):
+        expected = plain.candidates(logits, mask, positions, 3)
+        found = one.candidates(logits, mask, positions, 3)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1])
     # of which the kernels know nothing: another number, one position or row for all
     assert one.candidates(logits, None, places, 4)[0].shape == (2, 4)
-    assert one.candidates(logits, None, [4], 3)[0].shape == (2, 3)
     assert one.candidates(logits[:1], seen, None, 3)[0].shape == (2, 3)
-    assert calls == [3] * 6
+    assert calls == [3] * 3
+    one.fuse(torch.float32, candidates=17, interpreted=True)
+    assert one.fault == "the kernels rank at most 16 candidates"
 
 
 @pytest.mark.slow
@@ -206,10 +203,7 @@ def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch: pytest.MonkeyPa
     where = torch.tensor([5, 9, 9]), torch.tensor([2, 3, 4]), torch.ones(3, 3, dtype=torch.bool).tril()
     for drawer in (one, one.copy()):
         assert torch.equal(drawer.draw_rows(logits, *where), plain.draw_rows(logits, *where))
-    assert calls == [3, 3]
     one.draw_rows(logits.double(), *where)  # not what was asked for
-    one.params = replace(one.params, temperature=0.0)
-    one.draw_rows(logits, *where)
     assert calls == [3, 3]
 
 

@@ -157,13 +157,12 @@ def test_its_arms_keep_the_number_of_nodes() -> None:
 LISTED = [*range(10), 3, *range(10), 4] * 4
 
 
-@pytest.mark.parametrize(("heads", "costs"), [(None, NOMINAL), ("conditioned", NOMINAL), ("chained", SLOW)])
 @pytest.mark.parametrize(
-    ("prompt", "params"),
+    ("prompt", "params", "heads", "costs"),
     [
-        pytest.param([5, 6, 7] * 20, SamplingParams(temperature=0.0, penalty=1.0), id="loops"),
-        pytest.param(LISTED, PARAMS, id="a list"),
-        pytest.param(random_prompt(60, 8), SamplingParams(temperature=3.0, min_p=0.0), id="noise"),
+        pytest.param([5, 6, 7] * 20, SamplingParams(temperature=0.0, penalty=1.0), "conditioned", NOMINAL, id="loops"),
+        pytest.param(LISTED, PARAMS, "chained", SLOW, id="a list"),
+        pytest.param(random_prompt(60, 8), SamplingParams(temperature=3.0, min_p=0.0), None, NOMINAL, id="noise"),
     ],
 )
 def test_the_text_is_plain_decodings(
