@@ -64,14 +64,8 @@ def test_a_workload_beside_transformers_is_resumed(tswift, checkpoint, tmp_path)
     assert Path("b/acceptance.png").is_file()
 
 
-def test_sampled(bench):
-    result = bench("--out", "b", "--no-plots", "--ar", "sampled")
-    assert result.code == 0
-    assert "est." in result.out.decode()
-
-
 def test_a_given_acceptance_is_labelled_everywhere(bench):
-    result = bench("--out", "b", "--simulate-alpha", 0.75, "--lens", "40,200")
+    result = bench("--out", "b", "--simulate-alpha", 0.75, "--lens", "40,100")
     assert result.code == 0
     assert "simulated: acceptance set to 0.75" in result.err
     files = {path.name for path in Path("b").iterdir()}
@@ -112,7 +106,7 @@ def test_ctrl_c_before_the_first_length(bench, monkeypatch):
     assert json.loads(Path("b/bench.json").read_text())["state"] == "interrupted"
 
 
-@pytest.mark.parametrize("ar", ["full", "sampled"])
+@pytest.mark.parametrize("ar", ["full", pytest.param("sampled", marks=pytest.mark.slow)])
 def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
     from tswift.benchmarking import run
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import platform
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,20 +14,8 @@ from tswift.benchmarking import run as run_module
 from tswift.benchmarking.roofline import Machine
 from tswift.cli import main
 
-WORDS = (
-    "bench",
-    "--prefill",
-    4,
-    "--lens",
-    "10,25",
-    "--methods",
-    "reuse",
-    "--warmup",
-    0,
-    "--seeds",
-    "1,2",
-    "--no-plots",
-)
+GRID = ("--warmup", 0, "--seeds", "1,2", "--no-plots")
+WORDS = ("bench", "--prefill", 4, "--lens", "10,25", "--methods", "reuse", *GRID)
 SUITE = ("bench", "--suite", "case-study", "--prefill", 4, "--lens", "6,12", "--warmup", 0, "--seeds", "1,2")
 COUNTERS = ("tokens", "passes", "nodes", "accepted", "reused", "depth")
 
@@ -54,15 +38,19 @@ def texts(tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(checkpoint, tmp_path_factory, load_once):
-    """What undisturbed benchmarks count, by their words."""
+    """What an undisturbed benchmark of some words counts."""
     folder = tmp_path_factory.mktemp("whole")
     texts = write_texts(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "measure_machine", lambda device, dtype: Machine(2e10, 1e11))
-        for words in (WORDS, SUITE):
-            out = folder / words[1][2:]
+
+    @functools.cache
+    def of(words):
+        out = folder / words[1][2:]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_module, "measure_machine", lambda device, dtype: Machine(2e10, 1e11))
             assert main([str(word) for word in (*words, "--quiet", "--model", checkpoint, *texts, "--out", out)]) == 0
-    return {words: counted(folder / words[1][2:]) for words in (WORDS, SUITE)}
+        return counted(out)
+
+    return of
 
 
 @pytest.fixture
@@ -114,12 +102,7 @@ def stop(monkeypatch, after: int, error: type[BaseException]) -> None:
 
 @pytest.mark.parametrize(
     ("words", "error"),
-    [
-        (WORDS, Killed),
-        (SUITE, KeyboardInterrupt),
-        pytest.param(WORDS, KeyboardInterrupt, marks=pytest.mark.slow),
-        pytest.param(SUITE, Killed, marks=pytest.mark.slow),
-    ],
+    [(WORDS, Killed), pytest.param(SUITE, KeyboardInterrupt, marks=pytest.mark.slow)],
 )
 def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, whole, words, error):
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +122,7 @@ def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, who
         patch.setattr(run_module, "open_runs", lambda *at, **named: opened.append(1) or open_runs(*at, **named))
         result = tswift("bench", "--resume", "b")  # nothing has to be said again
     assert result.code == 0, result.err
-    assert counted("b") == whole[words]
+    assert counted("b") == whole(words)
     again, sessions = read("b"), [[len(s["cells"]) for s in part["sessions"]] for part in parts(read("b"))]
     assert sessions == [[1, 3], [0, 4]][: len(parts(again))]
     assert len(opened) == len(parts(again)) + sum(each[1] for each in sessions)
@@ -217,11 +200,11 @@ def test_merged_shards_are_the_whole(bench, tswift, monkeypatch, whole, words):
         monkeypatch.setattr(platform, "node", lambda number=number: f"node{number}")
         assert bench(*words, "--shard", f"{number}/3", "--out", f"s/{number}").code == 0
     places, *_ = counted("s/2")
-    assert 0 < len(places) < len(whole[words][0])
+    assert 0 < len(places) < len(whole(words)[0])
     shards = [f"s/{number}" for number in (2, 3, 1)]
     result = tswift("bench", "--merge", *shards, "--out", "merged")
     assert result.code == 0, result.err
-    assert counted("merged") == whole[words]
+    assert counted("merged") == whole(words)
     assert "What ran where" in result.out.decode()
     line = next(line for line in result.out.decode().splitlines() if line.startswith("node2"))
     assert "a.txt, prefill 4, seed 2" in line
@@ -232,7 +215,7 @@ def test_merged_shards_are_the_whole(bench, tswift, monkeypatch, whole, words):
     assert "a.txt, prefill 4, seed 1" in partly.err
     assert "missing: " in partly.err
     assert bench("bench", "--resume", "partly").code == 0
-    assert counted("partly") == whole[words]
+    assert counted("partly") == whole(words)
 
 
 @pytest.mark.slow
@@ -298,19 +281,3 @@ def test_what_is_not_of_one_grid_is_not_merged(bench, tswift, texts):
 def test_shards_that_are_none(bench, word, message):
     result = bench(*WORDS, "--shard", word)
     assert (result.code, f"--shard: {message}" in result.err) == (2, True)
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed(bench, tswift, checkpoint, texts, tmp_path):
-    assert bench(*WORDS, "--lens", 600, "--out", "whole").code == 0
-    words = map(str, [*WORDS, "--lens", 600, "--model", checkpoint, *texts, "--out", "b"])
-    process = subprocess.Popen([sys.executable, "-m", "tswift", *words], stdout=subprocess.DEVNULL)
-    for _ in range(6000):
-        time.sleep(0.01)
-        if Path("b/bench.json").is_file() and read("b")["sessions"][0]["cells"]:
-            break
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert read("b")["state"] == "running"
-    assert tswift("bench", "--resume", "b").code == 0
-    assert counted("b") == counted("whole")

@@ -14,8 +14,6 @@ from tests.drafters import HIDDEN, drafter_folder
 from tswift.drafting.methods import network_slots
 from tswift.drafting.options import DraftOptions
 from tswift.engine import preflight
-from tswift.errors import InputError
-from tswift.jobs.config import drafter_for
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +70,6 @@ def test_what_is_refused(tswift: Tswift, model: Path, drafters: dict[str, Path],
         assert (found.code, found.out) == (2, b"")
         assert found.err.startswith(f"tswift: error: --drafter: {reason}")
     assert not (tmp_path / "cwd" / "runs").exists()
-
-
-def test_which_one() -> None:
-    assert drafter_for(["ar", "block"], "mine") == "mine"
-    assert drafter_for(["ar", "medusa"], None) is None
-    with pytest.raises(InputError, match=r"^drafter: none of ar, medusa uses it; block, eagle, auto do$"):
-        drafter_for(["ar", "medusa"], "mine")
 
 
 def test_what_it_needs(model: Path, drafters: dict[str, Path]) -> None:

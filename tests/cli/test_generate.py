@@ -150,17 +150,6 @@ def test_standard_input(tswift, prompt: Path, checkpoint: Path, monkeypatch: pyt
     assert tswift(*words, "-").err == "tswift: error: --prompt: standard input is empty\n"
 
 
-def test_stop_at_eos(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    # almost flat: one of 320 tokens ends the text
-    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 3000, "--method", "ar", "--quiet"]
-    words += ["--temperature", 100, "--min-p", 0, "--seed", 4, "--stop-at-eos", "--out", tmp_path / "run"]
-    assert tswift(*words).code == 0
-    tokens = np.fromfile(tmp_path / "run" / "tokens.u32", "<u4")
-    assert len(tokens) < 3000
-    assert tokens[-1] == 0
-    assert 0 not in tokens[:-1]
-
-
 def test_the_bundled_model_goes_on_with_the_bundled_novel(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     words = ["generate", "--len", 1, "--method", "ar", "--out", tmp_path / "run"]
     assert tswift(*words).code == 0
@@ -184,7 +173,7 @@ def _without_end(checkpoint: Path, prompt: Path, out: Path) -> list[object]:
     return ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 4000, "--method", "ar", "--out", out]
 
 
-def test_ctrl_c_keeps_what_was_made(checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_made(tswift, checkpoint: Path, prompt: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "run"
     process = Process(_without_end(checkpoint, prompt, out), tmp_path / "text")
     process.begin()
@@ -199,6 +188,8 @@ def test_ctrl_c_keeps_what_was_made(checkpoint: Path, prompt: Path, tmp_path: Pa
     assert run["state"] == "interrupted"
     assert run["figures"]["tokens"] == len(tokens) < 4000
     assert (out / "text.txt").read_bytes() == process.output.read_bytes() == _decoded(checkpoint, tokens).encode()
+    found = tswift("verify", out, "--json", "-")
+    assert (found.code, json.loads(found.out)["tokens"]) == (0, len(tokens))
 
 
 @pytest.mark.slow

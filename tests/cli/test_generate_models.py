@@ -34,18 +34,8 @@ def chatty(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def test_a_preset_where_nothing_is_typed(tswift, checkpoint: Path, prompt: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    words = (
-        "generate",
-        *QUIET,
-        "--prompt",
-        prompt,
-        "--model",
-        checkpoint,
-        "--method",
-        "tokenswift",
-        "--preset",
-        "qwen2.5-7b",
-    )
+    words = ("generate", *QUIET, "--prompt", prompt, "--model", checkpoint, "--method", "tokenswift")
+    words += ("--preset", "qwen2.5-7b")
     result = tswift(*words, "--out", tmp_path / "a", "--min-p", 0.02, "--ngrams", 7)
     assert result.code == 0, result.err
     assert "tswift: preset qwen2.5-7b; but for --model, --min-p, --ngrams\n" in result.err

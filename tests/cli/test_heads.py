@@ -63,11 +63,6 @@ def test_heads_of_others(tswift, tmp_path: Path) -> None:  # type: ignore[no-unt
         assert "their own" in medusa["LM"]
 
 
-def about(**changes: object) -> dict[str, str]:
-    told = {"format": "tswift-heads-1", "kind": "chained", "count": 1, "hidden_size": 4, "eps": 1e-5}
-    return {"tswift": json.dumps(told | changes)}
-
-
 def test_pickles_and_a_file_that_cannot_be_written(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "heads.pt").write_bytes(b"x")
     assert "is a pickle, which could run code" in tswift("heads", "inspect", tmp_path / "heads.pt").err

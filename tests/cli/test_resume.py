@@ -18,18 +18,8 @@ from tswift.decoding.loop import Decoding
 @pytest.fixture
 def words(checkpoint: Path, prompt: Path) -> list[object]:
     sampling = ["--temperature", 1.3, "--min-p", 0, "--seed", 5]
-    return [
-        "generate",
-        "--model",
-        checkpoint,
-        "--prompt",
-        prompt,
-        "--method",
-        "tokenswift",
-        "--dtype",
-        "float64",
-        *sampling,
-    ]
+    model = ["--model", checkpoint, "--dtype", "float64"]
+    return ["generate", *model, "--prompt", prompt, "--method", "tokenswift", *sampling]
 
 
 @pytest.fixture

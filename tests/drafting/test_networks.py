@@ -63,7 +63,9 @@ TREES = {
 TWICE = [*zip(LAYOUTS * 2, [*TREES] * 3, strict=False)]
 
 
-@pytest.mark.parametrize(("layout", "tree"), TWICE)
+@pytest.mark.parametrize(
+    ("layout", "tree"), [*TWICE[:7], *(pytest.param(*each, marks=pytest.mark.slow) for each in TWICE[7:])]
+)
 def test_the_text_is_plain_decodings(layout: str, tree: str) -> None:
     target, options, params = drafted(layout), TREES[tree], PENALISED if tree in ("alone", "chain") else SAMPLED
     steps = decode_steps(target, make_drafter(method_of(layout), target, None, options), PROMPT, params, 3, 40)

@@ -101,19 +101,8 @@ def test_a_machine_that_rounds_otherwise_says_so(tswift: Tswift, words: Words, t
 def test_a_model_that_cannot(tswift: Tswift, prompt: Path, tmp_path: Path) -> None:  # noqa: F811
     with silence():
         checkpoint(ARCHITECTURES["Mixtral"], tmp_path / "mixtral")
-    asked = [
-        "generate",
-        "--model",
-        tmp_path / "mixtral",
-        "--prompt",
-        prompt,
-        "--dtype",
-        "float16",
-        "--method",
-        "ar",
-        "--len",
-        9,
-    ]
+    asked = ["generate", "--model", tmp_path / "mixtral", "--dtype", "float16"]
+    asked += ["--prompt", prompt, "--method", "ar", "--len", 9]
     found = tswift(*asked, "--exact", "--out", tmp_path / "run")
     assert (found.code, found.out) == (2, b"")
     assert found.err == "tswift: error: --exact: cannot be had here: an expert takes as many rows as choose it\n"

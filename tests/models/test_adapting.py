@@ -37,10 +37,8 @@ NOTHING = AttentionSpec()
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        (
-            {"final_logit_softcapping": 30.0},
-            r"\(llama\) is not served exactly: logits differ",
-        ),  # Llama does no such thing
+        # Llama does no such thing
+        ({"final_logit_softcapping": 30.0}, r"\(llama\) is not served exactly: logits differ"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of type chunked_attention"),
         ({"kv_lora_rank": 8}, "latent attention"),
@@ -57,7 +55,6 @@ def test_refuses_what_it_would_compute_wrongly(
     ("name", "value", "dtype", "place"),
     [
         ("model.layers.1.mlp.down_proj.weight", float("nan"), "float32", "model.layers.1"),
-        ("model.layers.0.self_attn.q_proj.weight", float("inf"), "float64", "model.layers.0"),
         ("lm_head.weight", 60_000.0, "float16", "lm_head"),
     ],
 )
@@ -72,37 +69,23 @@ def test_a_model_that_gives_no_numbers(
     refuse(model, f"gives logits that are NaN or infinite; {reason} for it$", dtype=dtype)
 
 
-def test_an_architecture_that_does_something_unheard_of_is_refused(checkpoint: Path, monkeypatch) -> None:
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM
-
-    right = LlamaForCausalLM.forward
-
-    def scaled(self, *args, **kwargs):
-        out = right(self, *args, **kwargs)
-        out.logits *= 1.01
-        return out
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
-    refuse(str(checkpoint), r"\(llama\) is not served exactly: logits differ", "model")
-
-
-@pytest.mark.parametrize("mistake", ["positions", "ancestors", "cache"])
-def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monkeypatch, mistake: str) -> None:
+def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monkeypatch) -> None:
     architectures.checkpoint(architectures.ARCHITECTURES["Llama, GQA"], tmp_path)
     load(str(tmp_path))
     right = Target.forward
+    for mistake in ("positions", "ancestors", "cache"):
 
-    def wrong(self, tokens, positions, kv, ancestors):
-        if ancestors is not None and mistake == "positions":
-            positions = torch.arange(len(positions)) + kv.length
-        if ancestors is not None and mistake == "ancestors":
-            ancestors = torch.ones_like(ancestors).tril()
-        if ancestors is not None and mistake == "cache":
-            kv.keys[:, :, kv.length - 1] = 0
-        return right(self, tokens, positions, kv, ancestors)
+        def wrong(self, tokens, positions, kv, ancestors, mistake=mistake):
+            if ancestors is not None and mistake == "positions":
+                positions = torch.arange(len(positions)) + kv.length
+            if ancestors is not None and mistake == "ancestors":
+                ancestors = torch.ones_like(ancestors).tril()
+            if ancestors is not None and mistake == "cache":
+                kv.keys[:, :, kv.length - 1] = 0
+            return right(self, tokens, positions, kv, ancestors)
 
-    monkeypatch.setattr(Target, "forward", wrong)
-    refuse(str(tmp_path), "is not served exactly: logits differ", "model")
+        monkeypatch.setattr(Target, "forward", wrong)
+        refuse(str(tmp_path), "is not served exactly: logits differ", "model")
 
 
 @pytest.mark.slow
@@ -236,13 +219,12 @@ def test_compiled_layers_that_lie_in_one_row_are_not_used(compiler, rows: int, w
     assert text(target) == text(tiny_target())
 
 
-@pytest.mark.parametrize("method", ["ar", "tokenswift"])
-def test_what_the_compiler_gives_up_on_is_told(compiler, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_what_the_compiler_gives_up_on_is_told(compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tswift.models.target._RECOMPILES", 1)
     torch._dynamo.config.recompile_limit = 1
     target = static_target()
     assert target.compile(backend="eager") is None
-    assert text(target, method) == text(tiny_target(), "ar")
+    assert text(target) == text(tiny_target(), "ar")
     told = "compiled in part, as the compiler stopped: Dynamo recompile limit exceeded"
     assert layers(target) == told
     other = static_target()  # the same functions: nothing is tried anew

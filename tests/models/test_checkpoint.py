@@ -17,6 +17,7 @@ from tests.cli.bad_inputs.files import sparse
 from tests.cli.bad_inputs.models import config, edit_json, sharded
 from tests.conftest import make_checkpoint
 from tests.helpers import tiny_llama
+from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.models import checkpoint as module
 from tswift.models.checkpoint import (
@@ -114,6 +115,19 @@ def test_the_text_model_of_a_composite_is_checked_too() -> None:
     fine["text_config"] = {"hidden_size": 0}
     with pytest.raises(InputError, match="model: m has hidden_size 0, which is no integer from 1 to "):
         refuse_numbers(fine, "m")
+
+
+@every_row(
+    ("name", "value"),
+    [
+        *(("hidden_size", value) for value in (-1, 0, "abc", 1.5, True, 10**12)),
+        *((name, 0) for name in ("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")),
+        *(("intermediate_size", 10**12), ("max_position_embeddings", 0)),
+    ],
+)
+def test_impossible_numbers(name: str, value: object) -> None:
+    with pytest.raises(InputError, match=rf"^model: m has .*{name}"):
+        refuse_numbers({"model_type": "llama", "num_key_value_heads": 2, name: value}, "m")
 
 
 def test_a_number_for_every_layer_is_left_to_the_model() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from tests.helpers import HIDDEN, VOCAB, medusa_heads, tiny_heads
+from tests.rows import every_row
+from tswift.errors import InputError
 from tswift.models.heads import HEAD_TYPES, Heads, build
 from tswift.models.heads_io import load_heads
 
@@ -100,3 +105,22 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path, kind: str, raw: bool) 
         assert not any([loaded.training, *(weight.requires_grad for weight in loaded.parameters())])
         for name, value in heads.state_dict().items():
             assert torch.equal(loaded.state_dict()[name], value.to(dtype).double())
+
+
+@every_row(
+    ("field", "value"),
+    [
+        *(("count", value) for value in (-1, 2, 4, None, float("nan"), "two")),
+        *(("hidden_size", value) for value in (0, 33, "32", float("nan"))),
+        *(("eps", value) for value in (-1.0, float("inf"), float("nan"), None, "x")),
+        *(("kind", ["chained"]), ("format", 7), ("raw", 3)),
+    ],
+)
+def test_a_header_that_says_something_impossible_is_refused(tmp_path: Path, field: str, value: object) -> None:
+    path = tmp_path / "heads.safetensors"
+    tiny_heads().save(path)
+    with safe_open(path, "pt") as file:
+        told = json.loads(file.metadata()["tswift"])
+    save_file(load_file(path), path, {"tswift": json.dumps({**told, field: value})})
+    with pytest.raises(InputError, match=r"^heads: "):
+        load_heads(path, HIDDEN, torch.float32, CPU)

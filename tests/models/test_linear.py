@@ -23,7 +23,7 @@ from tswift.models.checkpoint import weights_hash
 from tswift.models.linear import JoinedLinear, OneDNNLinear, copied_bytes, join, separate, use_onednn
 from tswift.models.load import inspect_model
 
-NAMES = ["Llama, GQA", "Qwen2.5", "Qwen3", "Gemma 2 (windows, soft caps)", "Granite", "Phi-2"]
+NAMES = ["Qwen2.5", "Gemma 2 (windows, soft caps)", "Phi-2"]
 
 
 class Block(nn.Module):
@@ -70,9 +70,7 @@ def held(network: nn.Module) -> int:
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("count", [1, 7])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "count", "bias"), [(torch.float64, 7, True), (torch.bfloat16, 1, False)])
 def test_the_same_products_without_a_second_copy(dtype: torch.dtype, count: int, bias: bool) -> None:
     block, given = Block(dtype, bias), rows(count, dtype)
     wanted, bytes_before, state = block(given), held(block), deepcopy(block.state_dict())
@@ -84,15 +82,6 @@ def test_the_same_products_without_a_second_copy(dtype: torch.dtype, count: int,
     assert held(block) == bytes_before
     assert list(block.state_dict()) == list(state)
     assert all(torch.equal(weight, state[name]) for name, weight in block.state_dict().items())
-
-
-def test_each_product_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    block, sizes = Block(), []
-    join(block)
-    right = nn.functional.linear
-    monkeypatch.setattr(nn.functional, "linear", lambda *given: (sizes.append(len(given[1])), right(*given))[1])
-    block(rows(3))
-    assert sizes == [40, 80]
 
 
 def test_layers_that_are_called_otherwise_compute_by_themselves() -> None:
@@ -266,15 +255,6 @@ def test_16_bits_are_converted_once_where_the_processor_would_do_it_in_every_cal
     assert (found.double() - exact).abs().max() < 8 * torch.finfo(dtype).eps
     assert type(deepcopy(layers)[0]) is nn.Linear  # with the layer's weights, whatever becomes of them
     assert (again.double() - exact).abs().max() < 8 * torch.finfo(dtype).eps
-
-
-@able
-def test_the_bundled_model_has_them() -> None:
-    model = tswift.load(device="cpu")
-    kinds = {type(module) for module in [*model.target.model.modules(), *model.heads.modules()]}
-    assert OneDNNLinear in kinds
-    kinds = {type(module) for module in tswift.load(device="cpu", dtype="float64").target.model.modules()}
-    assert OneDNNLinear not in kinds
 
 
 @able

@@ -325,8 +325,3 @@ def test_sizes_that_fill_no_vector(inner: int) -> None:
             kv.advance(5)
         target.found = target.logits(out.hidden)  # type: ignore[attr-defined]
     torch.testing.assert_close(model.found, eager.found, rtol=1e-4, atol=1e-4)  # type: ignore[attr-defined]
-
-
-def test_no_rows() -> None:
-    model = wrap_model(network(), "some/model", "native")
-    assert model.logits(torch.empty(0, 48)).shape == (0, VOCAB)

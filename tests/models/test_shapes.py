@@ -12,7 +12,7 @@ from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.models import shapes
 from tswift.models.checkpoint import fingerprint_of
-from tswift.models.load import LoadedModel, load
+from tswift.models.load import load
 from tswift.models.shapes import (
     PREFIX,
     SHAPES,
@@ -129,6 +129,7 @@ def test_memory_is_looked_at_first(tiny_shapes: None, monkeypatch: pytest.Monkey
     load("shape:tiny")
 
 
+@pytest.mark.slow
 def test_deep_stacks_in_bfloat16_pass_the_check_of_our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many layers as the deepest shape has: rounding adds up, and must stay below what the check allows."""
     deep = Qwen2Config(
@@ -141,4 +142,4 @@ def test_deep_stacks_in_bfloat16_pass_the_check_of_our_attention(monkeypatch: py
         tie_word_embeddings=False,
     )
     monkeypatch.setitem(SHAPES, "deep", deep)
-    assert isinstance(load("shape:deep"), LoadedModel)
+    load("shape:deep")
