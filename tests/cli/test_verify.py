@@ -177,7 +177,7 @@ def test_generate_verify(tswift, checkpoint: Path, prompt: Path, tmp_path: Path,
 
     from tswift.decoding.sampling import Sampler
 
-    broken = lambda self, logits, tokens, places, _: self.draw(logits, None, places + 1)  # noqa: E731
+    broken = lambda self, logits, tokens, places, *_: self.draw(logits, None, places + 1)  # noqa: E731
     monkeypatch.setattr(Sampler, "draw_nodes", broken)  # nothing is penalised
     result = tswift(*words, tmp_path / "broken")
     assert result.code == 1

@@ -68,6 +68,10 @@ def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype
     seen = sampler.seen(tokens, positions, tree.ancestors())
     wanted = by_torch(sampler, logits, seen, positions + 1)
     assert sampler.draw_nodes(logits, tokens, positions, tree.ancestors()) == wanted
+    followed = sampler.draw_nodes(logits, tokens, positions, tree.ancestors(), tree.parents)
+    path = tree.walk(wanted)
+    assert tree.walk(followed) == path
+    assert [followed[node] for node in path] == [wanted[node] for node in path]
     assert sampler.draw(logits, seen, positions + 1) == wanted
     drawn, others = sampler.draw_with_runner_up(logits, seen, positions + 1)
     assert drawn == wanted

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -86,14 +85,14 @@ class DraftTree:
 
     def ancestors(self) -> Tensor:
         """``[n, n]`` bool on the CPU: true where the column is an ancestor of the row, or the row itself."""
-        lines = [1]  # of each node: the node and its ancestors, as bits
-        for node, parent in enumerate(self.parents[1:], start=1):
-            lines.append(lines[parent] | 1 << node)
         count = len(self)
-        size = -(-count // 8)  # bytes
-        lined = np.frombuffer(b"".join(line.to_bytes(size, "little") for line in lines), np.uint8)
-        bits = np.unpackbits(lined.reshape(count, size), axis=1, count=count, bitorder="little")
-        return torch.from_numpy(bits.view(np.bool_))
+        rows = [bytearray(count)]
+        rows[0][0] = 1
+        for node, parent in enumerate(self.parents[1:], start=1):
+            row = rows[parent][:]
+            row[node] = 1
+            rows.append(row)
+        return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(count, count)
 
     def walk(self, drawn: Sequence[int]) -> list[int]:
         """The accepted nodes, root first: step to the child that carries the token drawn after each node."""

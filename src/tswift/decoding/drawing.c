@@ -26,7 +26,7 @@ static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
 typedef struct {
     /* these four first, as program.c moves them on from level to level */
     const void *logits;         /* [rows, vocabulary], float32, or bfloat16 if half */
-    const int64_t *positions;   /* [rows] of the tokens to be drawn; none for no noise */
+    const int64_t *positions;   /* [rows] of the tokens to be drawn, less `ahead`; none for no noise */
     int64_t *best;              /* [rows, count] tokens */
     double *scores;             /* [rows, count], minus infinity where there is none */
     const uint8_t *seen;        /* [rows, vocabulary] or one row for all: the tokens that are penalised; or none, or: */
@@ -41,7 +41,7 @@ typedef struct {
     int32_t *kept;              /* [threads, vocabulary] */
     uint8_t *mask;              /* [threads, vocabulary] */
     parallel_region *parallel;  /* tswift_parallel of pool.c */
-    int64_t by_row, by_seen, rows, vocabulary, half, count, window, top_k, threads, biases;
+    int64_t by_row, by_seen, rows, vocabulary, half, count, ahead, window, top_k, threads, biases;
     uint64_t seed;
     double temperature, penalty, log_min_p, eta, top_p; /* log_min_p: minus infinity for none */
 } Call;
@@ -226,7 +226,8 @@ static void rank_row(const Call *c, int64_t row) {
             count += w[t] >= least && w[t] > -INFINITY;
         }
         if (c->temperature != 0) count = filter(c, row, w, high, count);
-        const uint64_t stream = noisy ? mixed((uint64_t)(c->positions[row] + 1) * GOLDEN + c->seed) : 0;
+        const int64_t position = noisy ? c->positions[row] + c->ahead : 0;
+        const uint64_t stream = noisy ? mixed((uint64_t)(position + 1) * GOLDEN + c->seed) : 0;
         for (int64_t i = 0; i < count; i++) {
             const int64_t t = c->kept[i];
             double score = w[t];
@@ -265,4 +266,22 @@ void tswift_rank(const Call *c) {
     Work w = {.call = c};
     if (c->threads > 1 && c->rows * c->vocabulary >= LARGE) c->parallel(take_rows, &w, c->threads, 0);
     else take_rows(&w);
+}
+
+/* Draw along the path that the drawn tokens take from the root of a tree, and nowhere else: -1 at nodes beside it, and
+   where there is nothing to draw. Returns whether PyTorch might draw otherwise on it. */
+int64_t tswift_follow(const Call *c, const int64_t *parents) {
+    const int together = c->threads > 2 && c->rows * c->vocabulary >= LARGE; /* all take no longer than a path */
+    int64_t unsure = 0;
+    if (together) tswift_rank(c);
+    for (int64_t at = 0, node; at < c->rows; at = node) {
+        if (!together) rank_row(c, at);
+        unsure |= c->unsure[at];
+        if (!(fabs(c->scores[at]) < INFINITY)) c->best[at] = -1;
+        for (node = at + 1; node < c->rows; node++) {
+            if (parents[node] == at && c->tokens[node] == c->best[at]) break;
+            c->best[node] = -1;
+        }
+    }
+    return unsure;
 }

@@ -43,10 +43,27 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("logits", "positions", "best", "scores", "seen", "newest", *_NODES)),
         *((name, ctypes.c_void_p) for name in ("banned", "biased", "bias", "unsure", "space", "kept")),
         *((name, ctypes.c_void_p) for name in ("mask", "parallel")),
-        *((name, ctypes.c_int64) for name in ("by_row", "by_seen", "rows", "vocabulary", "half", "count")),
+        *((name, ctypes.c_int64) for name in ("by_row", "by_seen", "rows", "vocabulary", "half", "count", "ahead")),
         *((name, ctypes.c_int64) for name in ("window", "top_k", "threads", "biases", "seed")),
         *((name, ctypes.c_double) for name in ("temperature", "penalty", "log_min_p", "eta", "top_p")),
     ]
+
+
+class _Rows:
+    """A call that is made again and again, with room for what it finds in so many rows."""
+
+    def __init__(self, rows: int, count: int, fixed: dict[str, Any]) -> None:
+        self.rows, self.count = rows, count
+        self.best, self.positions, self.parents = ((ctypes.c_int64 * (rows * each))() for each in (count, 1, 1))
+        self.scores, self.unsure = (ctypes.c_double * (rows * count))(), (ctypes.c_uint8 * rows)()
+        self.call = _Call(
+            best=ctypes.addressof(self.best),
+            scores=ctypes.addressof(self.scores),
+            unsure=ctypes.addressof(self.unsure),
+            count=count,
+            **fixed,
+        )
+        self.address, self.parents_address = ctypes.addressof(self.call), ctypes.addressof(self.parents)
 
 
 class DrawProgram:
@@ -64,7 +81,9 @@ class DrawProgram:
     DTYPES: ClassVar = (torch.float32, torch.bfloat16)
 
     def __init__(self, params: SamplingParams, stream: int, vocab_size: int) -> None:
-        self._run = build(_SOURCE, options=widest_vectors()).tswift_rank
+        library = build(_SOURCE, options=widest_vectors())
+        self._run, self._follow = library.tswift_rank, library.tswift_follow
+        self._follow.argtypes, self._follow.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int64
         threads = torch.get_num_threads()
         self._space = torch.empty(threads * 2 * vocab_size, dtype=torch.float64)
         self._kept = torch.empty(threads * vocab_size, dtype=torch.int32)
@@ -92,6 +111,8 @@ class DrawProgram:
             "eta": params.eta,
             "top_p": params.top_p,
         }
+        self._rows = _Rows(0, 1, self._fixed)  # made once: what is new is far from the processor after every pass
+        self._levels = _Rows(0, 1, self._fixed)
 
     def rank(
         self,
@@ -146,6 +167,36 @@ class DrawProgram:
         self._run(ctypes.byref(call))
         return best, scores, [row for row in range(rows) if unsure[row]]
 
+    def follow(
+        self,
+        logits: Tensor,
+        nodes: tuple[Tensor, Tensor, Tensor],
+        parents: list[int],
+        newest: Tensor | None,
+    ) -> list[int] | None:
+        """The tokens drawn along the path that they take through a tree; -1 elsewhere, and where there is none.
+
+        Args:
+            logits, nodes, newest: as for :meth:`rank`; what is drawn comes after the nodes.
+            parents: of the nodes.
+
+        Returns:
+            ``[n]``; None if PyTorch might draw otherwise.
+        """
+        count = len(parents)
+        if count > self._rows.rows:
+            self._rows = _Rows(count, 1, {**self._fixed, "ahead": 1})
+        rows, (tokens, positions, ancestors) = self._rows, [each.contiguous() for each in nodes]
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        call = rows.call
+        call.logits, call.by_row, call.half = logits.data_ptr(), logits.stride(0), logits.dtype == torch.bfloat16
+        call.positions = call.places = positions.data_ptr()
+        call.tokens, call.ancestors, call.rows = tokens.data_ptr(), ancestors.data_ptr(), count
+        call.newest = None if newest is None else newest.data_ptr()
+        rows.parents[:count] = parents
+        return None if self._follow(rows.address, rows.parents_address) else rows.best[:count]
+
     def rank_levels(
         self,
         run: Callable[[ctypes.Structure, int], None],
@@ -154,7 +205,7 @@ class DrawProgram:
         count: int,
         root: tuple[int, int],
         newest: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[list[int], list[float]]:
         """Candidates of levels whose logits come one after the other, from a C function that ranks each when it has it.
 
         Args:
@@ -166,26 +217,23 @@ class DrawProgram:
             newest: the sampler's, if tokens are penalised.
 
         Returns:
-            ``[levels, count]`` tokens and their scores, as :meth:`rank`.
+            ``levels * count`` tokens and their scores, as :meth:`rank`, level after level.
         """
-        best = torch.empty(levels, count, dtype=torch.int64)
-        scores = torch.empty(levels, count, dtype=torch.float64)
-        places = None if positions is None else (ctypes.c_int64 * levels)(*positions)
-        node, unsure = (ctypes.c_int64 * 2)(*root), (ctypes.c_uint8 * 2)(0, 1)  # the root is its own ancestor
-        call = _Call(
-            positions=None if places is None else ctypes.addressof(places),
-            best=best.data_ptr(),
-            scores=scores.data_ptr(),
-            unsure=ctypes.addressof(unsure),
-            rows=1,
-            count=count,
-            **self._fixed,
-        )
+        if (levels, count) != (self._levels.rows, self._levels.count):
+            self._levels = _Rows(levels, count, self._fixed)
+            self._node, self._itself = (ctypes.c_int64 * 2)(), ctypes.c_uint8(1)  # the root is its own ancestor
+        rows, node, call = self._levels, self._node, self._levels.call
+        node[0], node[1] = root
+        call.best, call.scores = ctypes.addressof(rows.best), ctypes.addressof(rows.scores)  # moved on by the last one
+        call.positions, call.rows = None, 1
+        if positions is not None:
+            rows.positions[:] = list(positions)
+            call.positions = ctypes.addressof(rows.positions)
         if newest is not None:
             call.newest, call.tokens = newest.data_ptr(), ctypes.addressof(node)
-            call.places, call.ancestors = ctypes.addressof(node) + 8, ctypes.addressof(unsure) + 1
+            call.places, call.ancestors = ctypes.addressof(node) + 8, ctypes.addressof(self._itself)
         run(call, ctypes.cast(self._run, ctypes.c_void_p).value or 0)
-        return best, scores
+        return rows.best[:], rows.scores[:]
 
 
 def draw_program(params: SamplingParams, stream: int, vocab_size: int) -> DrawProgram | None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,8 +84,8 @@ def _verify(
     target: Target, context: Context, tree: DraftTree, walk: AcceptFn | None, leads: bool
 ) -> tuple[Forwarded, list[int], list[int], list[tuple[int, float]]]:
     """One pass over a tree, the token drawn after each node, the accepted nodes, and the leads if asked for."""
-    tokens = torch.tensor(tree.tokens).to(target.device, non_blocking=True)
-    positions = torch.tensor(tree.depths).to(target.device, non_blocking=True) + context.position
+    places = [context.position + depth for depth in tree.depths]
+    tokens, positions = torch.from_numpy(np.array([tree.tokens, places])).to(target.device, non_blocking=True)
     ancestors = tree.ancestors().to(target.device, non_blocking=True)
     forwarded = target.forward(tokens, positions, context.kv, ancestors)
     logits, others = target.logits(forwarded.hidden), list[tuple[int, float]]()
@@ -93,7 +94,8 @@ def _verify(
         seen = context.sampler.seen(tokens, positions, ancestors)
         drawn, others = context.sampler.draw_with_runner_up(logits, seen, positions + 1)
     else:
-        drawn = context.sampler.draw_nodes(logits, tokens, positions, ancestors)
+        parents = None if walk else tree.parents
+        drawn = context.sampler.draw_nodes(logits, tokens, positions, ancestors, parents)
     return forwarded, drawn, walk(tree, drawn) if walk else tree.walk(drawn), others
 
 

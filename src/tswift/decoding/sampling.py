@@ -271,8 +271,25 @@ class Sampler:
         ranked = self._ranked(logits, 1, positions, seen)
         return _best(self.scores(logits, seen, positions)).tolist() if ranked is None else _drawn(*ranked)
 
-    def draw_nodes(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor) -> list[int]:
-        """As :meth:`draw_rows`, for the host, which waits for the tokens."""
+    def draw_nodes(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        ancestors: Tensor,
+        parents: list[int] | None = None,
+    ) -> list[int]:
+        """As :meth:`draw_rows`, for the host, which waits for the tokens.
+
+        With the nodes' ``parents``, those that the drawn tokens do not lead to from the root may be left out: they draw
+        ``NO_TOKEN``.
+        """
+        program = None if parents is None else self.program(logits.dtype)
+        if parents is not None and program is not None:
+            newest = self.newest if self.params.penalises else None
+            followed = program.follow(logits, (tokens, positions, ancestors), parents, newest)
+            if followed is not None:
+                return followed
         places = (positions + 1).tolist()
         ranked = self._ranked(logits, 1, places, None, (tokens, positions, ancestors))
         if ranked is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import product
 from math import inf, isfinite
+from operator import eq
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from tswift.models.passes import Forwarded, PassCosts
 from tswift.models.target import Target
 
 _Guess = tuple[Tensor, Tensor]  # [levels, k] tokens and their scores (float64), best first
+_Known = tuple[list[int], list[float]]  # the same on the host, level after level
 _States = tuple[Tensor, Tensor | None]  # [H] last hidden state, and the one before the final norm where there is one
 
 
@@ -135,7 +137,7 @@ class HeadSource:
     ) -> None:
         self._target, self._heads, self.reader, self._shared_noise = target, heads, reader, shared_noise
         self._widths = tuple(tree)
-        self._guessed: _Guess | None = None
+        self._guessed: _Guess | _Known | None = None
 
     @cached_property
     def _paths(self) -> list[tuple[int, ...]]:
@@ -147,6 +149,18 @@ class HeadSource:
             return sorted(ranks, key=lambda path: (path[-1], -len(path) if path[-1] == 0 else len(path)))
         # few side steps first, and early ones: a late one is reached only if all before it was right
         return sorted(product(*map(range, tree)), key=lambda path: (sum(path), [-rank for rank in path]))
+
+    @cached_property
+    def _steps(self) -> list[tuple[int, int, int]]:
+        """The same, node by node: the step that adds the parent, counted from 1, the level, and the rank there."""
+        made: dict[tuple[int, ...], int] = {(): 0}
+        steps = []
+        for path in self._paths:
+            for end in range(1, len(path) + 1):
+                if path[:end] not in made:
+                    made[path[:end]] = len(made)
+                    steps.append((made[path[: end - 1]], end - 1, path[end - 1]))
+        return steps
 
     @property
     def reads(self) -> Target:
@@ -190,9 +204,11 @@ class HeadSource:
         if read is None:
             return
         forwarded, node = read
-        raw, first = None if forwarded.raw is None else forwarded.raw[node], context.position + 1
+        hidden, raw = forwarded.hidden[node], None if forwarded.raw is None else forwarded.raw[node]
+        first, root = context.position + 1, context.text[-1]
         places = range(first, first + len(self._widths))
-        self._guessed = self.guess(forwarded.hidden[node], raw, context.text[-1], places, context.sampler)
+        known = self.guess_by_program(hidden, raw, root, places, context.sampler)
+        self._guessed = known or self.guess(hidden, raw, root, places, context.sampler)
 
     def _candidates(self) -> list[tuple[list[int], list[float]]]:
         """Tokens and scores of every level, best first: those that can be drawn; no levels before the first pass."""
@@ -200,17 +216,26 @@ class HeadSource:
             return []
         tokens, scores = self._guessed
         self._guessed = None
-        # the one wait for the device; what is broken is no guess
-        found = torch.stack([tokens.double(), scores], dim=1).tolist()
-        levels = []
-        for (ids, values), width in zip(found, self._widths, strict=True):
-            count = sum(map(isfinite, values[:width]))
-            levels.append(([int(token) for token in ids[:count]], values[:count]))
+        if isinstance(tokens, Tensor):  # the one wait for the device
+            both = torch.stack([tokens.flatten().double(), scores.flatten()]).tolist()  # type: ignore[union-attr]
+            tokens, scores = [int(token) for token in both[0]], both[1]
+        assert isinstance(scores, list)
+        levels, most = [], self.width
+        for level, width in enumerate(self._widths):
+            start = level * most
+            count = sum(map(isfinite, scores[start : start + min(width, most)]))  # what is broken is no guess
+            levels.append((tokens[start : start + count], scores[start : start + count]))
         return levels
 
     def propose(self, tree: DraftTree, context: Context) -> None:
         """Add the combinations of the levels' best candidates."""
         levels = [tokens for tokens, _ in self._candidates()]
+        if levels and len(tree) == 1 and all(map(eq, map(len, levels), self._widths)):
+            nodes: list[int | None] = [0]
+            for parent, level, rank in self._steps:
+                below = nodes[parent]
+                nodes.append(None if below is None else tree.grow(below, levels[level][rank], self.name))
+            return
         for path in self._paths if levels else ():
             if tree.full:
                 break
@@ -239,10 +264,6 @@ class HeadSource:
         """
         begin = raw if self._heads.pre_norm else hidden
         assert begin is not None
-        if isinstance(root, int) and isinstance(places, range):
-            found_at_once = self._guess_by_program(begin, hidden, root, places, sampler)
-            if found_at_once is not None:
-                return found_at_once
         root_place = (
             places[:1] - 1
             if isinstance(places, Tensor)
@@ -268,15 +289,15 @@ class HeadSource:
         tokens, scores = zip(*found, strict=True)
         return torch.cat(tokens), torch.cat(scores)
 
-    def _guess_by_program(
-        self, begin: Tensor, hidden: Tensor, root: int, places: range, sampler: Sampler
-    ) -> _Guess | None:
+    def guess_by_program(
+        self, hidden: Tensor, raw: Tensor | None, root: int, places: range, sampler: Sampler
+    ) -> _Known | None:
         """As :meth:`guess`, all levels by one C function; None where there is none."""
         heads, model = getattr(self._heads, "program", None), self._target.program
         draw = sampler.program(torch.float32)
         if not (heads and model and draw and self._heads.conditioned and self.width <= MOST):
             return None
-        first = hidden if self.reader.direct else None
+        begin, first = raw if self._heads.pre_norm else hidden, hidden if self.reader.direct else None
 
         def run(ranking: ctypes.Structure, rank: int) -> None:
             heads.guess(model, begin, first, root, self.levels, ranking, rank, self.width)

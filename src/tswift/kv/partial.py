@@ -151,18 +151,16 @@ class PartialKV(KVBuffer):
             return
         slots = [self._slot(place) for place in places]
         kept = dict(zip(slots, places, strict=True))  # of many at once the oldest may be overwritten already
-        where, source = (
-            torch.tensor(list(each), dtype=torch.int64).to(self.keys.device, non_blocking=True)
-            for each in (kept.keys(), kept.values())
-        )
-        if len(kept) == len(slots):
-            keys, values = full.keys[:, :, self.copied : full.length], full.values[:, :, self.copied : full.length]
+        where, source = list(kept.keys()), list(kept.values())
+        if self.rows:
+            for own, theirs in zip(self.rows, full.rows, strict=True):
+                own[:, :, where] = theirs[:, :, source]
         else:
-            keys, values = full.keys.index_select(2, source), full.values.index_select(2, source)
-        self.keys.index_copy_(2, where, keys)
-        self.values.index_copy_(2, where, values)
+            sent = torch.tensor([where, source]).to(self.keys.device, non_blocking=True)
+            for to, other in ((self.keys, full.keys), (self.values, full.values)):
+                to.index_copy_(2, sent[0], other.index_select(2, sent[1]))
         if self.shape.placed:
-            self._places[:, :, where] = source
+            self._places[:, :, where] = torch.tensor(source).to(self._places.device, non_blocking=True)
         self._held = self.length = max(self._held, max(slots, default=-1) + 1)
         self.copied = full.length
 

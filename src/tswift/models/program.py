@@ -307,6 +307,8 @@ class HeadProgram:
         self._kept: list[Any] = []  # what the C structures point to
         heads = list(heads)
         self._heads = (_Head * len(heads))()
+        self._space = torch.empty(0, dtype=torch.float32)
+        self._guess = _Guess(heads=ctypes.addressof(self._heads), parallel=self._parallel, hidden=hidden_size)
         for head, made in zip(heads, self._heads, strict=True):
             linear, made.hidden, made.epsilon = PackedLinear([head.linear]), hidden_size, eps
             made.linear = linear.c
@@ -364,26 +366,15 @@ class HeadProgram:
             count: candidates of a level.
         """
         states = [None if each is None else each.contiguous() for each in (state, first)]
-        space = torch.empty(7 * self._hidden + model.lm_head.outputs, dtype=torch.float32)
-        self._library.tswift_guess(
-            ctypes.byref(
-                _Guess(
-                    ctypes.addressof(self._heads),
-                    ctypes.addressof(model.lm_head.c),
-                    model.embeddings,
-                    *(None if each is None else each.data_ptr() for each in states),
-                    ctypes.addressof(ranking),
-                    rank,
-                    self._parallel,
-                    space.data_ptr(),
-                    levels,
-                    count,
-                    root,
-                    self._hidden,
-                    torch.get_num_threads(),
-                )
-            )
-        )
+        size = 7 * self._hidden + model.lm_head.outputs
+        if len(self._space) < size:  # kept, as memory that is new is far from the processor
+            self._space = torch.empty(size, dtype=torch.float32)
+        given = self._guess
+        given.state, given.first = (None if each is None else each.data_ptr() for each in states)
+        given.lm_head, given.embeddings = ctypes.addressof(model.lm_head.c), model.embeddings
+        given.ranking, given.rank, given.space = ctypes.addressof(ranking), rank, self._space.data_ptr()
+        given.levels, given.count, given.root, given.threads = levels, count, root, torch.get_num_threads()
+        self._library.tswift_guess(ctypes.byref(given))
 
 
 def _refuse_unfit(network: PreTrainedModel) -> None:
