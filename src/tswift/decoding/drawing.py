@@ -194,7 +194,7 @@ class DrawProgram:
         call.positions = call.places = positions.data_ptr()
         call.tokens, call.ancestors, call.rows = tokens.data_ptr(), ancestors.data_ptr(), count
         call.newest = None if newest is None else newest.data_ptr()
-        rows.parents[:count] = parents
+        rows.parents[:count] = [*parents]
         return None if self._follow(rows.address, rows.parents_address) else rows.best[:count]
 
     def rank_levels(
