@@ -188,11 +188,7 @@ class BenchOptions(ModelConfig):
 
 
 def assistant_of(options: BenchOptions) -> str | None:
-    """The model that drafts for the assisted peer; None where that is not asked for.
-
-    Raises:
-        InputError: none is named, and the model has none of its own.
-    """
+    """The model that drafts for the assisted peer; None where that is not asked for."""
     if ASSISTED not in options.peers:
         return None
     if options.draft_model is None and options.model != DEMO:
@@ -418,9 +414,6 @@ def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: s
         prompt: least prompt tokens: what does not fit is refused before anything is loaded.
         length: least generated tokens.
         option: what the user gave that length with, for the error.
-
-    Raises:
-        InputError: something asked cannot be done.
     """
     from tswift.drafting.methods import cut_note, resolve
     from tswift.engine import ending, preflight
@@ -454,9 +447,6 @@ def read_texts(words: Sequence[str]) -> dict[str, str]:
 
     Args:
         words: files, folders (their ``*.txt``), or ``pg19:N`` for the first N books of PG-19's test split.
-
-    Raises:
-        InputError: nothing is there, or no text.
     """
     if not words:
         return {"bundled": read_prompt(None)}

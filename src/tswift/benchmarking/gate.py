@@ -98,9 +98,6 @@ def parse_rule(text: str) -> Rule:
 
     A tolerance ending in % is a share of the baseline, another one is absolute. A metric alone means no tolerance at
     all, which counters can keep and times cannot.
-
-    Raises:
-        InputError: no such metric, a time without a tolerance, or a tolerance that is no number from 0 up.
     """
     metric, colon, tolerance = text.strip().partition(":")
     if metric not in gated():
@@ -251,11 +248,6 @@ def refuse_foreign(
         repeats: of the measurement. Times that were taken once, here or in the baseline, are not judged: noise would
             decide.
         force: compare times although the machines differ.
-
-    Raises:
-        InputError: the baseline is of another workload, or simulated where ours is not; times are of another machine,
-            without force, or taken once; a rule is of what simulated acceptance sets, of what the baseline lacks, or
-            can never fail.
     """
     timed, counted = (next((rule.metric for rule in rules if rule.timed is kind), None) for kind in (True, False))
     if counted and simulated_alpha(measurement) is not None:
@@ -294,11 +286,7 @@ def differ(names: Sequence[str]) -> str:
 
 
 def load_measurement(path: Path, option: str = "against") -> dict[str, Any]:
-    """Read a complete ``bench.json``, which ``option`` named.
-
-    Raises:
-        InputError: it cannot be read, is no ``bench.json`` of this schema version, or did not run to its end.
-    """
+    """Read a complete ``bench.json``, which ``option`` named."""
     content = parse_json(read_file(path, MOST_RECORD, option), path, option)
     if not isinstance(content, dict) or content.get("kind") != "bench":
         raise InputError(f"{path} is not a bench.json of tswift bench", option)

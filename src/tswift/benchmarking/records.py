@@ -71,11 +71,7 @@ def open_record(folder: Path, option: str, stack: ExitStack) -> Record:
 
 
 def read_record(folder: Path, option: str) -> Record:
-    """The record in a benchmark's folder, whether it ran to its end or not.
-
-    Raises:
-        InputError: there is none, it is broken, or of a version that kept no options.
-    """
+    """The record in a benchmark's folder, whether it ran to its end or not."""
     names = [name for name in FILES if (folder / name).is_file()]
     if not names:
         raise InputError(f"{folder} holds no {', '.join(FILES[:-1])} or {FILES[-1]}", option)
@@ -131,21 +127,13 @@ def plain(value: Any) -> Any:
 
 
 def go_on(fresh: Record, earlier: Record, folder: Path) -> None:
-    """Put the finished cells of an earlier record into a fresh one of the same benchmark.
-
-    Raises:
-        InputError: models, prompts or anything else that was measured are not the same.
-    """
+    """Put the finished cells of an earlier record into a fresh one of the same benchmark."""
     _refuse_other(fresh, earlier, f"{folder} is of another benchmark", "resume")
     _absorb(fresh, [earlier])
 
 
 def merge(records: Mapping[Path, Record], command: Sequence[str]) -> tuple[Record, list[str]]:
-    """One record of several, each with some cells of the same grid; and the cells that none of them has, by name.
-
-    Raises:
-        InputError: they are of different benchmarks, or two have measured the same cell.
-    """
+    """One record of several, each with some cells of the same grid; and the cells that none of them has, by name."""
     first, whole = next(iter(records.items()))
     places: dict[tuple[Any, ...], Path] = {}
     for folder, record in records.items():

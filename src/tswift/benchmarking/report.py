@@ -71,9 +71,6 @@ def write_report(
         paper: put the paper's rows beside ours in ``bench.md``.
         draw: draw plots; needs matplotlib.
         whole: write more than the JSON.
-
-    Raises:
-        InputError: the folder cannot be written to.
     """
     stem = f"{record['kind']}-simulated" if record.get("simulated") else record["kind"]
     contents: dict[str, str | bytes] = {f"{stem}.json": encode(record)}

@@ -209,11 +209,7 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
 
 
 def foresee(query: RooflineQuery) -> tuple[list[Table], dict[str, Any]]:
-    """The tables of ``tswift roofline``, and all of it for JSON; of the model, its configuration alone is read.
-
-    Raises:
-        InputError: there is no such model, machine, dtype or drafter, or the model has too few positions.
-    """
+    """The tables of ``tswift roofline``, and all of it for JSON; of the model, its configuration alone is read."""
     config = read_config(query.model)
     refuse_routed(config, query.model)
     place = find_device("auto" if query.device in (None, "here") else query.device) if query.here else None
@@ -252,9 +248,6 @@ def predict(
         ``shape``, ``machine``, ``question`` with its contexts filled in, ``passes``, and ``decodes``, plain decoding's
         first: of these, ``needed`` is the tokens per step with which it would be as quick as plain decoding, and
         ``even_alpha`` the alpha at which a cheaper draft is as quick as one with the model's own weights.
-
-    Raises:
-        InputError: more positions than the model has.
     """
     contexts = query.contexts or tuple(context for context in CONTEXTS if context <= positions) or (positions,)
     beyond = [context for context in contexts if context > positions]

@@ -139,11 +139,7 @@ class Run:
 def open_runs(
     config: BenchConfig, prompt: Sequence[int], length: int, seed: int, labels: Sequence[str] | None = None
 ) -> list[Run]:
-    """A run for each contender, or for those of some labels.
-
-    Raises:
-        InputError: more positions or memory than there are.
-    """
+    """A run for each contender, or for those of some labels."""
     device = config.model.target.device
     free = available_bytes(device)
     runs, need = [], 0
@@ -398,9 +394,6 @@ def begin_measurement(
     Args:
         prompts: each of at least the longest prefill.
         machine: its rates; None to measure them.
-
-    Raises:
-        InputError: more positions or memory than there are, or nothing to sample plain decoding beside.
     """
     if plan.ar == SAMPLED and all(contender.method in DRAFTLESS for contender in config.contenders):
         raise InputError("sampled takes its samples while another method runs; name one", "ar")
@@ -621,9 +614,6 @@ def compare(
         and ``outcomes``, plain decoding's first. Of these, ``first_difference`` is the index of the first token that is
         not plain decoding's; ``margin`` how much the logits of that token, in either text, would have to change to
         explain it; ``explained`` whether every token of the text is drawn exactly or within rounding.
-
-    Raises:
-        InputError: more positions or memory than there are.
     """
     interrupted = False
     runs = {run.label: run for run in open_runs(config, prompt, length, seed)}

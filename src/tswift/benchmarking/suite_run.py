@@ -48,9 +48,6 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
 
     Args:
         options: of their methods only ``ar-reference`` counts, and the suite's ``own`` options must not be set.
-
-    Raises:
-        InputError: an option cannot be met, or none of the suite's methods can run.
     """
     typed = [*options.sampling, *options.drafting, *(["tree"] if options.trees else [])]
     options.refuse_unused(suite.methods)

@@ -32,11 +32,7 @@ class Text:
 
 
 def read_workloads(words: Sequence[str]) -> list[Text]:
-    """Prompts of ``prose``, ``reasoning``, ``structured`` and JSONL files; ``:N`` behind one takes its first N prompts.
-
-    Raises:
-        InputError: there is no such workload, or a file is none.
-    """
+    """Prompts of ``prose``, ``reasoning``, ``structured`` and JSONL files; ``:N`` behind one takes its first N."""
     texts: list[Text] = []
     for word in words:
         name, colon, number = word.rpartition(":")

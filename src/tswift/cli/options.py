@@ -35,11 +35,7 @@ class Typed:
         return {name: value for name, value in self.values.items() if name in names}
 
     def make(self, kind: type[Config], **others: Any) -> Config:
-        """A dataclass with what was typed of it, ``others``, and its defaults.
-
-        Raises:
-            InputError: a value is outside its range.
-        """
+        """A dataclass with what was typed of it, ``others``, and its defaults."""
         return kind(**self.of(kind), **others)
 
 

@@ -63,11 +63,7 @@ class Record:
 
 
 def writable(path: Path | None) -> Record | None:
-    """A record to be written later; None if none was asked for. ``-`` is stdout.
-
-    Raises:
-        InputError: the file could not be written. Better now than after the work.
-    """
+    """A record to be written later; None if none was asked for, and an error now if it could not be. ``-`` is stdout."""
     if path is None:
         return None
     if str(path) == "-":

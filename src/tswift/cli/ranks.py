@@ -32,11 +32,7 @@ def following() -> bool:
 
 
 def refuse_copies(command: str) -> None:
-    """Refuse a command that would do the same work once per rank.
-
-    Raises:
-        InputError: it is one.
-    """
+    """Refuse a command that would do the same work once per rank."""
     if several() and command not in _TOGETHER:
         raise InputError(f"tswift {command} works in one process; start it without torchrun")
 

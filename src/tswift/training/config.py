@@ -70,11 +70,7 @@ Config = TypeVar("Config", bound="TrainConfig")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of any training: text, schedule, model, output. The defaults are the paper's, in table 9, for GPUs.
-
-    Raises:
-        InputError: a value is outside its range.
-    """
+    """Settings of any training: text, schedule, model, output. The defaults are the paper's, in table 9, for GPUs."""
 
     corpus: str = option(MISSING, _CORPUS, panel="Options", free=True)
     seq_len: int = _seq_len(8192, shown="8,192; 1,024 on a CPU")
@@ -131,11 +127,7 @@ class TrainConfig:
         return replace(self, model=model, corpus=_absolute(self.corpus), steps=steps)
 
     def resumed(self: Config, changes: Mapping[str, Any], folder: Path) -> Config:
-        """These settings with the changes asked for when the training in a folder is resumed.
-
-        Raises:
-            InputError: a change would lead to other weights.
-        """
+        """These settings with the changes asked for when the training in a folder is resumed."""
         changed = replace(self, **{"steps": None, "minutes": None, **changes}).resolved() if changes else self
         free = {item.name for item, carried in options_of(self) if carried.free}
         for name in changes:

@@ -28,9 +28,6 @@ def open_corpus(corpus: str) -> Dataset:
 
     A corpus is a folder of ``.parquet`` (column ``text``) or ``.txt`` files, one such file, or a hub id such as
     ``emozilla/pg19``, whose split ``train`` is taken.
-
-    Raises:
-        InputError: nothing to read there.
     """
     import datasets
 
@@ -59,11 +56,7 @@ def open_corpus(corpus: str) -> Dataset:
 
 
 def corpus_files(corpus: str) -> list[str]:
-    """The files that a path names; empty if it may be a hub id.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """The files that a path names; empty if it may be a hub id."""
     if not corpus.strip():
         raise InputError("is empty", _FIELD)
     try:
@@ -145,9 +138,6 @@ def prepare(
     """Tokenise a corpus for a model with a vocabulary of this size, and split its documents.
 
     ``on_progress`` is called with the number of documents tokenised so far, and of all.
-
-    Raises:
-        InputError: nothing to read, or too few documents are long enough.
     """
     rows = open_corpus(config.corpus)
     if config.documents is not None and config.documents < len(rows):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from tswift.kv.cache import FullKV
 from tswift.models.drafters import BlockDrafter
@@ -125,44 +126,55 @@ def heads_loss(
     return Metrics(loss, hits, rows * used)
 
 
-class DraftLoss(nn.Module):
-    """A draft model, whose attention must be ``CAUSAL``, with its loss: one module for several processes to wrap.
+class NetworkLoss(nn.Module):
+    """A network that is trained, with its loss: one module for several processes to wrap.
 
-    Arguments are those of :func:`heads_loss`; logits are computed again for the backward pass.
+    Arguments are those of :func:`heads_loss`; where there are too many logits, they are computed again for the backward
+    pass.
     """
 
     def __init__(
-        self, network: PreTrainedModel, target: Target, objective: str = TEXT, max_logits: int = _MAX_LOGITS
+        self, network: nn.Module, target: Target, objective: str = TEXT, max_logits: int = _MAX_LOGITS
     ) -> None:
         super().__init__()
-        self.network = network
+        self.network: Any = network
         self._target, self._objective, self._max_logits = target, objective, max_logits
+
+    def _piece(self, work: Callable[..., Any], *inputs: Any, logits: int) -> Any:
+        if logits <= self._max_logits or not torch.is_grad_enabled():
+            return work(*inputs)
+        return checkpoint(work, *inputs, use_reentrant=False)
+
+    def _summed(self, logits: Tensor, tokens: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of ``[n, V]`` logits, and ``[3]`` hits; ``teacher`` are the model's ``[n, H]`` states there."""
+        goal = tokens
+        with torch.no_grad():
+            hits = _hits(logits, tokens)
+            if self._objective == DISTILL:
+                goal = self._target.open_logits(teacher).to(logits.dtype).softmax(-1)
+        return F.cross_entropy(logits, goal, reduction="sum"), hits
+
+
+class DraftLoss(NetworkLoss):
+    """Loss of a draft model, whose attention must be ``CAUSAL``."""
 
     def forward(self, ids: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Loss, summed over all positions but the last of each row of ``[B, T]`` ids, and ``[3]`` hits."""
         rows, count = ids.shape[0], ids.shape[1] - 1
         hidden = self.network.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-        teacher = hidden_states(self._target, ids, positions) if self._objective == DISTILL else None
-        width = max(1, self._max_logits // (rows * self._target.vocab_size))
-        parts = []
+        teacher = hidden_states(self._target, ids, positions) if self._objective == DISTILL else hidden
+        per_place = rows * self._target.vocab_size
+        width, parts = max(1, self._max_logits // per_place), []
         for start in range(0, count, width):
             part = slice(start, min(start + width, count))
-            inputs = (hidden[:, part], ids[:, 1:][:, part], None if teacher is None else teacher[:, part])
-            if width >= count or not torch.is_grad_enabled():
-                parts.append(self._stretch(*inputs))
-            else:
-                parts.append(checkpoint(self._stretch, *inputs, use_reentrant=False))
+            inputs = (hidden[:, part], ids[:, 1:][:, part].flatten(), teacher[:, part])
+            parts.append(self._piece(self._stretch, *inputs, logits=count * per_place))
         losses, hits = zip(*parts, strict=True)
         return torch.stack(losses).sum(), torch.stack(hits).sum(0)
 
-    def _stretch(self, hidden: Tensor, tokens: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _stretch(self, hidden: Tensor, tokens: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         logits = _float32(self.network.get_output_embeddings()(hidden)).flatten(0, 1)
-        goal = tokens.flatten()
-        with torch.no_grad():
-            hits = _hits(logits, goal)
-            if teacher is not None:
-                goal = self._target.open_logits(teacher).to(logits.dtype).softmax(-1).flatten(0, 1)
-        return F.cross_entropy(logits, goal, reduction="sum"), hits
+        return self._summed(logits, tokens, teacher.flatten(0, 1))
 
 
 class _RowKV:
@@ -177,18 +189,10 @@ class _RowKV:
             held[layer] = torch.cat([held[layer], new], 1) if layer in held else new
 
 
-class BlockLoss(nn.Module):
-    """A block drafter with its loss: blocks at many places of each row are filled, each from what lies before it.
+class BlockLoss(NetworkLoss):
+    """Loss of a block drafter: blocks at many places of each row are filled, each from what lies before it."""
 
-    Arguments are those of :func:`heads_loss`; logits are computed again for the backward pass.
-    """
-
-    def __init__(
-        self, network: BlockDrafter, target: Target, objective: str = TEXT, max_logits: int = _MAX_LOGITS
-    ) -> None:
-        super().__init__()
-        self.network = network
-        self._target, self._objective, self._max_logits = target, objective, max_logits
+    network: BlockDrafter
 
     def forward(self, ids: Tensor, positions: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
         """Losses ``[slots]``, summed over blocks, and ``[slots, 3]`` hits.
@@ -215,16 +219,13 @@ class BlockLoss(nn.Module):
             embedded = self._target.embed(tokens).to(weight.dtype, copy=True)  # inference tensors cannot be trained on
             blocks.append(network.fill(embedded, places, places, kv, seen))
         states = torch.stack(blocks).unflatten(1, (-1, len(slots)))  # [B, A, slots, H]
-        keep = states[:, :, 0].numel() // network.spec.hidden_size * self._target.vocab_size * len(slots)
+        logits = states[:, :, 0].numel() // network.spec.hidden_size * self._target.vocab_size * len(slots)
         losses, hits, markov = [], [], None
         line = torch.arange(rows, device=ids.device)[:, None]
         for slot in range(len(slots)):
             told, goal, teacher = ids[line, roots + slot], ids[line, roots + slot + 1], hidden[line, roots + slot]
             given = (states[:, :, slot].flatten(0, 1), told.flatten(), goal.flatten(), teacher.flatten(0, 1), markov)
-            if keep <= self._max_logits or not torch.is_grad_enabled():
-                loss, hit, markov = self._slot(*given)
-            else:
-                loss, hit, markov = checkpoint(self._slot, *given, use_reentrant=False)
+            loss, hit, markov = self._piece(self._slot, *given, logits=logits)
             losses.append(loss)
             hits.append(hit)
         return torch.stack(losses), torch.stack(hits)
@@ -234,11 +235,7 @@ class BlockLoss(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         bias, markov = self.network.markov_head(told, states, markov)
         logits = _float32(self._target.open_logits(states.to(self._target.dtype))) + bias
-        with torch.no_grad():
-            hits = _hits(logits, goal)
-            if self._objective == DISTILL:
-                goal = self._target.open_logits(teacher).to(logits.dtype).softmax(-1)
-        return F.cross_entropy(logits, goal, reduction="sum"), hits, markov
+        return *self._summed(logits, goal, teacher), markov
 
 
 def hidden_states(target: Target, ids: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -348,11 +348,7 @@ class TrainFolder:
 
     @contextmanager
     def created(self) -> Iterator[None]:
-        """Make the folder, or take an empty one; remove it again if what follows fails.
-
-        Raises:
-            InputError: it is not empty, cannot be made, or has a name that safetensors cannot read.
-        """
+        """Make the folder, or take an empty one; remove it again if what follows fails."""
         try:
             str(self.path).encode()
         except UnicodeEncodeError:

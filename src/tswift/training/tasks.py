@@ -103,11 +103,7 @@ class Trainer:
         return state
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from such a state.
-
-        Raises:
-            KeyError, RuntimeError, ValueError: it is not of such a module.
-        """
+        """Continue from such a state; a KeyError, RuntimeError or ValueError if it is not of such a module."""
         weights = _with_prefix(self._name, tensors)
         different = dict(self._module.named_parameters()).keys() ^ weights.keys()
         if different:
@@ -143,11 +139,7 @@ class Trainee(ABC):
 
     @abstractmethod
     def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Any:
-        """Scores on the held-out texts, of the result in a folder or of the module as it is; ``quick`` without alpha.
-
-        Raises:
-            InputError: no memory to do so.
-        """
+        """Scores on the held-out texts, of the result in a folder or the module as it is; ``quick`` without alpha."""
 
     @abstractmethod
     def write(self, folder: TrainFolder) -> None:
@@ -155,11 +147,7 @@ class Trainee(ABC):
 
 
 class HeadsTrainee(Trainee):
-    """Heads that learn to predict what a frozen model says next; heads of the model's own are not used.
-
-    Raises:
-        InputError: measuring alpha would need more positions than the model has.
-    """
+    """Heads that learn to predict what a frozen model says next; heads of the model's own are not used."""
 
     scores = HeadsScores
 
@@ -273,11 +261,7 @@ class DraftTrainee(Trainee):
 
 
 class BlockTrainee(Trainee):
-    """A block drafter with a Markov head, in DSpark's layout, that learns what a model says after the text so far.
-
-    Raises:
-        InputError: the model has a single layer, or layers whose states cannot be had.
-    """
+    """A block drafter with a Markov head, in DSpark's layout, that learns what a model says after the text so far."""
 
     scores = HeadsScores
 
@@ -343,12 +327,7 @@ def trainee_of(config: TrainConfig) -> Any:
 
 
 def block_spec(config: DraftConfig, model: LoadedModel) -> DrafterSpec:
-    """The sizes of a block drafter: its layers are as wide as the model's, but for the MLP.
-
-    Raises:
-        InputError: the model has a single layer, and states are read before the last one; or it has no RMS norms or
-            no single rotary embedding, which the drafter's layers take over.
-    """
+    """The sizes of a block drafter: its layers are as wide as the model's, but for the MLP."""
     target, text = model.target, model.target.model.config.get_text_config()
     shape = target.kv_shape
     if shape.layers < 2:
