@@ -249,11 +249,6 @@ class Plan:
         repeat=True,
     )
 
-    @property
-    def cells(self) -> int:
-        """How many cells of the grid there are for each prompt."""
-        return self.repeats * len(self.prefills) * len(self.seeds)
-
     def __post_init__(self) -> None:
         check_options(self)
         if self.shard and self.shard[0] > self.shard[1]:

@@ -179,25 +179,16 @@ def compare(measurement: Record, baseline: Record, rules: Sequence[Rule]) -> lis
         places = dict.fromkeys([*theirs, *ours])
         draws = Counter(place[:3] for place in places)
         for place in places:
-            name = _draw_name(*place[3]) if place[3] and draws[place[:3]] > 1 else ""
-            verdicts.append(_verdict(rule, place, ours.get(place, _ABSENT), theirs.get(place, _ABSENT), name))
+            (value, runs), (before, wanted) = ours.get(place, _ABSENT), theirs.get(place, _ABSENT)
+            why = "not in the baseline" if before is None else "not measured" if value is None else ""
+            if not why and wanted - runs:
+                why = f"{len(wanted - runs)} of the baseline's runs not measured"
+            ok = before is None or (value is not None and not why and rule.allows(before, value))
+            method, prefill, length, draw = place
+            name = _draw_name(*draw) if draw and draws[place[:3]] > 1 else ""
+            note, limit = ": ".join(filter(None, (name, why))), None if before is None else rule.limit(before)
+            verdicts.append(Verdict(rule.metric, method, prefill, length, ok, note, before, value, limit))
     return verdicts
-
-
-def _verdict(rule: Rule, place: Place, ours: Value, theirs: Value, name: str) -> Verdict:
-    (value, draws), (before, wanted) = ours, theirs
-    limit, ok, why = None if before is None else rule.limit(before), True, ""
-    if before is None:
-        why = "not in the baseline"
-    elif value is None:
-        ok, why = False, "not measured"
-    elif wanted - draws:
-        ok, why = False, f"{len(wanted - draws)} of the baseline's runs not measured"
-    else:
-        ok = rule.allows(before, value)
-    note = ": ".join(filter(None, (name, why)))
-    method, prefill, length, _ = place
-    return Verdict(rule.metric, method, prefill, length, ok, note, before, value, limit)
 
 
 def _draw_name(prompt: str, seed: int) -> str:
@@ -222,13 +213,8 @@ def moved(verdicts: Sequence[Verdict], simulated: bool = False) -> Table:
         if len(group) > 1:
             text += f"; and {len(group) - 1} other {'draw' if len(group) == 2 else 'draws'}"
         place = [f"{worst.prefill:,}", NOTHING if worst.length is None else f"{worst.length:,}"]
-        for number, form in (
-            (worst.baseline, ".6g"),
-            (worst.ours, ".6g"),
-            (worst.change, "+.6g"),
-            (worst.limit, ".6g"),
-        ):
-            place.append(NOTHING if number is None else format(number, form))
+        numbers = zip((worst.baseline, worst.ours, worst.change, worst.limit), ("", "", "+", ""), strict=True)
+        place += [NOTHING if number is None else format(number, f"{sign}.6g") for number, sign in numbers]
         rows.append([worst.metric, method_name(worst.method, simulated), text, *place])
     return Table(
         f"{len(failed)} of {len(verdicts)} comparisons regressed",

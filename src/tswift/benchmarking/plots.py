@@ -15,17 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tswift.benchmarking import suites
 from tswift.benchmarking.config import BASELINE, REFERENCE
-from tswift.benchmarking.suites import (
-    LENGTH,
-    PREFILL,
-    Suite,
-    counterparts,
-    find_suite,
-    measured_rows,
-    place_name,
-    published_rows,
-)
+from tswift.benchmarking.suites import Suite
 from tswift.benchmarking.summary import METRICS, Row, by_kind, drafted_only, source, summarise
 from tswift.benchmarking.summary import Figure as Value
 from tswift.benchmarking.table import method_name
@@ -222,8 +214,8 @@ def _methods(measurement: Record) -> list[str]:
 
 def suite_figure(record: Record) -> Figure:
     """What was measured, and what was published beside it in panels of its own."""
-    suite, first = find_suite(record["suite"]), record["groups"][0]["measurement"]
-    measured, published = measured_rows(suite, record["groups"]), published_rows(suite)
+    suite, first = suites.find_suite(record["suite"]), record["groups"][0]["measurement"]
+    measured, published = suites.measured_rows(suite, record["groups"]), suites.published_rows(suite)
     if suite.plot == "time":
         figure = time_figure(first)
         # the paper has the last times only
@@ -270,17 +262,17 @@ def _sections(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) -
         longest = max(row.length or 0 for row in measured)
         last = [row for row in measured if row.place == (prefills[0], longest)]
         sections = [(f"measured, {longest:,} tokens, prefill {prefills[0]:,}", last)]
-    elif suite.along == PREFILL:
+    elif suite.along == suites.PREFILL:
         sections = [("measured", measured)]
     else:
         by_prefill = {prefill: [row for row in measured if row.prefill == prefill] for prefill in prefills}
         sections = [(f"measured, prefill {prefill:,}", rows) for prefill, rows in by_prefill.items()]
     middle = prefills[len(prefills) // 2]
-    places = list(dict.fromkeys(row.axis for row in (published if suite.along == LENGTH else measured)))
+    places = list(dict.fromkeys(row.axis for row in (published if suite.along == suites.LENGTH else measured)))
     beside = [
         row
         for row in published
-        if row.axis in places and row in counterparts(suite, row.axis, middle, row.length, published)
+        if row.axis in places and row in suites.counterparts(suite, row.axis, middle, row.length, published)
     ]
     for name in dict.fromkeys(row.source for row in beside):
         rows = sorted((row for row in beside if row.source == name), key=lambda row: places.index(row.axis))
@@ -293,9 +285,9 @@ def _sections(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) -
 def _position(suite: Suite, row: Row) -> tuple[str, float]:
     """The line that a row is on, and where: over length, a line for each place; over the axis, for each length."""
     if suite.plot != "axis":
-        return place_name(suite, row.axis), float(row.length or 0)
+        return suites.place_name(suite, row.axis), float(row.length or 0)
     line = "" if row.length is None else f"{row.length:,} tokens"
-    return line, float(row.prefill or 0) if suite.along == PREFILL else float(row.axis)
+    return line, float(row.prefill or 0) if suite.along == suites.PREFILL else float(row.axis)
 
 
 def _bars(axes: Axes, suite: Suite, title: str, rows: Sequence[Row]) -> None:

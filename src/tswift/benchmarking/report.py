@@ -16,37 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tswift.benchmarking import plots, records
+from tswift.benchmarking import plots, records, suites, summary
 from tswift.benchmarking.config import ASSISTED, BASELINE, DRAFTLESS, LOOKUP, PEERS, SAMPLED
-from tswift.benchmarking.suites import (
-    CAUTION,
-    PAPER_MACHINE,
-    SUITES,
-    Pair,
-    Suite,
-    compared,
-    counterparts,
-    find_suite,
-    measured_rows,
-    place_name,
-    published_rows,
-)
-from tswift.benchmarking.summary import (
-    FINISHED,
-    METRICS,
-    STATS,
-    TIMES,
-    Cell,
-    Figure,
-    Row,
-    by_kind,
-    drafted_only,
-    from_source,
-    simulated_alpha,
-    simulation,
-    source,
-    summarise,
-)
+from tswift.benchmarking.suites import SUITES, Suite, counterparts, published_rows
+from tswift.benchmarking.summary import FINISHED, METRICS, Cell, Figure, Row, drafted_only, source, summarise
 from tswift.benchmarking.table import NOTHING, Table, method_name, quantity
 from tswift.errors import InputError
 from tswift.jobs.folder import write_whole
@@ -122,14 +95,14 @@ def csv_text(record: Record) -> str:
     else:
         columns = ["model", "method", "prefill", "length", "simulated", "estimated", "runs", "varies"]
         model, simulated = record["workload"]["model"], record["simulated"]
-        kinds = by_kind(record)
+        kinds = summary.by_kind(record)
         columns += ["workload"] * ("" not in kinds)
         for kind, cell in ((kind, cell) for kind, part in kinds.items() for cell in summarise(part)):
             method = f"{cell.axis} (simulated)" if simulated else cell.axis
             flags = [str(flag).lower() for flag in (simulated, cell.estimated)]
             lead = [model, method, cell.prefill, cell.length, *flags, cell.runs, " ".join(cell.varies)]
             lines.append(([*lead, *[kind] * bool(kind)], cell.figures))
-        names = from_source(STATS, TIMES)
+        names = summary.from_source(summary.STATS, summary.TIMES)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*columns, *(f"{name}_{part}" for name in names for part in ("n", "mean", "std"))])
@@ -176,7 +149,7 @@ def _settings(measurement: Record) -> list[tuple[str, str]]:
         "sampling": listed(workload["sampling"]),
         **{f"drafting, {method}": listed(options) for method, options in workload["drafting"].items()},
         "AR's time": "estimated from sampled steps" if workload["ar"] == SAMPLED else "measured",
-        "simulated": simulation(measurement) if measurement["simulated"] else None,
+        "simulated": summary.simulation(measurement) if measurement["simulated"] else None,
         "machine's rates": machine
         and f"{quantity(machine['bandwidth'], 'B/s')}, {quantity(machine['flops'], 'FLOP/s')} in {workload['dtype']}",
         "workload hash": workload["hash"],
@@ -196,7 +169,7 @@ def tables(record: Record, paper: bool = False) -> list[Table]:
     if record["kind"] == "suite":
         found = _suite_tables(record)
     else:
-        found = _bench_tables(record, paper) if "" in by_kind(record) else [_workload_table(record)]
+        found = _bench_tables(record, paper) if "" in summary.by_kind(record) else [_workload_table(record)]
     return [*found, *filter(None, [records.machines(dict(record))])]
 
 
@@ -243,7 +216,7 @@ def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
         notes = ["Nothing was measured: no length was reached."]
     if paper and cells:
         matched = any((row.axis, row.place) == (own.axis, own.place) for row in published for own in measured)
-        notes.append(CAUTION if matched else "The paper has no row of these methods, prefills and lengths.")
+        notes.append(suites.CAUTION if matched else "The paper has no row of these methods, prefills and lengths.")
     sourced, title = bool(paper or simulated), source(measurement)
     acceptance = _wide(f"Acceptance rate and speedup: {title}", groups, across, label, text, sourced)
     times = _long(f"Decoding time: {title}", "method", down, names, label, text, sourced, notes)
@@ -256,7 +229,7 @@ def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
 
 def _workload_table(measurement: Record) -> Table:
     """A line for each kind of prompts, prefill, length and method."""
-    rows, kinds = [], by_kind(measurement)
+    rows, kinds = [], summary.by_kind(measurement)
     for kind, part in kinds.items():
         sizes = [prompt["tokens"] for prompt in measurement["workload"]["prompts"] if prompt["kind"] == kind]
         for cell in summarise(part):
@@ -275,9 +248,9 @@ def _workload_table(measurement: Record) -> Table:
 
 def _paper_rows() -> list[Row]:
     """Rows of the paper's tables 3 and 4, their axis the method."""
-    rows = [replace(row, source=f"{row.source}, {PAPER_MACHINE}") for row in published_rows(SUITES["table3"])]
+    rows = [replace(row, source=f"{row.source}, {suites.PAPER_MACHINE}") for row in published_rows(SUITES["table3"])]
     for row in published_rows(SUITES["table4"]):
-        rows.append(replace(row, axis="tokenswift", source=f"paper: {row.axis}, {PAPER_MACHINE}"))
+        rows.append(replace(row, axis="tokenswift", source=f"paper: {row.axis}, {suites.PAPER_MACHINE}"))
     return rows
 
 
@@ -350,7 +323,7 @@ def _notes(cells: Sequence[Cell], measurement: Record, what: str, state: str) ->
         time = "est.: integrated" if what == "measurement" else "AR's time is integrated"
         notes.append(f"{time} from AR steps sampled as the text grew; every x and delta rests on that time.")
     if measurement["simulated"]:
-        notes.append(f"Simulated: {simulation(measurement)}. The times are real, the texts are not.")
+        notes.append(f"Simulated: {summary.simulation(measurement)}. The times are real, the texts are not.")
     return notes
 
 
@@ -376,7 +349,7 @@ def same_text_note(measurement: Record) -> str:
     known = [one for one in measurement["samples"] if one["same_as_ar"] is not None and one["method"] not in peers]
     differing = [sample for sample in known if not sample["same_as_ar"] or sample["explained"] is False]
     what = "Same tokens as AR"
-    what += ", simulated acceptance apart" if simulated_alpha(measurement) is not None else ""
+    what += ", simulated acceptance apart" if summary.simulated_alpha(measurement) is not None else ""
     if not known:
         return f"{what}: not compared."
     if measurement["workload"]["ar"] == SAMPLED:
@@ -420,8 +393,8 @@ def _runs(count: int) -> str:
 
 def _suite_tables(record: Record) -> list[Table]:
     """The table of a suite in the paper's layout, then the order of what it compares."""
-    suite = find_suite(record["suite"])
-    measured, published = measured_rows(suite, record["groups"]), published_rows(suite)
+    suite = suites.find_suite(record["suite"])
+    measured, published = suites.measured_rows(suite, record["groups"]), published_rows(suite)
     title = f"{suite.name}: {suite.title}: {source(record['groups'][0]['measurement'])}"
     known = [row.axis for row in (*measured, *published)]
     axis = [label for label in dict.fromkeys([*suite.labels, *known]) if label in known]
@@ -431,13 +404,13 @@ def _suite_tables(record: Record) -> list[Table]:
         groups = [(axis, [row for row in measured if row.place == place]) for place in places]
         columns = [(label, name) for label in axis for name in suite.columns]
         rows = _with_published(suite, groups, published)
-        table = _wide(title, rows, columns, lambda label: place_name(suite, label), _text, True)
+        table = _wide(title, rows, columns, lambda label: suites.place_name(suite, label), _text, True)
         table = replace(table, notes=notes)
     else:
         rows = _with_published(suite, [([row.axis], [row]) for row in measured], published)
         flat = [row for group in rows for row in group]
         table = _long(title, suite.axis, flat, suite.columns, method_name, _text, bool(published), notes)
-    return [table, order_table(compared(suite, measured, published))]
+    return [table, order_table(suites.compared(suite, measured, published))]
 
 
 def _with_published(
@@ -454,9 +427,9 @@ def _with_published(
     ]
 
 
-def order_table(pairs: Sequence[Pair]) -> Table:
+def order_table(pairs: Sequence[suites.Pair]) -> Table:
     """Of each figure and place: the measured order, and how many pairs the paper has in the same one."""
-    groups: dict[tuple[str, str], list[Pair]] = {}
+    groups: dict[tuple[str, str], list[suites.Pair]] = {}
     for pair in pairs:
         groups.setdefault((pair.figure, pair.place), []).append(pair)
     rows = []
@@ -496,5 +469,5 @@ def _suite_notes(suite: Suite, record: Record, published: bool) -> list[str]:
     notes += _notes(cells, joined, "suite", record["state"])
     if published:
         timed = suite.paper is not None and not {"speedup", "seconds"}.isdisjoint(suite.paper.figures)
-        notes.append(f"paper: on an {PAPER_MACHINE}." + (f" {CAUTION}" if timed else ""))
+        notes.append(f"paper: on an {suites.PAPER_MACHINE}." + (f" {suites.CAUTION}" if timed else ""))
     return notes

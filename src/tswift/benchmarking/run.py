@@ -17,19 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from tswift.benchmarking import summary
 from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, BenchConfig, Plan, Prompt
 from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
-from tswift.benchmarking.summary import (
-    CELL,
-    FINISHED,
-    INTERRUPTED,
-    RUNNING,
-    STATS,
-    cell_of,
-    done_cells,
-    from_source,
-    grid_order,
-)
 from tswift.decoding.drafter import DraftTree, Step
 from tswift.decoding.stats import DecodeStats
 from tswift.engine import Generation, begin
@@ -225,7 +215,7 @@ class Case:
     @property
     def cell(self) -> dict[str, Any]:
         """Its place in the grid, for records."""
-        return dict(zip(CELL, (self.repeat, self.prompt.name, self.prefill, self.seed), strict=True))
+        return dict(zip(summary.CELL, (self.repeat, self.prompt.name, self.prefill, self.seed), strict=True))
 
 
 class Trial:
@@ -331,7 +321,9 @@ class Trial:
 
     def _sample(self, label: str, marks: Sequence[DecodeStats], **known: Any) -> Sample:
         case = self._case
-        floors = self._floors(label, marks)
+        floors: Sequence[float | None] = [None] * len(marks)
+        if self._floor and not (label in self.runs and self.runs[label].peer):
+            floors = self._floor.seconds(label, len(case.prompt.tokens[: case.prefill]), marks)
         return {
             **case.cell,
             "method": label,
@@ -347,11 +339,6 @@ class Trial:
             "points": [self._point(i, mark, floor) for i, (mark, floor) in enumerate(zip(marks, floors, strict=True))],
         }
 
-    def _floors(self, label: str, marks: Sequence[DecodeStats]) -> Sequence[float | None]:
-        if self._floor is None or (label in self.runs and self.runs[label].peer):
-            return [None] * len(marks)
-        return self._floor.seconds(label, len(self._case.prompt.tokens[: self._case.prefill]), marks)
-
     def _point(self, index: int, stats: DecodeStats, floor_seconds: float | None) -> Sample:
         """Figures at one length: counters, and all metrics that are not of the text."""
         if self._plain is None:
@@ -365,7 +352,7 @@ class Trial:
             "depth": stats.depth,
             "accepted": [stats.accepted[number] for number in range(max(stats.accepted, default=0) + 1)],
             "reused": stats.reused,
-            **{name: getattr(stats, name) for name in from_source(STATS)},
+            **{name: getattr(stats, name) for name in summary.from_source(summary.STATS)},
             "ar_seconds": ar_seconds,
             "speedup": ar_seconds / stats.seconds,
             "floor_seconds": floor_seconds,
@@ -417,7 +404,7 @@ def begin_measurement(
         "schema": SCHEMA,
         "kind": "bench",
         "simulated": config.simulated is not None,
-        "state": RUNNING,
+        "state": summary.RUNNING,
         **session,
         "layers": config.model.layers,
         "workload": {"hash": workload_hash(workload), **workload},
@@ -445,7 +432,8 @@ def measure(
     Returns:
         How it ended, which is the ``state`` of the measurements too.
     """
-    entries, cells = list(groups.items()), plan.cells * len(prompts)
+    entries, shape = list(groups.items()), (plan.repeats, len(prompts), len(plan.prefills), len(plan.seeds))
+    cells = math.prod(shape)
     first, shards = plan.shard or (1, 1)
     mine = range(first - 1, cells * len(groups), shards)
     order, warm = 0, -1
@@ -453,8 +441,9 @@ def measure(
         for place, number in enumerate(mine):
             order, index = divmod(number, cells)
             label, (config, measurement) = entries[order]
-            case = _case(plan, prompts, index)
-            if cell_of(case.cell) in done_cells(measurement):
+            repeat, prompt, prefill, seed = map(int, np.unravel_index(index, shape))
+            case = Case(repeat, prompts[prompt], sorted(plan.prefills)[prefill], plan.seeds[seed])
+            if summary.cell_of(case.cell) in summary.done_cells(measurement):
                 continue
             if warm != order:
                 _warm_up(config, prompts[0], plan)
@@ -462,11 +451,11 @@ def measure(
             ended = on_trial and partial(on_trial, label, case)
             _measure_cell(config, measurement, case, plan, progress, on_checkpoint, ended)
     except KeyboardInterrupt:
-        state = INTERRUPTED
+        state = summary.INTERRUPTED
     else:
-        state, order = FINISHED, len(entries)
+        state, order = summary.FINISHED, len(entries)
     for number, (_, (_, measurement)) in enumerate(entries[: order + 1]):
-        measurement["state"] = FINISHED if number < order else INTERRUPTED
+        measurement["state"] = summary.FINISHED if number < order else summary.INTERRUPTED
     on_checkpoint()
     return state
 
@@ -487,7 +476,7 @@ def _measure_cell(
         for sample in samples if measurement["simulated"] else ():
             sample["simulated"] = True
         session["ended"] = now()
-        found = sorted([*before, *samples], key=grid_order(measurement["workload"]))
+        found = sorted([*before, *samples], key=summary.grid_order(measurement["workload"]))
         measurement.update(samples=found, ended=session["ended"], layers=config.model.layers)
         on_checkpoint()
 
@@ -508,13 +497,6 @@ def _measure_cell(
     keep(samples)
 
 
-def _case(plan: Plan, prompts: Sequence[Prompt], number: int) -> Case:
-    """A cell of the grid by its number: repeats, prompts, prefills, seeds."""
-    shape = (plan.repeats, len(prompts), len(plan.prefills), len(plan.seeds))
-    repeat, prompt, prefill, seed = map(int, np.unravel_index(number, shape))
-    return Case(repeat, prompts[prompt], sorted(plan.prefills)[prefill], plan.seeds[seed])
-
-
 def _labels(config: BenchConfig, plan: Plan) -> list[str]:
     """Labels that run: all but plain decoding where that is sampled."""
     return [label for label in config.labels if plan.ar == FULL or label != BASELINE]
@@ -522,12 +504,6 @@ def _labels(config: BenchConfig, plan: Plan) -> list[str]:
 
 def _warm_runs(config: BenchConfig, prompt: Prompt, plan: Plan) -> list[Run]:
     return open_runs(config, prompt.tokens[:_WARM_PROMPT], plan.warmup, 0) if plan.warmup else []
-
-
-def _about(prompt: Prompt, longest: int) -> dict[str, Any]:
-    used = prompt.tokens[:longest]
-    kind = {} if prompt.kind is None else {"kind": prompt.kind, "tokens": len(used)}
-    return {"name": prompt.name, "sha256": fingerprint(used), **kind}
 
 
 def _warm_up(config: BenchConfig, prompt: Prompt, plan: Plan) -> None:
@@ -564,7 +540,12 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dic
             }
             for label, options in config.drafting().items()
         },
-        "prompts": [_about(prompt, max(plan.prefills)) for prompt in prompts],
+        "prompts": [
+            {"name": prompt.name, "sha256": fingerprint(used)}
+            | ({"kind": prompt.kind, "tokens": len(used)} if prompt.kind is not None else {})
+            for prompt in prompts
+            for used in [prompt.tokens[: max(plan.prefills)]]
+        ],
         "prefills": sorted(plan.prefills),
         "lens": sorted(plan.lens),
         "seeds": list(plan.seeds),
@@ -651,7 +632,7 @@ def compare(
                 "margin": margin(label),
                 "explained": audits[label]["ok"] if label in audits else None,
                 "tokens": run.stats.tokens,
-                **{name: getattr(run.stats, name) for name in from_source(STATS)},
+                **{name: getattr(run.stats, name) for name in summary.from_source(summary.STATS)},
                 "prefill_seconds": run.prefill_seconds,
                 "speedup": run.stats.tokens_per_second / plain.stats.tokens_per_second,
                 "speedup_over_reference": reference and run.stats.tokens_per_second / reference.stats.tokens_per_second,

@@ -56,7 +56,16 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
         raise InputError(f"suite {suite.name} compares no methods", "with_reference_ar")
     DraftOptions(**options.drafting)  # what is out of range is refused before a model is loaded
     params = {label: SamplingParams(**{**options.sampling, **own}) for label, own in suite.settings.items()}
-    model = _load(suite, options)
+    try:
+        arguments = loading(options, suite.methods)
+    except InputError as error:
+        if options.draft_model is not None or error.field != "draft_model":
+            raise
+        # methods that need a draft model are left out
+        arguments = loading(options, [method for method in suite.methods if not find_method(method).draft])
+    if options.quantize is None:  # else how much memory it takes is seen when it is loaded
+        preflight(options.model, 1, 1, BASELINE, DraftOptions(), option="model", **arguments)
+    model = load(options.model, exact=options.exact, quantize=options.quantize, **arguments)
     contenders, missing, errors = [Contender(BASELINE, BASELINE, DraftOptions())], {}, []
     for label, (method, drafting) in suite.contenders.items():
         try:
@@ -77,20 +86,6 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
         for label, drawn in params.items()
     }
     return Prepared(suite, groups, missing)
-
-
-def _load(suite: Suite, options: BenchOptions) -> LoadedModel:
-    """The model, with a smaller one where one is asked for, or is there anyway."""
-    try:
-        arguments = loading(options, suite.methods)
-    except InputError as error:
-        if options.draft_model is not None or error.field != "draft_model":
-            raise
-        # methods that need a draft model are left out
-        arguments = loading(options, [method for method in suite.methods if not find_method(method).draft])
-    if options.quantize is None:  # else how much memory it takes is seen when it is loaded
-        preflight(options.model, 1, 1, BASELINE, DraftOptions(), option="model", **arguments)
-    return load(options.model, exact=options.exact, quantize=options.quantize, **arguments)
 
 
 def _draft_options(

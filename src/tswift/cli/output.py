@@ -63,7 +63,7 @@ class Record:
 
 
 def writable(path: Path | None) -> Record | None:
-    """A record to be written later; None if none was asked for, and an error now if it could not be. ``-`` is stdout."""
+    """A record to be written later; None if none was asked for, an error if it could not be. ``-`` is stdout."""
     if path is None:
         return None
     if str(path) == "-":

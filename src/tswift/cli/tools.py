@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -13,12 +13,6 @@ from tswift.benchmarking.config import RooflineQuery
 from tswift.cli import options
 from tswift.errors import InputError
 from tswift.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from tswift.benchmarking.table import Table
-    from tswift.jobs.folder import Entry
-    from tswift.models.passes import PassCosts
-
 
 _KEYS = (100, 4_096, 25_000, 100_000)
 
@@ -51,27 +45,19 @@ def env(
     if record is None or record.path:
         rows = [[name.replace("_", " "), NOTHING if value is None else str(value)] for name, value in found.items()]
         output.show(Table("environment", ["what", ""], rows, left=2))
-        output.show(_grid(loaded.about(), costs, str(folder())))
+        about = loaded.about()
+        kv = f", KV in {about['kv_dtype']}" if "kv_dtype" in about else ""
+        model = f"{{name}}, {{device}}, {{dtype}}{kv}, attention {{attention}}, layers {{layers}}".format(**about)
+        ms = [[str(nodes), *(f"{1e3 * costs.seconds(nodes, keys):.2f}" for keys in _KEYS)] for nodes in costs.nodes]
+        notes = [f"a level of heads takes {1e3 * costs.level:.2f} ms"] if costs.level else []
+        notes.append(f"remembered in {folder()}; --measure measures anew")
+        columns = ["nodes", *(f"{keys:,}" for keys in _KEYS)]
+        output.show(Table(f"{model}: ms of a pass, by keys that it attends to", columns, ms, notes=notes))
     if record:
         from dataclasses import asdict
 
-        about = {"environment": found, "model": loaded.about(), "costs": asdict(costs)}
-        record.write({"kind": "env", "command": typed.command, **about})
-
-
-def _grid(about: dict[str, Any], costs: PassCosts, folder: str) -> Table:
-    from tswift.benchmarking.table import Table
-
-    rows = [[str(nodes), *(f"{1e3 * costs.seconds(nodes, keys):.2f}" for keys in _KEYS)] for nodes in costs.nodes]
-    notes = [f"a level of heads takes {1e3 * costs.level:.2f} ms"] if costs.level else []
-    kv = f", KV in {about['kv_dtype']}" if "kv_dtype" in about else ""
-    model = f"{{name}}, {{device}}, {{dtype}}{kv}, attention {{attention}}, layers {{layers}}".format(**about)
-    return Table(
-        f"{model}: ms of a pass, by keys that it attends to",
-        ["nodes", *(f"{keys:,}" for keys in _KEYS)],
-        rows,
-        notes=[*notes, f"remembered in {folder}; --measure measures anew"],
-    )
+        content = {"environment": found, "model": loaded.about(), "costs": asdict(costs)}
+        record.write({"kind": "env", "command": typed.command, **content})
 
 
 heads = typer.Typer()
@@ -177,6 +163,7 @@ def runs(
     json_file: options.Json = None,
 ) -> None:
     """List runs: state, tokens, method, model, speed. A killed or interrupted one goes on with generate --resume."""
+    from tswift.benchmarking.table import NOTHING, Table
     from tswift.cli import output
     from tswift.jobs.folder import list_runs
 
@@ -187,31 +174,25 @@ def runs(
             raise InputError(f"there are no runs here: looked in {folder.resolve()}; name the folder that holds them")
     entries = list_runs(folder)
     if record is None or record.path:
-        output.show(_runs_grid(folder, entries))
+        rows = [
+            [
+                str(entry.path.name or entry.path),
+                entry.state,
+                entry.method or NOTHING,
+                entry.model or NOTHING,
+                (entry.started or NOTHING).replace("+00:00", "Z"),
+                f"{entry.tokens:,}",
+                NOTHING if entry.length is None else f"{entry.length:,}",
+                NOTHING if entry.tokens_per_second is None else f"{entry.tokens_per_second:,.1f}",
+            ]
+            for entry in entries
+        ]
+        columns = ["run", "state", "method", "model", "started", "tokens", "of", "tokens/s"]
+        reasons = [f"{entry.path.name}: {entry.reason}" for entry in entries if entry.reason]
+        title = f"{len(entries):,} run{'' if len(entries) == 1 else 's'} in {folder}"
+        output.show(Table(title, columns, rows, left=5, notes=reasons))
     if record:
         record.write({"kind": "runs", "command": context.obj, "runs": entries})
-
-
-def _runs_grid(folder: Path, entries: list[Entry]) -> Table:
-    from tswift.benchmarking.table import NOTHING, Table
-
-    columns = ["run", "state", "method", "model", "started", "tokens", "of", "tokens/s"]
-    rows = [
-        [
-            str(entry.path.name or entry.path),
-            entry.state,
-            entry.method or NOTHING,
-            entry.model or NOTHING,
-            (entry.started or NOTHING).replace("+00:00", "Z"),
-            f"{entry.tokens:,}",
-            NOTHING if entry.length is None else f"{entry.length:,}",
-            NOTHING if entry.tokens_per_second is None else f"{entry.tokens_per_second:,.1f}",
-        ]
-        for entry in entries
-    ]
-    reasons = [f"{entry.path.name}: {entry.reason}" for entry in entries if entry.reason]
-    many = "" if len(entries) == 1 else "s"
-    return Table(f"{len(entries):,} run{many} in {folder}", columns, rows, left=5, notes=reasons)
 
 
 _GENERATE = '''"""Decode by tswift: ``model.generate(..., custom_generate=FOLDER, trust_remote_code=True)``."""
