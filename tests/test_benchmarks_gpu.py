@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import subprocess
 import sys
 import tarfile
@@ -120,64 +118,10 @@ def test_a_section_that_fails_or_ends_its_process_takes_no_other_along(tmp_path:
     assert json.loads((made.out / "gpu.json").read_text())["sections"] == made.states
 
 
-def test_a_section_that_hangs_is_killed_and_what_it_found_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(command, "_GRACE", 0.3)
-    hangs = "note(section='probe', table='memory', TBps=4.5)\ntime.sleep(60)"
-    made = session(tmp_path, monkeypatch, [section("probe", hangs, "time.time() + 0.2"), section("steps")])
-    command.run_sections(made, {"probe": 5, "steps": 5})
-    assert made.states == {"probe": "killed: the process ended with -9", "steps": "done"}
-    assert "| 4.5 |" in (made.out / "gpu.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("body", "outcomes", "state"),
-    [
-        ("def test_a(): pass", ["passed"], "done"),
-        ("import pytest\ndef test_a(): pytest.skip('x')", ["skipped"], "failed: no test has passed"),
-        ("def test_a(): pass\ndef test_b(): assert 0", ["passed", "failed"], "failed: pytest ended with 1"),
-        ("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)", ["passed"], "cut short"),
-    ],
-)
-def test_the_tests_are_noted_one_by_one_and_end_in_time(
-    tmp_path: Path, body: str, outcomes: list[str], state: str
-) -> None:
-    (tmp_path / "test_it.py").write_text(body)
-    line = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.equality", "-p", "no:xdist", "test_it.py"]
-    own = {"GPU_FOLDER": str(tmp_path), "GPU_SECONDS": "2" if state == "cut short" else "30", "PYTHONPATH": str(ROOT)}
-    subprocess.run(line, cwd=tmp_path, env={**os.environ, **own}, capture_output=True, check=False)
-    figures = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
-    assert [figure["table"] for figure in figures] == ["begun", *["tests"] * len(outcomes), "ended"]
-    assert [figure["outcome"] for figure in figures[1:-1]] == outcomes
-    assert figures[-1]["state"] == state
-
-
 def test_without_time_nothing_is_begun(tmp_path: Path, monkeypatch: Any) -> None:
     made = session(tmp_path, monkeypatch, [], seconds=15)
     command.run_sections(made, {"probe": 5, "steps": 5})
     assert made.states == dict.fromkeys(("probe", "steps"), "left out: no time")
-
-
-def test_an_archive_leaves_out_the_largest_where_all_would_be_too_much(tmp_path: Path) -> None:
-    for name, size in (("a", 100), ("b", 30_000), ("c", 90_000), ("d", 10)):
-        (tmp_path / name).write_bytes(random.Random(name).randbytes(size))
-    files, target = list(tmp_path.iterdir()), tmp_path / "x.tgz"
-    assert command.archive(target, tmp_path, files, limit=64_000) == [tmp_path / "c"]
-    assert target.stat().st_size <= 64_000
-    with tarfile.open(target) as tar:
-        assert sorted(tar.getnames()) == ["a", "b", "d"]
-
-
-def test_caches_are_taken_up_by_the_next_run(tmp_path: Path, monkeypatch: Any) -> None:
-    kernel = tmp_path / "first" / "cache" / "triton" / "kernel.cubin"
-    kernel.parent.mkdir(parents=True)
-    kernel.write_bytes(b"code")
-    command.archive(tmp_path / "cache.tgz", tmp_path / "first", [kernel])
-    monkeypatch.setattr(command, "run_sections", lambda session, sections: None)
-    work = tmp_path / "second"
-    assert command.main(["--work", str(work), "--cache", str(tmp_path / "cache.tgz")]) == 0
-    assert (work / "cache" / "triton" / "kernel.cubin").read_bytes() == b"code"
-    with tarfile.open(work / "out" / "cache.tgz") as tar:
-        assert tar.getnames() == ["cache/triton/kernel.cubin"]
 
 
 @pytest.mark.parametrize(("slower", "verdict"), [(1.0, "met"), (1.3, "MISSED")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,12 +58,6 @@ def test_what_is_not_installed(installed) -> None:
         assert why(name) == f"{package} is not installed: pip install {package}"
 
 
-def test_the_interpreter_serves_on_the_cpu(installed, monkeypatch) -> None:
-    installed("triton", True)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert why("triton", torch.float32, "cpu") is None
-
-
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -77,16 +70,6 @@ def test_a_broken_installation(tmp_path, monkeypatch, source, reason) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "flash_attn.py").write_text(source)
     assert why("flash") == f"flash-attn cannot be imported: {reason}"
-
-
-@pytest.mark.slow
-def test_naming_the_backends_imports_none() -> None:
-    code = (
-        "import sys; import tswift.attention.backends; "
-        "print([m for m in ('triton', 'flash_attn', 'tswift.attention.triton') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_the_backend_that_is_chosen(installed) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from itertools import product
 from random import Random
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.architectures import ARCHITECTURES
 from tests.attention.oracle import (
@@ -26,7 +24,7 @@ from tests.attention.oracle import (
 )
 from tests.fuzzing import few
 from tests.helpers import random_tree
-from tswift.attention.backends import partials_bytes, why_not
+from tswift.attention.backends import why_not
 from tswift.attention.layout import AttentionSpec, Layout
 from tswift.attention.sdpa import SpecialAttention
 from tswift.kv.cache import FullKV
@@ -123,14 +121,6 @@ def test_any_shape(kv_heads, group, dim, prefix, nodes, seed, dtype, sharp) -> N
     check(kv_heads, group, dim, prefix, nodes, dtype, seed, sharp)
 
 
-@pytest.mark.slow
-def test_chunks_of_all_three_sizes(monkeypatch) -> None:
-    """Of 16, 32 and 128 keys: from 256 and from 1,024 keys on."""
-    monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
-    for prefix in (0, 16, 320, 640, 1087, 1200):
-        check(1, 2, 256, prefix, 2, seed=prefix)
-
-
 def test_longer_chunks_of_a_long_chain(monkeypatch) -> None:
     """Of 512 keys."""
     monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
@@ -155,14 +145,6 @@ def test_the_length_is_read_on_the_device(dtype: torch.dtype, kind: torch.dtype)
         length.fill_(prefix)
         out = pass_(query, *wholes, scale)
         assert error(out, dense(query, keys, values, ancestors, scale)) < TOLERANCE[dtype]
-
-
-def test_unused_slots_do_not_reach_a_chunk() -> None:
-    query, keys, values, _, scale = case(1, 1, 64, 90, 10, torch.float32)
-    wholes = torch.full((2, 1, 300, 64), torch.nan)
-    wholes[0, :, :100], wholes[1, :, :100] = keys, values
-    out = attend(query, *wholes, None, scale, 10, torch.tensor(90))
-    assert error(out, dense(query, keys, values, chain(10), scale)) < TOLERANCE[torch.float32]
 
 
 def test_the_check_sees_a_wrong_bit() -> None:
@@ -341,31 +323,6 @@ def test_a_model_reads_the_same(monkeypatch, name: str) -> None:
     torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-5)
 
 
-class Made(TorchDispatchMode):
-    """Bytes of the float32 tensors that are made with the chunks as their first dimension."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.rows, self.total = rows, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ == "new_empty" and out.dtype == torch.float32 and self.rows in out.shape:
-            self.total += out.nbytes
-        return out
-
-
-def test_partial_results_are_as_large_as_foreseen(monkeypatch) -> None:
-    for name in ("attend_chunk", "combine_chunks"):
-        monkeypatch.setattr(backend, name, defaultdict(lambda: lambda *args, **given: None))  # launches nothing
-    for prefix, nodes in ((3, 1), (1500, 7), (9000, 3), (600, 130)):
-        query, keys, values, _, scale = case(KV_HEADS, GROUP, DIM, prefix, nodes, torch.bfloat16)
-        with Made(GROUP * nodes) as made:
-            attend(query, keys, values, None, scale, nodes)
-        assert made.total == partials_bytes("TritonAttention", (KV_HEADS, GROUP), DIM, prefix + nodes, nodes)
-        assert partials_bytes("TreeAttention", (KV_HEADS, GROUP), DIM, prefix + nodes, nodes) == 0
-
-
 LONG = AttentionSpec(window=270)
 
 
@@ -395,13 +352,3 @@ def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool
     plain = dense(query, keys, values, ancestors, scale)
     if wants.window is None:  # and the next layer may want nothing
         assert error(run(query, *wholes, scale), plain) < 3 * TOLERANCE[torch.float32]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=SLOW)])
-def test_a_chunk_of_the_prompt_in_windows(dtype: torch.dtype) -> None:
-    query, keys, values, _, scale = case(KV_HEADS, GROUP, DIM, 170, 30, dtype)
-    layout = Layout(KV_HEADS, GROUP, dtype, CPU)
-    for wants in (AttentionSpec(window=150), WANTS["all"]):
-        out = backend.TritonAttention(layout, 170, 30, None)(query, keys, values, scale, wants)
-        assert error(out, dense(query, keys, values, chain(30), scale, wants)) < TOLERANCE[dtype]

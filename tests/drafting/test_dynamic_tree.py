@@ -97,13 +97,6 @@ def test_what_came_teaches_only_where_the_text_went() -> None:
     assert calibration.chance(("a", "never"), 0.5) == 0.5
 
 
-def test_paths_of_which_nothing_is_known() -> None:
-    sketch = CandidateTree(7, 2, AcceptanceEstimator())
-    sketch.add([1, 2, 3], "reuse")
-    sketch.add([1, 4], "reuse")
-    assert [sketch.path(node) for node in range(len(sketch))] == [[], [1], [1, 2], [1, 4]]
-
-
 @given(st.lists(st.booleans(), max_size=60), st.floats(0, 1))
 def test_a_chance_lies_between_the_guess_and_what_was_seen(seen: list[bool], guess: float) -> None:
     calibration = AcceptanceEstimator()
@@ -132,13 +125,6 @@ def test_no_other_number_of_nodes_promises_more(reach: list[float], keys: int, s
     size = TreeBudget(COSTS).size(reach, keys, spent)
     rates = [sum(reach[:n]) / (spent + COSTS.seconds(n, keys)) for n in range(1, len(reach) + 1)]
     assert math.isclose(rates[size - 1], max(rates))
-
-
-def test_trees_are_smaller_where_nodes_cost_more_and_larger_where_drafting_did() -> None:
-    reach = [0.8**n for n in range(30)]
-    short, long = (TreeBudget(NOMINAL).size(reach, keys, 3e-3) for keys in (100, 100_000))
-    assert 1 < long < short
-    assert TreeBudget(NOMINAL).size(reach, 100_000, 50e-3) > long
 
 
 def test_worth_is_judged_by_the_rate_of_late() -> None:
@@ -234,24 +220,6 @@ def test_a_cascade_leaves_no_trace() -> None:
         made.propose(context, 50)
     assert (context.text, context.kv.length, level.kv.length, context.sampler.length) == before
     assert torch.equal(context.sampler.newest, newest)
-
-
-def test_nothing_to_draw_ends_the_chain_and_no_more(monkeypatch) -> None:
-    made = drafter("cascade", options=DraftOptions(budget=64))
-    prompt = random_prompt(90, 4)
-    decoding = Decoding(tiny_target(), prompt, PARAMS, 3, made, 50)
-    decoding.prefill()
-    target, calls = tiny_target(), []
-
-    def broken(hidden):
-        calls.append(len(hidden))
-        return type(target).logits(target, hidden) * (float("nan") if len(calls) > 3 else 1)
-
-    monkeypatch.setattr(target, "logits", broken, raising=False)
-    with torch.inference_mode():
-        made.propose(decoding._context, 50)
-    assert len(calls) > 3
-    assert len(decoding._context.text) == 90
 
 
 @pytest.mark.parametrize("method", ["medusa", "tokenswift", "cascade"])

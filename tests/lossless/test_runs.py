@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.architectures import ARCHITECTURES, checkpoint
 from tests.cli.conftest import Tswift, prompt, tswift  # noqa: F401
-from tests.jobs.killing import Process, result
+from tests.jobs.killing import result
 from tswift.jobs.folder import CHECKSUM, RECORD
 from tswift.jobs.folder import checksum as checksum_of
-from tswift.models.checkpoint import silence
 
 Words = list[object]
 SAMPLED = ["--seed", 5, "--min-p", 0.05]
@@ -61,18 +58,6 @@ def test_a_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path) ->
     assert made["resumed"][0]["exact"] == made["model"]["exact"]
 
 
-@pytest.mark.slow
-def test_a_killed_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
-    tswift(*words, "--len", 300, "--method", "medusa", "--out", tmp_path / "whole")
-    process = Process([*words, "--len", 300, "--method", "medusa", "--out", tmp_path / "run"], tmp_path / "out")
-    process.begin()
-    process.send(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    found = tswift("generate", "--resume", tmp_path / "run")
-    assert found.code == 0, found.err
-    assert result(tmp_path / "run") == result(tmp_path / "whole")
-
-
 def test_other_options_are_refused(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
     tswift(*words, "--len", 9, "--out", tmp_path / "exact")
     tswift(*words, "--no-exact", "--len", 9, "--out", tmp_path / "inexact")
@@ -95,23 +80,6 @@ def test_a_machine_that_rounds_otherwise_says_so(tswift: Tswift, words: Words, t
     made = record(run)
     assert made["model"]["exact"]["bits"] == "0123456789abcdef"
     assert made["resumed"][0]["exact"]["bits"] != "0123456789abcdef"
-
-
-@pytest.mark.slow
-def test_a_model_that_cannot(tswift: Tswift, prompt: Path, tmp_path: Path) -> None:  # noqa: F811
-    with silence():
-        checkpoint(ARCHITECTURES["Mixtral"], tmp_path / "mixtral")
-    asked = ["generate", "--model", tmp_path / "mixtral", "--dtype", "float16"]
-    asked += ["--prompt", prompt, "--method", "ar", "--len", 9]
-    found = tswift(*asked, "--exact", "--out", tmp_path / "run")
-    assert (found.code, found.out) == (2, b"")
-    assert found.err == "tswift: error: --exact: cannot be had here: an expert takes as many rows as choose it\n"
-    assert not (tmp_path / "run").exists()
-    found = tswift(*asked, "--out", tmp_path / "run")
-    assert found.code == 0, found.err
-    assert "not exact, as an expert takes as many rows as choose it" in found.err
-    model = record(tmp_path / "run")["model"]
-    assert (model["exact"], model["inexact"]) == (None, "an expert takes as many rows as choose it")
 
 
 def test_reference_decoding_is_not_exact(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
@@ -159,14 +127,3 @@ def test_a_run_goes_on_without_where_exact_passes_cannot_be_had(
     found = tswift("generate", "--resume", tmp_path / "run", "--len", 30)
     assert found.code == 0, found.err
     assert "rounds otherwise" in found.err
-
-
-@pytest.mark.slow
-def test_compare_and_bench_say_what_they_cut(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
-    compared = tswift("compare", *words[1:], "--methods", "ar,medusa", "--nodes", 40, "--len", 20)
-    assert compared.code == 0, compared.err
-    assert "drafts are cut to 16 nodes" in compared.err
-    model = ["--model", words[2], "--dtype", "bfloat16", "--prompts", words[4], "--prefill", 8, "--lens", 20]
-    measured = tswift("bench", *model, "--methods", "medusa", "--nodes", 40, "--no-plots", "--out", tmp_path / "bench")
-    assert measured.code == 0, measured.err
-    assert "drafts are cut to 16 nodes" in measured.err
