@@ -11,11 +11,54 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.cuda.bounds import BOUNDS, SENT, WAITS
-
 pytestmark = pytest.mark.slow  # two processes of half a minute
 ROOT = Path(__file__).parents[2]
 COUNTS = ("waits", "sent", "fetched", "kernels", "launches")
+# What a step may ask of the host and of a device at most: lower it where a method comes to need less.
+# by method and heads: waits, copies to the device, copies from it, kernels outside graphs, graph launches; medians
+BOUNDS: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
+    ("ar", "chained"): (1, 0, 1, 0, 1),
+    ("medusa", "chained"): (1, 0, 1, 0, 2),
+    ("medusa", "conditioned"): (1, 0, 1, 0, 2),
+    ("tokenswift", "chained"): (1, 1, 1, 0, 2),
+    ("tokenswift", "conditioned"): (1, 1, 1, 0, 2),
+    ("cascade", "chained"): (6, 12, 6, 180, 2),
+    ("cascade", "conditioned"): (6, 13, 6, 217, 2),
+    ("recall", "chained"): (2, 2, 2, 7, 1),
+    ("reuse", "chained"): (1, 0, 1, 0, 1),
+    ("magicdec", "chained"): (5, 3, 5, 9, 5),
+    ("standalone", "chained"): (5, 2, 5, 6, 5),
+    ("triforce", "chained"): (16, 15, 16, 111, 16),
+    ("auto", "chained"): (3, 5, 3, 73, 1),
+    ("auto", "conditioned"): (3, 6, 3, 135, 1),
+    ("ar-reference", "chained"): (1, 0, 1, 0, 1),
+}
+
+# where the host may wait for the device, and copy to it, once a text is under way
+WAITS = frozenset(
+    {
+        "decoding/device_step.py:_verified",
+        "decoding/sampling.py:draw_with_runner_up",
+        "drafting/heads.py:_candidates",
+        "drafting/history.py:think",
+    }
+)
+SENT = frozenset(
+    {
+        "decoding/device_step.py:send",
+        "decoding/sampling.py:noise_bits",
+        "decoding/sampling.py:extend",
+        "decoding/loop.py:_verify",
+        "drafting/heads.py:guess",
+        "drafting/chains.py:cache",
+        "drafting/history.py:committed",
+        "kv/cache.py:commit",
+        "kv/partial.py:append",
+        "kv/partial.py:select",
+        "kv/cache.py:settle",
+        "models/target.py:embed",
+    }
+)
 
 
 def run(*arguments: str) -> str:
@@ -33,7 +76,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[s
     path = (folder if worker_id == "master" else folder.parent) / "device.json"
     with FileLock(f"{path}.lock"):
         if not path.exists():
-            path.write_text(run("-m", "tests.cuda.table", "--steps", "5", "--nodes", "20"))
+            path.write_text(run("-m", "tests.cuda.table"))
     return json.loads(path.read_text())
 
 
@@ -48,13 +91,9 @@ def test_no_method_is_left_out(measured) -> None:
 
 
 @pytest.mark.parametrize("case", BOUNDS, ids="-".join)
-def test_the_text_is_that_of_the_host(measured, found, case) -> None:
+def test_a_step_writes_the_hosts_text_and_asks_for_no_more_than_it_has_to(measured, found, case) -> None:
     assert len(found["tokens"]) > 5
     assert found["tokens"] == measured["plain"][: len(found["tokens"])]
-
-
-@pytest.mark.parametrize("case", BOUNDS, ids="-".join)
-def test_a_step_asks_for_no_more_than_it_has_to(found, case) -> None:
     counts = [found["counts"][name] for name in COUNTS]
     more = [
         f"{name}: {count}, not {most}"
@@ -62,12 +101,7 @@ def test_a_step_asks_for_no_more_than_it_has_to(found, case) -> None:
         if count > most
     ]
     assert not more
-
-
-@pytest.mark.parametrize("case", BOUNDS, ids="-".join)
-def test_a_step_waits_and_copies_only_where_it_is_known_to(found, case) -> None:
-    assert set(found["places"]["waits"]) <= WAITS
-    assert set(found["places"]["fetched"]) <= WAITS
+    assert set(found["places"]["waits"]) | set(found["places"]["fetched"]) <= WAITS
     assert set(found["places"]["sent"]) <= SENT
 
 
