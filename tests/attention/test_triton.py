@@ -60,7 +60,7 @@ def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float32, seed=0, shar
     assert worst < TOLERANCE[dtype] * max(1, sharp), worst  # rounding grows with the scores
 
 
-@pytest.mark.parametrize("prefix", [0, 15, 16, 17, 128, 129, 700])
+@pytest.mark.parametrize("prefix", [0, 16, 17, 129])
 def test_prefixes(prefix: int) -> None:
     check(1, 2, 64, prefix, 9, seed=prefix)
     check(*((2, 1, 64) if prefix % 2 else (1, 3, 8)), prefix, 1 + prefix % 2, seed=prefix)
@@ -329,9 +329,8 @@ LONG = AttentionSpec(window=270)
 @pytest.mark.parametrize(
     ("prefix", "nodes", "tree"),
     [
-        (61, 5, True),
-        (300, 1, False),  # chunks in a window, beside the node's own path
-        *(pytest.param(*case, marks=SLOW) for case in [(0, 1, True), (61, 5, False), (600, 3, True)]),
+        (300, 3, True),  # chunks in a window, beside the nodes' own paths
+        *(pytest.param(*case, marks=SLOW) for case in [(0, 1, True), (61, 5, False), (300, 1, False), (600, 3, True)]),
     ],
 )
 @pytest.mark.parametrize("name", [*WANTS, "a long window"])

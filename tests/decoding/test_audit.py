@@ -229,7 +229,11 @@ def clean(found: Audit, tokens: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("params", "prefill"), [(SamplingParams(), 300), (SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 1)]
+    ("params", "prefill"),
+    [
+        (SamplingParams(), 300),
+        pytest.param(SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 1, marks=pytest.mark.slow),
+    ],
 )
 def test_the_bundled_model(params: SamplingParams, prefill: int) -> None:
     model = demo()
@@ -241,6 +245,7 @@ def test_the_bundled_model(params: SamplingParams, prefill: int) -> None:
     assert found.exact >= 199
 
 
+@pytest.mark.slow
 def test_rounding_of_a_short_text_is_not_that_of_its_first_tokens() -> None:
     """With nothing in the cache, passes of all widths round nearly alike."""
     model = demo(dtype="bfloat16", exact=False)
@@ -310,7 +315,7 @@ def test_lengths_about_those_of_chunks_and_stretches() -> None:
     target, prompt = tiny_target(), random_prompt(30)
     params = parameters(temperature=0.7, penalty=1.3, window=7)
     tokens = decode_method("ar", target, prompt, params, 3, 520)
-    for length in (1, 31, 32, 33, 64, 256, 257, 520):
+    for length in (1, 31, 32, 33, 257, 520):
         assert audit(target, prompt, tokens[:length], params, 3).exact == length
 
 
@@ -330,7 +335,7 @@ def test_a_large_vocabulary_is_judged_in_parts(monkeypatch: pytest.MonkeyPatch) 
     tokens = decode_method("ar", target, prompt, params, 3, 300)
     tokens[150] = (tokens[150] + 1) % 97
     whole = audit(target, prompt, tokens, params, 3)
-    for rows in (1, 3, 100):
+    for rows in (3, 100):
         monkeypatch.setattr(module, "_ELEMENTS", rows * 97)
         parts = audit(target, prompt, tokens, params, 3)
         assert parts.findings == whole.findings != ()

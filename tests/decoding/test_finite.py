@@ -175,7 +175,7 @@ def run_until_broken(run: Decoding) -> tuple[list[int], str]:
             return written, str(error)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ar", "tokenswift", "reuse", "magicdec"])
 def test_what_was_written_before_stays(method: str) -> None:
     prompt, params = random_prompt(20), parameters(temperature=0.5, penalty=1.2, window=9)
     plain = decode_method("ar", broken_target(lambda model: None), prompt, params, 5, 60)

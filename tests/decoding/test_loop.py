@@ -124,7 +124,7 @@ def test_a_prompt_of_one_token_and_lengths_that_cut_a_step(method: str) -> None:
     target = tiny_target()
     params = parameters(temperature=0.3)
     whole = decode_method("ar", target, [5], params, 3, 24)
-    for length in (1, 2, 3, 5, 11, 24):
+    for length in (1, 2, 5, 24):
         assert decode_method(method, target, [5], params, 3, length, PAPER) == whole[:length]
 
 
@@ -157,7 +157,7 @@ def test_no_draft_changes_the_text_however_it_lies() -> None:
             random.shuffle(paths)
             return paths
 
-        for limit in (2, 7, 64):
+        for limit in (2, 64):
             steps = decode_steps(target, Drafter([Proposals(lies)], 2, limit), prompt, params, 17, 150)
             assert tokens_of(steps) == plain, (params, limit)
             assert max(step.nodes for step in steps) <= limit

@@ -103,7 +103,7 @@ def test_a_stop_string_cuts_a_step_and_spans_tokens(model: LoadedModel) -> None:
     cut = 0
     whole = steps_of(model, "recall", greedy)
     tokens = tokens_of(whole)
-    for count in range(10, len(tokens)):
+    for count in range(10, len(tokens), 2):
         before, text = text_of(model, tokens[: count - 2]), text_of(model, tokens[:count])
         stop = text[len(before) - 1 :]  # of several tokens
         expected = first_stop(model, tokens, [stop])[0]
@@ -111,7 +111,7 @@ def test_a_stop_string_cuts_a_step_and_spans_tokens(model: LoadedModel) -> None:
         assert tokens_of(steps) == tokens[:expected]
         assert all(step.accepted <= len(step.tokens) for step in steps)
         cut += len(steps[-1].tokens) < len(whole[len(steps) - 1].tokens)
-    assert cut > 5
+    assert cut > 2
 
 
 def test_a_stop_string_in_what_was_written_is_refused(model: LoadedModel) -> None:

@@ -148,7 +148,7 @@ def test_the_target_over_its_own_cache(kv: str) -> None:
         assert selections >= 3 if kv in ("snapkv", "dynamic") else selections == 1
 
 
-@pytest.mark.parametrize("method", ["standalone", "triforce"])
+@pytest.mark.parametrize("method", ["standalone", pytest.param("triforce", marks=pytest.mark.slow)])
 def test_a_small_model_that_is_the_target_itself(method: str) -> None:
     """Then it drafts what will be drawn as long as it holds the text; and past that the text is still right."""
     prompt, target = random_prompt(30, 6), tiny_target()

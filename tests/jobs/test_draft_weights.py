@@ -44,9 +44,13 @@ def test_who_takes_it() -> None:
     assert weights_for(["cascade"], "none") is None
     assert weights_for(["ar"], None) is None
     for method in ("ar", "medusa", "reuse", "recall", "standalone", "ar-reference"):
-        with pytest.raises(InputError, match=rf"^draft_weights: {method} does not draft with the model itself; tokenswift"):
+        with pytest.raises(
+            InputError, match=rf"^draft_weights: {method} does not draft with the model itself; tokenswift"
+        ):
             weights_for([method], "int8")
-    with pytest.raises(InputError, match=r"^draft_weights: none of ar, medusa drafts with the model itself; tokenswift"):
+    with pytest.raises(
+        InputError, match=r"^draft_weights: none of ar, medusa drafts with the model itself; tokenswift"
+    ):
         weights_for(["ar", "medusa"], "none")
 
 
@@ -88,7 +92,9 @@ def test_it_is_refused_where_no_pass_of_the_model_drafts(checkpoint: Path, tmp_p
     for length in (20, 25):  # finished, and gone on with
         with pytest.raises(InputError, match=r"^draft_weights: ar does not draft with the model itself; tokenswift"):
             resume(tmp_path / "run", {"length": length, "draft_weights": "int8"}, False, WORDS)
-    with pytest.raises(InputError, match=r"^draft_weights: none of ar, medusa drafts with the model itself; tokenswift"):
+    with pytest.raises(
+        InputError, match=r"^draft_weights: none of ar, medusa drafts with the model itself; tokenswift"
+    ):
         configure(BenchOptions(("ar", "medusa"), model=str(checkpoint), draft_weights="int8"))
     figure = find_suite("table12")
     with pytest.raises(InputError, match=r"^draft_weights: must be one of none, int8, fp8, int4, got 'int9'"):

@@ -114,7 +114,7 @@ def calls_of(asked: RunConfig, faulty: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=() if name in ("ar", "tokenswift") else pytest.mark.slow) for name in METHODS]
+    "method", [pytest.param(name, marks=() if name == "tokenswift" else pytest.mark.slow) for name in METHODS]
 )
 def test_killed_at_any_call(asked: RunConfig, whole: tuple[list[int], bytes], faulty: Any, method: str) -> None:
     """At random calls, in turn by a kill and by a power cut; killed once more while going on."""
@@ -239,8 +239,7 @@ def test_a_power_cut_takes_nothing_from_a_finished_run(
         assert (tokens_in(asked.out), (asked.out / "text.txt").read_bytes()) == whole
 
 
-@pytest.mark.parametrize("fault", ["full", "broken"])
-@pytest.mark.parametrize("part", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize(("fault", "part"), [("full", 0.2), ("broken", 0.5), ("full", 0.9)])
 def test_a_disk_that_fails(
     asked: RunConfig, whole: tuple[list[int], bytes], faulty: Any, fault: str, part: float
 ) -> None:

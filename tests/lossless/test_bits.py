@@ -104,6 +104,7 @@ def test_native_attention(held: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(why_not("triton", torch.float32, CPU) is not None, reason="no interpreter")
+@pytest.mark.slow
 def test_triton_attention() -> None:
     """Interpreted, which takes a tenth of a second for every layer of a pass."""
     target = Target(network("Gemma 2 (windows, soft caps)", torch.bfloat16), BACKENDS["triton"]())

@@ -189,7 +189,7 @@ def test_heads_remember_their_base_model(checkpoint: Path, other: Path, tmp_path
     path = tmp_path / "mine.safetensors"
     network = load(str(checkpoint), dtype="float32").target.model
     kind(32, 2).save(path, base=fingerprint_in_any_dtype(network))
-    for dtype in ("float64", "bfloat16"):
+    for dtype in ("float64", "float32"):
         loaded = load(str(checkpoint), dtype=dtype, heads=path, exact=False).heads
         assert loaded is not None
         assert loaded.base == fingerprint_in_any_dtype(network)

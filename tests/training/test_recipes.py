@@ -70,6 +70,7 @@ def test_the_recipe_makes_a_model_that_generates(tmp_path: Path, corpus: Path, m
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_the_recipe_makes_a_draft_model(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(demo_draft, monkeypatch, POSITIONS=(0, 40), WINDOW=16, TEXTS=2)
     path = tmp_path / "work" / "corpus" / "kept.parquet"

@@ -82,6 +82,7 @@ def same(first: Path, second: Path, kind: str) -> None:
     assert lines_of(first) == lines_of(second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_trains_beside_a_model_in_bfloat16(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
@@ -151,7 +152,9 @@ def test_a_draft_model_learns_to_draw_what_the_model_draws(tiny: Tiny, tmp_path:
     assert {str(value.dtype) for value in load_file(tmp_path / "out" / MODEL).values()} == {"torch.bfloat16"}
 
 
-@pytest.mark.parametrize(("objective", "markov"), [("text", "vanilla"), ("distill", "rnn")])
+@pytest.mark.parametrize(
+    ("objective", "markov"), [("text", "vanilla"), pytest.param("distill", "rnn", marks=pytest.mark.slow)]
+)
 def test_a_block_drafter_learns_and_drafts_for_its_model(
     tiny: Tiny, tmp_path: Path, objective: str, markov: str
 ) -> None:
