@@ -238,7 +238,7 @@ FAULTS = [
     Fault("what waited is asked with the new server's defaults", "serving/runs.py", "serving/test_killing.py",
           "{**self._typed_model, **typed}", "self._typed"),
     Fault("a reader that comes back gets the text anew", "serving/routes.py", "serving/test_killing.py",
-          "run.request, have or (0, 0)", "run.request, (0, 0)"),
+          "tokens, start = have or (0, 0)", "tokens, start = 0, 0"),
     Fault("a dropped connection cancels", "serving/routes.py", "serving/test_server.py",
           "if leaving else None", "if run else None"),
 ]  # fmt: skip

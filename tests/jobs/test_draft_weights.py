@@ -44,13 +44,9 @@ def test_who_takes_it() -> None:
     assert weights_for(["cascade"], "none") is None
     assert weights_for(["ar"], None) is None
     for method in ("ar", "medusa", "reuse", "recall", "standalone", "ar-reference"):
-        with pytest.raises(
-            InputError, match=rf"^draft_weights: {method} does not draft with the model itself; tokenswift"
-        ):
+        with pytest.raises(InputError, match=rf"^draft_weights: {method} does not draft with the model itself; "):
             weights_for([method], "int8")
-    with pytest.raises(
-        InputError, match=r"^draft_weights: none of ar, medusa drafts with the model itself; tokenswift"
-    ):
+    with pytest.raises(InputError, match=r"^draft_weights: none of ar, medusa drafts with the model itself; "):
         weights_for(["ar", "medusa"], "none")
 
 
@@ -86,15 +82,13 @@ def test_a_run_begun_without_goes_on_with(checkpoint: Path, tmp_path: Path) -> N
 
 
 def test_it_is_refused_where_no_pass_of_the_model_drafts(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^draft_weights: reuse does not draft with the model itself; tokenswift"):
+    with pytest.raises(InputError, match=r"^draft_weights: reuse does not draft with the model itself; "):
         start(_settings(checkpoint, tmp_path, method="reuse", draft_weights="int8"), WORDS)
     start(_settings(checkpoint, tmp_path, method="ar"), WORDS).run(lambda *given: None)
     for length in (20, 25):  # finished, and gone on with
-        with pytest.raises(InputError, match=r"^draft_weights: ar does not draft with the model itself; tokenswift"):
+        with pytest.raises(InputError, match=r"^draft_weights: ar does not draft with the model itself; "):
             resume(tmp_path / "run", {"length": length, "draft_weights": "int8"}, False, WORDS)
-    with pytest.raises(
-        InputError, match=r"^draft_weights: none of ar, medusa drafts with the model itself; tokenswift"
-    ):
+    with pytest.raises(InputError, match=r"^draft_weights: none of ar, medusa drafts with the model itself; "):
         configure(BenchOptions(("ar", "medusa"), model=str(checkpoint), draft_weights="int8"))
     figure = find_suite("table12")
     with pytest.raises(InputError, match=r"^draft_weights: must be one of none, int8, fp8, int4, got 'int9'"):

@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -45,13 +45,18 @@ _MOST_CONNECTIONS = 512
 _MOST_HEADERS = 32_768  # bytes
 _EVENT_ID = re.compile(r"(\d{1,15}):(\d{1,15})")
 _PAGE = Path(__file__).with_name("page.html")
-_TYPES = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def _error_body(error: Refused) -> dict[str, Any]:
     """An error in OpenAI's format."""
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def _error(error: Refused, headers: Mapping[str, str] | None = None) -> Response:
+    of_a_run = _NO_RETRY if error.status == 409 else {}
+    return JSONResponse(_error_body(error), error.status, {**error.headers, **of_a_run, **(headers or {})})
 
 
 class Gate:
@@ -69,35 +74,28 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or let the application answer."""
         refusal = self._refusal(HttpRequest(scope)) if scope["type"] == "http" else None
-        await (refusal or self._app)(scope, receive, send)
+        await (self._app if refusal is None else _error(refusal))(scope, receive, send)
 
-    def _refusal(self, request: HttpRequest) -> Response | None:
+    def _refusal(self, request: HttpRequest) -> Refused | None:
         if self._key is None:
             host = request.headers.get("host", "")
             name = host.rpartition(":")[0] if re.search(r":\d*$", host) and not host.endswith("]") else host
             if name.strip("[]") not in self._names:
-                return JSONResponse(error_body(403, f"Host {name!r:.80} is not served", code="wrong_host"), 403)
+                return Refused(403, f"Host {name!r:.80} is not served", code="wrong_host")
             origin = request.headers.get("origin")
             elsewhere = origin is not None and origin.partition("://")[2] != host
             if elsewhere or request.headers.get("sec-fetch-site") == "cross-site":
-                message = "a page of another site cannot ask a server without a key"
-                return JSONResponse(error_body(403, message, code="wrong_origin"), 403)
+                return Refused(403, "a page of another site cannot ask a server without a key", code="wrong_origin")
         elif request.scope["path"] not in ("/health", "/"):
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key.encode()):
                 message = "a wrong API key, or none; it is sent as Authorization: Bearer KEY"
-                return JSONResponse(error_body(401, message, code="invalid_api_key"), 401)
+                return Refused(401, message, code="invalid_api_key")
         return None
 
 
 class Api:
-    """The routes.
-
-    Args:
-        service: the runs.
-        started: Unix time.
-        demo_page: whether ``/`` is a page that shows a text being written.
-    """
+    """The routes; with a demo page, ``/`` shows a text being written."""
 
     def __init__(self, service: Service, config: ServeConfig, demo_page: bool) -> None:
         self._service, self._model, self._started = service, service.model, int(time.time())
@@ -116,7 +114,7 @@ class Api:
         if demo_page:
             routes.append(Route("/", self._page))
         handlers: dict[Any, Callable[..., Any]] = {
-            Refused: _refusal,
+            Refused: _refused,
             HTTPException: _no_route,
             ClientDisconnect: _nobody,
             Exception: _mistake,
@@ -147,8 +145,7 @@ class Api:
         return JSONResponse({"object": "list", "data": [self._about_model()]})
 
     async def _one_model(self, request: HttpRequest) -> Response:
-        if request.path_params["name"] != self._model.name:
-            name = request.path_params["name"]
+        if (name := request.path_params["name"]) != self._model.name:
             raise Refused(404, f"the model {name!r:.80} is not served here", "model", "model_not_found")
         return JSONResponse(self._about_model())
 
@@ -156,14 +153,11 @@ class Api:
 
     async def _create(self, request: HttpRequest, chat: bool) -> Response:
         if "last-event-id" in request.headers:
-            message = (
-                "Last-Event-ID goes with GET /v1/runs/ID/events or POST /v1/runs/ID/resume: this would be a new run"
-            )
-            raise Refused(400, message, "Last-Event-ID")
+            message = "goes with GET /v1/runs/ID/events or POST /v1/runs/ID/resume: this would be a new run"
+            raise Refused(400, f"Last-Event-ID {message}", "Last-Event-ID")
         body = await run_in_threadpool(parse_body, await _body(request))
         run = await run_in_threadpool(self._service.accept, body, chat)
-        assert run.request is not None
-        return await self._answer(request, run, run.request.stream, leaving=run.request.cancel_on_disconnect)
+        return await self._answer(request, run, run.wants("stream"), leaving=run.wants("cancel_on_disconnect"))
 
     async def _answer(
         self,
@@ -173,12 +167,9 @@ class Api:
         have: tuple[int, int] | None = None,
         leaving: bool = False,
     ) -> Response:
-        """Follow a run to its end, or to the end of the connection.
+        """Follow a run to its end, or to the end of the connection; which, ``leaving``, cancels the run.
 
-        Args:
-            stream: as events, rather than whole.
-            have: tokens and bytes that a reader has who comes again.
-            leaving: the end of the connection cancels the run.
+        Where it is not streamed it comes whole. A reader who comes again says what they ``have``: tokens and bytes.
         """
         if stream:
             then = BackgroundTask(self._service.cancel, run) if leaving else None  # a run that is done stays done
@@ -193,26 +184,28 @@ class Api:
         if run.open and leaving:
             await run_in_threadpool(self._service.cancel, run)
         if run.state != FINISHED:
-            status, error = self._failure(run)
-            return JSONResponse(error, status, {"X-Run-Id": run.id, **_NO_RETRY})
-        return JSONResponse(self._whole(run), headers={"X-Run-Id": run.id})
+            return _error(_failure(run), {"X-Run-Id": run.id, **_NO_RETRY})
+        text = run.text.decode(errors="replace")
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice = {
+            "index": 0,
+            **({"message": message} if run.wants("chat") else {"text": text}),
+            "logprobs": Logprobs(run, self._model.tokenizer, 0).up_to(run.stats.tokens),
+            "finish_reason": run.finish_reason,
+        }
+        whole = {**self._head(run), "choices": [choice], "usage": _usage(run), **_figures(run)}
+        return JSONResponse(whole, headers={"X-Run-Id": run.id})
 
     async def _events(self, run: Run, have: tuple[int, int] | None) -> AsyncIterator[str]:
         """A run's text as server-sent events; an event's id says how many tokens and bytes came so far."""
-        request, (tokens, start) = run.request, have or (0, 0)
+        tokens, start = have or (0, 0)
         logprobs = Logprobs(run, self._model.tokenizer, tokens)
-        chat, figures = request is not None and request.chat, request is not None and request.figures
-        usage = request is not None and request.include_usage
+        head, chat, usage = self._head(run, ".chunk"), run.wants("chat"), run.wants("include_usage")
         # lines without an empty one behind them: clients may take that for an event without data
         yield "retry: 1000\n"
 
         def event(choices: list[dict[str, Any]], **others: Any) -> str:
-            chunk = {
-                **self._head(run, chat, chunk=True),
-                "choices": choices,
-                **({"usage": None} if usage else {}),
-                **others,
-            }
+            chunk = {**head, "choices": choices, **({"usage": None} if usage else {}), **others}
             return f"id: {tokens}:{start}\ndata: {json.dumps(chunk)}\n\n"
 
         def choice(text: str | None, reason: str | None = None, role: bool = False) -> list[dict[str, Any]]:
@@ -230,7 +223,7 @@ class Api:
             piece = run.read(tokens, start)
             if piece is not None:
                 text, tokens, start = piece
-                yield event(choice(text), **({"figures": run.figures()} if figures else {}))
+                yield event(choice(text), **_figures(run))
                 last = time.monotonic()
             elif whole:
                 break
@@ -239,33 +232,17 @@ class Api:
                 last = time.monotonic()
             await asyncio.sleep(0 if whole else _LOOK_SECONDS)
         if run.state != FINISHED:
-            yield f"data: {json.dumps(self._failure(run)[1])}\n\n"
+            yield f"data: {json.dumps(_error_body(_failure(run)))}\n\n"
             return
         tokens = max(tokens, run.stats.tokens)  # those that end a text are no part of it
-        yield event(choice(None, run.finish_reason), **({"figures": run.figures()} if figures else {}))
+        yield event(choice(None, run.finish_reason), **_figures(run))
         if usage:
             yield event([], usage=_usage(run))
         yield "data: [DONE]\n\n"
 
-    def _head(self, run: Run, chat: bool, chunk: bool = False) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion"
+    def _head(self, run: Run, part: str = "") -> dict[str, Any]:
+        kind = f"chat.completion{part}" if run.wants("chat") else "text_completion"
         return {"id": run.id, "object": kind, "created": run.created, "model": self._model.name}
-
-    def _whole(self, run: Run) -> dict[str, Any]:
-        text, reason = run.text.decode(errors="replace"), run.finish_reason
-        chat = run.request is not None and run.request.chat
-        message = {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
-        logprobs = Logprobs(run, self._model.tokenizer, 0).up_to(run.stats.tokens)
-        choice = {"index": 0, **message, "logprobs": logprobs, "finish_reason": reason}
-        figures = {"figures": run.figures()} if run.request is not None and run.request.figures else {}
-        return {**self._head(run, chat), "choices": [choice], "usage": _usage(run), **figures}
-
-    def _failure(self, run: Run) -> tuple[int, dict[str, Any]]:
-        """Why a run has ended before its text: a status and an error."""
-        where = f"{run.id} has {run.stats.tokens:,} tokens, and POST /v1/runs/{run.id}/resume goes on"
-        status = 400 if run.refusal else 500 if run.state == FAILED else 503
-        message = f"{run.reason or f'the run is {run.state}'}; {where}"
-        return status, error_body(status, message, code=f"run_{run.state}".replace(" ", "_"))
 
     # --- runs
 
@@ -301,7 +278,7 @@ class Api:
         have = _have(request)
         run = await run_in_threadpool(self._service.find, request.path_params["id"])
         if not run.open and run.state != FINISHED:
-            raise Refused(409, self._failure(run)[1]["error"]["message"], "id", "run_not_running")
+            raise Refused(409, _failure(run).message, "id", "run_not_running")
         return await self._answer(request, run, True, have)
 
     async def _resume(self, request: HttpRequest) -> Response:
@@ -315,7 +292,7 @@ class Api:
             raise Refused(400, "stream must be true or false", "stream")
         run = await run_in_threadpool(self._service.resume, request.path_params["id"], body.get("max_tokens"))
         if stream is None:
-            stream = have is not None or (run.request is not None and run.request.stream)
+            stream = have is not None or run.wants("stream")
         return await self._answer(request, run, stream, have)
 
     async def _cancel(self, request: HttpRequest) -> Response:
@@ -339,68 +316,71 @@ class Logprobs:
 
     def __init__(self, run: Run, tokenizer: Any, given: int) -> None:
         self._run, self._tokenizer, self._given = run, tokenizer, given
-        self._request = run.request if run.request is not None and run.request.config.logprobs is not None else None
         self._stream = TextStream(tokenizer)
         self._offset: int | None = None  # of the first token to give, once it is made
 
     def up_to(self, tokens: int) -> dict[str, Any] | None:
         """Those of the tokens that were not given yet; None if there are none."""
-        ids = self._run.ids[self._given : tokens].tolist()
-        if self._request is None or not ids:
+        request, ids = self._run.request, self._run.ids[self._given : tokens].tolist()
+        if request is None or request.config.logprobs is None or not ids:
             return None
-        top = self._request.config.logprobs or 0
         if self._offset is None:
             self._offset = len(self._stream.add(self._run.ids[: self._given].tolist()))
-        kind = row_type(top)
+        kind = row_type(request.config.logprobs)
         held = self._run.rows[self._given * kind.itemsize : tokens * kind.itemsize]
         rows, self._given = np.frombuffer(bytes(held), kind), tokens
-        others = [
-            list(zip(row["raw_ids"].tolist(), row["raw_top"].tolist(), strict=True)) if top else [] for row in rows
-        ]
-        by_model, drawn = rows["raw"].tolist(), rows["warped"].tolist()
-        if self._request.chat:
-            return {
-                "content": [
-                    {
-                        **self._entry(token, log),
-                        "drawn_logprob": by,
-                        "top_logprobs": [self._entry(*each) for each in near],
-                    }
-                    for token, log, by, near in zip(ids, by_model, drawn, others, strict=True)
-                ],
-                "refusal": None,
-            }
+        content = [self._about(token, row) for token, row in zip(ids, rows, strict=True)]
+        if request.chat:
+            return {"content": content, "refusal": None}
         offsets = []
         for token in ids:
             offsets.append(self._offset)
             self._offset += len(self._stream.add([token]))
         return {
-            "tokens": [self._text(token) for token in ids],
-            "token_logprobs": by_model,
-            "drawn_logprobs": drawn,
-            "top_logprobs": [
-                self._likeliest([*near, drawn_one])
-                for near, drawn_one in zip(others, zip(ids, by_model, strict=True), strict=True)
-            ]
-            if top
+            "tokens": [each["token"] for each in content],
+            "token_logprobs": [each["logprob"] for each in content],
+            "drawn_logprobs": [each["drawn_logprob"] for each in content],
+            "top_logprobs": [_likeliest([*each["top_logprobs"], each]) for each in content]
+            if request.config.logprobs
             else None,
             "text_offset": offsets,
         }
 
-    def _likeliest(self, near: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Tokens' texts, likeliest first; of tokens with the same text, such as parts of characters, the likeliest."""
-        found: dict[str, float] = {}
-        for token, log in near:
-            found.setdefault(self._text(token), log)
-        return found
-
-    def _text(self, token: int) -> str:
-        return str(self._tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
+    def _about(self, token: int, row: Any) -> dict[str, Any]:
+        near = (
+            zip(row["raw_ids"].tolist(), row["raw_top"].tolist(), strict=True) if "raw_ids" in row.dtype.names else ()
+        )
+        others = [self._entry(*each) for each in near]
+        return {
+            **self._entry(token, float(row["raw"])),
+            "drawn_logprob": float(row["warped"]),
+            "top_logprobs": others,
+        }
 
     def _entry(self, token: int, log: float) -> dict[str, Any]:
-        text = self._text(token)
+        text = str(self._tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
         whole = "\N{REPLACEMENT CHARACTER}" not in text
         return {"token": text, "logprob": log, "bytes": list(text.encode()) if whole else None}
+
+
+def _likeliest(near: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Tokens' texts, likeliest first; of tokens with the same text, such as parts of characters, the likeliest."""
+    found: dict[str, float] = {}
+    for each in near:
+        found.setdefault(each["token"], each["logprob"])
+    return found
+
+
+def _failure(run: Run) -> Refused:
+    """Why a run has ended before its text."""
+    where = f"{run.id} has {run.stats.tokens:,} tokens, and POST /v1/runs/{run.id}/resume goes on"
+    status = 400 if run.refusal else 500 if run.state == FAILED else 503
+    reason = run.reason or f"the run is {run.state}"
+    return Refused(status, f"{reason}; {where}", code=f"run_{run.state}".replace(" ", "_"))
+
+
+def _figures(run: Run) -> dict[str, Any]:
+    return {"figures": run.figures()} if run.wants("figures") else {}
 
 
 def _usage(run: Run) -> dict[str, Any]:
@@ -464,17 +444,13 @@ async def _body(request: HttpRequest, optional: bool = False) -> bytes:
         raise Refused(408, f"the body did not come within {_BODY_SECONDS:g} seconds", code="timeout") from None
 
 
-async def _refusal(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    content = error_body(error.status, error.message, error.param, error.code)
-    of_a_run = _NO_RETRY if error.status == 409 else {}
-    return JSONResponse(content, error.status, {**error.headers, **of_a_run})
+async def _refused(request: HttpRequest, error: Refused) -> Response:
+    return _error(error)
 
 
-async def _no_route(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _no_route(request: HttpRequest, error: HTTPException) -> Response:
     message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
-    return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+    return _error(Refused(error.status_code, message), error.headers)
 
 
 async def _nobody(request: HttpRequest, error: Exception) -> Response:
@@ -482,7 +458,7 @@ async def _nobody(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _mistake(request: HttpRequest, error: Exception) -> Response:
-    return JSONResponse(error_body(500, f"unexpected {type(error).__name__}; a mistake in tswift"), 500)
+    return _error(Refused(500, f"unexpected {type(error).__name__}; a mistake in tswift"))
 
 
 class _Protocol(H11Protocol):

@@ -107,6 +107,10 @@ class Run:
         """Its folder's name."""
         return self.path.name
 
+    def wants(self, what: str) -> bool:
+        """Whether it is a request with this field set."""
+        return self.request is not None and bool(getattr(self.request, what))
+
     @property
     def open(self) -> bool:
         """Whether its text may still grow."""
