@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +166,15 @@ def resume(
             _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
             return None
         _refuse_full_disk(path, config.length - made, OPTION, _row_bytes(config))
-        model = loaded or _load(run, config, "exact" in asked, ranks)
-        _refuse_other_model(run, config, model)
+        model = loaded or load_exact_or_not(
+            "exact" in asked,
+            config.model,
+            quantize=config.quantize,
+            exact=config.exact,
+            ranks=ranks,
+            **config.loading(),
+        )
+        draft = _refuse_other_model(run, config, model).get("draft")
         text = TextStream(model.tokenizer, config.stop)
         if config.stop:
             text.add(saved.tokens)
@@ -184,7 +190,7 @@ def resume(
             stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
         except ValueError as error:
             raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
-        draft, before = _draft_identity(model), text.add(tokens)
+        before = text.add(tokens)
         folder = RunFolder.reopen(path, lock, checkpoint, before, _row_bytes(config))
         unlocking.pop_all()
     about = {name: run.record[name] for name in _KEPT if name in run.record}
@@ -234,13 +240,11 @@ def used_options(method: str, options: DraftOptions) -> dict[str, Any]:
 
 def _identity(model: LoadedModel) -> dict[str, Any]:
     """What was loaded and how, down to every bit of its weights."""
-    weights, draft = model.weights or weights_hash(model.target.model), _draft_identity(model)
+    weights = model.weights or weights_hash(model.target.model)
     identity = {**model.about(), "weights": weights, "config": config_hash(model.target.model)}
-    return identity if draft is None else {**identity, "draft": draft}
-
-
-def _draft_identity(model: LoadedModel) -> dict[str, Any] | None:
-    return None if model.draft is None else {"name": model.draft_name, "weights": weights_hash(model.draft.model)}
+    if model.draft is not None:
+        identity["draft"] = {"name": model.draft_name, "weights": weights_hash(model.draft.model)}
+    return identity
 
 
 def _row_bytes(config: RunConfig) -> int:
@@ -275,11 +279,10 @@ def _drafting_notes(config: RunConfig, generation: Generation, prompt: int, widt
 
 
 def _lock(path: Path) -> Lock:
-    read_record(path)  # a folder without one is none to put a lock into
+    process = read_record(path).get("process")  # a folder without a record is none to put a lock into
     try:
         return Lock(path)
     except InUse:
-        process = read_record(path).get("process")
         who = "process {pid} on {host}".format(**process) if isinstance(process, dict) else "another process"
         raise InputError(f"{path} is in use: {who} is writing it", OPTION) from None
     except OSError as error:
@@ -315,19 +318,18 @@ def _changed(config: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
     return replace(config, **changes, drafting={**config.drafting, **drafting})
 
 
-def _load(run: RunRecord, config: RunConfig, exact_typed: bool, ranks: Dist) -> LoadedModel:
-    """The run's model, loaded as it was then."""
-    load_run = partial(load, config.model, quantize=config.quantize, ranks=ranks, **config.loading())
+def load_exact_or_not(typed: bool, *name: str, exact: bool | None, **how: Any) -> LoadedModel:
+    """A run's model loaded as it was then; where exact passes cannot be had, and were not typed, without them."""
     try:
-        return load_run(exact=config.exact)
-    except InputError as error:  # on other machines, or more ranks, it goes on without; notes tell
-        if error.field != "exact" or exact_typed:
+        return load(*name, exact=exact, **how)
+    except InputError as error:  # on other machines, or more ranks; notes tell
+        if error.field != "exact" or typed:
             raise
-        return load_run(exact=False)
+        return load(*name, exact=False, **how)
 
 
-def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -> None:
-    """Refuse a model that is not the one the run was made with."""
+def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -> dict[str, Any]:
+    """Refuse a model that is not the one the run was made with; returns what it is."""
     identity, known = _identity(model), run.record["model"]
     for what in ("weights", "config", "eos_ids", "heads"):
         if identity[what] != known.get(what):
@@ -336,6 +338,7 @@ def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -
     own = identity.get("kv_dtype", identity["dtype"])
     if own != config.kv_dtype:
         raise InputError(f"{run.path} was made with a KV cache in {config.kv_dtype}, not in {own}", "kv_dtype")
+    return identity
 
 
 def _resume_notes(

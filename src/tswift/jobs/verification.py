@@ -15,6 +15,7 @@ from tswift.errors import InputError
 from tswift.jobs.config import AuditConfig, RunConfig
 from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens
 from tswift.jobs.prompt import take
+from tswift.jobs.start import load_exact_or_not
 from tswift.models.config import refuse_shape
 from tswift.models.devices import find_device
 from tswift.models.load import LoadedModel, load
@@ -52,13 +53,7 @@ def run_input(run: RunRecord, **asked: Any) -> AuditInput:
     how = {**{name: getattr(config, name) for name in own}, "kv_dtype": _kv_dtype(config, asked), **asked}
     refuse_shape(how["model"])
     _tokens(run)  # better now than after a model was loaded
-    try:
-        loaded = load(**how)
-    except InputError as error:
-        if error.field != "exact" or exact:
-            raise
-        loaded = load(**{**how, "exact": False})
-    audited = with_model(run, loaded)
+    audited = with_model(run, load_exact_or_not(bool(exact), **how))
     if exact and audited.note:
         raise InputError(f"cannot be had here: {audited.note}", "exact")
     return replace(audited, note=None) if exact is False else audited

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import threading
 import time
 from array import array
@@ -40,6 +39,7 @@ from tswift.jobs.folder import (
     Entry,
     default_path,
     look,
+    made_folder,
     read_tokens,
     write_whole,
 )
@@ -245,15 +245,18 @@ class Service:
         self._refuse_full()
         with self._accepting:  # one at a time: prompts of megabytes take memory
             request, prompt = self._fitted(request)
+            run = Run(default_path(request.config.method, self._config.runs), request, int(time.time()))
+            run.prompt, run.prompt_tokens = prompt, len(prompt)
             with self._guard:
                 self._refuse_full()
-                run = self._new(request)
-            run.prompt, run.prompt_tokens = prompt, len(prompt)
+                self._runs[run.id] = run
             try:
-                write_whole(run.path / REQUEST, _stored(request, run.created))
-            except OSError as error:
-                self._forget(run)
-                raise Refused(507, f"the run's folder cannot be written ({error.strerror})") from None
+                with made_folder(run.path):
+                    write_whole(run.path / REQUEST, _stored(request, run.created))
+            except (InputError, OSError) as error:
+                with self._guard:
+                    del self._runs[run.id]
+                raise Refused(507, f"the run's folder cannot be written: {error}") from None
             self._turns.put(run)
         return run
 
@@ -343,17 +346,20 @@ class Service:
             ended = "an end-of-text token" if run.end == _EOS else "a stop string"
             message = f"{run.id} ended at {ended}: max_tokens cannot make it longer"
             raise Refused(409, message, "max_tokens", "run_ended")
-        prompt, most = run.prompt_tokens, self.model.target.max_positions
+        prompt = run.prompt_tokens
         if not prompt and run.request is not None:  # it was never begun
             with self._accepting:
                 prompt = len(self._fitted(run.request)[1])
-        if prompt + length > most:
+        self._refuse_excess(prompt, length, "max_tokens")
+
+    def _refuse_excess(self, prompt: int, length: int, param: str) -> None:
+        if prompt + length > (most := self.model.target.max_positions):
             sizes = f"{prompt:,} prompt tokens and {length:,} new ones need more than the model's {most:,} positions"
-            raise Refused(400, f"max_tokens: {sizes}", "max_tokens", "context_length_exceeded")
+            raise Refused(400, f"{param}: {sizes}", param, "context_length_exceeded")
 
     def _fitted(self, request: Request) -> tuple[Request, Sequence[int]]:
         """A request with its prompt's token ids, and a length that the model has room for."""
-        target, model = self.model.target, self.model
+        target, model, config = self.model.target, self.model, request.config
         try:
             if request.chat:
                 text = render_chat(model.tokenizer, model.name, request.prompt)
@@ -363,45 +369,19 @@ class Service:
             if not ids or not all(0 <= token < target.vocab_size for token in ids):
                 raise InputError(f"must have tokens, all of them below {target.vocab_size:,}", "prompt")
             room = target.max_positions - len(ids)
-            length = request.config.length
-            if room < 1 or (request.bounded and length > room):
-                names = {name for name in ("max_tokens", "max_completion_tokens") if request.body.get(name) is not None}
-                param = next(iter(names)) if room > 0 and names else "prompt"
-                raise Refused(
-                    400,
-                    f"{param}: {len(ids):,} prompt tokens and {length:,} new ones need more than the model's "
-                    f"{target.max_positions:,} positions",
-                    param,
-                    "context_length_exceeded",
-                )
-            for token in request.config.params().logit_bias:
+            self._refuse_excess(len(ids), 1, "prompt")
+            if request.bounded:
+                limits = ("max_tokens", "max_completion_tokens")
+                self._refuse_excess(len(ids), config.length, next(n for n in limits if request.body.get(n) is not None))
+            for token in config.params().logit_bias:
                 if token >= target.vocab_size:
                     raise InputError(f"has token id {token:,}, the model has {target.vocab_size:,}", "logit_bias")
-            method, config = find_method(request.config.method), request.config
             resolve(config.method, target, model.heads, config.options())
-            if method.draft and model.draft is None:
+            if find_method(config.method).draft and model.draft is None:
                 raise InputError(f"{config.method} drafts with a smaller model, and none is loaded", "method")
         except InputError as error:
             raise refused(error, {}, "messages" if request.chat else "prompt") from None
-        return with_length(request, min(length, room)), ids
-
-    def _new(self, request: Request) -> Run:
-        """A run's folder, made, and its place in the queue."""
-        while True:
-            path = default_path(request.config.method, self._config.runs)
-            try:
-                path.mkdir()
-            except FileExistsError:
-                continue
-            except OSError as error:
-                raise Refused(507, f"no folder can be made for the run ({error.strerror})") from None
-            run = self._runs[path.name] = Run(path, request, int(time.time()))
-            return run
-
-    def _forget(self, run: Run) -> None:
-        with self._guard:
-            self._runs.pop(run.id, None)
-        shutil.rmtree(run.path, ignore_errors=True)
+        return with_length(request, min(config.length, room)), ids
 
     # --- decoding
 
@@ -447,12 +427,10 @@ class Service:
             return FINISHED
         except _Stop:
             return run.stopping
-        except InputError as error:
+        except (InputError, Refused) as error:
             run.refusal, run.reason = True, str(error)
-            if error.field == "model":  # it waits for a server of its own model
+            if isinstance(error, InputError) and error.field == "model":  # it waits for a server of its own model
                 return INTERRUPTED
-        except Refused as error:
-            run.refusal, run.reason = True, error.message
         except Fault as error:
             run.reason = str(error)
         except Exception as error:
