@@ -102,7 +102,7 @@ class Api:
         routes = [
             Route("/health", self._health),
             Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._one_model),
+            Route("/v1/models/{name:path}", self._models),
             Route("/v1/completions", partial(self._create, chat=False), methods=["POST"]),
             Route("/v1/chat/completions", partial(self._create, chat=True), methods=["POST"]),
             Route("/v1/runs", self._list),
@@ -128,26 +128,17 @@ class Api:
         about = {"status": "ok" if decodes else "the thread that decodes has ended", "model": self._model.name}
         return JSONResponse({**about, "version": tswift.__version__}, 200 if decodes else 503)
 
-    async def _page(self, request: HttpRequest) -> Response:
+    def _page(self, request: HttpRequest) -> Response:
         policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
         return HTMLResponse(_PAGE.read_text(), headers={"Content-Security-Policy": policy})
 
-    def _about_model(self) -> dict[str, Any]:
-        return {
-            "id": self._model.name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "tswift",
-            "max_model_len": self._model.target.max_positions,
-        }
-
     async def _models(self, request: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self._about_model()]})
-
-    async def _one_model(self, request: HttpRequest) -> Response:
-        if (name := request.path_params["name"]) != self._model.name:
+        about = {"id": self._model.name, "object": "model", "created": self._started, "owned_by": "tswift"}
+        about["max_model_len"] = self._model.target.max_positions
+        name = request.path_params.get("name")
+        if name not in (None, self._model.name):
             raise Refused(404, f"the model {name!r:.80} is not served here", "model", "model_not_found")
-        return JSONResponse(self._about_model())
+        return JSONResponse({"object": "list", "data": [about]} if name is None else about)
 
     # --- texts
 
@@ -246,18 +237,15 @@ class Api:
 
     # --- runs
 
-    async def _list(self, request: HttpRequest) -> Response:
+    def _list(self, request: HttpRequest) -> Response:  # in a thread of its own, as all that are not async
         limit = request.query_params.get("limit", "100")
         if not re.fullmatch(r"\d{1,4}", limit) or not 1 <= int(limit) <= 1000:
             raise Refused(400, "limit must be between 1 and 1,000", "limit")
-        return JSONResponse({"object": "list", "data": await run_in_threadpool(self._service.newest, int(limit))})
+        return JSONResponse({"object": "list", "data": self._service.newest(int(limit))})
 
-    async def _show(self, request: HttpRequest) -> Response:
-        return JSONResponse(await run_in_threadpool(self._about, request.path_params["id"]))
-
-    def _about(self, name: str) -> dict[str, Any]:
-        run = self._service.find(name)
-        return {
+    def _show(self, request: HttpRequest) -> Response:
+        run = self._service.find(request.path_params["id"])
+        about = {
             "id": run.id,
             "object": "run",
             "created": run.created,
@@ -273,6 +261,7 @@ class Api:
             "usage": _usage(run),
             "text": bytes(run.text).decode(errors="replace"),
         }
+        return JSONResponse(about)
 
     async def _follow(self, request: HttpRequest) -> Response:
         have = _have(request)
@@ -304,14 +293,9 @@ class Api:
 
 
 class Logprobs:
-    """Log-probabilities of a run's tokens, in OpenAI's format.
+    """Log-probabilities of a run's tokens, but those ``given`` before, in OpenAI's format.
 
     They are by the model's own distribution; ``drawn_logprob`` is by the one that the token was drawn from.
-
-    Args:
-        run: what was made.
-        tokenizer: the model's.
-        given: tokens that a reader has.
     """
 
     def __init__(self, run: Run, tokenizer: Any, given: int) -> None:
