@@ -121,21 +121,6 @@ def test_without_a_compiler_the_stock_operators_serve(monkeypatch) -> None:
     )
 
 
-def test_what_failed_is_not_tried_again(monkeypatch, source: Path) -> None:
-    calls = []
-
-    def fail(command: list[str]) -> None:
-        calls.append(command)
-        raise Unbuilt("needs another C compiler: broken")
-
-    monkeypatch.setattr(building, "_compile", fail)
-    for _ in range(3):
-        with pytest.raises(Unbuilt, match="needs another C compiler: broken"):
-            build(source, "ANSWER=42")
-        assert why_not("native", torch.float32, CPU) == "native attention needs another C compiler: broken"
-    assert len(calls) == 2 + bool(building.widest_vectors())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_models_own_head_size_is_built_before_it_is_loaded(monkeypatch, tmp_path: Path, broken: bool) -> None:

@@ -54,15 +54,6 @@ def test_nothing_spills_and_all_fits(kernels, case: str) -> None:
         assert kernels[case][0]["shared"] <= 99 * 1024  # all that small GPUs have
 
 
-@pytest.mark.parametrize(
-    ("case", "rows", "programs"),
-    [(PLAIN, 64, 3), (TREE, 128, 2), (WIDER, 128, 2), (SEVEN, 128, 2), (OLDER, 64, 3), (OLDER_TREE, 64, 2)],
-)
-def test_how_many_programs_a_multiprocessor_takes(kernels, case: str, rows: int, programs: int) -> None:
-    attend = kernels[case][0]
-    assert (attend["ROWS"], attend["programs"]) == (rows, programs)
-
-
 def test_products_are_done_by_tensor_cores_and_keys_copied_ahead(kernels) -> None:
     for case in CASES:
         attend = kernels[case][0]

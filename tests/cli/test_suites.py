@@ -125,15 +125,6 @@ def check_table(name, record, head, lines):
         assert any("paper" in line[:2][0] or "paper" in line[1] for line in lines)
 
 
-def test_reference_style_decoding_beside_methods(small):
-    assert small("figure1", "--out", "s", "--no-plots", "--with-reference-ar").code == 0
-    assert "| AR, reference style | here |" in Path("s/suite.md").read_text()
-    assert small("table3", "--out", "t", "--no-plots", "--with-reference-ar").code == 0
-    rows = json.loads(Path("t/suite.json").read_text())["rows"]
-    alphas = {row["axis"]: row["figures"]["alpha"]["n"] for row in rows}
-    assert alphas == {"medusa": 1, "magicdec": 1, "tokenswift": 1, "ar-reference": 0}
-
-
 def test_options_that_a_suite_does_not_vary_count(small):
     words = ("--penalty", 1.1, "--seeds", "3,4", "--ngrams", 5, "--ar", "sampled", "--repeats", 2, "--tree", "2,1")
     assert small("table4", "--out", "s", "--no-plots", *words).code == 0

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import METHODS, tokens_of
@@ -178,23 +175,6 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, attention: str = "") -> None:
     memory(monkeypatch, None)
 
 
-def largest(run: Callable[[], object], *operators: str) -> int:
-    """Bytes of the largest result that some operators give."""
-
-    class Watch(TorchDispatchMode):
-        most = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            out = func(*args, **(kwargs or {}))
-            if func.overloadpacket.__name__ in operators:
-                self.most = max(self.most, out.nbytes)
-            return out
-
-    with Watch() as watch:
-        run()
-    return watch.most
-
-
 EIGHT = {"prompt": 4096, "length": 100_000, "options": DraftOptions(nodes=32)}
 
 
@@ -222,30 +202,3 @@ def test_what_an_8b_model_takes_besides_on_cuda(
     assert need.total_bytes == sum((need.weight_bytes, need.heads_bytes, need.kv_bytes, need.logits_bytes)) + (
         need.workspace_bytes
     )
-
-
-@pytest.mark.parametrize("kv", ["dynamic", "streaming"])
-def test_no_more_is_foreseen_than_a_decode_takes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
-    """On the CPU, which has the same queries and selections."""
-    options, prompt = DraftOptions(budget=100, kv=kv), list(range(200)) * 6
-    model = load(str(checkpoint), device="cpu")
-    decode = begin(model, prompt, 150, method="tokenswift", options=options)
-    target = model.target
-    held = 0
-
-    def watched(*given: Any) -> Any:
-        nonlocal held
-        last, out = decode.decoding._context.last, forward(*given)
-        held = max(held, sum(each.nbytes for each in [*out.queries, *(last.queries if last else [])]))
-        return out
-
-    forward = target.forward
-    monkeypatch.setattr(target, "forward", watched)
-    selected = largest(decode.decoding.prefill, "gather")
-    twin = copy(target)
-    twin.device = torch.device("cuda")
-    memory(monkeypatch, None)
-    need = engine.check(twin, len(prompt), 150, "tokenswift", decode.options)
-    assert need.workspace_bytes == max(held - need.logits_bytes, selected * (kv == "dynamic"))
-    assert selected == 100 * target.kv_shape.bytes_per_token // 2
-    assert held == 1024 * target.kv_shape.bytes_per_token // 2 * target.groups

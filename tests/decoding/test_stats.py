@@ -54,25 +54,6 @@ def test_steps_of_a_decode_add_up() -> None:
         assert stats.alpha == stats.beta == (9 if length == 12 else 10) / (3 * steps)
 
 
-def test_the_last_step_drafts_no_more_than_is_wanted_and_has_the_source_of_the_last_token_kept() -> None:
-    target = tiny_target()
-    plain = decode_method("ar", target, [4], PLAIN, 2, 30)
-    first, second = Proposals(lambda context: [plain[:2]]), Proposals(lambda context: [plain[:4]])
-    first.name, second.name = "heads", "reuse"
-
-    def step(length: int, stop: list[int]) -> Step:
-        return decode_steps(target, Drafter([first, second], 4, 9), [4], PLAIN, 2, length, stop)[0]
-
-    for length, source in ((1, ""), (2, "heads"), (3, "heads"), (4, "reuse"), (5, "reuse")):
-        found = step(length, [])
-        assert (len(found.tokens), found.accepted, found.source, found.nodes) == (length, length - 1, source, length)
-    for length, source in ((1, "heads"), (2, "heads"), (3, "reuse"), (4, "reuse")):
-        stop = plain[length - 1]
-        if stop not in plain[: length - 1]:
-            found = step(20, [stop])
-            assert (len(found.tokens), found.accepted, found.source) == (length, length, source)
-
-
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 5))
 def test_distinct_n_is_unique_ngrams_over_ngrams(tokens: list[int], n: int) -> None:
     grams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]

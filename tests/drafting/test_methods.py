@@ -9,7 +9,7 @@ from tests.helpers import METHODS, tiny_draft, tiny_heads, tiny_target
 from tswift.attention.layout import ROWS
 from tswift.decoding.drafter import Drafter
 from tswift.drafting.adaptive import AdaptiveDrafter
-from tswift.drafting.chains import CascadeSource, ChainSource, FullDraftModel, PartialDraftModel, SmallDraftModel
+from tswift.drafting.chains import CascadeSource, ChainSource, PartialDraftModel, SmallDraftModel
 from tswift.drafting.dynamic_tree import DynamicTreeDrafter
 from tswift.drafting.heads import HeadSource, HeadTreeSource
 from tswift.drafting.methods import (
@@ -20,12 +20,10 @@ from tswift.drafting.methods import (
     resolve_for,
     used,
     usual_nodes,
-    usual_tree,
     verify_nodes,
 )
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.kv.partial import POLICIES
 from tswift.models.passes import NOMINAL
 
 
@@ -93,13 +91,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("method", ["medusa", "tokenswift"])
-def test_no_more_levels_than_there_are(method: str, device: str) -> None:
-    whole = usual_tree(method, torch.device(device), 99)
-    assert usual_tree(method, torch.device(device), 2) == whole[:2] != whole
-
-
 def test_nodes_fill_the_rows_of_a_kv_head() -> None:
     assert [usual_nodes(CUDA, groups) for groups in (MHA, LLAMA, QWEN_7B, 64)] == [128, 32, 18, 8]
     assert usual_nodes(CPU, LLAMA) == usual_nodes(CPU, QWEN_7B) == 8
@@ -115,12 +106,6 @@ def test_fewer_nodes_as_the_text_grows() -> None:
     assert verify_nodes(10**9, LLAMA, 128, weight_tokens) == int(1.2 * ROWS / LLAMA)
 
 
-def test_never_more_nodes_than_asked_for_and_never_none() -> None:
-    for context in (0, 4096, 100_000):
-        assert verify_nodes(context, LLAMA, 32, 1e5) == 32
-        assert verify_nodes(context, 1000, 32, 0.0) == 1
-
-
 def made(method: str, **options):
     return make_drafter(method, tiny_target(), tiny_heads(), DraftOptions(**options), tiny_draft())
 
@@ -129,27 +114,6 @@ def sources_of(drafter: Drafter) -> list:
     if isinstance(drafter, AdaptiveDrafter):
         return [source for arm in drafter.arms.values() for source in sources_of(arm)]
     return list(drafter.proposing if isinstance(drafter, DynamicTreeDrafter) else drafter.sources)
-
-
-def test_what_each_system_reads() -> None:
-    def level(drafter: Drafter):
-        return drafter.sources[0]._level
-
-    for kv in ("streaming", "snapkv", "dynamic", "partial"):
-        for drafted in (level(made("magicdec", kv=kv)), made("tokenswift", kv=kv).sources[0].reader._level):
-            assert drafted.kv.policy is POLICIES[kv]
-            assert drafted.target is tiny_target()
-    assert type(level(made("magicdec", kv="full"))) is FullDraftModel
-    assert type(made("tokenswift", kv="full").sources[0].reader._level) is FullDraftModel
-    alone = level(made("standalone", budget=128))
-    assert (alone.target, alone.kv.budget) == (tiny_draft(), 128)
-    everything = make_drafter("standalone", tiny_target(), None, DraftOptions(kv="full"), tiny_draft(), 700)
-    assert level(everything).kv.budget == 700
-    middle = made("triforce", budget=512)
-    assert level(middle).kv.policy is POLICIES["retrieval"]
-    assert (level(middle).target, level(middle).kv.budget) == (tiny_target(), 512)
-    small = level(middle.sources[0].drafter)
-    assert (small.target, small.kv.budget) == (tiny_draft(), 256)
 
 
 def _levels(drafter: Drafter) -> list:

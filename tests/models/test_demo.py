@@ -91,19 +91,6 @@ def test_a_prompt_of_five_thousand_tokens() -> None:
     assert texts == [texts[0]] * len(texts)
 
 
-@pytest.mark.slow
-def test_shared_noise_and_conditioned_heads_draft_better() -> None:
-    prompt = load().encode(NOVEL.read_text())[:512]
-
-    def alpha(heads: str | None, shared_noise: bool) -> float:
-        options = DraftOptions(tree=(1, 3, 3, 3), nodes=64, shared_noise=shared_noise)
-        return decode(load(heads=heads), prompt, 300, "tokenswift", SamplingParams(), options)[1].alpha
-
-    chained, blind, conditioned = alpha("chained", True), alpha("chained", False), alpha(None, True)
-    assert chained > 2 * blind
-    assert conditioned > 1.3 * chained
-
-
 def test_it_is_small_and_plain_transformers_loads_it() -> None:
     demo = load(dtype="float32", draft_model=DEMO_DRAFT)
     assert sum(path.stat().st_size for path in DRAFT.iterdir()) < 1_300_000

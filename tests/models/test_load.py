@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -173,27 +170,6 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
 
 
-@pytest.fixture
-def answering(online: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A hub that answers and has nothing to give; what it was asked."""
-    asked: list[str] = []
-
-    class Server(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            asked.append(self.path)
-            self.send_error(404)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    yield asked
-    server.shutdown()
-    server.server_close()
-
-
 def test_a_hub_that_cannot_be_reached_is_not_tried_again(online: None, capfd: pytest.CaptureFixture[str]) -> None:
     verbosity, began = hub_logging.get_verbosity(), time.monotonic()
     with hub():
@@ -207,19 +183,3 @@ def test_a_hub_that_cannot_be_reached_is_not_tried_again(online: None, capfd: py
     assert time.monotonic() - began < 5  # its client would have tried for 23 s
     assert str(error.value).endswith("couldn't find them in the cached files.)")
     assert capfd.readouterr().err == ""
-
-
-def test_a_hub_that_answers_is_used_where_something_is_wanted(
-    answering: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with hub(wanted=False):
-        assert not is_offline_mode()
-    assert answering == []
-    with hub():
-        assert not is_offline_mode()
-    assert len(answering) == 1
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with hub():
-        assert is_offline_mode()
-    assert is_offline_mode()
-    assert len(answering) == 1

@@ -142,26 +142,20 @@ def test_sinks_are_the_models_own() -> None:
     assert seen.special.endswith("and attention sinks")
 
 
-def test_a_mask_of_another_kind(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "rule",
+    [
+        transformers.masking_utils.chunked_causal_mask_function(100, torch.zeros(1, dtype=torch.int64)),
+        transformers.masking_utils.bidirectional_mask_function,  # sees the future
+    ],
+)
+def test_masks_of_another_kind(rule, monkeypatch) -> None:
     from transformers.models.llama import modeling_llama
 
-    def chunked(config, inputs_embeds, attention_mask, **kwargs):
-        rule = transformers.masking_utils.chunked_causal_mask_function(100, torch.zeros(1, dtype=torch.int64))
+    def masked(config, **kwargs):
         return transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](mask_function=rule)
 
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", chunked)
-    with pytest.raises(UnsupportedModel, match="masks of its own"):
-        probed("LlamaConfig")
-
-
-def test_masks_that_see_the_future(monkeypatch) -> None:
-    from transformers.models.llama import modeling_llama
-
-    def both_ways(config, **kwargs):
-        rule = transformers.masking_utils.bidirectional_mask_function
-        return transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](mask_function=rule)
-
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", both_ways)
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", masked)
     with pytest.raises(UnsupportedModel, match="masks of its own"):
         probed("LlamaConfig")
 
