@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
+
+from tests.rows import every_row
+from tswift.benchmarking.gate import bench_schema
+from tswift.benchmarking.plots import acceptance_figure
+from tswift.benchmarking.summary import METRICS, Metric
+from tswift.decoding.stats import DecodeStats
 
 WORDS = ("bench", "--prefill", 4, "--lens", "10,25", "--methods", "tokenswift", "--warmup", 4)
 
@@ -124,3 +132,108 @@ def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
     assert result.code == 1
     assert "1 texts are not plain decoding's" in result.err
     assert "Not: tokenswift" in result.out.decode()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a metric is added in two places: where it is computed, and its entry in METRICS; everything else follows
+
+
+WASTE = Metric(
+    "waste",
+    "nodes verified / tokens",
+    exact=True,
+    gate="waste",
+    lower_is_better=True,
+    column=True,
+    plot="nodes / token",
+)
+MEASURED = ("bench", "--prefill", 4, "--lens", "10,25", "--methods", "medusa", "--warmup", 0, "--no-plots")
+
+
+def test_a_made_up_metric_is_everywhere(tswift, checkpoint, prompt, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    def bench(*words: object):  # type: ignore[no-untyped-def]
+        return tswift(*MEASURED, "--model", checkpoint, "--prompts", prompt, *words)
+
+    assert bench("--out", "before").code == 0
+    monkeypatch.setattr(DecodeStats, "waste", property(lambda stats: stats.nodes / stats.tokens), raising=False)
+    monkeypatch.setitem(METRICS, "waste", WASTE)
+    lacking = bench("--out", "a", "--against", "before/bench.json", "--fail-on", "waste")
+    assert (lacking.code, lacking.err) == (2, "tswift: error: --against: the baseline holds no waste\n")
+    first = bench("--out", "a")
+    assert first.code == 0, first.err
+    record = json.loads(Path("a/bench.json").read_text())
+    jsonschema.validate(record, bench_schema())
+    points = [point for sample in record["samples"] for point in sample["points"]]
+    assert [point["waste"] for point in points] == [point["nodes"] / point["tokens"] for point in points]
+    lines = list(csv.DictReader(Path("a/bench.csv").read_text().splitlines()))
+    by_length = [points[0], points[2], points[1], points[3]]
+    assert [line["waste_mean"] for line in lines] == [f"{point['waste']:.9g}" for point in by_length]
+    rows = [line.split() for line in first.out.decode().splitlines()]
+    assert ["method", "prefill", "length", "alpha", "x"] in [row[:5] for row in rows if row and row[-1] == "waste"]
+    assert [row[-1] for row in rows if row and row[0] == "medusa"][-2:] == [f"{p['waste']:.3f}" for p in points[2:]]
+    assert "nodes / token" in [axes.get_ylabel() for axes in acceptance_figure(record).axes]
+    assert bench("--out", "b", "--against", "a/bench.json", "--fail-on", "waste").code == 0
+    for point in points:
+        point["waste"] -= 0.5
+    Path("a/bench.json").write_text(json.dumps(record))
+    failed = bench("--out", "c", "--against", "a/bench.json", "--fail-on", "waste")
+    assert failed.code == 1
+    assert "4 of 4 comparisons regressed" in failed.out.decode()
+
+
+@every_row("name", METRICS)
+def test_entries_fit_together(name: str) -> None:
+    metric = METRICS[name]
+    assert metric.heading
+    assert metric.meaning
+    assert metric.source != "stats" or name in dir(DecodeStats(1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ``tswift compare``
+
+
+THREE = ("--methods", "medusa,tokenswift")
+
+
+def test_table_and_exit_code(tswift, checkpoint, prompt):
+    result = tswift("compare", "--len", 40, "--model", checkpoint, "--prompt", prompt, "--with-reference-ar", *THREE)
+    assert result.code == 0
+    lines = result.out.decode().splitlines()
+    assert "40 tokens" in lines[0]
+    assert [line.split("  ")[0] for line in lines[2:6]] == ["AR", "medusa", "tokenswift", "AR, reference style"]
+    assert "yes" in lines[3]
+    assert "x over reference style" in lines[1]
+
+
+def test_json(tswift, checkpoint, prompt, tmp_path):
+    path = tmp_path / "compare.json"
+    words = ("compare", "--len", 30, "--model", checkpoint, "--prompt", prompt, "--methods", "reuse", "--quiet")
+    result = tswift(*words, "--json", path)
+    assert result.code == 0
+    assert result.err == ""
+    record = json.loads(path.read_text())
+    assert record["ok"] is True
+    assert [outcome["method"] for outcome in record["outcomes"]] == ["ar", "reuse"]
+    assert record["drafting"]["reuse"]["ngrams"] == 20
+    assert record["command"][:2] == ["tswift", "compare"]
+    assert record["sampling"]["banned"] == [0]
+    on_stdout = tswift(*words, "--json", "-")
+    assert json.loads(on_stdout.out)["outcomes"][0]["passes"] == 30
+
+
+def test_a_wrong_method_exits_with_one(tswift, checkpoint, prompt, monkeypatch):
+    from tswift.decoding.drafter import DraftTree
+
+    walk = DraftTree.walk
+
+    def greedy_walk(self, drawn):
+        """Accept the first child whatever was drawn."""
+        path = walk(self, drawn)
+        children = [node for node in range(len(self)) if self.parents[node] == path[-1]]
+        return [*path, children[0]] if children else path
+
+    monkeypatch.setattr(DraftTree, "walk", greedy_walk)
+    result = tswift("compare", "--len", 40, "--model", checkpoint, "--prompt", prompt, "--methods", "medusa")
+    assert result.code == 1
+    assert "NOT rounding" in result.out.decode()

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from tswift.decoding.audit import (
     audit,
     contested,
     most,
-    probe_starts,
 )
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
@@ -190,11 +188,6 @@ def test_as_much_as_was_measured_is_explained_and_three_times_as_much_is_not(par
     assert sum(level.observed > level.most for level in wrong) >= 2
 
 
-def test_honest_texts_are_hardly_ever_refused() -> None:
-    rows = [judged(1, SamplingParams(penalty=1), 200, seed).levels() for seed in range(40)]
-    assert not any(level.observed > level.most for levels in rows for level in levels)
-
-
 def test_the_most_that_others_do_not_refute() -> None:
     """By simulation: as rare as it is said to be that one count is beyond what 32 others like it allow."""
     for mean in (0.05, 1.0, 8.0):
@@ -317,17 +310,6 @@ def test_lengths_about_those_of_chunks_and_stretches() -> None:
     tokens = decode_method("ar", target, prompt, params, 3, 520)
     for length in (1, 31, 32, 33, 257, 520):
         assert audit(target, prompt, tokens[:length], params, 3).exact == length
-
-
-@given(first=st.integers(0, 2000), length=st.integers(1, 3000))
-def test_stretches_have_whole_chunks_behind_them(first: int, length: int) -> None:
-    nodes = first + length
-    starts = probe_starts(first, nodes)
-    assert len(starts) == min(8, max(1, length // 256))
-    assert starts[0] == min(first, max(0, nodes - 256))
-    assert all(later - earlier >= 256 for earlier, later in pairwise(starts))
-    assert starts[-1] + 256 <= max(256, nodes)
-    assert length < 512 or starts[-1] + 256 == nodes
 
 
 def test_a_large_vocabulary_is_judged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,19 +490,11 @@ def test_a_banned_token_and_json() -> None:
     assert finding.kind == VIOLATION
     assert finding.margin == float("inf")
     written = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert written["ok"] is False
-    assert written["violations"] == len(found.violations)
-    assert written["within_rounding"] == 0
+    assert (written["ok"], written["violations"]) == (False, len(found.violations))
     assert written["exact"] == found.exact == 40 - len(written["findings"])
     (entry,) = [entry for entry in written["findings"] if entry["index"] == 20]
-    assert entry == {
-        "index": 20,
-        "position": 29,
-        "token": tokens[20],
-        "drawn": finding.drawn,
-        "margin": None,
-        "kind": VIOLATION,
-    }
+    assert (entry["position"], entry["token"], entry["drawn"]) == (29, tokens[20], finding.drawn)
+    assert (entry["margin"], entry["kind"]) == (None, VIOLATION)
     assert written["bound"] == 2 * written["measured"]
 
 

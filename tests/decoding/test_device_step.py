@@ -77,15 +77,6 @@ def test_ngrams_are_accepted_on_the_device() -> None:
     assert sum(step.source == "reuse" for step in device) > 1
 
 
-def test_a_small_tree_is_not_filled_up_with_nodes() -> None:
-    target = static_target()
-    made = drafter("medusa", target, DraftOptions(tree=(2, 2), nodes=41))
-    decoding = Decoding(target, random_prompt(30), PARAMS, 3, made, 20)
-    decoding.prefill()
-    assert sorted(decoding._stepper._programs) == [1, 7]
-    assert {step.nodes for step in decoding.steps()} <= {1, 7}
-
-
 @pytest.mark.parametrize("method", ["tokenswift", "recall"])
 def test_biases_and_log_probabilities_on_the_device(method: str) -> None:
     params = SamplingParams(0.8, min_p=0.02, window=24, logit_bias={5: 3.0, 6: -2.0, 7: -100})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from tests.helpers import (
 )
 from tests.rows import every_row
 from tswift.decoding.audit import audit
-from tswift.decoding.drafter import Drafter, DraftTree
+from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding, NotFinite
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NO_TOKEN, Sampler
@@ -301,20 +301,3 @@ def test_a_broken_drafting_pass_changes_nothing(monkeypatch: pytest.MonkeyPatch)
         assert decode_method("tokenswift", tiny_target(), prompt, params, 3, 90, options) == plain
     assert len(broken) > 60
     assert all(one.hidden.isnan().all() for one in broken)
-
-
-def test_a_walk_that_does_not_look_at_what_was_drawn() -> None:
-    """A simulated acceptance steps over nodes that drew nothing; it ends all the same."""
-    target = broken_target(lambda model: model.model.layers[1].register_forward_hook(Bad(8)))
-    drafter = Drafter([Proposals(lambda context: [[1, 2, 3]])], 3, 4)
-    drawn: list[list[int]] = []
-
-    def walk(tree: DraftTree, tokens: Sequence[int]) -> list[int]:
-        drawn.append(list(tokens))
-        return list(range(len(tree)))
-
-    run = Decoding(target, random_prompt(9), parameters(), 1, drafter, 90, walk)
-    with pytest.raises(NotFinite, match="position 33 are NaN"):
-        list(run.steps())
-    assert drawn[-2:] == [[NO_TOKEN] * 4, [NO_TOKEN]]
-    assert len(drawn) == 8

@@ -406,22 +406,6 @@ def test_candidates_that_do_not_exist_change_nothing_elsewhere() -> None:
         assert torch.equal(sampler.draw_rows(logits, tokens, positions, ancestors)[:-1], drawn[:-1])
 
 
-def test_appending_on_the_device_is_appending() -> None:
-    random = Random(4)
-    for _ in range(50):
-        text, new = ([random.randrange(9) for _ in range(random.randrange(1, 12))] for _ in range(2))
-        count = random.randrange(len(new) + 1)
-        one, other = (Sampler(SamplingParams(), 1, 9, CPU) for _ in range(2))
-        for sampler in (one, other):
-            sampler.extend(text)
-        one.extend(new[:count])
-        late = [token if index < count else NO_TOKEN for index, token in enumerate(new)]
-        for ignored in (new, late):
-            places = torch.arange(len(text), len(text) + len(new))
-            other.extend_rows(torch.tensor(ignored), places, torch.tensor(count))
-            assert torch.equal(one.newest, other.newest)
-
-
 def test_candidates_are_the_best_scores() -> None:
     sampler = Sampler(SamplingParams(banned=(2,), window=3), 5, 12, CPU)
     sampler.extend([1, 4, 4])
