@@ -165,6 +165,9 @@ class ToyTarget:
             before.append(int(tokens[parent[0]]) if parent else committed)
         return Forwarded(torch.stack([torch.tensor(before), tokens], dim=1), [torch.zeros(1, len(tokens), 1)])
 
+    def verifies(self, kv: KVBuffer, nodes: int) -> bool:
+        return False
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[:, 0], hidden[:, 1]]
 

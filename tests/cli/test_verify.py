@@ -182,6 +182,7 @@ def test_generate_verify(tswift, checkpoint: Path, prompt: Path, tmp_path: Path,
 
     broken = lambda self, logits, tokens, places, *_: self.draw(logits, None, places + 1)  # noqa: E731
     monkeypatch.setattr(Sampler, "draw_nodes", broken)  # nothing is penalised
+    monkeypatch.setattr("tswift.models.target.Target.verifies", lambda *given: False)
     result = tswift(*words, tmp_path / "broken")
     assert result.code == 1
     assert "violations at generated tokens" in result.err

@@ -60,17 +60,19 @@ INLINE uint64_t mixed(uint64_t x) {
 static const uint8_t *penalised(const Call *c, int64_t row) {
     if (c->seen) return c->seen + row * c->by_seen;
     if (!c->newest) return 0;
-    const int64_t from = c->places[row] - c->window;
-    for (int64_t t = 0; t < c->vocabulary; t++) c->mask[t] = c->newest[t] > from;
+    const int64_t from = c->places[row] - c->window, count = c->vocabulary, *newest = c->newest;
+    uint8_t *restrict mask = c->mask;
+    for (int64_t t = 0; t < count; t++) mask[t] = newest[t] > from;
     for (int64_t node = 0; node < c->rows; node++)
         if (c->ancestors[row * c->rows + node] && c->places[node] > from) c->mask[c->tokens[node]] = 1;
     return c->mask;
 }
 
 /* The warped logits of a row but for the filters; returns the highest, or infinity if there is a NaN. */
-static double warp(const Call *c, int64_t row, double *w) {
+static double warp(const Call *c, int64_t row, double *restrict w) {
     const int64_t count = c->vocabulary;
-    const uint8_t *seen = penalised(c, row);
+    const double temperature = c->temperature, penalty = c->penalty;
+    const uint8_t *restrict seen = penalised(c, row);
     if (c->half) {
         const uint16_t *from = (const uint16_t *)c->logits + row * c->by_row;
         for (int64_t t = 0; t < count; t++) {
@@ -86,11 +88,11 @@ static double warp(const Call *c, int64_t row, double *w) {
     for (int64_t i = 0; i < c->biases; i++) w[c->biased[i]] += c->bias[i];
     if (c->banned)
         for (int64_t t = 0; t < count; t++) w[t] = c->banned[t] ? -INFINITY : w[t];
-    if (c->temperature != 0 && c->temperature != 1)
-        for (int64_t t = 0; t < count; t++) w[t] /= c->temperature;
+    if (temperature != 0 && temperature != 1)
+        for (int64_t t = 0; t < count; t++) w[t] /= temperature;
     if (seen)
         for (int64_t t = 0; t < count; t++) {
-            const double lower = w[t] / c->penalty, higher = w[t] * c->penalty;
+            const double lower = w[t] / penalty, higher = w[t] * penalty;
             w[t] = !seen[t] ? w[t] : w[t] > 0 ? lower : higher;
         }
     double most[LANES], high = -INFINITY;
@@ -221,9 +223,15 @@ static void rank_row(const Call *c, int64_t row) {
     if (fabs(high) < INFINITY) {
         const double least = c->temperature != 0 ? high + c->log_min_p : -INFINITY;
         int64_t count = 0;
-        for (int64_t t = 0; t < c->vocabulary; t++) {
-            c->kept[count] = t;
-            count += w[t] >= least && w[t] > -INFINITY;
+        for (int64_t start = 0; start < c->vocabulary; start += LANES) {
+            const int64_t end = start + LANES < c->vocabulary ? start + LANES : c->vocabulary;
+            int some = end < start + LANES; /* as a rule, none is kept of most */
+            if (!some)
+                for (int lane = 0; lane < LANES; lane++) some |= w[start + lane] >= least;
+            for (int64_t t = start; some && t < end; t++) {
+                c->kept[count] = t;
+                count += w[t] >= least && w[t] > -INFINITY;
+            }
         }
         if (c->temperature != 0) count = filter(c, row, w, high, count);
         const int64_t position = noisy ? c->positions[row] + c->ahead : 0;
@@ -284,4 +292,21 @@ int64_t tswift_follow(const Call *c, const int64_t *parents) {
         }
     }
     return unsure;
+}
+
+/* A pass over a tree and its logits by the functions of program.c, and what is drawn: nothing comes between them that
+   would take what is needed next out of the processor's caches, and the other threads are awake still. */
+typedef struct {
+    void (*forward)(const void *model, const void *pass);
+    const void *model, *pass;
+    void (*multiply)(const void *, const float *, float *, int64_t, parallel_region *, int64_t);
+    const void *lm_head;
+    const float *hidden; /* of the pass, [rows, hidden] */
+    float *logits;       /* [rows, vocabulary] */
+} Verification;
+
+int64_t tswift_verify(const Verification *v, const Call *c, const int64_t *parents) {
+    v->forward(v->model, v->pass);
+    v->multiply(v->lm_head, v->hidden, v->logits, c->rows, c->parallel, c->threads);
+    return tswift_follow(c, parents);
 }

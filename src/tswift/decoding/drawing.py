@@ -83,7 +83,9 @@ class DrawProgram:
     def __init__(self, params: SamplingParams, stream: int, vocab_size: int) -> None:
         library = build(_SOURCE, options=widest_vectors())
         self._run, self._follow = library.tswift_rank, library.tswift_follow
-        self._follow.argtypes, self._follow.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int64
+        self._verify = library.tswift_verify
+        for function, given in ((self._follow, 2), (self._verify, 3)):
+            function.argtypes, function.restype = (ctypes.c_void_p,) * given, ctypes.c_int64
         threads = torch.get_num_threads()
         self._space = torch.empty(threads * 2 * vocab_size, dtype=torch.float64)
         self._kept = torch.empty(threads * vocab_size, dtype=torch.int32)
@@ -173,12 +175,14 @@ class DrawProgram:
         nodes: tuple[Tensor, Tensor, Tensor],
         parents: list[int],
         newest: Tensor | None,
+        verification: int | None = None,
     ) -> list[int] | None:
         """The tokens drawn along the path that they take through a tree; -1 elsewhere, and where there is none.
 
         Args:
             logits, nodes, newest: as for :meth:`rank`; what is drawn comes after the nodes.
             parents: of the nodes.
+            verification: address of what the pass and the logits are computed from first; None if they are there.
 
         Returns:
             ``[n]``; None if PyTorch might draw otherwise.
@@ -195,7 +199,9 @@ class DrawProgram:
         call.tokens, call.ancestors, call.rows = tokens.data_ptr(), ancestors.data_ptr(), count
         call.newest = None if newest is None else newest.data_ptr()
         rows.parents[:count] = [*parents]
-        return None if self._follow(rows.address, rows.parents_address) else rows.best[:count]
+        given = rows.address, rows.parents_address
+        unsure = self._follow(*given) if verification is None else self._verify(verification, *given)
+        return None if unsure else rows.best[:count]
 
     def rank_levels(
         self,

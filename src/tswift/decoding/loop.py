@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -87,15 +88,20 @@ def _verify(
     places = [context.position + depth for depth in tree.depths]
     tokens, positions = torch.from_numpy(np.array([tree.tokens, places])).to(target.device, non_blocking=True)
     ancestors = tree.ancestors().to(target.device, non_blocking=True)
-    forwarded = target.forward(tokens, positions, context.kv, ancestors)
-    logits, others = target.logits(forwarded.hidden), list[tuple[int, float]]()
+    sampler, parents = context.sampler, None if walk else tree.parents
+    drawn: list[int] | None = None
+    others: list[tuple[int, float]] = []
+    if target.verifies(context.kv, len(tree)) and parents and not leads and sampler.program(torch.float32):
+        follow = partial(sampler.follow, nodes=(tokens, positions, ancestors), parents=parents)
+        forwarded, logits, drawn = target.verify(tokens, positions, context.kv, ancestors, follow)
+    else:
+        forwarded = target.forward(tokens, positions, context.kv, ancestors)
+        logits = target.logits(forwarded.hidden)
     context.logits = logits
     if leads:
-        seen = context.sampler.seen(tokens, positions, ancestors)
-        drawn, others = context.sampler.draw_with_runner_up(logits, seen, positions + 1)
-    else:
-        parents = None if walk else tree.parents
-        drawn = context.sampler.draw_nodes(logits, tokens, positions, ancestors, parents)
+        drawn, others = sampler.draw_with_runner_up(logits, sampler.seen(tokens, positions, ancestors), positions + 1)
+    elif drawn is None:
+        drawn = sampler.draw_nodes(logits, tokens, positions, ancestors, parents)
     return forwarded, drawn, walk(tree, drawn) if walk else tree.walk(drawn), others
 
 

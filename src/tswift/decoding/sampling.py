@@ -284,10 +284,8 @@ class Sampler:
         With the nodes' ``parents``, those that the drawn tokens do not lead to from the root may be left out: they draw
         ``NO_TOKEN``.
         """
-        program = None if parents is None else self.program(logits.dtype)
-        if parents is not None and program is not None:
-            newest = self.newest if self.params.penalises else None
-            followed = program.follow(logits, (tokens, positions, ancestors), parents, newest)
+        if parents is not None and self.program(logits.dtype) is not None:
+            followed = self.follow(logits, (tokens, positions, ancestors), parents)
             if followed is not None:
                 return followed
         places = (positions + 1).tolist()
@@ -295,6 +293,19 @@ class Sampler:
         if ranked is None:
             return self.draw(logits, self.seen(tokens, positions, ancestors), places)
         return _drawn(*ranked)
+
+    def follow(
+        self,
+        logits: Tensor,
+        nodes: tuple[Tensor, Tensor, Tensor],
+        parents: list[int],
+        verification: int | None = None,
+    ) -> list[int] | None:
+        """As :meth:`DrawProgram.follow`, which there has to be."""
+        program = self.program(logits.dtype)
+        assert program is not None
+        newest = self.newest if self.params.penalises else None
+        return program.follow(logits, nodes, parents, newest, verification)
 
     def draw_with_runner_up(
         self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor

@@ -8,7 +8,8 @@ bits depend on no other row, so every pass is exact, whatever its width.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -80,6 +81,15 @@ class _Guess(ctypes.Structure):
         *_pointers("heads lm_head embeddings state first ranking rank parallel space"),
         *_integers("levels count root hidden threads"),
     ]
+
+
+class _Verification(ctypes.Structure):
+    """``Verification`` in decoding/drawing.c."""
+
+    _fields_: ClassVar = [*_pointers("forward model run multiply lm_head hidden logits")]
+
+
+Follow = Callable[..., list[int] | None]  # of logits, and of the address of what they are computed from
 
 
 class Unfit(Exception):
@@ -221,6 +231,12 @@ class PassProgram:
             rotary.attention_scaling,
             layers[0].self_attn.scaling * 1.4426950408889634,  # powers of two: see native.c
         )
+        self._verification = _Verification(
+            forward=_address(self._library.tswift_forward),
+            model=ctypes.addressof(self._model),
+            multiply=_address(self._library.tswift_multiply),
+            lm_head=ctypes.addressof(self.lm_head.c),
+        )
 
     def _pack(self, *layers: nn.Module) -> _Linear:
         packed = PackedLinear(layers)
@@ -254,6 +270,37 @@ class PassProgram:
 
         Those after the layers ``tapped`` come along, too.
         """
+        run, forwarded = self._begin(tokens, positions, kv, ancestors, raw, tapped)
+        self._library.tswift_forward(ctypes.byref(self._model), ctypes.byref(run))
+        return forwarded
+
+    def verify(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: KVBuffer,
+        ancestors: Tensor,
+        raw: bool,
+        tapped: Sequence[int],
+        follow: Follow,
+    ) -> tuple[Forwarded, Tensor, list[int] | None]:
+        """As :meth:`~tswift.models.target.Target.verify`."""
+        run, forwarded = self._begin(tokens, positions, kv, ancestors, raw, tapped)
+        logits = torch.empty(run.nodes, self.lm_head.outputs, dtype=torch.float32)
+        given = self._verification
+        given.run, given.hidden, given.logits = ctypes.addressof(run), run.hidden, logits.data_ptr()
+        return forwarded, logits, follow(logits, verification=ctypes.addressof(given))
+
+    def _begin(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: KVBuffer,
+        ancestors: Tensor | None,
+        raw: bool,
+        tapped: Sequence[int],
+    ) -> tuple[_Pass, Forwarded]:
+        """What the C function is to be called with, and where it will leave the result."""
         layers, heads, width, hidden = self._shape
         nodes, threads = len(tokens), torch.get_num_threads()
         states = torch.empty(2, nodes, hidden, dtype=torch.float32)
@@ -278,15 +325,36 @@ class PassProgram:
             kv.keys.stride(1),
             threads,
         )
-        given = ctypes.byref(self._model), ctypes.byref(run)
-        size = self._library.tswift_space(*given)
+        size = self._library.tswift_space(ctypes.byref(self._model), ctypes.byref(run))
         if len(self._space) < size:  # kept, as memory that is new has to be mapped
             self._space = torch.empty(size, dtype=torch.float32)
         run.space = self._space.data_ptr()
-        self._library.tswift_forward(*given)
-        after, before = states.unbind()
-        taps = None if inner is None else torch.cat([inner[layer] for layer in tapped], -1)
-        return Forwarded(after, list(queries.unbind()), before if raw else None, taps)
+        run.kept = tokens, positions, ancestors  # as long as it is
+        return run, _Result(states, queries, raw, inner, tapped)
+
+
+class _Result(Forwarded):
+    """A pass's, of which tensors are made when they are asked for: plain decoding asks for none."""
+
+    def __init__(self, states: Tensor, queries: Tensor, raw: bool, inner: Tensor | None, tapped: Sequence[int]) -> None:
+        self.__dict__.update(_states=states, _queries=queries, _raw=raw, _inner=inner, _tapped=tapped)
+
+    @cached_property
+    def hidden(self) -> Tensor:  # type: ignore[override]
+        return self.__dict__["_states"][0]  # type: ignore[no-any-return]
+
+    @cached_property
+    def queries(self) -> list[Tensor]:  # type: ignore[override]
+        return list(self.__dict__["_queries"].unbind())
+
+    @cached_property
+    def raw(self) -> Tensor | None:  # type: ignore[override]
+        return self.__dict__["_states"][1] if self.__dict__["_raw"] else None
+
+    @cached_property
+    def taps(self) -> Tensor | None:  # type: ignore[override]
+        inner = self.__dict__["_inner"]
+        return None if inner is None else torch.cat([inner[layer] for layer in self.__dict__["_tapped"]], -1)
 
 
 class HeadProgram:

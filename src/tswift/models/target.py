@@ -33,7 +33,7 @@ from tswift.models.hf import (
     watched,
 )
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
-from tswift.models.program import PassProgram, Unfit
+from tswift.models.program import Follow, PassProgram, Unfit
 
 if TYPE_CHECKING:
     from tswift.models.drafters import BlockDrafter, DrafterSpec, EagleDrafter
@@ -339,6 +339,25 @@ class Target:
             return self._computed(tokens, positions, self._exact_pass(kv, nodes, ancestors))
         compute = self._compute_eagerly if self._compiled else self._compute
         return compute(tokens, positions, self._pass(positions, kv, ancestors))
+
+    def verifies(self, kv: KVBuffer, nodes: int) -> bool:
+        """Whether a C function makes such passes with their logits, see :meth:`verify`."""
+        program = self.program
+        return program is not None and kv not in self._passes and program.takes(kv, nodes)
+
+    def verify(
+        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor, follow: Follow
+    ) -> tuple[Forwarded, Tensor, list[int] | None]:
+        """As :meth:`forward`, with the logits ``[n, V]`` and the tokens drawn from them, all by one C function.
+
+        Args:
+            tokens, positions, kv, ancestors: as for :meth:`forward`.
+            follow: draws, given the logits and the address of what they are computed from.
+        """
+        self._rows(kv, len(tokens))
+        assert self.program is not None
+        tapped = self._layer_taps.layers if self._layer_taps else ()
+        return self.program.verify(tokens, positions, kv, ancestors, self.taps, tapped, follow)
 
     def _pass(self, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Pass:
         nodes = len(positions)
