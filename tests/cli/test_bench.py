@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from tests.rows import every_row
+from tswift.benchmarking import run
 from tswift.benchmarking.gate import bench_schema
 from tswift.benchmarking.plots import acceptance_figure
 from tswift.benchmarking.summary import METRICS, Metric
@@ -114,20 +115,23 @@ def test_ctrl_c_before_the_first_length(bench, monkeypatch):
     assert json.loads(Path("b/bench.json").read_text())["state"] == "interrupted"
 
 
-@pytest.mark.parametrize("ar", ["full", pytest.param("sampled", marks=pytest.mark.slow)])
-def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
-    from tswift.benchmarking import run
-
+def penalise_not(monkeypatch, method):
+    """A method that draws without the penalty."""
     begin = run.begin
 
     def made(*arguments, **named):
         generation = begin(*arguments, **named)
-        if named["method"] == "tokenswift":
+        if named["method"] == method:
             sampler = generation.decoding._context.sampler
             sampler.params = dataclasses.replace(sampler.params, penalty=1.0)
         return generation
 
     monkeypatch.setattr(run, "begin", made)
+
+
+@pytest.mark.parametrize("ar", ["full", pytest.param("sampled", marks=pytest.mark.slow)])
+def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
+    penalise_not(monkeypatch, "tokenswift")
     result = bench("--out", "b", "--ar", ar, "--lens", 80)
     assert result.code == 1
     assert "1 texts are not plain decoding's" in result.err
@@ -223,17 +227,7 @@ def test_json(tswift, checkpoint, prompt, tmp_path):
 
 
 def test_a_wrong_method_exits_with_one(tswift, checkpoint, prompt, monkeypatch):
-    from tswift.decoding.drafter import DraftTree
-
-    walk = DraftTree.walk
-
-    def greedy_walk(self, drawn):
-        """Accept the first child whatever was drawn."""
-        path = walk(self, drawn)
-        children = [node for node in range(len(self)) if self.parents[node] == path[-1]]
-        return [*path, children[0]] if children else path
-
-    monkeypatch.setattr(DraftTree, "walk", greedy_walk)
+    penalise_not(monkeypatch, "medusa")
     result = tswift("compare", "--len", 40, "--model", checkpoint, "--prompt", prompt, "--methods", "medusa")
     assert result.code == 1
     assert "NOT rounding" in result.out.decode()
