@@ -175,10 +175,11 @@ def new_folder(path: Path) -> list[Path]:
     try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
-        if not _unbegun(path):
-            raise InputError(f"{path} is not empty; a run needs a folder of its own", "out")
+        empty = _unbegun(path)
     except OSError as error:
         raise _unwritable(path, error) from None
+    if not empty:
+        raise InputError(f"{path} is not empty; a run needs a folder of its own", "out")
     return made
 
 
@@ -516,38 +517,37 @@ def read_saved(path: Path, prompt: Sequence[int], row_bytes: int = 0) -> Journal
     rows = len(_content(path / LOGPROBS)) if row_bytes else 0
     sound = [Checkpoint(0, crc32(bytes_of(prompt)))]
     for checkpoint in journal.checkpoints:
-        before, end = sound[-1], 4 * checkpoint.tokens
+        before, made, end = sound[-1], checkpoint.tokens, 4 * checkpoint.tokens
         if end > len(data):
-            damage = damage or f"{path / TOKENS} has {len(data):,} bytes, its journal speaks of {end:,}"
-            break
-        if row_bytes * checkpoint.tokens > rows:
-            damage = damage or f"{path / LOGPROBS} has {rows:,} bytes, {checkpoint.tokens:,} tokens take more"
-            break
-        if crc32(data[4 * before.tokens : end], before.crc32) != checkpoint.crc32:
-            where = f"between tokens {before.tokens:,} and {checkpoint.tokens:,}"
-            damage = damage or f"{path / TOKENS} does not match its checksum {where}"
-            break
-        sound.append(checkpoint)
+            wrong = f"{path / TOKENS} has {len(data):,} bytes, its journal speaks of {end:,}"
+        elif row_bytes * made > rows:
+            wrong = f"{path / LOGPROBS} has {rows:,} bytes, {made:,} tokens take more"
+        elif crc32(data[4 * before.tokens : end], before.crc32) != checkpoint.crc32:
+            wrong = f"{path / TOKENS} does not match its checksum between tokens {before.tokens:,} and {made:,}"
+        else:
+            sound.append(checkpoint)
+            continue
+        damage = damage or wrong
+        break
     length = sound[-1].tokens
-    tokens: list[int] = np.frombuffer(data[: 4 * length], "<u4").tolist()
-    return JournalState(tokens, sound, journal.truncated, len(data) // 4 - length, damage)
+    return JournalState(_ids(data[: 4 * length]), sound, journal.truncated, len(data) // 4 - length, damage)
 
 
 def read_tokens(path: Path, option: str | None = None, whole: bool = True) -> list[int]:
-    """The token ids in a file of little-endian uint32, at least one.
+    """The token ids in a file of little-endian uint32, at least one; it is a run's if no ``option`` names it.
 
-    Args:
-        path: the file.
-        option: what the user named it with, for the error; None for a file of a run.
-        whole: whether the file must end with a whole token; a run that was killed may have left a part of one.
+    Where it need not be ``whole``, a part of a token at its end, as a run that was killed may leave it, is left out.
     """
     data = _content(path, option=option)
     if whole and len(data) % 4:
         raise InputError(f"{path} is not a file of uint32: it has {len(data):,} bytes", option)
     if len(data) < 4:
         raise InputError(f"{path} holds no tokens", option)
-    ids: list[int] = np.frombuffer(data[: len(data) // 4 * 4], "<u4").tolist()
-    return ids
+    return _ids(data[: len(data) // 4 * 4])
+
+
+def _ids(data: bytes) -> list[int]:
+    return np.frombuffer(data, "<u4").tolist()
 
 
 def _content(path: Path, missing: str | None = None, option: str | None = None) -> bytes:
@@ -612,13 +612,14 @@ def look(path: Path) -> tuple[Entry, dict[str, Any], Checkpoint]:
     record: dict[str, Any] = {}
     with suppress(InputError):
         last = [last, *parse_journal(read_file(path / JOURNAL, MOST_RECORD)).checkpoints][-1]
-    seconds = last.counters.get("seconds")
+    seconds, entry = last.counters.get("seconds"), Entry(path, RUNNING, "", last.tokens)
+    if working and not (path / RECORD).exists():  # its model is being loaded
+        return entry, record, last
     try:
         record = read_record(path)
-        state = RUNNING if working else str(record["state"])
         entry = Entry(
             path,
-            KILLED if state == RUNNING and not working else state,
+            RUNNING if working else KILLED if record["state"] == RUNNING else str(record["state"]),
             str(record.get("reason", "")),
             last.tokens,
             int(record["options"]["length"]),
@@ -627,11 +628,7 @@ def look(path: Path) -> tuple[Entry, dict[str, Any], Checkpoint]:
             last.tokens / seconds if isinstance(seconds, float) and seconds else None,
             str(record["started"]),
         )
-    except InputError as error:
-        if working and not (path / RECORD).exists():  # its model is being loaded
-            entry = Entry(path, RUNNING, "", last.tokens)
-        else:
-            entry = Entry(path, BROKEN, str(error), last.tokens)
-    except (KeyError, TypeError, ValueError) as error:
-        entry = Entry(path, BROKEN, f"{path / RECORD} is broken: {error!r}", last.tokens)
+    except (InputError, KeyError, TypeError, ValueError) as error:
+        reason = str(error) if isinstance(error, InputError) else f"{path / RECORD} is broken: {error!r}"
+        entry = Entry(path, BROKEN, reason, last.tokens)
     return entry, record, last
