@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tswift.cli import main
+from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.jobs.config import PRESETS
+from tswift.options import options_of
 from tswift.serving.requests import Refused, Request, ServeConfig, listen, parse, parse_body
 
 USER = {"role": "user", "content": "Hello"}
@@ -44,6 +46,11 @@ def test_fields_become_options() -> None:
     assert request.config.stop_at_eos
     assert request.bounded
     assert request.cancel_on_disconnect
+
+
+def test_every_sampling_option_is_a_field() -> None:
+    for each, _ in options_of(SamplingParams):
+        assert [*understood({each.name: getattr(SamplingParams(), each.name)}).config.sampling] == [each.name]
 
 
 def test_what_is_not_said_is_as_it_was_typed_and_null_is_not_said() -> None:

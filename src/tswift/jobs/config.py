@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from tswift.decoding.logprobs import MOST_TOP
 from tswift.decoding.params import OFF, SamplingParams
 from tswift.decoding.text import check_stop
-from tswift.drafting.options import METHODS, DraftOptions, find_method, refuse_unused, used
+from tswift.drafting.options import METHODS, DraftOptions, Method, find_method, refuse_unused, used
 from tswift.errors import InputError, did_you_mean
 from tswift.jobs.prompt import check_prompt, read_prompt
 from tswift.models.config import DEMO, DEMO_DRAFT, UNQUANTISED, ModelConfig, refuse_shape
@@ -66,11 +66,20 @@ def preset_note(preset: str, overridden: Sequence[str], banned: Collection[int])
     return "; ".join(words)
 
 
+# what is loaded for a method, by the option that names it, and whether the method uses it
+LOADS: dict[str, Callable[[Method], bool]] = {
+    "heads": lambda method: method.heads or method.needs_heads,
+    "draft_model": lambda method: method.draft or method.may_draft,
+    "drafter": lambda method: bool(method.networks) or method.may_network,
+    "draft_weights": lambda method: method.partial,
+}
+
+
 def draft_for(methods: Sequence[str], model: str, asked: str | None) -> str | None:
     """The draft model to load for methods of a model, which was asked for or is the bundled model's."""
     needing = [method for method in methods if find_method(method).draft]
     if asked is not None:
-        _refuse_unused("draft_model", methods, [name for name, one in METHODS.items() if one.draft or one.may_draft])
+        _refuse_unused("draft_model", methods)
     elif needing and model != DEMO:
         raise InputError(f"names a smaller model with the tokens of {model}, which {needing[0]} needs", "draft_model")
     return DEMO_DRAFT if needing and asked is None else asked
@@ -80,7 +89,7 @@ def drafter_for(methods: Sequence[str], asked: str | None) -> str | None:
     """The published drafter to load for methods: what was asked for, which one of them has to use."""
     needing = {method: find_method(method).networks for method in methods if find_method(method).networks}
     if asked is not None:
-        _refuse_unused("drafter", methods, [name for name, one in METHODS.items() if one.networks or one.may_network])
+        _refuse_unused("drafter", methods)
     for method, kinds in needing.items() if asked is None else ():
         raise InputError(f"names a drafter ({' or '.join(kinds)}), which {method} needs", "drafter")
     return asked
@@ -89,13 +98,13 @@ def drafter_for(methods: Sequence[str], asked: str | None) -> str | None:
 def weights_for(methods: Sequence[str], asked: str | None) -> str | None:
     """How the model's own drafting passes are to be quantised: what was asked for, or None for not at all."""
     if asked is not None:
-        users = [name for name, one in METHODS.items() if one.partial]
-        _refuse_unused("draft_weights", methods, users, "draft with the model itself")
+        _refuse_unused("draft_weights", methods, "draft with the model itself")
     return None if asked == UNQUANTISED else asked
 
 
-def _refuse_unused(name: str, methods: Sequence[str], users: Sequence[str], use: str = "use it") -> None:
+def _refuse_unused(name: str, methods: Sequence[str], use: str = "use it") -> None:
     """Refuse an option of loading that none of the methods uses."""
+    users = [user for user, method in METHODS.items() if LOADS[name](method)]
     if not {*methods} & {*users}:
         one = f"{methods[0]} does not {use}"
         message = one if len(methods) == 1 else f"none of {', '.join(methods)} {use.replace(' ', 's ', 1)}"

@@ -17,7 +17,7 @@ from typing import Any
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.errors import InputError, did_you_mean
-from tswift.jobs.config import RunConfig
+from tswift.jobs.config import LOADS, RunConfig
 from tswift.jobs.folder import InUse, Lock
 from tswift.jobs.prompt import check_prompt
 from tswift.options import check_options, option, options_of
@@ -195,14 +195,8 @@ def job(typed: Mapping[str, Any], asked: Mapping[str, Any], prompt: Any, chat: b
     if not isinstance(method, str) or find_method(method).reference:
         raise InputError("must be a method that is served; ar-reference is for measurements", "method")
     if method != own:
-        kind = find_method(method)
-        uses = {
-            "heads": kind.heads or kind.needs_heads,
-            "draft_model": kind.draft or kind.may_draft,
-            "drafter": bool(kind.networks) or kind.may_network,
-            "draft_weights": kind.partial,
-        }
-        others = {*DraftOptions.__dataclass_fields__, *(name for name, used in uses.items() if not used)}
+        unused = (name for name, uses in LOADS.items() if not uses(find_method(method)))
+        others = {*DraftOptions.__dataclass_fields__, *unused}
         values = {name: value for name, value in values.items() if name not in others}
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
     return RunConfig.of(**values, prompt_text=text, chat=chat)
