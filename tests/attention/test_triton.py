@@ -248,7 +248,7 @@ def with_other_bits(
     ("prefix", "tree", "dtype"),
     [
         (3, "a tree with gaps", torch.bfloat16),
-        (126, "a random tree", torch.float16),
+        pytest.param(126, "a random tree", torch.float16, marks=SLOW),
         (318, "a tree with gaps", torch.float32),  # a chunk begins at 320
         pytest.param(0, "a random tree", torch.float32, marks=SLOW),
         pytest.param(95, "a tree with gaps", torch.float32, marks=SLOW),  # a tile goes to the chunks at 96

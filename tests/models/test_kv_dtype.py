@@ -29,7 +29,7 @@ needs_compiler = pytest.mark.skipif(why_not("native", torch.float32, CPU) is not
 
 @pytest.mark.parametrize(
     ("method", "kv_dtype"),
-    [("tokenswift", torch.float16), ("magicdec", torch.float16), ("snapkv", torch.bfloat16)],
+    [("tokenswift", torch.float16), ("snapkv", torch.bfloat16)],
 )
 def test_stock_operators_read_it_too(method: str, kv_dtype: torch.dtype) -> None:
     """In float64, where all that rounds is the cache: every method's text is plain decoding's, and it does round."""

@@ -13,7 +13,6 @@ import typer
 
 from tswift.benchmarking import gate, records
 from tswift.benchmarking.config import BenchOptions, Plan, parse_trees
-from tswift.benchmarking.quality import paired, texts_plain
 from tswift.benchmarking.suites import SUITES, Suite, find_suite
 from tswift.benchmarking.summary import FINISHED, simulation
 from tswift.benchmarking.workloads import KINDS, read_workloads
@@ -201,6 +200,7 @@ def bench(
         with loading(bench_options.model, quiet):
             from tswift.benchmarking import plots as drawing
             from tswift.benchmarking import report
+            from tswift.benchmarking.quality import paired, texts_plain
 
             if not resume:
                 stack.enter_context(made_folder(folder))
