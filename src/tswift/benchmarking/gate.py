@@ -13,9 +13,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tswift.benchmarking.summary import FINISHED, METRICS, gated, simulated_alpha, summarise
+from tswift.benchmarking.summary import METRICS, gated, simulated_alpha, summarise
 from tswift.benchmarking.table import NOTHING, Table, method_name
 from tswift.errors import InputError, did_you_mean
+from tswift.jobs.folder import FINISHED
 from tswift.options import check_options, option
 from tswift.reading import MOST_RECORD, parse_json, read_file
 

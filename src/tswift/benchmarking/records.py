@@ -14,13 +14,13 @@ from typing import Any
 from tswift.benchmarking.config import BenchOptions, Plan
 from tswift.benchmarking.gate import Judging, bench_schema, check_schema, differ, other_workload
 from tswift.benchmarking.suites import SUITES, find_suite, summarise_suite
-from tswift.benchmarking.summary import FINISHED, INTERRUPTED, cell_of, done_cells, grid_order, machine_name
+from tswift.benchmarking.summary import cell_of, done_cells, grid_order, machine_name
 from tswift.benchmarking.table import Table
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.config import fields_of
-from tswift.jobs.folder import InUse, Lock
+from tswift.jobs.folder import FINISHED, INTERRUPTED, lock_folder
 from tswift.options import options_of
 from tswift.reading import MOST_RECORD, parse_json, read_file
 
@@ -53,20 +53,10 @@ _SUITE: Mapping[str, Any] = {
 Record = dict[str, Any]  # as in bench.json or suite.json
 
 
-def lock(folder: Path, option: str) -> Lock:
-    """The lock of a benchmark's folder, taken."""
-    try:
-        return Lock(folder)
-    except InUse:
-        raise InputError(f"{folder} is in use by another process", option) from None
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written to ({error.strerror})", option) from None
-
-
 def open_record(folder: Path, option: str, stack: ExitStack) -> Record:
     """The record in a benchmark's folder, which stays locked until the stack ends."""
     read_record(folder, option)  # a folder without one is none to put a lock into
-    stack.enter_context(lock(folder, option))
+    stack.enter_context(lock_folder(folder, option))
     return read_record(folder, option)
 
 

@@ -19,10 +19,10 @@ from typing import Any
 from tswift.benchmarking import plots, records, suites, summary
 from tswift.benchmarking.config import ASSISTED, BASELINE, DRAFTLESS, LOOKUP, PEERS, SAMPLED
 from tswift.benchmarking.suites import SUITES, Suite, counterparts, published_rows
-from tswift.benchmarking.summary import FINISHED, METRICS, Cell, Figure, Row, drafted_only, source, summarise
+from tswift.benchmarking.summary import METRICS, Cell, Figure, Row, drafted_only, source, summarise
 from tswift.benchmarking.table import NOTHING, Table, method_name, quantity
 from tswift.errors import InputError
-from tswift.jobs.folder import write_whole
+from tswift.jobs.folder import FINISHED, write_whole
 
 _MAX_DIFFERENCES = 5
 _PAPER_DEPTH = 4  # tokens it drafts along a path

@@ -20,11 +20,13 @@ import numpy as np
 from tswift.benchmarking import summary
 from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, BenchConfig, Plan, Prompt
 from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
+from tswift.decoding.audit import Audit
 from tswift.decoding.drafter import DraftTree, Step
 from tswift.decoding.stats import DecodeStats
 from tswift.engine import Generation, begin
 from tswift.errors import InputError, renamed
 from tswift.jobs.environment import environment, now
+from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING
 from tswift.jobs.prompt import fingerprint
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.devices import available_bytes, gigabytes
@@ -298,16 +300,30 @@ class Trial:
         A sample needs it if it differs from plain decoding's; plain decoding's own then too; and all if plain decoding
         was sampled, since its few steps start from the runs' own state. Simulated texts and peers' are never audited.
         """
-        prompt = self._case.prompt.tokens[: self._case.prefill]
-        for run in self.runs.values():
-            run.close()  # an audit needs a cache of its own
         own = [sample for sample in samples if not (sample["estimated"] or self.runs[sample["method"]].peer)]
         differ = any(sample["same_as_ar"] is False for sample in own)
-        for sample in own:
-            run = self.runs[sample["method"]]
-            needed = sample["same_as_ar"] is False or (differ and run is self._plain) or self._plain is None
-            if needed and run.comparable:
-                sample["explained"] = config.audit(prompt, run.tokens, self._case.seed, run.method).ok
+        needed = {
+            sample["method"]: sample
+            for sample in own
+            if sample["same_as_ar"] is False or (differ and sample["method"] == BASELINE) or self._plain is None
+        }
+        labels = [label for label in needed if self.runs[label].comparable]
+        for label, found in self.audits(config, labels).items():
+            needed[label]["explained"] = found.ok
+
+    def audits(
+        self, config: BenchConfig, labels: Sequence[str], on_audit: Callable[[str, int, int], None] | None = None
+    ) -> dict[str, Audit]:
+        """Audits of some runs' texts, by label; all runs are closed, since an audit needs a cache of its own."""
+        case, runs = self._case, self.runs
+        for run in runs.values():
+            run.close()
+        prompt = case.prompt.tokens[: case.prefill]
+        tell = {label: on_audit and partial(on_audit, label) for label in labels}
+        return {
+            label: config.audit(prompt, runs[label].tokens, case.seed, runs[label].method, tell[label])
+            for label in labels
+        }
 
     def _compare(self, run: Run) -> tuple[int | None, int]:
         """First token that is not plain decoding's, if there is one, and how many tokens could be compared."""
@@ -404,7 +420,7 @@ def begin_measurement(
         "schema": SCHEMA,
         "kind": "bench",
         "simulated": config.simulated is not None,
-        "state": summary.RUNNING,
+        "state": RUNNING,
         **session,
         "layers": config.model.layers,
         "workload": {"hash": workload_hash(workload), **workload},
@@ -451,11 +467,11 @@ def measure(
             ended = on_trial and partial(on_trial, label, case)
             _measure_cell(config, measurement, case, plan, progress, on_checkpoint, ended)
     except KeyboardInterrupt:
-        state = summary.INTERRUPTED
+        state = INTERRUPTED
     else:
-        state, order = summary.FINISHED, len(entries)
+        state, order = FINISHED, len(entries)
     for number, (_, (_, measurement)) in enumerate(entries[: order + 1]):
-        measurement["state"] = summary.FINISHED if number < order else summary.INTERRUPTED
+        measurement["state"] = FINISHED if number < order else INTERRUPTED
     on_checkpoint()
     return state
 
@@ -596,26 +612,16 @@ def compare(
         not plain decoding's; ``margin`` how much the logits of that token, in either text, would have to change to
         explain it; ``explained`` whether every token of the text is drawn exactly or within rounding.
     """
-    interrupted = False
-    runs = {run.label: run for run in open_runs(config, prompt, length, seed)}
-    for run in runs.values():
-        run.prefill()
-        on_progress(run)
-    try:
-        interleave(list(runs.values()), slice_goals(length), on_progress)
-    except KeyboardInterrupt:  # a second one ends the audit too
-        interrupted = True
-        if not all(run.tokens for run in runs.values()):
-            raise
-    for run in runs.values():
-        run.close()  # an audit needs a cache of its own
+    case = Case(0, Prompt("", list(prompt)), len(prompt), seed)
+    trial = Trial(case, open_runs(config, prompt, length, seed), [length])
+    interrupted, runs = trial.run(on_progress, lambda samples: None), trial.runs  # a second Ctrl-C ends the audit too
+    if interrupted and not all(run.tokens for run in runs.values()):
+        raise KeyboardInterrupt
     plain, reference = runs[BASELINE], runs.get(REFERENCE)
     different = {label: first_difference(run.tokens, plain.tokens) for label, run in runs.items()}
     wrong = [label for label in runs if different[label] is not None]
-    audits = {
-        label: config.audit(prompt, runs[label].tokens, seed, runs[label].method, partial(on_audit, label)).as_dict()
-        for label in ([BASELINE, *wrong] if wrong else [])
-    }
+    found = trial.audits(config, [BASELINE, *wrong] if wrong else [], on_audit)
+    audits = {label: audit.as_dict() for label, audit in found.items()}
 
     def margin(label: str) -> float | None:
         findings = [one for name in (label, BASELINE) for one in audits.get(name, {"findings": ()})["findings"]]

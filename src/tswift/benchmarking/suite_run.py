@@ -15,7 +15,6 @@ from tswift.benchmarking.quality import quality
 from tswift.benchmarking.roofline import Machine
 from tswift.benchmarking.run import Case, OnProgress, Sample, begin_measurement, measure
 from tswift.benchmarking.suites import AXIS, Suite, summarise_suite
-from tswift.benchmarking.summary import RUNNING
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.text import TextStream
 from tswift.drafting.methods import resolve
@@ -24,6 +23,7 @@ from tswift.engine import check, ending, preflight
 from tswift.errors import InputError
 from tswift.jobs.config import loading
 from tswift.jobs.environment import now
+from tswift.jobs.folder import RUNNING
 from tswift.models.load import LoadedModel, load
 
 SCHEMA = 1

@@ -11,7 +11,6 @@ from typing import Any
 from tswift.benchmarking.config import DRAFTLESS, PEERS
 from tswift.benchmarking.table import duration, with_spread
 
-RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
 CELL = ("repeat", "prompt", "prefill", "seed")  # what names a cell of the grid: all methods side by side on one case
 HERE = "here"  # source of measured rows
 # where a metric is computed: an attribute of ``DecodeStats``, ``run._point``, ``quality.py``, or below and in reports

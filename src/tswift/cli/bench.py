@@ -14,7 +14,7 @@ import typer
 from tswift.benchmarking import gate, records
 from tswift.benchmarking.config import BenchOptions, Plan, parse_trees
 from tswift.benchmarking.suites import SUITES, Suite, find_suite
-from tswift.benchmarking.summary import FINISHED, simulation
+from tswift.benchmarking.summary import simulation
 from tswift.benchmarking.workloads import KINDS, read_workloads
 from tswift.cli import options, output
 from tswift.cli.progress import Bars
@@ -23,7 +23,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.config import fields_of
-from tswift.jobs.folder import default_path, made_folder
+from tswift.jobs.folder import FINISHED, default_path, lock_folder, made_folder
 from tswift.models.config import SHAPE_PREFIX, refuse_shape
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def bench(
                 if earlier:
                     records.go_on(record, earlier, folder)
                 else:
-                    stack.enter_context(records.lock(folder, "out"))
+                    stack.enter_context(lock_folder(folder, "out"))
                 run = partial(run, selected, plan, progress.show, progress.keep)
             if baseline:
                 gate.refuse_foreign(record, baseline, judging.rules, plan.repeats, judging.force)

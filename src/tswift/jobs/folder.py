@@ -239,6 +239,16 @@ class Lock:
         self._lock.release(force=True)
 
 
+def lock_folder(folder: Path, field: str, busy: str = "") -> Lock:
+    """The lock of the folder that ``field`` named, taken; ``busy`` is what is said where another process has it."""
+    try:
+        return Lock(folder)
+    except InUse:
+        raise InputError(busy or f"{folder} is in use by another process", field) from None
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written to ({error.strerror})", field) from None
+
+
 def in_use(folder: Path) -> bool:
     """Whether a process is writing a run's folder."""
     try:
@@ -326,12 +336,7 @@ class RunFolder:
     def create(cls, path: Path, logprobs: bool = False) -> RunFolder:
         """The folder of a new run, not there yet or empty; with a file of log-probabilities if asked for."""
         made = new_folder(path)
-        try:
-            folder = cls(path, Lock(path), made)
-        except InUse:
-            raise InputError(f"{path} is in use by another run", "out") from None
-        except OSError as error:
-            raise _unwritable(path, error) from None
+        folder = cls(path, lock_folder(path, "out", f"{path} is in use by another run"), made)
         try:
             for name in (TOKENS, TEXT, JOURNAL, *([LOGPROBS] if logprobs else [])):
                 if _unbegun(path):  # asked anew, now that it is locked

@@ -21,7 +21,17 @@ from torch import Tensor
 from tswift.distributed import Dist, open_ranks
 from tswift.errors import Fault, InputError, renamed
 from tswift.jobs.environment import environment, now
-from tswift.jobs.folder import InUse, Lock, default_path, made_folder, refuse_other, write_whole
+from tswift.jobs.folder import (
+    FINISHED,
+    INTERRUPTED,
+    RUNNING,
+    Lock,
+    default_path,
+    lock_folder,
+    made_folder,
+    refuse_other,
+    write_whole,
+)
 from tswift.jobs.job import Signals, Stopped
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.devices import find_device, ran_out
@@ -35,7 +45,6 @@ from tswift.training.tasks import Trainee, learning_rate, trainee_of
 RECORD, METRICS, CHECKPOINT = "train.json", "metrics.jsonl", "checkpoint.safetensors"
 _SCHEMA = 1
 _FIELD = "resume"
-RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
 BEFORE, AFTER = "before", "after"
 _FEW_STEPS = 50  # with fewer, little is learnt
 _TIMED_STEPS = 3  # measured to estimate how many steps the time allows
@@ -358,17 +367,9 @@ class TrainFolder:
                 raise InputError(f"{self.path} cannot be written to", "out")
             yield
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes from training here."""
-        try:
-            lock = Lock(self.path)
-        except InUse:
-            raise InputError(f"another process is training in {self.path}", _FIELD) from None
-        except OSError as error:
-            raise InputError(f"{self.path} cannot be written to ({error.strerror})", _FIELD) from None
-        with lock:
-            yield
+    def locked(self) -> Lock:
+        """The lock that keeps other processes from training here."""
+        return lock_folder(self.path, _FIELD, f"another process is training in {self.path}")
 
     def read_record(self) -> dict[str, Any]:
         """The contents of ``train.json``."""
