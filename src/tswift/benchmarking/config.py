@@ -91,13 +91,7 @@ class CompareConfig(TextConfig):
 
 @dataclass(frozen=True)
 class BenchOptions(ModelConfig):
-    """Options of several methods, as on the command line; ``compare`` and ``bench`` have them.
-
-    Attributes:
-        sampling: fields of ``SamplingParams`` that were given.
-        drafting: fields of ``DraftOptions`` but ``tree`` that were given; each goes to the methods that use it.
-        trees: draft trees by method; one under ``""`` goes to all methods that use a tree.
-    """
+    """Options of several methods, as on the command line; ``compare`` and ``bench`` have them."""
 
     methods: Sequence[str] = option(
         (BASELINE, "auto"),
@@ -106,9 +100,9 @@ class BenchOptions(ModelConfig):
         parse=parse_methods,
         also=("--method",),
     )
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    drafting: Mapping[str, Any] = field(default_factory=dict)
-    trees: Trees = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that were given
+    drafting: Mapping[str, Any] = field(default_factory=dict)  # of DraftOptions, for all methods that use them
+    trees: Trees = field(default_factory=dict)  # by method; one under "" goes to all methods that use a tree
     with_reference_ar: bool = option(
         False,
         "Also ar-reference: expanded K/V and dense masks, as published.",
@@ -341,22 +335,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """A loaded model and the contenders that run on it; all write the same text.
-
-    Attributes:
-        params: sampling parameters; end-of-text tokens are banned, so lengths are exact.
-        contenders: labels are unique; ``ar`` is among them.
-        simulate_alpha: as in :class:`BenchOptions`.
-        note: what of the options had to be changed; None for nothing.
-        peers: transformers' generate beside them; None for none.
-    """
+    """A loaded model and the contenders that run on it; all write the same text."""
 
     model: LoadedModel
-    params: SamplingParams
-    contenders: Sequence[Contender]
+    params: SamplingParams  # end-of-text tokens are banned, so lengths are exact
+    contenders: Sequence[Contender]  # labels are unique; ``ar`` is among them
     simulate_alpha: float | None = None
-    note: str | None = None
-    peers: Peers | None = None
+    note: str | None = None  # what of the options had to be changed
+    peers: Peers | None = None  # transformers' generate beside them
 
     @property
     def simulated(self) -> dict[str, Any] | None:

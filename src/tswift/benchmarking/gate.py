@@ -38,15 +38,10 @@ _ABSENT: Value = (None, set())
 
 @dataclass(frozen=True)
 class Rule:
-    """How much worse a metric may get.
+    """How much worse a metric may get."""
 
-    Attributes:
-        metric: its name in ``--fail-on``.
-        tolerance: at least 0; a share of the baseline if relative, else in the metric's own unit.
-    """
-
-    metric: str
-    tolerance: float
+    metric: str  # its name in ``--fail-on``
+    tolerance: float  # at least 0; a share of the baseline if relative, else in the metric's own unit
     relative: bool
 
     @property

@@ -36,18 +36,12 @@ _OF_BENCH = ("methods", "simulate_alpha", "workload", "peers", *records.JUDGED)
 
 @dataclass
 class Progress:
-    """Progress of a benchmark on a terminal, and its record on the disk.
-
-    Attributes:
-        longest: tokens of a run.
-        suite: the suite's name and its axis, if it is one.
-        write: writes the record.
-    """
+    """Progress of a benchmark on a terminal, and its record on the disk."""
 
     bars: Bars
-    longest: int
+    longest: int  # tokens of a run
     suite: Suite | None
-    write: Callable[[], object]
+    write: Callable[[], object]  # writes the record
     shown: tuple[str, Case] | None = None
 
     def show(self, label: str, number: int, cells: int, case: Case, run: Run) -> None:

@@ -19,15 +19,10 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Typed:
-    """What stood on the command line.
+    """What stood on the command line."""
 
-    Attributes:
-        values: by the fields' names, those that were typed.
-        command: the words of the command line.
-    """
-
-    values: Mapping[str, Any]
-    command: Sequence[str]
+    values: Mapping[str, Any]  # by the fields' names, those that were typed
+    command: Sequence[str]  # all words
 
     def of(self, kind: Any) -> dict[str, Any]:
         """Of these values, those of a dataclass's fields."""

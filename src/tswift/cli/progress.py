@@ -22,13 +22,7 @@ _LOG_SECONDS = 30.0
 
 
 class Bars:
-    """One bar per task.
-
-    Args:
-        quiet: nothing on stderr.
-        progress: whether to show bars or log lines at all.
-        width: columns of a bar.
-    """
+    """One bar per task; ``quiet`` is nothing on stderr, without ``progress`` there are neither bars nor log lines."""
 
     def __init__(self, quiet: bool, progress: bool, width: int = 12) -> None:
         self._console = Console(stderr=True, quiet=quiet, emoji=False, markup=False)

@@ -92,12 +92,7 @@ def follow(device: str) -> int:
 
 
 def _work(ranks: Dist, stopping: Callable[[], bool]) -> None:
-    """Worker loop: load the same model and decode in lockstep with rank 0, with no output.
-
-    Args:
-        ranks: all of them.
-        stopping: whether this rank was asked to stop; all end then, once the step under way is finished.
-    """
+    """Worker loop: load the same model and decode in lockstep with rank 0, with no output; ``stopping`` ends it."""
     from tswift import engine
     from tswift.distributed import guard
     from tswift.models import load

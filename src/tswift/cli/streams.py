@@ -9,14 +9,12 @@ from contextlib import contextmanager
 
 import typer
 
-"""Exit codes."""
-
+# exit codes
 OK = 0
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
 CLOSED_PIPE = 141  # nobody reads stdout any more: what a shell reports for SIGPIPE
-
 
 _LONGEST_WORD = 240  # characters; a name that is longer loses its middle
 
@@ -44,12 +42,7 @@ def complain(message: str) -> None:
 
 @contextmanager
 def loading(what: str, quiet: bool) -> Iterator[None]:
-    """While entered, something is loaded, which takes seconds: a terminal is told so, and so is who interrupts it.
-
-    Args:
-        what: is loaded.
-        quiet: say nothing.
-    """
+    """While entered, ``what`` is loaded, which takes seconds: a terminal is told so, and so is who interrupts it."""
     what = one_line(what)
     if sys.stderr is not None and sys.stderr.isatty() and not quiet:
         print(f"tswift: loading {what} ...", file=sys.stderr, flush=True)

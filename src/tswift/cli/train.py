@@ -31,14 +31,7 @@ _BAR = 42  # columns of a progress bar without its figures
 
 
 def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Table], text: str) -> Callable[..., None]:
-    """Make a subcommand that trains, with one option for each field of its settings.
-
-    Args:
-        kind: class of the settings.
-        result: the file that holds what was trained.
-        grid: makes the table that is shown at the end.
-        text: its help.
-    """
+    """A subcommand that trains, with an option for each field of ``kind``; ``text`` is its help."""
 
     def run(
         typed: options.Typed,
