@@ -104,8 +104,12 @@ class Bandit:
         arm.last = self._now
         self._steps += 1
         if self._trial:
-            self._allowed -= overhead
-            self._continue(arm, seconds - tokens / self.arms[self._best].rate)
+            lost = seconds - tokens / self.arms[self._best].rate
+            if arm.steps == 1:  # what is used for the first time takes long once, and others are not to wait for that
+                lost = min(lost, plain.step_s)
+            else:
+                self._allowed -= overhead
+            self._continue(arm, lost)
             return
         self._allowed = min(self._allowed + _SHARE * (seconds + overhead), 4 * _ALLOWANCE * plain.step_s)
         if self._steps == 2:

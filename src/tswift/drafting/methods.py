@@ -232,6 +232,11 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
         arms["recall"] = _pruned(models, options, 0, [], memory)
     if models.draft is not None:
         arms["standalone"] = standalone(models, _standalone_options(options))
+    for drafter in arms.values():
+        if isinstance(
+            drafter, DynamicTreeDrafter
+        ):  # not all that may be drafted in its first step, as if time were free
+            drafter.budget.rate = 1 / models.costs.seconds(1, 0)
     if steady:
         for drafter in arms.values():
             drafter.memory = None
