@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import random_tree
+from tswift.decoding.drafter import DraftTree
 from tswift.decoding.drawing import draw_program
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NO_TOKEN, Sampler, _best, gumbel, seed_stream
@@ -78,6 +79,18 @@ def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype
     best = sampler.scores(logits, seen, positions + 1).topk(2).values
     leads = (best[:, 0] - best[:, 1]).tolist()
     assert [lead for _, lead in others] == pytest.approx(leads, rel=1e-9, abs=1e-9, nan_ok=True)
+
+
+def test_a_node_with_the_drawn_token_below_another_one_is_not_followed() -> None:
+    sampler, tree = Sampler(SamplingParams(temperature=0, penalty=1), 1, 6, CPU), DraftTree(0, 8)
+    sampler.extend([0])
+    for path in ([3, 4], [4]):
+        tree.add(path, "it")
+    logits = torch.zeros(4, 6)
+    logits[0, 4] = logits[3, 2] = 1
+    nodes = torch.tensor(tree.tokens), torch.tensor(tree.depths), tree.ancestors()
+    drawn = sampler.draw_nodes(logits, *nodes, tree.parents)
+    assert (drawn[0], drawn[3]) == (4, 2)
 
 
 @settings(max_examples=100, deadline=None)
