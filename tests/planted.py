@@ -150,7 +150,7 @@ FAULTS = [
     Fault("a partial cache is not selected anew", "kv/partial.py", "kv/test_caches.py drafting/test_chain.py",
           "(new + most > self.room or", "(self.copied == 0 or new > self.room or"),
     Fault("a partial cache keeps old values", "kv/partial.py", CACHES,
-          "        self.values.index_copy_(2, where, values)\n", ""),
+          "zip(self.rows, full.rows, strict=True)", "zip(self.rows[:1], full.rows[:1], strict=True)"),
     Fault("a rollback is off by one", "kv/cache.py", CACHES,
           "self.length -= self.seen - seen", "self.length -= max(0, self.seen - seen - 1)"),
     Fault("a chain's keys stay in the cache", "drafting/chains.py", "drafting/test_chain.py",
