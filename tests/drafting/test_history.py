@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -71,13 +70,11 @@ def logits_of(count: int, seed: int = 1, vocab: int = SMALL) -> torch.Tensor:
 
 def averaged(thoughts: TopKLogits, places, shares, vocab: int = SMALL) -> torch.Tensor:
     """``[n, V]``, minus infinity where nothing is kept."""
-    ids, logits = thoughts.average(np.array(places), np.array(shares, np.float64))
-    assert ids.dtype == torch.int64
     whole = torch.full((len(places), vocab), -torch.inf, dtype=torch.float64)
-    for row in range(len(places)):
-        kept = logits[row] > -torch.inf
-        assert len(set(ids[row][kept].tolist())) == int(kept.sum())
-        whole[row, ids[row][kept]] = logits[row][kept]
+    for row, each in enumerate(zip(places, shares, strict=True)):
+        ids, logits = thoughts.average(*each)
+        assert len({*ids.tolist()}) == len(ids)
+        whole[row, ids.tolist()] = torch.from_numpy(logits).double()
     return whole
 
 
@@ -202,7 +199,7 @@ def test_guesses_are_those_of_all_that_was_thought(params: SamplingParams, noise
     recall, sampler = recalled(text, logits, [21, 1, 3, 40, *[2] * 27, 1], params, noise=noise)
     assert len(recall) == 119
     paths = [[text[-1]], [text[-1], 2], [text[-1], 4, 4, 1], [text[-1], 2, 0]]
-    guesses = recall.guess(paths, sampler, 3)
+    guesses = recall.guess(paths, 3)
     assert len(guesses) == len(paths)
     for path, guess in zip(paths, guesses, strict=True):
         scores, match = expected(text, logits, path, params, sampler if noise else None)
@@ -217,17 +214,17 @@ def test_banned_tokens_are_not_guessed() -> None:
     text, logits = words(60), thoughts(60)
     logits[:, 11] = 50.0
     params = SamplingParams(min_p=0.0, penalty=1.0, banned=(11,))
-    recall, sampler = recalled(text, logits, [2, *[2] * 29], params)
-    assert all(11 not in guess.tokens for guess in recall.guess([[text[-1]], [text[-1], 1]], sampler, 90))
-    recall, sampler = recalled(text, logits, [2, *[2] * 29], SamplingParams(min_p=0.0, penalty=1.0))
-    assert recall.guess([[text[-1]]], sampler, 1)[0].tokens == [11]
+    recall, _ = recalled(text, logits, [2, *[2] * 29], params)
+    assert all(11 not in guess.tokens for guess in recall.guess([[text[-1]], [text[-1], 1]], 16))
+    recall, _ = recalled(text, logits, [2, *[2] * 29], SamplingParams(min_p=0.0, penalty=1.0))
+    assert recall.guess([[text[-1]]], 1)[0].tokens == [11]
 
 
 def test_nothing_is_guessed_where_nothing_was() -> None:
-    recall, sampler = recalled([1, 2, 3], thoughts(3), [1, 1, 1], PENALTY)
-    guesses = recall.guess([[3], [3, 2], [3, 50]], sampler, 3)
+    recall, _ = recalled([1, 2, 3], thoughts(3), [1, 1, 1], PENALTY)
+    guesses = recall.guess([[3], [3, 2], [3, 50]], 3)
     assert [len(guess.tokens) > 0 for guess in guesses] == [False, True, False]
-    assert recall.guess([], sampler, 3) == []
+    assert recall.guess([], 3) == []
 
 
 NONE = Candidates([], [], 0, -1)
@@ -243,7 +240,7 @@ class Known:
     def __len__(self) -> int:
         return self.length
 
-    def guess(self, paths, sampler, most) -> list[Candidates]:
+    def guess(self, paths, most) -> list[Candidates]:
         self.asked += map(tuple, paths)
         return [self.guesses.get(tuple(path), NONE) for path in paths]
 

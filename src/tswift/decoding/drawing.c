@@ -36,6 +36,7 @@ typedef struct {
     const uint8_t *banned;      /* [vocabulary], or none */
     const int64_t *biased;      /* [biases] tokens */
     const double *bias;         /* [biases], added to their logits */
+    const int32_t *ids;         /* [rows, vocabulary]: which token each logit is of, if not that of its place; or none */
     uint8_t *unsure;            /* [rows]: whether PyTorch might rank otherwise */
     double *space;              /* [threads, 2 * vocabulary] */
     int32_t *kept;              /* [threads, vocabulary] */
@@ -237,8 +238,8 @@ static void rank_row(const Call *c, int64_t row) {
         const int64_t position = noisy ? c->positions[row] + c->ahead : 0;
         const uint64_t stream = noisy ? mixed((uint64_t)(position + 1) * GOLDEN + c->seed) : 0;
         for (int64_t i = 0; i < count; i++) {
-            const int64_t t = c->kept[i];
-            double score = w[t];
+            const int64_t t = c->ids ? c->ids[row * c->vocabulary + c->kept[i]] : c->kept[i];
+            double score = w[c->kept[i]];
             if (noisy) {
                 const uint64_t bits = mixed(stream + (uint64_t)t * GOLDEN) >> 12, rest = bits ^ ((1ull << 52) - 1);
                 const int length = rest ? 64 - __builtin_clzll(rest) : 0;

@@ -23,7 +23,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tswift.attention.building import Unbuilt, build, widest_vectors
@@ -41,7 +43,7 @@ class _Call(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("logits", "positions", "best", "scores", "seen", "newest", *_NODES)),
-        *((name, ctypes.c_void_p) for name in ("banned", "biased", "bias", "unsure", "space", "kept")),
+        *((name, ctypes.c_void_p) for name in ("banned", "biased", "bias", "ids", "unsure", "space", "kept")),
         *((name, ctypes.c_void_p) for name in ("mask", "parallel")),
         *((name, ctypes.c_int64) for name in ("by_row", "by_seen", "rows", "vocabulary", "half", "count", "ahead")),
         *((name, ctypes.c_int64) for name in ("window", "top_k", "threads", "biases", "seed")),
@@ -202,6 +204,39 @@ class DrawProgram:
         given = rows.address, rows.parents_address
         unsure = self._follow(*given) if verification is None else self._verify(verification, *given)
         return None if unsure else rows.best[:count]
+
+    def rank_rows_of(
+        self,
+        ids: NDArray[np.int32],
+        logits: NDArray[np.float32],
+        seen: NDArray[np.uint8] | None,
+        positions: NDArray[np.int64] | None,
+    ) -> Callable[[int, int], tuple[list[list[int]], list[list[float]]]]:
+        """A function that ranks tokens of which each row names its own, as they are in these arrays when it is called.
+
+        It is asked for the first rows, so many, and for how many tokens of each, and gives lists of tokens and scores.
+
+        Args:
+            ids: ``[n, m]`` tokens, of the size in place of the vocabulary's.
+            logits: ``[n, m]``, minus infinity where there is no token.
+            seen: ``[n, m]``, nonzero for those that are penalised; None for none.
+            positions: ``[n]`` of the tokens to be drawn; None for no noise.
+        """
+        rows, width = ids.shape
+        best, scores = np.empty(rows * MOST, np.int64), np.empty(rows * MOST)
+        unsure = np.empty(rows, np.uint8)
+        given = {"ids": ids, "logits": logits, "seen": seen, "positions": positions}
+        given |= {"best": best, "scores": scores, "unsure": unsure}
+        pointers = {name: None if each is None else each.ctypes.data for name, each in given.items()}
+        call = _Call(by_row=width, by_seen=width, **pointers, **self._fixed)
+
+        def rank(count: int, most: int) -> tuple[list[list[int]], list[list[float]]]:
+            call.rows, call.count = count, min(most, MOST)
+            self._run(ctypes.byref(call))
+            shape, size = (count, call.count), count * call.count
+            return best[:size].reshape(shape).tolist(), scores[:size].reshape(shape).tolist()
+
+        return rank
 
     def rank_levels(
         self,

@@ -11,31 +11,80 @@ are arrays: 56 to 80 bytes a token, and the last ones come first.
 
 from __future__ import annotations
 
-from array import array
+import ctypes
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, repeat
+from itertools import accumulate
 from math import inf
-from operator import mul
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tswift.attention.building import Unbuilt, build
 from tswift.decoding.drafter import Context
-from tswift.decoding.params import LogitBias, SamplingParams, bias, constants, warp
-from tswift.decoding.sampling import Sampler
+from tswift.decoding.drawing import DrawProgram
+from tswift.decoding.params import LogitBias, SamplingParams, bias, constants
+from tswift.decoding.sampling import Sampler, seed_stream
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
 from tswift.models.target import Target
 
-_MASK = (1 << 64) - 1
-_FACTOR = 0x9E3779B97F4A7C15
 _LEAST = 1 << 10  # places of an empty table
 _ORDERS = (1, 2, 3, 4, 6, 12)
 _PARAMS = SamplingParams()
+
+
+class _Index(ctypes.Structure):
+    """``Index`` in history.c."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("text", "last", "before", "orders")),
+        *((name, ctypes.c_int64) for name in ("count", "room", "bits", "kinds", "reach")),
+    ]
+
+
+class _Logits(ctypes.Structure):
+    """``Logits`` in history.c."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("logs", "ids", "scales", "slots")),
+        *((name, ctypes.c_int64) for name in ("kept", "wide")),
+    ]
+
+
+class _Guess(ctypes.Structure):
+    """``Guess`` in history.c."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("index", "kept", "paths", "ends", "depths", "newest", "matches")),
+        *((name, ctypes.c_void_p) for name in ("positions", "ids", "logits", "seen")),
+        *((name, ctypes.c_int64) for name in ("count", "width", "most", "window")),
+        ("favour", ctypes.c_double),
+    ]
+
+
+def _library() -> ctypes.CDLL:
+    """What history.c is compiled to.
+
+    Raises:
+        Unbuilt: there is none here; it says why.
+    """
+    library = build(Path(__file__).with_name("history.c"))
+    library.tswift_find.restype = library.tswift_average.restype = ctypes.c_int64
+    return library
+
+
+def unbuilt() -> str | None:
+    """Why a text cannot be recalled on this machine; None if it can."""
+    try:
+        _library()
+    except Unbuilt as error:
+        return str(error)
+    return None
 
 
 class SuffixIndex:
@@ -46,77 +95,48 @@ class SuffixIndex:
             the largest.
         reach: links of one chain that are followed at most, so that a context met a thousand times costs no more than
             one met sixteen times.
+
+    Attributes:
+        call: the same for C.
     """
 
     def __init__(self, orders: Sequence[int] = _ORDERS, reach: int = 16) -> None:
-        self._orders, self._reach, self._longest = tuple(orders), reach, orders[-1]
-        # one factor for each place of a context, counted from its end
-        self._factors = list(
-            islice(accumulate(repeat(_FACTOR), lambda power, factor: power * factor & _MASK), self._longest)
-        )
-        self._text: list[int] = []
-        self._bits = _LEAST.bit_length() - 1
-        self._allocate()
+        self._library, self._orders, self.longest = _library(), np.array(orders), orders[-1]
+        self.call = _Index(orders=self._orders.ctypes.data, kinds=len(orders), reach=reach)
+        self._text = np.empty(0, np.int32)
+        self._grow(_LEAST)
 
     def __len__(self) -> int:
         """How many tokens there are."""
-        return len(self._text)
+        return int(self.call.count)
 
     @staticmethod
     def bytes_for(tokens: int) -> int:
-        """What a text of so many tokens takes: by order a link for each and a table, and pointers to the tokens."""
-        places = max(_LEAST, 1 << tokens.bit_length())
-        return len(_ORDERS) * array("i").itemsize * (tokens + places) + 8 * tokens
+        """What a text of so many tokens takes: itself, and by order a link for each token and a table."""
+        return np.dtype(np.int32).itemsize * (2 * len(_ORDERS) + 1) * max(_LEAST, 1 << (tokens - 1).bit_length())
 
     def last(self) -> list[int]:
         """The text's last tokens, as many as count."""
-        return self._text[-self._longest :]
+        return self._text[max(0, len(self) - self.longest) : len(self)].tolist()
 
-    def _allocate(self) -> None:
-        empty = array("i", [-1]) * (1 << self._bits)
-        self._last = [array("i", empty) for _ in self._orders]  # the last position of a hash
-        self._before = [array("i") for _ in self._orders]  # for each position the one before it of the same hash
+    def _grow(self, room: int) -> None:
+        """Make room, and index the text anew in larger tables."""
+        text, kinds, count = self._text, len(self._orders), len(self)
+        self._text = np.empty(room, np.int32)
+        self._text[:count] = text[:count]
+        self._last, self._before = np.full((kinds, room), -1, np.int32), np.empty((kinds, room), np.int32)
+        call, self.call.count = self.call, 0
+        call.text, call.last, call.before = (each.ctypes.data for each in (self._text, self._last, self._before))
+        call.room, call.bits = room, room.bit_length() - 1
+        self._library.tswift_index(ctypes.byref(call), ctypes.c_int64(count))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text: amortised constant time for each."""
-        if len(self._text) + len(tokens) > 1 << self._bits:
-            self._text += tokens
-            self._bits = len(self._text).bit_length()
-            self._rebuild()
-            return
-        for token in tokens:
-            self._text.append(token)
-            at = len(self._text) - 1
-            places = self._places(self._text[-self._longest :])
-            for last, before, place in zip(self._last, self._before, places, strict=True):
-                before.append(last[place] if place >= 0 else -1)
-                if place >= 0:
-                    last[place] = at
-
-    def _places(self, context: Sequence[int]) -> list[int]:
-        """Where each order's hash of a context's end stands in its table; -1 for an order longer than the context."""
-        values = list(accumulate(map(mul, reversed(context), self._factors)))
-        shift, count = 64 - self._bits, len(values)
-        return [(values[order - 1] & _MASK) >> shift if order <= count else -1 for order in self._orders]
-
-    def _rebuild(self) -> None:
-        """Fill larger tables from the whole text, as one token at a time would have filled them."""
-        self._allocate()
-        count = len(self._text)
-        tokens = np.array(self._text, np.uint64)
-        value, done = np.zeros(count, np.uint64), 0
-        for index, order in enumerate(self._orders):
-            for back in range(done, min(order, count)):
-                value[back:] += tokens[: count - back] * np.uint64(self._factors[back])
-            done = order
-            places = (value >> np.uint64(64 - self._bits)).astype(np.int64)
-            whole = np.argsort(places[order - 1 :], kind="stable") + order - 1  # positions by place, then in order
-            before = np.full(count, -1, np.int32)
-            same = places[whole[1:]] == places[whole[:-1]]
-            before[whole[1:][same]] = whole[:-1][same]
-            last = np.frombuffer(self._last[index], np.int32)
-            last[places[whole]] = whole  # of equal places the last one counts
-            self._before[index] = array("i", before.tobytes())
+        count = len(self) + len(tokens)
+        if count > len(self._text):
+            self._grow(1 << (count - 1).bit_length())
+        self._text[len(self) : count] = tokens
+        self._library.tswift_index(ctypes.byref(self.call), ctypes.c_int64(count))
 
     def find(self, context: Sequence[int], most: int) -> list[tuple[int, int]]:
         """The positions whose tokens up to there end as a context does, those of the longest match first.
@@ -129,28 +149,11 @@ class SuffixIndex:
             Up to ``most`` pairs (position of the match's last token, length of the match, at most the longest order);
             of equal lengths the later first. Where no chain is longer than ``reach``, none is better.
         """
-        text, context = self._text, list(context[-self._longest :])
-        found: dict[int, int] = {}
-        orders = range(len(self._orders))
-        places = self._places(context)
-        for index in reversed(orders):
-            if places[index] < 0:
-                continue
-            order, before = self._orders[index], self._before[index]
-            tail, at = context[-order:], self._last[index][places[index]]
-            for _ in range(self._reach):
-                if at < 0:
-                    break
-                if at not in found and text[at - order + 1 : at + 1] == tail:
-                    length = order
-                    while length < len(context) and length <= at and text[at - length] == context[-1 - length]:
-                        length += 1
-                    found[at] = length
-                at = before[at]
-            if len(found) >= most:
-                break
-        ranked = sorted(found.items(), key=lambda match: (match[1], match[0]), reverse=True)
-        return ranked[:most]
+        tokens, found = np.array(context, np.int32), np.empty((most, 2), np.int64)
+        sizes = ctypes.c_int64(len(tokens)), ctypes.c_int64(most)
+        pointers = (ctypes.c_void_p(each.ctypes.data) for each in (tokens, found))
+        count = self._library.tswift_find(ctypes.byref(self.call), next(pointers), *sizes, next(pointers))
+        return [(place, length) for place, length in found[:count].tolist()]
 
 
 _ROWS = 64  # of logits ranked at a time
@@ -163,13 +166,18 @@ class TopKLogits:
         vocab_size: number of token ids.
         kept: tokens kept of each distribution.
         params: with the biases of tokens, and those that are never drawn, which are not kept.
+
+    Attributes:
+        call: the same for C.
     """
 
     def __init__(self, vocab_size: int, kept: int = 64, params: SamplingParams = _PARAMS) -> None:
         kept, kind = _kept_as(vocab_size, kept)
-        self._params = params
+        self._library, self._params = _library(), params
         self._constants: tuple[Tensor, Tensor, Tensor] | None = None
         self._count = 0
+        self._slots = np.zeros(vocab_size, np.int32)
+        self.call = _Logits(slots=self._slots.ctypes.data, kept=kept, wide=kind == np.int32)
         self._ids = np.empty((0, kept), kind)
         self._logs = np.empty((0, kept), np.float16)  # log-probabilities
         self._scales = np.empty(0, np.float32)  # what to add to get logits
@@ -211,40 +219,29 @@ class TopKLogits:
             size = max(2 * start, self._count, 1024)
             self._ids, self._logs = _grown(self._ids, size), _grown(self._logs, size)
             self._scales = _grown(self._scales, size)
+            for name, rows in (("ids", self._ids), ("logs", self._logs), ("scales", self._scales)):
+                setattr(self.call, name, rows.ctypes.data)
         return slice(start, self._count)
 
-    def average(self, places: NDArray[np.int64], shares: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
-        """Weighted means of some distributions.
+    def average(self, places: Sequence[int], shares: Sequence[float]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Weighted mean of some distributions.
 
         Args:
-            places: ``[n, k]`` positions, each below ``len``.
-            shares: ``[n, k]``, of which those of a row add up to one.
+            places: positions, each below ``len``.
+            shares: of each, which add up to one.
 
         Returns:
-            Token ids ``[n, m]``, and their logits ``[n, m]`` (float64): logarithms of the mean, moved by the mean of
-            what the distributions' own logits were moved by, as a penalty looks at the sign. Rows are filled up with
-            the id 0 and ``-inf``.
+            Token ids ``[n]`` that any of them holds, and their logits ``[n]``: logarithms of the mean, moved by the
+            mean of what the distributions' own logits were moved by, as a penalty looks at the sign.
         """
-        count = len(places)
-        scale = (self._scales[places] * shares).sum(-1)
-        rows = np.arange(count)[:, None, None]
-        keys = (self._ids[places] + (rows << 32)).ravel()  # one number for a token of a row
-        sums = (np.exp(self._logs[places], dtype=np.float32) * shares[:, :, None]).ravel()
-        order = keys.argsort(kind="stable")
-        keys, sums = keys[order], sums[order]
-        fresh = np.empty(len(keys), bool)
-        fresh[0] = True
-        np.not_equal(keys[1:], keys[:-1], out=fresh[1:])
-        starts = fresh.nonzero()[0]
-        keys, sums = keys[starts], np.add.reduceat(sums, starts)
-        row = keys >> 32
-        begins = row.searchsorted(np.arange(count + 1))
-        column, width = np.arange(len(keys)) - begins[row], int((begins[1:] - begins[:-1]).max())
-        ids, logits = np.zeros((count, width), np.int64), np.full((count, width), -np.inf)
-        ids[row, column] = keys & 0xFFFFFFFF
-        with np.errstate(divide="ignore"):
-            logits[row, column] = np.log(sums) + scale[row]
-        return torch.from_numpy(ids), torch.from_numpy(logits)
+        where, weights = np.array(places, np.int64), np.array(shares, np.float64)
+        room = len(where) * self._ids.shape[1]
+        ids, logits = np.empty(room, np.int32), np.empty(room, np.float32)
+        pointers = [ctypes.c_void_p(each.ctypes.data) for each in (where, weights, ids, logits)]
+        count = self._library.tswift_average(
+            ctypes.byref(self.call), *pointers[:2], ctypes.c_int64(len(where)), *pointers[2:]
+        )
+        return ids[:count], logits[:count]
 
 
 def _kept_as(vocab_size: int, kept: int) -> tuple[int, type[np.uint16] | type[np.int32]]:
@@ -258,6 +255,7 @@ def _grown(rows: NDArray[Any], size: int) -> NDArray[Any]:
     return larger
 
 
+_ROUND = 8  # paths asked about at a time
 _PLACES = 4  # averaged; eight are hardly better
 _FAVOUR = 2.0  # a place weighs e^2 times one whose match is a token shorter
 _PROMPT_ROWS = 64  # logits of a prompt that are computed at a time
@@ -293,6 +291,7 @@ class LogitHistory:
     """
 
     def __init__(self, target: Target, shared_noise: bool, kept: int = 64) -> None:
+        self._library = _library()
         self._target, self._shared_noise, self._kept = target, shared_noise, kept
         self._contexts = SuffixIndex()
         self._thoughts: TopKLogits | None = None
@@ -316,10 +315,37 @@ class LogitHistory:
             self._begun(sampler).think(self._target.logits(part))
 
     def _begun(self, sampler: Sampler) -> TopKLogits:
+        """What is kept of the text; the sampling rule is known with its first tokens."""
         if self._thoughts is None:
-            self._thoughts = TopKLogits(self._target.vocab_size, self._kept, sampler.params)
-            self._newest = np.full(self._target.vocab_size, -(1 << 62), np.int64)
-            self._params = replace(sampler.params, logit_bias=LogitBias(), banned=())
+            vocab_size, params = self._target.vocab_size, sampler.params
+            self._thoughts = TopKLogits(vocab_size, self._kept, params)
+            width = _PLACES * self._thoughts.call.kept
+            self._newest = np.full(vocab_size, -(1 << 62), np.int64)
+            self._ends, self._depths, self._positions = np.empty((3, _ROUND), np.int64)
+            self._matches = np.empty((_ROUND, 2), np.int64)
+            self._ids, self._logits = np.empty((_ROUND, width), np.int32), np.empty((_ROUND, width), np.float32)
+            self._seen = np.empty((_ROUND, width), np.uint8) if params.penalises else None
+            self._call = _Guess(
+                index=ctypes.addressof(self._contexts.call),
+                kept=ctypes.addressof(self._thoughts.call),
+                ends=self._ends.ctypes.data,
+                depths=self._depths.ctypes.data,
+                newest=self._newest.ctypes.data,
+                matches=self._matches.ctypes.data,
+                positions=self._positions.ctypes.data,
+                ids=self._ids.ctypes.data,
+                logits=self._logits.ctypes.data,
+                seen=None if self._seen is None else self._seen.ctypes.data,
+                width=width,
+                most=_PLACES,
+                window=params.window,
+                favour=_FAVOUR,
+            )
+            # biases are in what is kept already, and an unusual order of filters makes guesses a bit worse
+            rule = replace(params, logit_bias=LogitBias(), banned=(), order="")
+            noisy = self._positions if self._shared_noise else None
+            program = DrawProgram(rule, seed_stream(sampler.seed), width)
+            self._rank = program.rank_rows_of(self._ids, self._logits, self._seen, noisy)
         return self._thoughts
 
     def committed(self, context: Context) -> None:
@@ -338,54 +364,39 @@ class LogitHistory:
             nodes = torch.tensor(list(context.path)[-seen:]).to(context.logits.device, non_blocking=True)
             thoughts.think(context.logits[nodes])
         self._contexts.extend(fresh)
-        for position in range(max(0, known, len(text) - self._params.window), len(text)):
+        for position in range(max(0, known, len(text) - self._call.window), len(text)):
             self._newest[text[position]] = position
 
-    def guess(self, paths: Sequence[Sequence[int]], sampler: Sampler, most: int) -> list[Candidates]:
+    def guess(self, paths: Sequence[Sequence[int]], most: int) -> list[Candidates]:
         """What may be drawn after the text and each of some paths below it.
 
         Args:
             paths: the root, the text's last token, and drafted tokens below it.
-            sampler: the sampling rule.
-            most: tokens wanted for each.
+            most: tokens wanted for each, up to 16.
         """
-        assert self._thoughts is not None
-        text, held = self._contexts.last(), len(self._contexts)
-        found = [self._contexts.find([*text, *path], _PLACES) for path in paths]
-        rows = [index for index, places in enumerate(found) if places]
-        guesses = [_NONE] * len(paths)
-        if not rows:
-            return guesses
-        places = np.zeros((len(rows), _PLACES), np.int64)
-        lengths = np.full((len(rows), _PLACES), -np.inf)
-        for at, row in enumerate(rows):
-            for column, (place, length) in enumerate(found[row]):
-                places[at, column], lengths[at, column] = place, length
-        shares = np.exp(_FAVOUR * (lengths - lengths[:, :1]))
-        shares /= shares.sum(-1, keepdims=True)
-        tokens, logits = self._thoughts.average(places, shares)
-        positions = [held + len(paths[row]) for row in rows]
-        seen = None
-        if self._params.penalises:
-            window, ids = self._params.window, tokens.numpy()
-            near = self._newest[ids] >= np.array(positions)[:, None] - window
-            for at, row in enumerate(rows):
-                for token in paths[row][-window:]:
-                    near[at] |= ids[at] == token
-            seen = torch.from_numpy(near)
-        scores = warp(logits, seen, self._params)
-        if self._shared_noise:
-            scores += sampler.noise_of(positions, tokens)
-        best = scores.topk(min(most, scores.shape[1]))
-        chosen = tokens.gather(1, best.indices).tolist()
-        for row, ids, values in zip(rows, chosen, best.values.tolist(), strict=True):
-            count = sum(value > -inf for value in values)
-            guesses[row] = Candidates(ids[:count], values[:count], found[row][0][1], found[row][0][0])
+        guesses: list[Candidates] = []
+        for start in range(0, len(paths), _ROUND):
+            guesses += self._guess(paths[start : start + _ROUND], most)
         return guesses
+
+    def _guess(self, paths: Sequence[Sequence[int]], most: int) -> list[Candidates]:
+        contexts, text = self._contexts, self._contexts.last()
+        whole = [[*text, *path][-max(contexts.longest, len(path)) :] for path in paths]
+        tokens, count = np.array([token for each in whole for token in each], np.int32), len(paths)
+        self._ends[:count] = [*accumulate(map(len, whole))]
+        self._depths[:count] = [*map(len, paths)]
+        self._call.paths, self._call.count = tokens.ctypes.data, count
+        self._library.tswift_recall(ctypes.byref(self._call))
+        return [
+            Candidates(ids[:likely], scores[:likely], length, place)
+            for (place, length), ids, scores in zip(
+                self._matches[:count].tolist(), *self._rank(count, most), strict=True
+            )
+            for likely in [sum(score > -inf for score in scores)]
+        ]
 
 
 _WIDTH = 3  # candidates offered below a node
-_ROUND = 8  # nodes asked about at a time
 _LONG = 12  # a match from which on the text is followed
 _AHEAD = 8  # tokens that it is followed at a time
 _STEP, _FAR = 0.5, 4  # gaps between scores are told apart by this much, and up to so many times
@@ -464,7 +475,7 @@ class HistorySource:
         paths = [[*unknown, *tree.path(node)] for node in nodes]
         if ends:
             paths = [[*path, *end] for path, end in zip(paths, ends, strict=True)]
-        return self._recall.guess(paths, context.sampler, _WIDTH)
+        return self._recall.guess(paths, _WIDTH)
 
     def _offer(self, tree: CandidateTree, node: int, guess: Candidates) -> None:
         named = {token: tree.path_prob[child] / tree.path_prob[node] for token, child in tree.children[node].items()}
