@@ -1,0 +1,148 @@
+/* Where a text stood like this before, and the mean of what was likely there; history.py has the same structures. */
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { PLACES = 16, ORDERS = 16 }; /* most places that are found, and most lengths of context */
+
+static const uint64_t FACTOR = 0x9E3779B97F4A7C15u;
+
+typedef struct {
+    const int32_t *text;   /* [room] */
+    int32_t *last;         /* [orders, 1 << bits]: the last position by the hash of the tokens up to it, or -1 */
+    int32_t *before;       /* [orders, room]: the position of the same hash before each, or -1 */
+    const int64_t *orders; /* lengths of context that are hashed, ascending */
+    int64_t count, room, bits, kinds, reach;
+} Index;
+
+typedef struct {
+    int64_t place, length; /* of the match's last token; in tokens */
+} Match;
+
+typedef struct {
+    const uint16_t *logs; /* [positions, kept] log-probabilities, float16 */
+    const void *ids;      /* [positions, kept], uint16, or int32 if wide */
+    const float *scales;  /* [positions]: what makes logits of log-probabilities */
+    int32_t *slots;       /* [vocabulary]: where a token is in the row under way, or anything */
+    int64_t kept, wide;
+} Logits;
+
+/* The hash of the tokens that end at one, going on from the hash of fewer. */
+static uint64_t hashed(const int32_t *end, int64_t from, int64_t to, uint64_t *factor, uint64_t value) {
+    for (; from < to; from++, *factor *= FACTOR) value += (uint64_t)end[-from] * *factor;
+    return value;
+}
+
+/* Index the tokens from `count` on. */
+void tswift_index(Index *x, int64_t count) {
+    for (; x->count < count; x->count++) {
+        uint64_t value = 0, factor = FACTOR;
+        for (int64_t kind = 0, done = 0; kind < x->kinds; done = x->orders[kind++]) {
+            int32_t *before = x->before + kind * x->room + x->count;
+            if (x->orders[kind] > x->count + 1) {
+                *before = -1;
+                continue;
+            }
+            value = hashed(x->text + x->count, done, x->orders[kind], &factor, value);
+            int32_t *last = x->last + (kind << x->bits) + (value >> (64 - x->bits));
+            *before = *last, *last = x->count;
+        }
+    }
+}
+
+/* The best places whose tokens end as a context does, best first: long matches, and of these the late ones. */
+int64_t tswift_find(const Index *x, const int32_t *context, int64_t length, int64_t most, Match *found) {
+    uint64_t value = 0, factor = FACTOR, values[ORDERS];
+    int64_t count = 0, kinds = 0;
+    const int32_t *end = context + length - 1;
+    if (length > x->orders[x->kinds - 1]) length = x->orders[x->kinds - 1];
+    for (int64_t done = 0; kinds < x->kinds && x->orders[kinds] <= length; done = x->orders[kinds++])
+        values[kinds] = value = hashed(end, done, x->orders[kinds], &factor, value);
+    while (kinds-- && count < most) {
+        int64_t at = x->last[(kinds << x->bits) + (values[kinds] >> (64 - x->bits))];
+        for (int64_t link = 0; at >= 0 && link < x->reach; link++, at = x->before[kinds * x->room + at]) {
+            int64_t same = 0, slot = count;
+            while (same < length && same <= at && x->text[at - same] == end[-same]) same++;
+            if (same < x->orders[kinds]) continue; /* another context of the same hash */
+            for (int64_t i = 0; i < count; i++)
+                if (found[i].place == at) same = 0;
+            while (slot && (found[slot - 1].length < same ||
+                            (found[slot - 1].length == same && found[slot - 1].place < at)))
+                slot--;
+            if (!same || slot == most) continue;
+            if (count < most) count++;
+            memmove(found + slot + 1, found + slot, (count - 1 - slot) * sizeof *found);
+            found[slot] = (Match){at, same};
+        }
+    }
+    return count;
+}
+
+/* The weighted mean of some distributions as logits of the tokens that have any chance; returns how many have. */
+int64_t tswift_average(
+    const Logits *l, const int64_t *places, const double *shares, int64_t count, int32_t *ids, float *logits
+) {
+    int64_t width = 0;
+    double scale = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t row = places[i] * l->kept;
+        scale += shares[i] * l->scales[places[i]];
+        for (int64_t j = 0; j < l->kept; j++) {
+            const float weight = (float)shares[i] * expf(_cvtsh_ss(l->logs[row + j]));
+            if (!(weight > 0)) continue;
+            const int32_t id = l->wide ? ((const int32_t *)l->ids)[row + j] : ((const uint16_t *)l->ids)[row + j];
+            const int32_t slot = l->slots[id];
+            if (slot >= 0 && slot < width && ids[slot] == id) logits[slot] += weight;
+            else l->slots[id] = width, ids[width] = id, logits[width++] = weight;
+        }
+    }
+    for (int64_t j = 0; j < width; j++) logits[j] = logf(logits[j]) + (float)scale;
+    return width;
+}
+
+/* What may come after some paths below the text. */
+typedef struct {
+    const Index *index;
+    const Logits *kept;
+    const int32_t *paths;   /* the text's last tokens and the path, one after the other */
+    const int64_t *ends;    /* [count]: where each ends */
+    const int64_t *depths;  /* [count]: how many of them are the path's */
+    const int64_t *newest;  /* [vocabulary]: position of each token's last occurrence in the text */
+    Match *matches;         /* [count] the best one; of no length if there is none */
+    int64_t *positions;     /* [count] that come */
+    int32_t *ids;           /* [count, width] */
+    float *logits;          /* [count, width]; minus infinity beyond the last */
+    uint8_t *seen;          /* [count, width]: whether it is in the penalty window; or none */
+    int64_t count, width, most, window;
+    double favour;          /* a place weighs e to this times one whose match is a token shorter */
+} Guess;
+
+void tswift_recall(const Guess *g) {
+    for (int64_t p = 0; p < g->count; p++) {
+        const int32_t *path = g->paths + (p ? g->ends[p - 1] : 0), *end = g->paths + g->ends[p];
+        int32_t *ids = g->ids + p * g->width;
+        float *logits = g->logits + p * g->width;
+        uint8_t *seen = g->seen + p * g->width;
+        Match found[PLACES];
+        int64_t places[PLACES];
+        double shares[PLACES], sum = 0;
+        const int64_t count = tswift_find(g->index, path, end - path, g->most, found);
+        g->matches[p] = count ? found[0] : (Match){-1, 0};
+        g->positions[p] = g->index->count + g->depths[p];
+        for (int64_t i = 0; i < count; i++) {
+            places[i] = found[i].place;
+            sum += shares[i] = exp(g->favour * (found[i].length - found[0].length));
+        }
+        for (int64_t i = 0; i < count; i++) shares[i] /= sum;
+        const int64_t width = tswift_average(g->kept, places, shares, count, ids, logits);
+        for (int64_t j = width; j < g->width; j++) logits[j] = -INFINITY, ids[j] = 0;
+        if (!g->seen) continue;
+        for (int64_t j = 0; j < width; j++) seen[j] = g->newest[ids[j]] >= g->positions[p] - g->window;
+        for (int64_t back = 1; back <= g->depths[p] && back <= g->window; back++) {
+            const int32_t slot = g->kept->slots[end[-back]];
+            if (slot >= 0 && slot < width && ids[slot] == end[-back]) seen[slot] = 1;
+        }
+    }
+}
