@@ -22,11 +22,15 @@ typedef struct {
 } Match;
 
 typedef struct {
-    const uint16_t *logs; /* [positions, kept] log-probabilities, float16 */
-    const void *ids;      /* [positions, kept], uint16, or int32 if wide */
-    const float *scales;  /* [positions]: what makes logits of log-probabilities */
-    int32_t *slots;       /* [vocabulary]: where a token is in the row under way, or anything */
-    int64_t kept, wide;
+    uint16_t *logs;        /* [positions, kept] log-probabilities, float16, highest first */
+    void *ids;             /* [positions, kept], uint16, or int32 if wide */
+    float *scales;         /* [positions]: what makes logits of log-probabilities */
+    int32_t *slots;        /* [vocabulary]: where a token is in the row under way, or anything */
+    float *space;          /* [vocabulary] */
+    const int64_t *biased; /* [biases] tokens */
+    const double *bias;    /* [biases], added to their logits */
+    const int64_t *banned; /* [bans] tokens */
+    int64_t kept, wide, vocabulary, biases, bans;
 } Logits;
 
 /* The hash of the tokens that end at one, going on from the hash of fewer. */
@@ -80,6 +84,61 @@ int64_t tswift_find(const Index *x, const int32_t *context, int64_t length, int6
     return count;
 }
 
+/* e to the power of x, which is at most 0, to float32's precision; nothing below -87. */
+static inline float power(float x) {
+    const float shift = 0x1.8p23f, two = x * 1.442695041f, bound = two < -126 ? -126 : two;
+    const float shifted = bound + shift, rest = bound - (shifted - shift);
+    float y = 0.00015353362f;
+    y = y * rest + 0.0013398875f;
+    y = y * rest + 0.009618437f;
+    y = y * rest + 0.055503324f;
+    y = y * rest + 0.24022648f;
+    y = y * rest + 0.6931472f;
+    y = y * rest + 1.0f;
+    int32_t exponent, bits;
+    memcpy(&exponent, &shifted, 4);
+    memcpy(&bits, &y, 4);
+    bits += (int32_t)((uint32_t)exponent << 23);
+    memcpy(&y, &bits, 4);
+    return two < -126 ? 0 : y;
+}
+
+/* Keep the highest of a row of logits at a position; what is not finite has no chance. */
+static void think(const Logits *l, const float *logits, int64_t position) {
+    float *x = l->space, best[l->kept], sum = 0;
+    uint16_t *logs = l->logs + position * l->kept;
+    int32_t tokens[l->kept];
+    for (int64_t t = 0; t < l->vocabulary; t++) x[t] = logits[t] - logits[t] == 0 ? logits[t] : -INFINITY;
+    for (int64_t i = 0; i < l->biases; i++) x[l->biased[i]] += l->bias[i];
+    for (int64_t i = 0; i < l->bans; i++) x[l->banned[i]] = -INFINITY;
+    for (int64_t i = 0; i < l->kept; i++) best[i] = -INFINITY, tokens[i] = 0;
+    for (int64_t t = 0; t < l->vocabulary; t++) {
+        int64_t at = l->kept - 1;
+        if (!(x[t] > best[at])) continue;
+        for (; at > 0 && x[t] > best[at - 1]; at--) best[at] = best[at - 1], tokens[at] = tokens[at - 1];
+        best[at] = x[t], tokens[at] = t;
+    }
+    const float high = best[0] > -INFINITY ? best[0] : 0;
+    float sums[16] = {0};
+    int64_t t = 0;
+    for (; t + 16 <= l->vocabulary; t += 16)
+        for (int lane = 0; lane < 16; lane++) sums[lane] += power(x[t + lane] - high);
+    for (; t < l->vocabulary; t++) sum += power(x[t] - high);
+    for (int lane = 0; lane < 16; lane++) sum += sums[lane];
+    const float scale = sum > 0 ? high + logf(sum) : 0;
+    l->scales[position] = scale;
+    for (int64_t i = 0; i < l->kept; i++) {
+        logs[i] = _cvtss_sh(best[i] - scale, 0);
+        if (l->wide) ((int32_t *)l->ids)[position * l->kept + i] = tokens[i];
+        else ((uint16_t *)l->ids)[position * l->kept + i] = tokens[i];
+    }
+}
+
+/* Keep rows of logits [rows, vocabulary] at so many positions from the first. */
+void tswift_think(const Logits *l, const float *logits, int64_t rows, int64_t first) {
+    for (int64_t row = 0; row < rows; row++) think(l, logits + row * l->vocabulary, first + row);
+}
+
 /* The weighted mean of some distributions as logits of the tokens that have any chance; returns how many have. */
 int64_t tswift_average(
     const Logits *l, const int64_t *places, const double *shares, int64_t count, int32_t *ids, float *logits
@@ -90,7 +149,7 @@ int64_t tswift_average(
         const int64_t row = places[i] * l->kept;
         scale += shares[i] * l->scales[places[i]];
         for (int64_t j = 0; j < l->kept; j++) {
-            const float weight = (float)shares[i] * expf(_cvtsh_ss(l->logs[row + j]));
+            const float weight = (float)shares[i] * power(_cvtsh_ss(l->logs[row + j]));
             if (!(weight > 0)) continue;
             const int32_t id = l->wide ? ((const int32_t *)l->ids)[row + j] : ((const uint16_t *)l->ids)[row + j];
             const int32_t slot = l->slots[id];

@@ -28,7 +28,7 @@ from torch import Tensor
 from tswift.attention.building import Unbuilt, build
 from tswift.decoding.drafter import Context
 from tswift.decoding.drawing import DrawProgram
-from tswift.decoding.params import LogitBias, SamplingParams, bias, constants
+from tswift.decoding.params import LogitBias, SamplingParams, constants
 from tswift.decoding.sampling import Sampler, seed_stream
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
 from tswift.models.target import Target
@@ -52,7 +52,8 @@ class _Logits(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("logs", "ids", "scales", "slots")),
-        *((name, ctypes.c_int64) for name in ("kept", "wide")),
+        *((name, ctypes.c_void_p) for name in ("space", "biased", "bias", "banned")),
+        *((name, ctypes.c_int64) for name in ("kept", "wide", "vocabulary", "biases", "bans")),
     ]
 
 
@@ -156,9 +157,6 @@ class SuffixIndex:
         return [(place, length) for place, length in found[:count].tolist()]
 
 
-_ROWS = 64  # of logits ranked at a time
-
-
 class TopKLogits:
     """The distributions after each token of a text, each by its likeliest tokens.
 
@@ -173,11 +171,21 @@ class TopKLogits:
 
     def __init__(self, vocab_size: int, kept: int = 64, params: SamplingParams = _PARAMS) -> None:
         kept, kind = _kept_as(vocab_size, kept)
-        self._library, self._params = _library(), params
-        self._constants: tuple[Tensor, Tensor, Tensor] | None = None
+        self._library = _library()
         self._count = 0
-        self._slots = np.zeros(vocab_size, np.int32)
-        self.call = _Logits(slots=self._slots.ctypes.data, kept=kept, wide=kind == np.int32)
+        self._slots, self._space = np.zeros(vocab_size, np.int32), np.empty(vocab_size, np.float32)
+        self._constants = constants(params, "cpu")
+        self.call = _Logits(
+            slots=self._slots.ctypes.data,
+            space=self._space.ctypes.data,
+            kept=kept,
+            wide=kind == np.int32,
+            vocabulary=vocab_size,
+            biases=len(params.logit_bias),
+            bans=len(params.banned),
+        )
+        for name, each in zip(("biased", "bias", "banned"), self._constants, strict=True):
+            setattr(self.call, name, each.data_ptr())
         self._ids = np.empty((0, kept), kind)
         self._logs = np.empty((0, kept), np.float16)  # log-probabilities
         self._scales = np.empty(0, np.float32)  # what to add to get logits
@@ -194,17 +202,10 @@ class TopKLogits:
 
     def think(self, logits: Tensor) -> None:
         """Append positions whose logits ``[n, V]`` are known."""
-        for part in logits.split(_ROWS):
-            rows = self._room(len(part))
-            part = part.float().nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)  # of a broken position
-            if self._constants is None:  # sent to the device once, not in every step
-                self._constants = constants(self._params, part.device)
-            bias(part, self._params, self._constants)
-            scales = part.logsumexp(-1)
-            best = part.topk(self._ids.shape[1])
-            told = torch.cat([best.values - scales[:, None], scales[:, None], best.indices.float()], -1).cpu().numpy()
-            kept = self._ids.shape[1]
-            self._logs[rows], self._scales[rows], self._ids[rows] = told[:, :kept], told[:, kept], told[:, kept + 1 :]
+        rows = logits.float().cpu().contiguous()
+        first, count = self._room(len(rows)).start, len(rows)
+        where = ctypes.c_void_p(rows.data_ptr())
+        self._library.tswift_think(ctypes.byref(self.call), where, ctypes.c_int64(count), ctypes.c_int64(first))
 
     def fill(self, came: Sequence[int]) -> None:
         """Append positions of which it is known only what token came after each."""
