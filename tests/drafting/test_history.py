@@ -16,9 +16,13 @@ from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams, warp
 from tswift.decoding.sampling import Sampler
+from tswift.drafting import methods
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, DynamicTreeDrafter, TreeBudget
 from tswift.drafting.history import Candidates, HistorySource, LogitHistory, SuffixIndex, TopKLogits
+from tswift.drafting.methods import resolve
 from tswift.drafting.ngrams import NgramTable, ReuseSource
+from tswift.drafting.options import DraftOptions
+from tswift.errors import InputError
 from tswift.models.passes import Forwarded
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=200)
@@ -121,6 +125,17 @@ def test_a_distribution_takes_what_is_said(vocab: int, bytes_of_one: int) -> Non
     assert len(thoughts) == 2048
     assert held == 2048 * bytes_of_one == TopKLogits.bytes_for(2048, vocab, 64)
     assert averaged(thoughts, [[2047]], [[1.0]], vocab)[0].argmax() == logits[63].argmax()
+
+
+def test_without_a_compiler_nothing_is_recalled_and_asking_for_it_is_refused(monkeypatch) -> None:
+    target = tiny_target()
+    assert resolve("recall", target, None, DraftOptions()).recall == 64
+    monkeypatch.setattr(methods, "unbuilt", lambda: "no cc")
+    assert resolve("auto", target, None, DraftOptions()).recall == 0
+    for name, options in (("auto", DraftOptions(recall=8)), ("recall", DraftOptions())):
+        with pytest.raises(InputError, match="no cc") as error:
+            resolve(name, target, None, options)
+        assert error.value.field == "recall"
 
 
 PENALTY = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=9)

@@ -22,7 +22,7 @@ from tswift.drafting.chains import (
 from tswift.drafting.dynamic_tree import CostedSource, DynamicTreeDrafter, TreeBudget
 from tswift.drafting.fixed_tree import FixedTreeDrafter
 from tswift.drafting.heads import DraftingPass, HeadSource, HeadTreeSource, LastPass
-from tswift.drafting.history import HistorySource, LogitHistory
+from tswift.drafting.history import HistorySource, LogitHistory, unbuilt
 from tswift.drafting.networks import BEAM, EveryNode, NetworkDrafter, NetworkSource
 from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import (
@@ -476,7 +476,12 @@ def resolve_for(
             those = "this drafter" if method.networks else "these heads"
             raise InputError(f"{name} can draft {levels} levels with {those}, got {len(tree)}", "tree")
     chooses = "costs" in method.uses and tree in (None, AUTO)
-    recall = (_KEPT if options.recall is None else options.recall) if chooses else None
+    recall = None
+    if chooses:
+        missing = None if options.recall == 0 else unbuilt()
+        if missing and (options.recall or name == "recall"):
+            raise InputError(f"cannot be recalled without a C program, and there is none: {missing}", "recall")
+        recall = 0 if missing else _KEPT if options.recall is None else options.recall
     if recall and "ngrams" in method.uses and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent):
         option = "reuse_recent" if options.reuse_recent else "ngrams"
         raise InputError(f"goes with a tree of its own or `recall` 0: with `tree` auto {name} recalls instead", option)
