@@ -79,6 +79,15 @@ def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype
     best = sampler.scores(logits, seen, positions + 1).topk(2).values
     leads = (best[:, 0] - best[:, 1]).tolist()
     assert [lead for _, lead in others] == pytest.approx(leads, rel=1e-9, abs=1e-9, nan_ok=True)
+    if sampler.program(dtype) is None:
+        return
+    found = sampler.follow(logits, (tokens, positions, tree.ancestors()), tree.parents, leads=True)
+    if found is not None:
+        assert found[0] == sampler.follow(logits, (tokens, positions, tree.ancestors()), tree.parents)[0] == followed
+        for node in path:
+            assert found[1][node][1] == pytest.approx(leads[node], rel=1e-9, abs=1e-9, nan_ok=True)
+            if leads[node] < math.inf:
+                assert found[1][node][0] == others[node][0]
 
 
 def test_a_node_with_the_drawn_token_below_another_one_is_not_followed() -> None:

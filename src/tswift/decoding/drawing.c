@@ -284,12 +284,13 @@ int64_t tswift_follow(const Call *c, const int64_t *parents) {
     int64_t unsure = 0;
     if (together) tswift_rank(c);
     for (int64_t at = 0, node; at < c->rows; at = node) {
+        int64_t *drawn = c->best + at * c->count;
         if (!together) rank_row(c, at);
         unsure |= c->unsure[at];
-        if (!(fabs(c->scores[at]) < INFINITY)) c->best[at] = -1;
+        if (!(fabs(c->scores[at * c->count]) < INFINITY)) *drawn = -1;
         for (node = at + 1; node < c->rows; node++) {
-            if (parents[node] == at && c->tokens[node] == c->best[at]) break;
-            c->best[node] = -1;
+            if (parents[node] == at && c->tokens[node] == *drawn) break;
+            c->best[node * c->count] = -1;
         }
     }
     return unsure;

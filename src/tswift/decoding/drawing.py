@@ -38,6 +38,9 @@ _FILTERS = ("min_p", "eta", "top_k", "top_p")  # that it knows, in its order
 _NODES = ("tokens", "places", "ancestors")
 
 
+Drawn = tuple[list[int], list[tuple[int, float]]]  # tokens; of each the runner-up and the lead over it
+
+
 class _Call(ctypes.Structure):
     """``Call`` in drawing.c."""
 
@@ -115,7 +118,7 @@ class DrawProgram:
             "eta": params.eta,
             "top_p": params.top_p,
         }
-        self._rows = _Rows(0, 1, self._fixed)  # made once: what is new is far from the processor after every pass
+        self._rows = _Rows(0, 2, self._fixed)  # made once: what is new is far from the processor after every pass
         self._levels = _Rows(0, 1, self._fixed)
 
     def rank(
@@ -178,20 +181,23 @@ class DrawProgram:
         parents: list[int],
         newest: Tensor | None,
         verification: int | None = None,
-    ) -> list[int] | None:
+        leads: bool = False,
+    ) -> Drawn | None:
         """The tokens drawn along the path that they take through a tree; -1 elsewhere, and where there is none.
 
         Args:
             logits, nodes, newest: as for :meth:`rank`; what is drawn comes after the nodes.
             parents: of the nodes.
             verification: address of what the pass and the logits are computed from first; None if they are there.
+            leads: whether the runners-up are wanted.
 
         Returns:
-            ``[n]``; None if PyTorch might draw otherwise.
+            ``[n]`` tokens, and of those on the path the runner-up and the lead over it in score, if wanted; None if
+            PyTorch might draw otherwise.
         """
         count = len(parents)
         if count > self._rows.rows:
-            self._rows = _Rows(count, 1, {**self._fixed, "ahead": 1})
+            self._rows = _Rows(count, 2, {**self._fixed, "ahead": 1})
         rows, (tokens, positions, ancestors) = self._rows, [each.contiguous() for each in nodes]
         if logits.stride(1) != 1:
             logits = logits.contiguous()
@@ -203,7 +209,11 @@ class DrawProgram:
         rows.parents[:count] = [*parents]
         given = rows.address, rows.parents_address
         unsure = self._follow(*given) if verification is None else self._verify(verification, *given)
-        return None if unsure else rows.best[:count]
+        if unsure:
+            return None
+        best, scores = rows.best[: 2 * count], rows.scores[: 2 * count] if leads else []
+        others = zip(best[1::2], scores[::2], scores[1::2], strict=True) if leads else ()
+        return best[::2], [(token, first - second) for token, first, second in others]
 
     def rank_rows_of(
         self,

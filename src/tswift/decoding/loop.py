@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import AcceptFn, Context, CutFn, Drafter, DraftTree, Step
+from tswift.decoding.drawing import Drawn
 from tswift.decoding.logprobs import LogprobRecorder
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NO_TOKEN, NoTokenLeft, Sampler
@@ -88,20 +89,21 @@ def _verify(
     places = [context.position + depth for depth in tree.depths]
     tokens, positions = torch.from_numpy(np.array([tree.tokens, places])).to(target.device, non_blocking=True)
     ancestors = tree.ancestors().to(target.device, non_blocking=True)
-    sampler, parents = context.sampler, None if walk else tree.parents
-    drawn: list[int] | None = None
-    others: list[tuple[int, float]] = []
-    if target.verifies(context.kv, len(tree)) and parents and not leads and sampler.program(torch.float32):
-        follow = partial(sampler.follow, nodes=(tokens, positions, ancestors), parents=parents)
-        forwarded, logits, drawn = target.verify(tokens, positions, context.kv, ancestors, follow)
+    sampler, nodes, parents = context.sampler, (tokens, positions, ancestors), None if walk else tree.parents
+    found: Drawn | None = None
+    if target.verifies(context.kv, len(tree)) and parents and sampler.program(torch.float32):
+        follow = partial(sampler.follow, nodes=nodes, parents=parents, leads=leads)
+        forwarded, logits, found = target.verify(tokens, positions, context.kv, ancestors, follow)
     else:
         forwarded = target.forward(tokens, positions, context.kv, ancestors)
         logits = target.logits(forwarded.hidden)
     context.logits = logits
-    if leads:
-        drawn, others = sampler.draw_with_runner_up(logits, sampler.seen(tokens, positions, ancestors), positions + 1)
-    elif drawn is None:
-        drawn = sampler.draw_nodes(logits, tokens, positions, ancestors, parents)
+    if found is not None:
+        drawn, others = found
+    elif leads:
+        drawn, others = sampler.draw_with_runner_up(logits, sampler.seen(*nodes), positions + 1)
+    else:
+        drawn, others = sampler.draw_nodes(logits, *nodes, parents), []
     return forwarded, drawn, walk(tree, drawn) if walk else tree.walk(drawn), others
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tswift.decoding.drawing import MOST, DrawProgram, draw_program
+from tswift.decoding.drawing import MOST, Drawn, DrawProgram, draw_program
 from tswift.decoding.params import SamplingParams, constants, warp
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ class Sampler:
         if parents is not None and self.program(logits.dtype) is not None:
             followed = self.follow(logits, (tokens, positions, ancestors), parents)
             if followed is not None:
-                return followed
+                return followed[0]
         places = (positions + 1).tolist()
         ranked = self._ranked(logits, 1, places, None, (tokens, positions, ancestors))
         if ranked is None:
@@ -300,16 +300,15 @@ class Sampler:
         nodes: tuple[Tensor, Tensor, Tensor],
         parents: list[int],
         verification: int | None = None,
-    ) -> list[int] | None:
+        leads: bool = False,
+    ) -> Drawn | None:
         """As :meth:`DrawProgram.follow`, which there has to be."""
         program = self.program(logits.dtype)
         assert program is not None
         newest = self.newest if self.params.penalises else None
-        return program.follow(logits, nodes, parents, newest, verification)
+        return program.follow(logits, nodes, parents, newest, verification, leads)
 
-    def draw_with_runner_up(
-        self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor
-    ) -> tuple[list[int], list[tuple[int, float]]]:
+    def draw_with_runner_up(self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor) -> Drawn:
         """As :meth:`draw`, and for each row the runner-up and the lead over it in score."""
         ranked = self._ranked(logits, 2, positions, seen)
         if ranked is None:

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,7 @@ class _Verification(ctypes.Structure):
     _fields_: ClassVar = [*_pointers("forward model run multiply lm_head hidden logits")]
 
 
-Follow = Callable[..., list[int] | None]  # of logits, and of the address of what they are computed from
+T = TypeVar("T")
 
 
 class Unfit(Exception):
@@ -282,8 +282,8 @@ class PassProgram:
         ancestors: Tensor,
         raw: bool,
         tapped: Sequence[int],
-        follow: Follow,
-    ) -> tuple[Forwarded, Tensor, list[int] | None]:
+        follow: Callable[..., T],
+    ) -> tuple[Forwarded, Tensor, T]:
         """As :meth:`~tswift.models.target.Target.verify`."""
         run, forwarded = self._begin(tokens, positions, kv, ancestors, raw, tapped)
         logits = torch.empty(run.nodes, self.lm_head.outputs, dtype=torch.float32)

@@ -33,7 +33,7 @@ from tswift.models.hf import (
     watched,
 )
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
-from tswift.models.program import Follow, PassProgram, Unfit
+from tswift.models.program import PassProgram, Unfit
 
 if TYPE_CHECKING:
     from tswift.models.drafters import BlockDrafter, DrafterSpec, EagleDrafter
@@ -346,9 +346,9 @@ class Target:
         return program is not None and kv not in self._passes and program.takes(kv, nodes)
 
     def verify(
-        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor, follow: Follow
-    ) -> tuple[Forwarded, Tensor, list[int] | None]:
-        """As :meth:`forward`, with the logits ``[n, V]`` and the tokens drawn from them, all by one C function.
+        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor, follow: Callable[..., T]
+    ) -> tuple[Forwarded, Tensor, T]:
+        """As :meth:`forward`, with the logits ``[n, V]`` and what is drawn from them, all by one C function.
 
         Args:
             tokens, positions, kv, ancestors: as for :meth:`forward`.
