@@ -46,6 +46,7 @@ _WRAPPED: list[tuple[Any, str, str]] = [
     (Target, "logits", "LM head"),
     (Sampler, "draw_nodes", "draw, Python"),
     (DrawProgram, "rank", "draw, Python"),
+    (DrawProgram, "follow", "pass, LM head, draw"),  # one C call where passes are one
     (heads.DraftingPass, "read", "drafting pass, Python"),
     (heads.HeadSource, "start", "heads, Python"),
     (heads.HeadSource, "propose", "build tree"),
