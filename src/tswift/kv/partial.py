@@ -157,8 +157,10 @@ class PartialKV(KVBuffer):
                 own[:, :, where] = theirs[:, :, source]
         else:
             sent = torch.tensor([where, source]).to(self.keys.device, non_blocking=True)
+            whole = len(kept) == len(slots)
             for to, other in ((self.keys, full.keys), (self.values, full.values)):
-                to.index_copy_(2, sent[0], other.index_select(2, sent[1]))
+                new = other[:, :, self.copied : full.length] if whole else other.index_select(2, sent[1])
+                to.index_copy_(2, sent[0], new)
         if self.shape.placed:
             self._places[:, :, where] = torch.tensor(source).to(self._places.device, non_blocking=True)
         self._held = self.length = max(self._held, max(slots, default=-1) + 1)
