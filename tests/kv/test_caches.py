@@ -166,6 +166,11 @@ def test_it_is_selected_anew_again_and_again() -> None:
     assert run(64, 0, 1, [1] * 160, 5).selections >= 3
 
 
+def test_nothing_is_selected_while_the_text_fits() -> None:
+    partial = run(64, 16, 0, [5, 4, 3, 2, 1] * 3, 5)
+    assert (partial.selections, partial.length, partial.room) == (0, 45, 19)
+
+
 def test_selecting_from_a_text_within_the_budget_keeps_all_of_it() -> None:
     for text in (1, 5, 15, 16, 17, 28, 29, 63, 64):
         growing = Growing(80, text)
@@ -233,6 +238,28 @@ def test_partial_keeps_what_was_selected_once(
             newest = range(max(0, text - partial.recent), text)
             assert set(newest) <= positions
             assert len(positions) == min(text, budget)
+
+
+def test_room_is_made_for_the_next_step() -> None:
+    growing = Growing(400, 3)
+    growing.grow(90)
+    partial = PartialKV(SHAPE, 64, 4, POLICIES["dynamic"])
+    for new in (5, 3, 4, 1, 5) * 12:
+        partial.follow(growing.full, growing.query, 5)
+        assert partial.room >= 5
+        growing.grow(new)
+    assert partial.selections >= 3
+
+
+def test_more_tokens_at_once_than_there_is_room_for() -> None:
+    partial, growing, _ = followed("streaming", 64, 4, 100, [])
+    growing = Growing(400, 3)
+    growing.grow(5)
+    partial = PartialKV(SHAPE, 64, 4, POLICIES["streaming"])
+    partial.follow(growing.full, growing.query, 5)
+    growing.grow(300)
+    partial.follow(growing.full, growing.query, 5)
+    assert held(partial, growing.full, 1, 1) == {*range(4), *range(305 - 60, 305)}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
