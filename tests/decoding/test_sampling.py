@@ -284,16 +284,6 @@ def test_nothing_overflows_within_the_ranges() -> None:
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])  # a device that is not the CPU is not asked
-def test_noise_of_some_tokens_is_that_of_all(device: str) -> None:
-    sampler, other = (Sampler(SamplingParams(), 5, 40, torch.device(kind)) for kind in ("cpu", device))
-    tokens = torch.tensor([[3, 39, 3], [0, 7, 1], [2, 2, 5]])
-    places = [15, 16, 3000]
-    assert torch.equal(other.noise_of(places, tokens), sampler.noise(places).gather(1, tokens))
-    greedy = Sampler(SamplingParams(temperature=0), 5, 40, torch.device("cpu"))
-    assert torch.equal(tokens + greedy.noise_of(places, tokens), tokens.double())
-
-
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=12))
 def test_a_sampler_gives_the_noise_of_a_position_whatever_was_asked_before(positions: list[int]) -> None:
     sampler = Sampler(PLAIN, 9, 11, CPU)

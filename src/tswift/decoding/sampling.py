@@ -234,14 +234,6 @@ class Sampler:
             return gumbel(self.seed, positions, self._tokens)
         return torch.stack([self._noise_row(position) for position in positions])
 
-    def noise_of(self, positions: Sequence[int], tokens: Tensor) -> Tensor:
-        """Noise ``[n, m]`` of some tokens ``[n, m]`` at each position, both on the CPU: no wait for the device."""
-        if self.params.temperature == 0:
-            return torch.zeros((), dtype=torch.float64)
-        if self._tokens.device.type != "cpu":
-            return gumbel(self.seed, positions, tokens)
-        return torch.stack([self._noise_row(place)[row] for place, row in zip(positions, tokens, strict=True)])
-
     def _noise_row(self, position: int) -> Tensor:
         index = position // self._BLOCK
         block = self._blocks.get(index)

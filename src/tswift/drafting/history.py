@@ -6,8 +6,8 @@ holds; and the longer the text, the longer its matches.
 
 Matches are found by chains of equal hashes, as in LZ77 compressors. A suffix automaton would know the longest match of
 any length, for about a kilobyte of Python objects a token, but not which of its occurrences are the last ones. Chains
-are arrays: 52 to 104 bytes a token, and the last ones come first. A C function looks, averages and ranks: a guess takes
-a tenth of a millisecond, and a tree asks for some twenty.
+are arrays: 52 to 104 bytes a token, and the last ones come first. C functions look, average and rank: up to
+eight guesses together take about a tenth of a millisecond.
 """
 
 from __future__ import annotations
@@ -278,9 +278,6 @@ class Candidates:
     scores: list[float]
     match: int
     place: int
-
-
-_NONE = Candidates([], [], 0, -1)
 
 
 class LogitHistory:

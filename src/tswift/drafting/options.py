@@ -93,7 +93,7 @@ class DraftOptions:
         panel=_PANEL,
         shown="64",
         least=0,
-        most=_LARGEST,
+        most=1024,  # they are kept in order one by one, and more than some hundred gain nothing
     )
 
     def __post_init__(self) -> None:
