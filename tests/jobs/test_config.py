@@ -10,7 +10,8 @@ import pytest
 from tests.rows import every_row
 from tswift.drafting.options import parse_tree
 from tswift.errors import InputError
-from tswift.jobs.config import RunConfig
+from tswift.jobs.config import RunConfig, loading
+from tswift.models.config import ModelConfig
 
 HUGE = 10**40
 AUTO: dict[str, Any] = {"tree": "auto"}
@@ -124,3 +125,38 @@ def test_right(options: dict[str, Any]) -> None:
     config = RunConfig.of(**{"method": "tokenswift", **options})
     recorded = config.as_dict()
     assert {name: {**recorded, **recorded["drafting"]}[name] for name in options} == options
+
+
+@every_row(
+    ("methods", "asked", "found"),
+    [
+        ("ar tokenswift", {}, {"draft_model": None, "draft_weights": None, "drafter": None}),
+        ("ar standalone", {}, {"draft_model": "demo-draft"}),
+        ("ar standalone", {"draft_model": "mine"}, {"draft_model": "mine"}),
+        ("standalone", {"model": "theirs", "draft_model": "mine"}, {"draft_model": "mine"}),
+        ("ar tokenswift", {"draft_weights": "int8"}, {"draft_weights": "int8"}),
+        ("cascade", {"draft_weights": "none"}, {"draft_weights": None}),
+        (
+            "ar standalone",
+            {"model": "theirs"},
+            "draft_model: names a smaller model with the tokens of theirs, which sta",
+        ),
+        ("tokenswift", {"draft_model": "x"}, "draft_model: tokenswift does not use it; standalone, triforce, auto do"),
+        ("ar reuse", {"draft_model": "x"}, "draft_model: none of ar, reuse uses it; standalone, triforce, auto do"),
+        ("ar block", {}, "drafter: names a drafter (dspark or dflash), which block needs"),
+        ("ar", {"drafter": "x"}, "drafter: ar does not use it; "),
+        *(
+            (method, {"draft_weights": "int8"}, f"draft_weights: {method} does not draft with the model itself; ")
+            for method in ("ar", "medusa", "reuse", "recall", "standalone", "ar-reference")
+        ),
+        ("ar medusa", {"draft_weights": "none"}, "draft_weights: none of ar, medusa drafts with the model itself; "),
+    ],
+)
+def test_what_is_loaded_for_methods(methods: str, asked: dict[str, Any], found: Any) -> None:
+    config = ModelConfig(**asked)
+    if isinstance(found, dict):
+        arguments = loading(config, methods.split())
+        assert {name: arguments[name] for name in found} == found
+    else:
+        with pytest.raises(InputError, match=f"^{re.escape(found)}"):
+            loading(config, methods.split())

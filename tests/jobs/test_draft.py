@@ -15,7 +15,7 @@ from tswift import engine
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, preflight
 from tswift.errors import InputError
-from tswift.jobs.config import RunConfig, draft_for
+from tswift.jobs.config import RunConfig
 from tswift.jobs.start import resume, start
 from tswift.models.load import inspect_model, load
 
@@ -32,19 +32,6 @@ def _settings(checkpoint: Path, tmp_path: Path, **changes: object) -> RunConfig:
     (tmp_path / "prompt.txt").write_text(PROMPT)
     asked = {"length": 6, "method": "standalone", "prompt": str(tmp_path / "prompt.txt"), "out": tmp_path / "run"}
     return RunConfig(**{**asked, "model": str(checkpoint), **changes})  # type: ignore[arg-type]
-
-
-def test_which_one() -> None:
-    assert draft_for(["ar", "tokenswift"], "demo", None) is None
-    assert draft_for(["ar", "standalone"], "demo", None) == "demo-draft"
-    assert draft_for(["ar", "standalone"], "demo", "mine") == "mine"
-    assert draft_for(["standalone"], "theirs", "mine") == "mine"
-    with pytest.raises(InputError, match=r"^draft_model: names a smaller model .* theirs, which standalone needs$"):
-        draft_for(["ar", "standalone"], "theirs", None)
-    with pytest.raises(InputError, match=r"^draft_model: tokenswift does not use it; standalone, triforce, auto do$"):
-        draft_for(["tokenswift"], "demo", "mine")
-    with pytest.raises(InputError, match=r"^draft_model: none of ar, reuse uses it; standalone, triforce, auto do$"):
-        draft_for(["ar", "reuse"], "demo", "mine")
 
 
 @pytest.mark.slow
@@ -86,13 +73,6 @@ def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(checkpoint: Path
     assert [session["draft"]["name"] for session in record["resumed"]] == [str(own), str(own), str(small)]
     with pytest.raises(InputError, match=r"^draft_model: there is no folder '/nowhere'$"):
         resume(tmp_path / "run", {"length": 14, "draft_model": "/nowhere"}, False, ["tswift"])
-
-
-def test_a_resumed_run_that_needs_none_takes_none(checkpoint: Path, small: Path, tmp_path: Path) -> None:
-    job = start(_settings(checkpoint, tmp_path, method="ar"), ["tswift"])
-    job.run(lambda *given: None)
-    with pytest.raises(InputError, match=r"^draft_model: ar does not use it; standalone, triforce, auto do$"):
-        resume(tmp_path / "run", {"length": 8, "draft_model": str(small)}, False, ["tswift"])
 
 
 def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(

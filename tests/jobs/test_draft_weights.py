@@ -17,7 +17,7 @@ from tswift.benchmarking.run import begin_measurement
 from tswift.benchmarking.suite_run import prepare
 from tswift.benchmarking.suites import find_suite
 from tswift.errors import InputError
-from tswift.jobs.config import RunConfig, weights_for
+from tswift.jobs.config import RunConfig
 from tswift.jobs.start import resume, start
 
 WORDS = ["tswift"]
@@ -36,18 +36,6 @@ def _settings(checkpoint: Path, tmp_path: Path, **changes: object) -> RunConfig:
 
 def _record(tmp_path: Path) -> dict:  # type: ignore[type-arg]
     return json.loads((tmp_path / "run" / "run.json").read_text())
-
-
-def test_who_takes_it() -> None:
-    assert weights_for(["ar", "tokenswift"], "int8") == "int8"
-    assert weights_for(["triforce"], "fp8") == "fp8"
-    assert weights_for(["cascade"], "none") is None
-    assert weights_for(["ar"], None) is None
-    for method in ("ar", "medusa", "reuse", "recall", "standalone", "ar-reference"):
-        with pytest.raises(InputError, match=rf"^draft_weights: {method} does not draft with the model itself; "):
-            weights_for([method], "int8")
-    with pytest.raises(InputError, match=r"^draft_weights: none of ar, medusa drafts with the model itself; "):
-        weights_for(["ar", "medusa"], "none")
 
 
 def test_a_run_says_so_and_goes_on_with_another(checkpoint: Path, tmp_path: Path) -> None:
@@ -88,8 +76,6 @@ def test_it_is_refused_where_no_pass_of_the_model_drafts(checkpoint: Path, tmp_p
     for length in (20, 25):  # finished, and gone on with
         with pytest.raises(InputError, match=r"^draft_weights: ar does not draft with the model itself; "):
             resume(tmp_path / "run", {"length": length, "draft_weights": "int8"}, False, WORDS)
-    with pytest.raises(InputError, match=r"^draft_weights: none of ar, medusa drafts with the model itself; "):
-        configure(BenchOptions(("ar", "medusa"), model=str(checkpoint), draft_weights="int8"))
     figure = find_suite("table12")
     with pytest.raises(InputError, match=r"^draft_weights: must be one of none, int8, fp8, int4, got 'int9'"):
         prepare(figure, BenchOptions(model=str(checkpoint), device="cpu", draft_weights="int9"), Plan(lens=(50,)))

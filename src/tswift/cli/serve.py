@@ -16,7 +16,8 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.config import RunConfig
-from tswift.serving.requests import ServeConfig, claim, job, listen
+from tswift.jobs.folder import lock_folder
+from tswift.serving.requests import ServeConfig, job, listen
 
 _KEY = "TSWIFT_API_KEY"
 _OF_A_REQUEST = ("prompt", "prompt_text", "prefill", "stop_at_eos", "stop", "logprobs", "chat", "system", "out")
@@ -51,7 +52,8 @@ def serve(
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise InputError(f"tswift serve needs {' and '.join(missing)}: pip install 'tswift[serve]'")
-    with listen(config) as sock, claim(config.runs):
+    busy = f"another tswift serve writes to {config.runs}"
+    with listen(config) as sock, lock_folder(config.runs, "runs", busy):
         from tswift.jobs.job import Signals
 
         def say(line: str) -> None:

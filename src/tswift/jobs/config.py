@@ -75,56 +75,33 @@ LOADS: dict[str, Callable[[Method], bool]] = {
 }
 
 
-def draft_for(methods: Sequence[str], model: str, asked: str | None) -> str | None:
-    """The draft model to load for methods of a model, which was asked for or is the bundled model's."""
-    needing = [method for method in methods if find_method(method).draft]
-    if asked is not None:
-        _refuse_unused("draft_model", methods)
-    elif needing and model != DEMO:
-        raise InputError(f"names a smaller model with the tokens of {model}, which {needing[0]} needs", "draft_model")
-    return DEMO_DRAFT if needing and asked is None else asked
-
-
-def drafter_for(methods: Sequence[str], asked: str | None) -> str | None:
-    """The published drafter to load for methods: what was asked for, which one of them has to use."""
-    needing = {method: find_method(method).networks for method in methods if find_method(method).networks}
-    if asked is not None:
-        _refuse_unused("drafter", methods)
-    for method, kinds in needing.items() if asked is None else ():
-        raise InputError(f"names a drafter ({' or '.join(kinds)}), which {method} needs", "drafter")
-    return asked
-
-
-def weights_for(methods: Sequence[str], asked: str | None) -> str | None:
-    """How the model's own drafting passes are to be quantised: what was asked for, or None for not at all."""
-    if asked is not None:
-        _refuse_unused("draft_weights", methods, "draft with the model itself")
-    return None if asked == UNQUANTISED else asked
-
-
-def _refuse_unused(name: str, methods: Sequence[str], use: str = "use it") -> None:
-    """Refuse an option of loading that none of the methods uses."""
-    users = [user for user, method in METHODS.items() if LOADS[name](method)]
-    if not {*methods} & {*users}:
-        one = f"{methods[0]} does not {use}"
-        message = one if len(methods) == 1 else f"none of {', '.join(methods)} {use.replace(' ', 's ', 1)}"
-        raise InputError(f"{message}; {', '.join(users)} do", name)
-
-
 def loading(config: ModelConfig, methods: Sequence[str]) -> dict[str, Any]:
     """Arguments of :func:`tswift.load` for methods; the model's name, ``exact`` and ``quantize`` apart.
 
     InputError where none of the methods uses what was asked for, or where one needs what was not.
     """
+    for name in ("drafter", "draft_model", "draft_weights"):
+        users = [user for user, method in METHODS.items() if LOADS[name](method)]
+        if getattr(config, name) is not None and not {*methods} & {*users}:
+            use = "draft with the model itself" if name == "draft_weights" else "use it"
+            one = f"{methods[0]} does not {use}"
+            message = one if len(methods) == 1 else f"none of {', '.join(methods)} {use.replace(' ', 's ', 1)}"
+            raise InputError(f"{message}; {', '.join(users)} do", name)
+    needing = {method: find_method(method) for method in methods}
+    draft_model = config.draft_model
+    for method, kind in needing.items():
+        if kind.networks and config.drafter is None:
+            raise InputError(f"names a drafter ({' or '.join(kind.networks)}), which {method} needs", "drafter")
+    for method, kind in needing.items():
+        if kind.draft and draft_model is None:
+            if config.model != DEMO:
+                message = f"names a smaller model with the tokens of {config.model}, which {method} needs"
+                raise InputError(message, "draft_model")
+            draft_model = DEMO_DRAFT
     return {
-        "drafter": drafter_for(methods, config.drafter),
-        "draft_model": draft_for(methods, config.model, config.draft_model),
-        "draft_weights": weights_for(methods, config.draft_weights),
-        "device": config.device,
-        "dtype": config.dtype,
-        "kv_dtype": config.kv_dtype,
-        "attention": config.attention,
-        "heads": config.heads,
+        **{name: getattr(config, name) for name in ("drafter", "device", "dtype", "kv_dtype", "attention", "heads")},
+        "draft_model": draft_model,
+        "draft_weights": None if config.draft_weights == UNQUANTISED else config.draft_weights,
     }
 
 

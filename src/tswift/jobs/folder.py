@@ -240,8 +240,12 @@ class Lock:
 
 
 def lock_folder(folder: Path, field: str, busy: str = "") -> Lock:
-    """The lock of the folder that ``field`` named, taken; ``busy`` is what is said where another process has it."""
+    """The lock of the folder that ``field`` named, taken; ``busy`` is what is said where another process has it.
+
+    The folder is made if it is not there.
+    """
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         return Lock(folder)
     except InUse:
         raise InputError(busy or f"{folder} is in use by another process", field) from None

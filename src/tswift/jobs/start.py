@@ -26,13 +26,12 @@ from tswift.jobs.config import RunConfig, banned_ids, preset_note
 from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import (
     FINISHED,
-    InUse,
     JournalState,
-    Lock,
     RunFolder,
     RunRecord,
     check_ids,
     default_path,
+    lock_folder,
     read_record,
     read_run,
     read_saved,
@@ -149,7 +148,9 @@ def resume(
             The folder is as it was then.
     """
     with ExitStack() as unlocking:
-        lock = _lock(path)
+        process = read_record(path).get("process")
+        who = "process {pid} on {host}".format(**process) if isinstance(process, dict) else "another process"
+        lock = lock_folder(path, OPTION, f"{path} is in use: {who} is writing it")
         unlocking.callback(lock.release)
         run = read_run(path)
         saved = read_saved(path, run.prompt, _row_bytes(run.config))
@@ -276,17 +277,6 @@ def _drafting_notes(config: RunConfig, generation: Generation, prompt: int, widt
             "(--reuse-recent reuses it)"
         )
     return notes
-
-
-def _lock(path: Path) -> Lock:
-    process = read_record(path).get("process")  # a folder without a record is none to put a lock into
-    try:
-        return Lock(path)
-    except InUse:
-        who = "process {pid} on {host}".format(**process) if isinstance(process, dict) else "another process"
-        raise InputError(f"{path} is in use: {who} is writing it", OPTION) from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be written to ({error.strerror})", OPTION) from None
 
 
 def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[str]) -> None:

@@ -18,7 +18,6 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.errors import InputError, did_you_mean
 from tswift.jobs.config import LOADS, RunConfig
-from tswift.jobs.folder import InUse, Lock
 from tswift.jobs.prompt import check_prompt
 from tswift.options import check_options, option, options_of
 
@@ -280,17 +279,6 @@ def _part(part: Any, place: str) -> str:
 def with_length(request: Request, length: int) -> Request:
     """The same request, for a text of ``length`` tokens."""
     return replace(request, config=replace(request.config, length=length))
-
-
-def claim(runs: Path) -> Lock:
-    """The lock of the folder for runs, which is made if it is not there."""
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        return Lock(runs)
-    except InUse:
-        raise InputError(f"another tswift serve writes to {runs}", "runs") from None
-    except OSError as error:
-        raise InputError(f"{runs} cannot be written to ({error.strerror})", "runs") from None
 
 
 def listen(config: ServeConfig) -> socket.socket:

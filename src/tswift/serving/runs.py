@@ -198,7 +198,7 @@ class Service:
 
     Args:
         model: loaded as ``typed`` says.
-        config: queue and folder, of which :func:`tswift.serving.requests.claim` has the lock.
+        config: queue and folder, whose lock the caller has.
         typed: options that were typed, the defaults of requests.
         say: prints a line for people.
 
