@@ -10,16 +10,7 @@ from typing import Any
 
 import pytest
 
-from tswift.benchmarking.quality import (
-    compression,
-    paired,
-    quality,
-    repeated,
-    self_bleu,
-    spans,
-    texts_html,
-    texts_plain,
-)
+from tswift.benchmarking.quality import compression, quality, repeated, self_bleu, spans, texts_html
 from tswift.benchmarking.summary import QUALITY, from_source
 
 
@@ -105,7 +96,6 @@ def test_a_page_holds_both_texts_with_what_they_repeat_marked() -> None:
     stale, fresh = kept([*range(10), 50, *range(9)], "without"), kept(list(range(20)))
     assert [mark for _, mark in spans(stale)] == [False, True]
     assert "".join(part for part, _ in spans(stale)) == "".join(stale["pieces"])
-    assert len(spans(stale, last=9)) == 1
     record = {"suite": "case-study", "title": "A & B", "texts": [fresh, stale]}
     html = texts_html(record, "demo <x>")
     columns = re.findall(r"<section><h2>(.*?)</h2><p>(.*?)</p></section>", html, re.DOTALL)
@@ -117,20 +107,5 @@ def test_a_page_holds_both_texts_with_what_they_repeat_marked() -> None:
     ]
     assert "demo &lt;x&gt;" in html
     assert "<script" not in html
-
-
-def test_texts_of_one_prompt_and_seed_are_grouped() -> None:
-    texts = [kept([1], label, seed) for label in ("with", "without") for seed in (0, 1)]
-    assert [[(text["label"], text["seed"]) for text in pair] for pair in paired(texts)] == [
-        [("with", 0), ("without", 0)],
-        [("with", 1), ("without", 1)],
-    ]
-
-
-def test_the_ends_are_shown() -> None:
-    pair = [kept(list(range(300))), kept([*range(10), 50, *range(9)], "without")]
-    plain = texts_plain(pair)
-    assert "« w0 <w1&>" in plain
-    assert " w9 " not in plain.split("without")[0]  # the first ones of a long text are left out
-    assert plain.startswith("The last 240 of ")
-    assert "The last" not in texts_plain(pair[1:])  # all of it
+    seeds = {**record, "texts": [kept([1], label, seed) for label in ("with", "without") for seed in (0, 1)]}
+    assert [part.count("<section>") for part in texts_html(seeds, "x").split("<h3>")] == [0, 2, 2]

@@ -19,7 +19,7 @@ from tswift.drafting.methods import METHODS
 
 SMALL = ("--prefill", 8, "--lens", "6,12", "--warmup", 0)
 PREFILLS = (4, 6, 9)  # in place of those that a suite varies
-DRAWN = ("table7", "table8", "figure1", "figure4")  # one of each kind of plot
+DRAWN = ("table7", "figure1", "figure4")  # over lengths, of times, over the axis
 # one of each kind: with draft models, of lengths, of settings in pairs, of prefills, with texts
 QUICK = ("table7", "figure1", "table1", "table4", "case-study")
 
@@ -95,7 +95,6 @@ def test_a_suite_from_end_to_end(small, small_model, name):
         texts = [(text["label"], len(text["tokens"])) for text in record["texts"]]
         assert texts == [("with penalty", 12), ("without", 12)]
         assert Path("s/suite.html").read_text().count("<section>") == 2
-        assert "with penalty: " in result.out.decode()
 
 
 def check_table(name, record, head, lines):

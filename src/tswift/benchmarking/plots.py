@@ -24,7 +24,6 @@ from tswift.benchmarking.table import method_name
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _DEFAULTS = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "tswift"}
@@ -94,25 +93,6 @@ def _style() -> Iterator[None]:
         yield
 
 
-def _new_figure(width: float, rows: int, columns: int, **shared: Any) -> tuple[Figure, Any]:
-    """A figure ``width`` inches wide, and its panels as an array of rows and columns."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, 1.8 + 3.4 * rows), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
-
-
-def _finish(figure: Figure, grid: Any, title: str, measurement: Record) -> None:
-    """A title, what was measured and when, and one legend below all panels, where no line can run."""
-    figure.suptitle(f"{title}\n{source(measurement)}, {measurement['started'][:10]}", fontsize=12)
-    handles: dict[str, Artist] = {}
-    for axes in reversed(list(grid.flat)):  # the last one has a line for each method, in their order
-        axes.set_axisbelow(True)
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False)
-
-
 def _line_figure(
     panels: Sequence[Sequence[Panel]],
     names: Sequence[str],
@@ -133,8 +113,11 @@ def _line_figure(
     free = cycle([look for look in (*_LOOKS.values(), *_MORE_LOOKS) if look not in used])
     looks = {name: _LOOKS.get(name) or next(free) for name in names}
     dashed = {sample["method"] for sample in measurement["samples"] if sample["estimated"]}
+    from matplotlib.figure import Figure
+
     with _style():
-        figure, grid = _new_figure(width, len(panels), len(panels[0]), **shared)
+        figure = Figure(figsize=(width, 1.8 + 3.4 * len(panels)), layout="constrained")
+        grid = figure.subplots(len(panels), len(panels[0]), squeeze=False, **shared)
         for axes, panel in zip(grid.flat, (panel for row in panels for panel in row), strict=True):
             axes.set_title(panel.title, fontsize=11)
             axes.set(xlabel=panel.across, ylabel=panel.up)
@@ -156,7 +139,13 @@ def _line_figure(
             axes.set_ylim(bottom=0)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}K" if value >= 1000 else f"{value:g}")
             axes.grid(color="#DDDDDD", linewidth=0.8)
-        _finish(figure, grid, title, measurement)
+            axes.set_axisbelow(True)
+        figure.suptitle(f"{title}\n{source(measurement)}, {measurement['started'][:10]}", fontsize=12)
+        handles: dict[str, Artist] = {}  # of one legend below all panels, where no line can run
+        for axes in reversed(list(grid.flat)):  # the last one has a line for each method, in their order
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
@@ -213,96 +202,31 @@ def _methods(measurement: Record) -> list[str]:
 
 
 def suite_figure(record: Record) -> Figure:
-    """What was measured, and what was published beside it in panels of its own."""
+    """What was measured, over generated length or over what the suite varies; the paper's figures are in the table."""
     suite, first = suites.find_suite(record["suite"]), record["groups"][0]["measurement"]
-    measured, published = suites.measured_rows(suite, record["groups"]), suites.published_rows(suite)
-    if suite.plot == "time":
-        figure = time_figure(first)
-        # the paper has the last times only
-        ends: dict[str, list[str]] = {}
-        for row in published:
-            time = f"{method_name(row.axis)} {METRICS['seconds'].text(row.figures['seconds'])}"
-            ends.setdefault(f"{row.source}, prefill {row.prefill:,}, {row.length:,} tokens", []).append(time)
-        published_times = [f"{place}: {', '.join(times)}" for place, times in ends.items()]
-        figure.suptitle("\n".join([figure.get_suptitle(), *published_times]), fontsize=12)
-        return figure
-    sections = _sections(suite, measured, published)
-    if suite.plot == "bars":
-        width = min(max(8.0, 1.5 * max(len(rows) for _, rows in sections)), 14.0)
-        with _style():
-            figure, grid = _new_figure(width, len(sections), 1)
-            for axes, (title, rows) in zip(grid.flat, sections, strict=True):
-                _bars(axes, suite, title, rows)
-            _finish(figure, grid, suite.title, first)
-        return figure
-    across = suite.axis if suite.plot == "axis" else "generated tokens"
+    measured = suites.measured_rows(suite, record["groups"])
+    prefills = [None] if suite.along == suites.PREFILL else list(dict.fromkeys(row.prefill for row in measured))
+    over = "prompt tokens" if suite.along == suites.PREFILL else suite.axis if suite.across else "generated tokens"
     panels: list[list[Panel]] = []
-    for title, rows in sections:
+    for prefill in prefills:
         panels.append([])
         for name in suite.plotted:
             lines: dict[str, Points] = {}
-            for row in rows:
-                if name in row.figures:
+            for row in measured:
+                if prefill in (None, row.prefill):
                     line, x = _position(suite, row)
                     lines.setdefault(line, []).append((x, row.figures[name]))
-            panels[-1].append(Panel(title, across, METRICS[name].heading, lines))
-    names = list(dict.fromkeys(_position(suite, row)[0] for _, rows in sections for row in rows))
+            title = "" if prefill is None else _title("", prefill)
+            up = METRICS[name].heading + ", s" * (METRICS[name].digits is None)
+            panels[-1].append(Panel(title, over, up, lines))
+    names = list(dict.fromkeys(_position(suite, row)[0] for row in measured))
     width = max(7.5, 4.4 * len(suite.plotted))
     return _line_figure(panels, names, suite.title, first, width, sharey="col")
 
 
-def _sections(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) -> list[tuple[str, Sequence[Row]]]:
-    """Titles and rows of panels.
-
-    Ours, by prefill where lines run over length; then the paper's, as near to ours as it has them.
-    """
-    sections: list[tuple[str, Sequence[Row]]]
-    prefills = list(dict.fromkeys(row.prefill for row in measured))
-    if suite.plot == "bars":
-        longest = max(row.length or 0 for row in measured)
-        last = [row for row in measured if row.place == (prefills[0], longest)]
-        sections = [(f"measured, {longest:,} tokens, prefill {prefills[0]:,}", last)]
-    elif suite.along == suites.PREFILL:
-        sections = [("measured", measured)]
-    else:
-        by_prefill = {prefill: [row for row in measured if row.prefill == prefill] for prefill in prefills}
-        sections = [(f"measured, prefill {prefill:,}", rows) for prefill, rows in by_prefill.items()]
-    middle = prefills[len(prefills) // 2]
-    places = list(dict.fromkeys(row.axis for row in (published if suite.along == suites.LENGTH else measured)))
-    beside = [
-        row
-        for row in published
-        if row.axis in places and row in suites.counterparts(suite, row.axis, middle, row.length, published)
-    ]
-    for name in dict.fromkeys(row.source for row in beside):
-        rows = sorted((row for row in beside if row.source == name), key=lambda row: places.index(row.axis))
-        if any(figure in row.figures for row in rows for figure in suite.plotted):
-            prefill = rows[0].prefill
-            sections.append((name if prefill is None else f"{name}, prefill {prefill:,}", rows))
-    return sections
-
-
 def _position(suite: Suite, row: Row) -> tuple[str, float]:
     """The line that a row is on, and where: over length, a line for each place; over the axis, for each length."""
-    if suite.plot != "axis":
+    if not suite.across:
         return suites.place_name(suite, row.axis), float(row.length or 0)
     line = "" if row.length is None else f"{row.length:,} tokens"
     return line, float(row.prefill or 0) if suite.along == suites.PREFILL else float(row.axis)
-
-
-def _bars(axes: Axes, suite: Suite, title: str, rows: Sequence[Row]) -> None:
-    """A group of bars for each place on the axis, a bar for each figure."""
-    names = [name for name in suite.plotted if any(name in row.figures for row in rows)]
-    width = 0.8 / len(names)
-    for index, (name, (color, _)) in enumerate(zip(names, _LOOKS.values(), strict=False)):
-        values = [(place, row.figures[name]) for place, row in enumerate(rows) if name in row.figures]
-        known = [(place, value.mean, value.std or 0.0) for place, value in values if value.mean is not None]
-        if known:
-            places, means, stds = zip(*known, strict=True)
-            middles = [place + width * (index - (len(names) - 1) / 2) for place in places]
-            spread = stds if any(stds) else None
-            axes.bar(middles, means, width * 0.92, yerr=spread, color=color, label=METRICS[name].legend)
-    axes.set_xticks(range(len(rows)), [method_name(row.axis) for row in rows])
-    axes.set_title(title, fontsize=11)
-    axes.set(xlabel=suite.axis, ylim=(0, 1))
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)

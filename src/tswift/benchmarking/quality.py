@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import lzma
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -17,7 +17,6 @@ from tswift.decoding.stats import distinct
 LONGEST = 4  # tokens of an n-gram
 SEGMENT = 64  # tokens of a piece that self-BLEU compares with the others
 REPEAT = 8  # tokens in a row that occurred before are marked as a repetition
-EXCERPT = 240  # last tokens, shown on a terminal: repetition sets in late
 
 _NO_MATCH = 0.1  # of an n-gram, where none matches: Chen and Cherry's first smoothing, or the product would be 0
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6}]
@@ -87,11 +86,10 @@ def repeated(tokens: Sequence[int], length: int = REPEAT) -> list[bool]:
     return marks
 
 
-def spans(text: Mapping[str, Any], last: int | None = None) -> list[tuple[str, bool]]:
-    """A text of ``suite.json``, or its ``last`` tokens, as runs of characters, each with whether it is repeated."""
-    pairs = list(zip(text["pieces"], repeated(text["tokens"]), strict=True))
+def spans(text: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """A text of ``suite.json`` as runs of characters, each with whether it is repeated."""
     parts: list[tuple[str, bool]] = []
-    for piece, mark in pairs if last is None else pairs[-last:]:
+    for piece, mark in zip(text["pieces"], repeated(text["tokens"]), strict=True):
         if parts and (parts[-1][1] == mark or not piece):
             parts[-1] = parts[-1][0] + piece, parts[-1][1]
         else:
@@ -99,50 +97,22 @@ def spans(text: Mapping[str, Any], last: int | None = None) -> list[tuple[str, b
     return parts
 
 
-def paired(texts: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Texts grouped by prompt, prefill and seed."""
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for text in texts:
-        groups.setdefault((text["prompt"], text["prefill"], text["seed"]), []).append(text)
-    return list(groups.values())
-
-
 def texts_html(record: Mapping[str, Any], about: str) -> str:
     """All texts of a ``suite.json`` as a self-contained page; ``about`` is a line on the model."""
-    sections = []
-    for texts in paired(record["texts"]):
-        sections.append(f"<h3>{escape(_caption(texts))}</h3>\n<div>")
-        for text in texts:
-            parts = (f"<mark>{escape(part)}</mark>" if mark else escape(part) for part, mark in spans(text))
-            sections.append(f"<section><h2>{escape(_heading(text))}</h2><p>{''.join(parts)}</p></section>")
-        sections.append("</div>\n")
+    sections: dict[str, str] = defaultdict(str)
+    for text in record["texts"]:
+        where = f"{text['prompt']}, prefill {text['prefill']:,}, seed {text['seed']}, {len(text['tokens']):,} tokens"
+        heading = f"{text['label']}: {sum(repeated(text['tokens'])) / len(text['tokens']):.0%} repeated"
+        parts = (f"<mark>{escape(part)}</mark>" if mark else escape(part) for part, mark in spans(text))
+        section = f"<section><h2>{escape(heading)}</h2><p>{''.join(parts)}</p></section>"
+        sections[f"<h3>{escape(where)}</h3>\n"] += section
     title = escape(f"{record['suite']}: {record['title']}")
     return (
         f"<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<title>{title}</title>\n<style>{_STYLE}</style>\n"
         f"<h1>{title}</h1>\n<p class=about>{escape(about)}</p>\n"
         f"<p class=about><mark>Marked</mark>: {REPEAT} or more tokens that the text has had before, in order.</p>\n"
-        f"{''.join(sections)}</html>\n"
+        f"{''.join(f'{where}<div>{texts}</div>' for where, texts in sections.items())}</html>\n"
     )
-
-
-def texts_plain(texts: Sequence[Mapping[str, Any]]) -> str:
-    """The ends of texts, one after another: repetitions in angle quotes."""
-    longer = any(len(text["tokens"]) > EXCERPT for text in texts)
-    excerpt = f"The last {EXCERPT} of " if longer else ""
-    parts = [f"{excerpt}{_caption(texts)}; repetitions are in «»."]
-    for text in texts:
-        end = "".join(f"«{part}»" if mark else part for part, mark in spans(text, EXCERPT))
-        parts.append(f"{_heading(text)}\n{end.strip()}")
-    return "\n\n".join(parts) + "\n"
-
-
-def _heading(text: Mapping[str, Any]) -> str:
-    return f"{text['label']}: {sum(repeated(text['tokens'])) / len(text['tokens']):.0%} repeated"
-
-
-def _caption(texts: Sequence[Mapping[str, Any]]) -> str:
-    first = texts[0]
-    return f"{first['prompt']}, prefill {first['prefill']:,}, seed {first['seed']}, {len(first['tokens']):,} tokens"
 
 
 _STYLE = """

@@ -12,7 +12,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -429,29 +429,26 @@ def _with_published(
 
 def order_table(pairs: Sequence[suites.Pair]) -> Table:
     """Of each figure and place: the measured order, and how many pairs the paper has in the same one."""
-    groups: dict[tuple[str, str], list[suites.Pair]] = {}
-    for pair in pairs:
-        groups.setdefault((pair.figure, pair.place), []).append(pair)
     rows = []
-    for (name, place), group in groups.items():
-        values = {label: x for pair in group for label, x in zip((pair.first, pair.second), pair.values, strict=True)}
-        ranked = sorted(values, key=lambda label: -values[label])
-        close = [{pair.first, pair.second} for pair in group if abs(pair.ours) <= pair.within]
-        order = [f"{'~' if {high, low} in close else '>'} {low}" for high, low in pairwise(ranked)]
-        verdicts: dict[str, list[str]] = {"same": [], "differs": [], "too close": []}
+    for (name, place), group in groupby(pairs, key=lambda pair: (pair.figure, pair.place)):
+        values, close = dict[str, float](), list[set[str]]()
+        found: dict[str, list[str]] = {"same": [], "differs": [], "too close": []}
         for pair in group:
+            values |= {pair.first: pair.values[0], pair.second: pair.values[1]}
             high, low = (pair.first, pair.second) if pair.ours >= 0 else (pair.second, pair.first)
-            text = f"{pair.first} ~ {pair.second}" if pair.verdict == "too close" else f"{high} > {low}"
-            verdicts.get(pair.verdict, []).append(text)
-        judged = sum(map(len, verdicts.values()))
-        same = f"{len(verdicts['same'])} of {judged}" if judged else "not in the paper"
-        lists = ["; ".join(verdicts[verdict]) or NOTHING for verdict in ("differs", "too close")]
-        draws = str(max(pair.n for pair in group))
-        rows.append([METRICS[name].heading, place, " ".join([ranked[0], *order]), same, *lists, draws])
+            close += [{high, low}] * (pair.verdict == "too close")
+            if pair.paper:
+                found[pair.verdict].append(f"{high} {'~' if pair.verdict == 'too close' else '>'} {low}")
+        ranked = sorted(values, key=lambda label: -values[label])
+        order = [f"{'~' if {high, low} in close else '>'} {low}" for high, low in pairwise(ranked)]
+        judged = sum(map(len, found.values()))
+        as_paper = f"{len(found['same'])} of {judged}" if judged else "not in the paper"
+        lists = ["; ".join(found[verdict]) or NOTHING for verdict in ("differs", "too close")]
+        rows.append([METRICS[name].heading, place, " ".join([ranked[0], *order]), as_paper, *lists, str(pair.n)])
     columns = ["figure", "at", "measured", "same as paper", "other way round", "too close to say", "draws"]
     notes = [
-        "Pairs are compared with the paper's row of the nearest prefill and length. too close (~): within the 95% "
-        "interval of the paired difference over draws, or a fixed tolerance, which is all there is for a single draw."
+        "Pairs are compared with the paper's row of the nearest prefill and length. Too close: within the 95% interval "
+        "of the paired difference over draws, or a fixed tolerance, which is all there is for a single draw."
     ]
     return Table("Order", columns, rows, left=6, notes=notes)
 

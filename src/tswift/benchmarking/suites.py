@@ -58,11 +58,10 @@ class Suite:
     columns: tuple[str, ...] = ("alpha", "speedup")  # metrics shown
     ordered: tuple[str, ...] = ("alpha", "speedup")  # those of them whose order is compared with the paper's
     along: str = AXIS  # what is put in order: the axis, generated lengths or prefills
-    contrasts: tuple[tuple[str, str], ...] = ()  # pairs on the axis that are compared; all if empty
     settings: Settings = field(default_factory=lambda: {"": {}})
     paper: Paper | None = None  # None where no figures were transcribed
     wide: bool = False  # the axis runs across the table, as in the paper, and not down
-    plot: str = "lines"  # ``lines`` over length, ``axis`` over the axis, ``bars`` or ``time``
+    across: bool = False  # plotted over the axis, a line for each length; else over length, a line for each place
     plotted: tuple[str, ...] = ("alpha", "speedup")
     prefills: tuple[int, ...] = (4096,)
     lens: tuple[int, ...] = PAPER_LENS
@@ -113,7 +112,7 @@ _TIMES = {"ar_seconds": "ar_minutes", "seconds": "tokenswift_minutes", "delta": 
 _DISTINCT = ("distinct_1", "distinct_2", "distinct_3", "distinct_4", "distinct")
 _REPETITION = (*_DISTINCT, "seq_rep_4", "self_bleu", "compression")
 _OF_TEXTS: dict[str, Any] = {
-    "columns": _REPETITION, "ordered": ("distinct",), "plot": "bars", "plotted": _DISTINCT,
+    "columns": _REPETITION, "ordered": ("distinct",), "plotted": ("distinct", "seq_rep_4"),
 }  # fmt: skip
 _COUNTED = {**{name: name for name in _DISTINCT}, "distinct": "average"}
 _REUSE = ("alpha", "beta", "speedup")
@@ -162,9 +161,7 @@ _ALL = (
     ),
     Suite(
         "table6", "Repetition with and without the contextual penalty", "sampler", _TOKENSWIFT,
-        columns=(*_REPETITION, "alpha", "speedup"), ordered=("distinct", "speedup"),
-        plot="bars", plotted=_DISTINCT,
-        contrasts=tuple((f"{name} + penalty", name) for name in _SAMPLERS),
+        columns=(*_REPETITION, "alpha", "speedup"), ordered=("distinct", "speedup"), plotted=("distinct", "speedup"),
         settings={
             f"{name}{suffix}": {**sampling, "penalty": penalty}
             for name, sampling in _SAMPLERS.items() for suffix, penalty, _ in _PENALTIES
@@ -188,7 +185,7 @@ _ALL = (
         "table8", "Repetition by the penalty's strength", "theta", _TOKENSWIFT,
         settings=_varied("penalty", 1.0, 1.1, 1.2, 1.3, 1.4, 1.5),
         paper=Paper("table8_theta.csv", ("theta",), _COUNTED),
-        **{**_OF_TEXTS, "columns": (*_REPETITION, "alpha", "speedup")},
+        across=True, **{**_OF_TEXTS, "columns": (*_REPETITION, "alpha", "speedup")},
     ),
     Suite(
         "table12", "Acceptance and speedup by sampler", "sampler", _TOKENSWIFT,
@@ -200,21 +197,24 @@ _ALL = (
         settings={
             str(value): {**_SAMPLERS["top-p 0.9"], "temperature": value} for value in (0.4, 0.6, 0.8, 1.0, 1.2)
         },
-        plot="axis",
+        across=True,
     ),
     Suite(
         "table14", "Acceptance and speedup by the prompt's length, without reuse", "method",
         {"": ("tokenswift", {"ngrams": 0})},
-        along=PREFILL, plot="axis", prefills=tuple(range(2048, 8193, 1024)),
+        along=PREFILL, across=True, prefills=tuple(range(2048, 8193, 1024)),
     ),
     Suite(
         "table15", "Acceptance and speedup by the penalty's window", "window", _TOKENSWIFT,
-        settings=_WINDOWS, plot="axis",
+        settings=_WINDOWS, across=True,
     ),
-    Suite("table16", "Repetition by the penalty's window", "window", _TOKENSWIFT, settings=_WINDOWS, **_OF_TEXTS),
+    Suite(
+        "table16", "Repetition by the penalty's window", "window", _TOKENSWIFT,
+        settings=_WINDOWS, across=True, **_OF_TEXTS,
+    ),
     Suite(
         "figure1", "Decoding time of plain decoding and of tokenswift", "method", _methods("tokenswift"),
-        columns=("seconds", "speedup"), ordered=("seconds",), plot="time", plain=True,
+        columns=("seconds", "speedup"), ordered=("seconds",), plotted=("seconds", "speedup"), plain=True,
         paper=Paper("figure1.csv", ("method",), {"seconds": "minutes"}, {"AR": "ar", "TokenSwift": "tokenswift"}),
     ),
     Suite(
@@ -223,12 +223,12 @@ _ALL = (
     ),
     Suite(
         "figure4", "Acceptance and speedup by how many 4-grams are reused", "k", _reused(0, 5, 10, 20, 50),
-        plot="axis", **_WITH_BETA,
+        across=True, **_WITH_BETA,
     ),
     Suite(
         "case-study", "The same beginning, with and without the contextual penalty", "penalty", _TOKENSWIFT,
         settings={"with penalty": {"penalty": 1.2}, "without": {"penalty": 1.0}},
-        lens=(4000,), texts=True, **_OF_TEXTS,
+        lens=(1000, 2000, 4000), texts=True, **_OF_TEXTS,
     ),
 )
 # fmt: on
@@ -334,7 +334,7 @@ class Pair:
     within: float  # the largest difference that would say nothing
     n: int  # draws that both have
     paper: int | None  # its sign of the same difference; None where it has none, or its models disagree
-    verdict: str  # same, differs, too close, not in the paper, or not compared (none of the suite's contrasts)
+    verdict: str  # too close, not in the paper, same or differs
 
 
 def compared(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) -> list[Pair]:
@@ -358,27 +358,20 @@ def compared(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) ->
                 ours = mean(differences) if differences else one - two
                 within = max(METRICS[figure].tolerance(one, two), _interval(differences))
                 paper = _published_sign(suite, figure, first, second, published)
-                if suite.contrasts and (first.axis, second.axis) not in suite.contrasts:
-                    verdict = "not compared"
-                elif not paper:
-                    verdict = "not in the paper"
-                else:
-                    verdict = "too close" if abs(ours) <= within else "same" if ours * paper > 0 else "differs"
-                count = len(differences)
+                known = "not in the paper" if not paper else "same" if ours * paper > 0 else "differs"
+                verdict, count = "too close" if abs(ours) <= within else known, len(differences)
                 pairs.append(Pair(figure, place, name, other, (one, two), ours, within, count, paper, verdict))
     return pairs
 
 
 def _places(suite: Suite, measured: Sequence[Row]) -> dict[str, dict[str, Row]]:
     """Rows that are put in order, by name, grouped by where they were measured."""
-    varied = {name for name in (AXIS, PREFILL, LENGTH) if len({getattr(row, name) for row in measured}) > 1}
     places: dict[str, dict[str, Row]] = {}
     for row in measured:
         lengths, prefills = f"{row.length:,} tokens", f"prefill {row.prefill:,}"
-        names = {LENGTH: lengths, AXIS: place_name(suite, row.axis), PREFILL: prefills}
+        names = {LENGTH: lengths, PREFILL: prefills, AXIS: place_name(suite, row.axis)}
         own = names.pop(suite.along)
-        where = [name for along, name in names.items() if along in varied] or list(names.values())[:1]
-        places.setdefault(", ".join(where), {})[own] = row
+        places.setdefault(", ".join(filter(None, names.values())), {})[own] = row
     return places
 
 

@@ -40,7 +40,6 @@ class Metric:
     column: bool = False  # shown in bench's table of decoding times, behind the paper's columns
     plot: str = ""  # label of its panel in bench's plot; empty for none
     drafted: bool = False  # only methods that draft have it
-    legend: str = ""  # its name in a legend of bars
     close: float = 0.01  # a difference in suites that says nothing: in its own unit, or relative to the larger value
     relative: bool = False  # see close
     rounding: float = 0.01  # the paper's last digit, in our unit
@@ -81,10 +80,10 @@ METRICS: dict[str, Metric] = {
     "delta": Metric("delta", "the method's time - AR's", source=DERIVED, **_TIME),
     "ar_of_floor": Metric("T_AR / floor", "AR's decoding time / the least time", source=DERIVED, digits=2),
     **{
-        f"distinct_{n}": Metric(f"D-{n}", f"unique {n}-grams / {n}-grams", legend=f"Distinct-{n}", **_TEXT)
+        f"distinct_{n}": Metric(f"D-{n}", f"unique {n}-grams / {n}-grams", **_TEXT)
         for n in range(1, 5)
     },
-    "distinct": Metric("D", "mean of Distinct-1 to Distinct-4", legend="mean", **_TEXT),
+    "distinct": Metric("D", "mean of Distinct-1 to Distinct-4", **_TEXT),
     "seq_rep_4": Metric("seq-rep-4", "4-grams that were there before / 4-grams", **_TEXT),
     "self_bleu": Metric("self-BLEU", "mean BLEU-4 of pieces of 64 tokens against the others", **_TEXT),
     "compression": Metric(

@@ -18,7 +18,7 @@ from tswift.benchmarking.summary import simulation
 from tswift.benchmarking.workloads import KINDS, read_workloads
 from tswift.cli import options, output
 from tswift.cli.progress import Bars
-from tswift.cli.streams import FAILED, INTERRUPTED, loading, visible, write_stdout
+from tswift.cli.streams import FAILED, INTERRUPTED, loading
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
@@ -194,7 +194,6 @@ def bench(
         with loading(bench_options.model, quiet):
             from tswift.benchmarking import plots as drawing
             from tswift.benchmarking import report
-            from tswift.benchmarking.quality import paired, texts_plain
 
             if not resume:
                 stack.enter_context(made_folder(folder))
@@ -240,8 +239,6 @@ def bench(
                 run()
         for table in report.tables(record, judging.paper):
             output.show(table)
-        for kept in paired(record["texts"]) if chosen else ():
-            write_stdout("\n".join(["", *map(visible, texts_plain(kept).split("\n"))]))
         written = report.write_report(record, folder, judging.paper, plots and drawing.available())
         bars.say(f"written: {', '.join(str(path) for path in written)}")
         whole = record["state"] == FINISHED
