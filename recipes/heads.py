@@ -16,7 +16,7 @@ from tswift.models.heads import Heads
 from tswift.models.target import Target
 from tswift.training.config import DISTILL
 from tswift.training.data import jumping_positions
-from tswift.training.losses import heads_loss
+from tswift.training.losses import HeadsLoss
 from tswift.training.tasks import Trainer, learning_rate
 
 
@@ -90,14 +90,16 @@ def train_heads(
         torch.optim.Muon(matrices, lr=plan.matrix_lr, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"),
         torch.optim.AdamW(others, lr=plan.other_lr, weight_decay=0.0),
     ]
-    trainer = Trainer(heads, optimizers, "heads")
+    trainer, judge = Trainer(heads, optimizers, "heads"), HeadsLoss(heads, target, DISTILL)
     started, smooth = time.monotonic(), np.zeros(heads.count)
     for step in range(plan.steps):
         length = plan.rows[step % len(plan.rows)]
         rows = max(1, plan.tokens_per_step // length)
-        ids = torch.from_numpy(random_rows(stream, rows, length, rng))
+        ids = torch.from_numpy(random_rows(stream, rows, length, rng)).to(model.device)
         positions = torch.from_numpy(jumping_positions(rows, length, plan.position_limit, rng)).to(model.device)
-        losses = np.array(heads_loss(target, heads, ids, DISTILL, positions=positions, scale=1.0).mean_loss)
+        found = judge(ids, positions)
+        (found.loss.sum() / found.positions).backward()
+        losses = np.array(found.mean_loss)
         trainer.step(learning_rate(step, step / plan.steps, plan.warmup))
         smooth = losses if step == 0 else 0.95 * smooth + 0.05 * losses
         if step % 20 == 0 or step == plan.steps - 1:

@@ -27,7 +27,7 @@ from tswift.models.heads import HEAD_TYPES, Heads
 from tswift.models.target import Target
 from tswift.training import tasks
 from tswift.training.config import OBJECTIVES
-from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, heads_loss
+from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, HeadsLoss
 from tswift.training.tasks import Trainer, adamw, learning_rate, measure_agreement, muon
 
 ROWS, LENGTH, COUNT = 2, 23, 3
@@ -73,22 +73,13 @@ def test_stretches_give_the_loss_and_the_gradients_of_one_piece(kind: str, objec
     wanted, hits = in_one_piece(twin, objective)
     (0.25 * wanted.sum()).backward()
     for _ in range(2):  # gradients are added up
-        metrics = heads_loss(tiny_target(), heads, IDS, objective, scale=0.125, max_logits=max_logits)
-    torch.testing.assert_close(metrics.loss / metrics.positions, wanted.detach(), rtol=1e-12, atol=0)
+        metrics = HeadsLoss(heads, tiny_target(), objective, max_logits)(IDS)
+        (0.125 * metrics.loss.sum() / metrics.positions).backward()
+    torch.testing.assert_close(metrics.loss / metrics.positions, wanted, rtol=1e-12, atol=0)
     assert metrics.positions == ROWS * USED
     assert metrics.hits.tolist() == hits.tolist()
     for (name, ours), theirs in zip(heads.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
-
-
-@pytest.mark.parametrize("kind", HEAD_TYPES)
-def test_without_a_scale_nothing_is_trained(kind: str) -> None:
-    heads = heads_of(kind)
-    scored = heads_loss(tiny_target(), heads, IDS)
-    assert all(weight.grad is None for weight in heads.parameters())
-    trained = heads_loss(tiny_target(), heads, IDS, scale=1.0)
-    assert torch.equal(scored.loss, trained.loss)
-    assert (scored + trained).mean_loss == pytest.approx(scored.mean_loss)
 
 
 class Largest(TorchDispatchMode):
@@ -115,7 +106,7 @@ def test_no_more_logits_than_there_is_room_for(objective: str) -> None:
     ids = torch.randint(vocabulary, (1, length))
     most = 40 * vocabulary
     with Largest() as largest:
-        heads_loss(target, heads, ids, objective, scale=1.0, max_logits=most)
+        HeadsLoss(heads, target, objective, most)(ids).loss.sum().backward()
     states = length * 2 * hidden  # what a conditioned head makes of a row
     assert states < largest.elements <= most  # all logits would be 5 million
 
@@ -144,10 +135,10 @@ def test_stretches_change_no_gradient_of_a_draft_model(objective: str) -> None:
     best = (logits.topk(3).indices == ids[:, 1:].flatten()[:, None]).cumsum(-1).double().sum(0)
     for most in (1 << 20, 2 * 3 * VOCAB, 1):
         network.zero_grad()
-        loss, hits = DraftLoss(network, target, objective, most)(ids, positions)
-        loss.backward()
-        torch.testing.assert_close(loss, wanted)
-        torch.testing.assert_close(hits, best)
+        metrics = DraftLoss(network, target, objective, most)(ids, positions)
+        metrics.loss.sum().backward()
+        torch.testing.assert_close(metrics.loss, wanted[None])
+        torch.testing.assert_close(metrics.hits, best[None])
         for name, weight in network.named_parameters():
             torch.testing.assert_close(weight.grad, gradients[name], msg=name)
 
@@ -175,10 +166,10 @@ def test_blocks_are_trained_as_they_are_drafted(layout: str, objective: str, tmp
     gradients: dict[str, Tensor] = {}
     for most in (1 << 30, 1):
         network.zero_grad()
-        losses, hits = BlockLoss(network, target, objective, most)(ids, torch.arange(16).repeat(2, 1), roots)
-        torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(hits, best)
-        losses.sum().backward()
+        metrics = BlockLoss(network, target, objective, most)(ids, torch.arange(16).repeat(2, 1), roots)
+        torch.testing.assert_close(metrics.loss, wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(metrics.hits, best)
+        metrics.loss.sum().backward()
         for name, weight in network.named_parameters():
             assert weight.grad is not None, name
             torch.testing.assert_close(weight.grad, gradients.setdefault(name, weight.grad.clone()), msg=name)

@@ -43,7 +43,7 @@ AttentionInterface.register(CAUSAL, _causal)
 class Metrics:
     """Losses and hits, summed over positions; a draft model counts as one head."""
 
-    loss: Tensor  # [heads] float64, in nats
+    loss: Tensor  # [heads], in nats
     hits: Tensor  # [heads, 3] float64: how often the text's token was among the best 1, 2 and 3
     positions: int
 
@@ -66,71 +66,17 @@ def total(metrics: list[Metrics]) -> Metrics:
     return sum(metrics[1:], start=metrics[0])
 
 
-def heads_loss(
-    target: Target,
-    heads: Heads,
-    ids: Tensor,
-    objective: str = TEXT,
-    *,
-    positions: Tensor | None = None,
-    scale: float | None = None,
-    wrapped: Callable[[Tensor, Tensor | None], Tensor] | None = None,
-    max_logits: int = _MAX_LOGITS,
-) -> Metrics:
-    """Cross-entropy of heads on rows of text; with ``scale``, gradients are added to those of the heads' weights.
-
-    Only positions count for which every head has a token to predict: all but the last ``heads.count + 1``.
-
-    Args:
-        target: the frozen model.
-        heads: the heads.
-        ids: ``[B, T]`` int64 token ids.
-        objective: ``text``: against the token that follows; ``distill``: against the model's own distribution there.
-        positions: ``[B, T]`` int64; None for 0, 1, ...
-        scale: factor of the mean loss, summed over heads, for its gradient; None for no gradient.
-        wrapped: the heads wrapped for several processes; None for ``heads`` itself.
-        max_logits: most logits held at a time; but never fewer than one position's.
-    """
-    ids = ids.to(target.device)
-    train, rows, used = scale is not None, ids.shape[0], ids.shape[1] - heads.count - 1
-    hidden = hidden_states(target, ids, positions)
-    weight, embedded = next(heads.parameters()), None
-    if heads.conditioned:
-        all_embedded = target.embed(ids).to(weight.dtype, copy=True)  # a copy: inference tensors cannot be trained on
-        embedded = torch.stack([all_embedded[:, 1 + i : 1 + i + used] for i in range(heads.count)])
-    mixed = target.dtype == torch.bfloat16 and weight.dtype == torch.float32
-    with torch.set_grad_enabled(train), torch.autocast(target.device.type, torch.bfloat16, enabled=mixed):
-        states = (wrapped or heads)(hidden[:, :used].to(weight.dtype), embedded)
-    gradient = torch.zeros_like(states) if train else None
-    loss = torch.zeros(heads.count, dtype=torch.float64, device=states.device)
-    hits = torch.zeros(heads.count, TOP, dtype=torch.float64, device=states.device)
-    width = max(1, max_logits // (rows * target.vocab_size) - (heads.count - 1 if objective == DISTILL else 0))
-    for start in range(0, used, width):
-        end, teacher = min(start + width, used), None
-        if objective == DISTILL:
-            with torch.no_grad():
-                teacher = _float32(target.open_logits(hidden[:, start + 1 : end + heads.count])).softmax(-1)
-        for i in range(heads.count):
-            part = states[i, :, start:end].detach().requires_grad_(train)
-            tokens = ids[:, start + i + 2 : end + i + 2].flatten()
-            with torch.set_grad_enabled(train):
-                logits = _float32(target.open_logits(part.to(target.dtype))).flatten(0, 1)
-                goal = tokens if teacher is None else teacher[:, i : i + end - start].flatten(0, 1)
-                summed = F.cross_entropy(logits, goal, reduction="sum")
-            if gradient is not None and scale is not None:
-                gradient[i, :, start:end] = torch.autograd.grad(summed, part)[0] * (scale / (rows * used))
-            loss[i] += summed.detach()
-            hits[i] += _hits(logits.detach(), tokens)
-    if gradient is not None:
-        states.backward(gradient)
-    return Metrics(loss, hits, rows * used)
-
-
 class NetworkLoss(nn.Module):
     """A network that is trained, with its loss: one module for several processes to wrap.
 
-    Arguments are those of :func:`heads_loss`; where there are too many logits, they are computed again for the backward
-    pass.
+    It is called with ``[B, T]`` int64 token ids and their positions, and gives metrics whose loss has a gradient.
+
+    Args:
+        network: what is trained.
+        target: the frozen model.
+        objective: ``text``: against the token that follows; ``distill``: against the model's own distribution there.
+        max_logits: most logits held at a time; but never fewer than one position's. Where there are more, they are
+            computed again for the backward pass.
     """
 
     def __init__(
@@ -145,21 +91,60 @@ class NetworkLoss(nn.Module):
             return work(*inputs)
         return checkpoint(work, *inputs, use_reentrant=False)
 
-    def _summed(self, logits: Tensor, tokens: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of ``[n, V]`` logits, and ``[3]`` hits; ``teacher`` are the model's ``[n, H]`` states there."""
-        goal = tokens
+    @torch.no_grad()
+    def _teacher(self, hidden: Tensor) -> Tensor | None:
+        """The model's distributions ``[..., V]`` for its states ``[..., H]``, where these are the objective."""
+        return _float32(self._target.open_logits(hidden)).softmax(-1) if self._objective == DISTILL else None
+
+    def _summed(self, logits: Tensor, tokens: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The loss of ``[n, V]`` logits, and ``[3]`` hits."""
         with torch.no_grad():
-            hits = _hits(logits, tokens)
-            if self._objective == DISTILL:
-                goal = self._target.open_logits(teacher).to(logits.dtype).softmax(-1)
-        return F.cross_entropy(logits, goal, reduction="sum"), hits
+            hits = (logits.topk(TOP).indices == tokens.unsqueeze(-1)).cumsum(-1).sum(0).double()
+        return F.cross_entropy(logits, tokens if teacher is None else teacher, reduction="sum"), hits
+
+
+class HeadsLoss(NetworkLoss):
+    """Loss of heads, over the positions for which every head has a token to predict: not the last ``heads + 1``."""
+
+    network: Heads
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Metrics:
+        """Metrics of each head."""
+        heads, target, rows = self.network, self._target, ids.shape[0]
+        used = ids.shape[1] - heads.count - 1
+        hidden, dtype, embedded = hidden_states(target, ids, positions), next(heads.parameters()).dtype, None
+        if heads.conditioned:
+            all_embedded = target.embed(ids).to(dtype, copy=True)  # a copy: inference tensors cannot be trained on
+            embedded = torch.stack([all_embedded[:, 1 + i : 1 + i + used] for i in range(heads.count)])
+        states = heads(hidden[:, :used].to(dtype), embedded)
+        width = self._max_logits // (rows * target.vocab_size)
+        width = max(1, width - (heads.count - 1 if self._objective == DISTILL else 0))
+        parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(heads.count)]
+        for start in range(0, used, width):
+            end = min(start + width, used)
+            teacher = self._teacher(hidden[:, start + 1 : end + heads.count])
+            for i, found in enumerate(parts):
+                goal = None if teacher is None else teacher[:, i : i + end - start].flatten(0, 1)
+                found.append(self._stretch(states[i, :, start:end], ids[:, start + i + 2 : end + i + 2], goal))
+        losses, hits = zip(*((sum(part) for part in zip(*found, strict=True)) for found in parts), strict=True)
+        return Metrics(torch.stack(losses), torch.stack(hits), rows * used)
+
+    def _stretch(self, states: Tensor, tokens: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Loss and hits; the gradient is taken at once, so that no logits are kept or made again for it."""
+        part = states.detach().requires_grad_(torch.is_grad_enabled())
+        logits = _float32(self._target.open_logits(part.to(self._target.dtype))).flatten(0, 1)
+        loss, hits = self._summed(logits, tokens.flatten(), teacher)
+        if part.requires_grad:
+            slope = (states * torch.autograd.grad(loss, part)[0]).sum()
+            loss = loss.detach() + (slope - slope.detach())
+        return loss, hits
 
 
 class DraftLoss(NetworkLoss):
-    """Loss of a draft model, whose attention must be ``CAUSAL``."""
+    """Loss of a draft model, whose attention must be ``CAUSAL``, over all positions but the last of each row."""
 
-    def forward(self, ids: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Loss, summed over all positions but the last of each row of ``[B, T]`` ids, and ``[3]`` hits."""
+    def forward(self, ids: Tensor, positions: Tensor | None) -> Metrics:
+        """Metrics of the model as one head."""
         rows, count = ids.shape[0], ids.shape[1] - 1
         hidden = self.network.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         teacher = hidden_states(self._target, ids, positions) if self._objective == DISTILL else hidden
@@ -170,11 +155,11 @@ class DraftLoss(NetworkLoss):
             inputs = (hidden[:, part], ids[:, 1:][:, part].flatten(), teacher[:, part])
             parts.append(self._piece(self._stretch, *inputs, logits=count * per_place))
         losses, hits = zip(*parts, strict=True)
-        return torch.stack(losses).sum(), torch.stack(hits).sum(0)
+        return Metrics(torch.stack(losses).sum(0, keepdim=True), torch.stack(hits).sum(0, keepdim=True), rows * count)
 
-    def _stretch(self, hidden: Tensor, tokens: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    def _stretch(self, hidden: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         logits = _float32(self.network.get_output_embeddings()(hidden)).flatten(0, 1)
-        return self._summed(logits, tokens, teacher.flatten(0, 1))
+        return self._summed(logits, tokens, self._teacher(states.flatten(0, 1)))
 
 
 class _RowKV:
@@ -194,14 +179,8 @@ class BlockLoss(NetworkLoss):
 
     network: BlockDrafter
 
-    def forward(self, ids: Tensor, positions: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses ``[slots]``, summed over blocks, and ``[slots, 3]`` hits.
-
-        Args:
-            ids: ``[B, T]`` int64 token ids.
-            positions: ``[B, T]`` int64.
-            roots: ``[B, A]`` int64, where blocks begin: above 0, and at most ``T - 1 - slots``.
-        """
+    def forward(self, ids: Tensor, positions: Tensor, roots: Tensor) -> Metrics:
+        """Metrics of each slot; ``[B, A]`` roots are where blocks begin: above 0, at most ``T - 1 - slots``."""
         network, (rows, length) = self.network, ids.shape
         slots = torch.arange(network.spec.block, device=ids.device)
         hidden, taps = _states(self._target, ids, positions)
@@ -228,14 +207,14 @@ class BlockLoss(NetworkLoss):
             loss, hit, markov = self._piece(self._slot, *given, logits=logits)
             losses.append(loss)
             hits.append(hit)
-        return torch.stack(losses), torch.stack(hits)
+        return Metrics(torch.stack(losses), torch.stack(hits), roots.numel())
 
     def _slot(
         self, states: Tensor, told: Tensor, goal: Tensor, teacher: Tensor, markov: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         bias, markov = self.network.markov_head(told, states, markov)
         logits = _float32(self._target.open_logits(states.to(self._target.dtype))) + bias
-        return *self._summed(logits, goal, teacher), markov
+        return *self._summed(logits, goal, self._teacher(teacher)), markov
 
 
 def hidden_states(target: Target, ids: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -255,7 +234,8 @@ def _states(target: Target, ids: Tensor, positions: Tensor | None = None) -> tup
         kv.length = 0
         for start in range(0, length, _CHUNK):
             part = slice(start, start + _CHUNK)
-            forwarded = target.forward(ids[row, part], positions[row, part], kv, None)
+            with torch.autocast(target.device.type, enabled=False):
+                forwarded = target.forward(ids[row, part], positions[row, part], kv, None)
             hidden[row, part] = forwarded.hidden
             if forwarded.taps is not None:
                 taps.append(forwarded.taps.clone())
@@ -266,8 +246,3 @@ def _states(target: Target, ids: Tensor, positions: Tensor | None = None) -> tup
 def _float32(logits: Tensor) -> Tensor:
     """Logits in float32, or in float64 as they are."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _hits(logits: Tensor, tokens: Tensor) -> Tensor:
-    """``[3]`` float64: how often the token was among the best 1, 2 and 3 of its row of logits."""
-    return (logits.topk(TOP).indices == tokens.unsqueeze(-1)).cumsum(-1).sum(0).double()

@@ -38,7 +38,7 @@ from tswift.models.load import LoadedModel
 from tswift.models.target import Target
 from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, Progress, TrainConfig
 from tswift.training.data import Documents, jumping_positions
-from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, Metrics, heads_loss, total
+from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, HeadsLoss, Metrics, NetworkLoss, total
 
 if TYPE_CHECKING:
     from tswift.training.run import TrainFolder
@@ -122,8 +122,11 @@ class Trainee(ABC):
 
     scores: type  # the dataclass of what evaluate() returns
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], name: str, ranks: Dist) -> None:
-        self.trainer, self._wrapped = Trainer(module, optimizers, name), ranks.wrap(module)
+    def __init__(
+        self, loss: NetworkLoss, target: Target, optimizers: Sequence[torch.optim.Optimizer], name: str, ranks: Dist
+    ) -> None:
+        self.trainer, self.loss, self._target = Trainer(loss.network, optimizers, name), loss, target
+        self._wrapped = ranks.wrap(loss)
 
     def learn(self, ids: Tensor, key: Sequence[int], of: int = 1, last: bool = True) -> Metrics:
         """Add the gradient of a micro-batch, ``[B, T]`` int64 token ids; ``key`` is the random generator's.
@@ -131,11 +134,19 @@ class Trainee(ABC):
         ``of`` is how many micro-batches a step has; after the ``last`` one, processes average their gradients.
         """
         with self._wrapped.no_sync() if self._wrapped is not None and not last else nullcontext():
-            return self._backward(ids, key, 1 / of)
+            found = self._metrics(self._wrapped or self.loss, ids, *self.places(len(ids), key))
+            (found.loss.sum() / (of * found.positions)).backward()
+        return replace(found, loss=found.loss.detach().double())
 
-    @abstractmethod
-    def _backward(self, ids: Tensor, key: Sequence[int], scale: float) -> Metrics:
-        """Add the gradient of a micro-batch's mean loss, times a factor."""
+    def _metrics(self, network: nn.Module, *inputs: Tensor | None) -> Metrics:
+        target = self._target
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
+            metrics: Metrics = network(*(each if each is None else each.to(target.device) for each in inputs))
+        return metrics
+
+    def places(self, rows: int, key: Sequence[int]) -> tuple[Tensor | None, ...]:
+        """What the loss takes beside token ids: positions, None for 0, 1, ...; rows are drawn with the key alone."""
+        return (None,)
 
     @abstractmethod
     def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Any:
@@ -163,11 +174,8 @@ class HeadsTrainee(Trainee):
             torch.manual_seed(config.seed)
             self.heads: Heads = HEAD_TYPES[config.kind](target.hidden_size, config.heads_count)
         self.heads.to(target.device, _trained_dtype(target))
-        super().__init__(self.heads, adamw(self.heads, config.lr, config.weight_decay), "heads", ranks)
-
-    def _backward(self, ids: Tensor, key: Sequence[int], scale: float) -> Metrics:
-        objective = self._config.objective
-        return heads_loss(self._model.target, self.heads, ids, objective, scale=scale, wrapped=self._wrapped)
+        loss = HeadsLoss(self.heads, target, config.objective)
+        super().__init__(loss, target, adamw(self.heads, config.lr, config.weight_decay), "heads", ranks)
 
     def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> HeadsScores:
         """Loss and accuracy of each head, and how much of their drafts ``tokenswift`` with its defaults accepts."""
@@ -176,8 +184,9 @@ class HeadsTrainee(Trainee):
             heads = load_heads(folder.path / HEADS, target.hidden_size, target.dtype, target.device)
         else:
             heads = deepcopy(self.heads).to(target.device, target.dtype).eval().requires_grad_(False)
-        rows = [torch.from_numpy(row[None]) for row in self._rows]
-        metrics = total([heads_loss(target, heads, row, config.objective) for row in rows])
+        loss, rows = HeadsLoss(heads, target, config.objective), [torch.from_numpy(row[None]) for row in self._rows]
+        with torch.no_grad():
+            metrics = total([loss(row.to(target.device)) for row in rows])
         scores = HeadsScores(metrics.mean_loss, metrics.accuracy)
         if not tokens:
             return scores
@@ -208,7 +217,7 @@ class DraftTrainee(Trainee):
     def __init__(
         self, config: DraftConfig, model: LoadedModel, documents: Documents, ranks: Dist, progress: Progress
     ) -> None:
-        target = self._target = model.target
+        target = model.target
         self._config, self._tokenizer = config, model.tokenizer
         self._params, _ = ending(SamplingParams(), model.eos_ids, False)
         self._rows = [row.tolist() for row in documents.held_out_rows(config.seq_len)]
@@ -216,26 +225,16 @@ class DraftTrainee(Trainee):
         self.network.set_attn_implementation(CAUSAL)
         parameters = self.network.num_parameters()
         progress.say(f"draft model of {parameters:,} parameters, {config.positions:,} positions")
-        self.loss = DraftLoss(self.network, target, config.objective)
         ends = self.network.get_input_embeddings().weight, self.network.get_output_embeddings().weight
-        super().__init__(self.loss, muon(self.network, ends, config.lr, config.weight_decay), "draft", ranks)
+        optimizers = muon(self.network, ends, config.lr, config.weight_decay)
+        super().__init__(DraftLoss(self.network, target, config.objective), target, optimizers, "draft.network", ranks)
 
-    def positions(self, key: Sequence[int]) -> Tensor | None:
-        """Positions of a batch with jumps, so that far positions are learnt from short rows; None for 0, 1, ..."""
-        config = self._config
+    def places(self, rows: int, key: Sequence[int]) -> tuple[Tensor | None, ...]:
+        """Positions with jumps, so that far ones are learnt from short rows, where there is room to jump."""
+        config, rng = self._config, np.random.default_rng([*key, 1])
         if config.positions < config.seq_len + 2:
-            return None  # no room to jump
-        rng = np.random.default_rng([*key, 1])  # the rows are drawn with the key alone
-        return torch.from_numpy(jumping_positions(config.batch, config.seq_len, config.positions, rng))
-
-    def _backward(self, ids: Tensor, key: Sequence[int], scale: float) -> Metrics:
-        device, positions = self.network.device, self.positions(key)
-        ids, positions = ids.to(device), None if positions is None else positions.to(device)
-        count = ids.shape[0] * (ids.shape[1] - 1)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._target.dtype == torch.bfloat16):
-            loss, hits = (self._wrapped or self.loss)(ids, positions)
-        (loss * (scale / count)).backward()
-        return Metrics(loss.detach().double().unsqueeze(0), hits.unsqueeze(0), count)
+            return (None,)
+        return (torch.from_numpy(jumping_positions(rows, config.seq_len, config.positions, rng)),)
 
     def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Agreement:
         """Losses of both models, and how often they draw the same token."""
@@ -268,7 +267,7 @@ class BlockTrainee(Trainee):
     def __init__(
         self, config: DraftConfig, model: LoadedModel, documents: Documents, ranks: Dist, progress: Progress
     ) -> None:
-        self._config, self._target = config, model.target
+        self._config = config
         self._rows = documents.held_out_rows(config.seq_len)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -277,35 +276,25 @@ class BlockTrainee(Trainee):
             nn.init.zeros_(network.markov_head.markov_w2.weight)
         attached(network.to(model.target.device, _trained_dtype(model.target)))
         progress.say(f"block drafter of {sum(weight.numel() for weight in network.parameters()):,} parameters")
-        self.loss = BlockLoss(network, model.target, config.objective)
         ends = network.markov_head.markov_w1.weight, network.markov_head.markov_w2.weight
-        super().__init__(self.loss, muon(network, ends, config.lr, config.weight_decay), "drafter", ranks)
+        optimizers = muon(network, ends, config.lr, config.weight_decay)
+        loss = BlockLoss(network, model.target, config.objective)
+        super().__init__(loss, model.target, optimizers, "drafter.network", ranks)
 
-    def _run(self, ids: Tensor, positions: Tensor, roots: Tensor) -> tuple[Tensor, Metrics]:
-        device, mixed = self._target.device, self._target.dtype == torch.bfloat16
-        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-            given = (each.to(device) for each in (ids, positions, roots))
-            losses, hits = (self._wrapped or self.loss)(*given)
-        return losses, Metrics(losses.detach().double(), hits, roots.numel())
-
-    def _backward(self, ids: Tensor, key: Sequence[int], scale: float) -> Metrics:
+    def places(self, rows: int, key: Sequence[int]) -> tuple[Tensor | None, ...]:
+        """Positions with jumps, and where blocks begin."""
         config, rng = self._config, np.random.default_rng([*key, 1])
         limit = max(config.seq_len + 2, min(config.positions, self._target.max_positions))
-        places = torch.from_numpy(jumping_positions(len(ids), config.seq_len, limit, rng))
+        positions = torch.from_numpy(jumping_positions(rows, config.seq_len, limit, rng))
         last = config.seq_len - 1 - config.slots
-        roots = 1 + torch.from_numpy(rng.integers(0, last, (len(ids), max(1, config.seq_len // _BLOCKS))))
-        losses, metrics = self._run(ids, places, roots)
-        (losses.sum() * (scale / roots.numel())).backward()
-        return metrics
+        return positions, 1 + torch.from_numpy(rng.integers(0, last, (rows, max(1, config.seq_len // _BLOCKS))))
 
     @torch.no_grad()
     def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> HeadsScores:
         """Loss and accuracy of each slot."""
-        roots, metrics = torch.arange(1, self._config.seq_len - self._config.slots)[None], []
-        for row in self._rows:
-            ids = torch.from_numpy(row[None])
-            metrics.append(self._run(ids, torch.arange(ids.shape[1])[None], roots)[1])
-        found = total(metrics)
+        roots = torch.arange(1, self._config.seq_len - self._config.slots)[None]
+        rows = [torch.from_numpy(row[None]) for row in self._rows]
+        found = total([self._metrics(self.loss, ids, torch.arange(ids.shape[1])[None], roots) for ids in rows])
         return HeadsScores(found.mean_loss, found.accuracy)
 
     def write(self, folder: TrainFolder) -> None:
