@@ -21,24 +21,24 @@ NO_SYSTEM = (
 )
 
 
-def render(tokenizer, model: str, text: str, system: str | None = None) -> str:  # type: ignore[no-untyped-def]
+def render(tokenizer, model: str, text: str, system: str | None = None) -> str:
     said = {"system": system, "user": text}
     return render_chat(tokenizer, model, [{"role": role, "content": each} for role, each in said.items() if each])
 
 
 @pytest.fixture
-def tokenizer(checkpoint: Path):  # type: ignore[no-untyped-def]
+def tokenizer(checkpoint: Path):
     return AutoTokenizer.from_pretrained(checkpoint)
 
 
-def test_the_prompt_is_one_message_of_the_user(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_the_prompt_is_one_message_of_the_user(tokenizer) -> None:
     tokenizer.chat_template = TEMPLATE
     assert render(tokenizer, "m", "Hello!") == "<|endoftext|>[user]Hello!\n[assistant]"
     with_system = render(tokenizer, "m", "Hello!", "Be brief.\n")
     assert with_system == "<|endoftext|>[system]Be brief.\n\n[user]Hello!\n[assistant]"
 
 
-def test_no_template(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_no_template(tokenizer) -> None:
     with pytest.raises(InputError, match="chat: the tokenizer of some/model has no chat template"):
         render(tokenizer, "some/model", "Hello!")
     with pytest.raises(InputError, match="chat"):
@@ -55,7 +55,7 @@ def test_no_template(tokenizer) -> None:  # type: ignore[no-untyped-def]
         ("{{ messages[0].role }}", None, "chat: .* does not hold the prompt"),
     ],
 )
-def test_what_templates_do_not_take(tokenizer, template: str, system: str | None, match: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_templates_do_not_take(tokenizer, template: str, system: str | None, match: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(InputError, match=match) as error:
         render(tokenizer, "some/model", "Hello!", system)

@@ -1,4 +1,4 @@
-"""A smaller model that a job drafts with: which one, what it needs, and what is kept of it."""
+"""What else a job loads to draft with, a smaller model or weights of fewer bits: what it needs, what is kept of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests import fake_torchao
+from tests.benchmarking.helpers import MACHINE
 from tests.conftest import make_checkpoint
 from tswift import engine
+from tswift.benchmarking.config import BenchOptions, Plan, Prompt, configure
+from tswift.benchmarking.gate import bench_schema
+from tswift.benchmarking.roofline import floor_of
+from tswift.benchmarking.run import begin_measurement
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, preflight
 from tswift.errors import InputError
@@ -31,31 +38,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _settings(checkpoint: Path, tmp_path: Path, **changes: object) -> RunConfig:
     (tmp_path / "prompt.txt").write_text(PROMPT)
     asked = {"length": 6, "method": "standalone", "prompt": str(tmp_path / "prompt.txt"), "out": tmp_path / "run"}
-    return RunConfig(**{**asked, "model": str(checkpoint), **changes})  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_a_run_keeps_its_name_and_weights(checkpoint: Path, small: Path, tmp_path: Path) -> None:
-    job = start(_settings(checkpoint, tmp_path, draft_model=str(small)), ["tswift"])
-    assert job.model.draft is not None
-    job.run(lambda *given: None)
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["options"]["draft_model"] == str(small)
-    assert record["model"]["draft"]["name"] == str(small)
-    assert re.fullmatch("[0-9a-f]{64}", record["model"]["draft"]["weights"])
-    plain = start(_settings(checkpoint, tmp_path, method="ar", out=tmp_path / "plain"), ["tswift"])
-    assert plain.model.draft is None
-    plain.run(lambda *given: None)
-    assert "draft" not in json.loads((tmp_path / "plain" / "run.json").read_text())["model"]
-    assert (tmp_path / "plain" / "tokens.u32").read_bytes() == (tmp_path / "run" / "tokens.u32").read_bytes()
+    return RunConfig(**{**asked, "model": str(checkpoint), **changes})
 
 
 def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(checkpoint: Path, small: Path, tmp_path: Path) -> None:
     own = make_checkpoint(tmp_path / "own", hidden_size=16, num_hidden_layers=1, intermediate_size=48)
-    job = start(_settings(checkpoint, tmp_path, draft_model=str(own)), ["tswift"])
-    job.run(lambda *given: None)
+    start(_settings(checkpoint, tmp_path, draft_model=str(own)), ["tswift"]).run(lambda *given: None)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["options"]["draft_model"] == record["model"]["draft"]["name"] == str(own)
+    assert re.fullmatch("[0-9a-f]{64}", record["model"]["draft"]["weights"])
     going_on = resume(tmp_path / "run", {"length": 8}, False, ["tswift"])
-    assert going_on is not None
     assert going_on.model.draft_name == str(own)
     assert not [note for note in going_on.notes if "draft model" in note]
     going_on.run(lambda *given: None)
@@ -65,10 +57,13 @@ def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(checkpoint: Path
     for asked, name in (({}, own), ({"draft_model": str(small)}, small)):
         length = 10 if name is own else 12
         going_on = resume(tmp_path / "run", {"length": length, **asked}, False, ["tswift"])
-        assert going_on is not None
         said = f"the draft model {name} is not the one that the run was begun with; no token depends on it"
         assert said in going_on.notes
         going_on.run(lambda *given: None)
+    plain = start(_settings(checkpoint, tmp_path, method="ar", length=12, out=tmp_path / "plain"), ["tswift"])
+    plain.run(lambda *given: None)
+    assert "draft" not in json.loads((tmp_path / "plain" / "run.json").read_text())["model"]
+    assert plain.tokens == going_on.tokens
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [session["draft"]["name"] for session in record["resumed"]] == [str(own), str(own), str(small)]
     with pytest.raises(InputError, match=r"^draft_model: there is no folder '/nowhere'$"):
@@ -107,3 +102,61 @@ def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint: Path, 
         preflight(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft_model=str(other))
     with pytest.raises(InputError, match=r"^draft_model: there is no folder '/nowhere'$"):
         preflight(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft_model="/nowhere")
+
+
+@pytest.fixture
+def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torchao.install(monkeypatch)
+
+
+def test_a_run_with_drafting_weights_says_so_and_goes_on_with_others(
+    checkpoint: Path, tmp_path: Path, torchao: None
+) -> None:
+    job = start(_settings(checkpoint, tmp_path, length=20, method="magicdec", draft_weights="int8"), ["tswift"])
+    assert "drafting passes in int8" in job.statement()[0]
+    job.run(lambda *given: None)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["options"]["draft_weights"] == record["model"]["draft_weights"] == "int8"
+    assert record["model"]["quantization"] is None
+    lengths = {"none": 30, "fp8": 40, None: 50}  # the last goes on as the run was begun
+    for kind, length in lengths.items():
+        asked = {"length": length, **({} if kind is None else {"draft_weights": kind})}
+        going_on = resume(tmp_path / "run", asked, False, ["tswift"])
+        assert (going_on.model.drafting is None) is (kind == "none")
+        going_on.run(lambda *given: None)
+    assert [
+        session["draft_weights"] for session in json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]
+    ] == [None, "fp8", "int8"]
+    plain = start(_settings(checkpoint, tmp_path, method="ar", length=50, out=tmp_path / "plain"), ["tswift"])
+    plain.run(lambda *given: None)
+    assert going_on.tokens == plain.tokens
+    assert "draft_weights" not in json.loads((tmp_path / "plain" / "run.json").read_text())["model"]
+
+
+def test_drafting_weights_are_refused_where_no_pass_of_the_model_drafts(
+    checkpoint: Path, tmp_path: Path, torchao: None
+) -> None:
+    with pytest.raises(InputError, match=r"^draft_weights: reuse does not draft with the model itself; "):
+        start(_settings(checkpoint, tmp_path, method="reuse", draft_weights="int8"), ["tswift"])
+    start(_settings(checkpoint, tmp_path, length=20, method="ar"), ["tswift"]).run(lambda *given: None)
+    with pytest.raises(InputError, match=r"^draft_weights: must be one of none, int8, fp8, int4, got 'int9'"):
+        resume(tmp_path / "run", {"length": 30, "draft_weights": "int9"}, False, ["tswift"])
+    for length in (20, 25):  # finished, and gone on with
+        with pytest.raises(InputError, match=r"^draft_weights: ar does not draft with the model itself; "):
+            resume(tmp_path / "run", {"length": length, "draft_weights": "int8"}, False, ["tswift"])
+
+
+def test_drafting_weights_of_methods_side_by_side(checkpoint: Path, torchao: None) -> None:
+    methods = ("ar", "medusa", "magicdec")
+    entry = BenchOptions(methods, model=str(checkpoint), device="cpu", drafting={"budget": 64}, draft_weights="int8")
+    config = configure(entry)
+    floor = floor_of(config, MACHINE)
+    assert [floor.drafting[method].bits for method in methods] == [None, None, 8]
+    prompt, plan = Prompt("p", tuple(range(1, 9))), Plan(prefills=(8,), lens=(20,), warmup=0)
+    measurement = begin_measurement(config, [prompt], plan, ["tswift"], MACHINE)
+    assert measurement["workload"]["draft_weights"] == "int8"
+    jsonschema.validate(json.loads(json.dumps(measurement)), bench_schema())
+    plain = begin_measurement(
+        configure(BenchOptions(methods, model=str(checkpoint), device="cpu")), [prompt], plan, ["tswift"], MACHINE
+    )
+    assert "draft_weights" not in plain["workload"]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from zlib import crc32
 
 import numpy as np
 import pytest
 
+from tests.jobs.faults import FaultyOs
 from tswift.errors import InputError
 from tswift.jobs import folder as module
 from tswift.jobs.folder import (
+    AppendedFile,
     Lock,
     RunFolder,
     SaveFailed,
@@ -24,6 +27,7 @@ from tswift.jobs.folder import (
     parse_journal,
     read_record,
     read_saved,
+    write_whole,
 )
 
 
@@ -39,6 +43,45 @@ def nothing() -> dict[str, int]:
     return {}
 
 
+@pytest.mark.parametrize("fault", ["full", "broken"])
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_a_file_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, fault: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(module, "os", FaultyOs(call, fault))
+    named = None
+    try:
+        write_whole(path, b"new and longer")
+    except OSError as error:
+        named = error.filename
+    if named:
+        assert named == str(path)
+        assert path.read_bytes() == b"old"
+    else:
+        assert fault == "full"  # there is room for everything but what is written
+        assert call > 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_that_only_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is added waits for a sync, a write that is cut short goes on, and what is there is no new file."""
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    with pytest.raises(FileExistsError):
+        AppendedFile(path)
+    file, real = AppendedFile(path, 4), os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: real(handle, bytes(data)[:3]))
+    file.add(b"abcdefgh")
+    assert path.read_bytes() == b"0123"
+    file.sync()
+    file.add(b"dropped")
+    file.close()
+    file.close()
+    assert path.read_bytes() == b"0123abcdefgh"
+
+
 def test_a_checkpoint_puts_everything_on_the_disk(folder: RunFolder) -> None:
     folder.append([1, 2**31], "é", nothing)
     folder.append([3], "", nothing)
@@ -52,17 +95,13 @@ def test_a_checkpoint_puts_everything_on_the_disk(folder: RunFolder) -> None:
     assert line.crc32 == crc32(bytes_of([9, 9, 1, 2**31, 3]))
 
 
-@pytest.mark.parametrize("limit", ["_SECONDS", "_TOKENS"])
-def test_checkpoints_come_by_themselves(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr(module, limit, 0)
-    folder.append([7], "x", nothing)
-    assert (folder.path / "tokens.u32").stat().st_size == 4
-
-
-def test_512_tokens_are_never_at_stake(folder: RunFolder) -> None:
+def test_neither_512_tokens_nor_many_seconds_are_at_stake(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(1023):
         folder.append([7], "", nothing)
     assert folder.saved == 512
+    monkeypatch.setattr(module, "_SECONDS", 0)
+    folder.append([7], "", nothing)
+    assert folder.saved == 1024
 
 
 def test_record_replaces(folder: RunFolder) -> None:
@@ -110,13 +149,6 @@ def test_what_was_killed_while_its_model_was_loading_is_begun_anew(tmp_path: Pat
     assert (tmp_path / "run" / "text.txt").read_text() == "five"
 
 
-def test_the_prompt_cannot_be_kept(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run")
-    folder.discard()
-    with pytest.raises(InputError, match=r"out: .* cannot be written to"):
-        folder.keep_prompt([1])
-
-
 def test_reopened_where_it_was_left(folder: RunFolder) -> None:
     folder.append([1, 2], "one two", nothing)
     folder.checkpoint({})
@@ -147,34 +179,23 @@ def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path, name: 
     assert (tmp_path / "precious").read_bytes() == before
 
 
-def test_a_folder_that_went_is_noticed(folder: RunFolder) -> None:
+@pytest.mark.parametrize("goes", [shutil.rmtree, lambda path: path.rename(path.with_name("moved"))])
+def test_a_folder_that_goes_is_noticed(folder: RunFolder, goes: Callable[[Path], object]) -> None:
     folder.append([1, 2], "one two", nothing)
-    shutil.rmtree(folder.path)
+    goes(folder.path)
     with pytest.raises(SaveFailed, match="was removed or moved"):
         folder.checkpoint({})
-
-
-def test_a_folder_that_was_moved_is_noticed(folder: RunFolder, tmp_path: Path) -> None:
-    folder.append([1, 2], "one two", nothing)
-    folder.path.rename(tmp_path / "moved")
-    with pytest.raises(SaveFailed):
-        folder.checkpoint({})
-
-
-def test_default_names_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert default_path("ar") != default_path("ar")
-    assert default_path("ar").parent == Path("runs")
 
 
 def test_a_clock_that_was_set_back_takes_no_name_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stopped(module.datetime):
         @classmethod
-        def now(cls, tz=None) -> Stopped:  # type: ignore[no-untyped-def]
+        def now(cls, tz=None) -> Stopped:
             return cls(2020, 1, 1, tzinfo=tz)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "datetime", Stopped)
     first = default_path("ar")
+    assert first.parent == Path("runs")
     first.mkdir(parents=True)
     assert default_path("ar") == first.with_name(f"{first.name}-2")

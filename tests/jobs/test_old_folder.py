@@ -21,7 +21,6 @@ def test_it_goes_on_to_the_text_it_would_have_become(tmp_path: Path) -> None:
     before = np.fromfile(folder / "tokens.u32", "<u4").tolist()
     run = read_run(folder)
     job = resume(folder, {}, False, ["tswift"])
-    assert job is not None
     job.run(lambda *progress: None)
     tokens = np.fromfile(folder / "tokens.u32", "<u4").tolist()
     assert 0 < len(before) < len(tokens) == 400

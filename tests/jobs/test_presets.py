@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from types import SimpleNamespace
 
 from tests.rows import every_row
 from tswift.decoding.params import SamplingParams
@@ -64,25 +65,15 @@ def test_what_was_typed_wins() -> None:
         assert RunConfig.of(preset="llama3.1-8b", prompt="x", **typed).drafting == drafting
 
 
-class Tokenizer:
-    def __init__(self, **texts: str) -> None:
-        self.texts = texts
-
-    def decode(self, ids: list[int]) -> str:
-        return self.texts.get(f"id{ids[0]}", "?")
-
-
 def test_ids_are_banned_only_where_they_mean_what_they_should() -> None:
-    right = Tokenizer(id18328=" assistant", id78191="assistant")
+    texts = {18_328: " assistant", 78_191: "assistant"}
+    right = SimpleNamespace(decode=lambda ids: texts[ids[0]])
     assert banned_ids("llama3.1-8b", right, 128_256) == (18_328, 78_191)
     assert banned_ids("llama3.1-8b", right, 50_000) == ()
-    assert banned_ids("llama3.1-8b", Tokenizer(id18328=" assistant", id78191="!"), 128_256) == ()
     assert banned_ids("qwen2.5-7b", right, 128_256) == ()
-
-
-def test_the_line_about_a_preset() -> None:
+    texts[78_191] = "!"
+    assert banned_ids("llama3.1-8b", right, 128_256) == ()
     assert preset_note("llama3.1-8b", (), (18_328, 78_191)) == "preset llama3.1-8b; never drawn: 18328, 78191"
-    typed = RunConfig.of(preset="llama3.1-8b", prompt="x", min_p=0.2, top_p=0.5)
-    note = preset_note("llama3.1-8b", typed.overridden, ())
-    assert note.startswith("preset llama3.1-8b; but for --top-p, --min-p; its banned ids mean something else")
+    note = "preset llama3.1-8b; but for --top-p, --min-p; its banned ids mean something else"
+    assert preset_note("llama3.1-8b", ("top_p", "min_p"), ()).startswith(note)
     assert preset_note("qwen2.5-7b", (), ()) == "preset qwen2.5-7b"

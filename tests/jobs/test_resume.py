@@ -77,6 +77,10 @@ def run(job: Job) -> Job:
     return job
 
 
+def go_on(folder: Path, options: dict[str, Any] | None = None, discard_damaged: bool = False) -> Job:
+    return run(resume(folder, options or {}, discard_damaged, []))
+
+
 def tokens_in(folder: Path) -> list[int]:
     return np.fromfile(folder / "tokens.u32", "<u4").tolist()
 
@@ -85,7 +89,7 @@ def tokens_in(folder: Path) -> list[int]:
 def whole(asked: RunConfig, tmp_path: Path) -> tuple[list[int], bytes]:
     """Tokens and text of an undisturbed run."""
     out = tmp_path / "whole"
-    run(start(replace(asked, method="ar", drafting={}, out=out), []))
+    run(start(replace(with_method(asked, "ar"), out=out), []))
     return tokens_in(out), (out / "text.txt").read_bytes()
 
 
@@ -107,7 +111,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def calls_of(asked: RunConfig, faulty: Any) -> int:
     """How many calls that change files a whole run makes after it was set up."""
-    job = start(replace(asked, out=asked.out.with_name("counted")), [])  # type: ignore[union-attr]
+    job = start(replace(asked, out=asked.out.with_name("counted")), [])
     system = faulty(0)
     run(job)
     return int(system.calls)
@@ -121,7 +125,6 @@ def test_killed_at_any_call(asked: RunConfig, whole: tuple[list[int], bytes], fa
     asked = with_method(asked, method)
     count, random = calls_of(asked, faulty), Random(method)
     folder = asked.out
-    assert folder is not None
     moments = random.sample(range(1, count + 1), min(count, MOMENTS // len(METHODS) + 1))
     for number, moment in enumerate(moments):
         faulty(0)
@@ -154,13 +157,12 @@ def test_killed_at_any_call(asked: RunConfig, whole: tuple[list[int], bytes], fa
 def test_killed_around_a_stop_string(asked: RunConfig, whole: tuple[list[int], bytes], faulty: Any) -> None:
     """At calls from a third of the way to the end: tokens, text, end and log-probabilities of an undisturbed run."""
     folder = asked.out
-    assert folder is not None
     text = whole[1].decode(errors="replace")
     stop = next(text[at : at + 2] for at in range(45, 60) if text.index(text[at : at + 2]) == at)
     asked = replace(asked, stop=("never", stop), logprobs=2)
-    plain = replace(asked, method="ar", drafting={}, out=folder.with_name("plain"))
+    plain = replace(with_method(asked, "ar"), out=folder.with_name("plain"))
     run(start(plain, []))
-    tokens, rows = tokens_in(plain.out), np.fromfile(plain.out / "logprobs.bin", row_type(2))  # type: ignore[arg-type,operator]
+    tokens, rows = tokens_in(plain.out), np.fromfile(plain.out / "logprobs.bin", row_type(2))
     assert 16 < len(tokens) < LENGTH
     assert len(rows) == len(tokens)
     count, random = calls_of(asked, faulty), Random(1)
@@ -190,7 +192,6 @@ def test_log_probabilities_that_are_missing_are_damage(asked: RunConfig) -> None
     job = start(asked, [])
     with pytest.raises(KeyboardInterrupt):
         job.run(stopping_at(40, KeyboardInterrupt()))
-    assert asked.out is not None
     made, path = tokens_in(asked.out), asked.out / "logprobs.bin"
     path.write_bytes(path.read_bytes()[:320])
     for other in ({"logprobs": 1}, {"stop": ("x",)}):
@@ -198,10 +199,7 @@ def test_log_probabilities_that_are_missing_are_damage(asked: RunConfig) -> None
             resume(asked.out, other, True, [])
     with pytest.raises(InputError, match=r"logprobs.bin has 320 bytes, [0-9]+ tokens take more; --discard-damaged"):
         resume(asked.out, {}, False, [])
-    again = resume(asked.out, {}, True, [])
-    assert again is not None
-    assert len(again.tokens) <= 20
-    run(again)
+    assert go_on(asked.out, {}, True).resumed[-1]["at"] <= 20
     assert tokens_in(asked.out)[: len(made)] == made
     assert path.stat().st_size == 16 * LENGTH
 
@@ -217,12 +215,11 @@ def test_killed_while_the_prompt_is_prefilled(asked: RunConfig, whole: tuple[lis
         job.run(silent, kill)
     release(job)
     faulty(0)
-    assert asked.out is not None
     assert [entry.state for entry in list_runs(asked.out)] == ["killed"]
     assert read_saved(asked.out, job.prompt).tokens == []
-    again = resume(asked.out, {}, False, [])
-    assert again is not None
-    assert (tokens_in(asked.out), (run(again).state, again.stats.tokens)) == ([], ("finished", LENGTH))
+    assert tokens_in(asked.out) == []
+    again = go_on(asked.out)
+    assert (again.state, again.stats.tokens) == ("finished", LENGTH)
     assert (tokens_in(asked.out), (asked.out / "text.txt").read_bytes()) == whole
 
 
@@ -233,7 +230,6 @@ def test_a_power_cut_takes_nothing_from_a_finished_run(
     job = start(asked, [])
     system = faulty(0)
     run(job)
-    assert asked.out is not None
     for number in range(8):
         power_cut(asked.out, system.written, Random(number))
         assert (tokens_in(asked.out), (asked.out / "text.txt").read_bytes()) == whole
@@ -251,13 +247,10 @@ def test_a_disk_that_fails(
         run(job)
     assert job.state == "failed"
     faulty(0)
-    assert asked.out is not None
     saved = read_saved(asked.out, job.prompt)
     assert not saved.damage
     assert len(saved.tokens) == job.folder.saved
-    again = resume(asked.out, {}, False, [])
-    assert again is not None
-    run(again)
+    go_on(asked.out)
     assert (tokens_in(asked.out), (asked.out / "text.txt").read_bytes()) == whole
 
 
@@ -273,7 +266,6 @@ def interrupted(asked: RunConfig, count: int = 40) -> Path:
     job = start(asked, ["tswift", "generate"])
     with pytest.raises(KeyboardInterrupt):
         job.run(stopping_at(count, KeyboardInterrupt()))
-    assert asked.out is not None
     return asked.out
 
 
@@ -283,7 +275,6 @@ def test_what_a_resumed_run_records(asked: RunConfig, whole: tuple[list[int], by
     assert before["state"] == "interrupted"
     made = before["figures"]["tokens"]
     job = resume(folder, {"length": LENGTH, "seed": 5, "dtype": "float64", "nodes": 5}, False, ["tswift", "again"])
-    assert job is not None
     run(job)
     record = json.loads((folder / "run.json").read_text())
     assert tokens_in(folder) == whole[0]
@@ -300,31 +291,22 @@ def test_what_a_resumed_run_records(asked: RunConfig, whole: tuple[list[int], by
     assert figures["distinct"]["1"] == len(set(whole[0])) / LENGTH
 
 
-def test_a_finished_run_has_nothing_left_to_do(asked: RunConfig) -> None:
-    run(start(asked, []))
-    assert asked.out is not None
-    before = {path.name: path.read_bytes() for path in asked.out.iterdir()}
-    assert resume(asked.out, {"length": LENGTH}, False, []) is None
-    assert {path.name: path.read_bytes() for path in asked.out.iterdir()} == before
-
-
-def test_a_longer_text_begins_like_the_shorter(asked: RunConfig, whole: tuple[list[int], bytes]) -> None:
+def test_a_finished_run_has_nothing_left_to_do_but_to_become_longer(
+    asked: RunConfig, whole: tuple[list[int], bytes]
+) -> None:
     run(start(replace(asked, length=50), []))
-    assert asked.out is not None
-    job = resume(asked.out, {"length": LENGTH}, False, [])
-    assert job is not None
-    run(job)
+    before = {path.name: path.read_bytes() for path in asked.out.iterdir()}
+    assert resume(asked.out, {"length": 50}, False, []) is None
+    assert {path.name: path.read_bytes() for path in asked.out.iterdir()} == before
+    go_on(asked.out, {"length": LENGTH})
     assert tokens_in(asked.out) == whole[0]
     assert json.loads((asked.out / "run.json").read_text())["options"]["length"] == LENGTH
 
 
 def test_ended_by_an_end_of_text(asked: RunConfig, checkpoint: Path) -> None:
-    asked = replace(
-        asked, length=3000, stop_at_eos=True, method="ar", drafting={}, sampling={"temperature": 100.0, "min_p": 0.0}
-    )
-    asked = replace(asked, seed=4)
+    sampling = {"temperature": 100.0, "min_p": 0.0}
+    asked = replace(with_method(asked, "ar"), length=3000, stop_at_eos=True, sampling=sampling, seed=4)
     run(start(asked, []))
-    assert asked.out is not None
     text = tokens_in(asked.out)
     assert text[-1] == 0
     assert resume(asked.out, {"length": 4000}, False, []) is None
@@ -333,11 +315,8 @@ def test_ended_by_an_end_of_text(asked: RunConfig, checkpoint: Path) -> None:
     record["state"] = "running"
     record["checksum"] = files.checksum(record)
     (asked.out / "run.json").write_text(json.dumps(record))
-    job = resume(asked.out, {}, False, [])
-    assert job is not None
-    run(job)
+    assert go_on(asked.out).state == "finished"
     assert tokens_in(asked.out) == text
-    assert job.state == "finished"
 
 
 @pytest.mark.parametrize(("recall", "reuses"), [(None, False), (0, True)])
@@ -364,7 +343,6 @@ def test_another_model_is_refused(asked: RunConfig, model: LoadedModel, monkeypa
 def test_a_run_in_use_is_refused(asked: RunConfig) -> None:
     job = start(asked, [])
     job.folder.record({"process": {"pid": 12, "host": "here"}})
-    assert asked.out is not None
     with pytest.raises(InputError, match=r"resume: .* is in use: process 12 on here is writing it"):
         resume(asked.out, {}, False, [])
     job.folder.discard()
@@ -381,7 +359,6 @@ def test_damage_is_told_and_can_be_discarded(asked: RunConfig, whole: tuple[list
         resume(folder, {}, False, [])
     assert (folder / "tokens.u32").read_bytes() == data
     job = resume(folder, {}, True, [])
-    assert job is not None
     assert any("is drawn again" in line for line in job.statement())
     run(job)
     assert tokens_in(folder) == whole[0]
@@ -390,7 +367,6 @@ def test_damage_is_told_and_can_be_discarded(asked: RunConfig, whole: tuple[list
 def test_a_folder_that_was_removed_ends_the_job(asked: RunConfig) -> None:
     job = start(asked, [])
     folder = asked.out
-    assert folder is not None
 
     def show(text: str, stats: DecodeStats) -> None:
         if stats.tokens >= 40 and folder.exists():
@@ -417,7 +393,6 @@ def test_memory_that_runs_out(asked: RunConfig, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(target, "forward", forward)
     with pytest.raises(Fault, match=r"cpu has no memory left after .* lower --nodes or --budget .* saved in"):
         run(job)
-    assert asked.out is not None
     assert job.state == "failed"
     assert read_saved(asked.out, job.prompt).tokens == job.tokens != []
 
@@ -427,7 +402,6 @@ def test_a_mistake_of_ours_is_not_hidden(asked: RunConfig) -> None:
     with pytest.raises(ZeroDivisionError):
         job.run(stopping_at(40, ZeroDivisionError()))
     assert (job.state, job.reason) == ("failed", "ZeroDivisionError()")
-    assert asked.out is not None
     assert tokens_in(asked.out) == job.tokens
 
 
@@ -435,12 +409,7 @@ def test_a_disk_without_room_is_told_before_anything_is_touched(
     asked: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By the option that names the folder."""
-
-    def interrupt(text: str, stats: DecodeStats) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        start(asked, []).run(interrupt)
+    interrupted(asked, 0)
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     monkeypatch.setattr(starting.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, free=0))
     with pytest.raises(InputError, match=r"^resume: 70 tokens take about 0.1 MB, .* has 0.0 MB free$"):

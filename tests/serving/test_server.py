@@ -68,11 +68,9 @@ def test_a_completion_is_the_text_of_generate(
     assert answer.choices[0].text == whole
     assert answer.choices[0].finish_reason == "length"
     usage = answer.usage
-    assert usage is not None
     assert usage.completion_tokens == 120
     assert usage.total_tokens == 120 + usage.prompt_tokens
     details = usage.completion_tokens_details
-    assert details is not None
     passes = server.get(f"/v1/runs/{answer.id}")["figures"]["passes"]
     assert details.accepted_prediction_tokens == 120 - passes
     assert details.rejected_prediction_tokens is not None
@@ -83,7 +81,6 @@ def test_a_completion_is_the_text_of_generate(
         *chunks, last = list(stream)
         assert "".join(chunk.choices[0].text for chunk in chunks) == whole
         assert chunks[-1].choices[0].finish_reason == "length"
-        assert last.usage is not None
         assert last.usage.completion_tokens == 120
         assert (server.runs / last.id / "text.txt").read_bytes().decode() == whole
         assert {chunk.id for chunk in chunks} == {last.id}
@@ -112,7 +109,6 @@ def test_an_end_of_text_token_ends_the_text_and_is_no_part_of_it(server: Server,
         if answer.choices[0].finish_reason == "stop":
             break
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
     assert answer.usage.completion_tokens < 300
     stored = (server.runs / answer.id / "text.txt").read_bytes().decode()
     assert stored == answer.choices[0].text + "<|endoftext|>"
@@ -182,14 +178,14 @@ def test_logprobs(server: Server, client: openai.OpenAI, model: Path) -> None:
     )
     messages: Any = [{"role": "user", "content": TEXT}]
     chat = client.chat.completions.create(**asked_for, messages=messages, logprobs=True, top_logprobs=3)
-    content: Any = chat.choices[0].logprobs.content  # type: ignore[union-attr]
+    content: Any = chat.choices[0].logprobs.content
     rows = np.fromfile(server.runs / chat.id / "logprobs.bin", row_type(3))
     assert [each.logprob for each in content] == rows["raw"].tolist()
     assert [[near.logprob for near in each.top_logprobs] for each in content] == rows["raw_top"].tolist()
     assert [each.drawn_logprob for each in content] == rows["warped"].tolist()
     assert all(bytes(each.bytes).decode() == each.token for each in content if each.bytes is not None)
     plain = client.chat.completions.create(**asked_for, messages=messages, logprobs=True)
-    assert [each.logprob for each in plain.choices[0].logprobs.content or ()] == [each.logprob for each in content]  # type: ignore[union-attr]
+    assert [each.logprob for each in plain.choices[0].logprobs.content or ()] == [each.logprob for each in content]
     with pytest.raises(openai.BadRequestError, match="top_logprobs"):
         client.chat.completions.create(**asked_for, messages=messages, logprobs=True, top_logprobs=30)
 
@@ -364,7 +360,7 @@ def test_figures_come_with_a_stream_that_asks_for_them(client: openai.OpenAI, mo
     stream = client.completions.create(
         model=str(model), prompt=TEXT, max_tokens=50, stream=True, extra_body={"figures": True, "stop_at_eos": False}
     )
-    figures = list(stream)[-1].figures  # type: ignore[attr-defined]
+    figures = list(stream)[-1].figures
     assert figures["tokens"] == 50
     assert figures["tokens"] == figures["accepted"] + figures["passes"]
     assert figures["drafted"] >= figures["accepted"]

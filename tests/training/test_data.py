@@ -74,7 +74,7 @@ def test_documents_of_folders_and_files(tmp_path: Path) -> None:
         (lambda folder: (folder / "a.csv").write_text("a"), "holds no .parquet or .txt files"),
     ],
 )
-def test_a_corpus_that_cannot_be_read(tmp_path: Path, make, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_corpus_that_cannot_be_read(tmp_path: Path, make, message: str) -> None:
     make(tmp_path)
     with pytest.raises(InputError) as error:
         load_documents(str(tmp_path))
@@ -89,10 +89,10 @@ def test_names_that_are_no_corpus(corpus: str) -> None:
 
 
 def config_of(tiny: Tiny, **changes: object) -> HeadsConfig:
-    return HeadsConfig(str(tiny.corpus), seq_len=LENGTH, **changes)  # type: ignore[arg-type]
+    return HeadsConfig(str(tiny.corpus), seq_len=LENGTH, **changes)
 
 
-def prepared(tiny: Tiny, on_progress=lambda *_: None, **changes: object) -> Documents:  # type: ignore[no-untyped-def]
+def prepared(tiny: Tiny, on_progress=lambda *_: None, **changes: object) -> Documents:
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     return prepare(config_of(tiny, **changes), tokenizer, 300, on_progress)
 

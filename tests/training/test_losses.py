@@ -87,7 +87,7 @@ class Largest(TorchDispatchMode):
 
     elements = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         weights = 300 * 10_000
         made = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]

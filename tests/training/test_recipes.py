@@ -56,7 +56,6 @@ def test_the_recipe_makes_a_model_that_generates(tmp_path: Path, corpus: Path, m
     assert re.search(r"^\| loss \| \d+\.\d{3} \| \d+\.\d{3} \|$", card, re.M)
     for kind in ("chained", None):
         model = tswift.load(str(tmp_path / "model"), heads=kind)
-        assert model.heads is not None
         assert model.heads.kind == (kind or "conditioned")
         texts = [
             [token for step in tswift.generate(model, "the ship", 12, method=method) for token in step.tokens]
@@ -82,7 +81,6 @@ def test_the_recipe_makes_a_draft_model(tmp_path: Path, corpus: Path, monkeypatc
     assert "Weather: the 48 documents" in card
     assert re.search(r"^\| agreement, last 512 tokens \| 0\.\d{3} \| 0\.\d{3} \|$", card, re.M)
     draft = tswift.load(draft_model=str(tmp_path / "out")).draft
-    assert draft is not None
     assert draft.max_positions == 131_072
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     demo_draft.build(str(corpus), tmp_path / "out", tmp_path / "work", config, "Weather")  # it is finished

@@ -42,7 +42,7 @@ def heads_config(tiny: Tiny, **changes: object) -> HeadsConfig:
         corpus=str(tiny.corpus), model=str(tiny.model), seq_len=64, steps=STEPS, batch=2, accumulate=2, warmup=2,
         lr=1e-2, alpha_tokens=0, eval_every=2, device="cpu",
     )  # fmt: skip
-    return replace(config, **changes)  # type: ignore[arg-type]
+    return replace(config, **changes)
 
 
 def draft_config(tiny: Tiny, **changes: object) -> DraftConfig:
@@ -50,7 +50,7 @@ def draft_config(tiny: Tiny, **changes: object) -> DraftConfig:
         corpus=str(tiny.corpus), model=str(tiny.model), seq_len=64, steps=STEPS, batch=4, accumulate=2, warmup=2,
         reach=1000, eval_every=2, device="cpu",
     )  # fmt: skip
-    return replace(config, **changes)  # type: ignore[arg-type]
+    return replace(config, **changes)
 
 
 def block_config(tiny: Tiny, **changes: object) -> DraftConfig:
@@ -58,7 +58,7 @@ def block_config(tiny: Tiny, **changes: object) -> DraftConfig:
         corpus=str(tiny.corpus), model=str(tiny.deep), kind="block", seq_len=64, steps=STEPS, batch=2, accumulate=2,
         warmup=2, block=3, mlp=32, rank=8, markov="rnn", eval_every=2, device="cpu",
     )  # fmt: skip
-    return replace(config, **changes)  # type: ignore[arg-type]
+    return replace(config, **changes)
 
 
 CONFIGS = {"heads": heads_config, "lm": draft_config, "block": block_config}
@@ -144,7 +144,6 @@ def test_a_draft_model_learns_to_draw_what_the_model_draws(tiny: Tiny, tmp_path:
     assert after.agreement > before.agreement + 0.2
     # what was measured is the folder, and the folder is what drafts
     draft, row = tswift.load(str(tiny.model), draft_model=str(tmp_path / "out")).draft, [5, 9, 4, 7, 7, 3]
-    assert draft is not None
     assert draft.max_positions == 1000
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(torch.tensor([row])).logits[0]
     hidden = [part.hidden for part in draft.chunks(row, FullKV(draft.kv_shape, len(row)))]
@@ -204,7 +203,7 @@ def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny, monkeypatch
 
     def trainee(**changes: object) -> DraftTrainee:
         config = draft_config(tiny, **changes)
-        documents = Documents(None, np.array([]), np.array([]), np.array([]), 0, ())  # type: ignore[arg-type]
+        documents = Documents(None, np.array([]), np.array([]), np.array([]), 0, ())
         return DraftTrainee(config, model, documents, Dist(), Progress())
 
     model = tswift.load(str(tiny.model), device="cpu")
@@ -248,7 +247,7 @@ def test_stopped_within_a_step_and_gone_on_with(
 ) -> None:
     batch, keys = Documents.batch, []
 
-    def interrupted(self: Documents, rows: int, length: int, key: tuple[int, ...]):  # type: ignore[no-untyped-def]
+    def interrupted(self: Documents, rows: int, length: int, key: tuple[int, ...]):
         if tuple(key) == (0, 2, 0) and key not in keys:
             os.kill(os.getpid(), signal.SIGINT)
         keys.append(key)
