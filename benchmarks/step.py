@@ -1,7 +1,7 @@
 """Where the time of a decoding step goes: microseconds by phase, operators dispatched, and x against plain decoding.
 
-Methods take turns in slices over one text, so that all see the same machine. Phases are exclusive: what a function
-calls that is a phase itself is taken off it. Operators are those that PyTorch dispatches.
+Methods take turns in slices over one text, so that all see the same machine: first as they are, then with clocks, then
+with operators counted. Phases are exclusive: what a function calls that is a phase itself is taken off it.
 
 A method may have a tree after a colon, such as medusa:2x2x1 or medusa:auto.
 
@@ -12,26 +12,26 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tswift.attention import native
+from benchmarks import tables
 from tswift.decoding import loop
-from tswift.decoding.drafter import Drafter, DraftTree
+from tswift.decoding.drafter import Drafter, DraftTree, Step
 from tswift.decoding.drawing import DrawProgram
 from tswift.decoding.sampling import Sampler
 from tswift.drafting import adaptive, chains, dynamic_tree, fixed_tree, heads, history
 from tswift.drafting.options import DraftOptions
-from tswift.engine import begin
+from tswift.engine import Generation, begin
 from tswift.jobs.prompt import bundled_prompts
 from tswift.kv.cache import FullKV, KVBuffer
 from tswift.models import program
@@ -40,32 +40,28 @@ from tswift.models.target import Target
 
 SLICE = 60  # tokens that each decodes in its turn
 KNOWN = 4096  # tokens at the end of a long text whose keys are its own; those before are copies of them
-_WRAPPED: list[tuple[Any, str, str]] = [
-    (Target, "forward", "pass, Python"),
-    (program.PassProgram, "__call__", "pass, Python"),
-    (Target, "logits", "LM head"),
-    (Sampler, "draw_nodes", "draw, Python"),
-    (DrawProgram, "rank", "draw, Python"),
-    (DrawProgram, "follow", "pass, LM head, draw"),  # one C call where passes are one
-    (heads.DraftingPass, "read", "drafting pass, Python"),
-    (heads.HeadSource, "start", "heads, Python"),
-    (heads.HeadSource, "propose", "build tree"),
-    (heads.HeadTreeSource, "propose", "build tree"),
-    (history.HistorySource, "propose", "recall"),
-    (chains.CascadeSource, "propose", "chain"),
-    (Drafter, "propose", "build tree"),
-    (dynamic_tree.DynamicTreeDrafter, "propose", "build tree"),
-    (fixed_tree.FixedTreeDrafter, "propose", "build tree"),
-    (adaptive.AdaptiveDrafter, "propose", "bandit"),
-    (adaptive.AdaptiveDrafter, "learn", "bandit"),
-    (DraftTree, "ancestors", "ancestors"),
-    (DraftTree, "walk", "accept"),
-    (KVBuffer, "commit", "KV keep"),
-    (Drafter, "committed", "learn, keep up"),
-    (Sampler, "extend", "learn, keep up"),
-    (loop, "decode_step", "rest of the step"),
-]
-_C = {"tswift_forward": "pass, C", "tswift_guess": "heads, C", "tswift_rank": "draw, C"}
+FREE, CLOCKED, COUNTED = "free", "clocked", "counted"  # how a slice runs
+_PHASES: dict[str, list[tuple[Any, str]]] = {
+    "pass, Python": [(Target, "forward"), (program.PassProgram, "__call__")],
+    "LM head": [(Target, "logits")],
+    "draw, Python": [(Sampler, "draw_nodes"), (DrawProgram, "rank")],
+    "pass, LM head, draw": [(DrawProgram, "follow")],  # one C call where passes are one
+    "drafting pass, Python": [(heads.DraftingPass, "read")],
+    "heads, Python": [(heads.HeadSource, "start")],
+    "build tree": [
+        *((kind, "propose") for kind in (heads.HeadSource, heads.HeadTreeSource, Drafter)),
+        *((kind, "propose") for kind in (dynamic_tree.DynamicTreeDrafter, fixed_tree.FixedTreeDrafter)),
+    ],
+    "recall": [(history.HistorySource, "propose")],
+    "chain": [(chains.CascadeSource, "propose")],
+    "bandit": [(adaptive.AdaptiveDrafter, "propose"), (adaptive.AdaptiveDrafter, "learn")],
+    "ancestors": [(DraftTree, "ancestors")],
+    "accept": [(DraftTree, "walk")],
+    "KV keep": [(KVBuffer, "commit")],
+    "learn, keep up": [(Drafter, "committed"), (Sampler, "extend")],
+    "rest of the step": [(loop, "decode_step")],
+}
+_C = {"tswift_forward": "pass, C", "tswift_guess": "heads, C"}
 
 
 class Clock:
@@ -94,33 +90,31 @@ class Clock:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Time all phases meanwhile."""
-        held = [(owner, name, vars(owner)[name]) for owner, name, _ in _WRAPPED if name in vars(owner)]
-        for owner, name, phase in _WRAPPED:
-            if name in vars(owner):
-                setattr(owner, name, self.timed(vars(owner)[name], phase))
-        try:
+        places = [(phase, *place) for phase, places in _PHASES.items() for place in places]
+        library = program.library()
+        with ExitStack() as stack:
+            for phase, owner, name in places:
+                if name in vars(owner):
+                    stack.enter_context(patch.object(owner, name, self.timed(vars(owner)[name], phase)))
+            for name, phase in _C.items() if library else ():
+                stack.enter_context(patch.object(library, name, self.timed(getattr(library, name), phase)))
             yield
-        finally:
-            for owner, name, function in held:
-                setattr(owner, name, function)
 
 
 class Operators(TorchDispatchMode):
     """Counts what is dispatched."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
+    number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count and go on."""
-        self.names[str(func)] += 1
+        self.number += 1
         return func(*args, **(kwargs or {}))
 
 
-def fill(decoding: Any, keys: int) -> None:
+def fill(decode: Generation, keys: int) -> None:
     """Prefill a decode whose text is longer than :data:`KNOWN`: keys before those are copies, as only time matters."""
-    target, kv = decoding._target, decoding._kv
+    target: Any = decode.decoding._target
     real = target.chunks
 
     def chunks(text: Sequence[int], cache: FullKV) -> Iterator[Any]:
@@ -134,120 +128,92 @@ def fill(decoding: Any, keys: int) -> None:
         if len(text) > known:
             yield from real(text[cache.length :], cache)
 
-    target.chunks = chunks
-    try:
-        decoding.prefill()
-    finally:
-        del target.chunks
-    assert kv.length == keys - 1
+    with patch.object(target, "chunks", chunks):
+        decode.decoding.prefill()
+    assert decode.decoding._kv.length == keys - 1
 
 
-def measure(model: Any, prompt: list[int], methods: Sequence[str], length: int, seed: int) -> list[dict[str, Any]]:
-    """A row for each method: seconds without clocks first, then phases, then operators; each in a third of the text."""
-    runs = {}
+@dataclass
+class Lane:
+    """A method's decode, and its steps by how they ran."""
+
+    steps: Iterator[Step]
+    clock: Clock = field(default_factory=Clock)
+    operators: Operators = field(default_factory=Operators)
+    tokens: list[int] = field(default_factory=list)
+    taken: dict[str, list[Step]] = field(default_factory=lambda: {FREE: [], CLOCKED: [], COUNTED: []})
+    wall: float = 0.0  # seconds of the free slices, with what is between their steps
+
+    def advance(self, goal: int, how: str) -> None:
+        """Decode up to so many tokens."""
+        with {FREE: nullcontext(), CLOCKED: self.clock.on(), COUNTED: self.operators}[how]:
+            started = time.perf_counter()
+            while len(self.tokens) < goal:
+                step = next(self.steps)
+                self.tokens += step.tokens
+                self.taken[how].append(step)
+            self.wall += (time.perf_counter() - started) * (how == FREE)
+
+    def row(self, plain: Lane) -> dict[str, Any]:
+        """Its figures."""
+
+        def per_token(lane: Lane) -> float:
+            return sum(step.seconds for step in lane.taken[FREE]) / sum(len(step.tokens) for step in lane.taken[FREE])
+
+        free, own = self.taken[FREE], per_token(self)
+        seconds, count = sum(step.seconds for step in free), len(free)
+        return {
+            "tokens per step": sum(len(step.tokens) for step in free) / count,
+            "nodes per step": sum(step.nodes for step in free) / count,
+            "ms per step": 1e3 * seconds / count,
+            "us per token": 1e6 * own,
+            "us between steps": 1e6 * (self.wall - seconds) / count,
+            "x": per_token(plain) / own,
+            "operators": self.operators.number / len(self.taken[COUNTED]),
+            "same text": all(a == b for a, b in zip(self.tokens, plain.tokens, strict=False)),
+            "choices": " ".join(f"{name} {often}" for name, often in Counter(s.choice for s in free).items() if name),
+            **{f"us {phase}": ns / 1e3 / len(self.taken[CLOCKED]) for phase, ns in self.clock.spent.most_common()},
+        }
+
+
+def measure(model: Any, prompt: list[int], methods: Sequence[str], length: int, seed: int) -> dict[str, Lane]:
+    """A lane for each method: ``length`` tokens free, half as many with clocks, and 200 with operators counted."""
+    lanes = {}
     for name in methods:
         method, _, tree = name.partition(":")
         shape = tuple(map(int, tree.split("x"))) if tree[:1].isdigit() else tree or None
-        options = DraftOptions(tree=shape)
-        runs[name] = begin(model, prompt, 3 * length, method=method, options=options, seed=seed)
-    for each in runs.values():
-        fill(each.decoding, len(prompt))
-    steps = {name: iter(each.steps()) for name, each in runs.items()}
-    rows: dict[str, dict[str, Any]] = {name: defaultdict(float, method=name, keys=len(prompt)) for name in methods}
-    texts: dict[str, list[int]] = {name: [] for name in methods}
-
-    def advance(name: str, goal: int, kind: str) -> None:
-        row, started = rows[name], time.perf_counter()
-        while len(texts[name]) < goal:
-            step = next(steps[name])
-            texts[name] += step.tokens
-            row[f"{kind}_steps"] += 1
-            row[f"{kind}_tokens"] += len(step.tokens)
-            row[f"{kind}_s"] += step.seconds
-            if kind == "free":
-                row["nodes"] += step.nodes
-                row.setdefault("choices", Counter())[step.choice] += 1
-                row.setdefault("sizes", Counter())[step.nodes] += 1
-        row[f"{kind}_all_s"] += time.perf_counter() - started
-
-    for goal in range(SLICE, length + 1, SLICE):
-        for name in methods:
-            advance(name, goal, "free")
-    clocks = {name: Clock() for name in methods}
-    for goal in range(length + SLICE, length + length // 2 + 1, SLICE):
-        for name in methods:
-            library = program.library()
-            held = {c: getattr(library, c) for c in ("tswift_forward", "tswift_guess")}
-            for c, function in held.items():
-                setattr(library, c, clocks[name].timed(function, _C[c]))
-            with clocks[name].on():
-                advance(name, goal, "clocked")
-            for c, function in held.items():
-                setattr(library, c, function)
-    for name in methods:
-        with Operators() as counted:
-            advance(name, length + length // 2 + 200, "counted")
-        rows[name]["operators"] = sum(counted.names.values()) / rows[name]["counted_steps"]
-        rows[name]["by_operator"] = {
-            o: round(n / rows[name]["counted_steps"], 2) for o, n in counted.names.most_common(25)
-        }
-        rows[name]["phases"] = {
-            phase: ns / 1e3 / rows[name]["clocked_steps"] for phase, ns in clocks[name].spent.most_common()
-        }
-        rows[name]["same"] = all(a == b for a, b in zip(texts[name], texts[methods[0]], strict=False))
-    return [dict(row) for row in rows.values()]
-
-
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a table for each number of keys."""
-    plain = rows[0]["free_s"] / rows[0]["free_tokens"]
-    print(f"\n{rows[0]['keys']:,} keys")
-    print(f"{'':24}" + "".join(f"{row['method']:>15.14}" for row in rows))
-    lines: dict[str, list[str]] = {
-        "tokens per step": [f"{row['free_tokens'] / row['free_steps']:.2f}" for row in rows],
-        "nodes per step": [f"{row['nodes'] / row['free_steps']:.1f}" for row in rows],
-        "ms per step": [f"{row['free_s'] / row['free_steps'] * 1e3:.3f}" for row in rows],
-        "us per token": [f"{row['free_s'] / row['free_tokens'] * 1e6:.0f}" for row in rows],
-        "us between steps": [f"{(row['free_all_s'] - row['free_s']) / row['free_steps'] * 1e6:.1f}" for row in rows],
-        "x": [f"{plain / (row['free_s'] / row['free_tokens']):.3f}" for row in rows],
-        "operators": [f"{row['operators']:.1f}" for row in rows],
-        "same text": [str(row["same"]) for row in rows],
-    }
-    for phase in dict.fromkeys(phase for row in rows for phase in row["phases"]):
-        lines["us " + phase] = [f"{row['phases'].get(phase, 0):.1f}" for row in rows]
-    for name, values in lines.items():
-        print(f"{name:24}" + "".join(f"{value:>15}" for value in values))
-    for row in rows:
-        print(
-            row["method"], dict(row["choices"]) if len(row["choices"]) > 1 else "", dict(sorted(row["sizes"].items()))
-        )
+        decode = begin(model, prompt, 3 * length, method=method, options=DraftOptions(tree=shape), seed=seed)
+        fill(decode, len(prompt))
+        lanes[name] = Lane(iter(decode.steps()))
+    half = length + length // 2
+    goals = [(goal, FREE if goal <= length else CLOCKED) for goal in range(SLICE, half + 1, SLICE)]
+    for goal, how in [*goals, (half + 200, COUNTED)]:
+        for lane in lanes.values():
+            lane.advance(goal, how)
+    return lanes
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default="ar,medusa,tokenswift,auto")
     parser.add_argument("--keys", default="4096")
     parser.add_argument("--len", type=int, default=600)
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--prompt", type=Path, default=bundled_prompts() / "long-novel.txt")
-    parser.add_argument("--operators", action="store_true")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     model = load()
     ids = model.tokenizer.encode(given.prompt.read_text())
-    found = []
-    print(time.strftime("%Y-%m-%d %H:%M"), os.uname().nodename, torch.get_num_threads(), "threads", native.__name__)
     for keys in map(int, given.keys.split(",")):
         prompt = (ids * (keys // len(ids) + 1))[:keys]
-        rows = measure(model, prompt, given.methods.split(","), given.len, given.seed)
-        found += rows
-        show(rows)
-        if given.operators:
-            for row in rows:
-                print(row["method"], row["by_operator"])
-    if given.out:
-        given.out.write_text(json.dumps(found, indent=1))
+        lanes = measure(model, prompt, given.methods.split(","), given.len, given.seed)
+        plain = next(iter(lanes.values()))
+        rows = {name: lane.row(plain) for name, lane in lanes.items()}
+        names = dict.fromkeys(name for row in rows.values() for name in row)
+        print(f"\n{keys:,} keys, {torch.get_num_threads()} threads\n")
+        print(
+            tables.markdown([{"": name, **{method: row.get(name) for method, row in rows.items()}} for name in names])
+        )
 
 
 if __name__ == "__main__":
