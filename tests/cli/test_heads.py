@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from tests.published import make_base, medusa_file, tokenswift_model
 
 def said(result) -> dict[str, str]:  # type: ignore[no-untyped-def]
     assert (result.code, result.err) == (0, "")
-    return dict(line.split(None, 1) for line in result.out.decode().replace(" size", "-size").splitlines())
+    return dict(re.split(" {2,}", line) for line in result.out.decode().splitlines()[2:])
 
 
 def test_heads_of_ours(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -22,9 +23,9 @@ def test_heads_of_ours(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyp
     tiny_heads(kind="conditioned").save(path, base="0123abcd")
     found = said(tswift("heads", "inspect", path))
     parameters = sum(weight.numel() for weight in tiny_heads(kind="conditioned").parameters())
-    assert (found["kind"], found["heads"], found["hidden-size"]) == ("conditioned", "3", str(HIDDEN))
-    assert (found["parameters"], found["dtype"], found["layout"]) == (f"{parameters:,}", "BF16", "tswift")
-    assert found["base"] == "model   0123abcd"
+    assert (found["kind"], found["drafts, tokens"], found["hidden size"]) == ("conditioned", "3", str(HIDDEN))
+    assert (found["parameters"], found["dtypes"], found["layout"]) == (f"{parameters:,}", "BF16", "tswift")
+    assert found["base model"] == "0123abcd"
     assert said(tswift("heads", "inspect", tmp_path)) == found  # the folder they are in
 
 
@@ -53,14 +54,19 @@ def test_heads_of_ours_as_json(tswift, tmp_path: Path) -> None:  # type: ignore[
 def test_heads_of_others(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     base = make_base(tmp_path / "base")
     model = said(tswift("heads", "inspect", tokenswift_model(base, tmp_path / "m")))
-    assert (model["layout"], model["kind"], model["heads"], model["dtype"]) == ("TokenSwift", "chained", "3", "F32")
+    assert (model["layout"], model["kind"], model["drafts, tokens"], model["dtypes"]) == (
+        "TokenSwift",
+        "chained",
+        "3",
+        "F32",
+    )
     assert model["parameters"] == f"{3 * (32 * 32 + 2 * 32):,}"
-    assert "before the model's final norm" in model["start"]
+    assert (model["read the state before the final norm"], model["vocab size"]) == ("yes", "-")
     folder = medusa_file(base, tmp_path)
     for path in (folder, folder / "medusa_lm_head.safetensors"):
         medusa = said(tswift("heads", "inspect", path))
-        assert (medusa["layout"], medusa["kind"], medusa["heads"]) == ("Medusa", "medusa", "3")
-        assert "their own" in medusa["LM"]
+        assert (medusa["layout"], medusa["kind"], medusa["drafts, tokens"]) == ("Medusa", "medusa", "3")
+        assert medusa["vocab size"] != "-"
 
 
 def test_pickles_and_a_file_that_cannot_be_written(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -80,11 +86,11 @@ def test_the_group_alone_tells_what_it_has(tswift) -> None:  # type: ignore[no-u
 def test_drafters(tswift, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     folder = drafter_folder(tmp_path / "d", "dspark")
     found = said(tswift("heads", "inspect", folder))
-    assert (found["kind"], found["drafts"], found["layout"]) == ("dspark", "4 tokens", "DeepSpec")
-    assert found["not"] == "read     confidence_head.proj.weight, confidence_head.proj.bias"
+    assert (found["kind"], found["drafts, tokens"], found["layout"]) == ("dspark", "4", "DeepSpec")
+    assert found["not read"] == "confidence_head.proj.weight, confidence_head.proj.bias"
     record = json.loads(tswift("heads", "inspect", folder, "--json", "-").out)
     assert record["heads"]["taps"] == [1, 4]
     refused = tswift("heads", "inspect", drafter_folder(tmp_path / "d", "dspark", tensors={"fc.weight": None}))
     assert (refused.code, refused.err) == (2, f"tswift: error: FILE: {folder} lacks fc.weight\n")
     eagle = said(tswift("heads", "inspect", drafter_folder(tmp_path / "e", "eagle-safeai")))
-    assert (eagle["kind"], eagle["vocabulary"]) == ("eagle3", "97, 40 of which it can guess")
+    assert (eagle["kind"], eagle["vocab size"], eagle["tokens it can guess"]) == ("eagle3", "97", "40")

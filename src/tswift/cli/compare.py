@@ -44,7 +44,7 @@ def compare(
         from tswift.jobs.environment import environment
         from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, take
 
-        record = output.writable(json)
+        found = output.writable(json)
         length, prefill, seed = text_config.length, text_config.prefill, text_config.seed
         least = prefill or (BUNDLED_PREFILL if text_config.bundled else 1)
         config = configure(bench_options, least, length, "prefill" if prefill and prefill > length else "length")
@@ -54,8 +54,8 @@ def compare(
     bars, device = Bars(quiet, not no_progress), config.model.target.device
     if config.note is not None:
         bars.say(config.note)
-    about = f"model {bench_options.model}, {device}{config.model.besides()}"
-    bars.say(f"{about}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
+    name = f"model {bench_options.model}, {device}{config.model.besides()}"
+    bars.say(f"{name}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
     plain_speed = 0.0
 
     def on_progress(run: Run) -> None:
@@ -69,23 +69,17 @@ def compare(
         comparison = run_all(
             config, ids, length, seed, on_progress, lambda name, *done: bars.update(f"audit of {name}", *done)
         )
-    if record is None or record.path:
-        output.show(_table(comparison))
-    if record:
-        record.write(
-            {
-                "kind": "compare",
-                "command": typed.command,
-                "environment": environment(device),
-                "model": config.model.about(),
-                "prompt": {"source": text_config.source, "tokens": len(ids), "sha256": fingerprint(ids)},
-                "length": length,
-                "seed": seed,
-                "sampling": config.params,
-                "drafting": config.drafting(),
-                **comparison,
-            }
-        )
+    found.show(_table(comparison))
+    about = {
+        "environment": environment(device),
+        "model": config.model.about(),
+        "prompt": {"source": text_config.source, "tokens": len(ids), "sha256": fingerprint(ids)},
+        "length": length,
+        "seed": seed,
+        "sampling": config.params,
+        "drafting": config.drafting(),
+    }
+    found.write("compare", typed.command, {**about, **comparison})
     if not comparison["ok"]:
         raise typer.Exit(FAILED)
     if comparison["interrupted"]:

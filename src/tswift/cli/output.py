@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import EACCES, ELOOP
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tswift.benchmarking.table import Table
 
 SCHEMA = 1
+_STDOUT = Path("-")
 
 
 def show(table: Table, stderr: bool = False) -> None:
@@ -47,27 +48,31 @@ def show(table: Table, stderr: bool = False) -> None:
 
 
 @dataclass(frozen=True)
-class Record:
-    """Where it goes; None for stdout."""
+class Output:
+    """Where a command's result goes: tables to stdout, and JSON to a file, or to stdout in their place."""
 
-    path: Path | None
+    json: Path | None = None
 
-    def write(self, content: Mapping[str, Any]) -> None:
-        """Write it, whole or not at all."""
-        ascii_only = self.path is None and codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
-        text = json.dumps({"schema": SCHEMA, **content}, indent=2, ensure_ascii=ascii_only, default=_plain) + "\n"
-        if self.path is None:
+    def show(self, *tables: Table) -> None:
+        """Print tables, unless JSON takes their place."""
+        for table in tables if self.json != _STDOUT else ():
+            show(table)
+
+    def write(self, kind: str, command: Sequence[str], content: Mapping[str, Any]) -> None:
+        """Write the JSON that was asked for, whole or not at all."""
+        ascii_only = self.json == _STDOUT and codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
+        record = {"schema": SCHEMA, "kind": kind, "command": command, **content}
+        text = json.dumps(record, indent=2, ensure_ascii=ascii_only, default=_plain) + "\n"
+        if self.json == _STDOUT:
             write_stdout(text)
-            return
-        write_whole(self.path, text.encode(errors="backslashreplace"))  # incomplete UTF-8, as JSON writes it
+        elif self.json:
+            write_whole(self.json, text.encode(errors="backslashreplace"))  # incomplete UTF-8, as JSON writes it
 
 
-def writable(path: Path | None) -> Record | None:
-    """A record to be written later; None if none was asked for, an error if it could not be. ``-`` is stdout."""
-    if path is None:
-        return None
-    if str(path) == "-":
-        return Record(None)
+def writable(path: Path | None) -> Output:
+    """The output with JSON to this file, an error if it could not be written later. ``-`` is stdout."""
+    if path is None or path == _STDOUT:
+        return Output(path)
     try:
         real = path.resolve()  # what a link points at is written, and the link stays
         if real.is_symlink():  # a loop
@@ -82,7 +87,7 @@ def writable(path: Path | None) -> Record | None:
         raise InputError(f"{path} cannot be written ({reason})", "json") from None
     except ValueError:  # a NUL in the name, or incomplete UTF-8
         raise InputError(f"invalid file name {path}", "json") from None
-    return Record(real)
+    return Output(real)
 
 
 def _try(path: Path) -> None:

@@ -36,28 +36,23 @@ def env(
     from tswift.jobs.environment import environment
     from tswift.models.load import load
 
-    record = output.writable(json_file)
+    result = output.writable(json_file)
     loaded = load(**typed.of(ModelConfig))
     if loaded.target.device.type == "cuda":  # what is said of it is what was seen
         try_steps(loaded.target, SamplingParams())
     found = environment(loaded.target.device)
     costs = costs_of(loaded.target, loaded.heads, again=measure)
-    if record is None or record.path:
-        rows = [[name.replace("_", " "), NOTHING if value is None else str(value)] for name, value in found.items()]
-        output.show(Table("environment", ["what", ""], rows, left=2))
-        about = loaded.about()
-        kv = f", KV in {about['kv_dtype']}" if "kv_dtype" in about else ""
-        model = f"{{name}}, {{device}}, {{dtype}}{kv}, attention {{attention}}, layers {{layers}}".format(**about)
-        ms = [[str(nodes), *(f"{1e3 * costs.seconds(nodes, keys):.2f}" for keys in _KEYS)] for nodes in costs.nodes]
-        notes = [f"a level of heads takes {1e3 * costs.level:.2f} ms"] if costs.level else []
-        notes.append(f"remembered in {folder()}; --measure measures anew")
-        columns = ["nodes", *(f"{keys:,}" for keys in _KEYS)]
-        output.show(Table(f"{model}: ms of a pass, by keys that it attends to", columns, ms, notes=notes))
-    if record:
-        from dataclasses import asdict
-
-        content = {"environment": found, "model": loaded.about(), "costs": asdict(costs)}
-        record.write({"kind": "env", "command": typed.command, **content})
+    rows = [[name.replace("_", " "), NOTHING if value is None else str(value)] for name, value in found.items()]
+    about = loaded.about()
+    kv = f", KV in {about['kv_dtype']}" if "kv_dtype" in about else ""
+    model = f"{{name}}, {{device}}, {{dtype}}{kv}, attention {{attention}}, layers {{layers}}".format(**about)
+    ms = [[str(nodes), *(f"{1e3 * costs.seconds(nodes, keys):.2f}" for keys in _KEYS)] for nodes in costs.nodes]
+    notes = [f"a level of heads takes {1e3 * costs.level:.2f} ms"] if costs.level else []
+    notes.append(f"remembered in {folder()}; --measure measures anew")
+    columns = ["nodes", *(f"{keys:,}" for keys in _KEYS)]
+    passes = Table(f"{model}: ms of a pass, by keys that it attends to", columns, ms, notes=notes)
+    result.show(Table("environment", ["what", ""], rows, left=2), passes)
+    result.write("env", typed.command, {"environment": found, "model": about, "costs": costs})
 
 
 heads = typer.Typer()
@@ -80,55 +75,37 @@ def inspect(
     json: options.Json = None,
 ) -> None:
     """Tell what a file or a folder of heads, or of a drafter, holds. Its weights are not read, and nothing is run."""
+    from tswift.benchmarking.table import Table
     from tswift.cli import output
-    from tswift.cli.streams import visible, write_stdout
     from tswift.models.heads_io import describe
 
-    record = output.writable(json)
+    result = output.writable(json)
     found = describe(file.expanduser())
-    if record is None or record.path:
-        write_stdout("".join(f"{name:<12} {visible(value)}\n" for name, value in _lines(found)))
-    if record:
-        record.write({"kind": "heads", "command": context.obj, "heads": found})
+    rows = [[_NAMES.get(name, name.replace("_", " ")), _text(value)] for name, value in found.items()]
+    result.show(Table(found["path"], ["what", ""], rows, left=2))
+    result.write("heads", context.obj, {"heads": found})
 
 
-def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    if "taps" in found:
-        return _drafter_lines(found)
-    own = "the model's" if found["vocab_size"] is None else f"their own, {found['vocab_size']:,} tokens"
-    return [
-        ("file", found["path"]),
-        ("layout", found["layout"]),
-        ("kind", found["kind"]),
-        ("heads", str(found["count"])),
-        ("hidden size", f"{found['hidden_size']:,}"),
-        ("LM heads", own),
-        ("start from", f"the state {'before' if found['raw'] else 'after'} the model's final norm"),
-        ("parameters", f"{found['parameters']:,}"),
-        ("dtype", ", ".join(found["dtypes"])),
-        ("base model", found["base"] or "not said"),
-    ]
+# what a field is called where its name does not say it
+_NAMES = {
+    "path": "file",
+    "count": "drafts, tokens",
+    "raw": "read the state before the final norm",
+    "draft_vocab": "tokens it can guess",
+    "taps": "reads states after layers",
+    "mask": "filled with token",
+    "markov": "biased by the token before",
+    "unused": "not read",
+    "base": "base model",
+}
 
 
-def _drafter_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    taps = "1, N/2 - 1 and N - 4" if found["taps"] is None else ", ".join(map(str, found["taps"]))
-    guessed = "all" if found["draft_vocab"] == found["vocab_size"] else f"{found['draft_vocab']:,}"
-    before = f"biases the next ({found['markov']})" if found["markov"] else "is not known to the next"
-    block = [("block", f"{found['block']} tokens, filled with token {found['mask']}"), ("token before", before)]
-    return [
-        ("file", found["path"]),
-        ("layout", found["layout"]),
-        ("kind", found["kind"]),
-        ("drafts", f"{found['count']} tokens"),
-        ("layers", str(found["layers"])),
-        ("hidden size", f"{found['hidden_size']:,}"),
-        ("vocabulary", f"{found['vocab_size']:,}, {guessed} of which it can guess"),
-        ("reads", f"states after the model's layers {taps} (from 0)"),
-        *(block if found["block"] else ()),
-        ("parameters", f"{found['parameters']:,}"),
-        ("dtype", ", ".join(found["dtypes"])),
-        *([("not read", ", ".join(found["unused"]))] if found["unused"] else ()),
-    ]
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "-"
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 @options.takes(RooflineQuery)
@@ -145,13 +122,10 @@ def roofline(typed: options.Typed, json: options.Json = None) -> None:
     from tswift.benchmarking.roofline import foresee
     from tswift.cli import output
 
-    record = output.writable(json)
+    result = output.writable(json)
     tables, content = foresee(query)
-    if record is None or record.path:
-        for table in tables:
-            output.show(table)
-    if record:
-        record.write({"kind": "roofline", "command": typed.command, **content})
+    result.show(*tables)
+    result.write("roofline", typed.command, content)
 
 
 def runs(
@@ -167,32 +141,30 @@ def runs(
     from tswift.cli import output
     from tswift.jobs.folder import list_runs
 
-    record = output.writable(json_file)
+    result = output.writable(json_file)
     if folder is None:
         folder = Path("runs")
         if not folder.is_dir():
             raise InputError(f"there are no runs here: looked in {folder.resolve()}; name the folder that holds them")
     entries = list_runs(folder)
-    if record is None or record.path:
-        rows = [
-            [
-                str(entry.path.name or entry.path),
-                entry.state,
-                entry.method or NOTHING,
-                entry.model or NOTHING,
-                (entry.started or NOTHING).replace("+00:00", "Z"),
-                f"{entry.tokens:,}",
-                NOTHING if entry.length is None else f"{entry.length:,}",
-                NOTHING if entry.tokens_per_second is None else f"{entry.tokens_per_second:,.1f}",
-            ]
-            for entry in entries
+    rows = [
+        [
+            str(entry.path.name or entry.path),
+            entry.state,
+            entry.method or NOTHING,
+            entry.model or NOTHING,
+            (entry.started or NOTHING).replace("+00:00", "Z"),
+            f"{entry.tokens:,}",
+            NOTHING if entry.length is None else f"{entry.length:,}",
+            NOTHING if entry.tokens_per_second is None else f"{entry.tokens_per_second:,.1f}",
         ]
-        columns = ["run", "state", "method", "model", "started", "tokens", "of", "tokens/s"]
-        reasons = [f"{entry.path.name}: {entry.reason}" for entry in entries if entry.reason]
-        title = f"{len(entries):,} run{'' if len(entries) == 1 else 's'} in {folder}"
-        output.show(Table(title, columns, rows, left=5, notes=reasons))
-    if record:
-        record.write({"kind": "runs", "command": context.obj, "runs": entries})
+        for entry in entries
+    ]
+    columns = ["run", "state", "method", "model", "started", "tokens", "of", "tokens/s"]
+    reasons = [f"{entry.path.name}: {entry.reason}" for entry in entries if entry.reason]
+    title = f"{len(entries):,} run{'' if len(entries) == 1 else 's'} in {folder}"
+    result.show(Table(title, columns, rows, left=5, notes=reasons))
+    result.write("runs", context.obj, {"runs": entries})
 
 
 _GENERATE = '''"""Decode by tswift: ``model.generate(..., custom_generate=FOLDER, trust_remote_code=True)``."""

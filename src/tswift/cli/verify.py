@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tswift.cli import options, output
-from tswift.cli.output import Record, writable
+from tswift.cli.output import Output, writable
 from tswift.cli.progress import Bars
 from tswift.cli.streams import FAILED, loading
 from tswift.decoding.params import SamplingParams
@@ -134,7 +134,7 @@ def verify(
     refuse_shape(model.get("model", ""))
     config, params = typed.make(AuditConfig), typed.make(SamplingParams)
     text = "" if tokens is None else config.read(model.get("model", DEMO))
-    record = writable(json_file)
+    found = writable(json_file)
     with loading(str(model.get("model") or run or DEMO), quiet):
         from tswift.jobs.folder import read_run
         from tswift.jobs.verification import run_input, text_input
@@ -144,7 +144,9 @@ def verify(
         else:
             assert tokens is not None
             audited = text_input(tokens, config, params, model, text)
-    _verify(audited, record, typed.command, quiet, not no_progress, shown=record is None or record.path is not None)
+    audit = _audit(audited, quiet, not no_progress)
+    found.show(verdict(audit, audited.note))
+    _end(audited, audit, found, typed.command)
 
 
 def verify_folder(model: LoadedModel | None, path: Path, command: Sequence[str], quiet: bool, progress: bool) -> None:
@@ -158,24 +160,19 @@ def verify_folder(model: LoadedModel | None, path: Path, command: Sequence[str],
 
     run = read_run(path)
     audited = run_input(run) if model is None else with_model(run, model)
-    _verify(audited, Record(path / AUDIT), command, quiet, progress, shown=not quiet, stderr=True)
+    audit = _audit(audited, quiet, progress)
+    if not quiet:
+        output.show(verdict(audit, audited.note), stderr=True)
+    _end(audited, audit, Output(path / AUDIT), command)
 
 
-def _verify(
-    audited: AuditInput,
-    record: Record | None,
-    command: Sequence[str],
-    quiet: bool,
-    progress: bool,
-    shown: bool,
-    stderr: bool = False,
-) -> None:
-    """Audit, write the record, show the table, and exit with 1 if the text is not what the rule draws."""
+def _audit(audited: AuditInput, quiet: bool, progress: bool) -> Audit:
     with Bars(quiet, progress) as bars:
-        audit = audited.audit(lambda done, total: bars.update("verify", done, total))
-    if shown:
-        output.show(verdict(audit, audited.note), stderr=stderr)
-    if record:
-        record.write({"kind": "verify", "command": command, **audited.report(audit)})
+        return audited.audit(lambda done, total: bars.update("verify", done, total))
+
+
+def _end(audited: AuditInput, audit: Audit, found: Output, command: Sequence[str]) -> None:
+    """Write the record, and exit with 1 if the text is not what the rule draws."""
+    found.write("verify", command, audited.report(audit))
     if not audit.ok:
         raise typer.Exit(FAILED)
