@@ -93,24 +93,6 @@ def test_a_server_asked_to_stop_tells_its_readers(checkpoint: Path, tmp_path: Pa
     assert time.monotonic() - begun < 10
 
 
-@pytest.mark.slow
-def test_a_request_that_a_server_of_another_model_finds(checkpoint: Path, tmp_path: Path) -> None:
-    server = Server(tmp_path, "--model", checkpoint, *SAMPLING)
-    long = {**ASKED, "max_tokens": 1000, "method": "ar"}
-    begun = Stream(server.url, "POST", "/v1/completions", long)
-    waiting = Stream(server.url, "POST", "/v1/completions", long)
-    begun.read(50)
-    server.stop(signal.SIGKILL)
-    server = Server(tmp_path, "--len", 50)
-    assert Stream(server.url, "POST", "/v1/completions", {"prompt": TEXT, "max_tokens": 5, "stream": True}).read()
-    for name, reason in ((begun.id, "is not the model that"), (waiting.id, "was requested for model")):
-        assert server.get(f"/v1/runs/{name}")["state"] in ("interrupted", "killed")
-        assert re.search(f"{name} interrupted: .*{reason}", server.errors())
-    server.stop()
-    server = Server(tmp_path, "--model", checkpoint, *SAMPLING)
-    assert server.wait(begun.id)["text"] == server.wait(waiting.id)["text"]
-
-
 def test_nobody_reads_what_the_server_says(checkpoint: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "server.err")
     words = ("--port", 0, "--model", checkpoint, "--runs", tmp_path / "runs", *SAMPLING)

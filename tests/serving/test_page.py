@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 import shutil
 import signal
 import socket
@@ -78,9 +76,6 @@ class Browser:
             time.sleep(0.05)
         return found
 
-    def picture(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._ask("GET", "/screenshot")))
-
     def complaints(self) -> list[str]:
         """What it wrote to its console, but for connections that broke when there was no server."""
         log = self._ask("POST", "/se/log", {"type": "browser"})
@@ -116,8 +111,6 @@ def test_the_page_writes_a_text(browser: Browser, checkpoint: Path, tmp_path: Pa
     browser.run("document.getElementById('write').click()")
     browser.until("return +document.getElementById('tokens').textContent.replace(',', '') > 100")
     browser.until("return document.getElementById('per_pass').textContent !== '-'")
-    if os.environ.get("TSWIFT_PICTURE"):
-        browser.picture(Path(os.environ["TSWIFT_PICTURE"]))
     name = browser.run("return run.id")
     assert server.stop(signal.SIGKILL) == -signal.SIGKILL
     browser.until("return document.getElementById('state').className === 'bad'")

@@ -71,9 +71,14 @@ def begun(run: Run) -> Run:
     return run
 
 
-def asked(app: Any, method: str, path: str, body: Any = None, leave: bool = False, **headers: str) -> Any:
-    """Status, headers and content of an answer; a client may leave at once."""
-    sent: list[Any] = []
+def ended(service: Service, run: Run) -> Run:
+    """A run as the server knows it, when it is no longer open."""
+    return done(service.find(done(service.find(run.id)).id))
+
+
+def asked(to: Any, method: str, path: str, body: Any = None, leave: bool = False, **headers: str) -> Any:
+    """Status, headers and content of an answer, of a service or an application; a client may leave at once."""
+    app, sent = Api(to, ServeConfig(), False).app if isinstance(to, Service) else to, list[Any]()
     data = b"" if body is None else json.dumps(body).encode()
     given = {"host": "127.0.0.1", "content-length": str(len(data)), "content-type": "application/json", **headers}
     scope = {
@@ -140,27 +145,24 @@ def test_clients_do_not_repeat_a_run_that_failed(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(model, tmp_path) as service:
-        app = Api(service, ServeConfig(), False).app
-        status, headers, content = asked(app, "POST", "/v1/completions", SHORT)
+        status, headers, content = asked(service, "POST", "/v1/completions", SHORT)
         assert (status, headers["x-run-id"]) == (200, json.loads(content)["id"])
         monkeypatch.setattr(runs, "start", lambda *words, **others: 1 / 0)
-        status, headers, _ = asked(app, "POST", "/v1/completions", SHORT)
+        status, headers, _ = asked(service, "POST", "/v1/completions", SHORT)
         assert (status, headers["x-should-retry"]) == (500, "false")
         assert service.find(headers["x-run-id"]).state == "failed"
 
 
 def test_health_tells_whether_anything_decodes(model: LoadedModel, tmp_path: Path) -> None:
     with serving(model, tmp_path) as service:
-        app = Api(service, ServeConfig(), False).app
-        assert asked(app, "GET", "/health")[0] == 200
-    assert asked(app, "GET", "/health")[0] == 503
+        assert asked(service, "GET", "/health")[0] == 200
+    assert asked(service, "GET", "/health")[0] == 503
 
 
 def test_only_who_made_a_run_cancels_it_by_leaving(model: LoadedModel, tmp_path: Path) -> None:
     with serving(model, tmp_path) as service:
-        app = Api(service, ServeConfig(), False).app
         run = begun(service.accept({**ASKED, "max_tokens": 400, "cancel_on_disconnect": True}, False))
-        asked(app, "GET", f"/v1/runs/{run.id}/events", leave=True)
+        asked(service, "GET", f"/v1/runs/{run.id}/events", leave=True)
         assert done(run).state == "finished"
 
 
@@ -178,7 +180,6 @@ def test_offsets_of_a_reader_who_comes_back_before_the_tokens(model: LoadedModel
 
 def test_what_resume_refuses(model: LoadedModel, two_ends: LoadedModel, tmp_path: Path) -> None:
     with serving(two_ends, tmp_path) as service:
-        app = Api(service, ServeConfig(), False).app
         first, waiting = begun(service.accept(LONG, False)), service.accept(LONG, False)
         for run in (waiting, first):
             service.cancel(run)
@@ -187,17 +188,17 @@ def test_what_resume_refuses(model: LoadedModel, two_ends: LoadedModel, tmp_path
         assert listed == {first.id: "cancelled", waiting.id: "cancelled"}
         for run in (first, waiting):
             for body in ({"stream": "yes"}, {"max_tokens": 4096}, {"max_tokens": 0}):
-                status, _, content = asked(app, "POST", f"/v1/runs/{run.id}/resume", body)
+                status, _, content = asked(service, "POST", f"/v1/runs/{run.id}/resume", body)
                 assert (status, json.loads(content)["error"]["param"]) == (400, next(iter(body)))
                 assert service.find(run.id).state == "cancelled"
         for more in ({"logit_bias": {"12": 100}, "stop_at_eos": True}, {"stop": "e"}):
             run = done(service.accept({**LONG, **more}, False))
             assert run.state == "finished"
-            status, _, content = asked(app, "POST", f"/v1/runs/{run.id}/resume", {"max_tokens": 3001})
+            status, _, content = asked(service, "POST", f"/v1/runs/{run.id}/resume", {"max_tokens": 3001})
             assert (status, json.loads(content)["error"]["param"]) == (409, "max_tokens")
         # a run that was never begun takes the length, too
         service.resume(waiting.id, 7)
-        assert done(service.find(waiting.id)).stats.tokens == 7
+        assert ended(service, waiting).stats.tokens == 7
 
 
 def test_a_length_that_waits_is_kept(model: LoadedModel, tmp_path: Path) -> None:
@@ -207,9 +208,7 @@ def test_a_length_that_waits_is_kept(model: LoadedModel, tmp_path: Path) -> None
         assert service.resume(short.id, 9).state == QUEUED
         service.cancel(service.resume(shorter.id, 9))
     with serving(model, tmp_path) as service:
-        while service.find(short.id).open:
-            time.sleep(0.01)
-        assert service.find(short.id).stats.tokens == 9
+        assert ended(service, short).stats.tokens == 9
         assert service.find(shorter.id).stats.tokens == 5
 
 
@@ -219,20 +218,13 @@ def test_runs_of_another_model_are_left_alone(model: LoadedModel, two_ends: Load
     SAID.clear()
     with serving(two_ends, tmp_path) as service:
         for run in (first, waiting):
-            while service.find(run.id).open:
-                time.sleep(0.01)
-            assert service.find(run.id).state == "interrupted"
-            status, _, content = asked(
-                Api(service, ServeConfig(), False).app, "POST", f"/v1/runs/{run.id}/resume", {"stream": False}
-            )
+            assert ended(service, run).state == "interrupted"
+            status, _, content = asked(service, "POST", f"/v1/runs/{run.id}/resume", {"stream": False})
             assert status == 400
             assert "model" in json.loads(content)["error"]["message"]
     assert any("this run was requested for model" in line for line in SAID)
     with serving(model, tmp_path) as service:
-        for run in (first, waiting):
-            while service.find(run.id).open:
-                time.sleep(0.01)
-            assert service.find(run.id).state == "finished"
+        assert {ended(service, run).state for run in (first, waiting)} == {"finished"}
 
 
 def test_cancel_and_resume_at_the_same_time(
@@ -266,7 +258,7 @@ def test_bodies_are_parsed_beside_the_event_loop(
     monkeypatch.setattr(routes, "parse_body", parse)
     with serving(model, tmp_path) as service:
         for path in ("/v1/completions", "/v1/runs/x/resume"):
-            status, _, content = asked(Api(service, ServeConfig(), False).app, "POST", path, {})
+            status, _, content = asked(service, "POST", path, {})
             assert status == 418
             assert threading.current_thread().name not in json.loads(content)["error"]["message"]
 
