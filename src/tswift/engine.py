@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -137,16 +137,10 @@ def preflight(
     method: str,
     options: DraftOptions,
     *,
-    device: str = "auto",
-    dtype: str | torch.dtype = "auto",
-    kv_dtype: str | torch.dtype = "auto",
-    attention: str = "auto",
-    heads: str | os.PathLike[str] | None = None,
     draft_model: str | None = None,
-    drafter: str | None = None,
-    draft_weights: str | None = None,
     option: str = "length",
     params: SamplingParams = _PARAMS,
+    **how: Any,
 ) -> MemoryEstimate:
     """Memory that a decode needs at least, weights included: as :func:`check`, before anything is loaded.
 
@@ -156,8 +150,7 @@ def preflight(
     Args:
         prompt: number of tokens, at least.
         options: as asked for, not resolved.
-        model, device, dtype, kv_dtype, attention, heads, draft_model, drafter, draft_weights: as for
-            :func:`tswift.load`. A draft model that the method does not need is not read.
+        model, draft_model, how: as for :func:`tswift.load`. A draft model that the method does not need is not read.
         option: what the user gave the length with, for the error.
         params: sampling parameters, whose token ids are to be the model's.
 
@@ -165,23 +158,14 @@ def preflight(
         InputError: as :func:`check`; no such model, heads of another model or none for a method that needs some, or
             options that do not fit.
     """
-    spec = inspect_model(
-        model,
-        device=device,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        attention=attention,
-        heads=heads,
-        drafter=drafter,
-        draft_weights=draft_weights,
-    )
+    spec = inspect_model(model, **how)
     _refuse_ids(spec.vocab_size, logit_bias=params.logit_bias)
     kind = find_method(method)
     if spec.heads is not None or not kind.needs_heads:
         about = spec.device, spec.groups, spec.most_nodes, spec.heads or 0
         options = resolve_for(method, *about, options, spec.network_spec)
     drafts = draft_model is not None and (kind.draft or kind.may_draft)
-    draft = inspect_draft_model(str(draft_model), spec, attention) if drafts else None
+    draft = inspect_draft_model(str(draft_model), spec, how.get("attention", "auto")) if drafts else None
     estimate = replace(
         _estimate(spec, draft, prompt, length, method, options),
         weight_bytes=spec.weight_bytes,

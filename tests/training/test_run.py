@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.jobs.faults import FaultyOs
 from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
 from tswift.cli import main
+from tswift.distributed import Dist
 from tswift.errors import Fault, InputError
 from tswift.jobs import folder as files
 from tswift.kv.cache import FullKV
@@ -32,36 +32,24 @@ from tswift.models.drafters_io import describe_drafter
 from tswift.training.config import DraftConfig, HeadsConfig, Progress
 from tswift.training.data import Documents
 from tswift.training.run import CHECKPOINT, METRICS, RECORD, TrainFolder, resume, train
-from tswift.training.tasks import HEADS, MODEL
+from tswift.training.tasks import HEADS, MODEL, DraftTrainee
 
 STEPS = 6
+OPTIONS: dict[str, dict[str, Any]] = {
+    "heads": {"batch": 2, "lr": 1e-2, "alpha_tokens": 0},
+    "lm": {"batch": 4, "reach": 1000},
+    "block": {"kind": "block", "batch": 2, "block": 3, "mlp": 32, "rank": 8, "markov": "rnn"},
+}
 
 
-def heads_config(tiny: Tiny, **changes: object) -> HeadsConfig:
-    config = HeadsConfig(
-        corpus=str(tiny.corpus), model=str(tiny.model), seq_len=64, steps=STEPS, batch=2, accumulate=2, warmup=2,
-        lr=1e-2, alpha_tokens=0, eval_every=2, device="cpu",
-    )  # fmt: skip
-    return replace(config, **changes)
+def config_of(what: str, tiny: Tiny, /, **changes: object) -> HeadsConfig | DraftConfig:
+    """Short settings of a training of heads, of a language model, of a block drafter."""
+    model = tiny.deep if what == "block" else tiny.model
+    common = {"corpus": str(tiny.corpus), "model": str(model), "seq_len": 64, "steps": STEPS, "accumulate": 2}
+    common |= {"warmup": 2, "eval_every": 2, "device": "cpu"}
+    return (HeadsConfig if what == "heads" else DraftConfig)(**{**common, **OPTIONS[what], **changes})
 
 
-def draft_config(tiny: Tiny, **changes: object) -> DraftConfig:
-    config = DraftConfig(
-        corpus=str(tiny.corpus), model=str(tiny.model), seq_len=64, steps=STEPS, batch=4, accumulate=2, warmup=2,
-        reach=1000, eval_every=2, device="cpu",
-    )  # fmt: skip
-    return replace(config, **changes)
-
-
-def block_config(tiny: Tiny, **changes: object) -> DraftConfig:
-    config = DraftConfig(
-        corpus=str(tiny.corpus), model=str(tiny.deep), kind="block", seq_len=64, steps=STEPS, batch=2, accumulate=2,
-        warmup=2, block=3, mlp=32, rank=8, markov="rnn", eval_every=2, device="cpu",
-    )  # fmt: skip
-    return replace(config, **changes)
-
-
-CONFIGS = {"heads": heads_config, "lm": draft_config, "block": block_config}
 RESULT = {"heads": HEADS, "lm": MODEL, "block": MODEL}
 
 
@@ -83,19 +71,19 @@ def same(first: Path, second: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_trains_beside_a_model_in_bfloat16(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
-    train(CONFIGS[kind](tiny, steps=1, accumulate=1, warmup=0, dtype="bfloat16"), out)
+    train(config_of(kind, tiny, steps=1, accumulate=1, warmup=0, dtype="bfloat16"), out)
     assert (out / RESULT[kind]).exists()
 
 
 @pytest.fixture(scope="module")
 def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folders of trainings that nothing interrupted."""
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in CONFIGS}
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in OPTIONS}
     for kind, folder in folders.items():
-        assert train(CONFIGS[kind](tiny), folder).signum is None
+        assert train(config_of(kind, tiny), folder).signum is None
     return folders
 
 
@@ -114,7 +102,7 @@ class StopAt(Progress):
 
 @pytest.mark.parametrize(("kind", "objective"), [("chained", "distill"), ("conditioned", "text")])
 def test_every_heads_loss_falls_and_alpha_rises(tiny: Tiny, tmp_path: Path, kind: str, objective: str) -> None:
-    config = heads_config(tiny, kind=kind, objective=objective, steps=20, batch=4, accumulate=1, alpha_tokens=100)
+    config = config_of("heads", tiny, kind=kind, objective=objective, steps=20, batch=4, accumulate=1, alpha_tokens=100)
     before_weights = (tiny.model / "model.safetensors").read_bytes()
     outcome = train(config, tmp_path / "out")
     before, after = outcome.before, outcome.after
@@ -137,7 +125,7 @@ def test_every_heads_loss_falls_and_alpha_rises(tiny: Tiny, tmp_path: Path, kind
 
 
 def test_a_draft_model_learns_to_draw_what_the_model_draws(tiny: Tiny, tmp_path: Path) -> None:
-    outcome = train(draft_config(tiny, steps=15, accumulate=1, eval_every=0), tmp_path / "out")
+    outcome = train(config_of("lm", tiny, steps=15, accumulate=1, eval_every=0), tmp_path / "out")
     before, after = outcome.before, outcome.after
     assert after.loss < before.loss - 1.5
     assert after.target_loss == before.target_loss < after.loss
@@ -157,8 +145,8 @@ def test_a_draft_model_learns_to_draw_what_the_model_draws(tiny: Tiny, tmp_path:
 def test_a_block_drafter_learns_and_drafts_for_its_model(
     tiny: Tiny, tmp_path: Path, objective: str, markov: str
 ) -> None:
-    config = block_config(
-        tiny, steps=40, batch=4, accumulate=1, eval_every=0, lr=0.05, objective=objective, markov=markov
+    config = config_of(
+        "block", tiny, steps=40, batch=4, accumulate=1, eval_every=0, lr=0.05, objective=objective, markov=markov
     )
     outcome = train(config, tmp_path / "out")
     before, after = outcome.before, outcome.after
@@ -177,47 +165,38 @@ def test_a_block_drafter_learns_and_drafts_for_its_model(
     assert texts[0] == texts[1]
 
 
-def test_a_model_of_one_layer_has_no_block_drafter(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^model: has a single layer, and a block drafter reads the states before"):
-        train(block_config(tiny, model=str(tiny.model)), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
-    ("kind", "lacking"), [("Gemma 3 (windows)", "rope_theta for all layers"), ("GPT-2", "rms_norm_eps")]
+    ("model", "problem"),
+    [
+        (None, "has a single layer, and a block drafter reads the states before"),
+        ("Gemma 3 (windows)", "has no rope_theta for all layers, which a block drafter takes over"),
+        ("GPT-2", "has no rms_norm_eps, which a block drafter takes over"),
+    ],
 )
-def test_a_model_of_other_layers_than_a_block_drafters_is_refused(
-    kind: str, lacking: str, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_models_without_block_drafters(model: str | None, problem: str, tiny: Tiny, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    checkpoint(ARCHITECTURES[kind], folder)
-    with pytest.raises(InputError, match=rf"^model: {folder} has no {lacking}, which a block drafter takes over"):
-        train(block_config(tiny, model=str(folder)), tmp_path / "out")
+    if model is not None:
+        checkpoint(ARCHITECTURES[model], folder)
+    with pytest.raises(InputError, match=rf"^model: .*{problem}"):
+        train(config_of("block", tiny, model=str(folder if model else tiny.model)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tswift.distributed import Dist
-    from tswift.training.losses import DraftLoss
-    from tswift.training.tasks import DraftTrainee
-
-    def trainee(**changes: object) -> DraftTrainee:
-        config = draft_config(tiny, **changes)
-        documents = Documents(None, np.array([]), np.array([]), np.array([]), 0, ())
-        return DraftTrainee(config, model, documents, Dist(), Progress())
-
+def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny) -> None:
     model = tswift.load(str(tiny.model), device="cpu")
-    seen, forward = [], DraftLoss.forward
-    monkeypatch.setattr(DraftLoss, "forward", lambda self, ids, at: seen.append(at) or forward(self, ids, at))
-    for key in ((1, 2, 3), (1, 2, 3), (1, 2, 4)):
-        trainee(batch=40, reach=100_000).learn(torch.zeros(40, 64, dtype=torch.int64), key)
-    steps = seen[0].diff(dim=1)
-    assert (steps.min(), seen[0][:, 0].max()) == (1, 0)
+
+    def places(key: tuple[int, ...], **changes: object) -> torch.Tensor | None:
+        documents = Documents(None, np.array([]), np.array([]), np.array([]), 0, ())
+        return DraftTrainee(config_of("lm", tiny, **changes), model, documents, Dist(), Progress()).places(40, key)[0]
+
+    seen, again, other = (places(key, reach=100_000) for key in ((1, 2, 3), (1, 2, 3), (1, 2, 4)))
+    steps = seen.diff(dim=1)
+    assert (steps.min(), seen[:, 0].max()) == (1, 0)
     assert ((steps > 1).sum(1) <= 1).all()
-    assert 30_000 < seen[0].max() < 100_000
-    assert torch.equal(seen[0], seen[1])
-    assert not torch.equal(seen[0], seen[2])
-    assert trainee(reach=65).places(4, (1, 2, 3)) == (None,)
+    assert 30_000 < seen.max() < 100_000
+    assert torch.equal(seen, again)
+    assert not torch.equal(seen, other)
+    assert places((1, 2, 3), reach=65) is None
 
 
 @pytest.mark.parametrize(
@@ -225,7 +204,7 @@ def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny, monkeypatch
     [("heads", signal.SIGINT), ("heads", signal.SIGHUP), ("lm", signal.SIGTERM), ("block", signal.SIGINT)],
 )
 def test_stopped_by_a_signal_and_gone_on_with(tiny: Tiny, whole: dict, tmp_path: Path, kind: str, number: int) -> None:
-    out, config = tmp_path / "out", CONFIGS[kind](tiny)
+    out, config = tmp_path / "out", config_of(kind, tiny)
     outcome = train(config, out, StopAt(3, number))
     assert (outcome.steps, outcome.signum, outcome.after) == (3, number, None)
     assert json.loads((out / RECORD).read_text())["state"] == "interrupted"
@@ -254,7 +233,7 @@ def test_stopped_within_a_step_and_gone_on_with(
         return batch(self, rows, length, key)
 
     monkeypatch.setattr(Documents, "batch", interrupted)
-    assert train(heads_config(tiny), tmp_path / "out").steps == 2
+    assert train(config_of("heads", tiny), tmp_path / "out").steps == 2
     resume(HeadsConfig, tmp_path / "out")
     assert {*keys} == {(0, step, number) for step in range(STEPS) for number in range(2)}  # no rows are drawn again
     same(tmp_path / "out", whole["heads"], "heads")
@@ -266,7 +245,7 @@ def test_what_a_kill_leaves_is_gone_on_with_from_the_checkpoint(
 ) -> None:
     out = tmp_path / "out"
     with pytest.raises(ZeroDivisionError):  # like a kill: nothing is saved on the way out
-        train(heads_config(tiny, save_every=2 if last else None), out, StopAt(last + 1, ZeroDivisionError()))
+        train(config_of("heads", tiny, save_every=2 if last else None), out, StopAt(last + 1, ZeroDivisionError()))
     with (out / METRICS).open("a") as log:
         log.write('{"step": 6, "lo')  # torn
     checkpoint = TrainFolder(out, "train").load_checkpoint()
@@ -277,7 +256,7 @@ def test_what_a_kill_leaves_is_gone_on_with_from_the_checkpoint(
 
 def test_a_model_and_a_corpus_that_were_moved(tiny: Tiny, whole: dict, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    train(heads_config(tiny), out, StopAt(2, signal.SIGINT))
+    train(config_of("heads", tiny), out, StopAt(2, signal.SIGINT))
     moved = {name: str(shutil.copytree(getattr(tiny, name), tmp_path / name)) for name in ("model", "corpus")}
     with pytest.raises(InputError, match=r"^lr: the training in .* was begun with 0\.01, got 0\.5$"):
         resume(HeadsConfig, out, moved | {"lr": 0.5})
@@ -294,7 +273,9 @@ def test_a_model_and_a_corpus_that_were_moved(tiny: Tiny, whole: dict, tmp_path:
 
 
 def test_time_can_end_it(tiny: Tiny, tmp_path: Path) -> None:
-    outcome = train(heads_config(tiny, steps=None, minutes=0.5 / 60, warmup=10_000, eval_every=0), tmp_path / "out")
+    outcome = train(
+        config_of("heads", tiny, steps=None, minutes=0.5 / 60, warmup=10_000, eval_every=0), tmp_path / "out"
+    )
     lines = [json.loads(line) for line in (tmp_path / "out" / METRICS).read_text().splitlines() if '"lr"' in line]
     assert outcome.steps == len(lines) > 3
     assert lines[-1]["seconds"] >= 0.5 >= lines[-2]["seconds"]  # rounded, so the last but one may say it, too
@@ -308,7 +289,7 @@ def test_time_can_end_it(tiny: Tiny, tmp_path: Path) -> None:
 def cut(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training of heads that was interrupted."""
     folder = tmp_path_factory.mktemp("cut")
-    train(heads_config(tiny), folder, StopAt(2, signal.SIGINT))
+    train(config_of("heads", tiny), folder, StopAt(2, signal.SIGINT))
     return folder
 
 
@@ -370,7 +351,7 @@ def test_a_link_is_not_written_through_and_a_second_process_is_refused(out: Path
 
 def test_a_loss_that_is_no_number_ends_it(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(Fault, match=r"^loss is NaN or infinite at step \d; a lower --lr may help"):
-        train(heads_config(tiny, lr=1e30), tmp_path / "out")
+        train(config_of("heads", tiny, lr=1e30), tmp_path / "out")
 
 
 def trained(words: list[str], cache: str) -> int:
@@ -380,7 +361,7 @@ def trained(words: list[str], cache: str) -> int:
 
 @pytest.mark.slow
 def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_path: Path, own_cache: Path) -> None:
-    train(heads_config(tiny, dtype="float64", steps=3, accumulate=4), tmp_path / "one")
+    train(config_of("heads", tiny, dtype="float64", steps=3, accumulate=4), tmp_path / "one")
     words = (
         f"train --corpus {tiny.corpus} --model {tiny.model} --out {tmp_path / 'two'} --seq-len 64 --steps 3 --batch 2"
     )

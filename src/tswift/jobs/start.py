@@ -148,8 +148,8 @@ def resume(
             The folder is as it was then.
     """
     with ExitStack() as unlocking:
-        process = read_record(path).get("process")
-        who = "process {pid} on {host}".format(**process) if isinstance(process, dict) else "another process"
+        owner = read_record(path).get("process")  # a folder without a record is none to put a lock into
+        who = f"process {owner.get('pid')} on {owner.get('host')}" if isinstance(owner, dict) else "another process"
         lock = lock_folder(path, OPTION, f"{path} is in use: {who} is writing it")
         unlocking.callback(lock.release)
         run = read_run(path)
