@@ -117,14 +117,6 @@ def test_what_may_become_a_stop_string_is_held_back(tokenizer: Any) -> None:
     assert pieces("abcd", "abcde", "bc") == ["", "", "a", "", ""]
 
 
-def test_a_mistake_would_be_seen(merging: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken bytes let go at any place: characters that tokens to come complete are broken, too."""
-    monkeypatch.setattr(TextStream, "_let_go", lambda self, text: self._give(len(self._held), text))
-    rng = random.Random(1)
-    texts = [[rng.randrange(130, 262) for _ in range(200)] for _ in range(50)]
-    assert any("".join(_pieces(merging, text, 1)) != _whole(merging, text) for text in texts)
-
-
 def test_what_is_kept_does_not_grow(tokenizer: Any, merging: Any) -> None:
     rng = random.Random(2)
     byte = tokenizer("é")["input_ids"]
