@@ -29,6 +29,7 @@ from tswift.benchmarking.config import (
     configure,
     encode,
     parse_methods,
+    parse_shard,
     parse_trees,
     read_texts,
 )
@@ -216,7 +217,11 @@ def test_every_cell_is_measured(grids, ar):
             assert point["len"] <= point["tokens"] < point["len"] + 6
             assert point["speedup"] == pytest.approx(point["ar_seconds"] / point["seconds"])
             assert point["tokens_per_step"] == pytest.approx(point["tokens"] / point["passes"])
-            assert sum(point["accepted"]) == point["passes"]
+            accepted, depth = sum(n * steps for n, steps in enumerate(point["accepted"])), max(point["depth"], 1)
+            assert (sum(point["accepted"]), accepted + point["passes"]) == (point["passes"], point["tokens"])
+            assert point["alpha"] == pytest.approx(accepted / (depth * point["passes"]))
+            assert point["beta"] == pytest.approx(point["reused"] / (depth * point["passes"]))
+            assert point["tokens_per_second"] == pytest.approx(point["tokens"] / point["seconds"])
             assert point["of_floor"] == pytest.approx(point["seconds"] / point["floor_seconds"])
             assert point["floor_seconds"] > 0
             if plain:
@@ -354,6 +359,8 @@ def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
         ({"repeats": 0}, "repeats: must be at least 1"),
         ({"warmup": -1}, "warmup: must be at least 0"),
         ({"ar": "guess"}, "ar: must be one of full, sampled, got 'guess'"),
+        ({"shard": (0, 2)}, "shard: must be at least 1, got 0"),
+        ({"shard": (3, 2)}, "shard: there are 2 shards, got number 3"),
     ],
 )
 def test_bad_grids_are_refused(changes, message):
@@ -388,6 +395,7 @@ def test_options_that_do_not_go_together(methods, changes, message):
     [
         (parse_methods, "ar,ar", "methods: names a method twice: ar,ar"),
         (parse_methods, "nope", "methods: no method 'nope'"),
+        (parse_shard, "3", "shard: wants I/N, as 1/8 for the first of eight, got '3'"),
         (parse_trees, ["1,2", "3"], "tree: is given twice for all methods"),
         (parse_trees, ["=1,2"], "tree: names no method before the =, got '=1,2'"),
     ],

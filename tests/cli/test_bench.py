@@ -91,14 +91,9 @@ def test_a_given_acceptance_is_labelled_everywhere(bench):
 
 @pytest.mark.slow
 def test_random_weights_in_a_shape(tswift, tiny_shapes):
-    words = ("bench", "--prefill", 8, "--lens", "10,30", "--methods", "medusa,tokenswift", "--warmup", 4)
+    words = ("bench", "--prefill", 8, "--lens", "10,30", "--methods", "medusa", "--warmup", 4)
     result = tswift(*words, "--model", "shape:tiny", "--simulate-alpha", 0.9, "--no-plots")
     assert result.code == 0
-    (folder,) = Path("runs").iterdir()
-    assert folder.name.endswith("-bench-simulated")
-    text = (folder / "bench-simulated.md").read_text()
-    assert "# tswift bench: shape:tiny (simulated)" in text
-    assert "| simulated | random weights, acceptance set to 0.9 |" in text
     assert "simulated: random weights, acceptance set to 0.9" in result.err
 
 
@@ -210,20 +205,15 @@ def test_table_and_exit_code(tswift, checkpoint, prompt):
     assert "x over reference style" in lines[1]
 
 
-def test_json(tswift, checkpoint, prompt, tmp_path):
-    path = tmp_path / "compare.json"
+def test_json(tswift, checkpoint, prompt):
     words = ("compare", "--len", 30, "--model", checkpoint, "--prompt", prompt, "--methods", "reuse", "--quiet")
-    result = tswift(*words, "--json", path)
-    assert result.code == 0
-    assert result.err == ""
-    record = json.loads(path.read_text())
-    assert record["ok"] is True
+    result = tswift(*words, "--json", "-")
+    assert (result.code, result.err) == (0, "")
+    record = json.loads(result.out)
+    assert (record["ok"], record["command"][:2]) == (True, ["tswift", "compare"])
     assert [outcome["method"] for outcome in record["outcomes"]] == ["ar", "reuse"]
-    assert record["drafting"]["reuse"]["ngrams"] == 20
-    assert record["command"][:2] == ["tswift", "compare"]
-    assert record["sampling"]["banned"] == [0]
-    on_stdout = tswift(*words, "--json", "-")
-    assert json.loads(on_stdout.out)["outcomes"][0]["passes"] == 30
+    assert record["outcomes"][0]["passes"] == 30
+    assert (record["drafting"]["reuse"]["ngrams"], record["sampling"]["banned"]) == (20, [0])
 
 
 def test_a_wrong_method_exits_with_one(tswift, checkpoint, prompt, monkeypatch):

@@ -219,26 +219,17 @@ def test_merged_shards_are_the_whole(bench, tswift, monkeypatch, whole, words):
 
 
 @pytest.mark.slow
-def test_the_bundled_model_as_it_comes_resumed_and_in_shards(tswift):
+def test_the_bundled_model_as_it_comes_in_shards_is_a_baseline(tswift):
     words = ("bench", "--prefill", 16, "--lens", "10,20", "--methods", "ar,recall", "--costs", "nominal", "--no-plots")
     words += ("--warmup", 0, "--seeds", "1,2")
-    assert tswift(*words, "--out", "whole").code == 0
-    workload = read("whole")["workload"]
-    assert (workload["model"], workload["dtype"], workload["kv_dtype"]) == ("demo", "float32", "float16")
-    with pytest.MonkeyPatch.context() as patch:
-        stop(patch, 1, Killed)
-        with pytest.raises(Killed):
-            tswift(*words, "--out", "b")
-    resumed = tswift("bench", "--resume", "b", "--no-plots")
-    assert resumed.code == 0, resumed.err
-    assert counted("b") == counted("whole")
     for number in (1, 2):
         assert tswift(*words, "--shard", f"{number}/2", "--out", f"s/{number}").code == 0
-    merged = tswift("bench", "--merge", "s/1", "s/2", "--out", "merged", "--no-plots")
-    assert merged.code == 0, merged.err
-    assert counted("merged") == counted("whole")
+    assert tswift("bench", "--merge", "s/1", "s/2", "--out", "merged", "--no-plots").code == 0
+    workload = read("merged")["workload"]
+    assert (workload["model"], workload["dtype"], workload["kv_dtype"]) == ("demo", "float32", "float16")
     gated = tswift(*words, "--out", "g", "--against", "merged/bench.json", "--fail-on", "alpha", "--fail-on", "passes")
     assert gated.code == 0, gated.err
+    assert counted("g") == counted("merged")
 
 
 def test_what_is_not_of_one_grid_is_not_merged(bench, tswift, texts):
@@ -268,16 +259,3 @@ def test_what_is_not_of_one_grid_is_not_merged(bench, tswift, texts):
     shard = bench(*WORDS, "--against", "a/bench.json", "--fail-on", "alpha:0")
     assert "--against: a/bench.json is a shard" in shard.err
     assert "FOLDERS: go with --merge" in tswift("bench", "a").err
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("3", "wants I/N, as 1/8 for the first of eight, got '3'"),
-        ("0/2", "must be at least 1, got 0"),
-        ("3/2", "there are 2 shards, got number 3"),
-    ],
-)
-def test_shards_that_are_none(bench, word, message):
-    result = bench(*WORDS, "--shard", word)
-    assert (result.code, f"--shard: {message}" in result.err) == (2, True)

@@ -95,32 +95,6 @@ def test_fields_of_a_run(tswift, checkpoint, prompt) -> None:  # type: ignore[no
         assert {*golden(f"fields-{name}.txt", "\n".join(sorted(found)) + "\n").split("\n")} - {""} <= found
 
 
-def test_figures_follow_from_what_was_counted(tswift, checkpoint, prompt) -> None:  # type: ignore[no-untyped-def]
-    """Every figure worked out again from the raw samples."""
-    words = ("--methods", "medusa,tokenswift", "--with-reference-ar", "--seeds", "0,1")
-    result = tswift("bench", "--prefill", 4, *GRID, *words, "--model", checkpoint, "--prompts", prompt, "--out", "b")
-    assert result.code == 0, result.err
-    samples = json.loads(Path("b/bench.json").read_text())["samples"]
-    plain = {
-        (sample["seed"], point["len"]): point["seconds"] / point["tokens"]
-        for sample in samples
-        if sample["method"] == "ar"
-        for point in sample["points"]
-    }
-    assert len(plain) == 4
-    for sample in samples:
-        depth = {"ar": 0, "ar-reference": 0, "medusa": 3, "tokenswift": 4}[sample["method"]]
-        for point in sample["points"]:
-            accepted = sum(count * steps for count, steps in enumerate(point["accepted"]))
-            assert point["depth"] == depth
-            assert point["alpha"] == pytest.approx(accepted / (depth * point["passes"]) if depth else 0)
-            assert point["beta"] == pytest.approx(point["reused"] / (depth * point["passes"]) if depth else 0)
-            assert point["tokens"] == accepted + point["passes"]
-            assert point["tokens_per_second"] == pytest.approx(point["tokens"] / point["seconds"])
-            assert point["ar_seconds"] == pytest.approx(plain[sample["seed"], point["len"]] * point["tokens"])
-            assert point["speedup"] == pytest.approx(point["ar_seconds"] / point["seconds"])
-
-
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/suite.csv")), ids=lambda path: path.parent.name)
 def test_tables_of_suites_that_were_run(path: Path) -> None:
     """The committed records still give the committed tables, row by row."""

@@ -27,52 +27,32 @@ _LONGEST = 700  # characters of a line that people are to read
 
 @dataclass(frozen=True)
 class World:
-    """What is there before a case begins.
+    """What is there before a case begins."""
 
-    Attributes:
-        model: a tiny checkpoint with heads.
-        prompt: a short text.
-        run: the folder of a finished run of that model on that prompt.
-        bench: a ``bench.json`` of two repeats.
-        here: an empty folder, the case's own and its working directory.
-    """
-
-    model: Path
-    prompt: Path
-    run: Path
-    bench: Path
-    here: Path
+    model: Path  # a tiny checkpoint with heads
+    prompt: Path  # a short text
+    run: Path  # the folder of a finished run of that model on that prompt
+    bench: Path  # a ``bench.json`` of two repeats
+    here: Path  # an empty folder, the case's own and its working directory
 
 
 @dataclass(frozen=True)
 class Case:
-    """A bad input.
+    """A bad input."""
 
-    Attributes:
-        name: what is bad.
-        words: makes the files, and says the command line.
-        says: what the line has to hold: the option or the file.
-    """
-
-    name: str
-    words: Callable[[World], Sequence[object]]
-    says: str
+    name: str  # what is bad
+    words: Callable[[World], Sequence[object]]  # makes the files, and says the command line
+    says: str  # what the line has to hold: the option or the file
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a command did.
+    """What a command did."""
 
-    Attributes:
-        code: its exit code; None if it raised, or was stopped because it hung.
-        out, err: what it wrote.
-        faults: what is wrong with it; nothing if it is as it should be.
-    """
-
-    code: int | None
+    code: int | None  # its exit code; None if it raised, or was stopped because it hung
     out: bytes
     err: str
-    faults: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()  # what is wrong with it
 
     @property
     def traceback(self) -> bool:
