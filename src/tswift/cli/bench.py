@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,35 +31,6 @@ if TYPE_CHECKING:
 
 # what bench does and a suite does not
 _OF_BENCH = ("methods", "simulate_alpha", "workload", "peers", *records.JUDGED)
-
-
-@dataclass
-class Progress:
-    """Progress of a benchmark on a terminal, and its record on the disk."""
-
-    bars: Bars
-    longest: int  # tokens of a run
-    suite: Suite | None
-    write: Callable[[], object]  # writes the record
-    shown: tuple[str, Case] | None = None
-
-    def show(self, label: str, number: int, cells: int, case: Case, run: Run) -> None:
-        """A line for every cell, a bar for every run of it."""
-        if self.shown != (label, case):
-            self.shown = (label, case)
-            self.bars.clear()
-            lead = [] if self.suite is None else [f"{self.suite.name}: "]
-            lead += [f"{self.suite.axis} {label}, "] if self.suite and label else []
-            self.bars.say(f"{''.join(lead)}{number + 1} of {cells}: {case}")
-        stats = run.stats
-        self.bars.update(run.label, stats.tokens, self.longest, f"{stats.tokens_per_second:,.1f} tokens/s")
-
-    def keep(self) -> None:
-        """Write the record, if it can be written: what comes may still be shown."""
-        try:
-            self.write()
-        except InputError as error:
-            self.bars.say(str(error))
 
 
 def _refuse(suite: Suite, typed: Sequence[str]) -> None:
@@ -126,15 +96,10 @@ def bench(
     typed: options.Typed,
     suite: Annotated[
         str | None,
-        typer.Option(
-            help=f"One of the paper's tables or figures, beside what was published: {', '.join(SUITES)}.",
-            show_default=False,
-        ),
+        options.option("", f"One of the paper's tables or figures, beside what was published: {', '.join(SUITES)}."),
     ] = None,
     tree: options.Trees = None,
-    plots: Annotated[
-        bool, typer.Option("--plots/--no-plots", help="PNG and SVG (needs matplotlib).", rich_help_panel=_OUTPUT)
-    ] = True,
+    plots: Annotated[bool, options.option(_OUTPUT, "PNG and SVG (needs matplotlib).", "--plots/--no-plots")] = True,
     out: Annotated[
         Path | None, options.option(_OUTPUT, "Folder for the outputs. (default: ./runs/<UTC time>-bench)", "--out")
     ] = None,
@@ -142,9 +107,7 @@ def bench(
         Path | None,
         options.option(_OUTPUT, "Go on with the benchmark in this folder: measure what is missing.", "--resume"),
     ] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Make one result of the FOLDERS of shards.", rich_help_panel=_OUTPUT)
-    ] = False,
+    merge: Annotated[bool, options.option(_OUTPUT, "Make one result of the FOLDERS of shards.", "--merge")] = False,
     folders: Annotated[
         list[Path] | None, typer.Argument(help="With --merge: what the shards wrote.", show_default=False)
     ] = None,
@@ -189,7 +152,24 @@ def bench(
         name = f"bench-{chosen.name}" if chosen else "bench-simulated" if simulated else "bench"
         folder = resume or out or default_path(name)
         bars, notes = Bars(quiet, not no_progress), []
-        progress = Progress(bars, length, chosen, lambda: report.write_report(record, folder, whole=False))
+        shown: list[tuple[str, Case]] = []  # the cell whose bars are shown
+
+        def show(label: str, number: int, cells: int, case: Case, run: Run) -> None:
+            """A line for every cell, a bar for every run of it."""
+            if shown != [(label, case)]:
+                shown[:] = [(label, case)]
+                bars.clear()
+                lead = f"{chosen.name}: " + f"{chosen.axis} {label}, " * bool(label) if chosen else ""
+                bars.say(f"{lead}{number + 1} of {cells}: {case}")
+            bars.update(run.label, run.stats.tokens, length, f"{run.stats.tokens_per_second:,.1f} tokens/s")
+
+        def keep() -> None:
+            """Write the record, if it can be written: what comes may still be shown."""
+            try:
+                report.write_report(record, folder, whole=False)
+            except InputError as error:
+                bars.say(str(error))
+
         run: Callable[[], object] | None = None
         with loading(bench_options.model, quiet):
             from tswift.benchmarking import plots as drawing
@@ -224,7 +204,7 @@ def bench(
                     records.go_on(record, earlier, folder)
                 else:
                     stack.enter_context(lock_folder(folder, "out"))
-                run = partial(run, selected, plan, progress.show, progress.keep)
+                run = partial(run, selected, plan, show, keep)
             if baseline:
                 gate.refuse_foreign(record, baseline, judging.rules, plan.repeats, judging.force)
         if simulated:
@@ -234,7 +214,7 @@ def bench(
         for note in notes:
             bars.say(note)
         if run:
-            progress.keep()
+            keep()
             with bars:
                 run()
         for table in report.tables(record, judging.paper):

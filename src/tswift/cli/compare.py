@@ -87,34 +87,32 @@ def compare(
         raise typer.Exit(INTERRUPTED)
 
 
+_SHOWN = {  # by figure: heading and format
+    "alpha": ("alpha", ".3f"),
+    "beta": ("beta", ".3f"),
+    "tokens_per_step": ("tokens/step", ".2f"),
+    "passes": ("passes", ","),
+    "tokens_per_second": ("tokens/s", ",.1f"),
+    "seconds": ("decode time, s", ",.2f"),
+    "speedup": ("x", ".2f"),
+    "speedup_over_reference": ("x over reference style", ".2f"),
+}
+
+
 def _table(comparison: Mapping[str, Any]) -> Table:
     from tswift.benchmarking.table import NOTHING, Table, method_name
 
     outcomes, cut = comparison["outcomes"], ", interrupted" if comparison["interrupted"] else ""
-    columns = ["method", "same text as AR", "alpha", "beta", "tokens/step", "passes", "tokens/s", "decode time", "x"]
-    rows = []
-    for outcome in outcomes:
-        rates = [
-            f"{outcome[name]:.3f}" if outcome["method"] not in DRAFTLESS else NOTHING for name in ("alpha", "beta")
-        ]
-        rows.append(
-            [
-                method_name(outcome["method"]),
-                _same(outcome),
-                *rates,
-                f"{outcome['tokens_per_step']:.2f}",
-                f"{outcome['passes']:,}",
-                f"{outcome['tokens_per_second']:,.1f}",
-                f"{outcome['seconds']:,.2f} s",
-                f"{outcome['speedup']:.2f}",
-            ]
-        )
-        if outcome["speedup_over_reference"] is not None:
-            rows[-1].append(f"{outcome['speedup_over_reference']:.2f}")
+    shown = {name: each for name, each in _SHOWN.items() if outcomes[0][name] is not None}
+
+    def text(outcome: Mapping[str, Any], name: str) -> str:
+        undrafted = outcome["method"] in DRAFTLESS and name in ("alpha", "beta")
+        return NOTHING if undrafted else format(outcome[name], shown[name][1])
+
     return Table(
         f"{min(outcome['tokens'] for outcome in outcomes):,} tokens, in interleaved slices{cut}",
-        [*columns, "x over reference style"][: len(rows[0])],
-        rows,
+        ["method", "same text as AR", *(heading for heading, _ in shown.values())],
+        [[method_name(each["method"]), _same(each), *(text(each, name) for name in shown)] for each in outcomes],
         left=2,
         notes=["x: AR's time / the method's, prefill apart."],
     )

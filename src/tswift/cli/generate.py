@@ -31,10 +31,8 @@ def generate(
     ] = None,
     discard_damaged: Annotated[
         bool,
-        typer.Option(
-            "--discard-damaged",
-            help="With --resume: where a file is damaged, go on from the last sound token.",
-            rich_help_panel="Output",
+        options.option(
+            "Output", "With --resume: where a file is damaged, go on from the last sound token.", "--discard-damaged"
         ),
     ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Audit the text at the end, as tswift verify does.")] = False,

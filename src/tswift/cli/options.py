@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, get_args
 import typer
 
 from tswift.errors import InputError
+from tswift.jobs.config import fields_of
 from tswift.options import Option, described, options_of, type_of
 
 Config = TypeVar("Config")
@@ -26,8 +27,7 @@ class Typed:
 
     def of(self, kind: Any) -> dict[str, Any]:
         """Of these values, those of a dataclass's fields."""
-        names = {each.name for each in fields(kind)}
-        return {name: value for name, value in self.values.items() if name in names}
+        return fields_of(kind, self.values)
 
     def make(self, kind: type[Config], **others: Any) -> Config:
         """A dataclass with what was typed of it, ``others``, and its defaults."""
@@ -102,7 +102,7 @@ def _parameter(name: str, hint: Any, option: Option, text: str) -> inspect.Param
 
 def option(panel: str, text: str, *names: str) -> Any:
     """An option of one command alone, whose help says its default."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
+    return typer.Option(*names, help=text, rich_help_panel=panel or None, show_default=False)
 
 
 _OUTPUT = "Output"
@@ -113,7 +113,5 @@ Trees = Annotated[
     ),
 ]
 Json = Annotated[Path | None, option(_OUTPUT, "Write everything to a JSON file; - is stdout.", "--json")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.", rich_help_panel=_OUTPUT)]
-NoProgress = Annotated[
-    bool, typer.Option("--no-progress", help="No progress bar and no progress lines.", rich_help_panel=_OUTPUT)
-]
+Quiet = Annotated[bool, option(_OUTPUT, "Nothing on stderr but errors.", "--quiet")]
+NoProgress = Annotated[bool, option(_OUTPUT, "No progress bar and no progress lines.", "--no-progress")]
