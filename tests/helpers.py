@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tswift.decoding.drafter import Context, Drafter, DraftTree, Step
+from tswift.decoding.drafter import Context, Drafter, DraftTree, Source, Step
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.adaptive import AdaptiveDrafter
@@ -122,7 +122,7 @@ def decode_method(method, target, prompt, params, seed, length, options=None, st
     return decode(target, drafter, prompt, params, seed, length, stop)
 
 
-class Proposals:
+class Proposals(Source):
     """A draft source from a function: context -> paths."""
 
     name = "proposals"
@@ -130,15 +130,9 @@ class Proposals:
     def __init__(self, paths: Callable[[Context], Sequence[Sequence[int]]]) -> None:
         self.paths = paths
 
-    def start(self, context: Context) -> None:
-        pass
-
     def propose(self, tree: DraftTree, context: Context) -> None:
         for path in self.paths(context):
             tree.add(path, self.name)
-
-    def committed(self, context: Context, most: int) -> None:
-        pass
 
 
 class ToyTarget:

@@ -188,7 +188,7 @@ def test_a_node_that_stands_for_none_does_not_end_the_text() -> None:
             self._state.tokens[1:] = -1
 
     made = drafter("medusa", target, ROOMY)
-    made.on_device = lambda state: Empty(made, made.heads, state)
+    made.on_device = lambda state: Empty(made, made.sources[0], state)
     steps = decode_steps(target, made, prompt, PARAMS, 3, 10)
     assert tokens_of(steps) == exact
     assert {step.nodes for step in steps} == {1}
@@ -208,7 +208,7 @@ def test_a_candidate_that_breaks_the_model_does_not_end_the_text() -> None:
             self._state.tokens[2] = absent
 
     made = drafter("tokenswift", target, ROOMY)
-    made.on_device = lambda state: Poison(made, made.heads, state)
+    made.on_device = lambda state: Poison(made, made.sources[0], state)
     prompt = [token for token in random_prompt(90) if token != absent]
     exact = decode_steps(tiny_target(), drafter("ar", tiny_target(), ROOMY), prompt, PARAMS, 3, 40)
     if absent in tokens_of(exact):
@@ -236,7 +236,7 @@ def test_a_partial_cache_holds_the_same_by_either_way() -> None:
         made = drafter("tokenswift", target, ROOMY)
         decoding = Decoding(target, random_prompt(90), PARAMS, 3, made, 150)
         list(decoding.steps())
-        kv = made.heads.reader.partial if hasattr(made, "heads") else None
+        kv = made.sources[0].reader.partial
         assert isinstance(kv, PartialKV)
         held.append(kv)
     host, device = held

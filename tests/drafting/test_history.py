@@ -23,7 +23,7 @@ from tswift.drafting.methods import resolve
 from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.models.passes import Forwarded
+from tswift.models.passes import NOMINAL, Forwarded
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=200)
 EVERYWHERE = 1 << 20
@@ -156,9 +156,9 @@ def recalled(text, logits, pieces, params, *, kept: int = VOCAB, noise: bool = T
     sampler = Sampler(params, 7, VOCAB, torch.device("cpu"))
     recall = LogitHistory(SimpleNamespace(vocab_size=VOCAB, logits=lambda hidden: hidden), noise, kept)
     known = pieces[0] - 1
-    for chunk in (logits[: known // 2], logits[known // 2 : known]):
-        recall.prefilled(chunk, sampler)
     context = Context(text[: pieces[0]], sampler, None)
+    for chunk in (logits[: known // 2], logits[known // 2 : known]):
+        recall.prefilled(context, Forwarded(chunk, []))
     sampler.extend(context.text)
     recall.committed(context)
     for piece in pieces[1:]:
@@ -276,10 +276,9 @@ def sketched(guesses, least: float, *, text=(9, 1), depth: int = 20, before=(), 
     for path in before:
         sketch.add(path, "heads")
     source = HistorySource(known, Picky(least), limit)
-    source.propose(
-        sketch, Context(list(text), Sampler(PARAMS, 1, VOCAB, torch.device("cpu")), SimpleNamespace(length=9))
-    )
-    assert source.cost_s == pytest.approx(1e-4 * len(known.asked))
+    context = Context(list(text), Sampler(PARAMS, 1, VOCAB, torch.device("cpu")), SimpleNamespace(length=9))
+    source.propose(sketch, context)
+    assert source.price(NOMINAL, context) == pytest.approx(1e-4 * len(known.asked))
     return sketch, known
 
 
@@ -352,7 +351,7 @@ def test_texts_are_those_of_plain_decoding(params: SamplingParams, pieces: int) 
         plan = TreeBudget()
         memory = LogitHistory(target, True)
         source = HistorySource(memory, plan, 16)
-        drafter = DynamicTreeDrafter(proposing=[source], depth=8, limit=16, budget=plan, memory=memory)
+        drafter = DynamicTreeDrafter([source], 8, 16, [memory], plan)
         decoding = Decoding(target, prompt, params, 5, drafter, length * piece // pieces, written=written)
         for step in decoding.steps():
             written += step.tokens

@@ -9,8 +9,7 @@ from tests.helpers import METHODS, tiny_draft, tiny_heads, tiny_target
 from tswift.attention.layout import ROWS
 from tswift.decoding.drafter import Drafter
 from tswift.drafting.adaptive import AdaptiveDrafter
-from tswift.drafting.chains import CascadeSource, ChainSource, PartialDraftModel, SmallDraftModel
-from tswift.drafting.dynamic_tree import DynamicTreeDrafter
+from tswift.drafting.chains import ChainSource, PartialDraftModel, SmallDraftModel
 from tswift.drafting.heads import HeadSource, HeadTreeSource
 from tswift.drafting.methods import (
     draft_slots,
@@ -113,7 +112,7 @@ def made(method: str, **options):
 def sources_of(drafter: Drafter) -> list:
     if isinstance(drafter, AdaptiveDrafter):
         return [source for arm in drafter.arms.values() for source in sources_of(arm)]
-    return list(drafter.proposing if isinstance(drafter, DynamicTreeDrafter) else drafter.sources)
+    return list(drafter.sources)
 
 
 def _levels(drafter: Drafter) -> list:
@@ -122,7 +121,7 @@ def _levels(drafter: Drafter) -> list:
     for source in sources_of(drafter):
         if isinstance(source, HeadSource):
             found += [source.reader._level] if source.reader.direct else []
-        elif isinstance(source, ChainSource | CascadeSource):
+        elif isinstance(source, ChainSource):
             found += [source._level, *_levels(source.drafter)]
     return found
 

@@ -104,7 +104,7 @@ def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(layo
     """Paths of any length are accepted, on the best branches and beside them; the window is smaller than the text."""
     target = drafted(layout)
     drafter = make_drafter(method_of(layout), target, None, options_of(tree=(4, 4, 4), nodes=40))
-    source, dense, random, checked = drafter.proposing[0], Dense(layout, qwen3()), Random(4), []
+    source, dense, random, checked = drafter.sources[0], Dense(layout, qwen3()), Random(4), []
     propose = source.propose
 
     def seen(tree, context) -> None:  # type: ignore[no-untyped-def]
@@ -180,7 +180,7 @@ def test_auto_takes_it_as_one_of_its_arms(layout: str) -> None:
     steps = list(decoding.steps())
     assert tokens_of(steps) == plain(SAMPLED)
     assert method_of(layout) in {step.choice for step in steps}
-    network = drafter.arms[method_of(layout)].network
+    network = drafter.arms[method_of(layout)].sources[0]
     assert network._first + len(network._new) == len(PROMPT) + 40 - 1  # it has seen what other arms brought
 
 

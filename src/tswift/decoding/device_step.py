@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tswift.decoding.drafter import AcceptFn, Context, CutFn, DeviceDraft, Drafter, DraftTree, Step
+from tswift.decoding.drafter import AcceptFn, Context, CutFn, DeviceDraft, Drafter, DraftTree, Source, Step
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NoTokenLeft, Sampler
 from tswift.kv.cache import FullKV
-from tswift.models.passes import Forwarded, PassCosts, sizes
+from tswift.models.passes import Forwarded, sizes
 from tswift.models.target import Target
 
 _CONTROL = 2  # numbers of the block's first section: tokens wanted, and the node to accept up to (or _BY_RULE)
@@ -359,7 +359,7 @@ def _forced(walk: AcceptFn | None, tree: DraftTree, wanted: int) -> int:
     return path[min(len(path), wanted) - 1]
 
 
-class _Guesses:
+class _Guesses(Source):
     """Draft source of the check: the known continuation among random tokens, or a random tree."""
 
     name = "guesses"
@@ -367,9 +367,6 @@ class _Guesses:
     def __init__(self, known: list[int], random: Random, vocab_size: int) -> None:
         self._known, self._random, self._vocab_size = known, random, vocab_size
         self.tree = DraftTree(0)
-
-    def start(self, context: Context) -> None:
-        """Nothing to start."""
 
     def propose(self, tree: DraftTree, context: Context) -> None:
         """Fill the tree."""
@@ -379,13 +376,6 @@ class _Guesses:
             path = right[: self._random.randint(0, _DEPTH)]
             tree.add([*path, self._random.randrange(self._vocab_size)], self.name)
         tree.add(right, self.name)
-
-    def price(self, costs: PassCosts, context: Context) -> float:
-        """Nothing: nobody asks."""
-        return 0.0
-
-    def committed(self, context: Context, most: int) -> None:
-        """Nothing to keep."""
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ A method is a list of sources; plain decoding has none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -149,10 +149,6 @@ class Context:
     logits: Tensor | None = None
     recorder: LogprobRecorder | None = None
 
-    def aside(self, kv: KVBuffer) -> Context:
-        """A fork over another cache, with a sampler of its own; the text is the same list."""
-        return replace(self, sampler=self.sampler.copy(), kv=kv, recorder=None)
-
     @property
     def node(self) -> int:
         """The node of the last pass that drew the root."""
@@ -164,36 +160,21 @@ class Context:
         return len(self.text) - 1
 
 
-class Draft(Protocol):
-    """What sources add to: a draft tree, or a tree of candidates."""
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """One per node, the root first."""
-
-    @property
-    def depths(self) -> Sequence[int]:
-        """One per node."""
-
-    @property
-    def depth(self) -> int:
-        """Most tokens along a path below the root."""
-
-    def add(self, path: Iterable[int], source: str) -> None:
-        """Add a path of tokens below the root."""
-
-
-class Source(Protocol):
+class Source:
     """Proposes how the text goes on. Whatever it proposes, the text does not change."""
+
+    name = ""
 
     def start(self, context: Context) -> None:
         """Launch work on the device, and do what need not wait for it; all sources start before the first proposes."""
 
-    def propose(self, tree: DraftTree, context: Context) -> None:
-        """Add candidate paths below the root."""
+    def propose(self, tree: Any, context: Context) -> None:
+        """Add candidates to a draft tree, or to the tree of candidates that is pruned to one."""
+        raise NotImplementedError
 
     def price(self, costs: PassCosts, context: Context) -> float:
-        """Seconds that a draft takes by these costs."""
+        """Seconds that the last draft took by these costs."""
+        return 0.0
 
     def committed(self, context: Context, most: int) -> None:
         """Called when the text has grown, by prefill or by a step; the next step adds at most ``most`` tokens."""
@@ -241,10 +222,10 @@ class DeviceDraft(Protocol):
 
 
 class TextMemory(Protocol):
-    """A history of the text that sources share."""
+    """What is known of all the text, whichever sources draft."""
 
-    def prefilled(self, hidden: Tensor, sampler: Sampler) -> None:
-        """Add the next chunk of the prompt's last hidden states ``[n, H]``."""
+    def prefilled(self, context: Context, forwarded: Forwarded) -> None:
+        """Add the next chunk of the prompt."""
 
     def committed(self, context: Context) -> None:
         """Add what has been committed since the last call."""
@@ -258,25 +239,29 @@ class Drafter:
         sources: none for plain decoding.
         depth: most tokens drafted along a path, by which alpha is divided.
         limit: most nodes of a draft tree, root included.
-        memory: history of the text, if a source uses it.
+        memories: of the text, if sources use them.
     """
 
     sources: Sequence[Source] = ()
     depth: int = 0
     limit: int = 1
-    memory: TextMemory | None = None
+    memories: Sequence[TextMemory] = ()
 
     def propose(self, context: Context, wanted: int) -> DraftTree:
         """The draft tree of the next step, which is to add ``wanted`` tokens at most."""
         tree = DraftTree(context.text[-1], self.limit, wanted - 1)
+        self.fill(tree, context)
+        return tree
+
+    def fill(self, tree: Any, context: Context) -> None:
+        """Have all sources propose."""
         for source in self.sources:
             source.start(context)
         for source in self.sources:
             source.propose(tree, context)
-        return tree
 
     def draft_cost(self, costs: PassCosts, context: Context) -> float:
-        """Seconds that a draft takes by these costs."""
+        """Seconds that the last draft took by these costs."""
         return sum(source.price(costs, context) for source in self.sources)
 
     def on_device(self, state: DeviceState) -> DeviceDraft | None:
@@ -285,8 +270,8 @@ class Drafter:
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
         """Called after the pass over each chunk of the prompt."""
-        if self.memory is not None:
-            self.memory.prefilled(forwarded.hidden, context.sampler)
+        for memory in self.memories:
+            memory.prefilled(context, forwarded)
 
     @property
     def choice(self) -> str:
@@ -303,7 +288,7 @@ class Drafter:
 
     def keep_up(self, context: Context, most: int) -> None:
         """Tell every source that the text has grown; the next step adds at most ``most`` tokens."""
-        if self.memory is not None:
-            self.memory.committed(context)
+        for memory in self.memories:
+            memory.committed(context)
         for source in self.sources:
             source.committed(context, most)

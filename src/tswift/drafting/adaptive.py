@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from tswift.decoding.drafter import Context, Drafter, DraftTree
-from tswift.drafting.networks import NetworkDrafter
-from tswift.models.passes import Forwarded, PassCosts
+from tswift.models.passes import PassCosts
 
 _ALLOWANCE = 4.0  # plain steps' time that trials may lose to the best arm at first
 _SHARE = 0.015  # of the time that has passed, which they may lose after that
@@ -160,7 +159,6 @@ class AdaptiveDrafter(Drafter):
 
     def __post_init__(self) -> None:
         self._names, self._drafters = list(self.arms), list(self.arms.values())
-        self._networks = [each.network for each in self._drafters if isinstance(each, NetworkDrafter) and each.network]
         self.bandit = Bandit(len(self.arms))
         self._drafted: int | None = None  # the arm that drafted last
         self._length = 0  # of the text then
@@ -180,12 +178,6 @@ class AdaptiveDrafter(Drafter):
             self._seconds = drafter.draft_cost(self.costs, context) + self.costs.seconds(len(tree), context.kv.length)
         return tree
 
-    def prefilled(self, context: Context, forwarded: Forwarded) -> None:
-        """As :meth:`Drafter.prefilled`."""
-        super().prefilled(context, forwarded)
-        for network in self._networks:
-            network.prefilled(context, forwarded)
-
     def learn(self, context: Context) -> None:
         """As :meth:`Drafter.learn`."""
         if self._drafted is None:
@@ -199,8 +191,6 @@ class AdaptiveDrafter(Drafter):
         """As :meth:`Drafter.keep_up`, for the arm that takes the next step."""
         started, drafter = time.perf_counter(), self._drafters[self.bandit.chosen]
         super().keep_up(context, most)
-        for network in self._networks:  # the states that it reads are gone with the next pass
-            network.committed(context, most)
         for each in [drafter] if self._drafted is not None else self._drafters:  # the prompt is for all
             each.keep_up(context, each.depth + 1)
         self._seconds = self._overhead = 0.0

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tswift.decoding.device_step import DeviceStepper
-from tswift.decoding.drafter import Context, Drafter, DraftTree, Step
+from tswift.decoding.drafter import Context, Drafter, Source, Step
 from tswift.decoding.loop import decode_step
 from tswift.decoding.sampling import NoTokenLeft
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
@@ -157,7 +157,7 @@ class SmallDraftModel:
             self.rollback(context)
 
 
-class ChainSource:
+class ChainSource(Source):
     """A chain below the root.
 
     Args:
@@ -173,26 +173,27 @@ class ChainSource:
         self._level, self._gamma, self.drafter, self._shared_noise = level, gamma, drafter, shared_noise
         self._stepper: DeviceStepper | None = None
 
-    def start(self, context: Context) -> None:
-        """Nothing: the host has to see each token before the next is decoded."""
-
-    def propose(self, tree: DraftTree, context: Context) -> None:
-        """Decode the chain, and take all of it back."""
-        wanted = min(self._gamma, tree.depth)
-        if not wanted:
+    def propose(self, tree: Any, context: Context) -> None:
+        """Decode the chain, propose it, and take all of it back."""
+        if not tree.depth:
             return
-        root = len(context.text)
-        step = self._steps(context, self._level.cache(context))
+        root, kv = len(context.text), self._level.cache(context)
         try:
-            while (drafted := len(context.text) - root) < wanted:
-                step(wanted - drafted)
+            self._decode(tree, context, kv)
         except NoTokenLeft:  # not for a draft to complain of: the target's own pass will tell
             pass
         finally:
             self._level.rollback(context)
-            chain = context.text[root:]
             del context.text[root:]
-        tree.add(chain, self.name)
+
+    def _decode(self, tree: Any, context: Context, kv: KVBuffer) -> None:
+        """Add the chain to the text, and to the tree."""
+        wanted, root, step = min(self._gamma, tree.depth), len(context.text), self._steps(context, kv)
+        try:
+            while (drafted := len(context.text) - root) < wanted:
+                step(wanted - drafted)
+        finally:
+            tree.add(context.text[root:], self.name)
 
     def price(self, costs: PassCosts, context: Context) -> float:
         """As if its model were as large as the target: what another one's passes cost is not known."""
@@ -205,13 +206,18 @@ class ChainSource:
         if self._stepper is not None:  # captured programs go on with the tensors that they were captured with
             self._stepper.restart(context.text, context.sampler)
             return self._stepper.step
-        aside = replace(context.aside(kv), last=None, path=())
-        if not self._shared_noise:
-            aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
+        aside = replace(self._aside(context, kv), last=None, path=())
         if target.replays and target.serves(kv):
             self._stepper = DeviceStepper(target, aside, self.drafter)
             return self._stepper.step
         return partial(decode_step, target, aside, self.drafter)
+
+    def _aside(self, context: Context, kv: KVBuffer) -> Context:
+        """A fork over another cache, with a sampler of its own; the text is the same list."""
+        aside = replace(context, sampler=context.sampler.copy(), kv=kv, recorder=None)
+        if not self._shared_noise:
+            aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
+        return aside
 
     def committed(self, context: Context, most: int) -> None:
         """Keep the level's cache up."""
@@ -224,56 +230,34 @@ _GUESSES = (0.6, 0.75, 0.85, 0.9, 0.95)  # probabilities by lead at first
 _OTHERS = (0.35, 0.2, 0.1, 0.06, 0.03)  # of the runner-up
 
 
-class CascadeSource:
-    """A chain below the root with the runners-up beside it, as long as it pays.
+class CascadeSource(ChainSource):
+    """A chain with the runners-up beside it, as long as it pays.
 
     Args:
-        level: the target and what it reads.
-        drafter: what the chain is drafted from; of nothing it is decoded token by token.
-        shared_noise: draw the chain's tokens with the noise the target will draw with; otherwise take the likeliest.
+        level, drafter, shared_noise: as for :class:`ChainSource`; the level is the target.
         budget: of the tree that it is verified in.
         costs: what passes on the level cost.
-
-    Attributes:
-        drafter: what the chain is drafted from.
     """
-
-    name = "self"
 
     def __init__(
         self, level: DraftModel, drafter: Drafter, shared_noise: bool, budget: TreeBudget, costs: PassCosts
     ) -> None:
-        self._level, self.drafter, self._shared_noise = level, drafter, shared_noise
+        super().__init__("self", level, 0, drafter, shared_noise)
         self._budget, self._costs = budget, costs
-        self.cost_s = 0.0
         self._tokens = 1.0  # of a step on the level, of late
-        self._seconds = 0.0  # of the last one, by the costs
+        self._seconds = self._spent = 0.0  # of the last one by the costs, and of all the last draft
 
     def start(self, context: Context) -> None:
         """Nothing: the host has to see each token before the next is decoded."""
+        self._spent = 0.0
 
-    def propose(self, tree: CandidateTree, context: Context) -> None:
-        """Decode the chain, propose it, and take all of it back."""
-        self.cost_s = 0.0
-        root, held = len(context.text), context.kv.length
-        aside = context.aside(self._level.cache(context))
-        if not self._shared_noise:
-            aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
-        try:
-            self._decode(tree, aside, held)
-        except NoTokenLeft:  # not for a draft to complain of: the target's own pass will tell
-            pass
-        finally:
-            self._level.rollback(context)
-            del context.text[root:]
-
-    def _decode(self, tree: CandidateTree, aside: Context, held: int) -> None:
-        """Decode the chain and propose it, as long as that pays; ``held`` keys are what it is verified over."""
+    def _decode(self, tree: CandidateTree, context: Context, kv: KVBuffer) -> None:
+        held, aside = context.kv.length, self._aside(context, kv)  # keys that it is verified over
         node, keys, target = 0, self._level.keys or held, self._level.target
         while tree.depths[node] < tree.depth and self._pays_off(tree.path_prob[node], held):
             step = decode_step(target, aside, self.drafter, tree.depth - tree.depths[node], leads=True)
             self._seconds = self.drafter.draft_cost(self._costs, aside) + self._costs.seconds(step.nodes, keys)
-            self.cost_s += self._seconds
+            self._spent += self._seconds
             self._tokens += 0.05 * (len(step.tokens) - self._tokens)
             for token, (other, lead) in zip(step.tokens, step.leads, strict=True):
                 steps = round(min(lead / _STEP, _FAR))
@@ -284,14 +268,13 @@ class CascadeSource:
                 assert below is not None  # no step goes deeper than was wanted
                 node = below
 
+    def price(self, costs: PassCosts, context: Context) -> float:
+        """Seconds of the steps of the last draft."""
+        return self._spent
+
     def _pays_off(self, path_prob: float, held: int) -> bool:
         """Whether another step pays, to be verified over ``held`` keys."""
         if path_prob == 1:
             return True
         seconds = self._seconds + self._tokens * self._budget.costs.node(held)
         return self._budget.pays_off(self._tokens * path_prob, seconds)
-
-    def committed(self, context: Context, most: int) -> None:
-        """Keep the level's cache up."""
-        self._level.committed(context, most)
-        self.drafter.keep_up(context, most)

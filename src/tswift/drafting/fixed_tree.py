@@ -52,10 +52,11 @@ class NgramRows:
     def prepare(self, context: Context, host: dict[str, np.ndarray]) -> None:
         """Count new n-grams, and put the rows that changed into the block."""
         self._source.start(context)
-        firsts = self._source.changed()
+        table = self._source.table
+        firsts, table.changed = [*table.changed], set()
         if len(firsts) > self._updates:  # a prompt, or the table has forgotten the rarest
-            for table, found in zip((self.tokens, self.parents), self._trees(firsts), strict=True):
-                table[torch.tensor(firsts, device=table.device)] = torch.from_numpy(found).to(table.device)
+            for rows, found in zip((self.tokens, self.parents), self._trees(firsts), strict=True):
+                rows[torch.tensor(firsts, device=rows.device)] = torch.from_numpy(found).to(rows.device)
             firsts = []
         host["rows"][:] = [*firsts, *[self._nothing] * (self._updates - len(firsts))]
         trees = host["trees"].reshape(2, self._updates, self.nodes)
@@ -69,7 +70,7 @@ class NgramRows:
         parents = np.zeros((len(firsts), self.nodes), np.int64)
         for row, first in enumerate(firsts):
             tree = DraftTree(first, self.nodes + 1)
-            for tail in self._source.continuations(first):
+            for tail in self._source.table.continuations(first):
                 tree.add(tail, ReuseSource.name)
             tokens[row, : len(tree) - 1] = tree.tokens[1:]
             parents[row, : len(tree) - 1] = tree.parents[1:]
@@ -92,19 +93,16 @@ class FixedTreeDrafter(Drafter):
     """Heads in a tree of fixed shape, and n-grams of the text in what is left of its nodes.
 
     Attributes:
-        heads: the source of candidates; the first of the sources.
-        ngrams: the source of n-grams; None for none.
         fewer: how many nodes to verify with so many tokens in the cache; None for always all.
     """
 
-    heads: HeadSource | None = None
-    ngrams: ReuseSource | None = None
     fewer: Callable[[int], int] | None = None
 
     def on_device(self, state: DeviceState) -> DeviceDraft | None:
         """As :meth:`Drafter.on_device`."""
-        assert self.heads is not None
-        return FixedTree(self, self.heads, state) if self.heads.reader.static else None
+        heads = self.sources[0]
+        assert isinstance(heads, HeadSource)
+        return FixedTree(self, heads, state) if heads.reader.static else None
 
 
 class FixedTree:
@@ -118,29 +116,25 @@ class FixedTree:
         self._drafter, self._heads, self._state = drafter, heads, state
         self.target = heads.reads
         device = state.tokens.device
-        ranks = heads.shape(drafter.limit)  # a tree whose tokens are ranks
-        reserved = 0
-        if drafter.ngrams is not None:
-            room = drafter.limit - len(ranks)
-            reserved = min(max(room, drafter.limit // _SHARE), drafter.ngrams.most_nodes)
-            ranks = heads.shape(drafter.limit - reserved)
-        order = _interleave(len(ranks), reserved)
+        ngrams, reserved = next((each for each in drafter.sources if isinstance(each, ReuseSource)), None), 0
+        if ngrams is not None:
+            room = drafter.limit - 1 - len(heads.nodes)
+            reserved = min(max(room, drafter.limit // _SHARE), ngrams.table.k * (ngrams.table.n - 1))
+        candidates = heads.nodes[: drafter.limit - reserved - 1]
+        order = _interleave(1 + len(candidates), reserved)
         place = {node: index for index, node in enumerate(order)}  # of the heads' nodes: 0 .. ; of n-grams: -1, -2 ..
         self.sources: Sequence[str] = [
             "" if node == 0 else heads.name if node > 0 else ReuseSource.name for node in order
         ]
-        drafted = [node for node in order if node > 0]
-        parents = [0 if node == 0 else place[ranks.parents[node]] if node > 0 else place[1] for node in order]
+        parents = [0 if node == 0 else place[candidates[node - 1][0]] if node > 0 else place[1] for node in order]
         self._parents = parents
-        self._live = torch.tensor([place[node] for node in drafted], device=device)
-        self._candidates = torch.tensor(
-            [heads.width * (ranks.depths[node] - 1) + ranks.tokens[node] for node in drafted], device=device
-        )
+        self._live = torch.tensor([place[1 + index] for index in range(len(candidates))], device=device)
+        self._candidates = torch.tensor([heads.width * level + rank for _, level, rank in candidates], device=device)
         self._levels = torch.arange(1, heads.levels + 1, device=device)
         self._rows: NgramRows | None = None
-        if reserved and drafter.ngrams is not None:
+        if reserved and ngrams is not None:
             updates = drafter.depth + 1
-            self._rows = NgramRows(drafter.ngrams, heads.vocab_size, reserved, updates, device)
+            self._rows = NgramRows(ngrams, heads.vocab_size, reserved, updates, device)
             self._reserved = torch.tensor([place[-1 - index] for index in range(reserved)], device=device)
             self._anchors = torch.tensor([place[1], *(place[-1 - index] for index in range(reserved))], device=device)
         state.parents[: len(parents)].copy_(torch.tensor(parents))

@@ -6,14 +6,13 @@ import ctypes
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import product
-from math import inf, isfinite
-from operator import eq
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from tswift.decoding.device_step import DeviceState
-from tswift.decoding.drafter import Context, DraftTree
+from tswift.decoding.drafter import Context, DraftTree, Source
 from tswift.decoding.drawing import MOST
 from tswift.decoding.sampling import Sampler
 from tswift.drafting.chains import DraftModel, PartialDraftModel
@@ -114,7 +113,7 @@ class DraftingPass:
         self._level.committed(context, most)
 
 
-class HeadSource:
+class HeadSource(Source):
     """Every level's best candidates, combined into a tree (paper, section 3.2).
 
     Chained and Medusa heads know no drafted token, so every candidate of a level may follow every one of the level
@@ -139,7 +138,7 @@ class HeadSource:
         self._widths = tuple(tree)
         self._guessed: _Guess | _Known | None = None
 
-    @cached_property
+    @property
     def _paths(self) -> list[tuple[int, ...]]:
         """The ranks of candidates along each path, the most promising path first: for trees with a limit."""
         tree = self._widths
@@ -151,16 +150,16 @@ class HeadSource:
         return sorted(product(*map(range, tree)), key=lambda path: (sum(path), [-rank for rank in path]))
 
     @cached_property
-    def _steps(self) -> list[tuple[int, int, int]]:
-        """The same, node by node: the step that adds the parent, counted from 1, the level, and the rank there."""
+    def nodes(self) -> list[tuple[int, int, int]]:
+        """The tree's nodes below the root in order of promise: parent (0 the root), level, and rank there."""
         made: dict[tuple[int, ...], int] = {(): 0}
-        steps = []
+        nodes = []
         for path in self._paths:
             for end in range(1, len(path) + 1):
                 if path[:end] not in made:
                     made[path[:end]] = len(made)
-                    steps.append((made[path[: end - 1]], end - 1, path[end - 1]))
-        return steps
+                    nodes.append((made[path[: end - 1]], end - 1, path[end - 1]))
+        return nodes
 
     @property
     def reads(self) -> Target:
@@ -186,13 +185,6 @@ class HeadSource:
     def vocab_size(self) -> int:
         """Number of token ids."""
         return self._target.vocab_size
-
-    def shape(self, limit: int) -> DraftTree:
-        """The tree of up to ``limit`` nodes, with the rank of each candidate in its level in place of the token."""
-        tree = DraftTree(0, limit)
-        for path in self._paths:
-            tree.add(path, self.name)
-        return tree
 
     def price(self, costs: PassCosts, context: Context) -> float:
         """Seconds that a draft takes by these costs."""
@@ -230,17 +222,10 @@ class HeadSource:
     def propose(self, tree: DraftTree, context: Context) -> None:
         """Add the combinations of the levels' best candidates."""
         levels = [tokens for tokens, _ in self._candidates()]
-        if levels and len(tree) == 1 and all(map(eq, map(len, levels), self._widths)):
-            nodes: list[int | None] = [0]
-            for parent, level, rank in self._steps:
-                below = nodes[parent]
-                nodes.append(None if below is None else tree.grow(below, levels[level][rank], self.name))
-            return
-        for path in self._paths if levels else ():
-            if tree.full:
-                break
-            if all(rank < len(level) for rank, level in zip(path, levels, strict=False)):
-                tree.add([level[rank] for rank, level in zip(path, levels, strict=False)], self.name)
+        nodes: list[int | None] = [0]
+        for parent, level, rank in self.nodes if levels else ():
+            below, tokens = nodes[parent], levels[level]
+            nodes.append(None if below is None or rank >= len(tokens) else tree.grow(below, tokens[rank], self.name))
 
     def guess(
         self,
@@ -311,56 +296,21 @@ class HeadSource:
         self.reader.committed(context, most)
 
 
-_WIDTH, _BRANCHES = 4, 3  # candidates of a level, and nodes of it below which the next one's may follow
-_STEP, _FAR = 0.5, 8  # gaps between scores are told apart by this much, and up to so many times
-# chances by rank and gap, about those of the bundled heads over 2,500 tokens; what is learned soon replaces them
-_GUESSES = (
-    (0.42, 0.62, 0.74, 0.83, 0.88),
-    (0.27, 0.16, 0.07, 0.05, 0.03),
-    (0.12, 0.08, 0.05, 0.03, 0.02),
-    (0.06, 0.05, 0.03, 0.02, 0.01),
-)
+WIDTH = 4  # candidates of a level
+_BRANCHES = 3  # nodes of a level below which the next one's may follow
 
 
 class HeadTreeSource(HeadSource):
-    """The same candidates for a tree that is pruned to what pays, with chances by their gap to the others.
-
-    Args:
-        levels: most tokens along a path.
-        costs: what levels and passes cost.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        heads: Heads,
-        reader: LastPass | DraftingPass,
-        levels: int,
-        shared_noise: bool,
-        costs: PassCosts,
-    ) -> None:
-        super().__init__(target, heads, reader, (_WIDTH,) * levels, shared_noise)
-        self._costs = costs
-        self.cost_s = 0.0
+    """The same candidates for a tree that is pruned to what pays, with chances by their gap to the others."""
 
     def propose(self, tree: CandidateTree, context: Context) -> None:  # type: ignore[override]
         """Propose every level's candidates below the likeliest nodes that they may follow."""
-        levels = self._candidates()
-        self.cost_s = self.price(self._costs, context) if levels else 0.0
         nodes = [0]
-        for level, (tokens, scores) in enumerate(levels[: tree.depth]):
-            children: list[int] = []
-            gaps = [score - scores[0] for score in scores[1:]]
-            gaps = [gaps[0] if gaps else -inf, *gaps]
-            kind = min(level, 1) if self.reader.direct else 1
-            for node in nodes:
-                for rank, (token, gap) in enumerate(zip(tokens, gaps, strict=True)):
-                    step = round(min(-gap / _STEP, _FAR))
-                    child = tree.propose(node, token, self.name, (kind, rank, step), _GUESSES[rank][min(step, 4)])
-                    assert child is not None
-                    children.append(child)
+        for level, (tokens, scores) in enumerate(self._candidates()[: tree.depth]):
+            about = (min(level, 1) if self.reader.direct else 1,)
+            children = [
+                child for node in nodes for child in tree.propose_ranked(node, tokens, scores, self.name, about)
+            ]
             nodes = sorted(children, key=lambda node: -tree.path_prob[node])[:_BRANCHES]
             if self._heads.conditioned:
                 nodes = children[:1]  # the next level has been told this token
-            if not nodes:
-                return

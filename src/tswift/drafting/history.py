@@ -27,11 +27,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tswift.attention.building import Unbuilt, build
-from tswift.decoding.drafter import Context
+from tswift.decoding.drafter import Context, Source
 from tswift.decoding.drawing import DrawProgram
 from tswift.decoding.params import LogitBias, SamplingParams, constants
 from tswift.decoding.sampling import Sampler, seed_stream
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
+from tswift.models.passes import Forwarded, PassCosts
 from tswift.models.target import Target
 
 _LEAST = 1 << 10  # places of an empty table
@@ -308,10 +309,10 @@ class LogitHistory:
         newest = vocab_size * np.dtype(np.int64).itemsize
         return TopKLogits.bytes_for(tokens, vocab_size, kept) + SuffixIndex.bytes_for(tokens) + newest
 
-    def prefilled(self, hidden: Tensor, sampler: Sampler) -> None:
-        """Take in the next chunk of the prompt's last hidden states ``[n, H]``."""
-        for part in hidden.split(_PROMPT_ROWS):
-            self._begun(sampler).think(self._target.logits(part))
+    def prefilled(self, context: Context, forwarded: Forwarded) -> None:
+        """Take in the pass over the next chunk of the prompt."""
+        for part in forwarded.hidden.split(_PROMPT_ROWS):
+            self._begun(context.sampler).think(self._target.logits(part))
 
     def _begun(self, sampler: Sampler) -> TopKLogits:
         """What is kept of the text; the sampling rule is known with its first tokens."""
@@ -416,7 +417,7 @@ _SECONDS = 1e-4  # that a guess takes on the host
 _GAIN = 0.4  # tokens that a guess gains if the text goes through its node
 
 
-class HistorySource:
+class HistorySource(Source):
     """Guesses below the likeliest nodes of a tree.
 
     It comes after the other sources, as it knows other things than they do: where it agrees with one of them both are
@@ -436,14 +437,11 @@ class HistorySource:
     def __init__(self, recall: LogitHistory, budget: TreeBudget, limit: int) -> None:
         self._recall, self._budget, self._limit = recall, budget, limit
         self.follows = True
-        self.cost_s = 0.0
-
-    def start(self, context: Context) -> None:
-        """Nothing: which nodes are likely is not known yet."""
+        self._seconds = 0.0  # of the last draft
 
     def propose(self, tree: CandidateTree, context: Context) -> None:
         """Offer candidates below the likeliest nodes, and then below the likeliest of those that came of it."""
-        self.cost_s = 0.0
+        self._seconds = 0.0
         asked: set[int] = set()
         while nodes := self._pay(tree, asked, context):
             guesses = self._guess(tree, nodes, context)
@@ -469,7 +467,7 @@ class HistorySource:
         self, tree: CandidateTree, nodes: Sequence[int], context: Context, ends: Sequence[Sequence[int]] = ()
     ) -> list[Candidates]:
         """What may be drawn below nodes, or below so many tokens more."""
-        self.cost_s += _SECONDS * len(nodes)
+        self._seconds += _SECONDS * len(nodes)
         unknown = context.text[len(self._recall) :]  # the root, and what was drafted of a text that is itself a draft
         paths = [[*unknown, *tree.path(node)] for node in nodes]
         if ends:
@@ -503,5 +501,6 @@ class HistorySource:
             self._offer(tree, child, further)
             node, guess = child, further
 
-    def committed(self, context: Context, most: int) -> None:
-        """Nothing: whose memory it is takes in the text."""
+    def price(self, costs: PassCosts, context: Context) -> float:
+        """Seconds of the last draft's guesses."""
+        return self._seconds

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tswift.attention.layout import ROWS
-from tswift.decoding.drafter import Drafter
+from tswift.decoding.drafter import Drafter, Source
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import (
     CHUNK,
@@ -19,11 +19,11 @@ from tswift.drafting.chains import (
     PartialDraftModel,
     SmallDraftModel,
 )
-from tswift.drafting.dynamic_tree import CostedSource, DynamicTreeDrafter, TreeBudget
+from tswift.drafting.dynamic_tree import DynamicTreeDrafter, TreeBudget
 from tswift.drafting.fixed_tree import FixedTreeDrafter
-from tswift.drafting.heads import DraftingPass, HeadSource, HeadTreeSource, LastPass
+from tswift.drafting.heads import WIDTH, DraftingPass, HeadSource, HeadTreeSource, LastPass
 from tswift.drafting.history import HistorySource, LogitHistory, unbuilt
-from tswift.drafting.networks import BEAM, EveryNode, NetworkDrafter, NetworkSource
+from tswift.drafting.networks import BEAM, EveryNode, NetworkSource
 from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import (
     AUTO,
@@ -104,13 +104,12 @@ def _of_heads(
     longest = NGRAM if others else 0
     if isinstance(tree, tuple):
         source = HeadSource(models.target, heads, reader, tree, options.shared_noise)
-        depth, ngrams = max(len(tree), longest), others[0] if others else None
         fewer = _fewer(models.target, options.nodes)
-        return FixedTreeDrafter([source, *others], depth, options.nodes, heads=source, ngrams=ngrams, fewer=fewer)
+        return FixedTreeDrafter([source, *others], max(len(tree), longest), options.nodes, fewer=fewer)
     levels = heads.count + reader.direct
     if options.gamma is not None:
         levels = min(options.gamma + reader.direct, options.nodes - 1)
-    beams = HeadTreeSource(models.target, heads, reader, levels, options.shared_noise, models.costs)
+    beams = HeadTreeSource(models.target, heads, reader, (WIDTH,) * levels, options.shared_noise)
     return _pruned(models, options, max(levels, longest), [beams, *others], memory)
 
 
@@ -136,7 +135,7 @@ def _pruned(
     models: Models,
     options: DraftOptions,
     depth: int,
-    sources: Sequence[CostedSource],
+    sources: Sequence[Source],
     memory: LogitHistory | None,
     budget: TreeBudget | None = None,
 ) -> DynamicTreeDrafter:
@@ -146,7 +145,7 @@ def _pruned(
     if memory is not None:
         sources = [*sources, HistorySource(memory, budget, options.nodes)]
         depth = max(depth, min(options.nodes - 1, _FOLLOWED))
-    return DynamicTreeDrafter(depth=depth, limit=options.nodes, memory=memory, proposing=sources, budget=budget)
+    return DynamicTreeDrafter(sources, depth, options.nodes, [] if memory is None else [memory], budget)
 
 
 def block(models: Models, options: DraftOptions) -> Drafter:
@@ -159,7 +158,7 @@ def eagle(models: Models, options: DraftOptions) -> Drafter:
     return _of_network("eagle", models, options, _memory(models, options))
 
 
-def _of_network(name: str, models: Models, options: DraftOptions, memory: LogitHistory | None) -> NetworkDrafter:
+def _of_network(name: str, models: Models, options: DraftOptions, memory: LogitHistory | None) -> DynamicTreeDrafter:
     """A published drafter in the tree of the options, or in one that pays, and what is recalled beside it."""
     network, nodes = models.target.network, options.nodes
     assert network is not None
@@ -169,11 +168,9 @@ def _of_network(name: str, models: Models, options: DraftOptions, memory: LogitH
     levels = min(len(shape) if shape else options.gamma or network.spec.count, nodes - 1)
     budget = TreeBudget(models.costs) if shape is None else EveryNode(models.costs)
     window = options.budget, options.sinks
-    source = NetworkSource(name, network, levels, window, options.shared_noise, models.costs, nodes, shape)
-    tree = _pruned(models, options, levels, [source], memory, budget)
-    return NetworkDrafter(
-        depth=tree.depth, limit=nodes, memory=memory, proposing=tree.proposing, budget=budget, network=source
-    )
+    source = NetworkSource(name, network, levels, window, options.shared_noise, nodes, shape)
+    drafter = _pruned(models, options, levels, [source], memory, budget)
+    return replace(drafter, memories=[source, *drafter.memories])
 
 
 def cascade(models: Models, options: DraftOptions) -> Drafter:
@@ -190,7 +187,7 @@ def _cascade(models: Models, options: DraftOptions, memory: LogitHistory | None)
         inner = _of_heads(passes, limited, LastPass(), [], memory)
     elif memory is not None:
         inner = _pruned(passes, limited, 0, [], memory)
-    inner.memory = None  # kept up for the tree that the chain is verified in
+    inner.memories = ()  # kept up for the tree that the chain is verified in
     level = _self_level(models.drafting, options, chain=options.gamma, nodes=INNER_NODES)
     budget = TreeBudget(models.costs)
     source = CascadeSource(level, inner, options.shared_noise, budget, models.draft_costs)
@@ -233,16 +230,16 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     if models.draft is not None:
         arms["standalone"] = standalone(models, _standalone_options(options))
     for drafter in arms.values():
-        if isinstance(
-            drafter, DynamicTreeDrafter
-        ):  # not all that may be drafted in its first step, as if time were free
+        if isinstance(drafter, DynamicTreeDrafter):
+            # not all that may be drafted in its first step, as if time were free
             drafter.budget.rate = 1 / models.costs.seconds(1, 0)
-    if steady:
-        for drafter in arms.values():
-            drafter.memory = None
+    # the states that a network reads are gone with the next pass
+    kept = [each for arm in arms.values() for each in arm.memories if steady or each is not memory]
+    for drafter in arms.values():
+        drafter.memories = [each for each in drafter.memories if each not in kept]
     depth, limit = (max(getattr(drafter, name) for drafter in arms.values()) for name in ("depth", "limit"))
     costs = None if options.costs == MEASURED else models.costs
-    return AdaptiveDrafter(depth=depth, limit=limit, memory=memory if steady else None, arms=arms, costs=costs)
+    return AdaptiveDrafter(depth=depth, limit=limit, memories=[*dict.fromkeys(kept)], arms=arms, costs=costs)
 
 
 def _standalone_options(options: DraftOptions) -> DraftOptions:

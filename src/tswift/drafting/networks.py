@@ -6,31 +6,24 @@ below the likeliest few of the level before are ranked with the noise of their p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import takewhile
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from tswift.decoding.device_step import HostBlock
-from tswift.decoding.drafter import Context
+from tswift.decoding.drafter import Context, Source
 from tswift.decoding.sampling import Sampler
-from tswift.drafting.dynamic_tree import CandidateTree, DynamicTreeDrafter, TreeBudget
+from tswift.drafting.dynamic_tree import GAP, GUESSES, CandidateTree, TreeBudget
+from tswift.drafting.heads import WIDTH
 from tswift.kv.cache import WindowKV
 from tswift.models.drafters import BlockDrafter, EagleDrafter
 from tswift.models.passes import Forwarded, PassCosts
 
-WIDTH, BEAM = 4, 5  # candidates below a node, and nodes of a level that are gone on with
-_STEP, _FAR = 0.5, 8  # gaps between scores are told apart by this much, and up to so many times
+BEAM = 5  # nodes of a level that are gone on with
 _LEVELS = 6  # levels are told apart up to this one
-# chances by rank and lead, to go on from and until more is known
-_GUESSES = (
-    (0.42, 0.62, 0.74, 0.83, 0.88),
-    (0.27, 0.16, 0.07, 0.05, 0.03),
-    (0.12, 0.08, 0.05, 0.03, 0.02),
-    (0.06, 0.05, 0.03, 0.02, 0.01),
-)
 _LEVEL = 0.1  # of a pass over one node that ranking a level takes about, where it has not been measured
 
 
@@ -43,7 +36,7 @@ class EveryNode(TreeBudget):
         return len(path_probs)
 
 
-class NetworkSource:
+class NetworkSource(Source):
     """Candidates below the likeliest branches, level by level, all of them in one round of the drafter.
 
     Args:
@@ -52,7 +45,6 @@ class NetworkSource:
         levels: tokens drafted along a path.
         window: tokens that its cache holds, and how many of them are the text's first.
         shared_noise: rank candidates by what the target would draw with the noise of their position.
-        costs: of passes.
         longest: most tokens that a step commits, usually.
         widths: candidates per level; None for the best four.
     """
@@ -64,12 +56,11 @@ class NetworkSource:
         levels: int,
         window: tuple[int, int],
         shared_noise: bool,
-        costs: PassCosts,
         longest: int,
         widths: Sequence[int] | None = None,
     ) -> None:
         self.name, self._network, self._levels, self._shared_noise = name, network, levels, shared_noise
-        self._costs, self._widths, self.cost_s = costs, widths, 0.0
+        self._widths, self._proposed = widths, False
         target, spec = network.target, network.spec
         self._width = min(WIDTH if widths is None else max(widths), target.vocab_size)
         self.kv = WindowKV(spec.kv_shape(target.dtype, target.device), *window, spec.slots(levels, BEAM))
@@ -78,7 +69,7 @@ class NetworkSource:
         self._block = HostBlock({**sections, "slots": self._rows}, target.device)
         self._taps = torch.zeros(self._rows, spec.tap_count * spec.tap_size, dtype=target.dtype, device=target.device)
         self._new, self._first = self._taps[:0], 0  # taps of the newest tokens, and the first one's place
-        table = list(_GUESSES) + [_GUESSES[-1]] * (self._width - len(_GUESSES))
+        table = list(GUESSES) + [GUESSES[-1]] * (self._width - len(GUESSES))
         self._guesses = torch.tensor(table[: self._width], dtype=torch.float64, device=target.device)
         self._ranks = torch.arange(self._width, device=target.device)
         weights = [sum(weight.numel() for weight in each.parameters()) for each in (network, target.model)]
@@ -96,7 +87,7 @@ class NetworkSource:
         self._flush(context.text)
 
     @torch.inference_mode()
-    def committed(self, context: Context, most: int) -> None:
+    def committed(self, context: Context, most: int = 0) -> None:
         """Keep the states of new tokens; the next round takes them into the window."""
         count = context.kv.length - self._first - len(self._new)
         if count <= 0 or context.last is None:
@@ -182,72 +173,38 @@ class NetworkSource:
     def _promise(self, reach: Tensor, scores: Tensor) -> Tensor:
         """``[n, width]`` chances of candidates by their scores' gaps, to choose what is gone on with."""
         first = scores[:, :1]
-        second = scores[:, 1:2] if self._width > 1 else first - _STEP
+        second = scores[:, 1:2] if self._width > 1 else first - GAP
         gaps = torch.cat([first - second, first - scores[:, 1:]], 1)
-        steps = (gaps / _STEP).round().nan_to_num(0.0).clamp(0, len(_GUESSES[0]) - 1).long()
+        steps = (gaps / GAP).round().nan_to_num(0.0).clamp(0, len(GUESSES[0]) - 1).long()
         chances = self._guesses.expand(len(steps), -1, -1).gather(2, steps[:, :, None])[:, :, 0]
         return (reach[:, None] * chances).where(scores.isfinite(), 0.0)
 
     def propose(self, tree: CandidateTree, context: Context) -> None:
         """Offer what the round found."""
-        self.cost_s = 0.0
+        self._proposed = self._found is not None
         if self._found is None:
             return
         found, self._found = self._found.tolist(), None  # the one wait for the device
-        self.cost_s = self._price(self._costs)
         nodes: list[int | None] = [0]  # of the level's rows, and whether they are the best all the way down
         best = [True]
         for level in range(min(self._levels, tree.depth)):
             below: list[int | None] = []
             for row, node in enumerate(nodes):
-                values = found[level][row][1 + self._width :]
-                tokens = found[level][row][1 : 1 + self._width]
-                below += self._offer(tree, node, level, best[row], tokens, values)
+                scores = [*takewhile(isfinite, found[level][row][1 + self._width :])] if node is not None else []
+                tokens = [int(token) for token in found[level][row][1 : 1 + len(scores)]]
+                about = min(level, _LEVELS), best[row]
+                children = tree.propose_ranked(node or 0, tokens, scores, self.name, about)
+                below += [*children, *[None] * (self._width - len(children))]
             if level + 1 < self._levels:
                 picked = [int(each[0]) for each in found[level + 1][: min(BEAM, len(below))]]
                 nodes = [below[index] for index in picked]
                 best = [best[index // self._width] and index % self._width == 0 for index in picked]
 
-    def _offer(
-        self,
-        tree: CandidateTree,
-        node: int | None,
-        level: int,
-        best: bool,
-        tokens: Sequence[float],
-        values: Sequence[float],
-    ) -> list[int | None]:
-        """Offer the candidates below a node; returns their nodes, None for one that is none."""
-        below: list[int | None] = [None] * self._width
-        for rank in range(0 if node is None else self._width):
-            if not math.isfinite(values[rank]):
-                break
-            other = values[0] if rank else values[1] if self._width > 1 else -math.inf
-            lead = abs(values[rank] - other)
-            step = round(min(lead / _STEP, _FAR)) if lead >= 0 else 0
-            guess = _GUESSES[min(rank, len(_GUESSES) - 1)][min(step, len(_GUESSES[0]) - 1)]
-            assert node is not None
-            below[rank] = tree.propose(
-                node, int(tokens[rank]), self.name, (min(level, _LEVELS), rank, step, best), guess
-            )
-        return below
-
-    def _price(self, costs: PassCosts) -> float:
+    def price(self, costs: PassCosts, context: Context) -> float:
         """Seconds of a round: passes in proportion to the weights, and the ranking of every level."""
+        if not self._proposed:
+            return 0.0
         level = costs.level or _LEVEL * costs.seconds(1, 0)
         block = self._network.spec.block
         passes = costs.seconds(block, 0) if block else self._levels * costs.seconds(BEAM, 0)
         return self._share * passes + self._levels * level
-
-
-@dataclass
-class NetworkDrafter(DynamicTreeDrafter):
-    """A drafter network, and what else offers candidates beside it."""
-
-    network: NetworkSource | None = None
-
-    def prefilled(self, context: Context, forwarded: Forwarded) -> None:
-        """As :meth:`Drafter.prefilled`."""
-        super().prefilled(context, forwarded)
-        assert self.network is not None
-        self.network.prefilled(context, forwarded)

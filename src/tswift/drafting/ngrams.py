@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tswift.decoding.drafter import REUSE, Context, Draft
-from tswift.models.passes import PassCosts
+from tswift.decoding.drafter import REUSE, Context, DraftTree, Source
+from tswift.drafting.dynamic_tree import CandidateTree
 
 
 class NgramTable:
@@ -64,7 +64,7 @@ class NgramTable:
         return [gram[1:] for gram in self._best.get(first, ())]
 
 
-class ReuseSource:
+class ReuseSource(Source):
     """Continuations of a token the text has had before.
 
     Args:
@@ -74,45 +74,23 @@ class ReuseSource:
     """
 
     name = REUSE
-    cost_s = 0.0
 
     def __init__(self, table: NgramTable, below: int, recent: bool) -> None:
-        self._table, self._below, self._recent = table, below, recent
+        self.table, self._below, self._recent = table, below, recent
         self._counted = 0  # tokens whose n-grams are in the table
-
-    @property
-    def most_nodes(self) -> int:
-        """Most nodes of a tree that the continuations of one token take."""
-        return self._table.k * (self._table.n - 1)
-
-    def changed(self) -> list[int]:
-        """The first tokens whose continuations have changed since the last call."""
-        firsts, self._table.changed = list(self._table.changed), set()
-        return firsts
-
-    def continuations(self, first: int) -> list[tuple[int, ...]]:
-        """As :meth:`NgramTable.continuations`."""
-        return self._table.continuations(first)
 
     def start(self, context: Context) -> None:
         """Count the n-grams that have become complete, or have left the penalty window."""
         params = context.sampler.params
         hidden = params.window if params.penalises and not self._recent else 0
-        n = self._table.n
+        n = self.table.n
         for end in range(max(self._counted, n - 1) + 1, len(context.text) - hidden + 1):
-            self._table.count(context.text[end - n : end])
+            self.table.count(context.text[end - n : end])
             self._counted = end
 
-    def propose(self, tree: Draft, context: Context) -> None:
+    def propose(self, tree: DraftTree | CandidateTree, context: Context) -> None:
         """Hang the continuations below every node of the chosen depth."""
         for node in [n for n in range(len(tree.tokens)) if tree.depths[n] == self._below]:
             head = [tree.tokens[node]] if self._below else []
-            for tail in self._table.continuations(tree.tokens[node]):
+            for tail in self.table.continuations(tree.tokens[node]):
                 tree.add([*head, *tail], self.name)
-
-    def price(self, costs: PassCosts, context: Context) -> float:
-        """Nothing: what the host does hides behind the device."""
-        return self.cost_s
-
-    def committed(self, context: Context, most: int) -> None:
-        """Nothing yet: counting can wait until the device has something to do."""
