@@ -57,7 +57,7 @@ void tswift_index(Index *x, int64_t count) {
 }
 
 /* The best places whose tokens end as a context does, best first: long matches, and of these the late ones. */
-int64_t tswift_find(const Index *x, const int32_t *context, int64_t length, int64_t most, Match *found) {
+static int64_t find(const Index *x, const int32_t *context, int64_t length, int64_t most, Match *found) {
     uint64_t value = 0, factor = FACTOR, values[ORDERS];
     int64_t count = 0, kinds = 0;
     const int32_t *end = context + length - 1;
@@ -140,7 +140,7 @@ void tswift_think(const Logits *l, const float *logits, int64_t rows, int64_t fi
 }
 
 /* The weighted mean of some distributions as logits of the tokens that have any chance; returns how many have. */
-int64_t tswift_average(
+static int64_t average(
     const Logits *l, const int64_t *places, const double *shares, int64_t count, int32_t *ids, float *logits
 ) {
     int64_t width = 0;
@@ -187,7 +187,7 @@ void tswift_recall(const Guess *g) {
         Match found[PLACES];
         int64_t places[PLACES];
         double shares[PLACES], sum = 0;
-        const int64_t count = tswift_find(g->index, path, end - path, g->most, found);
+        const int64_t count = find(g->index, path, end - path, g->most, found);
         g->matches[p] = count ? found[0] : (Match){-1, 0};
         g->positions[p] = g->index->count + g->depths[p];
         for (int64_t i = 0; i < count; i++) {
@@ -195,7 +195,7 @@ void tswift_recall(const Guess *g) {
             sum += shares[i] = exp(g->favour * (found[i].length - found[0].length));
         }
         for (int64_t i = 0; i < count; i++) shares[i] /= sum;
-        const int64_t width = tswift_average(g->kept, places, shares, count, ids, logits);
+        const int64_t width = average(g->kept, places, shares, count, ids, logits);
         for (int64_t j = width; j < g->width; j++) logits[j] = -INFINITY, ids[j] = 0;
         if (!g->seen) continue;
         for (int64_t j = 0; j < width; j++) seen[j] = g->newest[ids[j]] >= g->positions[p] - g->window;

@@ -36,8 +36,8 @@ from tswift.models.passes import Forwarded, PassCosts
 from tswift.models.target import Target
 
 _LEAST = 1 << 10  # places of an empty table
-_ORDERS = (1, 2, 3, 4, 6, 12)
-_PARAMS = SamplingParams()
+_ORDERS = (1, 2, 3, 4, 6, 12)  # lengths of context that are looked up; a match counts up to the largest
+_REACH = 16  # links of a chain that are followed: a context met a thousand times costs no more than one met 16 times
 
 
 class _Index(ctypes.Structure):
@@ -76,9 +76,7 @@ def _library() -> ctypes.CDLL:
     Raises:
         Unbuilt: there is none here; it says why.
     """
-    library = build(Path(__file__).with_name("history.c"))
-    library.tswift_find.restype = library.tswift_average.restype = ctypes.c_int64
-    return library
+    return build(Path(__file__).with_name("history.c"))
 
 
 def unbuilt() -> str | None:
@@ -93,19 +91,13 @@ def unbuilt() -> str | None:
 class SuffixIndex:
     """The positions of a text by the tokens up to them.
 
-    Args:
-        orders: lengths of context that are looked up, ascending. What a match has beyond one of them is counted up to
-            the largest.
-        reach: links of one chain that are followed at most, so that a context met a thousand times costs no more than
-            one met sixteen times.
-
     Attributes:
         call: the same for C.
     """
 
-    def __init__(self, orders: Sequence[int] = _ORDERS, reach: int = 16) -> None:
-        self._library, self._orders, self.longest = _library(), np.array(orders), orders[-1]
-        self.call = _Index(orders=self._orders.ctypes.data, kinds=len(orders), reach=reach)
+    def __init__(self) -> None:
+        self._library, self._orders = _library(), np.array(_ORDERS)
+        self.call = _Index(orders=self._orders.ctypes.data, kinds=len(_ORDERS), reach=_REACH)
         self._text = np.empty(0, np.int32)
         self._grow(_LEAST)
 
@@ -120,7 +112,7 @@ class SuffixIndex:
 
     def last(self) -> list[int]:
         """The text's last tokens, as many as count."""
-        return self._text[max(0, len(self) - self.longest) : len(self)].tolist()
+        return self._text[max(0, len(self) - _ORDERS[-1]) : len(self)].tolist()
 
     def _grow(self, room: int) -> None:
         """Make room, and index the text anew in larger tables."""
@@ -141,23 +133,6 @@ class SuffixIndex:
         self._text[len(self) : count] = tokens
         self._library.tswift_index(ctypes.byref(self.call), ctypes.c_int64(count))
 
-    def find(self, context: Sequence[int], most: int) -> list[tuple[int, int]]:
-        """The positions whose tokens up to there end as a context does, those of the longest match first.
-
-        Args:
-            context: at least one token; its last ones count.
-            most: positions wanted.
-
-        Returns:
-            Up to ``most`` pairs (position of the match's last token, length of the match, at most the longest order);
-            of equal lengths the later first. Where no chain is longer than ``reach``, none is better.
-        """
-        tokens, found = np.array(context, np.int32), np.empty((most, 2), np.int64)
-        sizes = ctypes.c_int64(len(tokens)), ctypes.c_int64(most)
-        pointers = (ctypes.c_void_p(each.ctypes.data) for each in (tokens, found))
-        count = self._library.tswift_find(ctypes.byref(self.call), next(pointers), *sizes, next(pointers))
-        return [(place, length) for place, length in found[:count].tolist()]
-
 
 class TopKLogits:
     """The distributions after each token of a text, each by its likeliest tokens.
@@ -171,7 +146,7 @@ class TopKLogits:
         call: the same for C.
     """
 
-    def __init__(self, vocab_size: int, kept: int = 64, params: SamplingParams = _PARAMS) -> None:
+    def __init__(self, vocab_size: int, kept: int, params: SamplingParams) -> None:
         kept, kind = _kept_as(vocab_size, kept)
         self._library = _library()
         self._count = 0
@@ -225,26 +200,6 @@ class TopKLogits:
             for name, rows in (("ids", self._ids), ("logs", self._logs), ("scales", self._scales)):
                 setattr(self.call, name, rows.ctypes.data)
         return slice(start, self._count)
-
-    def average(self, places: Sequence[int], shares: Sequence[float]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Weighted mean of some distributions.
-
-        Args:
-            places: positions, each below ``len``.
-            shares: of each, which add up to one.
-
-        Returns:
-            Token ids ``[n]`` that any of them holds, and their logits ``[n]``: logarithms of the mean, moved by the
-            mean of what the distributions' own logits were moved by, as a penalty looks at the sign.
-        """
-        where, weights = np.array(places, np.int64), np.array(shares, np.float64)
-        room = len(where) * self._ids.shape[1]
-        ids, logits = np.empty(room, np.int32), np.empty(room, np.float32)
-        pointers = [ctypes.c_void_p(each.ctypes.data) for each in (where, weights, ids, logits)]
-        count = self._library.tswift_average(
-            ctypes.byref(self.call), *pointers[:2], ctypes.c_int64(len(where)), *pointers[2:]
-        )
-        return ids[:count], logits[:count]
 
 
 def _kept_as(vocab_size: int, kept: int) -> tuple[int, type[np.uint16] | type[np.int32]]:
@@ -380,8 +335,8 @@ class LogitHistory:
         return guesses
 
     def _guess(self, paths: Sequence[Sequence[int]], most: int) -> list[Candidates]:
-        contexts, text = self._contexts, self._contexts.last()
-        whole = [[*text, *path][-max(contexts.longest, len(path)) :] for path in paths]
+        text = self._contexts.last()
+        whole = [[*text, *path][-max(_ORDERS[-1], len(path)) :] for path in paths]
         tokens, count = np.array([token for each in whole for token in each], np.int32), len(paths)
         self._ends[:count] = [*accumulate(map(len, whole))]
         self._depths[:count] = [*map(len, paths)]
