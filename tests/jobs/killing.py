@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from tswift.cli import main as tswift
+
+_CONTEXT = multiprocessing.get_context("fork")
 
 
 class Process:
@@ -23,25 +25,18 @@ class Process:
 
     def __init__(self, words: Sequence[object], output: Path, closed: Sequence[int] = ()) -> None:
         self.output, self.errors = output, output.with_suffix(".err")
-        sys.stdout.flush()
-        self.pid = os.fork()
-        if not self.pid:
-            code = 99
-            try:
-                for number, path in ((1, self.output), (2, self.errors)):
-                    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-                for number in closed:
-                    os.close(number)
-                    setattr(sys, ("stdin", "stdout", "stderr")[number], None)
-                code = tswift([str(word) for word in words])
-                sys.stdout.flush()
-                sys.stderr.flush()
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-            finally:
-                os._exit(code)
+        self._process = _CONTEXT.Process(target=self._run, args=(words, closed), daemon=True)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def _run(self, words: Sequence[object], closed: Sequence[int]) -> None:
+        for number, path in ((1, self.output), (2, self.errors)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        for number in closed:
+            os.close(number)
+            setattr(sys, ("stdin", "stdout", "stderr")[number], None)
+        sys.exit(tswift([str(word) for word in words]))
 
     def begin(self) -> None:
         """Wait for its first text."""
@@ -50,18 +45,11 @@ class Process:
 
     def poll(self) -> int | None:
         """Its exit code, negative for the signal that killed it; None while it runs."""
-        if not hasattr(self, "_code"):
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if not pid:
-                return None
-            self._code = os.waitstatus_to_exitcode(status)
-        return self._code
+        return self._process.exitcode
 
     def wait(self, seconds: float = 3600.0) -> int | None:
         """Its exit code, or None after so many seconds."""
-        until = time.monotonic() + seconds
-        while self.poll() is None and time.monotonic() < until:
-            time.sleep(0.005)
+        self._process.join(seconds)
         return self.poll()
 
     def send(self, number: int) -> None:
