@@ -139,14 +139,16 @@ class AppendedFile:
             os.close(self._handle)
 
 
-def refuse_other(path: Path) -> None:
-    """Refuse, by OSError, to read a link or anything else but a regular file; a missing one is fine."""
+def refuse_other(path: Path, option: str | None = None) -> Path:
+    """A path that may be missing, but is no link, which could point at anything, nor a pipe: InputError for these."""
     try:
         mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
+    except OSError:  # reading it will tell
+        return path
     if not stat.S_ISREG(mode):
-        raise OSError(0, "it is a link" if stat.S_ISLNK(mode) else "it is no regular file", str(path))
+        problem = "it is a link" if stat.S_ISLNK(mode) else "it is no regular file"
+        raise InputError(f"{path} cannot be read ({problem})", option)
+    return path
 
 
 def bytes_of(tokens: Sequence[int]) -> bytes:
@@ -560,12 +562,8 @@ def _ids(data: bytes) -> list[int]:
 
 
 def _content(path: Path, missing: str | None = None, option: str | None = None) -> bytes:
-    if option is None:  # a file that the user names may be reached by a link; one in a run's folder must not
-        try:
-            refuse_other(path)
-        except OSError as error:
-            raise InputError(f"{path} cannot be read ({error.strerror})") from None
-    return read_file(path, _MOST_BYTES, option, missing)
+    # a file that the user names may be reached by a link; one in a run's folder must not
+    return read_file(refuse_other(path) if option is None else path, _MOST_BYTES, option, missing)
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, name: str, option: str | None = None) -> None:

@@ -373,7 +373,7 @@ class TrainFolder:
 
     def read_record(self) -> dict[str, Any]:
         """The contents of ``train.json``."""
-        path = self._regular(RECORD)
+        path = refuse_other(self.path / RECORD, _FIELD)
         content = read_file(path, MOST_RECORD, _FIELD, f"{self.path} holds no training: there is no {RECORD} in it")
         try:
             record = dict(json.loads(content))
@@ -414,7 +414,7 @@ class TrainFolder:
 
     def load_checkpoint(self) -> tuple[dict[str, Tensor], int, float] | None:
         """The last checkpoint: tensors, steps done, seconds trained; None if there is none yet."""
-        path = self._regular(CHECKPOINT)
+        path = refuse_other(self.path / CHECKPOINT, _FIELD)
         if not path.exists():
             return None
         try:
@@ -432,19 +432,10 @@ class TrainFolder:
 
     def truncate_log(self, step: int) -> None:
         """Drop the lines of ``metrics.jsonl`` after a step: the checkpoint does not know of them."""
-        path = self._regular(METRICS)
+        path = refuse_other(self.path / METRICS, _FIELD)
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
         with self._writing(METRICS):
             write_whole(path, "".join(f"{line}\n" for line in lines if _step(line) <= step).encode())
-
-    def _regular(self, name: str) -> Path:
-        """The path of a file that may be missing; a link, which could point at anything, or a pipe is refused."""
-        path = self.path / name
-        try:
-            refuse_other(path)
-        except OSError as error:
-            raise InputError(f"{path} cannot be read ({error.strerror})", _FIELD) from None
-        return path
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
