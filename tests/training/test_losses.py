@@ -28,7 +28,7 @@ from tswift.models.target import Target
 from tswift.training import tasks
 from tswift.training.config import OBJECTIVES
 from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, HeadsLoss
-from tswift.training.tasks import Trainer, adamw, learning_rate, measure_agreement, muon
+from tswift.training.tasks import Trainer, learning_rate, measure_agreement, muon
 
 ROWS, LENGTH, COUNT = 2, 23, 3
 IDS = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -211,7 +211,7 @@ def test_a_state_is_gone_on_with_and_another_ones_is_refused() -> None:
         assert not torch.equal(ours, state[f"draft.{name}"])
     heads = heads_of("chained")
     with pytest.raises(KeyError, match=r"linear\.weight"):
-        Trainer(heads, adamw(heads, 1e-2, 0.1), "draft").load(state)
+        Trainer(heads, [torch.optim.AdamW(heads.parameters())], "draft").load(state)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

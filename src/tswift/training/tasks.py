@@ -32,7 +32,7 @@ from tswift.kv.cache import FullKV
 from tswift.models.checkpoint import CONFIG, fingerprint_in_any_dtype, silence
 from tswift.models.drafters import DSPARK, BlockDrafter, DrafterSpec, build
 from tswift.models.drafters_io import attached, published_config
-from tswift.models.heads import HEAD_TYPES, Heads
+from tswift.models.heads import HEAD_TYPES
 from tswift.models.heads_io import load_heads
 from tswift.models.load import LoadedModel
 from tswift.models.target import Target
@@ -118,15 +118,30 @@ class Trainer:
 
 
 class Trainee(ABC):
-    """What is trained for a model, and how it is evaluated."""
+    """What is trained for a model, by a ``HeadsConfig`` or ``DraftConfig``, and how it is evaluated."""
 
     scores: type  # the dataclass of what evaluate() returns
+    loss_type: type[NetworkLoss]
+    name: str  # in checkpoints
 
-    def __init__(
-        self, loss: NetworkLoss, target: Target, optimizers: Sequence[torch.optim.Optimizer], name: str, ranks: Dist
-    ) -> None:
-        self.trainer, self.loss, self._target = Trainer(loss.network, optimizers, name), loss, target
-        self._wrapped = ranks.wrap(loss)
+    def __init__(self, config: Any, model: LoadedModel, documents: Documents, ranks: Dist, progress: Progress) -> None:
+        self._config, self._model, self._target, self._progress = config, model, model.target, progress
+        self._rows = [torch.from_numpy(row) for row in documents.held_out_rows(config.seq_len)]
+        # at least float32: beside a model in bfloat16, small updates would be lost on weights in bfloat16
+        dtype = torch.promote_types(self._target.dtype, torch.float32)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.network: Any = self.build().to(self._target.device, dtype)
+        self.loss = self.loss_type(self.network, self._target, config.objective)
+        self.trainer, self._wrapped = Trainer(self.network, self.optimizers(), self.name), ranks.wrap(self.loss)
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """The network with random weights."""
+
+    @abstractmethod
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those of the network, with the highest learning rates."""
 
     def learn(self, ids: Tensor, key: Sequence[int], of: int = 1, last: bool = True) -> Metrics:
         """Add the gradient of a micro-batch, ``[B, T]`` int64 token ids; ``key`` is the random generator's.
@@ -160,33 +175,30 @@ class Trainee(ABC):
 class HeadsTrainee(Trainee):
     """Heads that learn to predict what a frozen model says next; heads of the model's own are not used."""
 
-    scores = HeadsScores
+    scores, loss_type, name = HeadsScores, HeadsLoss, "heads"
 
-    def __init__(
-        self, config: HeadsConfig, model: LoadedModel, documents: Documents, ranks: Dist, progress: Progress
-    ) -> None:
-        target = model.target
-        if config.alpha_tokens >= target.max_positions:
-            raise InputError(f"must be below the model's {target.max_positions:,} positions", "alpha_tokens")
-        self._config, self._model, self._progress = config, model, progress
-        self._rows = documents.held_out_rows(config.seq_len)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
-            self.heads: Heads = HEAD_TYPES[config.kind](target.hidden_size, config.heads_count)
-        self.heads.to(target.device, _trained_dtype(target))
-        loss = HeadsLoss(self.heads, target, config.objective)
-        super().__init__(loss, target, adamw(self.heads, config.lr, config.weight_decay), "heads", ranks)
+    def build(self) -> nn.Module:
+        """Heads with random weights."""
+        if self._config.alpha_tokens >= self._target.max_positions:
+            raise InputError(f"must be below the model's {self._target.max_positions:,} positions", "alpha_tokens")
+        heads: nn.Module = HEAD_TYPES[self._config.kind](self._target.hidden_size, self._config.heads_count)
+        return heads
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The paper's (table 9)."""
+        config = self._config
+        return [torch.optim.AdamW(self.network.parameters(), config.lr, (0.9, 0.999), weight_decay=config.weight_decay)]
 
     def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> HeadsScores:
         """Loss and accuracy of each head, and how much of their drafts ``tokenswift`` with its defaults accepts."""
-        config, target, tokens = self._config, self._model.target, 0 if quick else self._config.alpha_tokens
+        config, target, tokens = self._config, self._target, 0 if quick else self._config.alpha_tokens
         if folder is not None:  # the file is evaluated, whose weights are rounded to bfloat16
             heads = load_heads(folder.path / HEADS, target.hidden_size, target.dtype, target.device)
         else:
-            heads = deepcopy(self.heads).to(target.device, target.dtype).eval().requires_grad_(False)
-        loss, rows = HeadsLoss(heads, target, config.objective), [torch.from_numpy(row[None]) for row in self._rows]
+            heads = deepcopy(self.network).to(target.device, target.dtype).eval().requires_grad_(False)
+        loss = HeadsLoss(heads, target, config.objective)
         with torch.no_grad():
-            metrics = total([loss(row.to(target.device)) for row in rows])
+            metrics = total([loss(row[None].to(target.device)) for row in self._rows])
         scores = HeadsScores(metrics.mean_loss, metrics.accuracy)
         if not tokens:
             return scores
@@ -206,28 +218,29 @@ class HeadsTrainee(Trainee):
 
     def write(self, folder: TrainFolder) -> None:
         """Write the heads file."""
-        folder.write(HEADS, partial(self.heads.save, base=fingerprint_in_any_dtype(self._model.target.model)))
+        folder.write(HEADS, partial(self.network.save, base=fingerprint_in_any_dtype(self._target.model)))
 
 
 class DraftTrainee(Trainee):
     """A small model that learns to draw what a large one draws."""
 
-    scores = Agreement
+    scores, loss_type, name = Agreement, DraftLoss, "draft.network"
 
-    def __init__(
-        self, config: DraftConfig, model: LoadedModel, documents: Documents, ranks: Dist, progress: Progress
-    ) -> None:
-        target = model.target
-        self._config, self._tokenizer = config, model.tokenizer
-        self._params, _ = ending(SamplingParams(), model.eos_ids, False)
-        self._rows = [row.tolist() for row in documents.held_out_rows(config.seq_len)]
-        self.network = draft_network(config, target).to(target.device, _trained_dtype(target))
-        self.network.set_attn_implementation(CAUSAL)
-        parameters = self.network.num_parameters()
-        progress.say(f"draft model of {parameters:,} parameters, {config.positions:,} positions")
+    def build(self) -> nn.Module:
+        """A Llama of the published shape, with the vocabulary of the model."""
+        config, text = self._config, self._target.model.config.get_text_config()
+        shape = {**config.sizes, "vocab_size": self._target.vocab_size, "max_position_embeddings": config.positions}
+        ends = {"bos_token_id": text.bos_token_id, "eos_token_id": text.eos_token_id}
+        network = LlamaForCausalLM(LlamaConfig(**shape, **ends))
+        network.set_attn_implementation(CAUSAL)
+        parameters = network.num_parameters()
+        self._progress.say(f"draft model of {parameters:,} parameters, {config.positions:,} positions")
+        return network
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon and AdamW."""
         ends = self.network.get_input_embeddings().weight, self.network.get_output_embeddings().weight
-        optimizers = muon(self.network, ends, config.lr, config.weight_decay)
-        super().__init__(DraftLoss(self.network, target, config.objective), target, optimizers, "draft.network", ranks)
+        return muon(self.network, ends, self._config.lr, self._config.weight_decay)
 
     def places(self, rows: int, key: Sequence[int]) -> tuple[Tensor | None, ...]:
         """Positions with jumps, so that far ones are learnt from short rows, where there is room to jump."""
@@ -243,7 +256,8 @@ class DraftTrainee(Trainee):
             with silence():
                 network = LlamaForCausalLM.from_pretrained(folder.path, dtype=self._target.dtype)
         draft = Target(deepcopy(network).to(self._target.device, self._target.dtype))
-        return Agreement.mean([measure_agreement(self._target, draft, row, self._params) for row in self._rows])
+        params, _ = ending(SamplingParams(), self._model.eos_ids, False)
+        return Agreement.mean([measure_agreement(self._target, draft, row.tolist(), params) for row in self._rows])
 
     def write(self, folder: TrainFolder) -> None:
         """Write the model in bfloat16 with the large one's tokenizer: a folder for ``--draft-model``."""
@@ -251,7 +265,7 @@ class DraftTrainee(Trainee):
         try:
             with TemporaryDirectory(dir=folder.path) as made, silence():
                 network.save_pretrained(made, max_shard_size="1000GB")
-                self._tokenizer.save_pretrained(made)
+                self._model.tokenizer.save_pretrained(made)
                 # the weights come last: without them it is no model
                 for path in sorted(Path(made).iterdir(), key=lambda path: path.name == MODEL):
                     folder.write(path.name, partial(shutil.copyfile, path))
@@ -262,24 +276,21 @@ class DraftTrainee(Trainee):
 class BlockTrainee(Trainee):
     """A block drafter with a Markov head, in DSpark's layout, that learns what a model says after the text so far."""
 
-    scores = HeadsScores
+    scores, loss_type, name = HeadsScores, BlockLoss, "drafter.network"
 
-    def __init__(
-        self, config: DraftConfig, model: LoadedModel, documents: Documents, ranks: Dist, progress: Progress
-    ) -> None:
-        self._config = config
-        self._rows = documents.held_out_rows(config.seq_len)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
-            network = build(block_spec(config, model), model.target)
-            assert isinstance(network, BlockDrafter)
-            nn.init.zeros_(network.markov_head.markov_w2.weight)
-        attached(network.to(model.target.device, _trained_dtype(model.target)))
-        progress.say(f"block drafter of {sum(weight.numel() for weight in network.parameters()):,} parameters")
-        ends = network.markov_head.markov_w1.weight, network.markov_head.markov_w2.weight
-        optimizers = muon(network, ends, config.lr, config.weight_decay)
-        loss = BlockLoss(network, model.target, config.objective)
-        super().__init__(loss, model.target, optimizers, "drafter.network", ranks)
+    def build(self) -> nn.Module:
+        """A block drafter with random weights, whose Markov head says nothing yet."""
+        network = build(block_spec(self._config, self._model), self._target)
+        assert isinstance(network, BlockDrafter)
+        nn.init.zeros_(network.markov_head.markov_w2.weight)
+        self._progress.say(f"block drafter of {sum(weight.numel() for weight in network.parameters()):,} parameters")
+        return attached(network)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon and AdamW."""
+        markov = self.network.markov_head
+        ends = markov.markov_w1.weight, markov.markov_w2.weight
+        return muon(self.network, ends, self._config.lr, self._config.weight_decay)
 
     def places(self, rows: int, key: Sequence[int]) -> tuple[Tensor | None, ...]:
         """Positions with jumps, and where blocks begin."""
@@ -293,13 +304,13 @@ class BlockTrainee(Trainee):
     def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> HeadsScores:
         """Loss and accuracy of each slot."""
         roots = torch.arange(1, self._config.seq_len - self._config.slots)[None]
-        rows = [torch.from_numpy(row[None]) for row in self._rows]
-        found = total([self._metrics(self.loss, ids, torch.arange(ids.shape[1])[None], roots) for ids in rows])
+        places = torch.arange(self._config.seq_len)[None], roots
+        found = total([self._metrics(self.loss, row[None], *places) for row in self._rows])
         return HeadsScores(found.mean_loss, found.accuracy)
 
     def write(self, folder: TrainFolder) -> None:
         """Write the drafter in bfloat16: a folder for ``--drafter``."""
-        network = self.loss.network
+        network = self.network
         # the weights come last: without them it is no drafter
         about = json.dumps(published_config(network.spec), indent=2) + "\n"
         folder.write(CONFIG, lambda path: path.write_text(about))
@@ -392,19 +403,6 @@ def compare(
     return [Agreement(loss, target_loss, hit / count) for loss, hit in zip(losses, hits.tolist(), strict=True)]
 
 
-def draft_network(config: DraftConfig, target: Target) -> LlamaForCausalLM:
-    """A draft model with random weights, on the CPU in float32."""
-    text = target.model.config.get_text_config()
-    shape = {
-        **config.sizes,
-        "vocab_size": target.vocab_size,
-        "max_position_embeddings": config.positions,
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        return LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=text.bos_token_id, eos_token_id=text.eos_token_id))
-
-
 def learning_rate(step: int, share: float, warmup: int) -> float:
     """Factor of the learning rates at a step from 0, when a share of the training is done: half a cosine.
 
@@ -412,11 +410,6 @@ def learning_rate(step: int, share: float, warmup: int) -> float:
     """
     risen = max((step + 1) / warmup if warmup else 1.0, share / _WARMUP_SHARE)
     return min(1.0, risen) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
-
-
-def adamw(heads: Heads, rate: float, decay: float) -> list[torch.optim.Optimizer]:
-    """The paper's optimizer for heads (table 9)."""
-    return [torch.optim.AdamW(heads.parameters(), lr=rate, betas=(0.9, 0.999), weight_decay=decay)]
 
 
 def muon(network: nn.Module, ends: Sequence[Tensor], rate: float, decay: float) -> list[torch.optim.Optimizer]:
@@ -429,11 +422,6 @@ def muon(network: nn.Module, ends: Sequence[Tensor], rate: float, decay: float) 
         torch.optim.Muon(matrices, lr=rate, momentum=0.95, weight_decay=decay, adjust_lr_fn="original"),
         torch.optim.AdamW(others, lr=0.15 * rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-
-
-def _trained_dtype(target: Target) -> torch.dtype:
-    """At least float32: beside a model in bfloat16, small updates would be lost on weights in bfloat16."""
-    return torch.promote_types(target.dtype, torch.float32)
 
 
 def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
