@@ -233,7 +233,7 @@ FAULTS = [
     Fault("a branch of a drafter goes on from another's state", "drafting/networks.py", TREES_OF,
           "rows, tokens = picked // self._width", "rows, tokens = picked % count"),
     # the server
-    Fault("a character begun is sent when a run is interrupted", "serving/runs.py", "serving/test_runs.py",
+    Fault("a character begun is sent when a run is interrupted", "serving/runs.py", "serving/test_service.py",
           'elif job.state != RUNNING:  #', "elif False:  #"),
     Fault("what waited is asked with the new server's defaults", "serving/runs.py", "serving/test_killing.py",
           "{**self._typed_model, **typed}", "self._typed"),

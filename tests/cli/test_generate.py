@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from tests.jobs.killing import Process
-from tests.jobs.test_chat import TEMPLATE
+from tests.jobs.test_prompt import TEMPLATE
 from tswift.attention.backends import choose
 from tswift.decoding.logprobs import row_type
 

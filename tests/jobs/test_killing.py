@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import tswift
 from tests.jobs.killing import Process, result
 from tswift.jobs import folder
-from tswift.jobs.folder import list_runs
+from tswift.jobs.folder import list_runs, read_run
+from tswift.jobs.job import Signals, Stopped
+from tswift.jobs.start import resume
 
 
 @pytest.fixture
@@ -64,3 +70,51 @@ def test_two_processes_on_one_folder(words: list[object], tmp_path: Path) -> Non
     assert f"is in use: process {first.pid} on " in second.errors.read_text()
     assert second.errors.read_text().count("\n") == 1
     assert [entry.state for entry in list_runs(tmp_path / "run")] == ["killed"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_raises(number: int) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped, match=f"stopped by {signal.Signals(number).name}") as found, Signals():
+        os.kill(os.getpid(), number)
+    assert found.value.code == 128 + number
+    assert isinstance(found.value, KeyboardInterrupt)
+    assert signal.getsignal(number) is before
+
+
+def test_as_many_are_noted_as_there_is_patience() -> None:
+    with Signals() as signals:
+        signals.patience = 1
+        assert signals.stopped is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.stopped.number == signal.SIGTERM
+        with pytest.raises(Stopped, match="SIGINT"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.stopped is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+FOLDER = Path(__file__).parent / "interrupted"  # made at commit 53d1036, killed by SIGKILL
+
+
+@pytest.mark.slow
+def test_it_goes_on_to_the_text_it_would_have_become(tmp_path: Path) -> None:
+    folder = shutil.copytree(FOLDER, tmp_path / "run")
+    before = np.fromfile(folder / "tokens.u32", "<u4").tolist()
+    run = read_run(folder)
+    job = resume(folder, {}, False, ["tswift"])
+    job.run(lambda *progress: None)
+    tokens = np.fromfile(folder / "tokens.u32", "<u4").tolist()
+    assert 0 < len(before) < len(tokens) == 400
+    model = tswift.load(dtype="float64")
+    steps = tswift.generate(model, run.prompt, 400, method="ar", params=run.params, seed=run.config.seed)
+    assert tokens == [token for step in steps for token in step.tokens]

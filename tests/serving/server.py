@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.jobs.killing import Process
-from tests.jobs.test_chat import TEMPLATE
+from tests.jobs.test_prompt import TEMPLATE
 
 TEXT = "The ship had lain three days becalmed."
 # nothing is dropped or punished, or the tiny model would repeat a line for ever; and no rounding
