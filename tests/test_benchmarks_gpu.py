@@ -45,7 +45,7 @@ def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["cache.tgz", "gpu.json", "gpu.md", "gpu.tgz"]
     assert max(path.stat().st_size for path in out.iterdir()) <= 16 * 2**20
     with tarfile.open(out / "gpu.tgz") as tar:
-        assert sorted(tar.getnames()) == ["figures.jsonl", "gpu.json", "gpu.log", "gpu.md"]
+        assert sorted(tar.getnames()) == ["equality.xml", "figures.jsonl", "gpu.json", "gpu.log", "gpu.md"]
     content = json.loads((out / "gpu.json").read_text())
     text = (out / "gpu.md").read_text()
     assert text == command.markdown(content)

@@ -16,10 +16,11 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from xml.etree import ElementTree
 
 from benchmarks import tables
-from benchmarks.gpu import FIGURES, LEAST
+from benchmarks.gpu import FIGURES, LEAST, note
 
 BEGAN = time.time()
 LARGEST = 16 << 20  # bytes of a file that a borrowed machine hands back
@@ -76,19 +77,15 @@ class Session:
         self.keep(caches=section in ("equality", "passes"))
 
 
-def archive(target: Path, root: Path, files: Sequence[Path], limit: int = LARGEST) -> list[Path]:
-    """Pack files, the smallest first, as long as they fit; returns those left out."""
-    sizes = {path: len(zlib.compress(path.read_bytes(), 6)) + 1024 for path in files}
-    kept, room = [], limit - limit // 16
-    for path in sorted(files, key=lambda path: sizes[path]):
-        room -= sizes[path]
-        if room >= 0:
-            kept.append(path)
-    with tarfile.open(target.with_suffix(".new"), "w:gz", compresslevel=6) as tar:
-        for path in kept:
-            tar.add(path, path.relative_to(root))
-    target.with_suffix(".new").replace(target)  # a run that is killed meanwhile leaves the one before
-    return [path for path in files if path not in kept]
+def archive(target: Path, root: Path, files: Sequence[Path]) -> None:
+    """Pack files, the smallest first, as long as they fit."""
+    new, room = target.with_suffix(".new"), LARGEST - LARGEST // 16
+    with tarfile.open(new, "w:gz", compresslevel=6) as tar:
+        for path in sorted(files, key=lambda path: path.stat().st_size):
+            room -= len(zlib.compress(path.read_bytes(), 6)) + 1024
+            if room >= 0:
+                tar.add(path, path.relative_to(root))
+    new.replace(target)  # a run that is killed meanwhile leaves the one before
 
 
 def markdown(content: Mapping[str, Any]) -> str:
@@ -135,35 +132,54 @@ def targets(figures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def command(session: Session, sections: Mapping[str, float]) -> list[str]:
-    """How the first of some sections is run: the tests by pytest, the others in one process."""
-    if next(iter(sections)) == "equality":
-        plugin = ["-p", "benchmarks.gpu.equality", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        return [sys.executable, "-m", "pytest", *plugin, "-m", "gpu", "tests/test_gpu.py", "--durations=10"]
-    timed = [f"{name}={seconds:.0f}" for name, seconds in sections.items() if name != "equality"]
+    """The process that measures some sections."""
+    timed = [f"{name}={seconds:.0f}" for name, seconds in sections.items()]
     until = ["--until", str(session.deadline - _RESERVE), *(["--dry"] if session.dry else [])]
     return [sys.executable, "-m", "benchmarks.gpu.measure", "--folder", str(session.work), *until, *timed]
 
 
-def environment(session: Session, seconds: float) -> dict[str, str]:
+def environment(session: Session) -> dict[str, str]:
     """Of all processes: offline, caches within the folder, kernels interpreted in a dry run."""
     folder = session.work.resolve()
-    own = {"HF_HUB_OFFLINE": "1", "GPU_FOLDER": str(folder), "GPU_SECONDS": str(seconds)}
+    own = {"HF_HUB_OFFLINE": "1", "GPU_FOLDER": str(folder)}
     own |= {f"{name}_CACHE_DIR": str(folder / "cache" / name.lower()) for name in ("TRITON", "TORCHINDUCTOR")}
     dry = {"GPU_DRY": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if session.dry else {}
     return {**os.environ, **own, **dry}
+
+
+def run_tests(session: Session, seconds: float, log: IO[bytes]) -> None:
+    """Run the tests of equality, and note their outcomes; when their time is up they are interrupted as by Ctrl-C."""
+    found = session.work / "equality.xml"
+    found.unlink(missing_ok=True)
+    limit = ["timeout", "--signal=INT", f"--kill-after={_GRACE}", f"{min(seconds, session.left()) - _GRACE:.0f}"]
+    tests = ["pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-v", "-m", "gpu", "tests/test_gpu.py"]
+    line = [*limit, sys.executable, "-m", *tests, f"--junitxml={found}"]
+    code = subprocess.run(line, stdout=log, stderr=log, env=environment(session), check=False).returncode
+    passed = False
+    for case in ElementTree.parse(found).iter("testcase") if found.exists() else ():
+        wrong = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        outcome, why = ("passed", "") if wrong is None else (wrong.tag, wrong.get("message", "")[:200])
+        about = {"test": case.get("name"), "outcome": outcome, "seconds": float(case.get("time", 0)), "why": why}
+        note(session.work, "equality", "tests", **about)
+        passed |= outcome == "passed"
+    failed = f"failed: pytest ended with {code}"
+    ends = {0: "done" if passed else "failed: no test has passed", 2: "cut short", 124: "cut short"}
+    session.close("equality", ends.get(code, failed))
 
 
 def run_sections(session: Session, sections: Mapping[str, float]) -> None:
     """Run all sections, each within its time; one that ends its process is noted, and the next one runs."""
     with (session.work / "gpu.log").open("wb") as log:
         while waiting := {name: seconds for name, seconds in sections.items() if name not in session.states}:
-            if session.left() < LEAST:
+            if session.left() < LEAST + _GRACE:
                 for name in waiting:
                     session.close(name, "left out: no time")
                 return
-            seconds = min(next(iter(waiting.values())), session.left()) - _GRACE  # for the tests, to end by themselves
+            if "equality" in waiting:
+                run_tests(session, waiting["equality"], log)
+                continue
             # a group of its own, to be killed with all that it starts; no session of its own, which would outlive us
-            own: dict[str, Any] = {"env": environment(session, seconds), "preexec_fn": os.setpgrp}
+            own: dict[str, Any] = {"env": environment(session), "preexec_fn": os.setpgrp}
             process = subprocess.Popen(command(session, waiting), stdout=log, stderr=log, **own)
             try:
                 _watch(session, process, waiting)

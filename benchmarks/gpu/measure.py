@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -19,13 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.gpu import LEAST, probe
 from benchmarks.gpu.estimate import estimate
 from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, any_width, at_context, noisy
 from benchmarks.gpu.timing import interleaved
+from tswift.benchmarking.peers import PeerRun
 from tswift.benchmarking.roofline import measure_machine, pass_seconds
 from tswift.decoding.params import SamplingParams
 from tswift.engine import Generation
@@ -67,10 +68,10 @@ def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ..
     contexts = tuple(context for context in contexts if context + most <= slots)
     if not contexts:
         return run.note("left out", why=f"{name}: too little memory for any cache")
-    full, partial = FullKV(target.kv_shape, max(contexts) + most), PartialKV(target.kv_shape, run.scale.budget)
+    full, part = FullKV(target.kv_shape, max(contexts) + most), PartialKV(target.kv_shape, run.scale.budget)
     loose = FullKV(target.kv_shape, contexts[0] + most)
     started = time.perf_counter()
-    for kv, limit in ((full, most), (partial, 1), (loose, most)):
+    for kv, limit in ((full, most), (part, 1), (loose, most)):
         noisy(kv)
         with any_width(target) if kv is loose else nullcontext():
             target.prepare(kv, limit)
@@ -82,7 +83,7 @@ def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ..
             return None
         runs = {("verify", context, count): probe.one_pass(target, full, count, context) for count in nodes}
         if context == contexts[0]:
-            runs["draft", run.scale.budget, 1] = probe.one_pass(target, partial, 1, run.scale.budget)
+            runs["draft", run.scale.budget, 1] = probe.one_pass(target, part, 1, run.scale.budget)
             for count in nodes:
                 runs["verify, any width", context, count] = probe.one_pass(target, loose, count, context)
         for (kind, held, count), seconds in interleaved(runs, run.scale.rounds, run.device).items():
@@ -156,19 +157,6 @@ def simulated(run: Run) -> None:
             break
 
 
-class _Watch(BaseStreamer):
-    """Notes when each token of ``generate`` arrives; the prompt comes first."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
 def generate(run: Run) -> None:
     """Our greedy plain decoding, then transformers' own generate, unmodified and not compiled, at the same context."""
     name, context = PREFIX + run.scale.main, run.scale.peer
@@ -177,14 +165,19 @@ def generate(run: Run) -> None:
     run.note("generate", what="tswift, ar", context=context, ms=ours, x=1.0)
     del decode
     run.drop_model()
-    config, watch = shape_config(name), _Watch()
+    config = shape_config(name)
     network = random_weights(config, torch.bfloat16, run.device, name).eval()
     network.generation_config.eos_token_id = None  # random weights must not end the text early
     ids = torch.randint(config.vocab_size, (1, context), device=run.device)
     own = {"do_sample": False, "disable_compile": True, "attention_mask": torch.ones_like(ids)}
-    network.generate(ids, max_new_tokens=_PEER_TOKENS, streamer=watch, **own)
-    times = watch.times[-_PEER_TOKENS // 2 :]
-    theirs = 1e3 * mean(after - before for before, after in pairwise(times))
+    work = partial(network.generate, ids, max_new_tokens=_PEER_TOKENS + 1, **own)
+    peer = PeerRun("transformers", True, work, 0, run.device)
+    peer.prefill()
+    peer.advance(_PEER_TOKENS // 2)  # warm then
+    started = peer.stats.seconds
+    peer.advance(_PEER_TOKENS)
+    theirs = 1e3 * (peer.stats.seconds - started) / (_PEER_TOKENS - _PEER_TOKENS // 2)
+    peer.close()
     run.note("generate", what="transformers, generate", context=context, ms=theirs, x=theirs / ours)
 
 
