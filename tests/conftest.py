@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,17 @@ def make_checkpoint(folder: Path, **changes: object) -> Path:
     tokenizer.save_pretrained(folder)
     heads.save(folder / "heads.safetensors")
     return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def known_machine() -> Iterator[None]:
+    """No second is spent on measuring this machine for a benchmark of a tiny model."""
+    import tswift.benchmarking.run as module
+    from tswift.benchmarking.roofline import Machine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "measure_machine", lambda device, dtype: Machine(bandwidth=2e10, flops=1e11))
+        yield
 
 
 @pytest.fixture(scope="session")

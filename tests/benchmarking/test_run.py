@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.benchmarking.helpers import MACHINE
 from tests.helpers import PLAIN, drafter_of, random_prompt, random_tree, tiny_target
 from tswift.benchmarking import config as config_module
 from tswift.benchmarking import run as run_module
@@ -196,9 +195,7 @@ def grids(checkpoint):
     """The same grid with plain decoding run and sampled."""
     methods = ("tokenswift", "reuse", "ar-reference")
     plans = [Plan((4, 7), (10, 40), (1,), ar=ar, repeats=n, warmup=2 * n) for ar, n in ((FULL, 2), (SAMPLED, 1))]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "measure_machine", lambda device, dtype: MACHINE)
-        return {plan.ar: measured(checkpoint, plan, *methods) for plan in plans}
+    return {plan.ar: measured(checkpoint, plan, *methods) for plan in plans}
 
 
 @pytest.mark.parametrize("ar", [FULL, SAMPLED])

@@ -47,15 +47,6 @@ def tswift(
     return run
 
 
-@pytest.fixture(autouse=True)
-def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No second is spent on measuring this machine for a benchmark of a tiny model."""
-    import tswift.benchmarking.run as module
-    from tswift.benchmarking.roofline import Machine
-
-    monkeypatch.setattr(module, "measure_machine", lambda device, dtype: Machine(2e10, 1e11))
-
-
 @pytest.fixture(scope="module")
 def load_once() -> Iterator[Callable[..., LoadedModel]]:
     """For as long as this lasts, no model is loaded twice in the same way, by whoever loads it: what loads them."""

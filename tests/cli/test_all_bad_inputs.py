@@ -17,14 +17,9 @@ from tswift.models.load import LoadedModel
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, load_once: Callable[..., LoadedModel]) -> Iterator[World]:
     """What cases start from; no case may change it."""
-    import tswift.benchmarking.run as module
-    from tswift.benchmarking.roofline import Machine
-
     folder = tmp_path_factory.mktemp("world")
     (folder / "here").mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "measure_machine", lambda device, dtype: Machine(2e10, 1e11))
-        made = make_world(folder, folder / "here")
+    made = make_world(folder, folder / "here")
     before = tree(folder)
     yield made
     assert tree(folder) == before
