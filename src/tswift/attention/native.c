@@ -32,9 +32,12 @@
 #define FLOAT32 0
 #define BFLOAT16 1
 #define FLOAT16 2
+#define INT16 3
 
 #if KIND == FLOAT32
 typedef float stored;
+#elif KIND == INT16
+typedef int16_t stored;
 #else
 typedef uint16_t stored;
 #endif
@@ -47,6 +50,7 @@ INLINE vector load(const float *from) { return _mm512_loadu_ps(from); }
 INLINE void store(float *to, vector x) { _mm512_storeu_ps(to, x); }
 INLINE vector plus(vector sum, vector x, vector y) { return _mm512_fmadd_ps(x, y, sum); }
 INLINE vector higher(vector x, vector y) { return _mm512_max_ps(x, y); } /* y if one is NaN */
+INLINE vector lower(vector x, vector y) { return _mm512_min_ps(x, y); }
 INLINE int differ(vector x, vector y) { return _mm512_cmp_ps_mask(x, y, _CMP_NEQ_OQ) != 0; }
 INLINE vector unless_less(vector y, vector x, float least) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, spread(least), _CMP_NLT_UQ), y);
@@ -62,8 +66,41 @@ INLINE vector repeat_four(__m128 x) { return _mm512_broadcast_f32x4(x); }
 INLINE vector put(vector into, vector x, int lane, int dims) {
     return _mm512_mask_mov_ps(into, (dims == 2 ? 0x5555 : 0x1111) << lane, x);
 }
+typedef __m512i integers; /* 32 bits each, or pairs of 16 bits */
+INLINE integers nothing(void) { return _mm512_setzero_si512(); }
+INLINE integers load_integers(const void *from) { return _mm512_loadu_si512(from); }
+INLINE integers one_pair(const void *from) { return _mm512_set1_epi32(*(const int32_t *)from); }
+INLINE integers two_pairs(const void *from) { return _mm512_set1_epi64(*(const int64_t *)from); }
+INLINE integers four_pairs(const void *from) { return _mm512_broadcast_i32x4(_mm_loadu_si128(from)); }
+INLINE integers plus_pairs(integers sum, integers x, integers y) {
+#ifdef __AVX512VNNI__
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "vm"(y)); /* GCC 12 copies the sums to and fro */
+    return sum;
+#else
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(x, y));
+#endif
+}
+INLINE integers both(integers x, integers y) { return _mm512_add_epi32(x, y); }
+INLINE integers pairs_swapped(integers x) { return _mm512_shuffle_epi32(x, 0x4e); }
+INLINE integers neighbours_swapped(integers x) { return _mm512_shuffle_epi32(x, 0xb1); }
+INLINE vector as_float(integers x) { return _mm512_cvtepi32_ps(x); }
+INLINE void store_rounded(int16_t *to, vector x) {
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+/* Pairs of two keys' numbers, of as many dimensions as there are lanes. */
+INLINE integers paired(const void *first, const void *second) {
+    const integers x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(first));
+    const integers y = _mm512_cvtepu16_epi32(_mm256_loadu_si256(second));
+    return _mm512_or_si512(x, _mm512_slli_epi32(y, 16));
+}
+INLINE integers paired_rows(vector first, vector second) {
+    return _mm512_or_si512(_mm512_cvtps_epi32(first), _mm512_slli_epi32(_mm512_cvtps_epi32(second), 16));
+}
+INLINE void store_integers(void *to, integers x) { _mm512_storeu_si512(to, x); }
 #if KIND == FLOAT32
 INLINE vector widened(const stored *from) { return load(from); }
+#elif KIND == INT16
+INLINE vector widened(const stored *from) { return spread(*from); } /* not called */
 #elif KIND == BFLOAT16
 INLINE vector widened(const stored *from) {
     const __m512i halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
@@ -80,6 +117,7 @@ INLINE vector load(const float *from) { return _mm256_loadu_ps(from); }
 INLINE void store(float *to, vector x) { _mm256_storeu_ps(to, x); }
 INLINE vector plus(vector sum, vector x, vector y) { return _mm256_fmadd_ps(x, y, sum); }
 INLINE vector higher(vector x, vector y) { return _mm256_max_ps(x, y); } /* y if one is NaN */
+INLINE vector lower(vector x, vector y) { return _mm256_min_ps(x, y); }
 INLINE int differ(vector x, vector y) { return _mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_NEQ_OQ)); }
 INLINE vector unless_less(vector y, vector x, float least) {
     return _mm256_andnot_ps(_mm256_cmp_ps(x, spread(least), _CMP_LT_OQ), y);
@@ -96,8 +134,37 @@ INLINE vector put(vector into, vector x, int lane, int dims) {
     const __m256i lanes = _mm256_and_si256(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set1_epi32(dims - 1));
     return _mm256_blendv_ps(into, x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(lanes, _mm256_set1_epi32(lane))));
 }
+typedef __m256i integers;
+INLINE integers nothing(void) { return _mm256_setzero_si256(); }
+INLINE integers load_integers(const void *from) { return _mm256_loadu_si256(from); }
+INLINE void store_integers(void *to, integers x) { _mm256_storeu_si256(to, x); }
+INLINE integers one_pair(const void *from) { return _mm256_set1_epi32(*(const int32_t *)from); }
+INLINE integers two_pairs(const void *from) { return _mm256_set1_epi64x(*(const int64_t *)from); }
+INLINE integers four_pairs(const void *from) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(from)); }
+INLINE integers plus_pairs(integers sum, integers x, integers y) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
+}
+INLINE integers both(integers x, integers y) { return _mm256_add_epi32(x, y); }
+INLINE integers pairs_swapped(integers x) { return _mm256_shuffle_epi32(x, 0x4e); }
+INLINE integers neighbours_swapped(integers x) { return _mm256_shuffle_epi32(x, 0xb1); }
+INLINE vector as_float(integers x) { return _mm256_cvtepi32_ps(x); }
+INLINE void store_rounded(int16_t *to, vector x) {
+    const integers whole = _mm256_cvtps_epi32(x);
+    _mm_storeu_si128(
+        (__m128i *)to, _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1)));
+}
+INLINE integers paired(const void *first, const void *second) {
+    const integers x = _mm256_cvtepu16_epi32(_mm_loadu_si128(first));
+    const integers y = _mm256_cvtepu16_epi32(_mm_loadu_si128(second));
+    return _mm256_or_si256(x, _mm256_slli_epi32(y, 16));
+}
+INLINE integers paired_rows(vector first, vector second) {
+    return _mm256_or_si256(_mm256_cvtps_epi32(first), _mm256_slli_epi32(_mm256_cvtps_epi32(second), 16));
+}
 #if KIND == FLOAT32
 INLINE vector widened(const stored *from) { return load(from); }
+#elif KIND == INT16
+INLINE vector widened(const stored *from) { return spread(*from); } /* not called */
 #elif KIND == BFLOAT16
 INLINE vector widened(const stored *from) {
     const __m256i halves = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
@@ -117,6 +184,7 @@ enum {
     MIXED = 4,   /* most rows whose weighted values are held in registers */
     WIDENED = 24, /* values that are turned into float32 at a time, to be used while they are in the nearest cache */
     LINE = 64 / sizeof(stored), /* numbers of a cache line */
+    SUM = 65000, /* of the sizes of 16-bit numbers whose products with others of 16 bits are added up in 32 bits */
     PART = 480,  /* keys of the first NEAR parts; the next MIDDLE have twice as many, all others 8 times */
     NEAR = 16,
     MIDDLE = 24
@@ -134,6 +202,7 @@ typedef struct {
     float *out;                /* like query */
     float *scratch;            /* as many numbers as tswift_scratch says */
     parallel_region *parallel; /* tswift_parallel of pool.c */
+    const float *key_steps, *value_steps; /* of int16: [kv heads, WIDTH], what 1 stands for */
     int64_t keys_head, values_head, kv_heads, rows, prefix, nodes, threads;
     float scale;
 } Call;
@@ -252,6 +321,49 @@ INLINE vector folded(vector x, const int dims) {
 /* How many keys are scored together, so that their sums fill the registers. */
 INLINE int together(const int dims) { return LANES == 16 ? SOME : dims == 4 ? 8 : 6; }
 
+#if KIND == INT16
+INLINE void score_some(Block *b, const stored *keys, float *scores, int key, const int dims) {
+    const int some = together(dims);
+    Ahead next = b->next_keys;
+    integers sum[SOME];
+    for (int k = 0; k < some; k++) sum[k] = nothing();
+    for (int u = 0; u < WIDTH / 2; u += dims) {
+        fetch(&next, some * dims * 2);
+        const integers of_rows = load_integers(b->query + u / dims * LANES);
+#pragma GCC unroll 12
+        for (int k = 0; k < some; k++) {
+            const stored *piece = keys + k * WIDTH + 2 * u;
+            const integers own = dims == 1 ? one_pair(piece) : dims == 2 ? two_pairs(piece) : four_pairs(piece);
+            sum[k] = plus_pairs(sum[k], of_rows, own);
+        }
+    }
+    const vector back = load(b->query + WIDTH / 2 / dims * LANES);
+    vector score[SOME];
+    for (int k = 0; k < some; k++) {
+        if (dims == 4) sum[k] = both(sum[k], pairs_swapped(sum[k]));
+        if (dims > 1) sum[k] = both(sum[k], neighbours_swapped(sum[k]));
+        score[k] = as_float(sum[k]) * back;
+    }
+    for (int k = 0; k < some; k += dims) {
+        for (int lane = 1; lane < dims; lane++) score[k] = put(score[k], score[k + lane], lane, dims);
+        store(scores + (key + k) / dims * LANES, score[k]);
+    }
+    b->next_keys = next;
+}
+
+INLINE void score_all(Block *b, float *scores, const int dims) {
+    const int some = together(dims);
+    int key = 0;
+    for (; key + some <= b->count; key += some) score_some(b, b->keys + key * WIDTH, scores, key, dims);
+    if (key < b->count) {
+        stored rest[SOME * WIDTH] = {0};
+        memcpy(rest, b->keys + key * WIDTH, (b->count - key) * WIDTH * sizeof *rest);
+        score_some(b, rest, scores, key, dims);
+    }
+    for (key = b->count; key % SUMS; key++)
+        for (int r = 0; r < LANES / dims; r++) scores[at(key, r, dims)] = -INFINITY;
+}
+#else
 /* The scores of some keys. The query is [WIDTH / dims, rows of a tile, dims]. With one dimension, two of the four sums
    at a time, so that they stay in registers. */
 INLINE void score_some(Block *b, const float *keys, float *scores, int key, const int dims) {
@@ -308,13 +420,15 @@ INLINE void score_all(Block *b, float *scores, const int dims) {
     for (key = b->count; key % SUMS; key++)
         for (int r = 0; r < LANES / dims; r++) scores[at(key, r, dims)] = -INFINITY;
 }
+#endif
 
-INLINE void weigh(const Call *c, const Block *b, float *scores, const int dims) {
+INLINE void weigh(const Call *c, const Block *b, float *scores, float *by, const int dims) {
     const int held = SUMS / dims, vectors = (b->count + SUMS - 1) / SUMS * held;
     float each[SUMS * LANES];
     for (int i = 0; i < LANES; i++) each[i] = b->top[i / dims], each[LANES + i] = b->total[i / dims];
     const vector before = load(each);
-    vector high[4] = {before, before, before, before}, total = load(each + LANES);
+    const vector lowest = spread(-FLT_MAX);
+    vector high[4] = {lowest, lowest, lowest, lowest}, total = load(each + LANES);
     int v = 0;
     for (; v + 4 <= vectors; v += 4)
         for (int i = 0; i < 4; i++) high[i] = higher(load(scores + (v + i) * LANES), high[i]);
@@ -322,6 +436,8 @@ INLINE void weigh(const Call *c, const Block *b, float *scores, const int dims) 
     vector highest = higher(higher(high[0], high[1]), higher(high[2], high[3]));
     if (dims == 4) highest = higher(highest, swap_pairs(highest));
     if (dims > 1) highest = higher(highest, swap_neighbours(highest));
+    const vector own = highest;
+    highest = higher(highest, before);
     if (differ(highest, before)) {
         const vector share = power(before - highest);
         store(each, highest);
@@ -348,10 +464,74 @@ INLINE void weigh(const Call *c, const Block *b, float *scores, const int dims) 
     }
     if (dims == 1) sum[0] = sum[0] + sum[2], sum[1] = sum[1] + sum[3];
     if (dims < 4) sum[0] = sum[0] + sum[1];
-    store(each, total + folded(sum[0], dims));
+    const vector found = folded(sum[0], dims);
+    if (KIND == INT16) {
+        const vector of_sum = spread(SUM) / found, of_most = spread(INT16_MAX) / power(own - highest);
+        store(by, lower(lower(of_sum, of_most), spread(0x1p100f)));
+    }
+    store(each, total + found);
     for (int r = 0; r < LANES / dims; r++) b->total[r] = each[r * dims];
 }
 
+#if KIND == INT16
+INLINE void mix_rows(
+    Block *b, const int32_t *values, const int32_t *weights, const float *inverse, int pairs, int row, const int rows, const int dims
+) {
+    const int held = dims == 1 ? 1 : dims / 2, apart = dims == 1 ? LANES : LANES / 2;
+    float *out = b->out + row * WIDTH;
+    int vectors = HELD / (rows > 2 ? MIXED : rows);
+    while (WIDTH % (vectors * LANES)) vectors /= 2;
+    Ahead next = b->next_values;
+    for (int d = 0; d < WIDTH; d += vectors * LANES) {
+        integers sum[MIXED][HELD];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vectors; v++) sum[r][v] = nothing();
+        for (int pair = 0; pair < pairs; pair++) {
+            const int32_t *weight = weights + pair / held * apart + row * held + pair % held;
+            integers value[HELD];
+            fetch(&next, 2 * vectors * LANES);
+            for (int v = 0; v < vectors; v++) value[v] = load_integers(values + pair * WIDTH + d + v * LANES);
+            for (int r = 0; r < rows; r++) {
+                const integers own = one_pair(weight + r * held);
+                for (int v = 0; v < vectors; v++) sum[r][v] = plus_pairs(sum[r][v], value[v], own);
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vectors; v++) {
+                float *to = out + r * WIDTH + d + v * LANES;
+                store(to, plus(load(to), as_float(sum[r][v]), spread(inverse[(row + r) * dims])));
+            }
+    }
+    b->next_values = next;
+}
+
+INLINE void mix(Block *b, float *weights, const float *by, const int dims) {
+    _Alignas(64) int32_t values[(TAIL + SUMS) / 2 * WIDTH], rounded[(TAIL + SUMS) / 2 * LANES];
+    float inverse[LANES];
+    const vector factor = load(by);
+    store(inverse, spread(1) / factor);
+    const int pairs = (b->count + 1) / 2;
+    for (int pair = 0; pair < pairs; pair++) {
+        const stored *first = b->values + 2 * pair * WIDTH, *second = first + (2 * pair + 1 < b->count ? WIDTH : 0);
+        for (int d = 0; d < WIDTH; d += LANES) store_integers(values + pair * WIDTH + d, paired(first + d, second + d));
+    }
+    if (dims == 1)
+        for (int pair = 0; pair < pairs; pair++)
+            store_integers(rounded + pair * LANES,
+                paired_rows(load(weights + 2 * pair * LANES) * factor, load(weights + (2 * pair + 1) * LANES) * factor));
+    else
+        for (int v = 0; v < (b->count + SUMS - 1) / SUMS * SUMS / dims; v++)
+            store_rounded((int16_t *)(rounded + v * LANES / 2), load(weights + v * LANES) * factor);
+    for (int row = 0, some; row < b->rows; row += some) {
+        const int left = b->rows - row, turns = (left + MIXED - 1) / MIXED;
+        some = (left + turns - 1) / turns;
+        if (some == 4) mix_rows(b, values, rounded, inverse, pairs, row, 4, dims);
+        else if (some == 3) mix_rows(b, values, rounded, inverse, pairs, row, 3, dims);
+        else if (some == 2) mix_rows(b, values, rounded, inverse, pairs, row, 2, dims);
+        else mix_rows(b, values, rounded, inverse, pairs, row, 1, dims);
+    }
+}
+#else
 /* Add the weighted values of some keys to what some rows have. */
 INLINE void mix_rows(
     Block *b, const float *values, const float *weights, int from, int to, int row, const int rows, const int dims
@@ -407,13 +587,20 @@ INLINE void mix(const Call *c, Block *b, const float *weights, const int dims) {
         }
     }
 }
+#endif
 
 INLINE void attend_tile(const Call *c, Block *b, const int dims) {
     _Alignas(64) float scores[TAIL * LANES];
     score_all(b, scores, dims);
     if (b->shown < b->count) hide(c, b, scores, dims);
-    weigh(c, b, scores, dims);
+#if KIND == INT16
+    float by[LANES];
+    weigh(c, b, scores, by, dims);
+    mix(b, scores, by, dims);
+#else
+    weigh(c, b, scores, 0, dims);
     mix(c, b, scores, dims);
+#endif
 }
 
 static void attend(const Call *c, Block *b) {
@@ -432,6 +619,31 @@ INLINE int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 INLINE int times(int64_t rows, int64_t at_once) { return (rows + at_once - 1) / at_once; }
 
 /* Lay out the rows, scaled, as those who score them want it. */
+#if KIND == INT16
+static void pack(const Call *c) {
+    const int64_t rows = c->rows;
+    for (int64_t head = 0; head < c->kv_heads; head++)
+        for (int64_t row = 0, some; row < rows; row += some) {
+            const float *query = c->query + (head * rows + row) * WIDTH, *steps = c->key_steps + head * WIDTH;
+            int16_t *packed = (int16_t *)(c->scratch + (head * PADDED(rows) + row) * WIDTH);
+            some = tile(rows - row);
+            const int64_t dims = LANES / some, left = least(rows - row, some);
+            float *back = (float *)packed + some * WIDTH / 2;
+            memset(packed, 0, some * WIDTH * sizeof(float));
+            for (int64_t r = 0; r < left; r++) {
+                float scaled[WIDTH], sum = 0, most = 0;
+                for (int64_t d = 0; d < WIDTH; d++) {
+                    scaled[d] = query[r * WIDTH + d] * steps[d] * c->scale;
+                    sum += fabsf(scaled[d]), most = fabsf(scaled[d]) > most ? fabsf(scaled[d]) : most;
+                }
+                const float by = sum / SUM > most / INT16_MAX ? sum / SUM : most / INT16_MAX;
+                for (int64_t i = 0; i < dims; i++) back[r * dims + i] = by;
+                for (int64_t d = 0; d < WIDTH; d++)
+                    packed[(d / 2 / dims * LANES + r * dims + d / 2 % dims) * 2 + d % 2] = lrintf(scaled[d] / by);
+            }
+        }
+}
+#else
 static void pack(const Call *c) {
     const int64_t rows = c->rows;
     for (int64_t head = 0; head < c->kv_heads; head++)
@@ -446,6 +658,7 @@ static void pack(const Call *c) {
                     packed[d / dims * LANES + r * dims + d % dims] = query[r * WIDTH + d] * c->scale;
         }
 }
+#endif
 
 /* Where a part begins. Only the position decides, not the length: see above. */
 static int64_t part_start(int64_t index) {
@@ -508,7 +721,7 @@ static void attend_part(const Work *w, int64_t head, int64_t index) {
             .shown = !tail && first >= w->nearest ? 0 : count,
         };
         if (tail && c->nodes > 1) b.shown = w->nearest < w->farthest ? 0 : c->prefix - first;
-        b.broken = !all_finite(b.values + b.shown * WIDTH, (count - b.shown) * WIDTH);
+        b.broken = KIND != INT16 && !all_finite(b.values + b.shown * WIDTH, (count - b.shown) * WIDTH);
         for (int64_t row = 0, some; row < rows; row += some) {
             some = tile(rows - row);
             b.query = packed + row * WIDTH;
@@ -548,7 +761,7 @@ static void combine(const Work *w, int64_t head, int64_t row) {
     }
     store(share, sum);
     for (int64_t r = 0; r < some; r++) /* the sum makes 0 of -0, which depends on what was added that is nothing */
-        for (int64_t d = 0; d < WIDTH; d++) out[r * WIDTH + d] = out[r * WIDTH + d] / share[r] + 0.0f;
+        for (int64_t d = 0; d < WIDTH; d++) out[r * WIDTH + d] = out[r * WIDTH + d] / share[r] * (KIND == INT16 ? c->value_steps[head * WIDTH + d] : 1) + 0.0f;
 }
 
 /* How many numbers of scratch a call needs. */

@@ -23,7 +23,7 @@ _SOURCE, _POOL = Path(__file__).with_name("native.c"), Path(__file__).with_name(
 _MOST_ROWS = 128  # with more, as in a prompt's chunks, the stock operators compute well
 _WIDEST = 256  # head size
 _TILE = 16  # head sizes are a multiple
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 3}
 
 
 class _Call(ctypes.Structure):
@@ -31,7 +31,7 @@ class _Call(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "ancestors", "depths", "out")),
-        *((name, ctypes.c_void_p) for name in ("scratch", "parallel")),
+        *((name, ctypes.c_void_p) for name in ("scratch", "parallel", "key_steps", "value_steps")),
         *((name, ctypes.c_int64) for name in ("keys_head", "values_head", "kv_heads", "rows", "prefix", "nodes")),
         ("threads", ctypes.c_int64),
         ("scale", ctypes.c_float),
@@ -80,6 +80,8 @@ class NativeAttention:
             out.data_ptr(),
             0,
             parallel_region(),
+            0,
+            0,
             keys.stride(0),
             values.stride(0),
             len(keys),

@@ -290,7 +290,7 @@ class _Judge:
 
     def audit(self, seconds: float) -> Audit:
         """What was found, now that all of the rounding has been measured."""
-        rounding, width, dtype, start = self.rounding, self._target.width, self._target.kv_shape.dtype, self._first + 1
+        rounding, width, eps, start = self.rounding, self._target.width, self._target.kv_shape.eps, self._first + 1
         bound = rounding.bound
         findings = tuple(
             Finding(
@@ -306,7 +306,7 @@ class _Judge:
         count = len(self._text) - start
         least, greatest = (lead if math.isfinite(lead) else None for lead in self._leads)
         units = _NARROW if dtype in (torch.bfloat16, torch.float16) else _WIDE
-        limit = units * torch.finfo(dtype).eps * self.largest
+        limit = units * eps * self.largest
         levels, exact = rounding.levels() if width is None else (), count - len(findings)
         figures = rounding.measured, limit, bound, least, greatest, seconds
         return Audit(count, exact, findings, *figures, width, levels, rounding.contested)

@@ -325,7 +325,7 @@ def _first_broken(kv: KVBuffer) -> int | None:
     for start in range(0, kv.length, _TOKENS):
         fine = torch.ones(min(_TOKENS, kv.length - start), dtype=torch.bool, device=kv.keys.device)
         for buffer in (kv.keys, kv.values):
-            fine &= buffer[:, :, start : start + len(fine)].isfinite().all(-1).all(0).all(0)
+            fine &= ~kv.shape.broken(buffer[:, :, start : start + len(fine)]).any(-1).any(0).any(0)
         if not fine.all():
             return start + int((~fine).nonzero()[0])
     return None

@@ -6,10 +6,13 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+_MOST = 2**15 - 1
+_BROKEN = -(2**15)  # stands for NaN
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class KVShape:
     Attributes:
         placed: whether a cache whose slots are in no order has to keep positions.
         rounded: what they are rounded to before they are kept; None for no more than ``dtype`` asks for.
+        steps: ``[2, layers, heads, head_dim]`` float32, what 1 stands for in keys and in values that are int16.
     """
 
     layers: int
@@ -28,11 +32,38 @@ class KVShape:
     device: torch.device
     placed: bool = False
     rounded: torch.dtype | None = None
+    steps: Tensor | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def eps(self) -> float:
+        """Relative rounding of what is kept, roughly: 16-bit integers are used up to a part of their range."""
+        return 2**-10 if self.dtype == torch.int16 else torch.finfo(self.dtype).eps
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all layers."""
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+
+    def narrowed(self, numbers: Tensor, part: int, layer: int) -> Tensor:
+        """Keys (part 0) or values (1) ``[heads, n, head_dim]`` of a layer as they are kept."""
+        kind = self.rounded or self.dtype
+        if kind != torch.int16:
+            return numbers.to(kind)
+        assert self.steps is not None
+        counts = (numbers / self.steps[part, layer].unsqueeze(1)).round().clamp(-_MOST, _MOST)
+        kept = counts.nan_to_num(_BROKEN).to(torch.int16)
+        return kept if self.dtype == kind else self.widened(kept, part, layer)
+
+    def widened(self, kept: Tensor, part: int, layer: int) -> Tensor:
+        """What :meth:`narrowed` made, as numbers."""
+        if kept.dtype != torch.int16:
+            return kept
+        assert self.steps is not None
+        return (kept * self.steps[part, layer].unsqueeze(1)).masked_fill_(kept == _BROKEN, torch.nan)
+
+    def broken(self, kept: Tensor) -> Tensor:
+        """Where kept numbers are not finite."""
+        return kept == _BROKEN if kept.dtype == torch.int16 else ~kept.isfinite()
 
     def allocate(self, capacity: int) -> Tensor:
         """Uninitialised ``[layers, heads, capacity, head_dim]``."""
@@ -82,12 +113,10 @@ class KVBuffer:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put a pass's keys and values ``[heads, n, d]`` into scratch; returns all the layer's, up to these."""
-        end, rounded = self.length + keys.shape[1], self.shape.rounded
-        if rounded is not None:
-            keys, values = keys.to(rounded), values.to(rounded)
-        self.keys[layer, :, self.length : end] = keys
-        self.values[layer, :, self.length : end] = values
-        return self.keys[layer, :, :end], self.values[layer, :, :end]
+        end, shape = self.length + keys.shape[1], self.shape
+        self.keys[layer, :, self.length : end] = shape.narrowed(keys, 0, layer)
+        self.values[layer, :, self.length : end] = shape.narrowed(values, 1, layer)
+        return shape.widened(self.keys[layer, :, :end], 0, layer), shape.widened(self.values[layer, :, :end], 1, layer)
 
     def commit(self, slots: Sequence[int]) -> None:
         """Keep the drafted tokens in these scratch slots, counted from ``length``, in this order."""

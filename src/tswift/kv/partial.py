@@ -215,7 +215,7 @@ class PartialKV(KVBuffer):
         best = torch.empty(shape.layers, shape.heads, chosen, dtype=torch.int64, device=shape.device)
         if chosen and self.policy.score is not None:
             for layer in range(shape.layers):
-                keys = full.keys[layer, :, sinks : text - recent].to(queries.dtype)
+                keys = shape.widened(full.keys[layer, :, sinks : text - recent], 0, layer).to(queries.dtype)
                 scores = self.policy.score(keys, grouped[layer])
                 best[layer] = scores.topk(chosen).indices + sinks
         always = [*range(sinks), *range(text - recent, text)]

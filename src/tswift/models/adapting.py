@@ -279,9 +279,11 @@ def wrap_model(
                 target.program = None
     if kv_dtype not in (None, target.dtype):
         target.hold(kv_dtype_for(kv_dtype, target.dtype, target.device, model))
+        if kv_dtype == torch.int16 and target.program is None:
+            raise InputError(f"int16 needs passes that are one C function, which {model} has not here", "kv_dtype")
         apart = (target.logits(_tried(target, ids)).double() - expected).abs().max().item()
         # what rounding keys and values makes of the logits; a cache that is read wrongly is off by all of them
-        if not apart <= _CACHED * torch.finfo(target.kv_shape.dtype).eps * max(expected.std().item(), 1e-6):
+        if not apart <= _CACHED * target.kv_shape.eps * max(expected.std().item(), 1e-6):
             raise InputError(f"{model} does not bear a cache in {dtype_name(target.kv_shape.dtype)}", "kv_dtype")
     return target
 

@@ -11,6 +11,7 @@ DEMO = "demo"  # the bundled model
 DEMO_DRAFT = "demo-draft"  # the one that drafts for it
 SHAPE_PREFIX = "shape:"  # before a published model's name: random weights
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "int16")
 ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
 BITS = {"int8": 8, "fp8": 8, "int4": 4}  # of a quantised weight, by kind, without its scale
 UNQUANTISED = "none"  # drafting passes run on the model as it is
@@ -19,25 +20,23 @@ _PANEL, _DRAFTING = "Model", "Drafting"
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-def dtype_name(name: str) -> str:
+def dtype_name(name: str, kinds: tuple[str, ...] = DTYPES) -> str:
     """A dtype's own name, from that or a common one: ``bf16``, ``fp16``, ``half``, ``fp32``, ``torch.bfloat16``.
 
     Raises:
         InputError: there is no such dtype.
     """
     own = _ALIASES.get(str(name).removeprefix("torch."), str(name).removeprefix("torch."))
-    if own not in ("auto", *DTYPES):
-        known = ("auto", *DTYPES, *_ALIASES)
-        raise InputError(
-            f"no dtype {name!r:.40}; there are {', '.join(('auto', *DTYPES))}{did_you_mean(own, known)}", "dtype"
-        )
+    if own not in ("auto", *kinds):
+        near = did_you_mean(own, ("auto", *kinds, *_ALIASES))
+        raise InputError(f"no dtype {name!r:.40}; there are {', '.join(('auto', *kinds))}{near}", "dtype")
     return own
 
 
 def kv_dtype_name(name: str) -> str:
     """As :func:`dtype_name`, of the KV cache."""
     try:
-        return dtype_name(name)
+        return dtype_name(name, KV_DTYPES)
     except InputError as error:
         raise renamed(error, {"dtype": "kv_dtype"}) from None
 
@@ -88,9 +87,9 @@ class ModelConfig:
     dtype: str = option("auto", "auto, float32, float64, bfloat16 or float16.", panel=_PANEL, parse=dtype_name)
     kv_dtype: str = option(
         "auto",
-        "Dtype of the KV cache: auto, float32, bfloat16 or float16 on a CPU; on CUDA the model's own.",
+        "Dtype of the KV cache: auto, float32, bfloat16, float16 or int16 on a CPU; on CUDA the model's own.",
         panel=_PANEL,
-        shown="the model's own; float16 for demo in float32",
+        shown="the model's own; int16 for demo in float32",
         parse=kv_dtype_name,
     )
     attention: str = option(

@@ -43,15 +43,15 @@ def dtype_for(dtype: str | torch.dtype, device: torch.device, config: Any, simul
 
 
 def kv_dtype_for(kv_dtype: str | torch.dtype, dtype: torch.dtype, device: torch.device, model: str) -> torch.dtype:
-    """The dtype of a KV cache: ``auto`` is the model's own, and float16 for the bundled one in float32 on a CPU.
+    """The dtype of a KV cache: ``auto`` is the model's own, and int16 for the bundled one in float32 on a CPU.
 
-    The bundled one's keys and values are below 25, and texts as likely as with float32 to five digits (docs/cpu.md).
+    The bundled one's texts are as likely as with float32 to five digits (docs/cpu.md).
 
     Raises:
         InputError: the cache cannot be in this dtype.
     """
     if kv_dtype == "auto":
-        return torch.float16 if (model, device.type, dtype) == (DEMO, "cpu", torch.float32) else dtype
+        return torch.int16 if (model, device.type, dtype) == (DEMO, "cpu", torch.float32) else dtype
     kind: torch.dtype = getattr(torch, kv_dtype_name(str(kv_dtype)))
     if kind != dtype and device.type != "cpu":
         raise InputError(

@@ -55,7 +55,7 @@ enum {
     PORTION = 1 << 16        /* products that a thread takes at a time, at least */
 };
 
-enum { FLOAT32, BFLOAT16, FLOAT16 }; /* kinds of keys and values, as in native.c */
+enum { FLOAT32, BFLOAT16, FLOAT16, INT16 }; /* kinds of keys and values, as in native.c */
 
 typedef void parallel_region(void (*work)(void *), void *given, unsigned threads, unsigned flags);
 
@@ -73,6 +73,7 @@ typedef struct {
     const int64_t *depths;
     float *out, *scratch;
     parallel_region *parallel;
+    const float *key_steps, *value_steps;
     int64_t keys_head, values_head, kv_heads, rows, prefix, nodes, threads;
     float scale;
 } Attention;
@@ -104,6 +105,7 @@ typedef struct {
     float *queries;                    /* [layers, heads, nodes, width], rotated */
     float *states;                     /* [layers, nodes, hidden], after each layer; or none */
     float *space;                      /* as many numbers as tswift_space says */
+    const float *steps;                /* [2, layers, kv heads, width], what 1 stands for in keys and values of int16 */
     int64_t nodes, prefix, by_layer, by_head, threads;
 } Pass;
 
@@ -282,11 +284,17 @@ int64_t tswift_space(const Model *m, const Pass *p) {
 }
 
 /* Put a head's keys or values, whose count is a multiple of 8, into the cache, rounded to the nearest. */
-INLINE void keep(void *cache, const float *from, int64_t count, int64_t kind) {
+INLINE void keep(void *cache, const float *from, const float *steps, int64_t count, int64_t kind) {
     if (kind == FLOAT32) memcpy(cache, from, count * sizeof *from);
     else if (kind == FLOAT16)
         for (int64_t i = 0; i < count; i += 8)
             _mm_storeu_si128((__m128i *)((uint16_t *)cache + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+    else if (kind == INT16)
+        for (int64_t i = 0; i < count; i += 8) { /* NaN becomes the least integer, as in cache.py */
+            const __m256i counts = _mm256_cvtps_epi32(_mm256_div_ps(_mm256_loadu_ps(from + i), _mm256_loadu_ps(steps + i)));
+            const __m128i low = _mm256_castsi256_si128(counts), high = _mm256_extracti128_si256(counts, 1);
+            _mm_storeu_si128((__m128i *)((uint16_t *)cache + i), _mm_packs_epi32(low, high));
+        }
     else
         for (int64_t i = 0; i < count; i++) {
             uint32_t bits;
@@ -334,10 +342,13 @@ void tswift_forward(const Model *m, const Pass *p) {
                 if (other < 0) memcpy(query + (h * n + r) * width, from, width * sizeof *from);
                 else {
                     const int64_t at = index * p->by_layer + head * p->by_head + (p->prefix + r) * width;
-                    keep((other < m->kv_heads ? p->keys : p->values) + at * size, from, width, m->kind);
+                    const int value = other >= m->kv_heads;
+                    const float *steps = p->steps + ((value * m->count + index) * m->kv_heads + head) * width;
+                    keep((value ? p->values : p->keys) + at * size, from, steps, width, m->kind);
                 }
             }
         a.query = query, a.out = seen;
+        a.key_steps = p->steps + index * m->kv_heads * width, a.value_steps = a.key_steps + m->count * m->kv_heads * width;
         a.keys = p->keys + index * p->by_layer * size, a.values = p->values + index * p->by_layer * size;
         m->attend(&a);
         for (int64_t r = 0; r < n; r++)

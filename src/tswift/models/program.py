@@ -61,7 +61,7 @@ class _Model(ctypes.Structure):
 
 class _Pass(ctypes.Structure):
     _fields_: ClassVar = [
-        *_pointers("tokens positions keys values ancestors hidden raw queries states space"),
+        *_pointers("tokens positions keys values ancestors hidden raw queries states space steps"),
         *_integers("nodes prefix by_layer by_head threads"),
     ]
 
@@ -176,6 +176,7 @@ class PassProgram:
 
     Attributes:
         most_nodes: of a pass.
+        steps: of keys and values in int16, as in :class:`~tswift.kv.cache.KVShape`, so that none is too large.
         lm_head: from ``[..., H]`` hidden states to ``[..., V]`` logits.
         embeddings: the address of the input embeddings, ``[V, H]`` float32.
 
@@ -193,6 +194,7 @@ class PassProgram:
         config, decoder = network.config, network.get_decoder()
         layers, width = decoder.layers, decoder.layers[0].self_attn.head_dim
         attention = native.library(width, kv_dtype)
+        self.steps = _steps(network)
         self._library = library()
         self._space = torch.empty(0, dtype=torch.float32)
         self._kept: list[Any] = []  # what the C structures point to
@@ -319,6 +321,7 @@ class PassProgram:
             queries.data_ptr(),
             0 if inner is None else inner.data_ptr(),
             0,
+            0 if kv.shape.steps is None else kv.shape.steps.data_ptr(),
             nodes,
             kv.length,
             kv.keys.stride(0),
@@ -460,6 +463,27 @@ def _refuse_unfit(network: PreTrainedModel) -> None:
         raise Unfit("its activation or position encoding has no program")
     if not native.takes(network.get_decoder().layers[0].self_attn.head_dim):
         raise Unfit("its heads are of a size that native attention does not take")
+
+
+def _steps(network: PreTrainedModel) -> Tensor:
+    """The finest steps in which 16 bits hold every key and value that the weights can give."""
+    config, layers = network.config, network.get_decoder().layers
+    turned = float(network.get_decoder().rotary_emb.attention_scaling)
+
+    def most(linear: Any, norm: Tensor) -> Tensor:
+        # what a norm puts out is at most the root of its size times its weights, and its product with a row follows
+        bound = (_plain(linear.weight) * _plain(norm)).norm(dim=1) * config.hidden_size**0.5
+        return bound if linear.bias is None else bound + _plain(linear.bias).abs()
+
+    bounds = []
+    for layer in layers:
+        own, norm = layer.self_attn, layer.input_layernorm.weight
+        keys, values = (most(each, norm).view(config.num_key_value_heads, -1) for each in (own.k_proj, own.v_proj))
+        if hasattr(own, "k_norm"):
+            keys = (_plain(own.k_norm.weight).abs() * own.head_dim**0.5).expand_as(keys)
+        pair = keys.unflatten(1, (2, -1)).norm(dim=1) * turned  # which rotation mixes
+        bounds.append(torch.stack([torch.cat([pair, pair], 1), values]))
+    return torch.stack(bounds, 1).clamp_min(1e-30) / (2**15 - 1)
 
 
 def _plain(weight: Any) -> Tensor:

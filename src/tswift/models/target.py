@@ -118,13 +118,15 @@ class Target:
         return twin
 
     def hold(self, kv_dtype: torch.dtype) -> None:
-        """Keep keys and values in another dtype from now on; before any are prepared."""
-        self.kv_shape = replace(self.kv_shape, dtype=kv_dtype)
+        """Keep keys and values in another dtype from now on; before any are prepared. int16 needs a program."""
+        steps = None
         if self.program is not None:
             try:
                 self.program = PassProgram(self.model, kv_dtype)
+                steps = self.program.steps  # for good: caches that are held go on with theirs
             except Unbuilt:
                 self.program = None
+        self.kv_shape = replace(self.kv_shape, dtype=kv_dtype, steps=steps)
 
     @property
     def replays(self) -> bool:
