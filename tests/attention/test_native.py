@@ -29,6 +29,8 @@ TOLERANCE = 4e-6  # as for TreeAttention in float32
 HALVES = (torch.bfloat16, torch.float16)
 # Each head size in each dtype is a library of its own, which takes the compiler two seconds.
 SIZES = [(16, torch.float32), (64, torch.float32), (16, torch.bfloat16), (80, torch.bfloat16), (16, torch.float16)]
+INTEGERS = [(16, torch.int16), (80, torch.int16)]
+STEP = 1 / 4000
 
 
 @pytest.fixture
@@ -43,18 +45,32 @@ def attend(query, keys, values, ancestors, scale, nodes=None, prefix=None):
     nodes = nodes or len(ancestors)
     layout = Layout(len(keys), len(query) // len(keys), query.dtype, query.device)
     prefix = keys.shape[1] - nodes if prefix is None else prefix
-    return NativeAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale)
+    attention = NativeAttention(layout, prefix, nodes, ancestors)
+    if keys.dtype == torch.int16:
+        attention.steps = torch.full((2, len(keys), keys.shape[-1]), STEP)
+    return attention(query, keys, values, scale)
+
+
+def made(*shape, dtype, seed, sharp):
+    """A case; of int16, keys and values are some steps, with the query in float32."""
+    if dtype != torch.int16:
+        return case(*shape, dtype, seed, sharp)
+    query, keys, values, ancestors, scale = case(*shape, torch.float32, seed, sharp)
+    return query, *((x / STEP).round().to(torch.int16) for x in (keys, values)), ancestors, scale
 
 
 def check(*shape, seed=0, sharp=1.0, dtype=torch.float32) -> None:
-    query, keys, values, ancestors, scale = case(*shape, dtype, seed, sharp)
+    query, keys, values, ancestors, scale = made(*shape, dtype=dtype, seed=seed, sharp=sharp)
     out = attend(query, keys, values, ancestors, scale)
+    if dtype == torch.int16:
+        keys, values = keys * STEP, values * STEP
     assert out.shape == query.shape
     assert out.dtype == query.dtype
     apart = (out.double() - dense(query, keys, values, ancestors, scale)).abs()
     if dtype in HALVES:  # all is computed in float32, and rounded once
         apart -= out.double().abs() * torch.finfo(dtype).eps / 2
-    assert apart.max() < TOLERANCE * max(1, sharp), apart.max()  # rounding grows with the scores
+    allowed = TOLERANCE if dtype != torch.int16 else 4e-3  # query and weights are rounded, too
+    assert apart.max() < allowed * max(1, sharp), apart.max()  # rounding grows with the scores
 
 
 def tree_of(nodes: int, reach: int, seed: int) -> torch.Tensor:
@@ -78,7 +94,7 @@ def plain(query, keys, values, ancestors, scale):
 def differ(kv_heads, group, dim, prefix, ancestors, dtype, seed=0, sharp=1.0) -> list[int]:
     """The nodes of a tree that have other bits than by plain decoding."""
     nodes = len(ancestors)
-    query, keys, values, _, scale = case(kv_heads, group, dim, prefix, nodes, dtype, seed, sharp)
+    query, keys, values, _, scale = made(kv_heads, group, dim, prefix, nodes, dtype=dtype, seed=seed, sharp=sharp)
     same = attend(query, keys, values, ancestors, scale) == plain(query, keys, values, ancestors, scale)
     return (~same.all(-1).all(0)).nonzero().flatten().tolist()
 
@@ -88,7 +104,7 @@ def differ(kv_heads, group, dim, prefix, ancestors, dtype, seed=0, sharp=1.0) ->
 @given(
     st.sampled_from([1, 2]),
     st.sampled_from([1, 2, 3, 4, 8]),
-    st.sampled_from(SIZES),
+    st.sampled_from(SIZES + INTEGERS),
     st.one_of(st.integers(0, 700), st.integers(0, 4000)),
     st.integers(1, 64),
     st.sampled_from([1, 2, 3, 8, 64]),
@@ -101,7 +117,7 @@ def test_a_row_has_the_bits_of_plain_decoding(kv_heads, group, size, prefix, nod
 
 
 @pytest.mark.usefixtures("never_stock")
-@pytest.mark.parametrize(("reach", "dtype"), [(1, torch.float32), (3, torch.bfloat16)])
+@pytest.mark.parametrize(("reach", "dtype"), [(1, torch.float32), (3, torch.bfloat16), (2, torch.int16)])
 def test_the_bits_around_borders(reach: int, dtype: torch.dtype) -> None:
     """Of blocks, of parts, and where tails begin."""
     for prefix in (0, 1, 7, 8, 56, *range(63, 67), *range(119, 122), 183, 184, 240, 544, 7800):
@@ -114,7 +130,8 @@ def test_the_bits_far_into_a_text() -> None:
     """Where parts become longer, and behind."""
     for prefix in (30_700, 30_784, 50_000):
         for nodes in (3, 9):
-            assert differ(1, 1, 16, prefix, tree_of(nodes, 4, nodes), torch.bfloat16) == []
+            for dtype in (torch.bfloat16, torch.int16):
+                assert differ(1, 1, 16, prefix, tree_of(nodes, 4, nodes), dtype) == []
 
 
 @pytest.mark.usefixtures("never_stock")
@@ -167,7 +184,7 @@ def test_head_sizes(width: int, dtype: torch.dtype) -> None:
 @given(
     st.integers(1, 4),
     st.integers(1, 8),
-    st.sampled_from(SIZES),
+    st.sampled_from(SIZES + INTEGERS),
     st.integers(0, 1300),
     st.integers(1, 64),
     st.integers(0, 1000),
@@ -208,6 +225,29 @@ def test_huge_scores() -> None:
         keys[..., 0] = torch.sin(torch.arange(keys.shape[1]) / 50) * size
         out = attend(query, keys, values, ancestors, 1.0)
         torch.testing.assert_close(out.double(), dense(query, keys, values, ancestors, 1.0), rtol=0, atol=2e-3)
+
+
+@pytest.mark.usefixtures("never_stock")
+def test_the_largest_integers() -> None:
+    """No sum of products overflows, whether one number is as large as all others or all are alike."""
+    for nodes, (dims, many) in product((1, 5, 12), ((1, 1), (16, 1), (16, 1000))):
+        query = torch.zeros(1, nodes, 16)
+        query[..., :dims] = 1
+        keys = torch.full((1, 1000 + nodes, 16), -(2**15), dtype=torch.int16)
+        keys[:, :many] = 2**15 - 1
+        values = torch.full_like(keys, 2**15 - 1)
+        out = attend(query, keys, values, chain(nodes), 1.0)
+        torch.testing.assert_close(out / STEP, torch.full_like(out, 2**15 - 1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.usefixtures("never_stock")
+def test_a_broken_query_of_integers_is_not_hidden() -> None:
+    for nodes, bad in product((1, 5, 12), (torch.nan, torch.inf)):
+        query, keys, values, ancestors, scale = made(1, 1, 16, 300, nodes, dtype=torch.int16, seed=0, sharp=1.0)
+        query[:, -1, 3] = bad
+        out = attend(query, keys, values, ancestors, scale)
+        assert out[:, :-1].isfinite().all()
+        assert not out[:, -1].isfinite().all()
 
 
 @pytest.mark.usefixtures("never_stock")

@@ -54,7 +54,7 @@ def test_stock_operators_read_it_too(method: str, kv_dtype: torch.dtype) -> None
 
 
 def test_what_it_is() -> None:
-    assert kv_dtype_for("auto", torch.float32, CPU, "demo") == torch.float16
+    assert kv_dtype_for("auto", torch.float32, CPU, "demo") == torch.int16
     for dtype, device, model in (
         (torch.float64, CPU, "demo"),
         (torch.float32, CUDA, "demo"),
@@ -109,21 +109,21 @@ def test_memory_counts_its_bytes() -> None:
 
 @needs_compiler
 def test_the_bundled_models_runs(tswift, tmp_path: Path) -> None:  # noqa: F811
-    """By default exact in float16; it is recorded, resumed and verified so, and what was typed is not forgotten."""
+    """By default exact in int16; it is recorded, resumed and verified so, and what was typed is not forgotten."""
     words = ["generate", "--prompt-text", "The ship had lain three days becalmed,", "--quiet"]
     for method in ("ar", "tokenswift"):
         assert tswift(*words, "--method", method, "--len", 60, "--out", tmp_path / method).code == 0
     text = (tmp_path / "ar" / "tokens.u32").read_bytes()
     assert (tmp_path / "tokenswift" / "tokens.u32").read_bytes() == text
     made = json.loads((tmp_path / "ar" / RECORD).read_text())["model"]
-    assert (made["kv_dtype"], made["exact"]["width"]) == ("float16", 64)
+    assert (made["kv_dtype"], made["exact"]["width"]) == ("int16", 64)
     assert tswift(*words, "--method", "medusa", "--len", 17, "--out", tmp_path / "cut").code == 0
     found = tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", "float32", "--len", 60)
     assert found.code == 2
-    assert "--kv-dtype: the run was made with float16, got float32" in found.err
-    assert tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", "fp16", "--len", 60, "--verify").code == 0
+    assert "--kv-dtype: the run was made with int16, got float32" in found.err
+    assert tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", "int16", "--len", 60, "--verify").code == 0
     assert (tmp_path / "cut" / "tokens.u32").read_bytes() == text
-    with pytest.raises(InputError, match=r"^kv_dtype: .* was made with a KV cache in float16, not in float32$"):
+    with pytest.raises(InputError, match=r"^kv_dtype: .* was made with a KV cache in int16, not in float32$"):
         resume(tmp_path / "cut", {"length": 70}, False, [], loaded=load(kv_dtype="float32"))
     found = tswift("verify", tmp_path / "cut", "--kv-dtype", "float32")
     assert "the arithmetic here differs" in found.out.decode()

@@ -50,7 +50,7 @@ INLINE vector load(const float *from) { return _mm512_loadu_ps(from); }
 INLINE void store(float *to, vector x) { _mm512_storeu_ps(to, x); }
 INLINE vector plus(vector sum, vector x, vector y) { return _mm512_fmadd_ps(x, y, sum); }
 INLINE vector higher(vector x, vector y) { return _mm512_max_ps(x, y); } /* y if one is NaN */
-INLINE vector lower(vector x, vector y) { return _mm512_min_ps(x, y); }
+INLINE vector lower(vector x, vector y) { return _mm512_min_ps(x, y); } /* y if one is NaN */
 INLINE int differ(vector x, vector y) { return _mm512_cmp_ps_mask(x, y, _CMP_NEQ_OQ) != 0; }
 INLINE vector unless_less(vector y, vector x, float least) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, spread(least), _CMP_NLT_UQ), y);
@@ -84,17 +84,14 @@ INLINE integers both(integers x, integers y) { return _mm512_add_epi32(x, y); }
 INLINE integers pairs_swapped(integers x) { return _mm512_shuffle_epi32(x, 0x4e); }
 INLINE integers neighbours_swapped(integers x) { return _mm512_shuffle_epi32(x, 0xb1); }
 INLINE vector as_float(integers x) { return _mm512_cvtepi32_ps(x); }
-INLINE void store_rounded(int16_t *to, vector x) {
-    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
-}
+INLINE integers rounded(vector x) { return _mm512_cvtps_epi32(x); }
+INLINE void store_halves(int32_t *to, integers x) { _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(x)); }
+INLINE integers joined(integers low, integers high) { return _mm512_or_si512(low, _mm512_slli_epi32(high, 16)); }
 /* Pairs of two keys' numbers, of as many dimensions as there are lanes. */
 INLINE integers paired(const void *first, const void *second) {
     const integers x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(first));
     const integers y = _mm512_cvtepu16_epi32(_mm256_loadu_si256(second));
-    return _mm512_or_si512(x, _mm512_slli_epi32(y, 16));
-}
-INLINE integers paired_rows(vector first, vector second) {
-    return _mm512_or_si512(_mm512_cvtps_epi32(first), _mm512_slli_epi32(_mm512_cvtps_epi32(second), 16));
+    return joined(x, y);
 }
 INLINE void store_integers(void *to, integers x) { _mm512_storeu_si512(to, x); }
 #if KIND == FLOAT32
@@ -117,7 +114,7 @@ INLINE vector load(const float *from) { return _mm256_loadu_ps(from); }
 INLINE void store(float *to, vector x) { _mm256_storeu_ps(to, x); }
 INLINE vector plus(vector sum, vector x, vector y) { return _mm256_fmadd_ps(x, y, sum); }
 INLINE vector higher(vector x, vector y) { return _mm256_max_ps(x, y); } /* y if one is NaN */
-INLINE vector lower(vector x, vector y) { return _mm256_min_ps(x, y); }
+INLINE vector lower(vector x, vector y) { return _mm256_min_ps(x, y); } /* y if one is NaN */
 INLINE int differ(vector x, vector y) { return _mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_NEQ_OQ)); }
 INLINE vector unless_less(vector y, vector x, float least) {
     return _mm256_andnot_ps(_mm256_cmp_ps(x, spread(least), _CMP_LT_OQ), y);
@@ -148,18 +145,15 @@ INLINE integers both(integers x, integers y) { return _mm256_add_epi32(x, y); }
 INLINE integers pairs_swapped(integers x) { return _mm256_shuffle_epi32(x, 0x4e); }
 INLINE integers neighbours_swapped(integers x) { return _mm256_shuffle_epi32(x, 0xb1); }
 INLINE vector as_float(integers x) { return _mm256_cvtepi32_ps(x); }
-INLINE void store_rounded(int16_t *to, vector x) {
-    const integers whole = _mm256_cvtps_epi32(x);
-    _mm_storeu_si128(
-        (__m128i *)to, _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1)));
+INLINE integers rounded(vector x) { return _mm256_cvtps_epi32(x); }
+INLINE void store_halves(int32_t *to, integers x) {
+    _mm_storeu_si128((__m128i *)to, _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }
+INLINE integers joined(integers low, integers high) { return _mm256_or_si256(low, _mm256_slli_epi32(high, 16)); }
 INLINE integers paired(const void *first, const void *second) {
     const integers x = _mm256_cvtepu16_epi32(_mm_loadu_si128(first));
     const integers y = _mm256_cvtepu16_epi32(_mm_loadu_si128(second));
-    return _mm256_or_si256(x, _mm256_slli_epi32(y, 16));
-}
-INLINE integers paired_rows(vector first, vector second) {
-    return _mm256_or_si256(_mm256_cvtps_epi32(first), _mm256_slli_epi32(_mm256_cvtps_epi32(second), 16));
+    return joined(x, y);
 }
 #if KIND == FLOAT32
 INLINE vector widened(const stored *from) { return load(from); }
@@ -467,9 +461,10 @@ INLINE void weigh(const Call *c, const Block *b, float *scores, float *by, const
     const vector found = folded(sum[0], dims);
     if (KIND == INT16) {
         const vector of_sum = spread(SUM) / found, of_most = spread(INT16_MAX) / power(own - highest);
-        store(by, lower(lower(of_sum, of_most), spread(0x1p100f)));
+        store(by, lower(spread(0x1p100f), lower(of_most, of_sum)));
     }
-    store(each, total + found);
+    if (KIND != INT16) total = total + found; /* else what is left of the weights by rounding is added up: see mix */
+    store(each, total);
     for (int r = 0; r < LANES / dims; r++) b->total[r] = each[r * dims];
 }
 
@@ -506,29 +501,36 @@ INLINE void mix_rows(
 }
 
 INLINE void mix(Block *b, float *weights, const float *by, const int dims) {
-    _Alignas(64) int32_t values[(TAIL + SUMS) / 2 * WIDTH], rounded[(TAIL + SUMS) / 2 * LANES];
-    float inverse[LANES];
-    const vector factor = load(by);
-    store(inverse, spread(1) / factor);
+    _Alignas(64) int32_t values[(TAIL + SUMS) / 2 * WIDTH], shares[(TAIL + SUMS) / 2 * LANES];
+    float inverse[LANES], total[LANES];
+    const vector factor = load(by), unit = spread(1) / factor;
+    store(inverse, unit);
     const int pairs = (b->count + 1) / 2;
     for (int pair = 0; pair < pairs; pair++) {
         const stored *first = b->values + 2 * pair * WIDTH, *second = first + (2 * pair + 1 < b->count ? WIDTH : 0);
         for (int d = 0; d < WIDTH; d += LANES) store_integers(values + pair * WIDTH + d, paired(first + d, second + d));
     }
-    if (dims == 1)
-        for (int pair = 0; pair < pairs; pair++)
-            store_integers(rounded + pair * LANES,
-                paired_rows(load(weights + 2 * pair * LANES) * factor, load(weights + (2 * pair + 1) * LANES) * factor));
-    else
-        for (int v = 0; v < (b->count + SUMS - 1) / SUMS * SUMS / dims; v++)
-            store_rounded((int16_t *)(rounded + v * LANES / 2), load(weights + v * LANES) * factor);
+    integers sum = nothing();
+    for (int v = 0, vectors = (b->count + SUMS - 1) / SUMS * SUMS / dims; v < vectors; v += dims == 1 ? 2 : 1) {
+        const integers even = rounded(load(weights + v * LANES) * factor);
+        sum = both(sum, even);
+        if (dims == 1) {
+            const integers odd = rounded(load(weights + (v + 1) * LANES) * factor);
+            sum = both(sum, odd);
+            store_integers(shares + v / 2 * LANES, joined(even, odd));
+        } else store_halves(shares + v * LANES / 2, even);
+    }
+    if (dims == 4) sum = both(sum, pairs_swapped(sum));
+    if (dims > 1) sum = both(sum, neighbours_swapped(sum));
+    store(total, as_float(sum) * unit);
+    for (int r = 0; r < LANES / dims; r++) b->total[r] += total[r * dims];
     for (int row = 0, some; row < b->rows; row += some) {
         const int left = b->rows - row, turns = (left + MIXED - 1) / MIXED;
         some = (left + turns - 1) / turns;
-        if (some == 4) mix_rows(b, values, rounded, inverse, pairs, row, 4, dims);
-        else if (some == 3) mix_rows(b, values, rounded, inverse, pairs, row, 3, dims);
-        else if (some == 2) mix_rows(b, values, rounded, inverse, pairs, row, 2, dims);
-        else mix_rows(b, values, rounded, inverse, pairs, row, 1, dims);
+        if (some == 4) mix_rows(b, values, shares, inverse, pairs, row, 4, dims);
+        else if (some == 3) mix_rows(b, values, shares, inverse, pairs, row, 3, dims);
+        else if (some == 2) mix_rows(b, values, shares, inverse, pairs, row, 2, dims);
+        else mix_rows(b, values, shares, inverse, pairs, row, 1, dims);
     }
 }
 #else
@@ -636,7 +638,7 @@ static void pack(const Call *c) {
                     scaled[d] = query[r * WIDTH + d] * steps[d] * c->scale;
                     sum += fabsf(scaled[d]), most = fabsf(scaled[d]) > most ? fabsf(scaled[d]) : most;
                 }
-                const float by = sum / SUM > most / INT16_MAX ? sum / SUM : most / INT16_MAX;
+                const float by = most / INT16_MAX > sum / SUM ? most / INT16_MAX : sum / SUM; /* the latter if it is NaN */
                 for (int64_t i = 0; i < dims; i++) back[r * dims + i] = by;
                 for (int64_t d = 0; d < WIDTH; d++)
                     packed[(d / 2 / dims * LANES + r * dims + d / 2 % dims) * 2 + d % 2] = lrintf(scaled[d] / by);

@@ -41,7 +41,8 @@ class _Call(ctypes.Structure):
 class NativeAttention:
     """An :class:`~tswift.attention.layout.Attention` for x86 CPUs in float32, bfloat16 and float16.
 
-    Keys and values are read in their own dtype; all else is computed in float32. A path's slots are in the order of its
+    Keys and values are read in their own dtype; all else is computed in float32. With ``steps`` they are int16: see
+    native.c. A path's slots are in the order of its
     positions. Head sizes that are no multiple of 16 or above 256, passes with more than 64 nodes and 128 rows per KV
     head, and those that are differentiated are left to :class:`~tswift.attention.sdpa.TreeAttention`.
     """
@@ -58,6 +59,7 @@ class NativeAttention:
         self._depths = None if ancestors is None else ancestors.sum(1) - 1
         self._threads = torch.get_num_threads()
         self._scratch = torch.empty(0, dtype=torch.float32, device=layout.device)
+        self.steps: Tensor | None = None  # [2, kv heads, d], as a layer's of KVShape
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend; shapes as for every attention."""
@@ -80,8 +82,7 @@ class NativeAttention:
             out.data_ptr(),
             0,
             parallel_region(),
-            0,
-            0,
+            *((0, 0) if self.steps is None else (each.data_ptr() for each in self.steps)),
             keys.stride(0),
             values.stride(0),
             len(keys),

@@ -290,7 +290,7 @@ class _Judge:
 
     def audit(self, seconds: float) -> Audit:
         """What was found, now that all of the rounding has been measured."""
-        rounding, width, eps, start = self.rounding, self._target.width, self._target.kv_shape.eps, self._first + 1
+        rounding, width, shape, start = self.rounding, self._target.width, self._target.kv_shape, self._first + 1
         bound = rounding.bound
         findings = tuple(
             Finding(
@@ -305,8 +305,8 @@ class _Judge:
         )
         count = len(self._text) - start
         least, greatest = (lead if math.isfinite(lead) else None for lead in self._leads)
-        units = _NARROW if dtype in (torch.bfloat16, torch.float16) else _WIDE
-        limit = units * eps * self.largest
+        units = _NARROW if shape.dtype.itemsize == torch.int16.itemsize else _WIDE
+        limit = units * shape.eps * self.largest
         levels, exact = rounding.levels() if width is None else (), count - len(findings)
         figures = rounding.measured, limit, bound, least, greatest, seconds
         return Audit(count, exact, findings, *figures, width, levels, rounding.contested)

@@ -278,9 +278,10 @@ def wrap_model(
             if not (target.logits(_tried(target, ids)).double() - expected).abs().max().item() <= tolerance:
                 target.program = None
     if kv_dtype not in (None, target.dtype):
-        target.hold(kv_dtype_for(kv_dtype, target.dtype, target.device, model))
-        if kv_dtype == torch.int16 and target.program is None:
-            raise InputError(f"int16 needs passes that are one C function, which {model} has not here", "kv_dtype")
+        try:
+            target.hold(kv_dtype_for(kv_dtype, target.dtype, target.device, model))
+        except Unfit as error:
+            raise InputError(f"{model} cannot have a cache in int16: {error}", "kv_dtype") from None
         apart = (target.logits(_tried(target, ids)).double() - expected).abs().max().item()
         # what rounding keys and values makes of the logits; a cache that is read wrongly is off by all of them
         if not apart <= _CACHED * target.kv_shape.eps * max(expected.std().item(), 1e-6):

@@ -176,7 +176,6 @@ class PassProgram:
 
     Attributes:
         most_nodes: of a pass.
-        steps: of keys and values in int16, as in :class:`~tswift.kv.cache.KVShape`, so that none is too large.
         lm_head: from ``[..., H]`` hidden states to ``[..., V]`` logits.
         embeddings: the address of the input embeddings, ``[V, H]`` float32.
 
@@ -194,7 +193,6 @@ class PassProgram:
         config, decoder = network.config, network.get_decoder()
         layers, width = decoder.layers, decoder.layers[0].self_attn.head_dim
         attention = native.library(width, kv_dtype)
-        self.steps = _steps(network)
         self._library = library()
         self._space = torch.empty(0, dtype=torch.float32)
         self._kept: list[Any] = []  # what the C structures point to
@@ -465,8 +463,17 @@ def _refuse_unfit(network: PreTrainedModel) -> None:
         raise Unfit("its heads are of a size that native attention does not take")
 
 
-def _steps(network: PreTrainedModel) -> Tensor:
-    """The finest steps in which 16 bits hold every key and value that the weights can give."""
+def integer_steps(network: PreTrainedModel) -> Tensor:
+    """The finest steps in which 16 bits hold every key and value that the weights can give.
+
+    Returns:
+        As in :class:`~tswift.kv.cache.KVShape`.
+
+    Raises:
+        Unfit: the modeling code is not known to put them together from a norm, a linear layer and a rotation.
+    """
+    if type(network).__name__ not in MODELS:
+        raise Unfit(f"{type(network).__name__} has no bounds")
     config, layers = network.config, network.get_decoder().layers
     turned = float(network.get_decoder().rotary_emb.attention_scaling)
 

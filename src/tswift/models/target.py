@@ -33,7 +33,7 @@ from tswift.models.hf import (
     watched,
 )
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
-from tswift.models.program import PassProgram, Unfit
+from tswift.models.program import PassProgram, Unfit, integer_steps
 
 if TYPE_CHECKING:
     from tswift.models.drafters import BlockDrafter, DrafterSpec, EagleDrafter
@@ -118,12 +118,15 @@ class Target:
         return twin
 
     def hold(self, kv_dtype: torch.dtype) -> None:
-        """Keep keys and values in another dtype from now on; before any are prepared. int16 needs a program."""
-        steps = None
+        """Keep keys and values in another dtype from now on; before any are prepared.
+
+        Raises:
+            Unfit: a model whose keys and values have no known bounds, which int16 needs.
+        """
+        steps = integer_steps(self.model) if kv_dtype == torch.int16 else None
         if self.program is not None:
             try:
                 self.program = PassProgram(self.model, kv_dtype)
-                steps = self.program.steps  # for good: caches that are held go on with theirs
             except Unbuilt:
                 self.program = None
         self.kv_shape = replace(self.kv_shape, dtype=kv_dtype, steps=steps)
