@@ -23,6 +23,7 @@ from transformers import (
 from tests.helpers import decode, decode_method, random_tree
 from tswift.attention.backends import why_not
 from tswift.attention.building import Unbuilt
+from tswift.decoding.loop import NotFinite
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.drafting.heads import HeadSource, LastPass
@@ -174,6 +175,36 @@ def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype: torch.dtype) -> No
     for part, (wide, narrow) in enumerate(zip(*written, strict=True)):
         assert torch.equal(kv.shape.narrowed(wide, part, 0), narrow)
         assert kv.shape.widened(narrow, part, 0).float().sub(wide).abs().max() < 0.01 * wide.abs().max()
+
+
+def test_integers_show_what_is_broken() -> None:
+    """NaN stays NaN, whoever keeps it; and no number that the weights can give is too large."""
+    target = target_of("qwen3", kv_dtype=torch.int16)
+    shape, kv = target.kv_shape, filled(target, 0, 9)
+    made = torch.randn(shape.heads, 3, shape.head_dim)
+    made[0, 1, 5] = torch.nan
+    kept = shape.narrowed(made, 1, 0)
+    assert torch.equal(shape.widened(kept, 1, 0).isnan(), made.isnan())
+    assert torch.equal(shape.broken(kept), made.isnan())
+    largest = target_of("qwen3", kv_dtype=torch.float32)
+    wide = filled(largest, 0, 40)
+    largest.forward(*tree_of(40, 0)[:2], wide, tree_of(40, 0)[2])
+    assert shape.steps is not None
+    for part, buffer in enumerate((wide.keys, wide.values)):
+        assert (buffer.abs().amax(2) <= shape.steps[part] * (2**15 - 1)).all()
+    embeddings = target.model.get_input_embeddings().weight
+    embeddings[3] = torch.nan
+    target.forward(torch.tensor([1, 3, 5]), torch.arange(3), kv, torch.eye(3, dtype=torch.bool))
+    assert shape.broken(kv.keys)[:, :, 1].all()
+    assert not shape.broken(kv.keys)[:, :, [0, 2]].any()
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 5], [1, 2, 3, *[4] * 100]])
+def test_what_is_broken_in_a_prompt_is_told(prompt: list[int]) -> None:
+    target = target_of(kv_dtype=torch.int16)
+    target.model.get_input_embeddings().weight[3] = torch.nan
+    with pytest.raises(NotFinite, match="embed_tokens at position 2"):
+        decode_method("ar", target, prompt, SamplingParams(), 3, 5)
 
 
 def test_passes_of_a_fixed_width_are_exact_without_being_filled_up() -> None:

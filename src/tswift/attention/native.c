@@ -19,6 +19,10 @@
    Rows are computed in tiles, whose vectors hold 1, 2 or 4 dimensions of each row, so that few rows fill them, too: the
    fewer rows, the wider a piece of a key is copied to all of them by one load.
 
+   Keys and values that are 16-bit integers, steps of a size of their own for every dimension, are multiplied as such, and
+   sums of their products are exact in any order. The rows, and the weights of a block, are rounded to integers whose
+   sizes add up to SUM at most, so that no sum overflows 32 bits.
+
    WIDTH, the head size, is a multiple of 16; KIND is the type of keys and values; DRAFTED is how many nodes of a path
    may be drafted. Whoever compiles this gives them; native.py does. */
 
@@ -178,7 +182,7 @@ enum {
     MIXED = 4,   /* most rows whose weighted values are held in registers */
     WIDENED = 24, /* values that are turned into float32 at a time, to be used while they are in the nearest cache */
     LINE = 64 / sizeof(stored), /* numbers of a cache line */
-    SUM = 65000, /* of the sizes of 16-bit numbers whose products with others of 16 bits are added up in 32 bits */
+    SUM = 65000, /* most that sizes of integers add up to whose products with 16 bits are added up in 32 */
     PART = 480,  /* keys of the first NEAR parts; the next MIDDLE have twice as many, all others 8 times */
     NEAR = 16,
     MIDDLE = 24
@@ -315,6 +319,19 @@ INLINE vector folded(vector x, const int dims) {
 /* How many keys are scored together, so that their sums fill the registers. */
 INLINE int together(const int dims) { return LANES == 16 ? SOME : dims == 4 ? 8 : 6; }
 
+/* Keys or values as they are multiplied; they stay where they are if that is what they are. */
+#if KIND == INT16
+typedef stored scored;
+INLINE const scored *widen(const stored *from, scored *to, int count) { return from; }
+#else
+typedef float scored;
+INLINE const scored *widen(const stored *from, scored *to, int count) {
+    if (KIND == FLOAT32) return (const scored *)from;
+    for (int i = 0; i < count * WIDTH; i += LANES) store(to + i, widened(from + i));
+    return to;
+}
+#endif
+
 #if KIND == INT16
 INLINE void score_some(Block *b, const stored *keys, float *scores, int key, const int dims) {
     const int some = together(dims);
@@ -343,19 +360,6 @@ INLINE void score_some(Block *b, const stored *keys, float *scores, int key, con
         store(scores + (key + k) / dims * LANES, score[k]);
     }
     b->next_keys = next;
-}
-
-INLINE void score_all(Block *b, float *scores, const int dims) {
-    const int some = together(dims);
-    int key = 0;
-    for (; key + some <= b->count; key += some) score_some(b, b->keys + key * WIDTH, scores, key, dims);
-    if (key < b->count) {
-        stored rest[SOME * WIDTH] = {0};
-        memcpy(rest, b->keys + key * WIDTH, (b->count - key) * WIDTH * sizeof *rest);
-        score_some(b, rest, scores, key, dims);
-    }
-    for (key = b->count; key % SUMS; key++)
-        for (int r = 0; r < LANES / dims; r++) scores[at(key, r, dims)] = -INFINITY;
 }
 #else
 /* The scores of some keys. The query is [WIDTH / dims, rows of a tile, dims]. With one dimension, two of the four sums
@@ -393,16 +397,11 @@ INLINE void score_some(Block *b, const float *keys, float *scores, int key, cons
     b->next_keys = next;
 }
 
-/* Keys or values in float32; they stay where they are if that is what they are. */
-INLINE const float *widen(const stored *from, float *to, int count) {
-    if (KIND == FLOAT32) return (const float *)from;
-    for (int i = 0; i < count * WIDTH; i += LANES) store(to + i, widened(from + i));
-    return to;
-}
+#endif
 
 INLINE void score_all(Block *b, float *scores, const int dims) {
     const int some = together(dims);
-    float wide[SOME * WIDTH];
+    scored wide[SOME * WIDTH];
     int key = 0;
     for (; key + some <= b->count; key += some)
         score_some(b, widen(b->keys + key * WIDTH, wide, some), scores, key, dims);
@@ -414,7 +413,6 @@ INLINE void score_all(Block *b, float *scores, const int dims) {
     for (key = b->count; key % SUMS; key++)
         for (int r = 0; r < LANES / dims; r++) scores[at(key, r, dims)] = -INFINITY;
 }
-#endif
 
 INLINE void weigh(const Call *c, const Block *b, float *scores, float *by, const int dims) {
     const int held = SUMS / dims, vectors = (b->count + SUMS - 1) / SUMS * held;

@@ -167,6 +167,7 @@ class Decoding:
 
         Raises:
             ValueError: the texts differ.
+            NotFinite: the model gave keys or values that are NaN or infinite.
         """
         together = (self, *along)
         if any(each._prefilled for each in together):
@@ -183,6 +184,10 @@ class Decoding:
                 each._drafter.prefilled(each._context, forwarded)
             if show is not None:
                 show(self._kv.length, len(text))
+        if self._kv.shape.dtype == torch.int16 and _first_broken(self._kv) is not None:
+            # the C program would take what stands for NaN for a number
+            nothing = torch.full((1,), torch.nan)
+            raise not_finite(self._target, self._kv, self._context.text, nothing, self._context.sampler.params)
         for each in along:
             each._kv.take(self._kv)
         self._target.synchronize()
