@@ -119,13 +119,6 @@ def test_run_json(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> Non
         assert said in result.err
 
 
-def test_special_tokens_that_a_prompt_spells_out_are_told(tswift, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    special = AutoTokenizer.from_pretrained(checkpoint).eos_token
-    (tmp_path / "prompt.txt").write_text(f"The end.{special}A beginning.")
-    words = ["generate", "--model", checkpoint, "--prompt", tmp_path / "prompt.txt", "--len", 2, "--method", "ar"]
-    assert f"spells out special tokens, which are taken as such: {special}" in tswift(*words).err
-
-
 def test_quiet(tswift, prompt: Path, checkpoint: Path) -> None:  # type: ignore[no-untyped-def]
     result = tswift("generate", "--model", checkpoint, "--prompt", prompt, "--len", 3, "--quiet")
     assert result.code == 0

@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.jobs import prompt as module
-from tswift.jobs.prompt import read_prompt, render_chat, special_tokens_in, take
-from tswift.models.shapes import StandInTokenizer
+from tswift.jobs.prompt import read_prompt, render_chat, take
 
 
 def test_take() -> None:
@@ -55,48 +51,6 @@ def test_what_a_shell_pipes_in_by_name() -> None:
     os.close(reading)
 
 
-@pytest.fixture
-def tokenizer(checkpoint: Path) -> Any:
-    """One that puts <s> before a text, and knows a tool's token that is not special."""
-    loaded = AutoTokenizer.from_pretrained(checkpoint)
-    loaded.add_special_tokens({"additional_special_tokens": ["<s>", "</s>"]})
-    loaded.add_tokens([AddedToken("<tool>", special=False)])
-    first = loaded.convert_tokens_to_ids("<s>")
-    loaded.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
-    assert loaded("The ship")["input_ids"][0] == first
-    return loaded
-
-
-@every_row(
-    ("text", "spelled"),
-    [
-        ("The ship", ()),
-        ("The <ship> </S> s> < /s>", ()),
-        ("a <tool> b", ()),
-        ("a </s> b", ("</s>",)),
-        ("<s>a", ("<s>",)),
-        ("x<|endoftext|>y</s></s>z<|endoftext|>", ("<|endoftext|>", "</s>")),
-    ],
-)
-def test_special_tokens_that_a_text_spells_out(tokenizer: Any, text: str, spelled: tuple[str, ...]) -> None:
-    assert special_tokens_in(tokenizer, text) == spelled
-
-
-def test_special_tokens_behind_what_is_used(tokenizer: Any) -> None:
-    ids = tokenizer("The ship</s>")["input_ids"]
-    assert special_tokens_in(tokenizer, "The ship</s>", len(ids)) == ("</s>",)
-    assert special_tokens_in(tokenizer, "The ship</s>", len(ids) - 1) == ()
-
-
-def test_special_tokens_that_are_taken_literally(tokenizer: Any) -> None:
-    tokenizer.split_special_tokens = True
-    assert special_tokens_in(tokenizer, "a </s> b") == ()
-
-
-def test_a_stand_in_has_no_special_tokens() -> None:
-    assert special_tokens_in(StandInTokenizer(), "a </s> b") == ()
-
-
 # the special token of the tests' tokenizer, as templates begin with their model's first token
 TEMPLATE = (
     "<|endoftext|>{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}"
@@ -111,6 +65,11 @@ NO_SYSTEM = (
 def render(tokenizer, model: str, text: str, system: str | None = None) -> str:
     said = {"system": system, "user": text}
     return render_chat(tokenizer, model, [{"role": role, "content": each} for role, each in said.items() if each])
+
+
+@pytest.fixture
+def tokenizer(checkpoint: Path) -> Any:
+    return AutoTokenizer.from_pretrained(checkpoint)
 
 
 def test_the_prompt_is_one_message_of_the_user(tokenizer) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -403,18 +402,3 @@ def test_a_mistake_of_ours_is_not_hidden(asked: RunConfig) -> None:
         job.run(stopping_at(40, ZeroDivisionError()))
     assert (job.state, job.reason) == ("failed", "ZeroDivisionError()")
     assert tokens_in(asked.out) == job.tokens
-
-
-def test_a_disk_without_room_is_told_before_anything_is_touched(
-    asked: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """By the option that names the folder."""
-    interrupted(asked, 0)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    monkeypatch.setattr(starting.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, free=0))
-    with pytest.raises(InputError, match=r"^resume: 70 tokens take about 0.1 MB, .* has 0.0 MB free$"):
-        resume(tmp_path / "run", {}, False, [])
-    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
-    with pytest.raises(InputError, match=r"^out: 70 tokens take"):
-        start(replace(asked, out=tmp_path / "second"), [])
-    assert not (tmp_path / "second").exists()

@@ -1,4 +1,4 @@
-"""Prompts read and encoded, in the model's chat template if that is asked for; and token ids turned back to text."""
+"""Prompts read and encoded, in the model's chat template if that is asked for."""
 
 from __future__ import annotations
 
@@ -75,23 +75,6 @@ def take(tokens: list[int], prefill: int | None, bundled: bool) -> list[int]:
     if prefill > len(tokens):
         raise InputError(f"asks for {prefill:,} tokens, the prompt has {len(tokens):,}", "prefill")
     return tokens[:prefill]
-
-
-def special_tokens_in(tokenizer: Any, text: str, used: int | None = None) -> tuple[str, ...]:
-    """The special tokens that a prompt spells out, such as ``</s>``: they are encoded as control tokens.
-
-    What the tokenizer itself puts before or behind a text is not among them, nor what it is told to take literally.
-    Each comes once, in order; ``used`` is how many of the prompt's tokens are used, None for all.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    added = {} if backend is None else backend.get_added_tokens_decoder()
-    special = {token_id: token for token_id, token in added.items() if token.special}
-    # encoding a long prompt twice takes seconds; what a normalizer changes cannot be looked for in the text
-    if not any(token.normalized or token.content in text for token in special.values()):
-        return ()
-    encoded = tokenizer(text, return_special_tokens_mask=True)
-    marked = zip(encoded["input_ids"][:used], encoded["special_tokens_mask"], strict=False)
-    return tuple(dict.fromkeys(special[token].content for token, own in marked if token in special and not own))
 
 
 def fingerprint(tokens: list[int]) -> str:

@@ -6,7 +6,6 @@ Everything cheap is checked before anything heavy is loaded.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -37,14 +36,11 @@ from tswift.jobs.folder import (
     read_saved,
 )
 from tswift.jobs.job import BY_STRING, END, Job
-from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, render_chat, special_tokens_in, take
+from tswift.jobs.prompt import BUNDLED_PREFILL, fingerprint, read_prompt, render_chat, take
 from tswift.models.checkpoint import config_hash, weights_hash
-from tswift.models.devices import gigabytes
 from tswift.models.load import LoadedModel, load
 
 OPTION = "resume"
-_BYTES_PER_TOKEN = 4 + 6  # its id, and its text
-_BYTES_BESIDE = 100_000  # journal and record
 # A resumed run may change these: none changes a token, and memory may want nodes and budget lower.
 _MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "drafter", "draft_weights")
 _MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
@@ -81,9 +77,7 @@ def start(
         preflight(
             config.model, least, config.length, config.method, config.options(), option=larger, params=params, **how
         )
-    path = config.out or default_path(config.method)
-    _refuse_full_disk(path, config.length, "out", _row_bytes(config))
-    folder = RunFolder.create(path, config.logprobs is not None)
+    folder = RunFolder.create(config.out or default_path(config.method), config.logprobs is not None)
     try:
         exact = False if find_method(config.method).reference else config.exact
         model = loaded or load(config.model, quantize=config.quantize, exact=exact, ranks=ranks, **how)
@@ -117,9 +111,6 @@ def start(
     }
     notes = [] if config.preset is None else [preset_note(config.preset, config.overridden, params.banned)]
     notes += _drafting_notes(config, generation, len(prompt), model.target.width)
-    spelled = () if config.chat else special_tokens_in(model.tokenizer, text, len(prompt))
-    if spelled:
-        notes.append(f"the prompt spells out special tokens, which are taken as such: {', '.join(spelled)}")
     stats = DecodeStats(generation.depth)
     return Job(model, generation, folder, about, prompt, TextStream(model.tokenizer, config.stop), stats, notes=notes)
 
@@ -166,7 +157,6 @@ def resume(
         if run.state == FINISHED and (config.length == made or ended or stopped):
             _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
             return None
-        _refuse_full_disk(path, config.length - made, OPTION, _row_bytes(config))
         model = loaded or load_exact_or_not(
             "exact" in asked,
             config.model,
@@ -251,19 +241,6 @@ def _identity(model: LoadedModel) -> dict[str, Any]:
 def _row_bytes(config: RunConfig) -> int:
     """Bytes of a token's log-probabilities; 0 if none are wanted."""
     return 0 if config.logprobs is None else row_type(config.logprobs).itemsize
-
-
-def _refuse_full_disk(path: Path, tokens: int, option: str, row_bytes: int) -> None:
-    """Refuse a run of so many tokens if its files would not fit on the disk of its folder."""
-    need = tokens * (_BYTES_PER_TOKEN + row_bytes) + _BYTES_BESIDE
-    try:
-        disk = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
-    except OSError:
-        return  # what is wrong with it will be said when the folder is made
-    if disk.total and disk.free < need:  # some file systems do not say
-        raise InputError(
-            f"{tokens:,} tokens take about {gigabytes(need)}, {path} has {gigabytes(disk.free)} free", option
-        )
 
 
 def _drafting_notes(config: RunConfig, generation: Generation, prompt: int, width: int | None) -> list[str]:
