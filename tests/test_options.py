@@ -103,7 +103,6 @@ def test_a_run_of_options_by_name() -> None:
     preset = RunConfig.of(preset="qwen2.5-7b", min_p=0.2, prompt="x")
     assert preset.sampling["min_p"] == 0.2
     assert preset.sampling["penalty"] == 1.15
-    assert preset.overridden == ("min_p",)
     assert preset.model == "TokenSwift/TokenSwift-Qwen2.5-7B"
 
 

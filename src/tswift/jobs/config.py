@@ -54,16 +54,12 @@ def banned_ids(preset: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     return tuple(banned) if same else ()
 
 
-def preset_note(preset: str, overridden: Sequence[str], banned: Collection[int]) -> str:
-    """A line for people about a preset in use, the options that override it, and the ids that are never drawn."""
-    words = [f"preset {preset}"]
-    if overridden:
-        words.append(f"but for {', '.join('--' + name.replace('_', '-') for name in overridden)}")
+def preset_note(preset: str, banned: Collection[int]) -> str:
+    """A line for people about a preset in use, and the ids that are never drawn."""
     if banned:
-        words.append(f"never drawn: {', '.join(map(str, sorted(banned)))}")
-    elif preset in _NEVER_DRAWN:
-        words.append("its banned ids mean something else to this tokenizer, and are left out")
-    return "; ".join(words)
+        return f"preset {preset}; never drawn: {', '.join(map(str, sorted(banned)))}"
+    foreign = "; its banned ids mean something else to this tokenizer, and are left out"
+    return f"preset {preset}{foreign if preset in _NEVER_DRAWN else ''}"
 
 
 # what is loaded for a method, by the option that names it, and whether the method uses it
@@ -173,7 +169,6 @@ class RunConfig(TextConfig, ModelConfig):
     out: Path | None = option(None, "Folder for the run.", panel="Output", shown="./runs/<UTC time>-<method>")
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that were given
     drafting: Mapping[str, Any] = field(default_factory=dict)  # fields of DraftOptions that were given
-    overridden: tuple[str, ...] = ()  # what of the preset was typed otherwise
 
     def __post_init__(self) -> None:
         TextConfig.__post_init__(self)
@@ -193,14 +188,11 @@ class RunConfig(TextConfig, ModelConfig):
     @classmethod
     def of(cls, **values: Any) -> RunConfig:
         """A job of options by name: those of this class, ModelConfig, SamplingParams and DraftOptions."""
-        overridden: tuple[str, ...] = ()
         if values.get("preset") is not None:
             values = {"method": "tokenswift", **values}  # the paper's
-            preset = preset_options(values["preset"], values["method"], values)
-            overridden = tuple(name for name, value in preset.items() if values.get(name, value) != value)
-            values = {**preset, **values}
+            values = {**preset_options(values["preset"], values["method"], values), **values}
         own, sampling, drafting = (fields_of(kind, values) for kind in (cls, SamplingParams, DraftOptions))
-        return cls(**own, sampling=sampling, drafting=drafting, overridden=overridden)
+        return cls(**own, sampling=sampling, drafting=drafting)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> RunConfig:
@@ -241,7 +233,7 @@ class RunConfig(TextConfig, ModelConfig):
 
     def as_dict(self) -> dict[str, Any]:
         """For ``run.json``: everything by the options' names."""
-        return {name: value for name, value in asdict(self).items() if name != "overridden"}
+        return asdict(self)
 
 
 def fields_of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:

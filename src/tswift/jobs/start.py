@@ -109,7 +109,7 @@ def start(
         "started": now(),
         "environment": environment(model.target.device),
     }
-    notes = [] if config.preset is None else [preset_note(config.preset, config.overridden, params.banned)]
+    notes = [] if config.preset is None else [preset_note(config.preset, params.banned)]
     notes += _drafting_notes(config, generation, len(prompt), model.target.width)
     stats = DecodeStats(generation.depth)
     return Job(model, generation, folder, about, prompt, TextStream(model.tokenizer, config.stop), stats, notes=notes)

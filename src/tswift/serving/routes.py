@@ -32,7 +32,7 @@ from tswift.decoding.logprobs import row_type
 from tswift.decoding.text import TextStream
 from tswift.jobs.folder import FAILED, FINISHED
 from tswift.serving.requests import Refused, ServeConfig, parse_body
-from tswift.serving.runs import QUEUED, Run, Service
+from tswift.serving.runs import Run, Service
 
 _MOST_BODY = 8_000_000  # bytes: some two million tokens
 _BODY_SECONDS, _IDLE_SECONDS = 30.0, 30.0  # for a request's body; without a request
@@ -219,7 +219,7 @@ class Api:
             elif whole:
                 break
             elif time.monotonic() - last > _KEEP_ALIVE_SECONDS:
-                yield f": {run.state}, {self._service.place(run)} before it\n"
+                yield f": {run.state}\n"
                 last = time.monotonic()
             await asyncio.sleep(0 if whole else _LOOK_SECONDS)
         if run.state != FINISHED:
@@ -251,12 +251,10 @@ class Api:
             "created": run.created,
             "state": run.state,
             "reason": run.reason or None,
-            "place": self._service.place(run) if run.state == QUEUED else None,
             "method": run.method,
             "seed": run.seed,
             "max_tokens": run.length,
             "finish_reason": run.finish_reason,
-            "prefill": None if run.prefill is None else {"done": run.prefill[0], "of": run.prefill[1]},
             "figures": run.figures(),
             "usage": _usage(run),
             "text": bytes(run.text).decode(errors="replace"),

@@ -84,7 +84,6 @@ class Run:
     asked: Mapping[str, Any] = field(default_factory=dict)  # options with which it is to go on
     prompt: Sequence[int] | None = None  # token ids, until they are in its folder
     prompt_tokens: int = 0
-    prefill: tuple[int, int] | None = None  # tokens done, and all of them
     state: str = QUEUED  # or cancelled, in use (by another process), or what a list of runs says
     reason: str = ""  # why it failed
     refusal: bool = False  # it failed for what was asked
@@ -188,7 +187,6 @@ class Run:
 
     def show_prefill(self, done: int, total: int) -> None:
         """What a job is to call while it reads the text so far."""
-        self.prefill = done, total
         if self.stopping:
             raise _Stop
 
@@ -318,12 +316,6 @@ class Service:
                 run.state = CANCELLED
                 self._runs.pop(run.id, None)
                 self._note(run, CANCELLED)
-
-    def place(self, run: Run) -> int:
-        """How many runs are before this one."""
-        with self._guard:
-            names = list(self._runs)
-        return names.index(run.id) if run.id in names else 0
 
     # --- accepting
 
