@@ -7,9 +7,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -415,24 +417,17 @@ def test_a_padding_token_without_a_mask_is_refused(
 def test_only_one_thread_is_in_a_step() -> None:
     inside, most = [0], list[int]()
 
-    class Run:
-        def steps(self) -> Iterator[Step]:
-            for token in range(20):
-                inside[0] += 1
-                most.append(inside[0])
-                time.sleep(0.001)
-                inside[0] -= 1
-                yield Step((token,), 0, "", 1, 0.0)
+    def steps() -> Iterator[Step]:
+        for token in range(20):
+            inside[0] += 1
+            most.append(inside[0])
+            time.sleep(0.001)
+            inside[0] -= 1
+            yield Step((token,), 0, "", 1, 0.0)
 
-    turn, drawn = threading.Lock(), list[list[int]]()
-    threads = [
-        threading.Thread(target=lambda: drawn.append([*custom_generate._drawn(Run(), turn)]))  # type: ignore[arg-type]
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run, turn = SimpleNamespace(steps=steps), threading.Lock()
+    with ThreadPoolExecutor(3) as pool:
+        drawn = [*pool.map(lambda _: [*custom_generate._drawn(run, turn)], range(3))]
     assert drawn == [[*range(20)]] * 3
     assert most == [1] * 60
 

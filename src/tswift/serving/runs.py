@@ -60,7 +60,6 @@ _COMMAND = ("tswift", "serve")
 _OF_MODEL = frozenset(each.name for each in fields(ModelConfig))
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 _MOST_TEXT = 1 << 15  # bytes of a text that are read at a time
-_SNAPSHOT_SECONDS = 0.1
 
 
 class _Stop(KeyboardInterrupt):
@@ -89,7 +88,7 @@ class Run:
     refusal: bool = False  # it failed for what was asked
     stopping: str = ""  # the state in which it is to stop
     end: str | None = None  # how a finished text ended: length, eos (which is no part of the text) or stop
-    stats: DecodeStats = field(default_factory=lambda: DecodeStats(0))  # at most a tenth of a second old
+    stats: DecodeStats = field(default_factory=lambda: DecodeStats(0))
     text: bytearray = field(default_factory=bytearray)
     tokens: array[int] = field(default_factory=lambda: array("Q"))
     ends: array[int] = field(default_factory=lambda: array("Q"))
@@ -157,7 +156,7 @@ class Run:
 
     def follow(self, job: Job, text_of: Callable[[int], str]) -> Callable[[str, DecodeStats], None]:
         """What a job is to call after every step; ``text_of`` gives the text of a token id."""
-        ends, held, snapped = frozenset(job.generation.stop), "", 0.0
+        ends, held = frozenset(job.generation.stop), ""
         self.stats, self.length = job.stats.copy(), job.length
         wanted = job.about["options"].get("logprobs") is not None
         if wanted and job.tokens:
@@ -166,7 +165,7 @@ class Run:
         self.grow(job.before, job.stats.tokens)
 
         def show(piece: str, stats: DecodeStats) -> None:
-            nonlocal held, snapped
+            nonlocal held
             if job.state == FINISHED:
                 self.end = job.end()["reason"]
                 piece = (held + piece).removesuffix(text_of(job.tokens[-1]) if self.end == _EOS else "")
@@ -178,8 +177,7 @@ class Run:
                 self.rows += job.rows
                 self.ids.extend(job.tokens[len(self.ids) :])
             self.grow(piece, stats.tokens)
-            if job.state != RUNNING or time.monotonic() - snapped >= _SNAPSHOT_SECONDS:
-                self.stats, snapped = stats.copy(), time.monotonic()
+            self.stats = stats.copy()
             if self.stopping and job.state == RUNNING:
                 raise _Stop
 
