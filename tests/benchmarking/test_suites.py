@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 from tswift.benchmarking.config import BenchOptions, Plan, Prompt
 from tswift.benchmarking.quality import quality
 from tswift.benchmarking.report import order_table, tables, write_report
-from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite, tree_nodes
-from tswift.benchmarking.suites import LENGTH, SUITES, Suite, compared, find_suite, published_rows
+from tswift.benchmarking.run import measure
+from tswift.benchmarking.suite_run import begin_suite, groups_of, judge_texts, prepare, tree_nodes
+from tswift.benchmarking.suites import LENGTH, SUITES, Suite, compared, find_suite, published_rows, summarise_suite
 from tswift.benchmarking.summary import METRICS, Figure, Row
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
@@ -162,6 +164,12 @@ def test_each_length_is_held_against_the_nearest_published_one() -> None:
 PROMPTS = [Prompt("p", list(range(1, 9)))]
 
 
+def run_suite(record: dict[str, Any], prepared: Any, plan: Plan, tick: Any = lambda *at: None) -> None:
+    judge = partial(judge_texts, record, prepared)
+    record["state"] = measure(groups_of(record, prepared), PROMPTS, plan, tick, lambda: None, judge)
+    summarise_suite(record)
+
+
 def made(checkpoint: Path, name: str, **changes: Any):  # type: ignore[no-untyped-def]
     return prepare(dataclasses.replace(SUITES[name], **changes), BenchOptions(model=str(checkpoint)), Plan((4,), (6,)))
 
@@ -169,15 +177,14 @@ def made(checkpoint: Path, name: str, **changes: Any):  # type: ignore[no-untype
 def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> None:
     prepared = made(checkpoint, "table12")
     plan = Plan((4,), (6, 12), warmup=0)
-    record, kept = begin_suite(prepared, PROMPTS, plan, ["tswift"]), []
+    record = begin_suite(prepared, PROMPTS, plan, ["tswift"])
 
     def tick(label, number, cells, case, run) -> None:  # type: ignore[no-untyped-def]
         if label == "min-p 0.1" and run.stats.tokens > 8:
             raise KeyboardInterrupt
 
-    run_suite(record, prepared, PROMPTS, plan, tick, lambda: kept.append(record["state"]))
+    run_suite(record, prepared, plan, tick)
     assert record["state"] == "interrupted"
-    assert kept[-1] == "interrupted"
     assert [group["measurement"]["state"] for group in record["groups"]] == ["finished", "interrupted", "running"]
     assert {(row["axis"], row["length"]) for row in record["rows"]} == {
         ("top-p 0.9", 6),
@@ -192,7 +199,7 @@ def test_every_text_has_its_own_figures(checkpoint: Path) -> None:
     prepared = made(checkpoint, "case-study")
     plan = Plan((4,), (30, 150), (1, 2), warmup=0)
     record = begin_suite(prepared, PROMPTS, plan, ["tswift"])
-    run_suite(record, prepared, PROMPTS, plan, lambda *at: None, lambda: None)
+    run_suite(record, prepared, plan)
     assert [(text["label"], text["seed"]) for text in record["texts"]] == [
         *(("with penalty", seed) for seed in (1, 2)),
         *(("without", seed) for seed in (1, 2)),

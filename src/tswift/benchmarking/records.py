@@ -13,7 +13,7 @@ from typing import Any
 
 from tswift.benchmarking.config import BenchOptions, Plan
 from tswift.benchmarking.gate import Judging, bench_schema, check_schema, differ, other_workload
-from tswift.benchmarking.suites import SUITES, find_suite, summarise_suite
+from tswift.benchmarking.suites import SUITES, find_suite
 from tswift.benchmarking.summary import cell_of, done_cells, grid_order, machine_name
 from tswift.benchmarking.table import Table
 from tswift.decoding.params import SamplingParams
@@ -140,8 +140,6 @@ def merge(records: Mapping[Path, Record], command: Sequence[str]) -> tuple[Recor
     missing = [_name(place) for place in _places(whole) if place not in places]
     for one in (whole, *parts(whole).values()):
         one.update(state=INTERRUPTED if missing else FINISHED, command=list(command))
-    if whole["kind"] == "suite":
-        summarise_suite(whole)
     return whole, missing
 
 

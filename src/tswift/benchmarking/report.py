@@ -35,7 +35,7 @@ Record = Mapping[str, Any]  # as in bench.json or suite.json
 
 
 def write_report(
-    record: Record, folder: Path, paper: bool = False, draw: bool = False, whole: bool = True
+    record: dict[str, Any], folder: Path, paper: bool = False, draw: bool = False, whole: bool = True
 ) -> list[Path]:
     """Write ``bench.json`` or ``suite.json``, and CSV, Markdown, texts and plots, each whole or not at all.
 
@@ -45,6 +45,8 @@ def write_report(
         draw: draw plots; needs matplotlib.
         whole: write more than the JSON.
     """
+    if record["kind"] == "suite":
+        suites.summarise_suite(record)
     stem = f"{record['kind']}-simulated" if record.get("simulated") else record["kind"]
     contents: dict[str, str | bytes] = {f"{stem}.json": encode(record)}
     if whole:

@@ -1,20 +1,19 @@
-"""A suite on a model: its groups prepared and measured one after another, kept in one dict, ``suite.json``.
+"""A suite on a model: its groups prepared, begun in one dict, ``suite.json``, and their texts judged.
 
 A group is what runs side by side: one setting, with its own plain decode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from tswift.benchmarking.config import BASELINE, REFERENCE, BenchConfig, BenchOptions, Contender, Plan, Prompt
 from tswift.benchmarking.quality import quality
 from tswift.benchmarking.roofline import Machine
-from tswift.benchmarking.run import Case, OnProgress, Sample, begin_measurement, measure
-from tswift.benchmarking.suites import AXIS, Suite, summarise_suite
+from tswift.benchmarking.run import Case, Groups, Sample, begin_measurement
+from tswift.benchmarking.suites import AXIS, Suite
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.text import TextStream
 from tswift.drafting.methods import resolve
@@ -122,7 +121,7 @@ def begin_suite(prepared: Prepared, prompts: Sequence[Prompt], plan: Plan, comma
     for label, config in prepared.groups.items():
         machine = Machine(**groups[0]["measurement"]["machine"]) if groups else None  # measured once
         groups.append({"label": label, "measurement": begin_measurement(config, prompts, plan, command, machine)})
-    record: dict[str, Any] = {
+    return {
         "schema": SCHEMA,
         "kind": "suite",
         "suite": prepared.suite.name,
@@ -135,60 +134,35 @@ def begin_suite(prepared: Prepared, prompts: Sequence[Prompt], plan: Plan, comma
         "groups": groups,
         "texts": [],
     }
-    summarise_suite(record)
-    return record
 
 
-def run_suite(
+def groups_of(record: dict[str, Any], prepared: Prepared) -> Groups:
+    """What is to be measured, for :func:`tswift.benchmarking.run.measure`; the samples go into the record."""
+    groups = zip(prepared.groups.items(), record["groups"], strict=True)
+    return {label: (config, group["measurement"]) for (label, config), group in groups}
+
+
+def judge_texts(
     record: dict[str, Any],
     prepared: Prepared,
-    prompts: Sequence[Prompt],
-    plan: Plan,
-    on_progress: OnProgress,
-    on_checkpoint: Callable[[], None],
-) -> None:
-    """Measure all groups, or as much as is done when Ctrl-C is pressed.
-
-    Args:
-        record: from :func:`begin_suite`; filled with samples. Its ``state`` says whether it is whole.
-        on_progress, on_checkpoint: as :func:`tswift.benchmarking.run.measure` takes them.
-    """
-
-    def keep() -> None:
-        record["ended"] = now()
-        summarise_suite(record)
-        on_checkpoint()
-
-    groups = {
-        label: (config, group["measurement"])
-        for (label, config), group in zip(prepared.groups.items(), record["groups"], strict=True)
-    }
-    judge = partial(_judge_texts, record, prepared.suite, prepared.model)
-    record["state"] = measure(groups, prompts, plan, on_progress, keep, judge)
-    keep()
-
-
-def _judge_texts(
-    record: dict[str, Any],
-    suite: Suite,
-    model: LoadedModel,
     label: str,
     case: Case,
     texts: Mapping[str, Sequence[int]],
     samples: list[Sample],
 ) -> None:
-    """Measure how much every text repeats itself, up to each length; keep those that are to be shown."""
+    """Measure how much every text of a trial repeats itself, up to each length; keep those that are to be shown."""
+    tokenizer = prepared.model.tokenizer
     plain = texts.get(BASELINE) or next(iter(texts.values()))  # plain decoding may have been sampled
     known: dict[tuple[int, ...], dict[str, float | None]] = {}
     for sample in samples:
         for point in sample["points"]:
             part = tuple((texts.get(sample["method"]) or plain)[: point["len"]])
             if part not in known:  # nearly always, all runs have the same text
-                known[part] = quality(part, model.tokenizer.decode(list(part), skip_special_tokens=False))
+                known[part] = quality(part, tokenizer.decode(list(part), skip_special_tokens=False))
             point["quality"] = known[part]
-    if suite.texts and samples and case.repeat == 0:
+    if prepared.suite.texts and samples and case.repeat == 0:
         tokens = list(plain)[: samples[0]["points"][-1]["len"]]
-        stream = TextStream(model.tokenizer)
+        stream = TextStream(tokenizer)
         pieces = [stream.add([token]) for token in tokens]  # the text that each token completes
         pieces[-1] += stream.finish()
         place = {"label": label, "prompt": case.prompt.name, "prefill": case.prefill, "seed": case.seed}

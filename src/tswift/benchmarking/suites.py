@@ -256,8 +256,9 @@ def measured_rows(suite: Suite, groups: Sequence[Mapping[str, Any]]) -> list[Row
 
 
 def summarise_suite(record: dict[str, Any]) -> None:
-    """Bring up to date what follows from a suite's samples: its rows and pairs; and put its texts in order."""
+    """Bring up to date what follows from a suite's measurements: its end, rows, pairs; and put its texts in order."""
     suite, first = find_suite(record["suite"]), record["groups"][0]["measurement"]
+    record["ended"] = max(group["measurement"]["ended"] for group in record["groups"])
     labels = [group["label"] for group in record["groups"]]
     order = grid_order(first["workload"])
     record["texts"].sort(key=lambda text: (labels.index(text["label"]), order(text)))

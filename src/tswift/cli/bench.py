@@ -26,7 +26,7 @@ from tswift.jobs.folder import FINISHED, default_path, lock_folder, made_folder
 from tswift.models.config import SHAPE_PREFIX, refuse_shape
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.run import Case, Run
+    from tswift.benchmarking.run import Case, Groups, OnTrial, Run
 
 
 # what bench does and a suite does not
@@ -170,7 +170,9 @@ def bench(
             except InputError as error:
                 bars.say(str(error))
 
-        run: Callable[[], object] | None = None
+        run: Callable[[], str] | None = None
+        groups: Groups
+        on_trial: OnTrial | None
         with loading(bench_options.model, quiet):
             from tswift.benchmarking import plots as drawing
             from tswift.benchmarking import report
@@ -183,28 +185,28 @@ def bench(
             else:
                 from tswift.benchmarking.config import configure, encode, read_texts
                 from tswift.benchmarking.run import begin_measurement, measure
-                from tswift.benchmarking.suite_run import begin_suite, prepare, run_suite
+                from tswift.benchmarking.suite_run import begin_suite, groups_of, judge_texts, prepare
 
                 texts = read_workloads(plan.workload) if plan.workload else read_texts(plan.prompts)
                 if chosen:
                     prepared = prepare(chosen, bench_options, plan)
                     selected = encode(texts, prepared.model, longest)
                     record = begin_suite(prepared, selected, plan, typed.command)
-                    run = partial(run_suite, record, prepared)
+                    groups, on_trial = groups_of(record, prepared), partial(judge_texts, record, prepared)
                     notes += [f"{label} is left out: {why}" for label, why in prepared.missing.items()]
                 else:
                     least = 1 if plan.workload else longest
                     config = configure(bench_options, least, length, "prefills" if least > length else "lens")
                     selected = encode(texts, config.model, longest)
                     record = begin_measurement(config, selected, plan, typed.command)
-                    run = partial(measure, {"": (config, record)})
+                    groups, on_trial = {"": (config, record)}, None
                     notes += [config.note] if config.note else []
                 record["options"] = _kept(given)
                 if earlier:
                     records.go_on(record, earlier, folder)
                 else:
                     stack.enter_context(lock_folder(folder, "out"))
-                run = partial(run, selected, plan, show, keep)
+                run = partial(measure, groups, selected, plan, show, keep, on_trial)
             if baseline:
                 gate.refuse_foreign(record, baseline, judging.rules, plan.repeats, judging.force)
         if simulated:
@@ -216,7 +218,7 @@ def bench(
         if run:
             keep()
             with bars:
-                run()
+                record["state"] = run()
         for table in report.tables(record, judging.paper):
             output.show(table)
         written = report.write_report(record, folder, judging.paper, plots and drawing.available())
