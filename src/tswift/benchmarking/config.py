@@ -5,7 +5,7 @@ torch is imported where a model is loaded, so that what is cheap to check is ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -23,7 +23,6 @@ from tswift.options import check_options, option, parse_numbers
 if TYPE_CHECKING:
     from tswift.benchmarking.peers import Peers
     from tswift.benchmarking.workloads import Text
-    from tswift.decoding.audit import Audit
     from tswift.models.load import LoadedModel
 
 PG19 = "emozilla/pg19"  # on the hub, as parquet; the test split holds 100 books
@@ -351,32 +350,11 @@ class BenchConfig:
             return None
         return {"weights": self.model.simulated, "alpha": self.simulate_alpha}
 
-    @property
-    def labels(self) -> list[str]:
-        """Labels of all contenders."""
-        return [contender.label for contender in self.contenders]
-
     def drafting(self) -> dict[str, dict[str, Any]]:
         """For records: by label, the options that its method uses."""
         from tswift.jobs.start import used_options
 
         return {one.label: used_options(one.method, one.options) for one in self.contenders}
-
-    def audit(
-        self,
-        prompt: Sequence[int],
-        tokens: Sequence[int],
-        seed: int,
-        method: str,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> Audit:
-        """Whether a text by a method is what the sampling rule draws; see :func:`tswift.decoding.audit.audit`."""
-        from tswift.decoding.audit import audit
-
-        target = self.model.target
-        if find_method(method).reference:  # whose passes are not exact
-            target = target.reference()
-        return audit(target, prompt, tokens, self.params, seed, on_progress)
 
 
 @dataclass(frozen=True)

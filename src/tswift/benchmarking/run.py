@@ -20,7 +20,7 @@ import numpy as np
 from tswift.benchmarking import summary
 from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, BenchConfig, Plan, Prompt
 from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
-from tswift.decoding.audit import Audit
+from tswift.decoding.audit import Audit, audit
 from tswift.decoding.drafter import DraftTree, Step
 from tswift.decoding.stats import DecodeStats
 from tswift.engine import Generation, begin
@@ -128,15 +128,13 @@ class Run:
         self.generation = self._steps = None
 
 
-def open_runs(
-    config: BenchConfig, prompt: Sequence[int], length: int, seed: int, labels: Sequence[str] | None = None
-) -> list[Run]:
-    """A run for each contender, or for those of some labels."""
+def open_runs(config: BenchConfig, prompt: Sequence[int], length: int, seed: int, ar: str = FULL) -> list[Run]:
+    """A run for each contender, but for plain decoding where that is sampled."""
     device = config.model.target.device
     free = available_bytes(device)
     runs, need = [], 0
     for contender in config.contenders:
-        if labels is not None and contender.label not in labels:
+        if contender.label == BASELINE and ar == SAMPLED:
             continue
         alpha = None if contender.method in DRAFTLESS else config.simulate_alpha
         generation = begin(
@@ -315,15 +313,15 @@ class Trial:
         self, config: BenchConfig, labels: Sequence[str], on_audit: Callable[[str, int, int], None] | None = None
     ) -> dict[str, Audit]:
         """Audits of some runs' texts, by label; all runs are closed, since an audit needs a cache of its own."""
-        case, runs = self._case, self.runs
-        for run in runs.values():
+        case, found = self._case, {}
+        for run in self.runs.values():
             run.close()
-        prompt = case.prompt.tokens[: case.prefill]
-        tell = {label: on_audit and partial(on_audit, label) for label in labels}
-        return {
-            label: config.audit(prompt, runs[label].tokens, case.seed, runs[label].method, tell[label])
-            for label in labels
-        }
+        for label in labels:
+            run, target = self.runs[label], config.model.target
+            target = target.reference() if run.method == REFERENCE else target  # whose passes are not exact
+            tell = on_audit and partial(on_audit, label)
+            found[label] = audit(target, case.prompt.tokens[: case.prefill], run.tokens, config.params, case.seed, tell)
+        return found
 
     def _compare(self, run: Run) -> tuple[int | None, int]:
         """First token that is not plain decoding's, if there is one, and how many tokens could be compared."""
@@ -403,7 +401,7 @@ def begin_measurement(
     # the largest case is allocated and freed: what does not fit is refused now, not after an hour
     prompt, option = max((prompt.tokens for prompt in prompts), key=len), "lens"
     try:
-        open_runs(config, prompt[: max(plan.prefills)], max(plan.lens), 0, _labels(config, plan))
+        open_runs(config, prompt[: max(plan.prefills)], max(plan.lens), 0, plan.ar)
         option = "warmup"
         _warm_runs(config, prompts[0], plan)
     except InputError as error:
@@ -497,7 +495,7 @@ def _measure_cell(
         on_checkpoint()
 
     prompt = case.prompt.tokens[: case.prefill]
-    runs = open_runs(config, prompt, lens[-1], case.seed, _labels(config, plan))
+    runs = open_runs(config, prompt, lens[-1], case.seed, plan.ar)
     if config.peers:
         runs = config.peers.beside(runs, prompt, lens[-1], config.params, case.seed)
     trial = Trial(case, runs, lens, floor_of(config, Machine(**session["machine"])))
@@ -511,11 +509,6 @@ def _measure_cell(
         raise KeyboardInterrupt
     session["cells"].append(case.cell)
     keep(samples)
-
-
-def _labels(config: BenchConfig, plan: Plan) -> list[str]:
-    """Labels that run: all but plain decoding where that is sampled."""
-    return [label for label in config.labels if plan.ar == FULL or label != BASELINE]
 
 
 def _warm_runs(config: BenchConfig, prompt: Prompt, plan: Plan) -> list[Run]:
@@ -565,7 +558,7 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dic
         "prefills": sorted(plan.prefills),
         "lens": sorted(plan.lens),
         "seeds": list(plan.seeds),
-        "methods": config.labels,
+        "methods": [contender.label for contender in config.contenders],
         "ar": plan.ar,
     }
     # the rest only where it applies, so that other workloads keep their hashes
