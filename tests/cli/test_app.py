@@ -12,7 +12,7 @@ import pytest
 
 import tswift as package
 from tests.cli.terminal import on_terminal
-from tswift.cli.progress import Display, _clock
+from tswift.cli.progress import Display
 from tswift.errors import Fault
 
 
@@ -111,7 +111,3 @@ def test_raw_when_stdout_is_no_terminal(capfdbinary: pytest.CaptureFixture[bytes
         display.show("é\n", stats)
         display.show("[b]", stats)
     assert capfdbinary.readouterr().out == "é\n[b]".encode()
-
-
-def test_clock() -> None:
-    assert _clock(3725.4) == "1:02:05"

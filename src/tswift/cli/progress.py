@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,18 +14,23 @@ from rich.table import Table
 from rich.text import Text
 
 from tswift.cli.streams import visible
+from tswift.training import config as training
 
 if TYPE_CHECKING:
     from tswift.decoding.stats import DecodeStats
     from tswift.jobs.job import Job
 
 _LOG_SECONDS = 30.0
+_BAR = 42  # columns of a bar without its figures
 
 
-class Bars:
-    """One bar per task; ``quiet`` is nothing on stderr, without ``progress`` there are neither bars nor log lines."""
+class Bars(training.Progress):
+    """One bar per task, or for the last one alone if ``single``, with as many of its figures as there is room for.
 
-    def __init__(self, quiet: bool, progress: bool, width: int = 12) -> None:
+    ``quiet`` is nothing on stderr, without ``progress`` there are neither bars nor log lines.
+    """
+
+    def __init__(self, quiet: bool, progress: bool, width: int = 12, single: bool = False) -> None:
         self._console = Console(stderr=True, quiet=quiet, emoji=False, markup=False)
         shown = progress and not quiet
         self._progress: Progress | None = None
@@ -43,6 +49,7 @@ class Bars:
         self._log = shown and self._progress is None
         self._started = self._logged = time.monotonic()
         self._tasks: dict[str, TaskID] = {}
+        self._single = single
 
     def __enter__(self) -> Bars:
         if self._progress:
@@ -60,7 +67,11 @@ class Bars:
     def update(self, name: str, done: int, total: int, figures: str = "") -> None:
         """Show how far a task has come; a new name is a new task."""
         if self._progress:
+            while self._single and len(figures) > self._console.width - _BAR and ", " in figures:
+                figures = figures.rpartition(", ")[0]
             if name not in self._tasks:
+                if self._single:
+                    self.clear()
                 self._tasks[name] = self._progress.add_task(name, total=total, figures=figures)
             self._progress.update(self._tasks[name], completed=min(done, total), total=total, figures=figures)
         elif self._due():
@@ -85,7 +96,7 @@ class Display(Bars):
     """The text of a job of ``length`` tokens, streamed to stdout, and its bar or log lines on stderr."""
 
     def __init__(self, length: int, quiet: bool, progress: bool) -> None:
-        super().__init__(quiet, progress, width=6)  # all columns together fit a terminal of 80
+        super().__init__(quiet, progress, width=6, single=True)  # all columns together fit a terminal of 80
         self._length = length
         self._through_bar = self._progress is not None and _same_terminal()
         self._line = ""  # text not yet printed above the bar
@@ -110,8 +121,6 @@ class Display(Bars):
             sys.stdout.buffer.write(text.encode())
             sys.stdout.buffer.flush()
         if self._progress:
-            if "prefill" in self._tasks:
-                self.clear()
             self.update("", stats.tokens, self._length, f"{_figures(stats)} left {self._left(stats)}")
         elif self._due():
             done = f"{stats.tokens:,} / {self._length:,} tokens, {_figures(stats)}"
@@ -161,11 +170,11 @@ class Display(Bars):
             self._console.print(line, markup=False, highlight=False)
 
     def _elapsed(self) -> str:
-        return _clock(time.monotonic() - self._started)
+        return str(timedelta(seconds=round(time.monotonic() - self._started)))
 
     def _left(self, stats: DecodeStats) -> str:
         speed = stats.tokens_per_second
-        return _clock((self._length - stats.tokens) / speed if speed else 0.0)
+        return str(timedelta(seconds=round((self._length - stats.tokens) / speed if speed else 0.0)))
 
 
 def _figures(stats: DecodeStats) -> str:
@@ -177,12 +186,6 @@ def _memory() -> str:
 
     held = resident_bytes()
     return "" if held is None else f", memory {held / 1e9:.2f} GB"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
 
 
 def _same_terminal() -> bool:

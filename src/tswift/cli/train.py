@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,11 +11,10 @@ import typer
 from tswift.cli import options
 from tswift.cli.streams import BAD_INPUT
 from tswift.errors import InputError
-from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, Progress, TrainConfig
+from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, TrainConfig
 
 if TYPE_CHECKING:
     from tswift.benchmarking.table import Table
-    from tswift.cli.progress import Bars
     from tswift.training.run import Outcome
 
 
@@ -26,8 +23,6 @@ Out = Annotated[
     options.option("Options", "Folder for it all. (default: ./runs/<UTC time>-<command>)", "--out"),
 ]
 Resume = Annotated[Path | None, options.option("Options", "Go on with the training in this folder.", "--resume")]
-
-_BAR = 42  # columns of a progress bar without its figures
 
 
 def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Table], text: str) -> Callable[..., None]:
@@ -54,17 +49,17 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
         from tswift.training import run as training
 
         first = find_ranks()[0] == 0
-        bars = Bars(quiet or not first, not no_progress)
+        bars = Bars(quiet or not first, not no_progress, single=True)
         try:
             with bars:
                 if config is not None:
                     chosen = kind.cpu_defaults(typed.values) if find_device(config.device).type == "cpu" else {}
                     words = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in chosen.items())
                     note = f"on a CPU, to end in minutes rather than days, the defaults are {words}" if chosen else None
-                    outcome = training.train(typed.make(kind, **chosen), out, _Progress(bars), typed.command, note)
+                    outcome = training.train(typed.make(kind, **chosen), out, bars, typed.command, note)
                 else:
                     assert resume is not None
-                    outcome = training.resume(kind, resume, typed.values, _Progress(bars), typed.command)
+                    outcome = training.resume(kind, resume, typed.values, bars, typed.command)
         except InputError:
             if first:
                 raise
@@ -80,26 +75,6 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
 
     run.__doc__, run.__name__ = text, kind.COMMAND.replace("-", "_")
     return options.takes(kind)(run)
-
-
-class _Progress(Progress):
-    """One bar at a time, with as many of its figures as there is room for."""
-
-    def __init__(self, bars: Bars) -> None:
-        self._bars, self._task = bars, ""
-
-    def say(self, message: str) -> None:
-        self._bars.say(message)
-
-    def update(self, name: str, done: int, total: int, figures: str = "") -> None:
-        if name != self._task:
-            self._task = name
-            self._bars.clear()
-        if sys.stderr.isatty():
-            room = shutil.get_terminal_size().columns - _BAR
-            while len(figures) > room and ", " in figures:
-                figures = figures.rpartition(", ")[0]
-        self._bars.update(name, done, total, figures)
 
 
 def _levels_grid(outcome: Outcome, level: str, what: str, notes: list[str]) -> Table:
