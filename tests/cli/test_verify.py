@@ -180,7 +180,7 @@ def test_generate_verify(tswift, checkpoint: Path, prompt: Path, tmp_path: Path,
 
     from tswift.decoding.sampling import Sampler
 
-    broken = lambda self, logits, tokens, places, *_: self.draw(logits, None, places + 1)  # noqa: E731
+    broken = lambda self, logits, nodes, *_: self.draw_with_runner_up(logits, None, nodes[1] + 1)  # noqa: E731
     monkeypatch.setattr(Sampler, "draw_nodes", broken)  # nothing is penalised
     monkeypatch.setattr("tswift.models.target.Target.verifies", lambda *given: False)
     result = tswift(*words, tmp_path / "broken")

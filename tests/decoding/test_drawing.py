@@ -63,17 +63,16 @@ def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype
     sampler = Sampler(params, seed, vocab, CPU)
     tree = random_tree(nodes, random, vocab)
     sampler.extend([*(random.randrange(vocab) for _ in range(random.randrange(30))), tree.tokens[0]])
-    tokens = torch.tensor(tree.tokens)
     positions = torch.tensor(tree.depths) + sampler.length - 1
+    where = torch.tensor(tree.tokens), positions, tree.ancestors()
     logits = rows(kind, nodes, vocab, seed, dtype)
-    seen = sampler.seen(tokens, positions, tree.ancestors())
+    seen = sampler.seen(*where)
     wanted = by_torch(sampler, logits, seen, positions + 1)
-    assert sampler.draw_nodes(logits, tokens, positions, tree.ancestors()) == wanted
-    followed = sampler.draw_nodes(logits, tokens, positions, tree.ancestors(), tree.parents)
+    assert sampler.draw_nodes(logits, where)[0] == wanted
+    followed, _ = sampler.draw_nodes(logits, where, tree.parents)
     path = tree.walk(wanted)
     assert tree.walk(followed) == path
     assert [followed[node] for node in path] == [wanted[node] for node in path]
-    assert sampler.draw(logits, seen, positions + 1) == wanted
     drawn, others = sampler.draw_with_runner_up(logits, seen, positions + 1)
     assert drawn == wanted
     best = sampler.scores(logits, seen, positions + 1).topk(2).values
@@ -81,9 +80,9 @@ def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype
     assert [lead for _, lead in others] == pytest.approx(leads, rel=1e-9, abs=1e-9, nan_ok=True)
     if sampler.program(dtype) is None:
         return
-    found = sampler.follow(logits, (tokens, positions, tree.ancestors()), tree.parents, leads=True)
+    found = sampler.follow(logits, where, tree.parents, leads=True)
     if found is not None:
-        assert found[0] == sampler.follow(logits, (tokens, positions, tree.ancestors()), tree.parents)[0] == followed
+        assert found[0] == sampler.follow(logits, where, tree.parents)[0] == followed
         for node in path:
             assert found[1][node][1] == pytest.approx(leads[node], rel=1e-9, abs=1e-9, nan_ok=True)
             if leads[node] < math.inf:
@@ -98,7 +97,7 @@ def test_a_node_with_the_drawn_token_below_another_one_is_not_followed() -> None
     logits = torch.zeros(4, 6)
     logits[0, 4] = logits[3, 2] = 1
     nodes = torch.tensor(tree.tokens), torch.tensor(tree.depths), tree.ancestors()
-    drawn = sampler.draw_nodes(logits, *nodes, tree.parents)
+    drawn, _ = sampler.draw_nodes(logits, nodes, tree.parents)
     assert (drawn[0], drawn[3]) == (4, 2)
 
 

@@ -127,8 +127,6 @@ class DrawProgram:
         count: int,
         positions: Sequence[int] | None,
         seen: Tensor | None = None,
-        newest: Tensor | None = None,
-        nodes: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, list[int]]:
         """The best tokens of every row.
 
@@ -136,10 +134,7 @@ class DrawProgram:
             logits: ``[n, V]``.
             count: how many of a row, up to :data:`MOST`.
             positions: of the tokens to be drawn; None for no noise.
-            seen: ``[n, V]`` bool, or ``[1, V]`` for all rows: the tokens that are penalised; None for none, or for:
-            newest: the sampler's, if tokens are penalised.
-            nodes: with ``newest``: tokens, positions and ancestors of the nodes of a tree, as for
-                :meth:`~tswift.decoding.sampling.Sampler.seen`.
+            seen: ``[n, V]`` bool, or ``[1, V]`` for all rows: the tokens that are penalised; None for none.
 
         Returns:
             ``[n, count]`` tokens, best first, and their scores (float64), ``-inf`` where there is none and in rows with
@@ -167,10 +162,6 @@ class DrawProgram:
         if seen is not None:
             seen = seen.contiguous()
             call.seen, call.by_seen = seen.data_ptr(), vocab_size if len(seen) > 1 else 0
-        elif newest is not None and nodes is not None:
-            call.newest = newest.data_ptr()
-            kept = [each.contiguous() for each in nodes]
-            call.tokens, call.places, call.ancestors = (each.data_ptr() for each in kept)
         self._run(ctypes.byref(call))
         return best, scores, [row for row in range(rows) if unsure[row]]
 
@@ -186,7 +177,10 @@ class DrawProgram:
         """The tokens drawn along the path that they take through a tree; -1 elsewhere, and where there is none.
 
         Args:
-            logits, nodes, newest: as for :meth:`rank`; what is drawn comes after the nodes.
+            logits: ``[n, V]``.
+            nodes: tokens, positions and ancestors, as for :meth:`~tswift.decoding.sampling.Sampler.seen`; what is
+                drawn comes after them.
+            newest: the sampler's, if tokens are penalised.
             parents: of the nodes.
             verification: address of what the pass and the logits are computed from first; None if they are there.
             leads: whether the runners-up are wanted.

@@ -98,12 +98,7 @@ def _verify(
         forwarded = target.forward(tokens, positions, context.kv, ancestors)
         logits = target.logits(forwarded.hidden)
     context.logits = logits
-    if found is not None:
-        drawn, others = found
-    elif leads:
-        drawn, others = sampler.draw_with_runner_up(logits, sampler.seen(*nodes), positions + 1)
-    else:
-        drawn, others = sampler.draw_nodes(logits, *nodes, parents), []
+    drawn, others = found or sampler.draw_nodes(logits, nodes, parents, leads)
     return forwarded, drawn, walk(tree, drawn) if walk else tree.walk(drawn), others
 
 

@@ -266,25 +266,27 @@ class Sampler:
     def draw_nodes(
         self,
         logits: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        ancestors: Tensor,
+        nodes: tuple[Tensor, Tensor, Tensor],
         parents: list[int] | None = None,
-    ) -> list[int]:
-        """As :meth:`draw_rows`, for the host, which waits for the tokens.
+        leads: bool = False,
+    ) -> Drawn:
+        """The tokens drawn after the nodes of a draft tree, for the host, which waits for them.
 
-        With the nodes' ``parents``, those that the drawn tokens do not lead to from the root may be left out: they draw
-        ``NO_TOKEN``.
+        Args:
+            logits: ``[n, V]``.
+            nodes: tokens, positions and ancestors, as for :meth:`seen`.
+            parents: of the nodes, if those that the drawn tokens do not lead to from the root may be left out: they
+                draw ``NO_TOKEN`` then.
+            leads: as for :meth:`DrawProgram.follow`.
         """
         if parents is not None and self.program(logits.dtype) is not None:
-            followed = self.follow(logits, (tokens, positions, ancestors), parents)
+            followed = self.follow(logits, nodes, parents, leads=leads)
             if followed is not None:
-                return followed[0]
-        places = (positions + 1).tolist()
-        ranked = self._ranked(logits, 1, places, None, (tokens, positions, ancestors))
-        if ranked is None:
-            return self.draw(logits, self.seen(tokens, positions, ancestors), places)
-        return _drawn(*ranked)
+                return followed
+        seen, places = self.seen(*nodes), nodes[1] + 1
+        if leads:
+            return self.draw_with_runner_up(logits, seen, places)
+        return self.draw(logits, seen, places.tolist()), []
 
     def follow(
         self,
@@ -311,28 +313,20 @@ class Sampler:
         return _drawn(*ranked), leads
 
     def _ranked(
-        self,
-        logits: Tensor,
-        count: int,
-        positions: Sequence[int] | Tensor,
-        seen: Tensor | None,
-        nodes: tuple[Tensor, Tensor, Tensor] | None = None,
+        self, logits: Tensor, count: int, positions: Sequence[int] | Tensor, seen: Tensor | None
     ) -> list[list[list[Any]]] | None:
         """The best ``count`` tokens of each row and their scores, by the C program; None if it does not take these.
 
-        ``nodes`` are tokens, positions and ancestors of a tree, in place of ``seen``. PyTorch ranks rows of whose best
-        token the program is unsure.
+        PyTorch ranks rows of whose best token the program is unsure.
         """
         program = self.program(logits.dtype)
         if program is None:
             return None
         places = positions.tolist() if isinstance(positions, Tensor) else positions
-        newest = self.newest if self.params.penalises else None
-        tokens, scores, unsure = program.rank(logits, count, places, seen, newest, nodes)
+        tokens, scores, unsure = program.rank(logits, count, places, seen)
         ranked = [tokens.tolist(), scores.tolist()]
         for row in unsure:
-            own = self.seen(*nodes) if nodes else seen
-            own = own[row : row + 1] if own is not None and len(own) > 1 else own
+            own = seen[row : row + 1] if seen is not None and len(seen) > 1 else seen
             best = self.scores(logits[row : row + 1], own, places[row : row + 1]).topk(count)
             ranked[0][row], ranked[1][row] = best.indices[0].tolist(), best.values[0].tolist()
         return ranked
