@@ -107,15 +107,6 @@ def test_a_gap_that_the_penalty_shrinks() -> None:
     assert margins.tolist() == pytest.approx([1 / 3], rel=1e-5)
 
 
-def test_only_the_rows_asked_for() -> None:
-    sampler = Sampler(SamplingParams(temperature=0, penalty=1), 0, 3, CPU)
-    logits = torch.tensor([[4.0, 1.0, 0.0], [4.0, 3.0, 0.0], [4.0, 0.0, 2.0]])
-    doubt = RoundingMargin(sampler, logits, None, torch.zeros(3, 3), torch.tensor([1, 1, 2]))
-    assert doubt.explained(0.75).tolist() == [False, True, False]
-    assert doubt.explained(torch.tensor([2.0, 1.5]), torch.tensor([0, 2])).tolist() == [True, True]
-    assert doubt.margins(0.75, torch.tensor([2, 1])).tolist() == pytest.approx([1.0, 0.5], rel=1e-5)
-
-
 @pytest.mark.parametrize(
     "filters",
     [{"min_p": 0.1}, {"top_p": 0.9}, {"top_p": 0.5}, {"top_k": 20}, {"eta": 0.02}, {"temperature": 0.0}, {}],

@@ -14,7 +14,7 @@ from tests.helpers import random_tree
 from tswift.decoding.drafter import DraftTree
 from tswift.decoding.drawing import draw_program
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import NO_TOKEN, Sampler, _best, gumbel, seed_stream
+from tswift.decoding.sampling import Sampler, _best, gumbel, seed_stream
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(draw_program(SamplingParams(), 0, 4) is None, reason="no C compiler")
@@ -114,21 +114,6 @@ def test_candidates_are_those_of_pytorch(params, count, seed, noisy, one_row) ->
     assert torch.allclose(found, best.values, rtol=1e-9, atol=1e-9)
     there = best.values > -torch.inf
     assert torch.equal(scores.gather(1, tokens)[there], best.values[there])
-
-
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_from_which_nothing_can_be_drawn(broken: float, temperature: float) -> None:
-    params = SamplingParams(temperature, penalty=1, banned=(2,))
-    sampler = Sampler(params, 1, 5, CPU)
-    logits = torch.zeros(3, 5)
-    logits[0, 1], logits[1, 2] = broken, broken  # a banned token's logit is not looked at
-    logits[2] = -math.inf
-    wanted = by_torch(sampler, logits, None, [4, 5, 6])
-    assert sampler.draw(logits, None, [4, 5, 6]) == wanted
-    assert (wanted[0] == NO_TOKEN) == (broken != -math.inf)
-    assert wanted[1] != NO_TOKEN
-    assert wanted[2] == NO_TOKEN
 
 
 def test_near_ties_are_left_to_pytorch() -> None:

@@ -25,12 +25,10 @@ from tests.helpers import (
     tokens_of,
     toy_target,
 )
-from tswift.decoding import loop
 from tswift.decoding.audit import audit
 from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import Sampler
 from tswift.drafting.options import DraftOptions
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -232,18 +230,6 @@ def test_a_text_goes_on_where_it_was_cut(name: str) -> None:
             assert drafter.sources[0].reader._level.kv.selections >= 3
 
 
-def test_a_text_goes_on_from_every_place_and_more_than_once() -> None:
-    target, prompt, params = tiny_target(), random_prompt(30, 2), parameters(min_p=0.05, penalty=1.2, window=8)
-    whole = decode_method("ar", target, prompt, params, 4, 44)
-    options = DraftOptions(tree=(1, 2, 2), nodes=6, budget=64, reuse_recent=True)
-    for cut in range(0, 44, 3):
-        run = Decoding(target, prompt, params, 4, drafter_of("tokenswift", target, options), 44, written=whole[:cut])
-        text = [*whole[:cut], *next(run.steps()).tokens]  # stopped again after its first step
-        if len(text) < 44:
-            text += decode_method("reuse", target, [*prompt, *text], params, 4, 44 - len(text), options)
-        assert text == whole, cut
-
-
 def test_what_was_written_in_the_shadow_of_a_stop_token_still_ends_the_text() -> None:
     target, prompt, params = tiny_target(), [1, 2], parameters()
     plain = decode_method("ar", target, prompt, params, 4, 40)
@@ -254,12 +240,14 @@ def test_what_was_written_in_the_shadow_of_a_stop_token_still_ends_the_text() ->
     assert tokens_of(list(run.steps({stop}))) == plain[2 : until + 1]
 
 
-def test_a_decode_that_has_nothing_left_to_generate_is_refused() -> None:
-    for written in ([1, 2, 3, 4], [1, 2, 3, 4, 5]):
-        with pytest.raises(ValueError, match="length"):
-            Decoding(tiny_target(), [1], PLAIN, 1, Drafter(), 4, written=written)
-    with pytest.raises(ValueError, match="written"):
-        Decoding(tiny_target(), [1], PLAIN, 1, Drafter(), 4, written=[VOCAB])
+def test_what_cannot_be_decoded_is_refused() -> None:
+    for prompt, length, written, about in (
+        *((prompt, 4, [], "prompt") for prompt in ([], [VOCAB], [3, -1])),
+        *(([1], 4, written, "length") for written in ([1, 2, 3, 4], [1, 2, 3, 4, 5])),
+        ([1], 4, [VOCAB], "written"),
+    ):
+        with pytest.raises(ValueError, match=about):
+            Decoding(tiny_target(), prompt, PLAIN, 1, Drafter(), length, written=written)
 
 
 def test_a_long_prefill_shows_how_far_it_is() -> None:
@@ -269,12 +257,6 @@ def test_a_long_prefill_shows_how_far_it_is() -> None:
     assert seen == [(512, 1099), (1024, 1099), (1099, 1099)]
     Decoding(tiny_target(), [1], PLAIN, 1, Drafter(), 9).prefill(lambda done, total: seen.append((done, total)))
     assert len(seen) == 3  # there was nothing to forward
-
-
-def test_a_prompt_that_cannot_be_decoded_is_refused() -> None:
-    for prompt in ([], [VOCAB], [3, -1]):
-        with pytest.raises(ValueError, match="prompt"):
-            Decoding(tiny_target(), prompt, PLAIN, 1, Drafter(), 4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,60 +318,6 @@ def joint_p_value(params: SamplingParams, paths, texts: int = 700, length: int =
 )
 def test_decoded_texts_have_their_exact_joint_distribution(name: str, draft: str) -> None:
     assert joint_p_value(TOY[name], DRAFTS[draft]) > 1e-3
-
-
-def test_a_token_that_is_dropped_or_banned_never_comes_out_though_drafted() -> None:
-    target = toy_target(vocab=6, scale=2.0)
-    params = parameters(top_k=2, banned=(4,))
-    paths = [[a, b] for a in range(6) for b in range(6)]
-    drafter = Drafter([Proposals(lambda context: paths)], 2, 64)
-    for seed in range(20):
-        text = [0, 1, *decode(target, drafter, [0, 1], params, seed, 30)]
-        for place in range(2, len(text)):
-            row = target.table[text[place - 2], text[place - 1]].clone()
-            row[4] = -torch.inf
-            assert text[place] in row.topk(2).indices.tolist()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# negative controls: others are planted, see tests/planted.py
-
-
-def penalty_of_the_root_for_all(monkeypatch) -> None:
-    right = Sampler.seen
-
-    def seen(self, tokens, positions, ancestors):
-        rows = right(self, tokens[:1], positions[:1], ancestors[:1, :1])
-        return rows if rows is None else rows.expand(len(tokens), -1)
-
-    monkeypatch.setattr(Sampler, "seen", seen)
-
-
-def noise_of_the_root_for_all(monkeypatch) -> None:
-    right = Sampler.noise
-    monkeypatch.setattr(Sampler, "draw", lambda self, logits, seen, positions: (
-        (self.scores(logits, seen, positions) - right(self, positions) + right(self, positions[:1]))
-        .argmax(-1).tolist()
-    ))  # fmt: skip
-
-
-def slots_in_order(monkeypatch) -> None:
-    """The commit takes the first slots, not those of the accepted path."""
-    monkeypatch.setattr(loop.FullKV, "commit", lambda self, slots: setattr(self, "length", self.length + len(slots)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mistake", "name", "draft"),
-    [
-        (penalty_of_the_root_for_all, "penalty over the path", "leaves"),
-        (noise_of_the_root_for_all, "T 1", "leaves"),
-        (slots_in_order, "T 1", "siblings"),
-    ],
-)
-def test_the_joint_distribution_sees(monkeypatch, mistake, name: str, draft: str) -> None:
-    mistake(monkeypatch)
-    assert joint_p_value(TOY[name], DRAFTS[draft]) < 1e-6
 
 
 def test_decodes_of_the_same_text_are_prefilled_together() -> None:

@@ -263,15 +263,6 @@ def test_something_is_always_kept() -> None:
         assert torch.equal(kept.argmax(-1), logits.argmax(-1))
 
 
-def test_a_row_is_warped_alike_alone_and_among_others() -> None:
-    params = SamplingParams(0.7, 30, 0.9, 0.01, 0.001, 1.3, 5)
-    logits = torch.randn(7, 500, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    seen = torch.rand(7, 500, generator=torch.Generator().manual_seed(3)) < 0.2
-    together = warp(logits.clone(), seen, params)
-    for row in range(7):
-        assert torch.equal(together[row], warp(logits[row : row + 1].clone(), seen[row : row + 1], params)[0])
-
-
 def test_nothing_overflows_within_the_ranges() -> None:
     logits = torch.tensor([[3e38, -3e38, 7.0, -7.0, 0.0, 1e-30]], dtype=torch.float64)
     for temperature, penalty in product((1e-100, 1e-12, 1e100), (1.0, 1e100)):
@@ -332,14 +323,6 @@ def test_the_window_at_a_node_is_the_last_tokens_on_its_path(text, pieces, nodes
     check_window(text, pieces, nodes, window, seed)
 
 
-def test_no_window_no_penalty() -> None:
-    tokens = torch.tensor([1])
-    for params in (SamplingParams(penalty=1), SamplingParams(window=0)):
-        sampler = Sampler(params, 1, 5, CPU)
-        sampler.extend([1, 1, 1])
-        assert sampler.seen(tokens, tokens, torch.ones(1, 1, dtype=torch.bool)) is None
-
-
 def drawn_node_by_node(text, tree, logits, params, seed) -> list[int]:
     """What plain decoding draws after every node: a text of its own for each, and one row."""
     drawn = []
@@ -394,21 +377,6 @@ def test_candidates_that_do_not_exist_change_nothing_elsewhere() -> None:
         drawn = sampler.draw_rows(logits, tokens, positions, ancestors)
         tokens[-1] = NO_TOKEN  # a leaf
         assert torch.equal(sampler.draw_rows(logits, tokens, positions, ancestors)[:-1], drawn[:-1])
-
-
-def test_candidates_are_the_best_scores() -> None:
-    sampler = Sampler(SamplingParams(banned=(2,), window=3), 5, 12, CPU)
-    sampler.extend([1, 4, 4])
-    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
-    place = torch.tensor([2])
-    seen = sampler.seen(place, place, torch.ones(1, 1, dtype=torch.bool))
-    tokens, scores = sampler.candidates(logits, seen, torch.tensor([3, 4, 5]), 4)
-    assert tokens[:, 0].tolist() == sampler.draw(logits, seen.expand(3, -1), [3, 4, 5])
-    assert torch.equal(scores, sampler.scores(logits, seen, [3, 4, 5]).gather(1, tokens))
-    assert torch.equal(scores, scores.sort(descending=True).values)
-    plain, _ = sampler.candidates(logits, seen, None, 1)
-    assert torch.equal(plain[:, 0], sampler.warp(logits, seen).argmax(-1))
-    assert sampler.candidates(logits, seen, None, 99)[0].shape == (3, 12)
 
 
 class OneDevice(TorchDispatchMode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,15 @@ samplings = st.builds(
 )
 
 
-def check_stops(model: LoadedModel, methods: list[str], params: SamplingParams, data: st.DataObject) -> None:
+WIDTHS = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])  # of all methods
+
+
+@WIDTHS
+@settings(max_examples=5)
+@given(samplings, st.data())
+def test_biases_and_stop_strings_under_methods(
+    model: LoadedModel, every: bool, params: SamplingParams, data: st.DataObject
+) -> None:
     plain = tokens_of(steps_of(model, "ar", params))
     whole = text_of(model, plain)
     stop = []
@@ -75,26 +82,12 @@ def check_stops(model: LoadedModel, methods: list[str], params: SamplingParams, 
         stop.append(whole[begin : begin + data.draw(st.integers(1, 7))])
     stop = [each for each in stop if each and "\ufffd" not in each] or ["never"]
     count, text, each = first_stop(model, plain, stop)
-    for method in methods:
+    for method in METHODS if every else ("ar", data.draw(st.sampled_from(FAST))):
         made = tokens_of(steps_of(model, method, params, stop=stop))
         assert made == plain[:count], (method, stop)
         stream = TextStream(model.tokenizer, stop)
         assert stream.add(made) + stream.finish() == text
         assert stream.stopped == each
-
-
-@settings(max_examples=5)
-@given(samplings, st.data())
-def test_biases_and_stop_strings_under_methods(model: LoadedModel, params: SamplingParams, data: st.DataObject) -> None:
-    check_stops(model, ["ar", data.draw(st.sampled_from(FAST))], params, data)
-
-
-@pytest.mark.slow
-@given(samplings, st.data())
-def test_biases_and_stop_strings_under_all_methods(
-    model: LoadedModel, params: SamplingParams, data: st.DataObject
-) -> None:
-    check_stops(model, list(METHODS), params, data)
 
 
 def test_a_stop_string_cuts_a_step_and_spans_tokens(model: LoadedModel) -> None:
@@ -120,16 +113,12 @@ def test_a_stop_string_in_what_was_written_is_refused(model: LoadedModel) -> Non
         steps_of(model, "ar", SamplingParams(), stop=text_of(model, tokens[:9])[1:4], written=tokens[:9])
 
 
-@pytest.mark.parametrize("stop", ["", [""], 3, [3], None, "x" * 1001, ["x"] * 65, b"x"])
-def test_what_is_no_stop_string_is_refused(model: LoadedModel, stop: Any) -> None:
-    with pytest.raises(InputError, match=r"^stop: must be"):
-        steps_of(model, "ar", SamplingParams(), stop=stop)
-
-
-@pytest.mark.parametrize("logprobs", [-1, 21, 1.5, True, "3"])
-def test_what_is_no_number_of_logprobs_is_refused(model: LoadedModel, logprobs: Any) -> None:
-    with pytest.raises(InputError, match=r"^logprobs: must be"):
-        steps_of(model, "ar", SamplingParams(), logprobs=logprobs)
+def test_what_is_no_stop_string_or_number_of_logprobs_is_refused(model: LoadedModel) -> None:
+    wrong = {"stop": ("", [""], 3, [3], None, "x" * 1001, ["x"] * 65, b"x"), "logprobs": (-1, 21, 1.5, True, "3")}
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(InputError, match=rf"^{name}: must be"):
+                steps_of(model, "ar", SamplingParams(), **{name: value})
 
 
 def test_a_biased_token_that_the_model_lacks_is_refused_before_and_after_loading(model: LoadedModel) -> None:
@@ -190,29 +179,19 @@ def test_logprobs_are_those_of_transformers(model: LoadedModel, checkpoint: Path
             assert row[f"{kind}_top"] == pytest.approx(logs[row[f"{kind}_ids"].astype(int)].numpy(), abs=1e-7)
 
 
-def check_logprobs(model: LoadedModel, methods: list[str], params: SamplingParams, top: int) -> None:
-    plain = rows_of(steps_of(model, "ar", params, logprobs=top))
-    assert np.isfinite(plain["raw"]).all()
-    assert np.isfinite(plain["warped"]).all()
-    for method in methods:
-        rows = rows_of(steps_of(model, method, params, logprobs=top))
-        for field in plain.dtype.names:
-            np.testing.assert_allclose(rows[field], plain[field], rtol=0, atol=0 if "ids" in field else 1e-9)
-
-
+@WIDTHS
 @settings(max_examples=4)
 @given(samplings, st.sampled_from(FAST), st.sampled_from([0, 1, 5]))
 def test_logprobs_are_those_of_plain_decoding(
-    model: LoadedModel, params: SamplingParams, method: str, top: int
+    model: LoadedModel, every: bool, params: SamplingParams, method: str, top: int
 ) -> None:
-    check_logprobs(model, [method], params, top)
-
-
-@pytest.mark.slow
-@settings(max_examples=5)
-@given(samplings)
-def test_logprobs_under_all_methods(model: LoadedModel, params: SamplingParams) -> None:
-    check_logprobs(model, list(METHODS), params, 2)
+    plain = rows_of(steps_of(model, "ar", params, logprobs=top))
+    assert np.isfinite(plain["raw"]).all()
+    assert np.isfinite(plain["warped"]).all()
+    for name in METHODS if every else (method,):
+        rows = rows_of(steps_of(model, name, params, logprobs=top))
+        for field in plain.dtype.names:
+            np.testing.assert_allclose(rows[field], plain[field], rtol=0, atol=0 if "ids" in field else 1e-9)
 
 
 def test_logprobs_go_with_the_tokens_that_a_stop_string_keeps(model: LoadedModel) -> None:
@@ -238,8 +217,5 @@ def test_nothing_is_recorded_unless_asked_for(model: LoadedModel) -> None:
 
 
 def test_a_row_is_what_the_documentation_says() -> None:
-    assert row_type(0).itemsize == 16
-    assert row_type(5).itemsize == 16 + 24 * 5
-    assert json.dumps(row_type(2).names) == json.dumps(
-        ["raw", "warped", "raw_ids", "raw_top", "warped_ids", "warped_top"]
-    )
+    assert (row_type(0).itemsize, row_type(5).itemsize) == (16, 16 + 24 * 5)
+    assert row_type(2).names == ("raw", "warped", "raw_ids", "raw_top", "warped_ids", "warped_top")

@@ -146,14 +146,6 @@ def test_its_arms_are_what_is_there() -> None:
     assert arms(heads=tiny_heads(), costs=SLOW) == ["ar", "medusa", "medusa, tree auto", "cascade", "recall"]
 
 
-def test_its_arms_keep_the_number_of_nodes() -> None:
-    options = DraftOptions(budget=64, nodes=2)
-    drafter = make_drafter("auto", tiny_target(), tiny_heads(), options, tiny_draft(), costs=NOMINAL)
-    assert isinstance(drafter, AdaptiveDrafter)
-    assert "standalone" in drafter.arms
-    assert drafter.limit == 2
-
-
 LISTED = [*range(10), 3, *range(10), 4] * 4
 
 

@@ -148,18 +148,6 @@ def test_the_target_over_its_own_cache(kv: str) -> None:
         assert selections >= 3 if kv in ("snapkv", "dynamic") else selections == 1
 
 
-@pytest.mark.parametrize("method", ["standalone", pytest.param("triforce", marks=pytest.mark.slow)])
-def test_a_small_model_that_is_the_target_itself(method: str) -> None:
-    """Then it drafts what will be drawn as long as it holds the text; and past that the text is still right."""
-    prompt, target = random_prompt(30, 6), tiny_target()
-    plain = decode_method("ar", target, prompt, PARAMS, 1, 100)
-    for budget, all_of_it in ((4096, True), (64, False)):
-        options = DraftOptions(budget=budget, gamma=4)
-        steps = decode_steps(target, make_drafter(method, target, None, options, target), prompt, PARAMS, 1, 100)
-        assert tokens_of(steps) == plain
-        assert (len(steps) == 20) is all_of_it
-
-
 @pytest.mark.parametrize(("kv", "observed"), [("dynamic", 1), ("snapkv", 32)])
 def test_what_is_kept_is_chosen_by_the_newest_queries_of_the_text(kv: str, observed: int, monkeypatch) -> None:
     """Of committed tokens alone, in their order, though trees bring others: seen by plain passes over the text."""
@@ -183,12 +171,3 @@ def test_what_is_kept_is_chosen_by_the_newest_queries_of_the_text(kv: str, obser
     assert len(given) == len(lengths) >= 3
     for (_, used), length in zip(given, lengths, strict=True):
         torch.testing.assert_close(used, queries[:, :, length - observed : length])
-
-
-@pytest.mark.parametrize("kv", ["streaming", "dynamic"])
-def test_a_partial_cache_is_left_as_it_was(kv: str) -> None:
-    context = prefilled(random_prompt(90, 6))
-    source = make_drafter("magicdec", tiny_target(), None, DraftOptions(kv=kv, budget=64, gamma=5)).sources[0]
-    source.name = "it"
-    proposed(source, context)
-    assert source._level.kv.length == 64

@@ -46,10 +46,6 @@ def copy_of(target: Target, how: Callable[[Tensor], Tensor]) -> Target:
     return Target(network)
 
 
-def test_which_methods_draft_with_the_target() -> None:
-    assert SELF_DRAFTING == ["tokenswift", "cascade", "magicdec", "triforce", "auto"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "kv", "how", "dtype"), CASES)
 def test_the_text_is_plain_decodings(
@@ -68,20 +64,6 @@ def test_the_text_is_plain_decodings(
     steps = decode_steps(target, drafter, prompt, PARAMS, 1, length)
     assert tokens_of(steps) == decode_method("ar", target, prompt, PARAMS, 1, length)
     assert passes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv", ["full", "streaming"])
-def test_a_better_copy_is_right_more_often(kv: str) -> None:
-    """Over all keys a copy that is none drafts what will be drawn."""
-    target, prompt, options = tiny_target(), random_prompt(80, 6), DraftOptions(kv=kv, budget=64, gamma=5)
-    found = []
-    for copied in (copy_of(target, Tensor.clone), copy_of(target, rounded), copy_of(target, garbage)):
-        drafter = make_drafter("magicdec", target, None, options, drafting=copied)
-        found.append(sum(step.accepted for step in decode_steps(target, drafter, prompt, PARAMS, 1, 90)))
-    assert min(found[:2]) > found[2]
-    if kv == "full":
-        assert found[0] == 75 >= found[1]
 
 
 def test_the_small_model_of_standalone_and_others_heads_are_no_drafting_passes() -> None:

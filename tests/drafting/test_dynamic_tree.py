@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -107,15 +106,6 @@ def test_a_chance_lies_between_the_guess_and_what_was_seen(seen: list[bool], gue
     assert low - 1e-6 <= calibration.chance("kind", guess) <= high + 1e-6
 
 
-def test_what_is_long_ago_is_forgotten() -> None:
-    calibration = AcceptanceEstimator()
-    for _ in range(10_000):
-        calibration.learn("kind", True)
-    for _ in range(10_000):
-        calibration.learn("kind", False)
-    assert calibration.chance("kind", 0.5) < 0.05
-
-
 CHANCES = st.lists(st.floats(0.01, 1), max_size=20).map(lambda found: [1.0, *sorted(found, reverse=True)])
 COSTS = PassCosts((1, 8, 16), (1.0, 1.5, 4.0), (0.001, 0.001, 0.002), 0.2)
 
@@ -173,11 +163,6 @@ def heads_of(kind: str):
 
 def drafter(method: str, kind: str = "conditioned", options: DraftOptions = AUTO):
     return make_drafter(method, tiny_target(), heads_of(kind), options, tiny_draft())
-
-
-@functools.cache
-def plain(params: SamplingParams) -> list[int]:
-    return decode_method("ar", tiny_target(), random_prompt(90, 3), params, 5, 120)
 
 
 @few

@@ -80,14 +80,6 @@ def test_every_level_holds_its_best_candidates_and_all_their_combinations(shared
         assert tree.tokens[node] in best[tree.depths[node] - 1]
 
 
-def test_shared_noise_of_a_perfect_head_guesses_what_is_drawn() -> None:
-    states, params = random_states(1), SamplingParams(temperature=1.0, min_p=0.02, penalty=1.0)
-    for seed in range(40):
-        context, tree = context_of([1, 2, 3], params, seed), DraftTree(3, 8)
-        propose(states_source(states, (1,), True), tree, context)
-        assert context.sampler.draw(tiny_target().logits(states), None, [3]) == [tree.tokens[1]]
-
-
 def test_a_limited_tree_takes_the_likely_combinations_first() -> None:
     context, tree = context_of([1], PLAIN), DraftTree(1, 4)
     source = states_source(random_states(3), (3, 3, 3), False)
@@ -109,16 +101,6 @@ def test_a_level_wider_than_the_vocabulary() -> None:
     steps = decode_steps(target, drafter_of("tokenswift", target, options), [1, 2], params, 1, 6)
     assert [t for step in steps for t in step.tokens] == decode_method("ar", target, [1, 2], params, 1, 6)
     assert all(step.accepted >= 1 for step in steps[:-1])  # every token is drafted
-
-
-def test_the_last_pass_gives_the_state_of_the_node_that_drew_the_root() -> None:
-    target = tiny_target()
-    context = context_of([1, 2, 3], PLAIN)
-    reader = LastPass()
-    assert reader.read(context) is None
-    kv = FullKV(target.kv_shape, 8)
-    context.last, context.path = target.prefill([1, 2], kv), [1]
-    assert reader.read(context) == (context.last, 1)
 
 
 @pytest.mark.parametrize("limit", [3, 5, 128])

@@ -116,25 +116,6 @@ class DeviceState:
         self.last.zero_()
 
 
-@dataclass(frozen=True)
-class _Verified:
-    """Result of a verification program.
-
-    Attributes:
-        tokens: the accepted draft and the one drawn after it; empty if there was nothing to draw.
-        path: the nodes they were drawn after, root first.
-        live: number of nodes that carried a token.
-        forwarded: the pass.
-        logits: ``[n, V]`` of it, good until the next program runs.
-    """
-
-    tokens: list[int]
-    path: list[int]
-    live: int
-    forwarded: Forwarded
-    logits: Tensor
-
-
 def ancestors_of(parents: Tensor, index: Tensor, depth: int) -> Tensor:
     """As :meth:`DraftTree.ancestors`, on the device: ``[n, n]`` bool.
 
@@ -229,19 +210,19 @@ class DeviceStepper:
         started = time.perf_counter()
         wanted = min(wanted, self._depth + 1)
         nodes, forced, sources = self._propose(wanted, walk)
-        found = self._verified(nodes, wanted, forced)
-        if not found.path and nodes > 1:
+        new, path, live, forwarded, logits = self._verified(nodes, wanted, forced)
+        if not path and nodes > 1:
             # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the pass
-            found = self._verified(1, wanted, _BY_RULE)
-        if not found.path:
-            raise NoTokenLeft(found.logits[0])
-        context, new, path, count = self._context, found.tokens, found.path, len(found.path)
+            new, path, live, forwarded, logits = self._verified(1, wanted, _BY_RULE)
+        if not path:
+            raise NoTokenLeft(logits[0])
+        context, count = self._context, len(path)
         kept = new[: cut(new)]
-        logprobs = context.recorder.record(found.logits[path[: len(kept)]], kept) if context.recorder else None
+        logprobs = context.recorder.record(logits[path[: len(kept)]], kept) if context.recorder else None
         context.text += new
         context.kv.advance(count)
         context.sampler.length += count
-        context.last, context.path, context.logits = found.forwarded, path, found.logits
+        context.last, context.path, context.logits = forwarded, path, logits
         if self._draft is not None:
             self._draft.committed(count)
         self._drafter.committed(context)
@@ -250,7 +231,7 @@ class DeviceStepper:
         accepted = min(count - 1, len(kept))
         seconds = time.perf_counter() - started
         source, choice = sources[path[accepted]], self._drafter.choice
-        return Step(tuple(kept), accepted, source, found.live, seconds, choice=choice, logprobs=logprobs)
+        return Step(tuple(kept), accepted, source, live, seconds, choice=choice, logprobs=logprobs)
 
     @torch.inference_mode()
     def restart(self, text: list[int], sampler: Sampler) -> None:
@@ -281,8 +262,12 @@ class DeviceStepper:
         parents[: count - 1], parents[count - 1 :] = tree.parents[1:], 0
         return next(size for size in self._programs if size >= count), _forced(walk, tree, wanted), tree.sources
 
-    def _verified(self, nodes: int, wanted: int, forced: int) -> _Verified:
-        """Run the verification program and wait for it."""
+    def _verified(self, nodes: int, wanted: int, forced: int) -> tuple[list[int], list[int], int, Forwarded, Tensor]:
+        """Run the verification program and wait for it.
+
+        Returns the accepted draft and the token drawn after it, none if there was nothing to draw; the nodes they were
+        drawn after; how many nodes carried a token; the pass, and its logits ``[n, V]``, good until the next program.
+        """
         self._block.host["control"][:] = wanted, forced
         self._block.send()
         forwarded, logits = self._programs[nodes]()
@@ -295,7 +280,7 @@ class DeviceStepper:
         state = self.state
         raw = None if state.raw is None else state.raw[:nodes]
         forwarded = replace(forwarded, hidden=state.hidden[:nodes], raw=raw)
-        return _Verified(tokens, path, live, forwarded, logits)
+        return tokens, path, live, forwarded, logits
 
     def _verify(self, nodes: int) -> tuple[Forwarded, Tensor]:
         """The verification program for trees of ``nodes`` nodes: pass, sampling rule, walk, commit.
