@@ -122,6 +122,11 @@ def decode_method(method, target, prompt, params, seed, length, options=None, st
     return decode(target, drafter, prompt, params, seed, length, stop)
 
 
+def path_to(tree: DraftTree, node: int) -> tuple[int, ...]:
+    """Tokens from below the root to a node."""
+    return (*path_to(tree, tree.parents[node]), tree.tokens[node]) if node else ()
+
+
 class Proposals(Source):
     """A draft source from a function: context -> paths."""
 

@@ -26,7 +26,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from tests.helpers import PLAIN, random_tree
+from tests.helpers import PLAIN, path_to, random_tree
 from tswift.decoding import params as warping
 from tswift.decoding import sampling as noises
 from tswift.decoding.params import SamplingParams, parse_bias, warp
@@ -304,11 +304,8 @@ def check_window(text: list[int], pieces: list[int], nodes: int, window: int, se
     positions = torch.tensor(tree.depths) + len(text) - 1
     seen = sampler.seen(torch.tensor(tree.tokens), positions, tree.ancestors())
     for node in range(nodes):
-        path, at = [], node
-        while at > 0:
-            path.insert(0, tree.tokens[at])
-            at = tree.parents[at]
-        expected = set((text + path)[-window:])
+        path = path_to(tree, node)
+        expected = set([*text, *path][-window:])
         assert set(seen[node].nonzero().flatten().tolist()) == expected, (node, text, path)
 
 
@@ -327,12 +324,9 @@ def drawn_node_by_node(text, tree, logits, params, seed) -> list[int]:
     """What plain decoding draws after every node: a text of its own for each, and one row."""
     drawn = []
     for node in range(len(tree)):
-        path, at = [], node
-        while at > 0:
-            path.insert(0, tree.tokens[at])
-            at = tree.parents[at]
+        path = path_to(tree, node)
         sampler = Sampler(params, seed, logits.shape[1], CPU)
-        sampler.extend(text + path)
+        sampler.extend([*text, *path])
         place = torch.tensor([len(text) + len(path) - 1])
         seen = sampler.seen(torch.tensor([tree.tokens[node]]), place, torch.ones(1, 1, dtype=torch.bool))
         drawn += sampler.draw(logits[node : node + 1], seen, [int(place) + 1])

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers import path_to
 from tswift.decoding.drafter import DraftTree
 
 paths = st.lists(st.lists(st.integers(0, 4), max_size=7), max_size=25)
@@ -21,11 +22,6 @@ def grown(root: int, limit: int, all_paths) -> DraftTree:
     return tree
 
 
-def spelled(tree: DraftTree, node: int) -> tuple[int, ...]:
-    """Tokens from below the root to a node."""
-    return (*spelled(tree, tree.parents[node]), tree.tokens[node]) if node else ()
-
-
 @given(st.integers(0, 4), st.integers(1, 60), paths)
 def test_a_tree_is_a_trie_within_its_limit(root: int, limit: int, all_paths) -> None:
     tree = grown(root, limit, all_paths)
@@ -35,7 +31,7 @@ def test_a_tree_is_a_trie_within_its_limit(root: int, limit: int, all_paths) -> 
         assert 0 <= tree.parents[node] < node
         assert tree.depths[node] == tree.depths[tree.parents[node]] + 1
         assert tree.child(tree.parents[node], tree.tokens[node]) == node
-    nodes = [spelled(tree, node) for node in range(len(tree))]
+    nodes = [path_to(tree, node) for node in range(len(tree))]
     assert len(set(nodes)) == len(nodes)  # a shared prefix is there once
     prefixes = {tuple(path[:end]) for path in all_paths for end in range(len(path) + 1)} | {()}
     assert set(nodes) <= prefixes
@@ -67,11 +63,11 @@ def test_the_walk_follows_the_drawn_tokens_as_far_as_the_tree_goes(limit: int, a
     drawn = [random.randrange(5) for _ in range(len(tree))]
     path = tree.walk(drawn)
     assert path[0] == 0
-    nodes = {spelled(tree, node): node for node in range(len(tree))}
+    nodes = {path_to(tree, node): node for node in range(len(tree))}
     for before, node in pairwise(path):
         assert tree.parents[node] == before
         assert tree.tokens[node] == drawn[before]
-    assert (*spelled(tree, path[-1]), drawn[path[-1]]) not in nodes
+    assert (*path_to(tree, path[-1]), drawn[path[-1]]) not in nodes
 
 
 def test_a_full_tree_still_finds_what_it_holds() -> None:

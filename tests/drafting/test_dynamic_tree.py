@@ -14,6 +14,7 @@ from tests.helpers import (
     decode_method,
     decode_steps,
     medusa_heads,
+    path_to,
     random_prompt,
     tiny_draft,
     tiny_heads,
@@ -69,15 +70,7 @@ def test_the_likeliest_nodes_are_a_tree(offers, limit: int) -> None:
     assert all(sketch.path_prob[node] <= least * (1 + 1e-9) for node in range(len(sketch)) if node not in best)
     tree = sketch.prune(best)
     assert len(tree) == len(best)
-    paths = {tuple(sketch.path(node)) for node in best}
-    found = {()}
-    for node in range(1, len(tree)):
-        path, at = [], node
-        while at:
-            path.append(tree.tokens[at])
-            at = tree.parents[at]
-        found.add(tuple(path[::-1]))
-    assert found == paths
+    assert {path_to(tree, node) for node in range(len(tree))} == {tuple(sketch.path(node)) for node in best}
 
 
 def test_what_came_teaches_only_where_the_text_went() -> None:
