@@ -18,7 +18,7 @@ from tests.helpers import (
 from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.chains import CHUNK, ChainSource, FullDraftModel, SmallDraftModel
+from tswift.drafting.chains import CHUNK, ChainSource, DraftModel, SmallDraftModel
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS, DraftOptions
 from tswift.kv.cache import FullKV, StreamingKV
@@ -77,7 +77,7 @@ def test_a_chain_that_is_drafted_is_the_same_chain() -> None:
     wanted = decode_method("ar", tiny_target(), prompt, PARAMS, 3, 9)
     inner = Drafter([ChainSource("small", own_level(), 2, Drafter(), True)], 2, 3)
     for drafter in (Drafter(), inner):
-        assert proposed(ChainSource("it", FullDraftModel(tiny_target()), 9, drafter, True), prefilled(prompt)) == wanted
+        assert proposed(ChainSource("it", DraftModel(tiny_target()), 9, drafter, True), prefilled(prompt)) == wanted
 
 
 def count(level: SmallDraftModel, passes: list[int], monkeypatch) -> None:

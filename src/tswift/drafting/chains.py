@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,32 +29,12 @@ from tswift.models.target import Target
 CHUNK = 128  # tokens that a small model catches up with at a time
 
 
-class DraftModel(Protocol):
-    """A model and its cache.
+class DraftModel:
+    """A model that drafts, and its cache: the target over the decode's own full cache.
 
     Attributes:
         target: the model.
         keys: about how many tokens it reads; 0 for all of the text.
-    """
-
-    target: Target
-    keys: int
-
-    def cache(self, context: Context) -> KVBuffer:
-        """The cache, holding of the text but the root what it is to hold. More may be committed to it."""
-
-    def rollback(self, context: Context) -> None:
-        """Take back what was committed to the cache since; the text has it still."""
-
-    def committed(self, context: Context, most: int) -> None:
-        """Keep up with the text, which will grow by ``most`` tokens at most before the next call."""
-
-
-class FullDraftModel:
-    """The target over its full cache.
-
-    Args:
-        target: the model.
     """
 
     keys = 0
@@ -64,20 +44,20 @@ class FullDraftModel:
         self._held = 0
 
     def cache(self, context: Context) -> KVBuffer:
-        """That of the decode itself."""
+        """The cache, holding of the text but the root what it is to hold. More may be committed to it."""
         self._held = context.kv.length
         self.target.prepare(context.kv, 1)
         return context.kv
 
     def rollback(self, context: Context) -> None:
-        """Forget what was drafted."""
+        """Take back what was committed to the cache since; the text has it still."""
         context.kv.length = self._held
 
     def committed(self, context: Context, most: int) -> None:
-        """Nothing: the decode keeps its own cache up."""
+        """Keep up with the text, which will grow by ``most`` tokens at most before the next call."""
 
 
-class PartialDraftModel:
+class PartialDraftModel(DraftModel):
     """The target over a partial cache, which is filled with the exact keys and values of verification passes.
 
     Args:
@@ -87,7 +67,8 @@ class PartialDraftModel:
     """
 
     def __init__(self, target: Target, kv: PartialKV, nodes: int = 1) -> None:
-        self.target, self.kv, self.keys = target, kv, kv.budget
+        super().__init__(target)
+        self.kv, self.keys = kv, kv.budget
         self._observed: Tensor | None = None  # [layers, query heads, m, head_dim] of the newest tokens
         target.prepare(kv, nodes)
 
@@ -112,7 +93,7 @@ class PartialDraftModel:
         return context.last.queries_of([context.node]) if self._observed is None else self._observed
 
 
-class SmallDraftModel:
+class SmallDraftModel(DraftModel):
     """Another, smaller model over its own cache.
 
     It forwards whatever the text has that it has not seen, so it may be asked at any point of any text that goes on
@@ -124,7 +105,8 @@ class SmallDraftModel:
     """
 
     def __init__(self, target: Target, kv: StreamingKV) -> None:
-        self.target, self.kv, self.keys = target, kv, kv.budget
+        super().__init__(target)
+        self.kv, self.keys = kv, kv.budget
         self._unsettled: list[int] = []
         target.prepare(kv, 1)
 

@@ -15,7 +15,6 @@ from tswift.drafting.chains import (
     CascadeSource,
     ChainSource,
     DraftModel,
-    FullDraftModel,
     PartialDraftModel,
     SmallDraftModel,
 )
@@ -290,7 +289,7 @@ def _self_level(target: Target, options: DraftOptions, chain: int | None = 0, no
     """The target itself over what ``--kv`` says, with room for a chain, each of its passes over so many nodes."""
     assert options.kv is not None
     if options.kv == FULL:
-        return FullDraftModel(target)
+        return DraftModel(target)
     assert options.budget is not None
     kv = PartialKV(target.kv_shape, options.budget, options.sinks, POLICIES[options.kv], (chain or 0) + nodes)
     return PartialDraftModel(target, kv, nodes)
