@@ -244,7 +244,7 @@ FAULTS = [
           "{**self._typed_model, **typed}", "self._typed"),
     Fault("a reader that comes back gets the text anew", "serving/routes.py", "serving/test_killing.py",
           "tokens, start = have or (0, 0)", "tokens, start = 0, 0"),
-    Fault("a dropped connection cancels", "serving/routes.py", "serving/test_server.py",
+    Fault("a dropped connection cancels", "serving/routes.py", "serving/test_service.py",
           "if leaving else None", "if run else None"),
 ]  # fmt: skip
 

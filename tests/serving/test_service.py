@@ -95,7 +95,7 @@ def asked(to: Any, method: str, path: str, body: Any = None, leave: bool = False
         "query_string": b"",
         "headers": [(name.replace("_", "-").encode(), text.encode()) for name, text in given.items()],
     }
-    incoming = [{"type": "http.request", "body": data}] if not leave else []
+    incoming = [{"type": "http.request", "body": data}]
 
     async def receive() -> Any:
         if incoming:
@@ -162,9 +162,16 @@ def test_health_tells_whether_anything_decodes(model: LoadedModel, tmp_path: Pat
     assert asked(service, "GET", "/health")[0] == 503
 
 
-def test_only_who_made_a_run_cancels_it_by_leaving(model: LoadedModel, tmp_path: Path) -> None:
+def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_for(
+    model: LoadedModel, tmp_path: Path
+) -> None:
+    asked_for = {**ASKED, "max_tokens": 600, "stream": True}
     with serving(model, tmp_path) as service:
-        run = begun(service.accept({**ASKED, "max_tokens": 400, "cancel_on_disconnect": True}, False))
+        for cancel, state in ((False, "finished"), (True, "cancelled")):
+            body = {**asked_for, "cancel_on_disconnect": cancel}
+            _, headers, _ = asked(service, "POST", "/v1/completions", body, leave=True)
+            assert ended(service, service.find(headers["x-run-id"])).state == state
+        run = begun(service.accept({**asked_for, "cancel_on_disconnect": True}, False))
         asked(service, "GET", f"/v1/runs/{run.id}/events", leave=True)
         assert done(run).state == "finished"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -138,17 +139,15 @@ def test_rows_come_from_every_place_of_the_training_documents_alone(tiny: Tiny, 
     assert held == [tokens[i][:LENGTH] for i in documents.held_out]
 
 
-def test_the_first_and_the_last_place_are_both_drawn(tiny: Tiny, tokens: list[list[int]]) -> None:
-    documents = prepared(tiny)
-    one = Documents(documents.rows, documents.lengths, documents.train[:1], documents.held_out, 0, ())
+def test_the_first_and_the_last_place_are_drawn_behind_what_a_model_expects_first(
+    tiny: Tiny, tokens: list[list[int]]
+) -> None:
+    found = prepared(tiny)
+    one = replace(found, train=found.train[:1])
     whole = tokens[one.train[0]]
     assert one.batch(2, len(whole), (0, 0, 0)).tolist() == [whole] * 2
     assert {tuple(row) for row in one.batch(40, len(whole) - 1, (0, 0, 0))} == {tuple(whole[:-1]), tuple(whole[1:])}
-
-
-def test_the_tokens_that_a_model_expects_first_come_first(tiny: Tiny) -> None:
-    found = prepared(tiny)
-    documents = Documents(found.rows, found.lengths, found.train, found.held_out, 0, (7, 8))
+    documents = replace(found, prefix=(7, 8))
     assert (documents.batch(3, LENGTH, (0, 0, 0))[:, :2] == [7, 8]).all()
     assert documents.held_out_rows(LENGTH)[0].tolist() == [7, 8, *found.held_out_rows(LENGTH - 2)[0].tolist()]
 
