@@ -85,13 +85,6 @@ def decode_reference(model: LoadedModel, seed: int, length: int, params: Samplin
     return Reference(model, prompt, seed, run.params, [token for step in run.steps() for token in step.tokens])
 
 
-def runner_up(reference: Reference) -> list[int]:
-    """The second best token at the middle of the text."""
-    index = len(reference.tokens) // 2
-    best = reference.rows()[1][index].topk(2).indices.tolist()
-    return reference.with_token(index, next(t for t in best if t != reference.tokens[index]))
-
-
 def dropped_token(reference: Reference) -> list[int]:
     """At the middle of the text, the likeliest token that the filters drop."""
     index = len(reference.tokens) // 2
@@ -101,10 +94,10 @@ def dropped_token(reference: Reference) -> list[int]:
     return reference.with_token(index, int(dropped.argmax()))
 
 
-def closest_lead(reference: Reference) -> list[int]:
-    """The second best token where its score is the closest to the best."""
+def second_best(reference: Reference, closest: bool) -> list[int]:
+    """The second best token: where its score is the closest to the best, or at the middle of the text."""
     best = reference.rows()[1].topk(2)
-    index = int((best.values[:, 0] - best.values[:, 1]).argmin())
+    index = int((best.values[:, 0] - best.values[:, 1]).argmin()) if closest else len(reference.tokens) // 2
     return reference.with_token(index, next(t for t in best.indices[index].tolist() if t != reference.tokens[index]))
 
 
@@ -125,11 +118,6 @@ def other_params(**changes: float) -> Callable[[Reference], list[int]]:
     return lambda reference: reference.decode(params=replace(reference.params, **changes))
 
 
-def another_seed(reference: Reference) -> list[int]:
-    """Another seed from the middle of the text."""
-    return reference.decode(reference.tokens[: len(reference.tokens) // 2], seed=reference.seed + 1000)
-
-
 def other_prompt_token(reference: Reference) -> list[int]:
     """Another token in the middle of the prompt."""
     prompt = list(reference.prompt)
@@ -139,16 +127,18 @@ def other_prompt_token(reference: Reference) -> list[int]:
 
 FAULTS: dict[str, Callable[[Reference], list[int]]] = {
     "none": lambda reference: reference.tokens,
-    "runner-up at the middle token": runner_up,
+    "runner-up at the middle token": lambda reference: second_best(reference, closest=False),
     "a token from the filter's edge": dropped_token,
-    "the closest lead swapped": closest_lead,
+    "the closest lead swapped": lambda reference: second_best(reference, closest=True),
     "window one longer": other_params(window=PARAMS.window + 1),
     "noise of the next position": noise_of_the_next_position,
     "temperature 1.02": other_params(temperature=1.02),
     "min-p 0.11": other_params(min_p=0.11),
     "min-p 0.09": other_params(min_p=0.09),
     "penalty 1.19": other_params(penalty=1.19),
-    "another seed from the middle": another_seed,
+    "another seed from the middle": lambda reference: reference.decode(
+        reference.tokens[: len(reference.tokens) // 2], seed=reference.seed + 1000
+    ),
     "one other prompt token": other_prompt_token,
 }
 

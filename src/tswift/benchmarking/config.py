@@ -443,12 +443,10 @@ def _books(word: str) -> dict[str, str]:
     count = word.removeprefix("pg19:")
     if not count.isdecimal() or int(count) < 1:
         raise InputError(f"wants pg19:N with N books, got {word}", "prompts")
-    try:
-        import datasets
+    import datasets
 
-        from tswift.models.checkpoint import hub
-    except ImportError:
-        raise InputError("pg19 needs the package datasets (pip install datasets)", "prompts") from None
+    from tswift.models.checkpoint import hub
+
     try:
         with hub():
             books = datasets.load_dataset(PG19, split="test", streaming=True)
