@@ -103,6 +103,16 @@ def test_a_level_wider_than_the_vocabulary() -> None:
     assert all(step.accepted >= 1 for step in steps[:-1])  # every token is drafted
 
 
+def test_the_last_pass_gives_the_state_of_the_node_that_drew_the_root() -> None:
+    target = tiny_target()
+    context = context_of([1, 2, 3], PLAIN)
+    reader = LastPass()
+    assert reader.read(context) is None
+    kv = FullKV(target.kv_shape, 8)
+    context.last, context.path = target.prefill([1, 2], kv), [1]
+    assert reader.read(context) == (context.last, 1)
+
+
 @pytest.mark.parametrize("limit", [3, 5, 128])
 def test_conditioned_heads_are_told_the_best_candidate_before(limit: int) -> None:
     target, heads = tiny_target(), tiny_heads(kind="conditioned")
