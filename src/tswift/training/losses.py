@@ -119,25 +119,23 @@ class HeadsLoss(NetworkLoss):
         states = heads(hidden[:, :used].to(dtype), embedded)
         width = self._max_logits // (rows * target.vocab_size)
         width = max(1, width - (heads.count - 1 if self._objective == DISTILL else 0))
-        parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(heads.count)]
+        slopes = torch.zeros_like(states)  # taken stretch by stretch: no logits are kept, or made again, for them
+        losses = torch.zeros(heads.count, dtype=torch.float64, device=states.device)
+        hits = torch.zeros(heads.count, TOP, dtype=torch.float64, device=states.device)
         for start in range(0, used, width):
             end = min(start + width, used)
             teacher = self._teacher(hidden[:, start + 1 : end + heads.count])
-            for i, found in enumerate(parts):
+            for i in range(heads.count):
                 goal = None if teacher is None else teacher[:, i : i + end - start].flatten(0, 1)
-                found.append(self._stretch(states[i, :, start:end], ids[:, start + i + 2 : end + i + 2], goal))
-        losses, hits = zip(*((sum(part) for part in zip(*found, strict=True)) for found in parts), strict=True)
-        return Metrics(torch.stack(losses), torch.stack(hits), rows * used)
-
-    def _stretch(self, states: Tensor, tokens: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Loss and hits; the gradient is taken at once, so that no logits are kept or made again for it."""
-        part = states.detach().requires_grad_(torch.is_grad_enabled())
-        logits = _float32(self._target.open_logits(part.to(self._target.dtype))).flatten(0, 1)
-        loss, hits = self._summed(logits, tokens.flatten(), teacher)
-        if part.requires_grad:
-            slope = (states * torch.autograd.grad(loss, part)[0]).sum()
-            loss = loss.detach() + (slope - slope.detach())
-        return loss, hits
+                part = states[i, :, start:end].detach().requires_grad_(torch.is_grad_enabled())
+                logits = _float32(target.open_logits(part.to(target.dtype))).flatten(0, 1)
+                loss, hit = self._summed(logits, ids[:, start + i + 2 : end + i + 2].flatten(), goal)
+                if part.requires_grad:
+                    slopes[i, :, start:end] = torch.autograd.grad(loss, part)[0]
+                losses[i] += loss.detach()
+                hits[i] += hit
+        along = (states * slopes).sum((1, 2, 3))
+        return Metrics(losses + (along - along.detach()), hits, rows * used)
 
 
 class DraftLoss(NetworkLoss):
