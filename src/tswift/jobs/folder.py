@@ -485,6 +485,7 @@ def read_run(path: Path) -> RunRecord:
         sampling, eos_ids = record["sampling"], tuple(record["model"]["eos_ids"])
         params = SamplingParams(**{**sampling, "banned": tuple(sampling["banned"])})
         config, recorded_prompt = RunConfig.from_record(record), record["prompt"]["sha256"]
+        sum(part.get("prefill_seconds", 0.0) for part in (record, *record.get("resumed", ())))  # as figures will
         run = RunRecord(path, record, str(record["state"]), config, params, prompt, _bits(record), eos_ids)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
