@@ -49,7 +49,7 @@ enum {
     BLOCK = LANES * VECTORS, /* outputs of a block */
     MOST = 4,                /* blocks that are multiplied together, for few rows: so many sums are under way */
     LINE = 64,               /* bytes of a line of the cache */
-    AHEAD = 1024,            /* bytes before they are multiplied, weights are fetched */
+    AHEAD = 4096,            /* bytes before they are multiplied, weights are fetched */
     ALIGNED = 16,            /* numbers of a line of the cache */
     LARGE = 1 << 18,         /* products of a layer that are worth a second thread */
     PORTION = 1 << 16        /* products that a thread takes at a time, at least */
