@@ -132,8 +132,10 @@ def fingerprint(target: Target) -> str:
     random = torch.Generator().manual_seed(0)
     before = max(0, min(_HELD, target.max_positions - width))  # learned positions end
     kv = FullKV(target.kv_shape, before + width)
-    for buffer in (kv.keys, kv.values):
-        buffer[:, :, :before] = torch.randn(buffer[0, :, :before].shape, generator=random).to(buffer)
+    for part, buffer in enumerate((kv.keys, kv.values)):
+        made = torch.randn(buffer[0, :, :before].shape, generator=random).to(device)
+        for layer, rows in enumerate(buffer):
+            rows[:, :before] = kv.shape.narrowed(made, part, layer)
     ids = torch.randint(target.vocab_size, (width,), generator=random).to(device)
     index = torch.arange(width, device=device)
 
