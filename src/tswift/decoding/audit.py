@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tswift.decoding.loop import broken, not_finite
+from tswift.decoding.loop import broken, not_finite, refuse_broken
 from tswift.decoding.params import SamplingParams, warp
 from tswift.decoding.sampling import Sampler
 from tswift.kv.cache import FullKV
@@ -183,6 +183,7 @@ def audit(
     judge = _Judge(Sampler(params, seed, target.vocab_size, target.device), text, first, target)
     for _ in target.chunks(text[: cuts[0]], kv):
         show(kv.length, nodes)
+    refuse_broken(target, kv, text, params)
     for start, stop in pairwise(cuts):
         logits = _logits(target, text[start:stop], kv, _CHUNK)
         # where a text is short, far into its only chunk: the first rows of one round as narrow passes do

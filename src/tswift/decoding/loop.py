@@ -179,10 +179,7 @@ class Decoding:
                 each._drafter.prefilled(each._context, forwarded)
             if show is not None:
                 show(self._kv.length, len(text))
-        if self._kv.shape.dtype == torch.int16 and _first_broken(self._kv) is not None:
-            # the C program would take what stands for NaN for a number
-            nothing = torch.full((1,), torch.nan)
-            raise not_finite(self._target, self._kv, self._context.text, nothing, self._context.sampler.params)
+        refuse_broken(self._target, self._kv, self._context.text, self._context.sampler.params)
         for each in along:
             each._kv.take(self._kv)
         self._target.synchronize()
@@ -318,6 +315,16 @@ def not_finite(target: Target, kv: KVBuffer, text: Sequence[int], logits: Tensor
         f"{what}; the first output that is not finite is that of {name} at position {first + node:,}: "
         f"its weights are broken, or {kind} is too narrow for the model"
     )
+
+
+def refuse_broken(target: Target, kv: KVBuffer, text: Sequence[int], params: SamplingParams) -> None:
+    """Look through a prefilled cache of integers: the C program would take what stands for NaN for a number.
+
+    Raises:
+        NotFinite: some of its keys or values are NaN or infinite.
+    """
+    if kv.shape.dtype == torch.int16 and _first_broken(kv) is not None:
+        raise not_finite(target, kv, text, torch.full((1,), torch.nan), params)
 
 
 def _first_broken(kv: KVBuffer) -> int | None:
