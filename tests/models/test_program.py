@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers import (
 from tests.helpers import decode, decode_method, random_tree
 from tswift.attention.backends import why_not
 from tswift.attention.building import Unbuilt
+from tswift.decoding.audit import audit
 from tswift.decoding.loop import NotFinite
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
@@ -205,6 +207,24 @@ def test_what_is_broken_in_a_prompt_is_told(prompt: list[int]) -> None:
     target.model.get_input_embeddings().weight[3] = torch.nan
     with pytest.raises(NotFinite, match="embed_tokens at position 2"):
         decode_method("ar", target, prompt, SamplingParams(), 3, 5)
+    target.width = 16  # an audit of exact passes does not look at the logits of a prompt
+    with pytest.raises(NotFinite, match="embed_tokens at position 2"):
+        audit(target, prompt, [5, 6, 7], SamplingParams(), 3)
+
+
+def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Integers of a few steps would all be as good as 0."""
+    target, held = target_of(kv_dtype=torch.int16), list[Tensor]()
+    compiled_pass = PassProgram.__call__
+
+    def watched(self: PassProgram, tokens: Tensor, positions: Tensor, kv: FullKV, *rest: Any) -> Any:
+        held.append(torch.stack([kv.shape.widened(kv.keys[0, :, : kv.length], 0, 0)]))
+        return compiled_pass(self, tokens, positions, kv, *rest)
+
+    monkeypatch.setattr(PassProgram, "__call__", watched)
+    target.width = 16
+    fingerprint(target)
+    assert 0.9 < held[0].std() < 1.1
 
 
 def test_passes_of_a_fixed_width_are_exact_without_being_filled_up() -> None:
@@ -324,6 +344,23 @@ def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingP
         assert known is not None
         tokens, scores = source.guess(*given)
         assert known == (tokens.flatten().tolist(), scores.flatten().tolist())
+
+
+@pytest.mark.parametrize("program", [True, False])
+def test_changed_weights_bound_integers_anew(program: bool) -> None:
+    target, prompt = target_of("qwen2", kv_dtype=torch.int16), [*range(1, 60)]
+    if not program:
+        target.program = None
+    with torch.no_grad():
+        for layer in target.model.model.layers:
+            layer.self_attn.v_proj.weight.mul_(50)
+    fresh = wrap_model(target.model, "m", "native", kv_dtype=torch.int16)
+    after, expected = (FullKV(each.kv_shape, 59) for each in (target, fresh))
+    target.prefill(prompt, after)
+    fresh.prefill(prompt, expected)
+    assert target.kv_shape.steps is not None and fresh.kv_shape.steps is not None
+    assert torch.equal(target.kv_shape.steps, fresh.kv_shape.steps)
+    assert (after.values.int() - expected.values.int()).abs().max() < (1 if program else 100)
 
 
 def test_changed_weights_are_packed_anew() -> None:

@@ -108,7 +108,7 @@ def library() -> ctypes.CDLL:
     return built
 
 
-def _state(network: nn.Module) -> list[tuple[int, int]]:
+def weights_state(network: nn.Module) -> list[tuple[int, int]]:
     """Where weights are, and how often they were changed."""
     return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in network.parameters()]
 
@@ -189,7 +189,7 @@ class PassProgram:
     def __init__(self, network: PreTrainedModel, kv_dtype: torch.dtype = torch.float32) -> None:
         _refuse_unfit(network)
         self._kv_dtype = kv_dtype
-        self._packed_state = _state(network)
+        self._packed_state = weights_state(network)
         config, decoder = network.config, network.get_decoder()
         layers, width = decoder.layers, decoder.layers[0].self_attn.head_dim
         attention = native.library(width, kv_dtype)
@@ -250,7 +250,7 @@ class PassProgram:
 
     def outdated(self, network: PreTrainedModel) -> bool:
         """Whether the model's weights have been changed since: what is packed here are copies."""
-        return self._packed_state != _state(network)
+        return self._packed_state != weights_state(network)
 
     def takes(self, kv: KVBuffer, nodes: int) -> bool:
         """Whether a pass over so many nodes can be the program's; more are for the stock operators."""

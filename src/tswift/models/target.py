@@ -33,7 +33,7 @@ from tswift.models.hf import (
     watched,
 )
 from tswift.models.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
-from tswift.models.program import PassProgram, Unfit, integer_steps
+from tswift.models.program import PassProgram, Unfit, integer_steps, weights_state
 
 if TYPE_CHECKING:
     from tswift.models.drafters import BlockDrafter, DrafterSpec, EagleDrafter
@@ -90,6 +90,7 @@ class Target:
         self.special_fault: str | None = None
         self.sampler_fault: str | None = None
         self.program: PassProgram | None = None
+        self._bounded: list[tuple[int, int]] | None = None  # the weights that the steps of int16 follow from
         self.network: BlockDrafter | EagleDrafter | None = None
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
@@ -130,6 +131,7 @@ class Target:
             except Unbuilt:
                 self.program = None
         self.kv_shape = replace(self.kv_shape, dtype=kv_dtype, steps=steps)
+        self._bounded = None if steps is None else weights_state(self.model)
 
     @property
     def replays(self) -> bool:
@@ -255,8 +257,13 @@ class Target:
         if forwarded.raw is None or not torch.equal(tap.norm(forwarded.raw), forwarded.hidden):
             raise UnsupportedModel("something after its final norm")
 
+    @torch.inference_mode()
     def _renew(self) -> None:
-        """Pack the program's weights anew if they have been changed."""
+        """Follow weights that have been changed: pack the program's, and bound keys and values, anew."""
+        if self._bounded not in (None, now := weights_state(self.model)):
+            assert self.kv_shape.steps is not None
+            self.kv_shape.steps.copy_(integer_steps(self.model))  # in place: caches and copies of the shape have it
+            self._bounded = now
         if self.program is not None and self.program.outdated(self.model):
             try:
                 self.program = PassProgram(self.model, self.kv_shape.dtype)
