@@ -31,6 +31,7 @@ from tswift.decoding.sampling import Sampler
 from tswift.drafting.heads import HeadSource, LastPass
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
+from tswift.errors import InputError
 from tswift.kv.cache import FullKV
 from tswift.models import adapting
 from tswift.models.adapting import PROGRAM, compiled, fingerprint, wrap_model
@@ -344,6 +345,17 @@ def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingP
         assert known is not None
         tokens, scores = source.guess(*given)
         assert known == (tokens.flatten().tolist(), scores.flatten().tolist())
+
+
+def test_weights_that_are_no_plain_numbers_bound_no_integers() -> None:
+    class Quantised(Tensor):
+        pass
+
+    model = network()
+    layer = model.model.layers[1].self_attn.v_proj
+    layer.weight = nn.Parameter(layer.weight.as_subclass(Quantised), requires_grad=False)
+    with pytest.raises(InputError, match="cannot have a cache in int16: its weights are quantised or split"):
+        wrap_model(model, "some/model", "native", kv_dtype=torch.int16)
 
 
 @pytest.mark.parametrize("program", [True, False])

@@ -485,6 +485,8 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
     bounds = []
     for layer in layers:
         own, norm = layer.self_attn, layer.input_layernorm.weight
+        if any(type(each.weight) is not nn.Parameter for each in (own.k_proj, own.v_proj)):
+            raise Unfit("its weights are quantised or split")
         keys, values = (most(each, norm).view(config.num_key_value_heads, -1) for each in (own.k_proj, own.v_proj))
         if hasattr(own, "k_norm"):
             keys = (_plain(own.k_norm.weight).abs() * own.head_dim**0.5).expand_as(keys)
