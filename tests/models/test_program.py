@@ -370,7 +370,8 @@ def test_changed_weights_bound_integers_anew(program: bool) -> None:
     after, expected = (FullKV(each.kv_shape, 59) for each in (target, fresh))
     target.prefill(prompt, after)
     fresh.prefill(prompt, expected)
-    assert target.kv_shape.steps is not None and fresh.kv_shape.steps is not None
+    assert target.kv_shape.steps is not None
+    assert fresh.kv_shape.steps is not None
     assert torch.equal(target.kv_shape.steps, fresh.kv_shape.steps)
     assert (after.values.int() - expected.values.int()).abs().max() < (1 if program else 100)
 
