@@ -50,7 +50,7 @@ FAULTS = [
     Fault("a run is judged over another cache", "jobs/verification.py", KV_DTYPE,
           "if model is None and on_cpu and config.kv_dtype != config.dtype:", "if False:"),
     Fault("the reference reads unrounded keys", "kv/cache.py", KV_DTYPE,
-          "if rounded is not None:", "if False:"),
+          "kind = self.rounded or self.dtype", "kind = self.dtype"),
     Fault("passes of the program are not exact by default", "models/adapting.py", KV_DTYPE,
           'or target.device.type == "cuda" or target.program is not None', 'or target.device.type == "cuda"'),
     # a step
