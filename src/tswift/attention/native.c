@@ -466,6 +466,17 @@ INLINE void weigh(const Call *c, const Block *b, float *scores, float *by, const
     for (int r = 0; r < LANES / dims; r++) b->total[r] = each[r * dims];
 }
 
+/* Mix for all rows, as many at a time as the sums of stay in registers: numbers that the compiler knows. */
+#define MIX_ALL(...) \
+    for (int row = 0, some; row < b->rows; row += some) { \
+        const int left = b->rows - row, turns = (left + MIXED - 1) / MIXED; \
+        some = (left + turns - 1) / turns; \
+        if (some == 4) mix_rows(b, __VA_ARGS__, row, 4, dims); \
+        else if (some == 3) mix_rows(b, __VA_ARGS__, row, 3, dims); \
+        else if (some == 2) mix_rows(b, __VA_ARGS__, row, 2, dims); \
+        else mix_rows(b, __VA_ARGS__, row, 1, dims); \
+    }
+
 #if KIND == INT16
 INLINE void mix_rows(
     Block *b, const int32_t *values, const int32_t *weights, const float *inverse, int pairs, int row, const int rows, const int dims
@@ -522,14 +533,7 @@ INLINE void mix(Block *b, float *weights, const float *by, const int dims) {
     if (dims > 1) sum = both(sum, neighbours_swapped(sum));
     store(total, as_float(sum) * unit);
     for (int r = 0; r < LANES / dims; r++) b->total[r] += total[r * dims];
-    for (int row = 0, some; row < b->rows; row += some) {
-        const int left = b->rows - row, turns = (left + MIXED - 1) / MIXED;
-        some = (left + turns - 1) / turns;
-        if (some == 4) mix_rows(b, values, shares, inverse, pairs, row, 4, dims);
-        else if (some == 3) mix_rows(b, values, shares, inverse, pairs, row, 3, dims);
-        else if (some == 2) mix_rows(b, values, shares, inverse, pairs, row, 2, dims);
-        else mix_rows(b, values, shares, inverse, pairs, row, 1, dims);
-    }
+    MIX_ALL(values, shares, inverse, pairs)
 }
 #else
 /* Add the weighted values of some keys to what some rows have. */
@@ -577,14 +581,7 @@ INLINE void mix(const Call *c, Block *b, const float *weights, const int dims) {
     for (int from = 0, to; from < b->count; from = to) {
         to = KIND == FLOAT32 || from + WIDENED > b->count ? b->count : from + WIDENED;
         const float *values = widen(b->values + from * WIDTH, wide, to - from);
-        for (int row = 0, some; row < b->rows; row += some) {
-            const int left = b->rows - row, turns = (left + MIXED - 1) / MIXED;
-            some = (left + turns - 1) / turns;
-            if (some == 4) mix_rows(b, values, weights, from, to, row, 4, dims);
-            else if (some == 3) mix_rows(b, values, weights, from, to, row, 3, dims);
-            else if (some == 2) mix_rows(b, values, weights, from, to, row, 2, dims);
-            else mix_rows(b, values, weights, from, to, row, 1, dims);
-        }
+        MIX_ALL(values, weights, from, to)
     }
 }
 #endif
