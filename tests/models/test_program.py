@@ -181,14 +181,14 @@ def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype: torch.dtype) -> No
 
 
 def test_integers_show_what_is_broken() -> None:
-    """NaN stays NaN, whoever keeps it; and no number that the weights can give is too large."""
+    """NaN and infinity become NaN, whoever keeps them; and no number that the weights can give is too large."""
     target = target_of("qwen3", kv_dtype=torch.int16)
     shape, kv = target.kv_shape, filled(target, 0, 9)
     made = torch.randn(shape.heads, 3, shape.head_dim)
-    made[0, 1, 5] = torch.nan
+    made[0, 1, 5], made[1, 2, 3], made[1, 0, 0] = torch.nan, torch.inf, -torch.inf
     kept = shape.narrowed(made, 1, 0)
-    assert torch.equal(shape.widened(kept, 1, 0).isnan(), made.isnan())
-    assert torch.equal(shape.broken(kept), made.isnan())
+    assert torch.equal(shape.widened(kept, 1, 0).isnan(), ~made.isfinite())
+    assert torch.equal(shape.broken(kept), ~made.isfinite())
     largest = target_of("qwen3", kv_dtype=torch.float32)
     wide = filled(largest, 0, 40)
     largest.forward(*tree_of(40, 0)[:2], wide, tree_of(40, 0)[2])

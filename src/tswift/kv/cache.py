@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _MOST = 2**15 - 1
-_BROKEN = -(2**15)  # stands for NaN
+_BROKEN = -(2**15)  # stands for NaN and infinity
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class KVShape:
         if kind != torch.int16:
             return numbers.to(kind)
         assert self.steps is not None
-        counts = (numbers / self.steps[part, layer].unsqueeze(1)).round().clamp(-_MOST, _MOST)
-        kept = counts.nan_to_num(_BROKEN).to(torch.int16)
+        counts = (numbers / self.steps[part, layer].unsqueeze(1)).round()
+        kept = counts.clamp(-_MOST, _MOST).where(counts.isfinite(), _BROKEN).to(torch.int16)
         return kept if self.dtype == kind else self.widened(kept, part, layer)
 
     def widened(self, kept: Tensor, part: int, layer: int) -> Tensor:
