@@ -27,7 +27,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS as ALL_METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.heads import ChainedHeads
 from tswift.models.load import LoadedModel
 

@@ -25,8 +25,8 @@ from tswift.decoding.audit import Audit, audit
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.engine import begin
-from tswift.jobs.environment import environment, now
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
+from tswift.models.devices import environment, now
 from tswift.models.load import LoadedModel
 
 PARAMS = SamplingParams(window=100)  # shorter than prompt and text, so that its length matters

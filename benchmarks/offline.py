@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 
 from benchmarks import tables
 from tswift.attention import triton as backend
-from tswift.attention.layout import AttentionSpec, Layout
+from tswift.attention.sdpa import AttentionSpec, Layout
 
 _TYPES = {
     torch.float64: "*fp64",

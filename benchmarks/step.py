@@ -32,8 +32,8 @@ from tswift.decoding.sampling import Sampler
 from tswift.drafting import adaptive, chains, dynamic_tree, fixed_tree, heads, history
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, begin
-from tswift.jobs.prompt import bundled_prompts
-from tswift.kv.cache import FullKV, KVBuffer
+from tswift.jobs.config import bundled_prompts
+from tswift.kv import FullKV, KVBuffer
 from tswift.models import program
 from tswift.models.load import load
 from tswift.models.target import Target

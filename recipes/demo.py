@@ -24,7 +24,7 @@ from recipes.heads import HeadsPlan, train_heads, write_text
 from recipes.pretrain import Plan, pretrain
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.checkpoint import fingerprint_in_any_dtype
 from tswift.models.heads import ChainedHeads, ConditionedHeads
 from tswift.models.heads_io import load_heads

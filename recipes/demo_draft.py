@@ -22,7 +22,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.engine import ending
 from tswift.errors import InputError
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.config import DEMO
 from tswift.models.load import LoadedModel, load
 from tswift.models.target import Target

@@ -19,7 +19,7 @@ from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS as _METHODS
 from tswift.drafting.options import DraftOptions, find_method
-from tswift.kv.cache import FullKV, KVBuffer, KVShape
+from tswift.kv import FullKV, KVBuffer, KVShape
 from tswift.models.heads import HEAD_TYPES, Heads, MedusaHeads
 from tswift.models.target import Forwarded, Target
 

@@ -21,7 +21,7 @@ _MODELS = "transformers.models.{0}.modeling_{0}"
 _CONTEXT.set_forkserver_preload(
     [
         *("torch.distributed.tensor", _MODELS.format("llama"), _MODELS.format("qwen2"), "benchmarks.architectures"),
-        *("tswift.cli.app", "tswift.cli.progress", "tswift.engine", "tswift.jobs.start"),
+        *("tswift.cli.app", "tswift.cli.output", "tswift.engine", "tswift.jobs.job"),
     ]
 )
 

@@ -18,8 +18,8 @@ from tests.fuzzing import damage, fuzzed, json_damage, other_values
 from tswift.benchmarking.gate import load_measurement
 from tswift.benchmarking.report import encode
 from tswift.errors import InputError
+from tswift.jobs.config import read_prompt
 from tswift.jobs.folder import read_tokens
-from tswift.jobs.prompt import read_prompt
 from tswift.models.checkpoint import read_config, stored_tensors
 from tswift.models.heads_io import load_heads
 from tswift.models.load import load

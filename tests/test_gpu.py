@@ -16,16 +16,15 @@ import torch
 import tswift
 from tests.attention.oracle import case, chain, dense, other_bits
 from tests.helpers import METHODS, decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
-from tswift.attention.layout import AttentionSpec, Layout
-from tswift.attention.sdpa import SpecialAttention
+from tswift.attention.sdpa import AttentionSpec, Layout, SpecialAttention
 from tswift.decoding.audit import audit
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import noise_bits
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
-from tswift.jobs.prompt import read_prompt
-from tswift.kv.cache import FullKV, KVShape
+from tswift.jobs.config import read_prompt
+from tswift.kv import FullKV, KVShape
 from tswift.models.load import LoadedModel
 from tswift.models.target import Target
 

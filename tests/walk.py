@@ -16,7 +16,7 @@ import tswift
 from tswift.cli import main
 
 ROOT = Path(tswift.__file__).parent
-OPTIONAL = ("kernels", "triton", "flash", "plots")  # modules that need packages which may be missing
+OPTIONAL = ("triton", "flash", "plots")  # modules that need packages which may be missing
 
 
 def walk(words: list[str]) -> list[str]:

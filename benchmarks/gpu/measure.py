@@ -30,10 +30,8 @@ from tswift.benchmarking.peers import PeerRun
 from tswift.benchmarking.roofline import measure_machine, pass_seconds
 from tswift.decoding.params import SamplingParams
 from tswift.engine import Generation
-from tswift.jobs.environment import environment
-from tswift.kv.cache import FullKV
-from tswift.kv.partial import PartialKV
-from tswift.models.devices import available_bytes
+from tswift.kv import FullKV, PartialKV
+from tswift.models.devices import available_bytes, environment
 from tswift.models.shapes import PREFIX, random_weights, shape_config, shape_of
 
 _GREEDY = SamplingParams(temperature=0.0, min_p=0.0, penalty=1.0)

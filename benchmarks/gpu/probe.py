@@ -16,11 +16,11 @@ from torch.nn.functional import linear
 
 from benchmarks.gpu.run import Run, at_context, noisy
 from benchmarks.gpu.timing import covered, interleaved, kernels, replayed
-from tswift.attention.layout import Layout
+from tswift.attention.sdpa import Layout
 from tswift.decoding.drafter import DraftTree
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.kv.cache import FullKV, KVBuffer
+from tswift.kv import FullKV, KVBuffer
 from tswift.models.shapes import PREFIX, shape_config
 from tswift.models.target import Target
 

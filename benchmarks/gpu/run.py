@@ -18,7 +18,7 @@ from tswift.benchmarking.roofline import Machine
 from tswift.benchmarking.run import SimulatedWalk
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, begin
-from tswift.kv.cache import FullKV, KVBuffer
+from tswift.kv import FullKV, KVBuffer
 from tswift.models.load import LoadedModel, load
 from tswift.models.passes import Forwarded
 from tswift.models.shapes import PREFIX, SHAPES

@@ -12,10 +12,8 @@ import torch
 from tswift.decoding.costs import costs_of, measure
 from tswift.decoding.device_step import try_steps
 from tswift.decoding.drafter import AcceptFn, Step
-from tswift.decoding.lockstep import AgreedDrafter, lockstep
-from tswift.decoding.logprobs import MOST_TOP
-from tswift.decoding.loop import Decoding
-from tswift.decoding.params import SamplingParams
+from tswift.decoding.loop import AgreedDrafter, Decoding, lockstep
+from tswift.decoding.params import MOST_TOP, SamplingParams
 from tswift.decoding.text import TextStream, check_stop
 from tswift.distributed import ALONE, Dist, guard
 from tswift.drafting.methods import (
@@ -29,7 +27,7 @@ from tswift.drafting.methods import (
 )
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError
-from tswift.kv.partial import POLICIES
+from tswift.kv import POLICIES
 from tswift.models.devices import available_bytes, gigabytes
 from tswift.models.load import LoadedModel, ModelSpec, inspect_draft_model, inspect_model
 from tswift.models.passes import NOMINAL
@@ -281,7 +279,7 @@ class Generation:
 
     Attributes:
         decoding: the decode; its KV cache is allocated.
-        depth: maximum tokens drafted along a path, for :class:`~tswift.decoding.stats.DecodeStats`.
+        depth: maximum tokens drafted along a path, for :class:`~tswift.decoding.loop.DecodeStats`.
         stop: token ids that end the text early.
         text: the text so far and its stop strings; None without any.
         params: the sampling parameters, banned end-of-text tokens included.
@@ -417,7 +415,7 @@ def generate(
         stop: strings that end the text. The last token is the one that completes the first of them; see
             :class:`tswift.decoding.text.TextStream` for the text up to there.
         logprobs: give each step the log-probabilities of its tokens, and of so many likeliest ones (0 to 20):
-            ``Step.logprobs``, see :func:`tswift.decoding.logprobs.row_type`.
+            ``Step.logprobs``, see :func:`tswift.decoding.sampling.row_type`.
 
     Returns:
         An iterator of steps, each with one or more new tokens. The text so far is prefilled when the first is asked

@@ -7,7 +7,7 @@ from random import Random
 import torch
 
 from tests.helpers import random_tree
-from tswift.attention.layout import AttentionSpec
+from tswift.attention.sdpa import AttentionSpec
 
 NOTHING = AttentionSpec()
 

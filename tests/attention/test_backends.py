@@ -15,8 +15,7 @@ import torch
 from tests.attention.oracle import GROUP, KV_HEADS, NOTHING, SINKS, WANTS, case, chain, dense
 from tests.models.test_passes import LengthOnDevice
 from tswift.attention.backends import BACKENDS, choose, fails, why_not
-from tswift.attention.layout import AttentionSpec, Layout
-from tswift.attention.sdpa import FlashAttention, ReferenceAttention, TreeAttention
+from tswift.attention.sdpa import AttentionSpec, FlashAttention, Layout, ReferenceAttention, TreeAttention
 from tswift.errors import InputError
 
 

@@ -11,9 +11,9 @@ import torch
 
 from tests.conftest import make_checkpoint
 from tests.rows import every_row
-from tswift.attention import building, native
+from tswift.attention import native
 from tswift.attention.backends import choose, why_not
-from tswift.attention.building import Unbuilt, build
+from tswift.attention.native import Unbuilt, build
 from tswift.errors import InputError
 from tswift.models.load import load
 
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def _fresh(monkeypatch, tmp_path: Path):
     """An empty cache, and nothing loaded before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    building._attempted.cache_clear()
+    native._attempted.cache_clear()
     yield
-    building._attempted.cache_clear()
+    native._attempted.cache_clear()
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def kept(tmp_path: Path) -> list[Path]:
 
 def again(source: Path, *defined: str) -> int:
     """As another process would."""
-    building._attempted.cache_clear()
+    native._attempted.cache_clear()
     return build(source, *defined).answer()
 
 
@@ -52,7 +52,7 @@ def no_compiler(monkeypatch) -> None:
     def refuse(command: list[str]) -> None:
         raise AssertionError(f"compiled again: {command}")
 
-    monkeypatch.setattr(building, "_compile", refuse)
+    monkeypatch.setattr(native, "_compile", refuse)
 
 
 def test_it_is_compiled_once(monkeypatch, tmp_path: Path, source: Path) -> None:
@@ -125,7 +125,7 @@ def test_without_a_compiler_the_stock_operators_serve(monkeypatch) -> None:
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_models_own_head_size_is_built_before_it_is_loaded(monkeypatch, tmp_path: Path, broken: bool) -> None:
     """And no other; where that fails it is told, and not found out in a pass."""
-    built, compiled = [], building._compile
+    built, compiled = [], native._compile
 
     def noted(command: list[str]) -> None:
         built.extend(word for word in command if "WIDTH" in word)
@@ -133,7 +133,7 @@ def test_a_models_own_head_size_is_built_before_it_is_loaded(monkeypatch, tmp_pa
             raise Unbuilt("needs another C compiler: broken")
         compiled(command)
 
-    monkeypatch.setattr(building, "_compile", noted)
+    monkeypatch.setattr(native, "_compile", noted)
     native._kernel.cache_clear()
     model = str(make_checkpoint(tmp_path / "m", head_dim=32))
     assert load(model, device="cpu", dtype="float32").attention == ("sdpa" if broken else "native")
@@ -145,7 +145,7 @@ def test_a_models_own_head_size_is_built_before_it_is_loaded(monkeypatch, tmp_pa
 
 @every_row(("machine", "capability"), [("aarch64", "DEFAULT"), ("x86_64", "DEFAULT")])
 def test_other_processors(monkeypatch, source: Path, machine: str, capability: str) -> None:
-    monkeypatch.setattr(building.platform, "machine", lambda: machine)
+    monkeypatch.setattr(native.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     with pytest.raises(Unbuilt, match="needs an x86 processor with AVX2"):
         build(source, "ANSWER=1")

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.attention.oracle import NOTHING, case, chain, dense
-from tswift.attention.chunked import ChunkedAttention
-from tswift.attention.layout import MOST_WIDTH, AttentionSpec, Layout
+from tswift.attention.sdpa import MOST_WIDTH, AttentionSpec, ChunkedAttention, Layout
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from tests.attention.oracle import case, chain, dense, other_bits
 from tswift.attention import native
 from tswift.attention.backends import choose, why_not
-from tswift.attention.building import Unbuilt
-from tswift.attention.layout import Layout
-from tswift.attention.native import NativeAttention, parallel_region
-from tswift.attention.sdpa import TreeAttention
+from tswift.attention.native import NativeAttention, Unbuilt, parallel_region
+from tswift.attention.sdpa import Layout, TreeAttention
 
 CPU = torch.device("cpu")
 REASON = why_not("native", torch.float32, CPU)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.attention.oracle import DIM, GROUP, KV_HEADS, WANTS, case, chain, dense
 from tswift.attention import sdpa
-from tswift.attention.layout import AttentionSpec, Layout
-from tswift.attention.sdpa import ReferenceAttention, SpecialAttention, TreeAttention
+from tswift.attention.sdpa import AttentionSpec, Layout, ReferenceAttention, SpecialAttention, TreeAttention
 
 
 def attend(query, keys, values, ancestors, scale):

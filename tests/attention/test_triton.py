@@ -25,13 +25,12 @@ from tests.attention.oracle import (
 from tests.fuzzing import few
 from tests.helpers import random_tree
 from tswift.attention.backends import why_not
-from tswift.attention.layout import AttentionSpec, Layout
-from tswift.attention.sdpa import SpecialAttention
-from tswift.kv.cache import FullKV
+from tswift.attention.sdpa import AttentionSpec, Layout, SpecialAttention
+from tswift.kv import FullKV
 from tswift.models.target import Target
 
 backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
-kernels = pytest.importorskip("tswift.attention.kernels")
+kernels = pytest.importorskip("tswift.attention.triton")
 CPU = torch.device("cpu")
 REASON = why_not("triton", torch.float32, CPU)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))

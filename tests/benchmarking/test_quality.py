@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tswift.benchmarking.quality import compression, quality, repeated, self_bleu, spans, texts_html
+from tswift.benchmarking.suite_run import compression, quality, repeated, self_bleu, spans, texts_html
 from tswift.benchmarking.summary import QUALITY, from_source
 
 

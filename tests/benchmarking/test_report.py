@@ -19,8 +19,7 @@ from rich.console import Console
 from tests.benchmarking.helpers import changed, make_measurement, points_of
 from tests.rows import every_row
 from tswift.benchmarking.report import csv_text, markdown, tables, write_report
-from tswift.benchmarking.summary import METRICS, Cell, Figure, Metric, summarise
-from tswift.benchmarking.table import Table, duration, quantity, with_spread
+from tswift.benchmarking.summary import METRICS, Cell, Figure, Metric, Table, duration, quantity, summarise, with_spread
 from tswift.errors import InputError
 from tswift.jobs import folder as files
 

@@ -34,7 +34,7 @@ from tswift.benchmarking.roofline import (
     predict,
     tables,
 )
-from tswift.decoding.stats import DecodeStats
+from tswift.decoding.loop import DecodeStats
 from tswift.errors import InputError
 from tswift.models.shapes import Shape, shape_config, shape_of, skeleton
 

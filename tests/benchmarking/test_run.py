@@ -48,8 +48,7 @@ from tswift.benchmarking.run import (
     slice_goals,
 )
 from tswift.decoding.drafter import DraftTree
-from tswift.decoding.loop import Decoding
-from tswift.decoding.stats import DecodeStats
+from tswift.decoding.loop import DecodeStats, Decoding
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, MemoryEstimate
 from tswift.errors import InputError

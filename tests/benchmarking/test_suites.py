@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from tswift.benchmarking.config import BenchOptions, Plan, Prompt
-from tswift.benchmarking.quality import quality
 from tswift.benchmarking.report import order_table, tables, write_report
 from tswift.benchmarking.run import measure
-from tswift.benchmarking.suite_run import begin_suite, groups_of, judge_texts, prepare, tree_nodes
+from tswift.benchmarking.suite_run import begin_suite, groups_of, judge_texts, prepare, quality, tree_nodes
 from tswift.benchmarking.suites import LENGTH, SUITES, Suite, compared, find_suite, published_rows, summarise_suite
 from tswift.benchmarking.summary import METRICS, Figure, Row
 from tswift.decoding.params import SamplingParams

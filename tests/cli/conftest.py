@@ -50,9 +50,9 @@ def tswift(
 @pytest.fixture(scope="module")
 def load_once() -> Iterator[Callable[..., LoadedModel]]:
     """For as long as this lasts, no model is loaded twice in the same way, by whoever loads it: what loads them."""
-    import tswift.jobs.environment
-    import tswift.jobs.start
+    import tswift.jobs.job
     import tswift.jobs.verification
+    import tswift.models.devices
     from tswift.models import load as loading
 
     real, remembered = loading.load, functools.cache(loading.load)
@@ -67,7 +67,7 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
         for module in [module for name, module in sys.modules.items() if name.startswith("tswift.")]:
             if getattr(module, "load", None) is real:
                 patch.setattr(module, "load", cached)
-        patch.setattr(tswift.jobs.environment, "_output", lambda command: None)  # asks git, which takes longer
+        patch.setattr(tswift.models.devices, "_output", lambda command: None)  # asks git, which takes longer
         yield cached
 
 

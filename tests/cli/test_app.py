@@ -12,7 +12,7 @@ import pytest
 
 import tswift as package
 from tests.cli.terminal import on_terminal
-from tswift.cli.progress import Display
+from tswift.cli.output import Display
 from tswift.errors import Fault
 
 
@@ -46,7 +46,7 @@ def test_what_breaks_on_the_way_is_one_line(tswift, monkeypatch: pytest.MonkeyPa
     def broken(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr("tswift.jobs.start.start", broken)
+    monkeypatch.setattr("tswift.jobs.job.start", broken)
     result = tswift("generate")
     assert result.code == 1
     assert result.err.startswith("tswift: error: ")
@@ -56,7 +56,7 @@ def test_what_breaks_on_the_way_is_one_line(tswift, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_traceback_can_be_asked_for(tswift, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("tswift.jobs.start.start", lambda *arguments: 1 / 0)
+    monkeypatch.setattr("tswift.jobs.job.start", lambda *arguments: 1 / 0)
     monkeypatch.setenv("TSWIFT_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         tswift("generate")
@@ -83,12 +83,12 @@ def test_machine_and_costs(tswift, checkpoint) -> None:  # type: ignore[no-untyp
 
 
 if TYPE_CHECKING:
-    from tswift.decoding.stats import DecodeStats
+    from tswift.decoding.loop import DecodeStats
 
 CODE = """
 import time
 from types import SimpleNamespace
-from tswift.cli.progress import Display
+from tswift.cli.output import Display
 stats = SimpleNamespace(tokens=10, tokens_per_second=20.0, tokens_per_step=5.0, alpha=1.0)
 with Display(100, quiet=False, progress=True) as display:
     for word in "one two three\\nfour [bold]five[/bold] six seven eight nine ten".split(" "):

@@ -15,7 +15,7 @@ from tswift.benchmarking import run
 from tswift.benchmarking.gate import bench_schema
 from tswift.benchmarking.plots import acceptance_figure
 from tswift.benchmarking.summary import METRICS, Metric
-from tswift.decoding.stats import DecodeStats
+from tswift.decoding.loop import DecodeStats
 
 WORDS = ("bench", "--prefill", 4, "--lens", "10,25", "--methods", "tokenswift", "--warmup", 4)
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from tests.jobs.killing import Process
 from tests.jobs.test_prompt import TEMPLATE
 from tswift.attention.backends import choose
-from tswift.decoding.logprobs import row_type
+from tswift.decoding.sampling import row_type
 
 METHODS = ["ar", "medusa", "tokenswift", "reuse"]
 LENGTH = 61
@@ -129,7 +129,7 @@ def test_quiet(tswift, prompt: Path, checkpoint: Path) -> None:  # type: ignore[
 
 
 def test_progress_lines(tswift, prompt: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("tswift.cli.progress._LOG_SECONDS", 0.0)
+    monkeypatch.setattr("tswift.cli.output._LOG_SECONDS", 0.0)
     words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 3, "--method", "ar"]
     assert "tswift: 2 / 3 tokens, " in tswift(*words).err
     unsaid = tswift(*words, "--no-progress").err

@@ -13,10 +13,9 @@ import pytest
 from tests.cli.terminal import on_terminal
 from tests.jobs.killing import Process
 from tests.rows import every_row
-from tswift.benchmarking.table import Table
+from tswift.benchmarking.summary import Table
 from tswift.cli import main
-from tswift.cli.output import show, writable
-from tswift.cli.streams import CLOSED_PIPE, one_line, visible
+from tswift.cli.output import CLOSED_PIPE, one_line, show, visible, writable
 
 
 def test_a_link_stays_and_what_it_points_at_is_written(tmp_path: Path) -> None:
@@ -67,8 +66,8 @@ def test_a_stdout_that_has_no_such_characters(tswift, checkpoint: Path, tmp_path
 
 
 CODE = """
-from tswift.benchmarking.table import Table
-from tswift.cli.progress import Bars
+from tswift.benchmarking.summary import Table
+from tswift.cli.output import Bars
 from tswift.cli.output import show
 with Bars(quiet=False, progress=True) as bars:
     bars.update("verify", 50, 100)

@@ -13,8 +13,7 @@ import pytest
 from tests.conftest import SENTENCES, make_checkpoint
 from tswift.benchmarking.gate import bench_schema
 from tswift.benchmarking.suites import PREFILL, SUITES
-from tswift.benchmarking.summary import METRICS, QUALITY, Figure, from_source
-from tswift.benchmarking.table import NOTHING
+from tswift.benchmarking.summary import METRICS, NOTHING, QUALITY, Figure, from_source
 from tswift.drafting.methods import METHODS
 
 SMALL = ("--prefill", 8, "--lens", "6,12", "--warmup", 0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tswift.attention.layout import Layout
+from tswift.attention.sdpa import Layout
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal")
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")

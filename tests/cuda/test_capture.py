@@ -18,7 +18,7 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.passes import Graphs
 from tswift.models.target import Target
 

@@ -52,10 +52,10 @@ SENT = frozenset(
         "drafting/heads.py:guess",
         "drafting/chains.py:cache",
         "drafting/history.py:committed",
-        "kv/cache.py:commit",
-        "kv/partial.py:append",
-        "kv/partial.py:select",
-        "kv/cache.py:settle",
+        "kv.py:commit",
+        "kv.py:append",
+        "kv.py:select",
+        "kv.py:settle",
         "models/target.py:embed",
     }
 )

@@ -35,7 +35,7 @@ from tswift.decoding.audit import (
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.engine import begin
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.target import Target
 
 CPU = torch.device("cpu")

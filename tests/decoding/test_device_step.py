@@ -31,7 +31,7 @@ from tswift.decoding.sampling import Sampler
 from tswift.drafting.fixed_tree import FixedTree
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.kv.partial import PartialKV
+from tswift.kv import PartialKV
 from tswift.models.target import Target
 
 PARAMS = SamplingParams(min_p=0.02, window=24)

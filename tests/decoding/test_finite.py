@@ -30,7 +30,7 @@ from tswift.decoding.loop import Decoding, NotFinite
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NO_TOKEN, Sampler
 from tswift.drafting.methods import make_drafter
-from tswift.kv.partial import PartialKV
+from tswift.kv import PartialKV
 from tswift.models.heads import Heads
 from tswift.models.target import Target
 

@@ -18,7 +18,7 @@ from tswift import engine
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.sampling import Sampler
 from tswift.distributed import Gone, join
-from tswift.kv.partial import PartialKV
+from tswift.kv import PartialKV
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.load import LoadedModel, load
 

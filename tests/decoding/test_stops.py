@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from tests.decoding.test_sampling import transformers_warp
 from tests.helpers import METHODS, options_for, tokens_of
 from tswift.decoding.drafter import Step
-from tswift.decoding.logprobs import row_type
 from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import row_type
 from tswift.decoding.text import TextStream
 from tswift.drafting.options import DraftOptions
 from tswift.engine import generate, preflight

@@ -27,7 +27,7 @@ from tswift.decoding.sampling import Sampler
 from tswift.drafting.adaptive import AdaptiveDrafter, Bandit
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.passes import NOMINAL, PassCosts
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)

@@ -21,8 +21,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.chains import CHUNK, ChainSource, DraftModel, SmallDraftModel
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS, DraftOptions
-from tswift.kv.cache import FullKV, StreamingKV
-from tswift.kv.partial import PartialKV
+from tswift.kv import FullKV, PartialKV, StreamingKV
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
 

@@ -20,7 +20,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.drafting.heads import HeadSource, LastPass
 from tswift.drafting.options import DraftOptions
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.passes import Forwarded
 
 

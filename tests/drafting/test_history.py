@@ -18,9 +18,9 @@ from tswift.decoding.params import SamplingParams, warp
 from tswift.decoding.sampling import Sampler
 from tswift.drafting import methods
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, DynamicTreeDrafter, TreeBudget
+from tswift.drafting.fixed_tree import NgramTable, ReuseSource
 from tswift.drafting.history import Candidates, HistorySource, LogitHistory, TopKLogits
 from tswift.drafting.methods import resolve
-from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.models.passes import NOMINAL, Forwarded

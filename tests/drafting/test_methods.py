@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers import METHODS, tiny_draft, tiny_heads, tiny_target
-from tswift.attention.layout import ROWS
+from tswift.attention.sdpa import ROWS
 from tswift.decoding.drafter import Drafter
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import ChainSource, PartialDraftModel, SmallDraftModel

@@ -14,14 +14,14 @@ import torch
 from tests.cuda import capture
 from tests.drafters import HIDDEN, LAYOUTS, VOCAB, Dense, drafter_folder, qwen3, target_of
 from tests.helpers import decode, decode_steps, random_prompt, tokens_of
-from tswift.attention.chunked import ChunkedAttention
+from tswift.attention.sdpa import ChunkedAttention
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.adapting import set_width
 from tswift.models.drafters_io import find_drafter
 from tswift.models.passes import Graphs

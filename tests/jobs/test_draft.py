@@ -23,7 +23,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, preflight
 from tswift.errors import InputError
 from tswift.jobs.config import RunConfig
-from tswift.jobs.start import resume, start
+from tswift.jobs.job import resume, start
 from tswift.models.load import inspect_model, load
 
 PROMPT = "The ship had lain three days becalmed, and nobody spoke."

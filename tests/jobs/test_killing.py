@@ -16,8 +16,7 @@ import tswift
 from tests.jobs.killing import Process, result
 from tswift.jobs import folder
 from tswift.jobs.folder import list_runs, read_run
-from tswift.jobs.job import Signals, Stopped
-from tswift.jobs.start import resume
+from tswift.jobs.job import Signals, Stopped, resume
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from tswift.errors import InputError
-from tswift.jobs import prompt as module
-from tswift.jobs.prompt import read_prompt, render_chat, take
+from tswift.jobs import config as module
+from tswift.jobs.config import read_prompt, render_chat, take
 
 
 def test_take() -> None:
@@ -36,7 +36,7 @@ def test_a_prompt_as_large_as_it_may_be(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_standard_input_is_read_no_further_than_a_prompt_may_be_long() -> None:
-    code = "from tswift.jobs.prompt import read_prompt; import tswift.jobs.prompt as p; p.MOST_BYTES = 1000\n"
+    code = "from tswift.jobs.config import read_prompt; import tswift.jobs.config as p; p.MOST_BYTES = 1000\n"
     code += "try: read_prompt('-')\nexcept ValueError as error: print(error)"
     with open("/dev/zero", "rb") as endless:
         done = subprocess.run([sys.executable, "-c", code], stdin=endless, capture_output=True, text=True, timeout=60)

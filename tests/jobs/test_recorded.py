@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from tests.rows import every_row
 from tswift.decoding.params import SamplingParams
-from tswift.jobs.config import RunConfig
+from tswift.jobs.config import RunConfig, fingerprint
 from tswift.jobs.folder import Checkpoint, bytes_of, checksum, parse_journal, read_run, read_saved, read_tokens
-from tswift.jobs.prompt import fingerprint
 
 
 @pytest.fixture

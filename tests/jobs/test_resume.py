@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 
 from tests.jobs.faults import FaultyOs, Killed, power_cut
-from tswift.decoding.logprobs import row_type
-from tswift.decoding.stats import DecodeStats
+from tswift.decoding.loop import DecodeStats
+from tswift.decoding.sampling import row_type
 from tswift.errors import Fault, InputError
 from tswift.jobs import folder as files
-from tswift.jobs import start as starting
+from tswift.jobs import job as starting
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import list_runs, read_saved
-from tswift.jobs.job import Job
-from tswift.jobs.start import resume, start
+from tswift.jobs.job import Job, resume, start
 from tswift.models.load import LoadedModel
 from tswift.models.load import load as real_load
 

@@ -13,8 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.helpers import random_prompt, random_tree, tiny_target
-from tswift.kv.cache import FullKV, KVShape, StreamingKV
-from tswift.kv.partial import CHUNK, POLICIES, PartialKV, by_attention, by_chunk, by_query
+from tswift.kv import CHUNK, POLICIES, FullKV, KVShape, PartialKV, StreamingKV, by_attention, by_chunk, by_query
 
 FULL = KVShape(2, 3, 4, torch.float32, torch.device("cpu"))
 

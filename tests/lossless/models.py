@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.architectures import ARCHITECTURES, Architecture
 from tests.helpers import VOCAB
-from tswift.attention.chunked import ChunkedAttention
+from tswift.attention.sdpa import ChunkedAttention
 from tswift.decoding.drafter import DraftTree
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.adapting import fingerprint, set_width
 from tswift.models.linear import use_onednn
 from tswift.models.target import Target

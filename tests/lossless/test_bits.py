@@ -30,7 +30,7 @@ from tests.lossless.models import (
     plainly,
 )
 from tswift.attention.backends import BACKENDS, why_not
-from tswift.attention.chunked import ChunkedAttention
+from tswift.attention.sdpa import ChunkedAttention
 from tswift.errors import InputError
 from tswift.models import target as module
 from tswift.models.adapting import Inexact, fingerprint

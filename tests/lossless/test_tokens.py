@@ -12,7 +12,7 @@ import torch
 import tswift
 from tests.helpers import METHODS, decode, drafter_of, random_prompt, tiny_draft, tiny_heads
 from tests.lossless.models import ExactOnDevice, exact_target
-from tswift.attention.chunked import ChunkedAttention
+from tswift.attention.sdpa import ChunkedAttention
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import make_drafter

@@ -23,9 +23,9 @@ from tests.models.test_passes import OPTIONS, PARAMS, static_target
 from tests.rows import every_row
 from tswift.attention import backends
 from tswift.attention.backends import BACKENDS, why_not
-from tswift.attention.layout import AttentionSpec
 from tswift.attention.native import NativeAttention
-from tswift.kv.cache import FullKV
+from tswift.attention.sdpa import AttentionSpec
+from tswift.kv import FullKV
 from tswift.models import adapting, shapes
 from tswift.models.adapting import compiled, heads_of, wrap_model
 from tswift.models.load import LoadedModel, _with_copy, load

@@ -11,8 +11,7 @@ from transformers.utils import logging
 
 from benchmarks.architectures import ARCHITECTURES, WINDOW, apart, checkpoint, stock, texts
 from tswift.errors import InputError
-from tswift.kv.cache import FullKV
-from tswift.kv.partial import PartialKV
+from tswift.kv import FullKV, PartialKV
 from tswift.models.load import LoadedModel, load
 
 # Whole texts cost a second each; these are what people have, and one of every kind of layer. The others are asked for

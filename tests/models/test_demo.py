@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tswift
 from tests.helpers import METHODS
+from tswift.decoding.loop import DecodeStats
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
 from tswift.models.checkpoint import fingerprint_of

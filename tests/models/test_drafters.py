@@ -26,7 +26,7 @@ from tests.helpers import random_prompt
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
 from tswift.errors import InputError
-from tswift.kv.cache import FullKV, WindowKV
+from tswift.kv import FullKV, WindowKV
 from tswift.models import shapes
 from tswift.models.drafters import DraftNetwork
 from tswift.models.drafters_io import RandomDrafter, describe_drafter, find_drafter

@@ -17,8 +17,8 @@ from tswift.errors import InputError
 from tswift.jobs import verification
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import CHECKSUM, RECORD, checksum
-from tswift.jobs.start import resume
-from tswift.kv.cache import FullKV
+from tswift.jobs.job import resume
+from tswift.kv import FullKV
 from tswift.models.adapting import wrap_model
 from tswift.models.devices import kv_dtype_for
 from tswift.models.load import inspect_model, load

@@ -26,7 +26,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.heads import ChainedHeads
 from tswift.models.passes import sizes
 from tswift.models.target import Target

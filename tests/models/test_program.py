@@ -23,7 +23,7 @@ from transformers import (
 
 from tests.helpers import decode, decode_method, random_tree
 from tswift.attention.backends import why_not
-from tswift.attention.building import Unbuilt
+from tswift.attention.native import Unbuilt
 from tswift.decoding.audit import audit
 from tswift.decoding.loop import NotFinite
 from tswift.decoding.params import SamplingParams
@@ -32,7 +32,7 @@ from tswift.drafting.heads import HeadSource, LastPass
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models import adapting
 from tswift.models.adapting import PROGRAM, compiled, fingerprint, wrap_model
 from tswift.models.heads import HEAD_TYPES, prepare

@@ -216,7 +216,7 @@ def test_heads_that_start_before_the_final_norm(checkpoint: Path, tmp_path: Path
         norm = target.model.model.norm
         assert len(norm._forward_pre_hooks) == 1
         zero = torch.zeros(1, dtype=torch.int64)
-        forwarded = target.forward(zero, zero, tswift.kv.cache.FullKV(target.kv_shape, 1), None)
+        forwarded = target.forward(zero, zero, tswift.kv.FullKV(target.kv_shape, 1), None)
         assert torch.equal(norm(forwarded.raw), forwarded.hidden)
     assert text(model, "tokenswift") == text(model, "ar")
 

@@ -8,8 +8,8 @@ import transformers
 
 from benchmarks.architectures import ARCHITECTURES, WINDOW, Architecture
 from tests.helpers import random_prompt, tiny_llama, tiny_target
-from tswift.attention.layout import AttentionSpec
-from tswift.kv.cache import FullKV
+from tswift.attention.sdpa import AttentionSpec
+from tswift.kv import FullKV
 from tswift.models.hf import UnsupportedModel, output_of, probe_attention
 from tswift.models.target import Target
 

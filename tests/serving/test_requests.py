@@ -168,7 +168,7 @@ def test_bad_options(values: dict[str, Any]) -> None:
 
 
 def test_what_it_takes_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("tswift.cli.serve.find_spec", lambda name: None)
+    monkeypatch.setattr("tswift.cli.tools.find_spec", lambda name: None)
     assert main(["serve", "--port", "0"]) == 2
     error = "tswift: error: tswift serve needs starlette and uvicorn: pip install 'tswift[serve]'\n"
     assert capsys.readouterr().err == error

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.jobs.killing import Process
 from tests.serving.server import SAMPLING, TEXT, Server, with_template
-from tswift.decoding.logprobs import row_type
+from tswift.decoding.sampling import row_type
 from tswift.jobs.folder import list_runs
 
 

@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 
 from tests.serving.server import TEXT
-from tswift.decoding.stats import DecodeStats
+from tswift.decoding.loop import DecodeStats
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING
 from tswift.models.load import LoadedModel, load
 from tswift.serving import routes, runs

@@ -28,7 +28,7 @@ from tswift.cli import main
 from tswift.distributed import Dist, open_ranks
 from tswift.errors import Fault, InputError
 from tswift.jobs import folder as files
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.drafters_io import describe_drafter
 from tswift.training.config import DraftConfig, HeadsConfig, Progress
 from tswift.training.data import Documents

@@ -12,11 +12,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tswift.attention.chunked import ChunkedAttention
-from tswift.attention.layout import Attention, AttentionSpec, Layout, StaticAttention
-from tswift.attention.sdpa import SpecialAttention, TreeAttention
+from tswift.attention.sdpa import (
+    Attention,
+    AttentionSpec,
+    ChunkedAttention,
+    Layout,
+    SpecialAttention,
+    StaticAttention,
+    TreeAttention,
+)
 from tswift.errors import InputError
-from tswift.kv.cache import FullKV, KVShape
+from tswift.kv import FullKV, KVShape
 
 
 def _load(module: str, name: str) -> type[Attention]:
@@ -197,8 +203,7 @@ def _binary(nodes: int) -> Tensor:
 
 
 def _unbuilt(width: int, dtype: torch.dtype) -> str | None:
-    from tswift.attention.building import Unbuilt
-    from tswift.attention.native import library, parallel_region, takes
+    from tswift.attention.native import Unbuilt, library, parallel_region, takes
 
     try:
         parallel_region()

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import METHODS, OF_CHOICE, DraftOptions, find_method, parse_tree, refuse_unused, used
 from tswift.errors import InputError, did_you_mean, renamed
-from tswift.jobs.config import TextConfig, fields_of, loading
-from tswift.jobs.prompt import read_prompt
+from tswift.jobs.config import TextConfig, fields_of, loading, read_prompt
 from tswift.models.config import BITS, DEMO, DEMO_DRAFT, SHAPE_PREFIX, ModelConfig
 from tswift.options import check_options, option, parse_numbers
 
@@ -352,7 +351,7 @@ class BenchConfig:
 
     def drafting(self) -> dict[str, dict[str, Any]]:
         """For records: by label, the options that its method uses."""
-        from tswift.jobs.start import used_options
+        from tswift.jobs.job import used_options
 
         return {one.label: used_options(one.method, one.options) for one in self.contenders}
 

@@ -1,23 +1,46 @@
-"""The regression gate: a measurement against an earlier one of the same workload, by rules such as ``speedup:10%``."""
+"""The regression gate, and the records it reads: ``bench.json`` and ``suite.json``.
+
+A measurement is held against an earlier one of the same workload by rules such as ``speedup:10%``. Records are read,
+gone on with after a stop or a kill, and merged from shards.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tswift.benchmarking.summary import METRICS, gated, simulated_alpha, summarise
-from tswift.benchmarking.table import NOTHING, Table, method_name
+from tswift.benchmarking.config import BenchOptions, Plan
+from tswift.benchmarking.suites import SUITES, find_suite
+from tswift.benchmarking.summary import (
+    METRICS,
+    NOTHING,
+    Table,
+    cell_of,
+    done_cells,
+    gated,
+    grid_order,
+    machine_name,
+    method_name,
+    simulated_alpha,
+    summarise,
+)
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError, did_you_mean
-from tswift.jobs.folder import FINISHED
-from tswift.options import check_options, option
+from tswift.jobs.config import fields_of
+from tswift.jobs.folder import FINISHED, INTERRUPTED, lock_folder
+from tswift.options import check_options, option, options_of
 from tswift.reading import MOST_RECORD, parse_json, read_file
 
 SAME_TEXT = "same_as_ar"
@@ -28,7 +51,6 @@ _MACHINE = ("cpu", "threads", "gpu")
 _MIN_REPEATS = 2
 _LARGEST = 1e300  # of a number in a file; whatever is computed from it is still finite
 
-Record = Mapping[str, Any]  # as in bench.json
 Draw = tuple[str, int]  # prompt and seed
 Place = tuple[Any, ...]  # method, prefill, length; the draw of a counter
 Value = tuple["float | None", set[Draw]]  # a mean, and what it is over
@@ -66,7 +88,7 @@ class Rule:
         """Whether our value passes."""
         return self._sign * (ours - self.limit(baseline)) >= -_SLACK * max(1.0, abs(baseline))
 
-    def values(self, measurement: Record) -> dict[Place, Value]:
+    def values(self, measurement: Mapping[str, Any]) -> dict[Place, Value]:
         """What is compared, and its draws: times as means over a cell, counters draw by draw."""
         values: dict[Place, Value] = {}
         for cell in summarise(measurement):
@@ -76,7 +98,7 @@ class Rule:
                 values[(cell.axis, *cell.place, draw)] = means.get(self.figure), {draw}
         return values
 
-    def check(self, baseline: Record) -> None:
+    def check(self, baseline: Mapping[str, Any]) -> None:
         """Refuse a baseline without the metric, and a tolerance so loose that the rule could never fail."""
         known = [value for value, _ in self.values(baseline).values() if value is not None]
         if not known:
@@ -156,7 +178,7 @@ class Verdict:
         return None if self.ours is None or self.baseline is None else self.ours - self.baseline
 
 
-def compare(measurement: Record, baseline: Record, rules: Sequence[Rule]) -> list[Verdict]:
+def compare(measurement: Mapping[str, Any], baseline: Mapping[str, Any], rules: Sequence[Rule]) -> list[Verdict]:
     """Judge a measurement by an earlier one, which :func:`refuse_foreign` has let through.
 
     A cell, a run of a cell or a value that the baseline has and we have not is a regression, and so is any run of ours
@@ -222,7 +244,11 @@ def moved(verdicts: Sequence[Verdict], simulated: bool = False) -> Table:
 
 
 def refuse_foreign(
-    measurement: Record, baseline: Record, rules: Sequence[Rule], repeats: int, force: bool = False
+    measurement: Mapping[str, Any],
+    baseline: Mapping[str, Any],
+    rules: Sequence[Rule],
+    repeats: int,
+    force: bool = False,
 ) -> None:
     """Refuse a baseline that cannot be compared with. The measurement needs no samples yet.
 
@@ -253,7 +279,7 @@ def refuse_foreign(
         raise InputError(f"{wanted}, the baseline has {taken}", "against")
 
 
-def other_workload(measurement: Record, other: Record) -> list[str]:
+def other_workload(measurement: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """What of two measurements' workloads differs, by name."""
     # through JSON, which knows no tuples: one of them may come from a file
     ours, theirs = (json.loads(json.dumps(one["workload"])) for one in (measurement, other))
@@ -282,7 +308,7 @@ def load_measurement(path: Path, option: str = "against") -> dict[str, Any]:
     return content
 
 
-def check_schema(content: Record, schema: Mapping[str, Any], path: Path, option: str) -> None:
+def check_schema(content: Mapping[str, Any], schema: Mapping[str, Any], path: Path, option: str) -> None:
     """Refuse a record of another version, or one that is not as its schema says."""
     version = bench_schema()["properties"]["schema"]["const"]
     if content.get("schema") != version:
@@ -310,3 +336,186 @@ def _validator(schema: Mapping[str, Any]) -> Any:
     kinds = {"number": number, "integer": lambda _, value: number(_, value) and type(value) is int}
     checker = Draft202012Validator.TYPE_CHECKER.redefine_many(kinds)
     return extend(Draft202012Validator, type_checker=checker)(schema)
+
+
+FILES = ("bench.json", "bench-simulated.json", "suite.json")
+_KINDS = (BenchOptions, SamplingParams, DraftOptions)
+JUDGED = tuple(each.name for each, _ in options_of(Judging))
+_MAY_DIFFER = ("prompts", "workload", "shard", *JUDGED)  # of prompts, what is in them counts
+_SUITE: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "suite": {"enum": list(SUITES)},
+        "groups": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {"label": {"type": "string"}, "measurement": {"type": "object"}},
+                "required": ["label", "measurement"],
+            },
+        },
+        "missing": {"type": "array"},
+        "options": {"type": "object"},
+        "texts": {"type": "array", "items": {"type": "object", "required": ["label", "prompt", "prefill", "seed"]}},
+        "started": {"type": "string"},
+        "ended": {"type": "string"},
+    },
+    "required": ["suite", "groups", "missing", "texts", "started", "ended"],
+}
+
+Record = dict[str, Any]  # as in bench.json or suite.json
+
+
+def open_record(folder: Path, option: str, stack: ExitStack) -> Record:
+    """The record in a benchmark's folder, which stays locked until the stack ends."""
+    read_record(folder, option)  # a folder without one is none to put a lock into
+    stack.enter_context(lock_folder(folder, option))
+    return read_record(folder, option)
+
+
+def read_record(folder: Path, option: str) -> Record:
+    """The record in a benchmark's folder, whether it ran to its end or not."""
+    names = [name for name in FILES if (folder / name).is_file()]
+    if not names:
+        raise InputError(f"{folder} holds no {', '.join(FILES[:-1])} or {FILES[-1]}", option)
+    path = folder / names[0]
+    content = parse_json(read_file(path, MOST_RECORD, option), path, option)
+    kind = content.get("kind") if isinstance(content, dict) else None
+    if kind not in ("bench", "suite"):
+        raise InputError(f"{path} is not a record of tswift bench", option)
+    if kind == "suite":
+        check_schema(content, _SUITE, path, option)
+    for measurement in parts(content).values():
+        check_schema(measurement, bench_schema(), path, option)
+        if "sessions" not in measurement or "options" not in content:
+            raise InputError(f"{path} was written by an older tswift, which did not keep its options", option)
+    content["options"] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in content["options"].items()
+    }
+    try:
+        plan_of(content["options"])
+    except InputError as error:
+        raise InputError(f"{path} is damaged ({error})", option) from None
+    return content
+
+
+def parts(record: Record) -> dict[str, Record]:
+    """By label, a suite's measurements; of a bench itself."""
+    if record["kind"] != "suite":
+        return {"": record}
+    return {group["label"]: group["measurement"] for group in record["groups"]}
+
+
+def plan_of(options: Mapping[str, Any]) -> Plan:
+    """The grid that options ask for, by name, as typed or as in a record."""
+    own = find_suite(options["suite"]) if options.get("suite") else None
+    return Plan(**{**({"prefills": own.prefills, "lens": own.lens} if own else {}), **fields_of(Plan, options)})
+
+
+def refuse_changes(record: Record, typed: Mapping[str, Any]) -> None:
+    """No option is silently ignored: what was typed for a benchmark that goes on is its own, or refused."""
+    defaults = [vars(plan_of({"suite": record.get("suite")}))]
+    defaults += [{each.name: each.default for each, _ in options_of(kind)} for kind in _KINDS]
+    known = {**ChainMap(*defaults), **record["options"]}
+    for name, value in typed.items():
+        own = known.get(name)
+        if plain(value) != plain(own):
+            was = "none" if own is None else own
+            raise InputError(f"the benchmark was made with {was}, got {value}; it keeps its options", name)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    return json.loads(json.dumps(value))
+
+
+def go_on(fresh: Record, earlier: Record, folder: Path) -> None:
+    """Put the finished cells of an earlier record into a fresh one of the same benchmark."""
+    _refuse_other(fresh, earlier, f"{folder} is of another benchmark", "resume")
+    _absorb(fresh, [earlier])
+
+
+def merge(records: Mapping[Path, Record], command: Sequence[str]) -> tuple[Record, list[str]]:
+    """One record of several, each with some cells of the same grid; and the cells that none of them has, by name."""
+    first, whole = next(iter(records.items()))
+    places: dict[tuple[Any, ...], Path] = {}
+    for folder, record in records.items():
+        _refuse_other(whole, record, f"{folder} and {first} are of different benchmarks", "merge")
+        for place in sorted(_done(record)):
+            if place in places:
+                raise InputError(f"{places[place]} and {folder} have both measured {_name(place)}", "merge")
+            places[place] = folder
+    whole = copy.deepcopy(whole)
+    whole["options"].pop("shard", None)
+    for measurement in parts(whole).values():
+        measurement.update(sessions=[], command=list(command))
+    _absorb(whole, list(records.values()))
+    missing = [_name(place) for place in _places(whole) if place not in places]
+    for one in (whole, *parts(whole).values()):
+        one.update(state=INTERRUPTED if missing else FINISHED, command=list(command))
+    return whole, missing
+
+
+def machines(record: Record) -> Table | None:
+    """Which machine measured which cells; None where one measured all of them."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for label, measurement in parts(record).items():
+        for session in measurement.get("sessions", ()):
+            names = [_name((label, *cell_of(cell))) for cell in session["cells"]]
+            cells.setdefault((session["host"], machine_name(session["environment"])), []).extend(names)
+    rows = [[*machine, str(len(names)), "; ".join(names)] for machine, names in cells.items() if names]
+    return Table("What ran where", ["host", "machine", "cells", "which"], rows, left=4) if len(rows) > 1 else None
+
+
+def _refuse_other(record: Record, other: Record, message: str, option: str) -> None:
+    """Refuse a record that is not of the same benchmark, saying what differs."""
+    ours, theirs = parts(record), parts(other)
+    names = [name for name in ("kind", "suite", "missing") if record.get(name) != other.get(name)]
+    names = names or ["groups"] * (list(ours) != list(theirs))
+    if not names:
+        typed = {*record["options"], *other["options"]} - set(_MAY_DIFFER)
+        options = sorted(n for n in typed if plain(record["options"].get(n)) != plain(other["options"].get(n)))
+        said = {
+            "sampling": fields_of(SamplingParams, dict.fromkeys(options)),
+            "drafting": fields_of(DraftOptions, dict.fromkeys(options)),
+        }
+        found = [name for label in ours for name in other_workload(ours[label], theirs[label])]
+        names = [*(name for name in found if not said.get(name)), *options]  # an option says more than where it belongs
+    if names:
+        raise InputError(f"{message}: {differ(names)}", option)
+
+
+def _absorb(whole: Record, sources: Sequence[Record]) -> None:
+    """Take over the finished cells of some records of the same benchmark, with the sessions that measured them."""
+    for label, measurement in parts(whole).items():
+        others = [parts(source)[label] for source in sources]
+        kept = [(one["samples"], done_cells(one)) for one in others]
+        samples = [sample for samples, done in kept for sample in samples if cell_of(sample) in done]
+        measurement["samples"] = sorted(samples, key=grid_order(measurement["workload"]))
+        measurement["sessions"] = [*(each for one in others for each in one["sessions"]), *measurement["sessions"]]
+    for one in (whole, *parts(whole).values()):
+        one["started"] = min(source["started"] for source in sources)
+        one["ended"] = max(source["ended"] for source in sources)
+    if whole["kind"] == "suite":
+        texts = [(text, set(_done(source))) for source in sources for text in source["texts"]]
+        whole["texts"] = [text for text, done in texts if (text["label"], *cell_of({"repeat": 0, **text})) in done]
+
+
+def _done(record: Record) -> list[tuple[Any, ...]]:
+    return [(label, *cell) for label, one in parts(record).items() for cell in done_cells(one)]
+
+
+def _places(record: Record) -> Iterator[tuple[Any, ...]]:
+    """All cells of the grid, with their groups' labels."""
+    for label, measurement in parts(record).items():
+        workload = measurement["workload"]
+        prompts = [prompt["name"] for prompt in workload["prompts"]]
+        repeats = range(plan_of(record["options"]).repeats)
+        yield from product([label], repeats, prompts, workload["prefills"], workload["seeds"])
+
+
+def _name(place: tuple[Any, ...]) -> str:
+    label, repeat, prompt, prefill, seed = place
+    words = [label, prompt, f"prefill {prefill:,}", f"seed {seed}", f"repeat {repeat + 1}" if repeat else ""]
+    return ", ".join(filter(None, words))

@@ -18,9 +18,8 @@ import numpy as np
 from tswift.benchmarking import suites
 from tswift.benchmarking.config import BASELINE, REFERENCE
 from tswift.benchmarking.suites import Suite
-from tswift.benchmarking.summary import METRICS, Row, by_kind, drafted_only, source, summarise
+from tswift.benchmarking.summary import METRICS, Row, by_kind, drafted_only, method_name, source, summarise
 from tswift.benchmarking.summary import Figure as Value
-from tswift.benchmarking.table import method_name
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

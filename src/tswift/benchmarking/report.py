@@ -16,11 +16,22 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from tswift.benchmarking import plots, records, suites, summary
+from tswift.benchmarking import gate, plots, suites, summary
 from tswift.benchmarking.config import ASSISTED, BASELINE, DRAFTLESS, LOOKUP, PEERS, SAMPLED
 from tswift.benchmarking.suites import SUITES, Suite, counterparts, published_rows
-from tswift.benchmarking.summary import METRICS, Cell, Figure, Row, drafted_only, source, summarise
-from tswift.benchmarking.table import NOTHING, Table, method_name, quantity
+from tswift.benchmarking.summary import (
+    METRICS,
+    NOTHING,
+    Cell,
+    Figure,
+    Row,
+    Table,
+    drafted_only,
+    method_name,
+    quantity,
+    source,
+    summarise,
+)
 from tswift.errors import InputError
 from tswift.jobs.folder import FINISHED, write_whole
 
@@ -52,7 +63,7 @@ def write_report(
     if whole:
         contents |= {f"{stem}.csv": csv_text(record), f"{stem}.md": markdown(record, paper)}
         if record.get("texts"):
-            from tswift.benchmarking.quality import texts_html
+            from tswift.benchmarking.suite_run import texts_html
 
             contents["suite.html"] = texts_html(record, source(record["groups"][0]["measurement"]))
         contents |= plots.files(record) if draw else {}
@@ -172,7 +183,7 @@ def tables(record: Record, paper: bool = False) -> list[Table]:
         found = _suite_tables(record)
     else:
         found = _bench_tables(record, paper) if "" in summary.by_kind(record) else [_workload_table(record)]
-    return [*found, *filter(None, [records.machines(dict(record))])]
+    return [*found, *filter(None, [gate.machines(dict(record))])]
 
 
 def _bench_tables(measurement: Record, paper: bool) -> list[Table]:

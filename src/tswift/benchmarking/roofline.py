@@ -19,16 +19,14 @@ import torch
 from torch import Tensor
 
 from tswift.benchmarking.config import BASELINE, BenchConfig, RooflineQuery
-from tswift.benchmarking.summary import machine_name
-from tswift.benchmarking.table import NOTHING, Table, duration, method_name, quantity
-from tswift.decoding.stats import DecodeStats
+from tswift.benchmarking.summary import NOTHING, Table, duration, machine_name, method_name, quantity
+from tswift.decoding.loop import DecodeStats
 from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError
-from tswift.jobs.environment import environment
-from tswift.kv.cache import ask_for_huge_pages
+from tswift.kv import ask_for_huge_pages
 from tswift.models.checkpoint import in_one_line, read_config, silence
 from tswift.models.config import BITS, SHAPE_PREFIX
-from tswift.models.devices import available_bytes, find_device, find_dtype, kv_dtype_for, own_dtype
+from tswift.models.devices import available_bytes, environment, find_device, find_dtype, kv_dtype_for, own_dtype
 from tswift.models.drafters import DrafterSpec
 from tswift.models.drafters_io import drafter_of
 from tswift.models.hf import max_positions

@@ -22,14 +22,13 @@ from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAM
 from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.drafter import DraftTree, Step
-from tswift.decoding.stats import DecodeStats
+from tswift.decoding.loop import DecodeStats
 from tswift.engine import Generation, begin
 from tswift.errors import InputError, renamed
-from tswift.jobs.environment import environment, now
+from tswift.jobs.config import fingerprint
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING
-from tswift.jobs.prompt import fingerprint
 from tswift.models.checkpoint import fingerprint_of
-from tswift.models.devices import available_bytes, gigabytes
+from tswift.models.devices import available_bytes, environment, gigabytes, now
 
 SCHEMA = 1
 

@@ -15,8 +15,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from tswift.benchmarking.config import BASELINE
-from tswift.benchmarking.summary import METRICS, Figure, Row, drafted_only, grid_order, summarise
-from tswift.benchmarking.table import method_name
+from tswift.benchmarking.summary import METRICS, Figure, Row, drafted_only, grid_order, method_name, summarise
 from tswift.errors import InputError
 
 PAPER_LENS = (20_000, 40_000, 60_000, 80_000, 100_000)

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 
 from tswift.errors import InputError, did_you_mean
-from tswift.jobs.prompt import MOST_BYTES, bundled_prompts, check_prompt
+from tswift.jobs.config import MOST_BYTES, bundled_prompts, check_prompt
 from tswift.reading import read_file
 
 OPTION = "workload"

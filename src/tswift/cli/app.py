@@ -13,13 +13,10 @@ from typing import Annotated, Any
 import typer
 
 import tswift
-from tswift.cli import ranks
-from tswift.cli.bench import bench
-from tswift.cli.compare import compare
-from tswift.cli.generate import generate
-from tswift.cli.serve import serve
-from tswift.cli.streams import BAD_INPUT, FAILED, INTERRUPTED, OK, complain, open_closed
-from tswift.cli.tools import env, export_generate, heads, roofline, runs
+from tswift.cli.bench import bench, compare
+from tswift.cli.generate import following, generate, refuse_copies
+from tswift.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, complain, open_closed
+from tswift.cli.tools import env, export_generate, heads, roofline, runs, serve
 from tswift.cli.train import train, train_draft
 from tswift.cli.verify import verify
 from tswift.errors import Fault, InputError
@@ -53,7 +50,7 @@ def _tswift(
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
     else:
-        ranks.refuse_copies(context.invoked_subcommand)
+        refuse_copies(context.invoked_subcommand)
         return
     raise typer.Exit()
 
@@ -121,7 +118,7 @@ def _command() -> Any:
 
 
 def _bad_input(message: str) -> int:
-    if not ranks.following():  # all of them find the same, and the first one says it
+    if not following():  # all of them find the same, and the first one says it
         complain(message)
     return BAD_INPUT
 

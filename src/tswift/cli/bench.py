@@ -1,4 +1,4 @@
-"""``tswift bench``: tables of alpha, x and wall time, a gate for CI, and with ``--suite`` the paper's tables."""
+"""``tswift compare``: methods side by side on one prompt. ``tswift bench``: over grids, with a gate and suites."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tswift.benchmarking import gate, records
-from tswift.benchmarking.config import BenchOptions, Plan, parse_trees
+from tswift.benchmarking import gate
+from tswift.benchmarking.config import DRAFTLESS, BenchOptions, CompareConfig, Plan, parse_trees
 from tswift.benchmarking.suites import SUITES, Suite, find_suite
 from tswift.benchmarking.summary import simulation
 from tswift.benchmarking.workloads import KINDS, read_workloads
 from tswift.cli import options, output
-from tswift.cli.progress import Bars
-from tswift.cli.streams import FAILED, INTERRUPTED, loading
+from tswift.cli.output import FAILED, INTERRUPTED, Bars, loading
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
@@ -27,10 +26,120 @@ from tswift.models.config import SHAPE_PREFIX, refuse_shape
 
 if TYPE_CHECKING:
     from tswift.benchmarking.run import Case, Groups, OnTrial, Run
+    from tswift.benchmarking.summary import Table
+
+
+@options.takes(CompareConfig, BenchOptions, SamplingParams, DraftOptions, without=("tree", "simulate_alpha", "peers"))
+def compare(
+    typed: options.Typed,
+    tree: options.Trees = None,
+    json: options.Json = None,
+    quiet: options.Quiet = False,
+    no_progress: options.NoProgress = False,
+) -> None:
+    """Decode one prompt by several methods side by side: the same text or not, and what each cost.
+
+    Exit code 1 if a text differs from plain decoding's by more than rounding explains.
+    """
+    text_config, bench_options = typed.make(CompareConfig), BenchOptions.of(parse_trees(tree), typed.values)
+    refuse_shape(bench_options.model)
+    bench_options.check()
+    text = text_config.read(bench_options.model)
+    with loading(bench_options.model, quiet):
+        from tswift.benchmarking.config import configure
+        from tswift.benchmarking.run import compare as run_all
+        from tswift.benchmarking.run import open_runs
+        from tswift.cli import output
+        from tswift.cli.output import Bars
+        from tswift.jobs.config import BUNDLED_PREFILL, fingerprint, take
+        from tswift.models.devices import environment
+
+        found = output.writable(json)
+        length, prefill, seed = text_config.length, text_config.prefill, text_config.seed
+        least = prefill or (BUNDLED_PREFILL if text_config.bundled else 1)
+        config = configure(bench_options, least, length, "prefill" if prefill and prefill > length else "length")
+        ids = take(config.model.encode(text), prefill, bundled=text_config.bundled)
+        # allocated and freed: what does not fit is refused before anything is said
+        open_runs(config, ids, length, seed)
+    bars, device = Bars(quiet, not no_progress), config.model.target.device
+    if config.note is not None:
+        bars.say(config.note)
+    name = f"model {bench_options.model}, {device}{config.model.besides()}"
+    bars.say(f"{name}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
+    plain_speed = 0.0
+
+    def on_progress(run: Run) -> None:
+        nonlocal plain_speed
+        speed = run.stats.tokens_per_second
+        plain_speed = speed if run.label == "ar" else plain_speed
+        x = f" x {speed / plain_speed:.2f}" if plain_speed and run.stats.seconds else ""
+        bars.update(run.label, run.stats.tokens, length, f"{speed:,.1f} tokens/s{x}")
+
+    with bars:
+        comparison = run_all(
+            config, ids, length, seed, on_progress, lambda name, *done: bars.update(f"audit of {name}", *done)
+        )
+    found.show(_table(comparison))
+    about = {
+        "environment": environment(device),
+        "model": config.model.about(),
+        "prompt": {"source": text_config.source, "tokens": len(ids), "sha256": fingerprint(ids)},
+        "length": length,
+        "seed": seed,
+        "sampling": config.params,
+        "drafting": config.drafting(),
+    }
+    found.write("compare", typed.command, {**about, **comparison})
+    if not comparison["ok"]:
+        raise typer.Exit(FAILED)
+    if comparison["interrupted"]:
+        bars.say("interrupted; the table is of what was there")
+        raise typer.Exit(INTERRUPTED)
+
+
+_SHOWN = {  # by figure: heading and format
+    "alpha": ("alpha", ".3f"),
+    "beta": ("beta", ".3f"),
+    "tokens_per_step": ("tokens/step", ".2f"),
+    "passes": ("passes", ","),
+    "tokens_per_second": ("tokens/s", ",.1f"),
+    "seconds": ("decode time, s", ",.2f"),
+    "speedup": ("x", ".2f"),
+    "speedup_over_reference": ("x over reference style", ".2f"),
+}
+
+
+def _table(comparison: Mapping[str, Any]) -> Table:
+    from tswift.benchmarking.summary import NOTHING, Table, method_name
+
+    outcomes, cut = comparison["outcomes"], ", interrupted" if comparison["interrupted"] else ""
+    shown = {name: each for name, each in _SHOWN.items() if outcomes[0][name] is not None}
+
+    def text(outcome: Mapping[str, Any], name: str) -> str:
+        undrafted = outcome["method"] in DRAFTLESS and name in ("alpha", "beta")
+        return NOTHING if undrafted else format(outcome[name], shown[name][1])
+
+    return Table(
+        f"{min(outcome['tokens'] for outcome in outcomes):,} tokens, in interleaved slices{cut}",
+        ["method", "same text as AR", *(heading for heading, _ in shown.values())],
+        [[method_name(each["method"]), _same(each), *(text(each, name) for name in shown)] for each in outcomes],
+        left=2,
+        notes=["x: AR's time / the method's, prefill apart."],
+    )
+
+
+def _same(outcome: Mapping[str, Any]) -> str:
+    if outcome["first_difference"] is None:
+        if outcome["explained"] is False:  # plain decoding's own text, audited since another one differs
+            return "not what the rule draws"
+        return "-" if outcome["method"] == "ar" else "yes"
+    margin = "no margin found" if outcome["margin"] is None else f"margin {outcome['margin']:.2g}"
+    why = "rounding" if outcome["explained"] else "NOT rounding"
+    return f"to token {outcome['first_difference']:,}, then {why} ({margin})"
 
 
 # what bench does and a suite does not
-_OF_BENCH = ("methods", "simulate_alpha", "workload", "peers", *records.JUDGED)
+_OF_BENCH = ("methods", "simulate_alpha", "workload", "peers", *gate.JUDGED)
 
 
 def _refuse(suite: Suite, typed: Sequence[str]) -> None:
@@ -68,13 +177,13 @@ def _absolute(word: str) -> str:
     return word if kind in ("pg19", *KINDS) else str(Path(word).expanduser().absolute())
 
 
-def _merged(folders: Sequence[Path], given: Sequence[str], command: Sequence[str]) -> tuple[records.Record, list[str]]:
+def _merged(folders: Sequence[Path], given: Sequence[str], command: Sequence[str]) -> tuple[gate.Record, list[str]]:
     """The record of shards, and which cells none of them has."""
     if not folders:
         raise InputError("names no folder", "merge")
     if given:
         raise InputError("cannot be given together with --merge: the folders say what was measured", given[0])
-    return records.merge({folder: records.read_record(folder, "merge") for folder in folders}, command)
+    return gate.merge({folder: gate.read_record(folder, "merge") for folder in folders}, command)
 
 
 _OUTPUT = "Output"
@@ -121,7 +230,7 @@ def bench(
     Exit code 1 if a text is not plain decoding's, or on a regression against --against.
     """
     given = {**typed.values, **({"suite": suite} if suite else {}), **({"tree": tree} if tree else {})}
-    judged = {name: given.pop(name) for name in records.JUDGED if name in given}
+    judged = {name: given.pop(name) for name in gate.JUDGED if name in given}
     with ExitStack() as stack:
         earlier, missing = None, list[str]()
         if merge:
@@ -131,12 +240,12 @@ def bench(
         elif resume:
             if out:
                 raise InputError("cannot be given together with --resume", "out")
-            earlier = records.open_record(resume, "resume", stack)
-            records.refuse_changes(earlier, _kept(given))
+            earlier = gate.open_record(resume, "resume", stack)
+            gate.refuse_changes(earlier, _kept(given))
         given = {**(earlier["options"] if earlier else given), **judged}
         judging = gate.Judging(**fields_of(gate.Judging, given))
         chosen = find_suite(given["suite"]) if "suite" in given else None
-        plan = records.plan_of(given)
+        plan = gate.plan_of(given)
         trees = parse_trees(given.get("tree"))
         bench_options = BenchOptions.of(trees, {name: value for name, value in given.items() if name != "tree"})
         baseline = None
@@ -203,7 +312,7 @@ def bench(
                     notes += [config.note] if config.note else []
                 record["options"] = _kept(given)
                 if earlier:
-                    records.go_on(record, earlier, folder)
+                    gate.go_on(record, earlier, folder)
                 else:
                     stack.enter_context(lock_folder(folder, "out"))
                 run = partial(measure, groups, selected, plan, show, keep, on_trial)
@@ -227,7 +336,7 @@ def bench(
         verdicts = gate.compare(record, baseline, judging.rules) if baseline and whole else []
         if verdicts:
             output.show(gate.moved(verdicts, simulated))
-        wrong = sum(sample["explained"] is False for one in records.parts(record).values() for sample in one["samples"])
+        wrong = sum(sample["explained"] is False for one in gate.parts(record).values() for sample in one["samples"])
         if wrong:
             bars.say(f"{wrong} texts are not plain decoding's, and not by rounding")
         if wrong or any(not verdict.ok for verdict in verdicts):

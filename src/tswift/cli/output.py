@@ -1,4 +1,8 @@
-"""What a command gives out: tables, framed on a terminal and aligned text in a pipe; and JSON, to a file or stdout."""
+"""What a command gives out: tables, JSON, progress, a job's text; and exit codes.
+
+Tables are framed on a terminal and aligned text in a pipe. Progress goes to stderr: bars on a terminal, a line now and
+then elsewhere. Control characters are escaped; closed pipes and missing streams are handled.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,115 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from errno import EACCES, ELOOP
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
+import typer
+from rich import table as rich_table
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
-from tswift.cli.streams import visible, write_stdout
 from tswift.errors import InputError
 from tswift.jobs.folder import write_whole
+from tswift.training import config as training
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.table import Table
+    from tswift.benchmarking.summary import Table
+    from tswift.decoding.loop import DecodeStats
+    from tswift.jobs.job import Job
+
+
+# exit codes
+OK = 0
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+CLOSED_PIPE = 141  # nobody reads stdout any more: what a shell reports for SIGPIPE
+
+_LONGEST_WORD = 240  # characters; a name that is longer loses its middle
+
+
+def visible(text: str) -> str:
+    """A text with escapes such as ``\\x1b`` for every character that is not printed but obeyed, or misleads.
+
+    Names of files and models come from outside: a terminal must not be told by them to move its cursor, change its
+    colours or turn its text round.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def one_line(message: str) -> str:
+    """A message as one visible line of words, none of them endless."""
+    return " ".join(_shortened(visible(word)) for word in message.split())
+
+
+def complain(message: str) -> None:
+    """Say on stderr what went wrong, in one line."""
+    print(f"tswift: error: {one_line(message)}", file=sys.stderr)
+
+
+@contextmanager
+def loading(what: str, quiet: bool) -> Iterator[None]:
+    """While entered, ``what`` is loaded, which takes seconds: a terminal is told so, and so is who interrupts it."""
+    what = one_line(what)
+    if sys.stderr is not None and sys.stderr.isatty() and not quiet:
+        print(f"tswift: loading {what} ...", file=sys.stderr, flush=True)
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if not quiet:
+            print(f"tswift: {stop or 'interrupted'} while {what} was loaded; nothing was begun", file=sys.stderr)
+        raise
+
+
+def _shortened(word: str) -> str:
+    half = _LONGEST_WORD // 2
+    return word if len(word) <= _LONGEST_WORD else f"{word[:half]}...{word[-half:]}"
+
+
+def write_stdout(text: str) -> None:
+    """Write to stdout at once.
+
+    Raises:
+        Exit: nobody reads it any more. Typer would say 1, which here means a regression or a violation.
+    """
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # what it has no character for
+        sys.stdout.flush()
+    except BrokenPipeError:
+        abandon_stdout()
+        raise typer.Exit(CLOSED_PIPE) from None
+
+
+def open_closed() -> None:
+    """Let a standard stream that was closed (``>&-``) lead nowhere.
+
+    Else the next file to be opened would take its number, and libraries write there; and Python's own would be None.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if name != "stdin":  # that there is no prompt is to be said
+                setattr(sys, name, open(nowhere, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def abandon_stdout() -> None:
+    """Let what is left in stdout's buffer go nowhere, or Python would raise once more at its exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
 
 SCHEMA = 1
 _STDOUT = Path("-")
@@ -108,3 +205,180 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return str(value)
+
+
+_LOG_SECONDS = 30.0
+_BAR = 42  # columns of a bar without its figures
+
+
+class Bars(training.Progress):
+    """One bar per task, or for the last one alone if ``single``, with as many of its figures as there is room for.
+
+    ``quiet`` is nothing on stderr, without ``progress`` there are neither bars nor log lines.
+    """
+
+    def __init__(self, quiet: bool, progress: bool, width: int = 12, single: bool = False) -> None:
+        self._console = Console(stderr=True, quiet=quiet, emoji=False, markup=False)
+        shown = progress and not quiet
+        self._progress: Progress | None = None
+        if shown and sys.stderr.isatty():
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=width),
+                TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+                TextColumn("{task.fields[figures]}"),
+                TimeElapsedColumn(),
+                console=self._console,
+                refresh_per_second=4,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+        self._log = shown and self._progress is None
+        self._started = self._logged = time.monotonic()
+        self._tasks: dict[str, TaskID] = {}
+        self._single = single
+
+    def __enter__(self) -> Bars:
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def say(self, message: str) -> None:
+        """One line on stderr, unless quiet."""
+        self._console.print(f"tswift: {visible(message)}", markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, name: str, done: int, total: int, figures: str = "") -> None:
+        """Show how far a task has come; a new name is a new task."""
+        if self._progress:
+            while self._single and len(figures) > self._console.width - _BAR and ", " in figures:
+                figures = figures.rpartition(", ")[0]
+            if name not in self._tasks:
+                if self._single:
+                    self.clear()
+                self._tasks[name] = self._progress.add_task(name, total=total, figures=figures)
+            self._progress.update(self._tasks[name], completed=min(done, total), total=total, figures=figures)
+        elif self._due():
+            self.say(f"{name} {done:,} / {total:,} {figures}".strip())
+
+    def clear(self) -> None:
+        """Remove all tasks: others follow."""
+        if self._progress:
+            for task in self._tasks.values():
+                self._progress.remove_task(task)
+        self._tasks = {}
+
+    def _due(self) -> bool:
+        """Whether it is time for a log line."""
+        if not self._log or time.monotonic() - self._logged < _LOG_SECONDS:
+            return False
+        self._logged = time.monotonic()
+        return True
+
+
+class Display(Bars):
+    """The text of a job of ``length`` tokens, streamed to stdout, and its bar or log lines on stderr."""
+
+    def __init__(self, length: int, quiet: bool, progress: bool) -> None:
+        super().__init__(quiet, progress, width=6, single=True)  # all columns together fit a terminal of 80
+        self._length = length
+        self._through_bar = self._progress is not None and _same_terminal()
+        self._line = ""  # text not yet printed above the bar
+
+    def __exit__(self, *error: object) -> None:
+        if self._line:
+            self._console.print(self._line, markup=False, highlight=False)
+        super().__exit__(*error)
+        if not self._progress and sys.stdout.isatty():
+            self._console.print()  # the text need not have ended its line
+
+    def show(self, text: str, stats: DecodeStats) -> None:
+        """Show new text and the figures so far.
+
+        Raises:
+            BrokenPipeError: nobody reads stdout any more.
+        """
+        if self._through_bar:
+            self._print_lines(text)
+        elif text:
+            # as bytes: the text is UTF-8 whatever the locale
+            sys.stdout.buffer.write(text.encode())
+            sys.stdout.buffer.flush()
+        if self._progress:
+            self.update("", stats.tokens, self._length, f"{_figures(stats)} left {self._left(stats)}")
+        elif self._due():
+            done = f"{stats.tokens:,} / {self._length:,} tokens, {_figures(stats)}"
+            self.say(f"{done}, {self._elapsed()} elapsed, {self._left(stats)} left{_memory()}")
+
+    def show_prefill(self, done: int, total: int) -> None:
+        """Show how far the prefill has come, in tokens."""
+        if self._progress:
+            self.update("prefill", done, total)
+        elif self._due():
+            self.say(f"prefill {done:,} / {total:,} tokens, {self._elapsed()} elapsed{_memory()}")
+
+    def summary(self, job: Job) -> None:
+        """The table at the end."""
+        figures = job.figures()
+        peak = figures["peak_bytes"]
+        table = rich_table.Table(show_header=False)
+        table.add_column()
+        table.add_column(justify="right", overflow="fold")
+        for name, value in {
+            "tokens": f"{figures['tokens']:,}",
+            "prefill tokens": f"{figures['prefill_tokens']:,}",
+            "prefill time": f"{figures['prefill_seconds']:.2f} s",
+            "decode time": f"{figures['decode_seconds']:.2f} s",
+            "tokens/s": f"{figures['tokens_per_second']:,.1f}",
+            "target passes": f"{figures['target_passes']:,}",
+            "tokens per step": f"{figures['tokens_per_step']:.2f}",
+            "alpha": f"{figures['alpha']:.3f}",
+            "beta": f"{figures['beta']:.3f}",
+            "Distinct-1..4": " ".join(f"{share:.3f}" for share in figures["distinct"].values()),
+            "peak memory": "unknown" if peak is None else f"{peak / 1e9:.2f} GB",
+            **({"ended at": visible(repr(job.text.stopped))} if job.text.stopped is not None else {}),
+            "run folder": visible(str(job.folder.path)),
+        }.items():
+            table.add_row(name, Text(value))  # a folder's name is no markup
+        self._console.print(table, highlight=False)
+
+    def _print_lines(self, text: str) -> None:
+        # Text and bar share a terminal, so text goes above the bar by whole lines, folded to the width.
+        *lines, self._line = (self._line + text).split("\n")
+        while len(self._line) >= self._console.width:
+            cut = self._line.rfind(" ", 1, self._console.width)
+            cut = self._console.width if cut < 0 else cut
+            lines.append(self._line[:cut])
+            self._line = self._line[cut:].removeprefix(" ")
+        for line in lines:
+            self._console.print(line, markup=False, highlight=False)
+
+    def _elapsed(self) -> str:
+        return str(timedelta(seconds=round(time.monotonic() - self._started)))
+
+    def _left(self, stats: DecodeStats) -> str:
+        speed = stats.tokens_per_second
+        return str(timedelta(seconds=round((self._length - stats.tokens) / speed if speed else 0.0)))
+
+
+def _figures(stats: DecodeStats) -> str:
+    return f"{stats.tokens_per_second:,.1f} tokens/s alpha {stats.alpha:.2f} {stats.tokens_per_step:.2f}/step"
+
+
+def _memory() -> str:
+    from tswift.models.devices import resident_bytes
+
+    held = resident_bytes()
+    return "" if held is None else f", memory {held / 1e9:.2f} GB"
+
+
+def _same_terminal() -> bool:
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        return False
+    try:
+        return os.ttyname(sys.stdout.fileno()) == os.ttyname(sys.stderr.fileno())
+    except (AttributeError, OSError):  # Windows has one console
+        return True

@@ -1,8 +1,12 @@
-"""The smaller commands: ``env``, ``export-generate``, ``heads``, ``roofline`` and ``runs``."""
+"""The smaller commands: ``env``, ``export-generate``, ``heads``, ``roofline``, ``runs`` and ``serve``."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +15,14 @@ import typer
 import tswift
 from tswift.benchmarking.config import RooflineQuery
 from tswift.cli import options
+from tswift.cli.output import INTERRUPTED, loading, one_line
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
+from tswift.jobs.config import RunConfig
+from tswift.jobs.folder import lock_folder
 from tswift.models.config import ModelConfig
+from tswift.serving.requests import ServeConfig, job, listen
 
 _KEYS = (100, 4_096, 25_000, 100_000)
 
@@ -28,12 +38,12 @@ def env(
     Measured once for a model, and remembered.
     """
     typed.make(ModelConfig)
-    from tswift.benchmarking.table import NOTHING, Table
+    from tswift.benchmarking.summary import NOTHING, Table
     from tswift.cli import output
     from tswift.decoding.costs import costs_of, folder
     from tswift.decoding.device_step import try_steps
     from tswift.decoding.params import SamplingParams
-    from tswift.jobs.environment import environment
+    from tswift.models.devices import environment
     from tswift.models.load import load
 
     result = output.writable(json_file)
@@ -75,7 +85,7 @@ def inspect(
     json: options.Json = None,
 ) -> None:
     """Tell what a file or a folder of heads, or of a drafter, holds. Its weights are not read, and nothing is run."""
-    from tswift.benchmarking.table import Table
+    from tswift.benchmarking.summary import Table
     from tswift.cli import output
     from tswift.models.heads_io import describe
 
@@ -137,7 +147,7 @@ def runs(
     json_file: options.Json = None,
 ) -> None:
     """List runs: state, tokens, method, model, speed. A killed or interrupted one goes on with generate --resume."""
-    from tswift.benchmarking.table import NOTHING, Table
+    from tswift.benchmarking.summary import NOTHING, Table
     from tswift.cli import output
     from tswift.jobs.folder import list_runs
 
@@ -181,7 +191,7 @@ def export_generate(
     ],
 ) -> None:
     """Write the folder by which generate of a transformers model decodes with tswift."""
-    from tswift.cli.streams import write_stdout
+    from tswift.cli.output import write_stdout
     from tswift.jobs.folder import write_whole
 
     files = {"generate.py": _GENERATE, "requirements.txt": f"tswift>={tswift.__version__}\n"}
@@ -198,3 +208,65 @@ def export_generate(
     for name, text in files.items():
         write_whole(inside / name, text.encode())
     write_stdout(f"model.generate(..., custom_generate={str(folder)!r}, trust_remote_code=True) decodes with tswift\n")
+
+
+_KEY = "TSWIFT_API_KEY"
+_OF_A_REQUEST = ("prompt", "prompt_text", "prefill", "stop_at_eos", "stop", "logprobs", "chat", "system", "out")
+
+
+@options.takes(
+    ServeConfig,
+    RunConfig,
+    SamplingParams,
+    DraftOptions,
+    without=_OF_A_REQUEST,
+    shown={"seed": "drawn for each request"},
+    texts={"length": "Most tokens of a request that does not say max_tokens. (default: 100,000)"},
+)
+def serve(
+    typed: options.Typed,
+    demo_page: Annotated[
+        bool, typer.Option("--demo-page", help="Show a text being written, at /.", rich_help_panel="Server")
+    ] = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's interface does. Every request is a run that can be resumed.
+
+    Sampling, drafting, --method and --len are what a request gets that does not say otherwise.
+    """
+    own = {**typed.of(ServeConfig)}
+    if "api_key" not in own and os.environ.get(_KEY):
+        own["api_key"] = os.environ[_KEY]
+    config = ServeConfig(**own)
+    defaults = {name: value for name, value in typed.values.items() if name not in typed.of(ServeConfig)}
+    base = job(defaults, {}, "-", chat=False)
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise InputError(f"tswift serve needs {' and '.join(missing)}: pip install 'tswift[serve]'")
+    busy = f"another tswift serve writes to {config.runs}"
+    with listen(config) as sock, lock_folder(config.runs, "runs", busy):
+        from tswift.jobs.job import Signals
+
+        def say(line: str) -> None:
+            if not quiet:
+                with suppress(OSError):  # a pipe that nobody reads any more; serving goes on
+                    print(f"tswift: {one_line(line)}", file=sys.stderr, flush=True)
+
+        with Signals():
+            with loading(base.model, quiet):
+                from tswift.models.load import load
+                from tswift.serving.routes import serve as answer
+                from tswift.serving.runs import Service
+
+                model = load(base.model, quantize=base.quantize, exact=base.exact, **base.loading())
+            service = Service(model, config, defaults, say)
+            try:
+                host, port = sock.getsockname()[:2]
+                say(f"{model.name} is served on http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+                answer(service, config, sock, demo_page)
+            except KeyboardInterrupt as stop:
+                say(f"{stop or 'interrupted'}; what is unfinished goes on when tswift serve starts again")
+                raise typer.Exit(getattr(stop, "code", INTERRUPTED)) from None
+            finally:
+                service.close()
+                service.join()

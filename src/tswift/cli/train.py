@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tswift.cli import options
-from tswift.cli.streams import BAD_INPUT
+from tswift.cli.output import BAD_INPUT
 from tswift.errors import InputError
 from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.table import Table
+    from tswift.benchmarking.summary import Table
     from tswift.training.run import Outcome
 
 
@@ -43,7 +43,7 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
         config = typed.make(kind) if resume is None else None  # what is mistyped is refused before torch is imported
 
         from tswift.cli import output
-        from tswift.cli.progress import Bars
+        from tswift.cli.output import Bars
         from tswift.distributed import find_ranks
         from tswift.models.devices import find_device
         from tswift.training import run as training
@@ -79,7 +79,7 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
 
 def _levels_grid(outcome: Outcome, level: str, what: str, notes: list[str]) -> Table:
     """A row for each drafted token: ``level`` is what guesses it."""
-    from tswift.benchmarking.table import Table
+    from tswift.benchmarking.summary import Table
 
     before, after = outcome.before, outcome.after
     rows = [
@@ -121,7 +121,7 @@ train = command(
 
 
 def _draft_grid(outcome: Outcome) -> Table:
-    from tswift.benchmarking.table import Table
+    from tswift.benchmarking.summary import Table
 
     before, after, config = outcome.before, outcome.after, outcome.config
     assert isinstance(config, DraftConfig)

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tswift.cli import options, output
-from tswift.cli.output import Output, writable
-from tswift.cli.progress import Bars
-from tswift.cli.streams import FAILED, loading
+from tswift.cli.output import FAILED, Bars, Output, loading, writable
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.jobs.config import AuditConfig
 from tswift.models.config import DEMO, ModelConfig, refuse_shape
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.table import Table
+    from tswift.benchmarking.summary import Table
     from tswift.decoding.audit import Audit
     from tswift.jobs.verification import AuditInput
     from tswift.models.load import LoadedModel
@@ -29,7 +27,7 @@ _MOST_SHOWN = 20
 
 def verdict(audit: Audit, note: str | None = None) -> Table:
     """What was found, as a table: a line per class, how far rounding reaches, and what the audit does not see."""
-    from tswift.benchmarking.table import Table
+    from tswift.benchmarking.summary import Table
 
     rows = [
         _row("drawn exactly", audit.exact, (audit.least_lead, audit.greatest_lead)),

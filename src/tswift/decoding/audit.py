@@ -29,7 +29,7 @@ from torch import Tensor
 from tswift.decoding.loop import broken, not_finite, refuse_broken
 from tswift.decoding.params import SamplingParams, warp
 from tswift.decoding.sampling import Sampler
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.target import Show, Target
 
 WITHIN, VIOLATION = "within rounding", "violation"

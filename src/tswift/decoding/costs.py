@@ -17,7 +17,7 @@ import torch
 import tswift
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.checkpoint import config_hash
 from tswift.models.heads import Heads
 from tswift.models.passes import PassCosts

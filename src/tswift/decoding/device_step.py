@@ -30,7 +30,7 @@ from torch import Tensor
 from tswift.decoding.drafter import AcceptFn, Context, CutFn, DeviceDraft, Drafter, DraftTree, Source, Step
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import NoTokenLeft, Sampler
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.passes import Forwarded, sizes
 from tswift.models.target import Target
 

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tswift.decoding.sampling import Sampler
-from tswift.kv.cache import KVBuffer
+from tswift.kv import KVBuffer
 from tswift.models.passes import Forwarded, PassCosts
 
 if TYPE_CHECKING:
     from tswift.decoding.device_step import DeviceState
-    from tswift.decoding.logprobs import LogprobRecorder
+    from tswift.decoding.sampling import LogprobRecorder
     from tswift.models.target import Target
 
 
@@ -114,7 +114,7 @@ class Step:
         seconds: wall time of the step, drafting included.
         leads: for each token the runner-up, and its lead over that in score; if asked for.
         choice: name of the drafter, where there are several.
-        logprobs: a row for each token, see :func:`tswift.decoding.logprobs.row_type`; None if not asked for.
+        logprobs: a row for each token, see :func:`tswift.decoding.sampling.row_type`; None if not asked for.
     """
 
     tokens: tuple[int, ...]

@@ -28,8 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tswift.attention.building import Unbuilt, build, widest_vectors
-from tswift.attention.native import parallel_region
+from tswift.attention.native import Unbuilt, build, parallel_region, widest_vectors
 from tswift.decoding.params import SamplingParams, constants
 
 _SOURCE = Path(__file__).with_name("drawing.c")

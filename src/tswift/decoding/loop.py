@@ -4,30 +4,153 @@ A step drafts a tree, verifies it in one pass, and keeps what the sampling rule 
 once at every node, at the node's own position and with its own penalty window, and the walk from the root follows the
 drawn tokens. So the text is that of plain decoding, which is this loop with a draft of nothing. A draft that is itself
 decoded, by another model or over another cache, takes the same step.
+
+Beside it: the figures of a decode, as the paper defines them, and decoding by several ranks in lockstep, where rank 0
+decides when to stop and no rank goes on from other tokens.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tswift.decoding.device_step import DeviceStepper
-from tswift.decoding.drafter import AcceptFn, Context, CutFn, Drafter, DraftTree, Step
+from tswift.decoding.drafter import REUSE, AcceptFn, Context, CutFn, Drafter, DraftTree, Step
 from tswift.decoding.drawing import Drawn
-from tswift.decoding.logprobs import LogprobRecorder
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import NO_TOKEN, NoTokenLeft, Sampler
+from tswift.decoding.sampling import NO_TOKEN, LogprobRecorder, NoTokenLeft, Sampler
 from tswift.decoding.text import TextStream
+from tswift.distributed import Dist, guard
 from tswift.errors import Fault
-from tswift.kv.cache import FullKV, KVBuffer
+from tswift.kv import FullKV, KVBuffer
 from tswift.models.passes import Forwarded
 from tswift.models.target import Show, Target
+
+_MOST, _LONGEST = 1 << 53, 1e12  # of what is counted, and seconds of a decode
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+@dataclass
+class DecodeStats:
+    """Counters of the steps seen so far.
+
+    Attributes:
+        depth: most tokens drafted along a path, by which alpha is divided: the paper's gamma + 1 for tokenswift; one
+            less for medusa and reuse; 24 to 31 for dynamic trees, so compare tokens per step rather than alpha.
+        passes: verification passes over the target.
+        tokens: tokens generated.
+        nodes: tree nodes verified, roots included.
+        seconds: wall time of the steps, without prefill.
+        accepted: number of steps that accepted 0, 1, ... drafted tokens.
+        sizes: number of steps that verified 1, 2, ... nodes.
+        choices: number of steps by drafter; empty where there is only one.
+        reused: accepted tokens of steps whose last one came from a retrieved n-gram.
+    """
+
+    depth: int
+    passes: int = 0
+    tokens: int = 0
+    nodes: int = 0
+    seconds: float = 0.0
+    accepted: Counter[int] = field(default_factory=Counter)
+    reused: int = 0
+    sizes: Counter[int] = field(default_factory=Counter)
+    choices: Counter[str] = field(default_factory=Counter)
+
+    def add(self, step: Step) -> None:
+        """Count one step."""
+        self.passes += 1
+        self.tokens += len(step.tokens)
+        self.nodes += step.nodes
+        self.seconds += step.seconds
+        self.accepted[step.accepted] += 1
+        self.sizes[step.nodes] += 1
+        if step.choice:
+            self.choices[step.choice] += 1
+        if step.source == REUSE:
+            self.reused += step.accepted
+
+    def copy(self) -> DecodeStats:
+        """A snapshot."""
+        return replace(self, accepted=Counter(self.accepted), sizes=Counter(self.sizes), choices=Counter(self.choices))
+
+    def counters(self) -> dict[str, Any]:
+        """All counters but tokens, ready for JSON."""
+        return {
+            "passes": self.passes,
+            "nodes": self.nodes,
+            "seconds": self.seconds,
+            "accepted": {str(count): steps for count, steps in sorted(self.accepted.items())},
+            "reused": self.reused,
+            "sizes": {str(size): steps for size, steps in sorted(self.sizes.items())},
+            "choices": dict(sorted(self.choices.items())),
+        }
+
+    @classmethod
+    def counted(cls, depth: int, tokens: int, counters: Mapping[str, Any]) -> DecodeStats:
+        """From what :meth:`counters` gave; zeros if that is empty. ValueError if it is broken."""
+        if not counters:
+            return cls(depth, tokens=tokens)
+        try:
+            counted: dict[str, Any] = {name: _count(counters[name]) for name in ("passes", "nodes", "reused")}
+            for name in ("accepted", "sizes"):
+                counted[name] = Counter({_count(int(each)): _count(steps) for each, steps in counters[name].items()})
+            counted["choices"] = Counter({str(name): _count(steps) for name, steps in counters["choices"].items()})
+            seconds = counters["seconds"]
+            if not 0 <= seconds < _LONGEST:
+                raise ValueError(f"{seconds!r:.40} seconds")
+            return cls(depth, tokens=tokens, seconds=float(seconds), **counted)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"its counters are broken ({error!r})") from None
+
+    @property
+    def alpha(self) -> float:
+        """Acceptance rate: accepted draft tokens / (depth * passes); 0 where nothing is drafted."""
+        return self._rate(sum(count * steps for count, steps in self.accepted.items()))
+
+    @property
+    def beta(self) -> float:
+        """The part of alpha from steps whose longest accepted path came from a retrieved n-gram."""
+        return self._rate(self.reused)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Generated tokens per verification pass."""
+        return self.tokens / self.passes if self.passes else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second of decoding."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def _rate(self, accepted: int) -> float:
+        drafted = self.depth * self.passes
+        return accepted / drafted if drafted else 0.0
+
+
+def distinct(tokens: Sequence[int], n: int) -> float:
+    """Distinct-n: unique n-grams / n-grams; 0 for a text shorter than n."""
+    ids = np.asarray(tokens)
+    if len(ids) < n:
+        return 0.0
+    grams = np.lib.stride_tricks.sliding_window_view(ids, n)
+    return len(np.unique(grams, axis=0)) / len(grams)
+
 
 _TOKENS = 512  # looked at together
 
@@ -336,3 +459,81 @@ def _first_broken(kv: KVBuffer) -> int | None:
         if not fine.all():
             return start + int((~fine).nonzero()[0])
     return None
+
+
+class AgreedDrafter(Drafter):
+    """A drafter that checks, before each pass, that all ranks have drafted the same tree."""
+
+    def __init__(self, drafter: Drafter, ranks: Dist) -> None:
+        super().__init__(drafter.sources, drafter.depth, drafter.limit)
+        self._drafter, self._ranks = drafter, ranks
+
+    @property
+    def choice(self) -> str:
+        """As :attr:`Drafter.choice`."""
+        return self._drafter.choice
+
+    def propose(self, context: Context, wanted: int) -> DraftTree:
+        """As :meth:`Drafter.propose`.
+
+        Raises:
+            Fault: another rank has drafted another tree.
+        """
+        tree = self._drafter.propose(context, wanted)
+        if self.limit > 1:
+            _refuse_different("drafts", self._ranks.gather(_digest(tree.parents, _digest(tree.tokens))))
+        return tree
+
+    def prefilled(self, context: Context, forwarded: Forwarded) -> None:
+        """As :meth:`Drafter.prefilled`."""
+        self._drafter.prefilled(context, forwarded)
+
+    def committed(self, context: Context) -> None:
+        """As :meth:`Drafter.committed`."""
+        self._drafter.committed(context)
+
+
+def lockstep(steps: Iterator[Step], ranks: Dist) -> Iterator[Step]:
+    """The steps of a decode, each begun once all ranks want it and have the same text; a rank that stops ends all.
+
+    Raises:
+        KeyboardInterrupt: another rank wants no more (raised on rank 0; on others the iterator ends).
+        Fault: another rank has drawn other tokens.
+        Gone: another rank has died.
+    """
+    drawn = 0
+    while True:
+        with guard():
+            unwilling = _unwilling(ranks, True, drawn)
+            step = None if unwilling else next(steps, None)
+        if unwilling:
+            if ranks.first:
+                raise KeyboardInterrupt(f"rank {unwilling[0]} was asked to stop")
+            return
+        if step is None:
+            if ranks.first:
+                break
+            continue  # rank 0 has yet to say so
+        drawn = _digest(step.tokens, drawn)
+        try:
+            yield step
+        except GeneratorExit:
+            break
+    with suppress(RuntimeError):  # a dead rank need not be told
+        _unwilling(ranks, False, drawn)
+
+
+def _unwilling(ranks: Dist, willing: bool, drawn: int) -> list[int]:
+    """The ranks that want no other step; all must have drawn the same."""
+    answers = ranks.gather(int(willing), drawn)
+    _refuse_different("tokens", [digest for _, *digest in answers])
+    return [rank for rank, (theirs, _) in enumerate(answers) if not theirs]
+
+
+def _refuse_different(what: str, digests: Sequence[Sequence[int]]) -> None:
+    if any(theirs != digests[0] for theirs in digests):
+        raise Fault(f"the {len(digests)} ranks have different {what}: they do not compute alike")
+
+
+def _digest(tokens: Sequence[int], before: int = 0) -> int:
+    return crc32(np.asarray(tokens, dtype="<i8").tobytes(), before)

@@ -17,6 +17,7 @@ from tswift.options import check_options, option, options_of
 if TYPE_CHECKING:  # imported by whoever has logits; ranges are checked without it
     from torch import Tensor, device
 
+MOST_TOP = 20  # likeliest tokens whose log-probabilities can be asked for, as in OpenAI's interface
 _PANEL = "Sampling"
 _MOST_BIAS = 100.0  # as in OpenAI's interface; in float64 it leaves the logits their digits
 

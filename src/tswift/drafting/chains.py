@@ -21,8 +21,7 @@ from tswift.decoding.drafter import Context, Drafter, Source, Step
 from tswift.decoding.loop import decode_step
 from tswift.decoding.sampling import NoTokenLeft
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
-from tswift.kv.cache import KVBuffer, StreamingKV
-from tswift.kv.partial import PartialKV
+from tswift.kv import KVBuffer, PartialKV, StreamingKV
 from tswift.models.passes import PassCosts
 from tswift.models.target import Target
 

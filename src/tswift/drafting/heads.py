@@ -1,23 +1,30 @@
-"""Drafting from heads: on the last verification pass (Medusa-style), or on a drafting pass of the target."""
+"""Drafting from layers that read the target's states: heads, and published drafters.
+
+Heads draft on the last verification pass (Medusa-style), or on a drafting pass of the target. A drafter (EAGLE-3,
+DFlash, DSpark) has a window of its own. Its round is a program of static sizes: what the last step committed goes into
+the window, and each level's candidates below the likeliest few of the level before are ranked with the noise of their
+position. The host waits once, for all.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 from math import isfinite
 
 import torch
 from torch import Tensor
 
-from tswift.decoding.device_step import DeviceState
+from tswift.decoding.device_step import DeviceState, HostBlock
 from tswift.decoding.drafter import Context, DraftTree, Source
 from tswift.decoding.drawing import MOST
 from tswift.decoding.sampling import Sampler
 from tswift.drafting.chains import DraftModel, PartialDraftModel
-from tswift.drafting.dynamic_tree import CandidateTree
-from tswift.kv.partial import PartialKV
+from tswift.drafting.dynamic_tree import GAP, GUESSES, CandidateTree, TreeBudget
+from tswift.kv import PartialKV, WindowKV
+from tswift.models.drafters import BlockDrafter, EagleDrafter
 from tswift.models.heads import Heads
 from tswift.models.passes import Forwarded, PassCosts
 from tswift.models.target import Target
@@ -314,3 +321,191 @@ class HeadTreeSource(HeadSource):
             nodes = sorted(children, key=lambda node: -tree.path_prob[node])[:_BRANCHES]
             if self._heads.conditioned:
                 nodes = children[:1]  # the next level has been told this token
+
+
+BEAM = 5  # nodes of a level that are gone on with
+_LEVELS = 6  # levels are told apart up to this one
+_LEVEL = 0.1  # of a pass over one node that ranking a level takes about, where it has not been measured
+
+
+class EveryNode(TreeBudget):
+    """For trees of a given shape: all that is offered pays."""
+
+    def size(self, path_probs: Sequence[float], context: int, cost_s: float) -> int:
+        """As :meth:`TreeBudget.size`."""
+        super().size(path_probs, context, cost_s)
+        return len(path_probs)
+
+
+class NetworkSource(Source):
+    """Candidates below the likeliest branches, level by level, all of them in one round of the drafter.
+
+    Args:
+        name: of the source: ``block`` or ``eagle``.
+        network: the drafter.
+        levels: tokens drafted along a path.
+        window: tokens that its cache holds, and how many of them are the text's first.
+        shared_noise: rank candidates by what the target would draw with the noise of their position.
+        longest: most tokens that a step commits, usually.
+        widths: candidates per level; None for the best four.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        network: BlockDrafter | EagleDrafter,
+        levels: int,
+        window: tuple[int, int],
+        shared_noise: bool,
+        longest: int,
+        widths: Sequence[int] | None = None,
+    ) -> None:
+        self.name, self._network, self._levels, self._shared_noise = name, network, levels, shared_noise
+        self._widths, self._proposed = widths, False
+        target, spec = network.target, network.spec
+        self._width = min(WIDTH if widths is None else max(widths), target.vocab_size)
+        self.kv = WindowKV(spec.kv_shape(target.dtype, target.device), *window, spec.slots(levels, BEAM))
+        self._rows = min(longest, window[0] - window[1])
+        sections = {"root": 1, "position": 1, "last": 1, "following": self._rows, "places": self._rows}
+        self._block = HostBlock({**sections, "slots": self._rows}, target.device)
+        self._taps = torch.zeros(self._rows, spec.tap_count * spec.tap_size, dtype=target.dtype, device=target.device)
+        self._new, self._first = self._taps[:0], 0  # taps of the newest tokens, and the first one's place
+        table = list(GUESSES) + [GUESSES[-1]] * (self._width - len(GUESSES))
+        self._guesses = torch.tensor(table[: self._width], dtype=torch.float64, device=target.device)
+        self._ranks = torch.arange(self._width, device=target.device)
+        weights = [sum(weight.numel() for weight in each.parameters()) for each in (network, target.model)]
+        self._share = weights[0] / weights[1]
+        self._alone = torch.ones(1, 1, dtype=torch.bool, device=target.device)
+        self._sampler: Sampler | None = None
+        self._run: Callable[[], Tensor] | None = None
+        self._found: Tensor | None = None
+
+    @torch.inference_mode()
+    def prefilled(self, context: Context, forwarded: Forwarded) -> None:
+        """Take in the pass over the next chunk of the prompt."""
+        assert forwarded.taps is not None
+        self._new = torch.cat([self._new, forwarded.taps])
+        self._flush(context.text)
+
+    @torch.inference_mode()
+    def committed(self, context: Context, most: int = 0) -> None:
+        """Keep the states of new tokens; the next round takes them into the window."""
+        count = context.kv.length - self._first - len(self._new)
+        if count <= 0 or context.last is None:
+            return
+        assert context.last.taps is not None
+        nodes = torch.tensor(context.path[-count:]).to(self._taps.device, non_blocking=True)
+        self._new = torch.cat([self._new, context.last.taps.index_select(0, nodes)])
+        if len(self._new) > self._rows:
+            self._flush(context.text)
+
+    def _flush(self, text: Sequence[int]) -> None:
+        """Take new tokens into the window, but for the last one, from which the next round begins."""
+        staying = self.kv.staying(range(self._first, self._first + len(self._new) - 1))
+        if staying:
+            packed = [[place - self._first, text[place + 1], place, self.kv.slot(place)] for place in staying]
+            rows, following, places, slots = torch.tensor(packed).to(self._taps.device, non_blocking=True).unbind(1)
+            self._network.remember(self._new.index_select(0, rows), following, places, slots, self.kv)
+            self.kv.hold(slots)
+        self._keep_last()
+
+    def _keep_last(self) -> None:
+        self._first += max(0, len(self._new) - 1)
+        self._new = self._new[-1:].clone()
+
+    @torch.inference_mode()
+    def start(self, context: Context) -> None:
+        """Have the device draft every level; nothing is waited for."""
+        self._found, count = None, len(self._new)
+        if not count:
+            return
+        host, text, spare = self._block.host, context.text, [self.kv.budget] * (self._rows - count)
+        places = range(self._first, self._first + count)
+        host["root"][:], host["position"][:], host["last"][:] = text[-1], context.position, count - 1
+        host["following"][:] = text[places.start + 1 : places.stop + 1] + [0] * len(spare)
+        host["places"][:] = [*places, *[0] * len(spare)]
+        host["slots"][:] = [*map(self.kv.slot, places), *spare]
+        self._block.send()
+        self._taps[:count] = self._new
+        self._keep_last()
+        if self._sampler is not context.sampler:  # the program reads where its penalty window is
+            self._sampler = context.sampler
+            context.sampler.fuse(self._network.target.dtype, self._width)
+            self._run = self._network.target.capture(self._round)
+        assert self._run is not None
+        self._found = self._run()
+
+    def _round(self) -> Tensor:
+        """The program: ``[levels, BEAM, 1 + 2 * width]`` float64: of each node its place among the candidates of the
+        level before, and the candidates below it with their scores."""
+        given, sampler, network = self._block.device, self._sampler, self._network
+        assert sampler is not None
+        states = network.remember(self._taps, given["following"], given["places"], given["slots"], self.kv)
+        self.kv.hold(given["slots"])
+        tokens, position = given["root"], given["position"]
+        begun = network.begin(states.index_select(0, given["last"]), tokens, position, self.kv, self.kv.held)
+        after = sampler.seen(position, position, self._alone)
+        reach = torch.ones(1, dtype=torch.float64, device=tokens.device)
+        found = torch.zeros(self._levels, BEAM, 1 + 2 * self._width, dtype=torch.float64, device=tokens.device)
+        picked, rows, paths = torch.zeros_like(tokens), None, tokens.new_zeros(1, 0)
+        for level in range(self._levels):
+            count = len(tokens)
+            logits, seen = begun.logits(level, rows, tokens), after
+            if seen is not None and level:
+                seen = seen.repeat(count, 1).scatter_(1, paths, True)
+                logits = logits.expand(count, -1)
+            places = self._places(position, level, len(logits)) if self._shared_noise else None
+            best, scores = (each.expand(count, -1) for each in sampler.candidates(logits, seen, places, self._width))
+            if self._widths is not None:
+                scores = scores.where(self._ranks < self._widths[level], -torch.inf)
+            found[level, :count] = torch.cat([picked[:, None].double(), best.double(), scores], 1)
+            if level == self._levels - 1:
+                break
+            reach, picked = self._promise(reach, scores).flatten().topk(min(BEAM, count * self._width))
+            rows, tokens = picked // self._width, best.flatten()[picked]
+            paths = torch.cat([paths[rows], tokens[:, None]], 1)
+        return found
+
+    def _places(self, position: Tensor, level: int, count: int) -> Tensor | list[int]:
+        """Where the tokens of a level will be; on the CPU as numbers, whose noise is kept."""
+        places = (position + 1 + level).expand(count)
+        return places if self._network.target.replays else places.tolist()
+
+    def _promise(self, reach: Tensor, scores: Tensor) -> Tensor:
+        """``[n, width]`` chances of candidates by their scores' gaps, to choose what is gone on with."""
+        first = scores[:, :1]
+        second = scores[:, 1:2] if self._width > 1 else first - GAP
+        gaps = torch.cat([first - second, first - scores[:, 1:]], 1)
+        steps = (gaps / GAP).round().nan_to_num(0.0).clamp(0, len(GUESSES[0]) - 1).long()
+        chances = self._guesses.expand(len(steps), -1, -1).gather(2, steps[:, :, None])[:, :, 0]
+        return (reach[:, None] * chances).where(scores.isfinite(), 0.0)
+
+    def propose(self, tree: CandidateTree, context: Context) -> None:
+        """Offer what the round found."""
+        self._proposed = self._found is not None
+        if self._found is None:
+            return
+        found, self._found = self._found.tolist(), None  # the one wait for the device
+        nodes: list[int | None] = [0]  # of the level's rows, and whether they are the best all the way down
+        best = [True]
+        for level in range(min(self._levels, tree.depth)):
+            below: list[int | None] = []
+            for row, node in enumerate(nodes):
+                scores = [*takewhile(isfinite, found[level][row][1 + self._width :])] if node is not None else []
+                tokens = [int(token) for token in found[level][row][1 : 1 + len(scores)]]
+                about = min(level, _LEVELS), best[row]
+                children = tree.propose_ranked(node or 0, tokens, scores, self.name, about)
+                below += [*children, *[None] * (self._width - len(children))]
+            if level + 1 < self._levels:
+                picked = [int(each[0]) for each in found[level + 1][: min(BEAM, len(below))]]
+                nodes = [below[index] for index in picked]
+                best = [best[index // self._width] and index % self._width == 0 for index in picked]
+
+    def price(self, costs: PassCosts, context: Context) -> float:
+        """Seconds of a round: passes in proportion to the weights, and the ranking of every level."""
+        if not self._proposed:
+            return 0.0
+        level = costs.level or _LEVEL * costs.seconds(1, 0)
+        block = self._network.spec.block
+        passes = costs.seconds(block, 0) if block else self._levels * costs.seconds(BEAM, 0)
+        return self._share * passes + self._levels * level

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tswift.attention.building import Unbuilt, build
+from tswift.attention.native import Unbuilt, build
 from tswift.decoding.drafter import Context, Source
 from tswift.decoding.drawing import DrawProgram
 from tswift.decoding.params import LogitBias, SamplingParams, constants

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tswift.attention.layout import ROWS
+from tswift.attention.sdpa import ROWS
 from tswift.decoding.drafter import Drafter, Source
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import (
@@ -19,11 +19,18 @@ from tswift.drafting.chains import (
     SmallDraftModel,
 )
 from tswift.drafting.dynamic_tree import DynamicTreeDrafter, TreeBudget
-from tswift.drafting.fixed_tree import FixedTreeDrafter
-from tswift.drafting.heads import WIDTH, DraftingPass, HeadSource, HeadTreeSource, LastPass
+from tswift.drafting.fixed_tree import FixedTreeDrafter, NgramTable, ReuseSource
+from tswift.drafting.heads import (
+    BEAM,
+    WIDTH,
+    DraftingPass,
+    EveryNode,
+    HeadSource,
+    HeadTreeSource,
+    LastPass,
+    NetworkSource,
+)
 from tswift.drafting.history import HistorySource, LogitHistory, unbuilt
-from tswift.drafting.networks import BEAM, EveryNode, NetworkSource
-from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import (
     AUTO,
     FULL,
@@ -35,8 +42,7 @@ from tswift.drafting.options import (
     used,
 )
 from tswift.errors import InputError
-from tswift.kv.cache import StreamingKV
-from tswift.kv.partial import POLICIES, PartialKV
+from tswift.kv import POLICIES, PartialKV, StreamingKV
 from tswift.models.drafters import DrafterSpec
 from tswift.models.heads import Heads
 from tswift.models.passes import NOMINAL, PassCosts

@@ -29,8 +29,7 @@ from filelock import FileLock, Timeout
 
 from tswift.decoding.params import SamplingParams
 from tswift.errors import Fault, InputError
-from tswift.jobs.config import RunConfig
-from tswift.jobs.prompt import fingerprint
+from tswift.jobs.config import RunConfig, fingerprint
 from tswift.reading import MOST_RECORD, parse_json, read_file
 
 SCHEMA = 2
@@ -276,7 +275,7 @@ class Checkpoint:
 
     tokens: int  # how many there were
     crc32: int  # of the bytes of the prompt and of these tokens
-    counters: Counters = field(default_factory=dict)  # see :meth:`tswift.decoding.stats.DecodeStats.counters`
+    counters: Counters = field(default_factory=dict)  # see :meth:`tswift.decoding.loop.DecodeStats.counters`
     end: int = field(default=0, compare=False)  # bytes of the journal up to the end of this line
 
     def line(self) -> bytes:

@@ -1,28 +1,62 @@
 """A job: a decode whose tokens and text go to a run's folder as they are made, and that can be resumed.
 
-Signals (Ctrl-C, ``kill``, a terminal that is closed) stop it between two steps.
+It is made of its configuration (:func:`start`), or of a run that stopped (:func:`resume`): the tokens so far and the
+seed are its whole state. Everything cheap is checked before anything heavy is loaded. Signals (Ctrl-C, ``kill``, a
+terminal that is closed) stop it between two steps.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tswift.decoding.stats import DecodeStats, distinct
+from tswift.decoding.loop import DecodeStats, distinct
+from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import row_type
 from tswift.decoding.text import TextStream
-from tswift.engine import Generation
-from tswift.errors import Fault
-from tswift.jobs.environment import now, peak_bytes
-from tswift.jobs.folder import FAILED, FINISHED, INTERRUPTED, RUNNING, RunFolder, SaveFailed
-from tswift.models.devices import gigabytes, ran_out
-from tswift.models.load import LoadedModel
+from tswift.distributed import ALONE, Dist
+from tswift.drafting.methods import cut_note
+from tswift.drafting.options import AUTO, DraftOptions, find_method, refuse_unused, used
+from tswift.engine import Generation, begin, preflight
+from tswift.errors import Fault, InputError
+from tswift.jobs.config import (
+    BUNDLED_PREFILL,
+    RunConfig,
+    banned_ids,
+    fingerprint,
+    preset_note,
+    read_prompt,
+    render_chat,
+    take,
+)
+from tswift.jobs.folder import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    RUNNING,
+    JournalState,
+    RunFolder,
+    RunRecord,
+    SaveFailed,
+    check_ids,
+    default_path,
+    lock_folder,
+    read_record,
+    read_run,
+    read_saved,
+)
+from tswift.models.checkpoint import config_hash, weights_hash
+from tswift.models.devices import environment, gigabytes, now, peak_bytes, ran_out
+from tswift.models.load import LoadedModel, load
 
 _STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -253,3 +287,290 @@ class Job:
             **({} if running else {"ended": now(), "figures": self.figures()}),
             **{name: counted[name] for name in ("accepted", "sizes", "choices") if counted[name] or name != "choices"},
         }
+
+
+OPTION = "resume"
+# A resumed run may change these: none changes a token, and memory may want nodes and budget lower.
+_MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "drafter", "draft_weights")
+_MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
+_KEPT = ("command", "options", "sampling", "drafting", "model", "prompt", "started", "environment", "prefill_seconds")
+
+
+def start(
+    config: RunConfig,
+    command: Sequence[str],
+    ranks: Dist = ALONE,
+    text: str | None = None,
+    loaded: LoadedModel | None = None,
+    ids: Sequence[int] | None = None,
+) -> Job:
+    """Make the run's folder, load the model: a job ready to run.
+
+    Args:
+        config: what is asked for.
+        command: the words of the command line, for ``run.json``.
+        ranks: those that do it together, of which this is the first; the others follow (``tswift.cli.generate``).
+        text: the prompt, if it was read already.
+        loaded: the model, if it was loaded already; as ``config`` says, and perhaps with more to draft with.
+        ids: the prompt's token ids, if they are known already.
+
+    Raises:
+        InputError: something asked for cannot be done. No folder is left behind then.
+    """
+    params, how = config.params(), config.loading()
+    text = config.read(config.model) if text is None and ids is None else text or ""
+    system = None if config.system is None else read_prompt(config.system, "system")
+    if ranks.count == 1 and config.quantize is None and loaded is None:  # else it is seen when it is loaded
+        least = config.prefill or (BUNDLED_PREFILL if config.bundled else 1)
+        larger = "prefill" if config.prefill and config.prefill > config.length else "length"
+        preflight(
+            config.model, least, config.length, config.method, config.options(), option=larger, params=params, **how
+        )
+    folder = RunFolder.create(config.out or default_path(config.method), config.logprobs is not None)
+    try:
+        exact = False if find_method(config.method).reference else config.exact
+        model = loaded or load(config.model, quantize=config.quantize, exact=exact, ranks=ranks, **how)
+        if config.preset is not None:
+            params = replace(params, banned=banned_ids(config.preset, model.tokenizer, model.target.vocab_size))
+        if ids is not None:
+            prompt = list(ids)
+        elif config.chat:
+            said = {"system": system, "user": text}
+            messages = [{"role": role, "content": each} for role, each in said.items() if each is not None]
+            prompt = model.encode(render_chat(model.tokenizer, model.name, messages), bare=True)
+        else:
+            prompt = take(model.encode(text), config.prefill, bundled=config.bundled)
+        generation = _begin(model, prompt, config, params)
+        folder.keep_prompt(prompt)
+    except BaseException:
+        folder.discard()
+        raise
+    # what was loaded for other methods has no part in this run
+    drafts = {"draft": how["draft_model"], "drafter": how["drafter"], "draft_weights": how["draft_weights"]}
+    unused = [name for name, asked in drafts.items() if asked is None]
+    about = {
+        "command": list(command),
+        "options": config.as_dict(),
+        "sampling": asdict(generation.params),
+        "drafting": used_options(config.method, generation.options),
+        "model": {name: value for name, value in _identity(model).items() if name not in unused},
+        "prompt": {"source": config.source, "tokens": len(prompt), "sha256": fingerprint(prompt)},
+        "started": now(),
+        "environment": environment(model.target.device),
+    }
+    notes = [] if config.preset is None else [preset_note(config.preset, params.banned)]
+    notes += _drafting_notes(config, generation, len(prompt), model.target.width)
+    stats = DecodeStats(generation.depth)
+    return Job(model, generation, folder, about, prompt, TextStream(model.tokenizer, config.stop), stats, notes=notes)
+
+
+def resume(
+    path: Path,
+    asked: Mapping[str, Any],
+    discard_damaged: bool,
+    command: Sequence[str],
+    ranks: Dist = ALONE,
+    loaded: LoadedModel | None = None,
+) -> Job | None:
+    """A job that goes on with a run; None if that is finished.
+
+    Args:
+        path: the run's folder.
+        asked: options that were typed, by the names that :meth:`RunConfig.of` takes. Those that could change the
+            text must be the run's own.
+        discard_damaged: go on from the last sound token where something after it is broken.
+        command: the words of the command line, for ``run.json``.
+        ranks: as :func:`start` takes them; they need not be as many as before.
+        loaded: as :func:`start` takes it.
+
+    Raises:
+        InputError: no run, one that is in use, broken or made by another model, or an option in conflict with it.
+            The folder is as it was then.
+    """
+    with ExitStack() as unlocking:
+        owner = read_record(path).get("process")  # a folder without a record is none to put a lock into
+        who = f"process {owner.get('pid')} on {owner.get('host')}" if isinstance(owner, dict) else "another process"
+        lock = lock_folder(path, OPTION, f"{path} is in use: {who} is writing it")
+        unlocking.callback(lock.release)
+        run = read_run(path)
+        saved = read_saved(path, run.prompt, _row_bytes(run.config))
+        _refuse_conflicts(run, asked, (*_MAY_CHANGE, *_MAY_MOVE))
+        config = _changed(run.config, asked)
+        made = len(saved.tokens)
+        if saved.damage and not discard_damaged:
+            raise InputError(f"{saved.damage}; --discard-damaged goes on from the {made:,} sound tokens before", OPTION)
+        if config.length < made:
+            raise InputError(f"{path} has {made:,} tokens already, got {config.length:,}", "length")
+        ended = config.stop_at_eos and made > 0 and saved.tokens[-1] in run.eos_ids
+        stopped = run.record.get(END, {}).get("reason") == BY_STRING
+        if run.state == FINISHED and (config.length == made or ended or stopped):
+            _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
+            return None
+        model = loaded or load_exact_or_not(
+            "exact" in asked,
+            config.model,
+            quantize=config.quantize,
+            exact=config.exact,
+            ranks=ranks,
+            **config.loading(),
+        )
+        draft = _refuse_other_model(run, config, model).get("draft")
+        text = TextStream(model.tokenizer, config.stop)
+        if config.stop:
+            text.add(saved.tokens)
+            ended, text = ended or text.stopped is not None, TextStream(model.tokenizer, config.stop)
+        # a run that was stopped after its last token and before its last record has to draw that token again
+        checkpoint = saved.last(below=made if ended else config.length)
+        tokens = saved.tokens[: checkpoint.tokens]
+        numbers = {"banned ids": run.params.banned, "biased ids": [*run.params.logit_bias]}
+        for name, ids in {"prompt": run.prompt, "tokens": tokens, **numbers}.items():
+            check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
+        generation = _begin(model, run.prompt, config, run.params, written=tokens)
+        try:
+            stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
+        except ValueError as error:
+            raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
+        before = text.add(tokens)
+        folder = RunFolder.reopen(path, lock, checkpoint, before, _row_bytes(config))
+        unlocking.pop_all()
+    about = {name: run.record[name] for name in _KEPT if name in run.record}
+    moved = {name: asked[name] for name in _MAY_MOVE if name in asked}
+    about["options"] = {**about["options"], "length": config.length, **moved}
+    about["model"] = {**about["model"], "name": model.name}
+    session = {
+        "at": len(tokens),
+        "started": now(),
+        "command": list(command),
+        "drafting": used_options(config.method, generation.options),
+        "draft": draft,
+        "drafter": model.drafter_name,
+        "draft_weights": model.draft_weights,
+        "exact": model.about()["exact"],
+        "environment": environment(model.target.device),
+    }
+    resumed = [*run.record.get("resumed", ()), session]
+    notes = _resume_notes(run, saved, len(tokens), draft, model.drafter_name)
+    if run.config.exact and model.exact != run.bits:
+        notes.append("this machine rounds otherwise than the one before: the text may go on differently than there")
+    return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes, before)
+
+
+def _begin(
+    model: LoadedModel, prompt: Sequence[int], config: RunConfig, params: SamplingParams, written: Sequence[int] = ()
+) -> Generation:
+    return begin(
+        model,
+        prompt,
+        config.length,
+        method=config.method,
+        params=params,
+        seed=config.seed,
+        options=config.options(),
+        stop_at_eos=config.stop_at_eos,
+        written=written,
+        stop=config.stop,
+        logprobs=config.logprobs,
+    )
+
+
+def used_options(method: str, options: DraftOptions) -> dict[str, Any]:
+    """The drafting options that a method uses, by name."""
+    return {name: value for name, value in asdict(options).items() if name in used(method, options)}
+
+
+def _identity(model: LoadedModel) -> dict[str, Any]:
+    """What was loaded and how, down to every bit of its weights."""
+    weights = model.weights or weights_hash(model.target.model)
+    identity = {**model.about(), "weights": weights, "config": config_hash(model.target.model)}
+    if model.draft is not None:
+        identity["draft"] = {"name": model.draft_name, "weights": weights_hash(model.draft.model)}
+    return identity
+
+
+def _row_bytes(config: RunConfig) -> int:
+    """Bytes of a token's log-probabilities; 0 if none are wanted."""
+    return 0 if config.logprobs is None else row_type(config.logprobs).itemsize
+
+
+def _drafting_notes(config: RunConfig, generation: Generation, prompt: int, width: int | None) -> list[str]:
+    options, params = generation.options, generation.params
+    cut = cut_note(config.options(), width)
+    notes = [] if cut is None else [cut]
+    reused = "ngrams" in used(config.method, options) and options.ngrams and not options.reuse_recent
+    if reused and params.penalises and prompt + config.length <= params.window:
+        notes.append(
+            f"no n-gram is reused: all of the text is in the penalty window of {params.window:,} tokens "
+            "(--reuse-recent reuses it)"
+        )
+    return notes
+
+
+def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[str]) -> None:
+    """No option is silently ignored: what was typed is free to change, or the run's own, or refused."""
+    record, options = run.record, run.record["options"]
+    typed = options.get("drafting", {})
+    drafting = {name: value for name, value in asked.items() if name in (*DraftOptions.__dataclass_fields__, "heads")}
+    if drafting:
+        auto = record["drafting"].get("tree") == drafting.get("tree", AUTO) == AUTO
+        kept = {name: record["drafting"].get(name) for name in ("kv", *(("tree", "recall") if auto else ()))}
+        refuse_unused([run.config.method], {**kept, **drafting})
+    known = {**options, **typed, **record["sampling"], **record["drafting"], "exact": run.config.exact}
+    known["kv_dtype"] = run.config.kv_dtype
+    for name, value in asked.items():
+        plain = json.loads(json.dumps(value, default=str))  # as a record has it
+        loaded = record["model"].get(name), options.get(name, "auto")
+        if name in ("device", "dtype", "kv_dtype", "attention") and plain in loaded:
+            continue
+        # what was typed may have been cut to what fits
+        if name not in free and plain not in (known.get(name), typed.get(name)):
+            own = "none" if known.get(name) is None else known[name]
+            raise InputError(f"the run was made with {own}, got {value}; a resumed run keeps its options", name)
+
+
+def _changed(config: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
+    """The run's configuration with what may change."""
+    changes = {name: asked[name] for name in (*_MAY_CHANGE, *_MAY_MOVE) if name in asked}
+    drafting: dict[str, Any] = {name: changes.pop(name) for name in ("nodes", "budget") if name in changes}
+    return replace(config, **changes, drafting={**config.drafting, **drafting})
+
+
+def load_exact_or_not(typed: bool, *name: str, exact: bool | None, **how: Any) -> LoadedModel:
+    """A run's model loaded as it was then; where exact passes cannot be had, and were not typed, without them."""
+    try:
+        return load(*name, exact=exact, **how)
+    except InputError as error:  # on other machines, or more ranks; notes tell
+        if error.field != "exact" or typed:
+            raise
+        return load(*name, exact=False, **how)
+
+
+def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -> dict[str, Any]:
+    """Refuse a model that is not the one the run was made with; returns what it is."""
+    identity, known = _identity(model), run.record["model"]
+    for what in ("weights", "config", "eos_ids", "heads"):
+        if identity[what] != known.get(what):
+            message = f"{model.name} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
+            raise InputError(message, "model")
+    own = identity.get("kv_dtype", identity["dtype"])
+    if own != config.kv_dtype:
+        raise InputError(f"{run.path} was made with a KV cache in {config.kv_dtype}, not in {own}", "kv_dtype")
+    return identity
+
+
+def _resume_notes(
+    run: RunRecord, saved: JournalState, kept: int, draft: Mapping[str, Any] | None, drafter: str | None
+) -> list[str]:
+    notes = [f"going on after {kept:,} tokens"]
+    if saved.damage:
+        notes.append(f"{saved.damage}: what comes after token {kept:,} is drawn again")
+    elif saved.truncated:
+        notes.append("the last line of the journal was cut short: the checkpoint before it is used")
+    again = len(saved.tokens) - kept + saved.unsure
+    if again:
+        notes.append(f"{again:,} tokens behind the last checkpoint are drawn again")
+    if draft is not None and draft["weights"] != (run.record["model"].get("draft") or {}).get("weights"):
+        name = draft["name"]
+        notes.append(f"the draft model {name} is not the one that the run was begun with; no token depends on it")
+    if drafter is not None and drafter != run.config.drafter:
+        notes.append(f"the drafter {drafter} is not the one that the run was begun with; no token depends on it")
+    return notes

@@ -12,10 +12,9 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.engine import check, ending
 from tswift.errors import InputError
-from tswift.jobs.config import AuditConfig, RunConfig
+from tswift.jobs.config import AuditConfig, RunConfig, take
 from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens
-from tswift.jobs.prompt import take
-from tswift.jobs.start import load_exact_or_not
+from tswift.jobs.job import load_exact_or_not
 from tswift.models.config import refuse_shape
 from tswift.models.devices import find_device
 from tswift.models.load import LoadedModel, load

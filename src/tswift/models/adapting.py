@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from tswift.attention.backends import BACKENDS, USUAL, choose, fails
-from tswift.attention.building import Unbuilt
-from tswift.attention.layout import MOST_WIDTH, ROWS
+from tswift.attention.native import Unbuilt
+from tswift.attention.sdpa import MOST_WIDTH, ROWS
 from tswift.errors import InputError
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.devices import dtype_name, kv_dtype_for
 from tswift.models.hf import UnsupportedModel, watched
 from tswift.models.linear import join, separate, use_onednn

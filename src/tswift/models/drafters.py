@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tswift.kv.cache import KVShape, WindowKV
+from tswift.kv import KVShape, WindowKV
 from tswift.models.target import Target
 
 DSPARK, DFLASH, EAGLE3 = "dspark", "dflash", "eagle3"

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tswift.attention.building import Unbuilt
+from tswift.attention.native import Unbuilt
 from tswift.models.linear import use_onednn
 from tswift.models.program import MOST_COPIED, HeadProgram
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from tswift.attention.layout import AttentionSpec
+from tswift.attention.sdpa import AttentionSpec
 
 _MAX_POSITIONS = 1 << 24  # beyond what any model was made for
 

@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from tswift.attention.backends import BACKENDS, choose, partials_bytes
 from tswift.distributed import ALONE, RANKS, Dist, guard
 from tswift.errors import InputError, renamed
-from tswift.kv.cache import KVShape
+from tswift.kv import KVShape
 from tswift.models.adapting import (
     EAGER,
     Inexact,

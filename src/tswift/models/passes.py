@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tswift.attention.layout import Attention
-from tswift.attention.sdpa import SpecAttention, SpecialAttention
-from tswift.kv.cache import KVBuffer
+from tswift.attention.sdpa import Attention, SpecAttention, SpecialAttention
+from tswift.kv import KVBuffer
 
 
 @dataclass(frozen=True)

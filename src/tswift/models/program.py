@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tswift.attention import native
-from tswift.attention.building import build, widest_vectors
-from tswift.attention.layout import MOST_WIDTH
-from tswift.kv.cache import KVBuffer
+from tswift.attention.native import build, widest_vectors
+from tswift.attention.sdpa import MOST_WIDTH
+from tswift.kv import KVBuffer
 from tswift.models.passes import Forwarded
 
 _SOURCE = Path(__file__).with_name("program.c")
@@ -467,7 +467,7 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
     """The finest steps in which 16 bits hold every key and value that the weights can give.
 
     Returns:
-        As in :class:`~tswift.kv.cache.KVShape`.
+        As in :class:`~tswift.kv.KVShape`.
 
     Raises:
         Unfit: the modeling code is not known to put them together from a norm, a linear layer and a rotation.

@@ -18,11 +18,18 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.attention.backends import exact_for, partials_bytes
-from tswift.attention.building import Unbuilt
-from tswift.attention.chunked import ChunkedAttention
-from tswift.attention.layout import Attention, Layout, StaticAttention
-from tswift.attention.sdpa import ReferenceAttention, SpecAttention, SpecialAttention, TreeAttention
-from tswift.kv.cache import FullKV, KVBuffer, KVShape
+from tswift.attention.native import Unbuilt
+from tswift.attention.sdpa import (
+    Attention,
+    ChunkedAttention,
+    Layout,
+    ReferenceAttention,
+    SpecAttention,
+    SpecialAttention,
+    StaticAttention,
+    TreeAttention,
+)
+from tswift.kv import FullKV, KVBuffer, KVShape
 from tswift.models.hf import (
     LayerTaps,
     PreNormHook,
@@ -64,7 +71,7 @@ class Target:
         special_fault: why windows, soft caps and sinks are left to plain products although the backend has them.
         width: rows that every pass over the text is padded to, so that a token's bits do not depend on how it was
             forwarded; None if passes are as wide as they happen to be.
-        program: a C function that makes the passes of up to :data:`~tswift.attention.layout.MOST_WIDTH` nodes, and the
+        program: a C function that makes the passes of up to :data:`~tswift.attention.sdpa.MOST_WIDTH` nodes, and the
             logits; None if PyTorch makes them.
         network: a published drafter that reads the states after some of its layers; None for none.
         sampler_fault: why a GPU draws tokens without the sampler's kernels; None if it uses them, or there is no GPU.

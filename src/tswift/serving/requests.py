@@ -17,8 +17,7 @@ from typing import Any
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.errors import InputError, did_you_mean
-from tswift.jobs.config import LOADS, RunConfig
-from tswift.jobs.prompt import check_prompt
+from tswift.jobs.config import LOADS, RunConfig, check_prompt
 from tswift.options import check_options, option, options_of
 
 _PANEL = "Server"

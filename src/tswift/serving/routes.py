@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import tswift
-from tswift.decoding.logprobs import row_type
+from tswift.decoding.sampling import row_type
 from tswift.decoding.text import TextStream
 from tswift.jobs.folder import FAILED, FINISHED
 from tswift.serving.requests import Refused, ServeConfig, parse_body

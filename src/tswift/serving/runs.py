@@ -20,10 +20,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from tswift.decoding.stats import DecodeStats
+from tswift.decoding.loop import DecodeStats
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import find_method
 from tswift.errors import Fault, InputError
+from tswift.jobs.config import MOST_BYTES, render_chat
 from tswift.jobs.folder import (
     BROKEN,
     FAILED,
@@ -43,9 +44,7 @@ from tswift.jobs.folder import (
     read_tokens,
     write_whole,
 )
-from tswift.jobs.job import END, Job
-from tswift.jobs.prompt import MOST_BYTES, render_chat
-from tswift.jobs.start import resume, start
+from tswift.jobs.job import END, Job, resume, start
 from tswift.models.checkpoint import weights_hash
 from tswift.models.config import ModelConfig
 from tswift.models.devices import ran_out

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.drafters import BlockDrafter
 from tswift.models.heads import Heads
 from tswift.models.target import Target

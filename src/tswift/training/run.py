@@ -20,7 +20,6 @@ from torch import Tensor
 
 from tswift.distributed import Dist, open_ranks
 from tswift.errors import Fault, InputError, renamed
-from tswift.jobs.environment import environment, now
 from tswift.jobs.folder import (
     FINISHED,
     INTERRUPTED,
@@ -34,7 +33,7 @@ from tswift.jobs.folder import (
 )
 from tswift.jobs.job import Signals, Stopped
 from tswift.models.checkpoint import fingerprint_of
-from tswift.models.devices import find_device, ran_out
+from tswift.models.devices import environment, find_device, now, ran_out
 from tswift.models.load import load
 from tswift.reading import MOST_RECORD, read_file
 from tswift.training.config import Progress, TrainConfig

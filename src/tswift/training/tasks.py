@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tswift.decoding.loop import DecodeStats
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.decoding.stats import DecodeStats
 from tswift.distributed import Dist
 from tswift.engine import begin, ending
 from tswift.errors import Fault, InputError, renamed
-from tswift.kv.cache import FullKV
+from tswift.kv import FullKV
 from tswift.models.checkpoint import CONFIG, fingerprint_in_any_dtype, silence
 from tswift.models.drafters import DSPARK, BlockDrafter, DrafterSpec, build
 from tswift.models.drafters_io import attached, published_config
