@@ -19,7 +19,7 @@ ORDER = [
     {"decoding"},
     {"models"},
     {"kv", "attention"},
-    {"options", "reading", "distributed"},
+    {"options", "distributed"},
     {"errors"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

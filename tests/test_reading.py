@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.rows import every_row
-from tswift.errors import InputError
-from tswift.reading import parse_json, read_file
+from tswift.errors import InputError, parse_json, read_file
 
 
 def test_reads_all_of_it(tmp_path: Path) -> None:

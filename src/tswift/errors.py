@@ -1,9 +1,14 @@
-"""Errors that are told in one line: what the user can mend (exit code 2), and what broke on the way (exit code 1)."""
+"""Errors that are told in one line, what the user can mend (exit code 2) and what broke (1); and files from outside."""
 
 from __future__ import annotations
 
+import json
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, BinaryIO
 
 
 class InputError(ValueError):
@@ -36,3 +41,67 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """``; did you mean X?`` for the choice that is closest to a name, or nothing if none is close."""
     close = get_close_matches(str(name), list(choices), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+MOST_RECORD = 64_000_000  # bytes of JSON that tswift itself has written
+
+_PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # what a shell puts for <(command)
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def read_file(path: Path, most: int, option: str | None = None, missing: str | None = None) -> bytes:
+    """All bytes of a file.
+
+    A device or a named pipe is not opened: it might never end, or never begin. A pipe that a shell has opened already,
+    as for ``<(command)``, is read.
+
+    Args:
+        path: the file.
+        most: maximum size in bytes.
+        option: what the user named it with, for the error.
+        missing: the error's message if there is no such file.
+
+    Raises:
+        InputError: there is no such file, it is none, it cannot be read, or it has more bytes.
+    """
+    try:
+        status = os.stat(path)
+        piped = stat.S_ISFIFO(status.st_mode) and str(path).startswith(_PIPES)
+        if not (stat.S_ISREG(status.st_mode) or piped):
+            kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
+            raise InputError(f"{path} cannot be read (it is {kind})", option)
+        with path.open("rb") as file:
+            return read_stream(file, most, str(path), option, status.st_size)
+    except InputError:
+        raise
+    except FileNotFoundError:
+        raise InputError(missing or f"there is no file {path}", option) from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror or error})", option) from None
+    except ValueError:  # a NUL in the name, or incomplete UTF-8
+        raise InputError(f"no file can be called {path}", option) from None
+
+
+def read_stream(file: BinaryIO, most: int, name: str, option: str | None = None, size: int = 0) -> bytes:
+    """All bytes of an open file that is called ``name``, of at least ``size`` and at most ``most`` bytes.
+
+    Raises:
+        InputError: it has more bytes.
+        OSError: it cannot be read.
+    """
+    data = b"" if size > most else file.read(most + 1)
+    if max(size, len(data)) > most:
+        raise InputError(f"{name} is too large, more than {most:,} bytes are not read", option)
+    return data
+
+
+def parse_json(data: bytes, name: object, option: str | None = None) -> Any:
+    """The value of JSON in UTF-8, from a file that is called ``name``.
+
+    Raises:
+        InputError: it is no JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):  # no UTF-8 is a ValueError too, and so is a number of too many digits
+        raise InputError(f"{name} is not JSON", option) from None

@@ -37,11 +37,10 @@ from tswift.benchmarking.summary import (
 )
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
-from tswift.errors import InputError, did_you_mean
+from tswift.errors import MOST_RECORD, InputError, did_you_mean, parse_json, read_file
 from tswift.jobs.config import fields_of
 from tswift.jobs.folder import FINISHED, INTERRUPTED, lock_folder
 from tswift.options import check_options, option, options_of
-from tswift.reading import MOST_RECORD, parse_json, read_file
 
 SAME_TEXT = "same_as_ar"
 

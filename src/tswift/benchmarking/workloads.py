@@ -12,9 +12,8 @@ from itertools import count, islice
 from pathlib import Path
 from random import Random
 
-from tswift.errors import InputError, did_you_mean
+from tswift.errors import InputError, did_you_mean, read_file
 from tswift.jobs.config import MOST_BYTES, bundled_prompts, check_prompt
-from tswift.reading import read_file
 
 OPTION = "workload"
 _TEXT = ("prompt", "problem", "question", "question_content", "text")  # of a line, the first of these names that it has

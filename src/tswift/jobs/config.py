@@ -17,10 +17,9 @@ import numpy as np
 from tswift.decoding.params import MOST_TOP, OFF, SamplingParams
 from tswift.decoding.text import check_stop
 from tswift.drafting.options import METHODS, DraftOptions, Method, find_method, refuse_unused, used
-from tswift.errors import InputError, did_you_mean
+from tswift.errors import InputError, did_you_mean, read_file, read_stream
 from tswift.models.config import DEMO, DEMO_DRAFT, UNQUANTISED, ModelConfig, refuse_shape
 from tswift.options import check_options, option, options_of
-from tswift.reading import read_file, read_stream
 
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said

@@ -28,9 +28,8 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from tswift.decoding.params import SamplingParams
-from tswift.errors import Fault, InputError
+from tswift.errors import MOST_RECORD, Fault, InputError, parse_json, read_file
 from tswift.jobs.config import RunConfig, fingerprint
-from tswift.reading import MOST_RECORD, parse_json, read_file
 
 SCHEMA = 2
 TEXT, TOKENS, RECORD, PROMPT, AUDIT = "text.txt", "tokens.u32", "run.json", "prompt.u32", "verify.json"

@@ -24,10 +24,9 @@ from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tswift.errors import InputError, did_you_mean
+from tswift.errors import MOST_RECORD, InputError, did_you_mean, parse_json, read_file
 from tswift.models.config import DEMO, DEMO_DRAFT
 from tswift.models.shapes import PREFIX, shape_config, skeleton
-from tswift.reading import MOST_RECORD, parse_json, read_file
 
 _BUNDLED = {DEMO: ("demo",), DEMO_DRAFT: ("demo", "draft")}  # folders, relative to this one
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tswift.errors import InputError, renamed
+from tswift.errors import InputError, parse_json, renamed
 from tswift.models.checkpoint import (
     CONFIG,
     INDEX,
@@ -27,7 +27,6 @@ from tswift.models.drafters_io import describe_drafter, is_drafter
 from tswift.models.heads import FORMAT, HEAD_TYPES, Heads, MedusaHeads, build, prepare
 from tswift.models.hf import UnsupportedModel
 from tswift.models.target import Target
-from tswift.reading import parse_json
 
 HEADS_FILE, MEDUSA_FILE = "heads.safetensors", "medusa_lm_head.safetensors"
 PICKLES = (".pt", ".pth", ".bin")

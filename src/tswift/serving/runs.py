@@ -23,7 +23,7 @@ from typing import Any
 from tswift.decoding.loop import DecodeStats
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import find_method
-from tswift.errors import Fault, InputError
+from tswift.errors import MOST_RECORD, Fault, InputError, parse_json, read_file
 from tswift.jobs.config import MOST_BYTES, render_chat
 from tswift.jobs.folder import (
     BROKEN,
@@ -49,7 +49,6 @@ from tswift.models.checkpoint import weights_hash
 from tswift.models.config import ModelConfig
 from tswift.models.devices import ran_out
 from tswift.models.load import LoadedModel
-from tswift.reading import MOST_RECORD, parse_json, read_file
 from tswift.serving.requests import Refused, Request, ServeConfig, parse, refused, with_length
 
 _EOS = "eos"

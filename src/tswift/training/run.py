@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tswift.distributed import Dist, open_ranks
-from tswift.errors import Fault, InputError, renamed
+from tswift.errors import MOST_RECORD, Fault, InputError, read_file, renamed
 from tswift.jobs.folder import (
     FINISHED,
     INTERRUPTED,
@@ -35,7 +35,6 @@ from tswift.jobs.job import Signals, Stopped
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.devices import environment, find_device, now, ran_out
 from tswift.models.load import load
-from tswift.reading import MOST_RECORD, read_file
 from tswift.training.config import Progress, TrainConfig
 from tswift.training.data import corpus_files, prepare
 from tswift.training.losses import TOP, Metrics, total
