@@ -26,8 +26,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.kv import FullKV
 from tswift.models.checkpoint import fingerprint_in_any_dtype
-from tswift.models.heads import ChainedHeads, ConditionedHeads
-from tswift.models.heads_io import load_heads
+from tswift.models.heads import ChainedHeads, ConditionedHeads, load_heads
 from tswift.models.target import Target
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

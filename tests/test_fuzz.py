@@ -21,7 +21,7 @@ from tswift.errors import InputError
 from tswift.jobs.config import read_prompt
 from tswift.jobs.folder import read_tokens
 from tswift.models.checkpoint import read_config, stored_tensors
-from tswift.models.heads_io import load_heads
+from tswift.models.heads import load_heads
 from tswift.models.load import load
 
 CPU = torch.device("cpu")

@@ -28,8 +28,7 @@ from tswift.models.checkpoint import (
     refuse_numbers,
     stored_tensors,
 )
-from tswift.models.heads import ChainedHeads, ConditionedHeads
-from tswift.models.heads_io import load_heads
+from tswift.models.heads import ChainedHeads, ConditionedHeads, load_heads
 from tswift.models.load import load
 
 
@@ -220,7 +219,7 @@ def test_what_is_remembered_is_kept_when_saved_again(tmp_path: Path) -> None:
 def test_a_base_that_is_none(tmp_path: Path, base: object) -> None:
     path = tmp_path / "mine.safetensors"
     ChainedHeads(32, 2).save(path, base=base)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"heads: .* is not a tswift heads file \(its base model is "):
+    with pytest.raises(InputError, match=r"heads: .* is not a tswift heads file \(its base is "):
         load_heads(path, 32, torch.float32, CPU)
 
 

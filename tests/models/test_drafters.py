@@ -29,10 +29,10 @@ from tswift.errors import InputError
 from tswift.kv import FullKV, WindowKV
 from tswift.models import shapes
 from tswift.models.drafters import DraftNetwork
-from tswift.models.drafters_io import RandomDrafter, describe_drafter, find_drafter
+from tswift.models.drafters_io import describe_drafter, find_drafter, published_spec
 from tswift.models.load import inspect_model
 from tswift.models.load import load as load_model
-from tswift.models.shapes import SHAPES, shape_drafter
+from tswift.models.shapes import SHAPES
 from tswift.models.target import Target
 
 BUDGET, SINKS = 12, 2
@@ -73,9 +73,9 @@ def test_logits_are_those_of_a_dense_recomputation(layout: str, budget: int, tmp
         root, place = torch.tensor(text[-1:]), torch.tensor([len(text) - 1])
         begun = network.begin(state, root, place, kv, kv.held)
         # two branches that part at once, and swap places
-        found = [begun.logits(0, None, root)]
-        found.append(begun.logits(1, torch.tensor([0, 0]), torch.tensor([7, 8])))
-        found.append(begun.logits(2, torch.tensor([1, 0]), torch.tensor([20, 21])))
+        found = [begun(0, None, root)]
+        found.append(begun(1, torch.tensor([0, 0]), torch.tensor([7, 8])))
+        found.append(begun(2, torch.tensor([1, 0]), torch.tensor([20, 21])))
     dense = Dense(layout, qwen3())
     seen = dense.window(len(text) - 1, budget, SINKS)
     paths = [[[]], [[7], [8]], [[8, 20], [7, 21]]]
@@ -239,9 +239,9 @@ def test_broken_weights_are_refused(layout: str, name: str, value: torch.Tensor,
 def test_published_sizes(model: str, size: float) -> None:
     """DeepSpec's checkpoints in bfloat16, copies of embeddings and LM head among them."""
     config = SHAPES[model]
-    spec = shape_drafter("dspark", config)
+    spec = published_spec("dspark", config)
     copies = 2 * config.vocab_size * config.hidden_size
-    assert 2 * (RandomDrafter(spec).parameters + copies) == pytest.approx(size, rel=0.005)
+    assert 2 * (sum(spec.weights().values()) + copies) == pytest.approx(size, rel=0.005)
     assert spec.taps == (1, 9, 17, 25, 33)
 
 

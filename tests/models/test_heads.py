@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from tests.helpers import HIDDEN, VOCAB, medusa_heads, tiny_heads
 from tests.rows import every_row
 from tswift.errors import InputError
-from tswift.models.heads import HEAD_TYPES, Heads, build
-from tswift.models.heads_io import load_heads
+from tswift.models.heads import HEAD_TYPES, Heads, build, load_heads
 
 CPU = torch.device("cpu")
 LM_HEAD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -34,8 +34,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
 from tswift.errors import InputError
-from tswift.models.heads import MedusaHeads
-from tswift.models.heads_io import find_heads
+from tswift.models.heads import MedusaHeads, find_heads
 from tswift.models.load import LoadedModel, load
 from tswift.models.target import Target
 

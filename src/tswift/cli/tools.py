@@ -87,7 +87,7 @@ def inspect(
     """Tell what a file or a folder of heads, or of a drafter, holds. Its weights are not read, and nothing is run."""
     from tswift.benchmarking.summary import Table
     from tswift.cli import output
-    from tswift.models.heads_io import describe
+    from tswift.models.heads import describe
 
     result = output.writable(json)
     found = describe(file.expanduser())

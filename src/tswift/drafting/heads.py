@@ -450,7 +450,7 @@ class NetworkSource(Source):
         picked, rows, paths = torch.zeros_like(tokens), None, tokens.new_zeros(1, 0)
         for level in range(self._levels):
             count = len(tokens)
-            logits, seen = begun.logits(level, rows, tokens), after
+            logits, seen = begun(level, rows, tokens), after
             if seen is not None and level:
                 seen = seen.repeat(count, 1).scatter_(1, paths, True)
                 logits = logits.expand(count, -1)

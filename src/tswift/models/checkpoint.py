@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -168,8 +168,6 @@ def refuse_broken(folder: Path) -> None:
             continue
         try:
             status = os.stat(path)
-        except FileNotFoundError:
-            raise InputError(f"{path} is a link to nothing", "model") from None
         except OSError as error:
             raise InputError(f"cannot access {path} ({error.strerror})", "model") from None
         if not stat.S_ISREG(status.st_mode):
@@ -275,6 +273,57 @@ def read_header(path: Path, option: str) -> tuple[dict[str, StoredTensor], dict[
     except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{path} is broken or no safetensors file ({reason})", option) from None
+
+
+def account(
+    path: Path,
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    optional: Container[str],
+    owner: str,
+    option: str,
+) -> None:
+    """Refuse tensors that are not those of a network: the first that is missing, left over or of another shape.
+
+    Args:
+        path: where they are, for the error.
+        stored, shapes: what there is, and what belongs there, by the same names.
+        optional: what may be missing.
+        owner: what they are of.
+        option: that named the file.
+    """
+    for name, shape in shapes.items():
+        tensor, reason = stored.get(name), ""
+        if tensor is None and name not in optional:
+            reason = f"lacks {name}"
+        elif tensor is not None and tensor.shape != shape:
+            reason = f"has {tensor.name} of shape {list(tensor.shape)}, where {list(shape)} belongs"
+        if reason:
+            raise InputError(f"{path} {reason}", option)
+    for name in sorted(stored.keys() - shapes.keys()):
+        raise InputError(f"{path} has {stored[name].name}, which no {owner} has", option)
+
+
+def read_into(
+    network: nn.Module, tensors: Mapping[str, StoredTensor], dtype: torch.dtype, device: torch.device, option: str
+) -> None:
+    """Give a network on the meta device its weights by the names of its parameters, and freeze them.
+
+    Raises:
+        InputError: some are not finite numbers.
+    """
+    state = {}
+    for name, weight in network.state_dict().items():
+        stored = tensors[name]
+        values = stored.read()
+        if weight.is_floating_point():
+            if not (values.is_floating_point() and values.isfinite().all()):
+                reason = f"is broken: {stored.name} holds something else than finite numbers"
+                raise InputError(f"{stored.path} {reason}", option)
+            values = values.to(dtype)
+        state[name] = values.to(device)
+    network.load_state_dict(state, assign=True)
+    network.eval().requires_grad_(False)
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -7,7 +7,7 @@ for the device, so that one CUDA graph can hold it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from tswift.kv import KVShape, WindowKV
 from tswift.models.target import Target
@@ -27,29 +27,10 @@ _EXCLUDED = -1e4  # logit of a token outside a draft vocabulary: never among the
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSpec:
-    """Sizes and switches of a drafter, as its configuration and its tensors' shapes tell them.
+    """Sizes and switches of a drafter, as its configuration and its tensors' shapes tell them."""
 
-    Attributes:
-        kind: ``dspark``, ``dflash`` or ``eagle3``.
-        hidden_size, inner_size, layers, heads, kv_heads, head_dim, vocab_size, eps: as in transformers' configurations.
-        rope: transformers' ``rope_parameters``.
-        tap_size: hidden size of the target.
-        tap_count: how many of its states are read.
-        taps: after which of its layers, from 0; None for EAGLE-3's usual three.
-        target_layers: how many layers the target has; None where that is not said.
-        qk_norm: whether queries and keys are normalised.
-        block: tokens of a block; EAGLE-3 has none.
-        mask: token id of the positions to be guessed.
-        in_place: a slot guesses the token at its own position (DFlash), not the next one.
-        markov: how the token before biases a slot: ``vanilla``, ``gated`` or ``rnn``; empty for not at all.
-        rank: of that bias.
-        draft_vocab: tokens that EAGLE-3 can guess.
-        embeds: whether EAGLE-3 has embeddings of its own.
-        norm_before_residual, norm_output, input_norm, fc_norm: which of its norms EAGLE-3 applies where.
-    """
-
-    kind: str
-    hidden_size: int
+    kind: str  # ``dspark``, ``dflash`` or ``eagle3``
+    hidden_size: int  # this and the next seven as in transformers' configurations
     inner_size: int
     layers: int
     heads: int
@@ -57,20 +38,20 @@ class DrafterSpec:
     head_dim: int
     vocab_size: int
     eps: float
-    rope: Mapping[str, Any]
-    tap_size: int
-    tap_count: int
-    taps: tuple[int, ...] | None = None
-    target_layers: int | None = None
-    qk_norm: bool = True
-    block: int = 0
-    mask: int = 0
-    in_place: bool = False
-    markov: str = ""
-    rank: int = 0
-    draft_vocab: int = 0
-    embeds: bool = False
-    norm_before_residual: bool = False
+    rope: Mapping[str, Any]  # transformers' ``rope_parameters``
+    tap_size: int  # hidden size of the target
+    tap_count: int  # how many of its states are read
+    taps: tuple[int, ...] | None = None  # after which of its layers, from 0; None for EAGLE-3's usual three
+    target_layers: int | None = None  # how many layers the target has; None where that is not said
+    qk_norm: bool = True  # whether queries and keys are normalised
+    block: int = 0  # tokens of a block; EAGLE-3 has none
+    mask: int = 0  # token id of the positions to be guessed
+    in_place: bool = False  # a slot guesses the token at its own position (DFlash), not the next one
+    markov: str = ""  # how the token before biases a slot: ``vanilla``, ``gated`` or ``rnn``; empty for not at all
+    rank: int = 0  # of that bias
+    draft_vocab: int = 0  # tokens that EAGLE-3 can guess
+    embeds: bool = False  # whether EAGLE-3 has embeddings of its own
+    norm_before_residual: bool = False  # this and the next three: which of its norms EAGLE-3 applies where
     norm_output: bool = False
     input_norm: bool = False
     fc_norm: bool = False
@@ -88,6 +69,11 @@ class DrafterSpec:
         """Scratch slots of a round: the whole block, even to use less of it; or the tokens that are fed back."""
         return self.block or (levels - 1) * beam
 
+    def weights(self) -> dict[str, int]:
+        """Number of weights by parameter."""
+        with torch.device("meta"):
+            return {name: weight.numel() for name, weight in build(self).named_parameters()}
+
     def read_bytes(self, itemsize: int, budget: int, levels: int, lm_head: int) -> int:
         """Bytes that a round reads at least: weights, and the window.
 
@@ -97,18 +83,26 @@ class DrafterSpec:
             levels: tokens drafted along a path.
             lm_head: weights of the target's LM head, which a block drafter shares.
         """
-        with torch.device("meta"):
-            sizes = {name: weight.numel() for name, weight in build(self).named_parameters()}
-        sizes = {name: size for name, size in sizes.items() if "embed_tokens" not in name and "markov_w1" not in name}
+        sizes = self.weights()
+        read = sum(size for name, size in sizes.items() if "embed_tokens" not in name and "markov_w1" not in name)
         window, again = 2 * self.layers * self.kv_heads * self.head_dim * budget, levels - 1
-        weights = sum(sizes.values())
         if self.kind == EAGLE3:  # all but what the taps go through is read for every level
-            return itemsize * (weights + window + again * (weights - sizes["fc.weight"] + window))
-        return itemsize * (weights + window + lm_head + again * self.rank * self.vocab_size)
+            return itemsize * (read + window + again * (read - sizes["fc.weight"] + window))
+        return itemsize * (read + window + lm_head + again * self.rank * self.vocab_size)
 
     def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
         """Of the drafter's own cache."""
         return KVShape(self.layers, self.kv_heads, self.head_dim, dtype, device)
+
+    def llama(self) -> LlamaConfig:
+        """What transformers' modules are made of: the MLP's sizes and the rotary embeddings of a head."""
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.inner_size,
+            num_attention_heads=1,
+            head_dim=self.head_dim,
+            rope_parameters=dict(self.rope),
+        )
 
 
 class Rotary(nn.Module):
@@ -116,14 +110,8 @@ class Rotary(nn.Module):
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
-        config = LlamaConfig(
-            hidden_size=spec.heads * spec.head_dim,
-            num_attention_heads=spec.heads,
-            head_dim=spec.head_dim,
-            rope_parameters=dict(spec.rope),
-        )
         with torch.device("cpu"):
-            made = LlamaRotaryEmbedding(config)
+            made = LlamaRotaryEmbedding(spec.llama())
         self.rates, self.scale = made.inv_freq.float(), float(made.attention_scaling)
 
     def forward(self, rows: Tensor, positions: Tensor) -> Tensor:
@@ -136,15 +124,10 @@ class Rotary(nn.Module):
 
 
 class LayerKV(Protocol):
-    """Keys and values of a drafter's layers: a windowed cache, or rows that are trained on."""
+    """Keys and values ``[kv heads, slots, head_dim]`` of a drafter's layers: a window, or rows that are trained on."""
 
-    @property
-    def keys(self) -> Any:
-        """Of each layer ``[kv heads, slots, head_dim]``."""
-
-    @property
-    def values(self) -> Any:
-        """As the keys."""
+    keys: Any
+    values: Any
 
     def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys and values ``[kv heads, n, head_dim]`` into slots ``[n]`` of a layer."""
@@ -157,11 +140,9 @@ class DrafterAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, size = spec.heads, spec.kv_heads, spec.head_dim
         self.q_proj = nn.Linear(width, spec.heads * size, bias=False)
-        self.k_proj = nn.Linear(width, spec.kv_heads * size, bias=False)
-        self.v_proj = nn.Linear(width, spec.kv_heads * size, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(width, spec.kv_heads * size, bias=False) for _ in range(2))
         self.o_proj = nn.Linear(spec.heads * size, spec.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(size, spec.eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(size, spec.eps) if spec.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = (nn.RMSNorm(size, spec.eps) if spec.qk_norm else nn.Identity() for _ in range(2))
 
     def remember(self, index: int, rows: Tensor, positions: Tensor, slots: Tensor, rotary: Rotary, kv: LayerKV) -> None:
         """Put the keys and values of rows ``[n, width]`` into slots ``[n]`` of layer ``index``."""
@@ -180,26 +161,16 @@ class DrafterAttention(nn.Module):
         return self.o_proj(out.unflatten(1, (-1, len(rows))).flatten(0, 1).transpose(0, 1).flatten(1))
 
 
-class _MLP(nn.Module):
-    def __init__(self, spec: DrafterSpec) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.inner_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.inner_size, bias=False)
-        self.down_proj = nn.Linear(spec.inner_size, spec.hidden_size, bias=False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(rows)) * self.up_proj(rows))
-        return out
-
-
 class _Layer(nn.Module):
-    """A layer of a block drafter (as Qwen3's)."""
+    """A layer as Qwen3's; the attention of EAGLE-3's only one reads a token's embedding beside its state."""
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(spec.hidden_size, spec.eps)
-        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, spec.eps)
-        self.self_attn, self.mlp = DrafterAttention(spec, spec.hidden_size), _MLP(spec)
+        eagle, hidden = spec.kind == EAGLE3, spec.hidden_size
+        self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(hidden, spec.eps) for _ in range(2))
+        if eagle:
+            self.hidden_norm = nn.RMSNorm(hidden, spec.eps)
+        self.self_attn, self.mlp = DrafterAttention(spec, (1 + eagle) * hidden), LlamaMLP(spec.llama())
 
 
 class _Markov(nn.Module):
@@ -208,10 +179,8 @@ class _Markov(nn.Module):
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
         rank, hidden = spec.rank, spec.hidden_size
-        self.markov_w1, self.markov_w2 = (
-            nn.Embedding(spec.vocab_size, rank),
-            nn.Linear(rank, spec.vocab_size, bias=False),
-        )
+        self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, spec.vocab_size, bias=False)
         if spec.markov == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)
         elif spec.markov == "rnn":
@@ -231,17 +200,10 @@ class _Markov(nn.Module):
         return self.markov_w2(told), state
 
 
-class DrafterRound(Protocol):
-    """A round of a drafter under way: the logits of its levels, one after another."""
-
-    def logits(self, level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
-        """``[n or 1, V]`` after drafted tokens ``[n]`` at ``level``, 0 being that of the root.
-
-        Args:
-            level: how many tokens were drafted before.
-            rows: ``[n]``, of each token's parent among those of the level before; None for the root.
-            tokens: ``[n]``.
-        """
+# A round under way: ``[n or 1, V]`` logits after drafted tokens ``[n]`` (int64) at a level, one level after another.
+# Given are how many tokens were drafted before, each one's parent among those of the level before (``[n]``; None at
+# the root), and the tokens.
+DrafterRound = Callable[[int, "Tensor | None", Tensor], Tensor]
 
 
 class DraftNetwork(nn.Module):
@@ -250,12 +212,7 @@ class DraftNetwork(nn.Module):
     Args:
         spec: sizes.
         target: whose embeddings and LM head are shared; its passes give the taps.
-
-    Attributes:
-        told: whether a level's logits depend on the tokens drafted before.
     """
-
-    told = True
 
     def __init__(self, spec: DrafterSpec, target: Target | None) -> None:
         super().__init__()
@@ -302,10 +259,9 @@ class BlockDrafter(DraftNetwork):
 
     def __init__(self, spec: DrafterSpec, target: Target | None) -> None:
         super().__init__(spec, target)
-        self.told = bool(spec.markov)
         self.fc = nn.Linear(spec.tap_count * spec.tap_size, spec.hidden_size, bias=False)
         self.hidden_norm, self.norm = (nn.RMSNorm(spec.hidden_size, spec.eps) for _ in range(2))
-        self.layers = nn.ModuleList(_Layer(spec) for _ in range(spec.layers))
+        self.layers: Any = nn.ModuleList(_Layer(spec) for _ in range(spec.layers))
         if spec.markov:
             self.markov_head = _Markov(spec)
 
@@ -313,7 +269,7 @@ class BlockDrafter(DraftNetwork):
         """As :meth:`DraftNetwork.remember`."""
         rows = self.hidden_norm(self.fc(taps))
         for index, layer in enumerate(self.layers):
-            layer.self_attn.remember(index, rows, places, slots, self.rotary, kv)  # type: ignore[operator, union-attr]
+            layer.self_attn.remember(index, rows, places, slots, self.rotary, kv)
         return rows
 
     def begin(self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> DrafterRound:
@@ -323,49 +279,28 @@ class BlockDrafter(DraftNetwork):
         slots, places = kv.scratch + block, position + block
         seen = seen.clone()
         seen[kv.scratch : kv.scratch + self.spec.block] = True
-        hidden = self.fill(self.target.embed(tokens), places, slots, kv, seen[None])
-        return _BlockRound(self, hidden[int(self.spec.in_place) :])
+        filled = self.fill(self.target.embed(tokens), places, slots, kv, seen[None])
+        hidden, told = filled[int(self.spec.in_place) :], None
+        own = self.target.open_logits(hidden)
+
+        def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
+            nonlocal told
+            if not self.spec.markov:
+                return own[level : level + 1]
+            told = told if told is None or rows is None else told.index_select(0, rows)
+            bias, told = self.markov_head(tokens, hidden[level], told)
+            return own[level : level + 1] + bias
+
+        return logits
 
     def fill(self, rows: Tensor, places: Tensor, slots: Tensor, kv: LayerKV, seen: Tensor) -> Tensor:
         """``[n, H]`` states of blocks whose embeddings are ``rows``; ``seen`` is ``[n or 1, slots]``."""
         for index, layer in enumerate(self.layers):
-            normed, attention = layer.input_layernorm(rows), layer.self_attn  # type: ignore[operator]
-            attention.remember(index, normed, places, slots, self.rotary, kv)  # type: ignore[operator, union-attr]
-            rows = rows + attention(index, normed, places, self.rotary, kv, seen)  # type: ignore[operator]
-            rows = rows + layer.mlp(layer.post_attention_layernorm(rows))  # type: ignore[operator]
+            normed = layer.input_layernorm(rows)
+            layer.self_attn.remember(index, normed, places, slots, self.rotary, kv)
+            rows = rows + layer.self_attn(index, normed, places, self.rotary, kv, seen)
+            rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
         return self.norm(rows)
-
-
-class _BlockRound:
-    """The logits of a block's slots."""
-
-    def __init__(self, drafter: BlockDrafter, hidden: Tensor) -> None:
-        self._drafter, self._hidden = drafter, hidden
-        self._logits, self._state = drafter.target.open_logits(hidden), None
-
-    def logits(self, level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
-        """As :meth:`DrafterRound.logits`."""
-        own = self._logits[level : level + 1]
-        if not self._drafter.told:
-            return own
-        state = self._state if self._state is None or rows is None else self._state.index_select(0, rows)
-        bias, self._state = self._drafter.markov_head(tokens, self._hidden[level], state)
-        return own + bias
-
-
-class _EagleLayer(nn.Module):
-    """EAGLE-3's one layer, whose attention reads a token's embedding beside its state."""
-
-    def __init__(self, spec: DrafterSpec) -> None:
-        super().__init__()
-        self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
-            nn.RMSNorm(spec.hidden_size, spec.eps) for _ in range(3)
-        )
-        self.self_attn, self.mlp = DrafterAttention(spec, 2 * spec.hidden_size), _MLP(spec)
-
-    def inputs(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """``[n, 2 H]`` that the attention reads."""
-        return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(states)], -1)
 
 
 class EagleDrafter(DraftNetwork):
@@ -377,7 +312,7 @@ class EagleDrafter(DraftNetwork):
         super().__init__(spec, target)
         hidden = spec.hidden_size
         self.fc = nn.Linear(spec.tap_count * spec.tap_size, hidden, bias=False)
-        self.midlayer, self.norm = _EagleLayer(spec), nn.RMSNorm(hidden, spec.eps)
+        self.midlayer, self.norm = _Layer(spec), nn.RMSNorm(hidden, spec.eps)
         self.lm_head = nn.Linear(hidden, spec.draft_vocab, bias=False)
         if spec.input_norm:
             self.input_norm = nn.RMSNorm(spec.tap_count * spec.tap_size, spec.eps)
@@ -389,8 +324,9 @@ class EagleDrafter(DraftNetwork):
             self.register_buffer("d2t", torch.zeros(spec.draft_vocab, dtype=torch.int64))
 
     def _inputs(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """``[n, 2 H]`` that the attention reads."""
         embeddings = self.embed_tokens(tokens) if self.spec.embeds else self.target.embed(tokens)
-        return self.midlayer.inputs(states, embeddings)
+        return torch.cat([self.midlayer.input_layernorm(embeddings), self.midlayer.hidden_norm(states)], -1)
 
     def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV) -> Tensor:
         """As :meth:`DraftNetwork.remember`."""
@@ -399,54 +335,37 @@ class EagleDrafter(DraftNetwork):
         if self.spec.fc_norm:
             parts = taps.chunk(self.spec.tap_count, -1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        states: Tensor = self.fc(taps)
+        states = self.fc(taps)
         self.midlayer.self_attn.remember(0, self._inputs(states, following), places, slots, self.rotary, kv)
         return states
 
     def begin(self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> DrafterRound:
-        """As :meth:`DraftNetwork.begin`."""
-        return _EagleRound(self, state, position, kv, seen)
+        """As :meth:`DraftNetwork.begin`: a level is a pass over the tokens drafted last."""
+        layer, spec = self.midlayer, self.spec
+        states, lines, used = state, seen[None], kv.scratch
 
-    def step(
-        self, states: Tensor, tokens: Tensor, places: Tensor, slots: Tensor | None, kv: WindowKV, seen: Tensor
-    ) -> Tensor:
-        """``[n, H]`` states after the layer, before the norm; keys and values go to ``slots``, if any."""
-        rows, layer = self._inputs(states, tokens), self.midlayer
-        if slots is not None:
-            layer.self_attn.remember(0, rows, places, slots, self.rotary, kv)
-        residual: Tensor = layer.hidden_norm(states) if self.spec.norm_before_residual else states
-        out: Tensor = residual + layer.self_attn(0, rows, places, self.rotary, kv, seen)
-        out = out + layer.mlp(layer.post_attention_layernorm(out))
-        return out
+        def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
+            nonlocal states, lines, used
+            places = (position - 1 + level).expand(len(tokens))
+            if rows is not None:
+                states = states.index_select(0, rows)
+            inputs = self._inputs(states, tokens)
+            if rows is not None:  # the root's row is among those remembered
+                slots = torch.arange(used, used + len(tokens), device=tokens.device)
+                used += len(tokens)
+                lines = lines.index_select(0, rows).scatter_(1, slots[:, None], True)
+                layer.self_attn.remember(0, inputs, places, slots, self.rotary, kv)
+            out = layer.hidden_norm(states) if spec.norm_before_residual else states
+            out = out + layer.self_attn(0, inputs, places, self.rotary, kv, lines)
+            out = out + layer.mlp(layer.post_attention_layernorm(out))
+            normed = self.norm(out)
+            states, own = normed if spec.norm_output else out, self.lm_head(normed)
+            if spec.draft_vocab == spec.vocab_size:
+                return own
+            full = own.new_full((len(own), spec.vocab_size), _EXCLUDED)
+            return full.index_copy_(1, self.d2t + torch.arange(spec.draft_vocab, device=own.device), own)
 
-    def logits(self, states: Tensor) -> Tensor:
-        """``[n, V]`` of the target's vocabulary."""
-        own = self.lm_head(self.norm(states))
-        if self.spec.draft_vocab == self.spec.vocab_size:
-            return own
-        full = own.new_full((len(own), self.spec.vocab_size), _EXCLUDED)
-        return full.index_copy_(1, self.d2t + torch.arange(self.spec.draft_vocab, device=own.device), own)
-
-
-class _EagleRound:
-    """The logits of EAGLE-3's levels: a pass each, over the tokens drafted last."""
-
-    def __init__(self, drafter: EagleDrafter, state: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> None:
-        self._drafter, self._states, self._kv = drafter, state, kv
-        self._place, self._lines, self._used = position - 1, seen[None], kv.scratch
-
-    def logits(self, level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
-        """As :meth:`DrafterRound.logits`."""
-        states, slots = self._states, None  # the root's row is among those remembered
-        if rows is not None:
-            slots = torch.arange(self._used, self._used + len(tokens), device=tokens.device)
-            self._used += len(tokens)
-            states = states.index_select(0, rows)
-            self._lines = self._lines.index_select(0, rows).scatter_(1, slots[:, None], True)
-        places = (self._place + level).expand(len(tokens))
-        out = self._drafter.step(states, tokens, places, slots, self._kv, self._lines)
-        self._states = self._drafter.norm(out) if self._drafter.spec.norm_output else out
-        return self._drafter.logits(out)
+        return logits
 
 
 def build(spec: DrafterSpec, target: Target | None = None) -> BlockDrafter | EagleDrafter:

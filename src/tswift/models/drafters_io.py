@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError, renamed
-from tswift.models.checkpoint import CONFIG, StoredTensor, find_source, hub, in_one_line, read_object, stored_tensors
+from tswift.models.checkpoint import (
+    CONFIG,
+    StoredTensor,
+    account,
+    find_source,
+    hub,
+    in_one_line,
+    read_into,
+    read_object,
+    stored_tensors,
+)
 from tswift.models.drafters import DFLASH, DSPARK, EAGLE3, BlockDrafter, DrafterSpec, EagleDrafter, build
 from tswift.models.hf import UnsupportedModel
-from tswift.models.shapes import random_drafter, shape_drafter
+from tswift.models.shapes import fill_randomly
 from tswift.models.target import Target
 
 OPTION = "drafter"
@@ -30,16 +40,26 @@ _ROPES = ("default", "linear", "llama3", "yarn")  # whose rates are the same at 
 _COPIED = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
 _COMPARED = 64  # rows of a copy that are compared with the target's own
 
+_DEEPSPEC, _ZLAB, _SAFEAI = "DeepSpec", "DFlash", "SafeAILab"
+_SPECULATORS, _DEEPSPEC_EAGLE = "speculators", "DeepSpec EAGLE-3"
+_EAGLE_LAYER = {_SAFEAI: "midlayer.", _SPECULATORS: "layers.0.", _DEEPSPEC_EAGLE: "layers.0."}  # before its parameters
+_ARCHITECTURES = {"Qwen3DSparkModel": _DEEPSPEC, "DFlashDraftModel": _ZLAB, "Qwen3Eagle3Model": _DEEPSPEC_EAGLE}
+# objects within a configuration, from what counts least to what counts most; None is the configuration itself
+_NESTED = ("eagle_config", "transformer_layer_config", None, "dflash_config")
+_TAPS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+_CAUSAL = ("is_causal", "causal", "sliding_window_non_causal")
+_NORMS = {"norm_before_fc": "input_norm", **{name: name for name in ("norm_before_residual", "norm_output", "fc_norm")}}
+
 
 @dataclass(frozen=True)
 class DrafterFile:
-    """A drafter found in a folder, not yet read.
+    """A drafter found in a folder, or one of published sizes and random weights; not yet read.
 
     Attributes:
         path: the folder.
         layout: who writes drafters so.
         spec: its sizes.
-        tensors: by the name of the parameter in the module.
+        tensors: by the name of the parameter in the module; empty for random weights.
         copies: the target's embeddings and LM head, which some layouts carry along.
         unused: names of tensors that are read by no decoding: a confidence head, the inverse of ``d2t``.
     """
@@ -51,27 +71,23 @@ class DrafterFile:
     copies: Mapping[str, StoredTensor]
     unused: tuple[str, ...]
 
-    @property
-    def parameters(self) -> int:
-        """Number of weights that are read."""
-        return sum(prod(stored.shape) for name, stored in self.tensors.items() if name != "d2t")
-
     def refuse_misfit(self, hidden_size: int, vocab_size: int, layers: int) -> None:
         """Refuse a drafter that was made for another target, by sizes alone."""
         spec = self.spec
-        size = spec.tap_size if spec.kind == EAGLE3 and spec.embeds else spec.hidden_size
-        for own in (spec.tap_size, size):
-            if own != hidden_size:
-                raise _refused(self.path, f"was made for hidden size {own:,}, the model has {hidden_size:,}")
-        if spec.vocab_size != vocab_size:
+        own = spec.tap_size if spec.kind == EAGLE3 and spec.embeds else spec.hidden_size
+        taps, reason = spec.tapped(layers), ""
+        if {spec.tap_size, own} != {hidden_size}:
+            wrong = own if spec.tap_size == hidden_size else spec.tap_size
+            reason = f"was made for hidden size {wrong:,}, the model has {hidden_size:,}"
+        elif spec.vocab_size != vocab_size:
             reason = f"was made for a vocabulary of {spec.vocab_size:,}, the model has {vocab_size:,}"
+        elif spec.target_layers not in (None, layers):
+            reason = f"was made for a model of {spec.target_layers} layers, this one has {layers}"
+        elif len(taps) != spec.tap_count or not all(0 <= tap < layers - 1 for tap in taps):
+            said = f"reads the states after layers {', '.join(map(str, taps))} (from 0)"
+            reason = f"{said}; of the model's {layers} the last one's cannot be had"
+        if reason:
             raise _refused(self.path, reason)
-        if spec.target_layers not in (None, layers):
-            raise _refused(self.path, f"was made for a model of {spec.target_layers} layers, this one has {layers}")
-        taps = spec.tapped(layers)
-        if len(taps) != spec.tap_count or not all(0 <= tap < layers - 1 for tap in taps):
-            reason = f"reads the states after layers {', '.join(map(str, taps))} (from 0)"
-            raise _refused(self.path, f"{reason}; of the model's {layers} the last one's cannot be had")
 
     def load(self, target: Target, any_model: bool = False) -> BlockDrafter | EagleDrafter:
         """Read the weights, in the target's dtype and on its device; its passes give the taps from now on.
@@ -83,35 +99,26 @@ class DrafterFile:
         Raises:
             InputError: some are not finite numbers, or the copies of the target's weights are another model's.
         """
-        if not any_model:
-            self._refuse_other_target(target)
+        if not self.tensors:
+            with torch.device(target.device), no_init_weights():
+                network = build(self.spec, target).to(target.dtype)
+            fill_randomly(network)
+            return attached(network)
+        if not (any_model or getattr(target.model.config, "quantization_config", None)):
+            for name, stored in self.copies.items():
+                own = getattr(target.model, _COPIED[name])().weight[:_COMPARED].detach().float().cpu()
+                with safe_open(stored.path, framework="pt") as file:
+                    rows = file.get_slice(stored.name)[:_COMPARED].float()
+                if not torch.allclose(rows, own, rtol=0.02, atol=1e-5):
+                    raise _refused(self.path, f"was made for another model: its {stored.name} is not the model's")
         with torch.device("meta"):
             network = build(self.spec, target)
-        state = {}
-        for name, stored in self.tensors.items():
-            values = stored.read()
-            if name == "d2t":
-                ids = values + torch.arange(len(values))
-                if not (values.dtype == torch.int64 and ids.min() >= 0 and ids.max() < self.spec.vocab_size):
-                    raise _refused(self.path, f"is broken: {stored.name} leads outside the vocabulary")
-                state[name] = values.to(target.device)
-                continue
-            if not (values.is_floating_point() and values.isfinite().all()):
-                raise _refused(self.path, f"is broken: {stored.name} holds something else than finite numbers")
-            state[name] = values.to(target.device, target.dtype)
-        network.load_state_dict(state, assign=True)
+        read_into(network, self.tensors, target.dtype, target.device, OPTION)
+        if isinstance(network, EagleDrafter) and "d2t" in self.tensors:
+            ids = network.d2t.cpu() + torch.arange(self.spec.draft_vocab)
+            if ids.dtype != torch.int64 or ids.min() < 0 or ids.max() >= self.spec.vocab_size:
+                raise _refused(self.path, "is broken: d2t leads outside the vocabulary")
         return attached(network)
-
-    def _refuse_other_target(self, target: Target) -> None:
-        """Compare the first rows of copied weights with the target's own; quantised ones cannot be compared."""
-        if getattr(target.model.config, "quantization_config", None) is not None:
-            return
-        for name, stored in self.copies.items():
-            own = getattr(target.model, _COPIED[name])().weight[:_COMPARED].detach().float().cpu()
-            with safe_open(stored.path, framework="pt") as file:
-                rows = file.get_slice(stored.name)[:_COMPARED].float()
-            if not torch.allclose(rows, own, rtol=0.02, atol=1e-5):
-                raise _refused(self.path, f"was made for another model: its {stored.name} is not the model's")
 
 
 def attached(network: BlockDrafter | EagleDrafter) -> BlockDrafter | EagleDrafter:
@@ -125,12 +132,8 @@ def attached(network: BlockDrafter | EagleDrafter) -> BlockDrafter | EagleDrafte
     return network
 
 
-def drafter_folder(name: str) -> Path:
-    """The folder of a drafter; of a hub id its configuration and safetensors are fetched.
-
-    Raises:
-        InputError: there is none.
-    """
+def _folder(name: str) -> Path:
+    """The folder of a drafter; of a hub id its configuration and safetensors are fetched."""
     try:
         source, folder = find_source(name)
         if folder is not None:
@@ -144,24 +147,7 @@ def drafter_folder(name: str) -> Path:
         raise renamed(error, {"model": OPTION}) from None
 
 
-@dataclass(frozen=True)
-class RandomDrafter:
-    """A drafter of published sizes and random weights, as a :class:`DrafterFile` to be loaded."""
-
-    spec: DrafterSpec
-
-    @property
-    def parameters(self) -> int:
-        """Number of its weights."""
-        with torch.device("meta"):
-            return sum(weight.numel() for weight in build(self.spec).parameters())
-
-    def load(self, target: Target, any_model: bool) -> BlockDrafter | EagleDrafter:
-        """Make the weights."""
-        return attached(random_drafter(self.spec, target))
-
-
-def drafter_of(name: str, config: Any, simulated: bool = False) -> DrafterFile | RandomDrafter:
+def drafter_of(name: str, config: Any, simulated: bool = False) -> DrafterFile:
     """The drafter of a name that goes with a model's configuration; no weights are read.
 
     Args:
@@ -174,8 +160,8 @@ def drafter_of(name: str, config: Any, simulated: bool = False) -> DrafterFile |
     """
     text = config.get_text_config()
     if simulated and name in KINDS:
-        return RandomDrafter(shape_drafter(name, text))
-    found = find_drafter(drafter_folder(name))
+        return DrafterFile(Path(name), "random", published_spec(name, text), {}, {}, ())
+    found = find_drafter(_folder(name))
     found.refuse_misfit(text.hidden_size, text.vocab_size, text.num_hidden_layers)
     return found
 
@@ -202,45 +188,35 @@ def find_drafter(folder: str | os.PathLike[str]) -> DrafterFile:
         stored = stored_tensors(path)
     except InputError as error:
         raise renamed(error, {"model": OPTION}) from None
-    read = _Reader(path, config, stored)
-    spec = read.eagle(layout) if layout in _EAGLE_LAYER else read.block(layout)
-    names = {_own_name(name, layout): name for name in stored}
+    spec = _read_spec(path, config, stored, layout)
     try:
         with torch.device("meta"):
-            shapes = {name: tuple(each.shape) for name, each in build(spec).state_dict().items()}
+            parameters = {name: tuple(each.shape) for name, each in build(spec).state_dict().items()}
     except Exception as error:  # rotary embeddings of a known type may lack something, in many ways
         reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
         raise _refused(path, f"makes no drafter of its {CONFIG} ({reason})") from None
-    copies, unused = read.extras(spec, layout)
-    for name, shape in {**shapes, **copies, **unused}.items():
-        if name not in names:
-            if name in shapes or (layout == _DEEPSPEC and name in unused):
-                raise _refused(path, f"lacks {_published_name(name, layout)}")
-        elif stored[names[name]].shape != shape:
-            found = list(stored[names[name]].shape)
-            raise _refused(path, f"has {names[name]} of shape {found}, where {list(shape)} belongs")
-    left = sorted(names.keys() - shapes.keys() - copies.keys() - unused.keys())
-    if left:
-        raise _refused(path, f"has {names[left[0]]}, which no {spec.kind} drafter of its configuration has")
+    layer = _EAGLE_LAYER.get(layout, "")
+    published = {name: name.replace("midlayer.", layer, 1) for name in parameters}
+    copies: dict[str, tuple[int, ...]] = {}
+    unused: dict[str, tuple[int, ...]] = {}
+    if spec.kind == EAGLE3:
+        unused = {"t2d": (spec.vocab_size,), **({} if "d2t" in parameters else {"d2t": (spec.draft_vocab,)})}
+    elif layout == _DEEPSPEC:
+        copies = dict.fromkeys(_COPIED, (spec.vocab_size, spec.hidden_size))
+        told = spec.rank if config.get("confidence_head_with_markov", True) else 0
+        if config.get("enable_confidence_head"):
+            unused = {"confidence_head.proj.weight": (1, spec.hidden_size + told), "confidence_head.proj.bias": (1,)}
+    shapes = {published[name]: shape for name, shape in parameters.items()} | copies | unused
+    optional, owner = unused if spec.kind == EAGLE3 else copies, f"{spec.kind} drafter of its configuration"
+    account(path, stored, shapes, optional, owner, OPTION)
     return DrafterFile(
         path,
         layout,
         spec,
-        {name: stored[names[name]] for name in shapes},
-        {name: stored[names[name]] for name in copies if name in names},
-        tuple(names[name] for name in unused if name in names),
+        {name: stored[published[name]] for name in parameters},
+        {name: stored[name] for name in copies if name in stored},
+        tuple(name for name in unused if name in stored),
     )
-
-
-_DEEPSPEC, _ZLAB, _SAFEAI, _SPECULATORS, _DEEPSPEC_EAGLE = (
-    "DeepSpec",
-    "DFlash",
-    "SafeAILab",
-    "speculators",
-    "DeepSpec EAGLE-3",
-)
-_EAGLE_LAYER = {_SAFEAI: "midlayer.", _SPECULATORS: "layers.0.", _DEEPSPEC_EAGLE: "layers.0."}
-_ARCHITECTURES = {"Qwen3DSparkModel": _DEEPSPEC, "DFlashDraftModel": _ZLAB, "Qwen3Eagle3Model": _DEEPSPEC_EAGLE}
 
 
 def _layout(config: Mapping[str, Any]) -> str | None:
@@ -253,167 +229,146 @@ def _layout(config: Mapping[str, Any]) -> str | None:
     return _SAFEAI if "draft_vocab_size" in config else None
 
 
-def _own_name(name: str, layout: str) -> str:
-    """A parameter's name in the module, of its name in the file."""
-    prefix = _EAGLE_LAYER.get(layout)
-    return "midlayer." + name.removeprefix(prefix) if prefix and name.startswith(prefix) else name
+def _read_spec(path: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], layout: str) -> DrafterSpec:
+    """A drafter's sizes; what is missing or impossible is refused by its name."""
+    said = dict[str, Any]()
+    for nested in _NESTED:
+        part = config if nested is None else config.get(nested) or {}
+        if not isinstance(part, dict):
+            raise _refused(path, f"has {nested} {part!r:.40}, which is no object")
+        said |= {name: value for name, value in part.items() if value is not None}
 
+    def integer(name: str, default: int | None = None, least: int = 1, most: int = _LARGEST) -> int:
+        value = said.get(name, default)
+        if value is None:
+            raise _refused(path, f"says nothing of {name} in its {CONFIG}")
+        if type(value) is not int or not least <= value <= most:
+            raise _refused(path, f"has {name} {value!r:.40}, which is no integer from {least} to {most:,}")
+        return value
 
-def _published_name(name: str, layout: str) -> str:
-    return (
-        _EAGLE_LAYER.get(layout, "midlayer.") + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+    eagle, prefix = layout in _EAGLE_LAYER, _EAGLE_LAYER.get(layout, "layers.0.")
+    hidden, heads, vocab = integer("hidden_size"), integer("num_attention_heads"), integer("vocab_size")
+    kv_heads, layers = integer("num_key_value_heads", heads, most=heads), integer("num_hidden_layers", 1, most=1000)
+    queries = stored.get(f"{prefix}self_attn.q_proj.weight")
+    kinds, eps, act = said.get("layer_types", []), said.get("rms_norm_eps", 1e-6), said.get("hidden_act", "silu")
+    full = isinstance(kinds, list) and all(each == "full_attention" for each in kinds)
+    rank = integer("markov_rank", 0, least=0) if layout == _DEEPSPEC else 0
+    markov = said.get("markov_head_type", "vanilla") if rank else ""
+    causal = "" if eagle else next((name for name in _CAUSAL if said.get(name)), "")
+    reason = ""
+    if causal:
+        reason = f"says {causal}, which tswift does not serve"
+    elif markov not in ("", "vanilla", "gated", "rnn"):
+        reason = f"has markov_head_type {markov!r:.40}; known are vanilla, gated and rnn"
+    elif queries is None:
+        reason = f"lacks {prefix}self_attn.q_proj.weight"
+    elif len(queries.shape) != 2 or queries.shape[0] % (2 * heads) or not queries.shape[0]:
+        reason = f"has {queries.name} of shape {list(queries.shape)}, which {heads} query heads cannot share"
+    elif said.get("use_sliding_window") or not full:
+        reason = "has layers of sliding attention, which tswift does not serve; --budget makes windows"
+    elif type(eps) not in (int, float) or not 0 <= eps < 1:
+        reason = f"has rms_norm_eps {eps!r:.40}"
+    elif heads % kv_heads:
+        reason = f"has {heads} attention heads, which {kv_heads} KV heads cannot share"
+    elif act != "silu":
+        reason = f"has hidden_act {act!r:.40}, not silu"
+    if reason:
+        raise _refused(path, reason)
+    assert queries is not None
+    own_layers = integer("num_target_layers", 0, least=0, most=1000)
+    taps = said.get("target_layer_ids")
+    if taps is None and layout == _ZLAB and own_layers:
+        taps = _spread(own_layers, layers)
+    if eagle and layout != _DEEPSPEC_EAGLE:
+        taps = next((said[name] for name in _TAPS if name in said), None)
+        if isinstance(taps, list) and taps[:1] != [1]:  # what goes into these layers, unless the first is 1 (SGLang)
+            taps = [tap - 1 if type(tap) is int else tap for tap in taps]
+    fine = isinstance(taps, list) and taps and all(type(tap) is int and tap >= 0 for tap in taps)
+    if not fine and not (eagle and taps is None):
+        raise _refused(path, f"has target_layer_ids {taps!r:.60}, which are no layers")
+    own: dict[str, Any]
+    if eagle:
+        own = {
+            "kind": EAGLE3,
+            "layers": 1,
+            "tap_size": integer("target_hidden_size", hidden),
+            "draft_vocab": integer("draft_vocab_size", vocab, most=vocab),
+            "embeds": "embed_tokens.weight" in stored,
+            "qk_norm": f"{prefix}self_attn.q_norm.weight" in stored,
+            **{field: said.get(name) is True for name, field in _NORMS.items()},
+        }
+    else:
+        own = {
+            "kind": DSPARK if rank else DFLASH,
+            "layers": layers,
+            "tap_size": hidden,
+            "block": integer("block_size", least=2, most=1024),
+            "mask": integer("mask_token_id", least=0, most=vocab - 1),
+            "in_place": layout == _ZLAB,
+            "markov": markov,
+            "rank": rank,
+        }
+    return DrafterSpec(
+        hidden_size=hidden,
+        inner_size=integer("intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=queries.shape[0] // heads,  # configurations are known to be wrong
+        vocab_size=vocab,
+        eps=float(eps),
+        rope=_rope(path, said),
+        tap_count=3 if taps is None else len(taps),
+        taps=None if taps is None else tuple(taps),
+        target_layers=own_layers or None,
+        **own,
     )
 
 
-class _Reader:
-    """Reads a drafter's configuration, refusing what is missing or impossible by its name."""
-
-    def __init__(self, path: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
-        self.path, self.config, self.stored = path, config, stored
-
-    def block(self, layout: str) -> DrafterSpec:
-        """Of DSpark or DFlash."""
-        own = {**self.config, **self._object("dflash_config")}
-        for name in ("is_causal", "causal", "sliding_window_non_causal"):
-            if own.get(name):
-                raise _refused(self.path, f"says {name}, which tswift does not serve")
-        rank = self._integer(own, "markov_rank", 0, least=0) if layout == _DEEPSPEC else 0
-        markov = own.get("markov_head_type", "vanilla") if rank else ""
-        if markov not in ("", "vanilla", "gated", "rnn"):
-            raise _refused(self.path, f"has markov_head_type {markov!r:.40}; known are vanilla, gated and rnn")
-        spec = self._spec(own, DSPARK if rank else DFLASH, "layers.0.", 1)
-        own_layers = spec.target_layers or 0
-        taps = own.get("target_layer_ids")
-        if taps is None and layout == _ZLAB and own_layers:  # evenly spread
-            taps = [round(1 + index * (own_layers - 4) / max(1, spec.layers - 1)) for index in range(spec.layers)]
-        return replace(
-            spec,
-            **self._taps(taps, spec.hidden_size),
-            block=self._integer(own, "block_size", least=2, most=1024),
-            mask=self._integer(own, "mask_token_id", least=0, most=spec.vocab_size - 1),
-            in_place=layout == _ZLAB,
-            markov=markov,
-            rank=rank,
-        )
-
-    def eagle(self, layout: str) -> DrafterSpec:
-        """Of EAGLE-3."""
-        inner = self._object("transformer_layer_config")
-        nested = self._object("eagle_config")  # SpecForge's
-        own = {**inner, **{name: value for name, value in self.config.items() if value is not None}}
-        prefix = _EAGLE_LAYER[layout]
-        spec = self._spec(own, EAGLE3, prefix, 2)
-        tap_size = self._integer(own, "target_hidden_size", spec.hidden_size)
-        names = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-        taps = next((said[name] for said in (own, nested) for name in names if said.get(name) is not None), None)
-        if isinstance(taps, list) and taps[:1] != [1]:  # what goes into these layers, unless the first is 1 (SGLang)
-            taps = [tap - 1 if type(tap) is int else tap for tap in taps]
-        if layout == _DEEPSPEC_EAGLE:
-            taps = own.get("target_layer_ids")
-        spec = replace(spec, **self._taps(taps, tap_size, 3))
-        return replace(
-            spec,
-            layers=1,
-            draft_vocab=self._integer(own, "draft_vocab_size", spec.vocab_size, most=spec.vocab_size),
-            embeds="embed_tokens.weight" in self.stored,
-            qk_norm=f"{prefix}self_attn.q_norm.weight" in self.stored,
-            norm_before_residual=own.get("norm_before_residual") is True,
-            norm_output=own.get("norm_output") is True,
-            input_norm=own.get("norm_before_fc") is True,
-            fc_norm=own.get("fc_norm") is True,
-        )
-
-    def extras(self, spec: DrafterSpec, layout: str) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        """Shapes of the target's weights that may be carried along, and of tensors that no decoding reads."""
-        if spec.kind == EAGLE3:
-            same = {} if spec.draft_vocab < spec.vocab_size else {"d2t": (spec.draft_vocab,)}
-            return {}, {"t2d": (spec.vocab_size,), **same}
-        if layout == _ZLAB:
-            return {}, {}
-        told = spec.rank if self.config.get("confidence_head_with_markov", True) else 0
-        head = {"confidence_head.proj.weight": (1, spec.hidden_size + told), "confidence_head.proj.bias": (1,)}
-        copied: dict[str, tuple[int, ...]] = dict.fromkeys(_COPIED, (spec.vocab_size, spec.hidden_size))
-        return copied, head if self.config.get("enable_confidence_head") else {}
-
-    def _spec(self, own: Mapping[str, Any], kind: str, prefix: str, widths: int) -> DrafterSpec:
-        hidden, heads = self._integer(own, "hidden_size"), self._integer(own, "num_attention_heads")
-        queries = self.stored.get(f"{prefix}self_attn.q_proj.weight")
-        if queries is None:
-            raise _refused(self.path, f"lacks {prefix}self_attn.q_proj.weight")
-        if len(queries.shape) != 2 or queries.shape[0] % (2 * heads) or not queries.shape[0]:
-            reason = f"of shape {list(queries.shape)}, which {heads} query heads cannot share"
-            raise _refused(self.path, f"has {queries.name} {reason}")
-        kinds = own.get("layer_types") or []
-        full = isinstance(kinds, list) and all(each == "full_attention" for each in kinds)
-        if own.get("use_sliding_window") or not full:
-            raise _refused(
-                self.path, "has layers of sliding attention, which tswift does not serve; --budget makes windows"
-            )
-        eps = own.get("rms_norm_eps", 1e-6)
-        if type(eps) not in (int, float) or not 0 <= eps < 1:
-            raise _refused(self.path, f"has rms_norm_eps {eps!r:.40}")
-        kv_heads = self._integer(own, "num_key_value_heads", heads, most=heads)
-        if heads % kv_heads:
-            raise _refused(self.path, f"has {heads} attention heads, which {kv_heads} KV heads cannot share")
-        act = own.get("hidden_act", "silu")
-        if act != "silu":
-            raise _refused(self.path, f"has hidden_act {act!r:.40}, not silu")
-        return DrafterSpec(
-            kind=kind,
-            hidden_size=hidden,
-            inner_size=self._integer(own, "intermediate_size"),
-            layers=self._integer(own, "num_hidden_layers", 1, most=1000),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=queries.shape[0] // heads,  # configurations are known to be wrong
-            vocab_size=self._integer(own, "vocab_size"),
-            eps=float(eps),
-            rope=self._rope(own),
-            tap_size=hidden,
-            tap_count=0,
-            target_layers=self._integer(own, "num_target_layers", 0, least=0, most=1000) or None,
-        )
-
-    def _taps(self, taps: Any, size: int, usual: int = 0) -> dict[str, Any]:
-        """Which layers are read: as the configuration says, or the usual number of them."""
-        if taps is None and usual:
-            return {"tap_size": size, "tap_count": usual, "taps": None}
-        if not (isinstance(taps, list) and taps and all(type(tap) is int and tap >= 0 for tap in taps)):
-            raise _refused(self.path, f"has target_layer_ids {taps!r:.60}, which are no layers")
-        return {"tap_size": size, "tap_count": len(taps), "taps": tuple(taps)}
-
-    def _rope(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        said = own.get("rope_parameters") or own.get("rope_scaling") or {}
-        if not isinstance(said, dict):
-            raise _refused(self.path, f"has rope_parameters {said!r:.40}")
-        rope = {"rope_type": said.get("type", "default"), "rope_theta": own.get("rope_theta", 10_000.0), **said}
-        numbers = [value for name, value in rope.items() if name not in ("rope_type", "type")]
-        if rope["rope_type"] not in _ROPES:
-            raise _refused(self.path, f"has rotary embeddings of type {rope['rope_type']!r:.40}")
-        if not all(isinstance(value, (int, float)) for value in numbers if value is not None):
-            raise _refused(self.path, f"has rope_parameters {said!r:.60}")
-        return rope
-
-    def _object(self, name: str) -> dict[str, Any]:
-        value = self.config.get(name) or {}
-        if not isinstance(value, dict):
-            raise _refused(self.path, f"has {name} {value!r:.40}, which is no object")
-        return value
-
-    def _integer(
-        self, own: Mapping[str, Any], name: str, default: int | None = None, least: int = 1, most: int = _LARGEST
-    ) -> int:
-        value = own.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise _refused(self.path, f"says nothing of {name} in its {CONFIG}")
-        if type(value) is not int or not least <= value <= most:
-            raise _refused(self.path, f"has {name} {value!r:.40}, which is no integer from {least} to {most:,}")
-        return value
+def _rope(path: Path, said: Mapping[str, Any]) -> dict[str, Any]:
+    given = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise _refused(path, f"has rope_parameters {given!r:.40}")
+    rope = {"rope_type": given.get("type", "default"), "rope_theta": said.get("rope_theta", 10_000.0), **given}
+    numbers = [value for name, value in rope.items() if name not in ("rope_type", "type")]
+    if rope["rope_type"] not in _ROPES:
+        raise _refused(path, f"has rotary embeddings of type {rope['rope_type']!r:.40}")
+    if not all(isinstance(value, int | float | None) for value in numbers):
+        raise _refused(path, f"has rope_parameters {given!r:.60}")
+    return rope
 
 
 def _refused(path: Path, reason: str) -> InputError:
     return InputError(f"{path} {reason}", OPTION)
+
+
+def _spread(layers: int, count: int) -> list[int]:
+    """z-lab's taps: so many layers of a target, evenly spread."""
+    return [round(1 + index * (layers - 4) / max(1, count - 1)) for index in range(count)]
+
+
+def published_spec(kind: str, config: Any) -> DrafterSpec:
+    """The sizes with which a kind of drafter is published, for the model of a configuration."""
+    taps = tuple(_spread(config.num_hidden_layers, 5))
+    block: dict[str, Any] = {"layers": 5, "taps": taps, "tap_count": 5, "mask": config.vocab_size - 1}
+    own = {
+        EAGLE3: {"layers": 1, "tap_count": 3, "draft_vocab": min(32_000, config.vocab_size), "qk_norm": False},
+        DFLASH: {**block, "block": 16, "in_place": True},
+        DSPARK: {**block, "block": 7, "markov": "vanilla", "rank": 256},
+    }
+    heads = config.num_attention_heads
+    return DrafterSpec(
+        kind=kind,
+        hidden_size=config.hidden_size,
+        inner_size=config.intermediate_size,
+        heads=heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+        eps=config.rms_norm_eps,
+        rope={"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]},
+        tap_size=config.hidden_size,
+        **own[kind],
+    )
 
 
 def published_config(spec: DrafterSpec) -> dict[str, Any]:
@@ -460,7 +415,7 @@ def describe_drafter(folder: Path) -> dict[str, Any]:
         "block": spec.block or None,
         "mask": spec.mask if spec.block else None,
         "markov": f"{spec.markov}, rank {spec.rank}" if spec.markov else None,
-        "parameters": found.parameters,
+        "parameters": sum(spec.weights().values()),
         "dtypes": sorted({stored.dtype for stored in found.tensors.values()}),
         "unused": list(found.unused),  # tensors that tswift does not read
     }

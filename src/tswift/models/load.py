@@ -52,12 +52,19 @@ from tswift.models.devices import (
 )
 from tswift.models.drafters import DrafterSpec
 from tswift.models.drafters_io import drafter_of
-from tswift.models.heads import HEAD_TYPES, Heads, prepare
-from tswift.models.heads_io import attach_heads, carries_heads, find_heads, heads_path
+from tswift.models.heads import (
+    HEAD_TYPES,
+    Heads,
+    attach_heads,
+    carries_heads,
+    find_heads,
+    heads_path,
+    random_heads,
+)
 from tswift.models.hf import max_positions
 from tswift.models.linear import cheaper_copy, copied_bytes, copy_bytes, own_quantization, quantizer, weight_only
 from tswift.models.program import MODELS
-from tswift.models.shapes import HEADS, PREFIX, StandInTokenizer, random_heads, random_weights, routed, skeleton
+from tswift.models.shapes import HEADS, PREFIX, StandInTokenizer, random_weights, routed, skeleton
 from tswift.models.target import Target
 
 
@@ -263,11 +270,7 @@ def heads_source(model: str, config: Any, heads: str | os.PathLike[str] | None) 
 def _load_heads(source: Path | str | None, target: Target, simulated: bool) -> Heads | None:
     if isinstance(source, Path):
         return attach_heads(source, target, any_model=simulated)
-    if source is None:
-        return None
-    heads = random_heads(source, target.model.config, target.dtype, target.device)
-    prepare(heads)
-    return heads
+    return None if source is None else random_heads(source, target.model.config, target.dtype, target.device)
 
 
 def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> dict[str, Any]:
@@ -516,7 +519,9 @@ def inspect_model(
     spec = _inspect(model, config, where, kind, attention, draft_weights, kv_kind)
     if drafter is not None:
         network = drafter_of(drafter, config, model.startswith(PREFIX))
-        spec = replace(spec, network_spec=network.spec, network_bytes=network.parameters * kind.itemsize)
+        spec = replace(
+            spec, network_spec=network.spec, network_bytes=sum(network.spec.weights().values()) * kind.itemsize
+        )
     return replace(spec, heads=None if source == ON_HUB else count, heads_bytes=parameters * kind.itemsize)
 
 

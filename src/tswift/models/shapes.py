@@ -15,9 +15,6 @@ from transformers.initialization import no_init_weights
 from tswift.errors import InputError, did_you_mean
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import available_bytes, dtype_name, gigabytes
-from tswift.models.drafters import DFLASH, DSPARK, EAGLE3, BlockDrafter, DrafterSpec, EagleDrafter, build
-from tswift.models.heads import HEAD_TYPES, Heads
-from tswift.models.target import Target
 
 PREFIX = SHAPE_PREFIX
 
@@ -170,59 +167,12 @@ def random_weights(config: Any, dtype: torch.dtype, device: torch.device, model:
     with torch.device(device), no_init_weights():
         network = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, trust_remote_code=False)
     network.tie_weights()  # left out with the initialisation
-    _fill(network)
-    return network
-
-
-def random_heads(kind: str, config: Any, dtype: torch.dtype, device: torch.device) -> Heads:
-    """Heads of a kind in ``HEAD_TYPES`` with random weights, for the model of a configuration."""
-    with torch.device(device):
-        heads = HEAD_TYPES[kind](config.hidden_size, HEADS, config.rms_norm_eps)
-    heads.to(dtype)
-    _fill(heads)
-    return heads.eval().requires_grad_(False)
-
-
-def shape_drafter(kind: str, config: Any) -> DrafterSpec:
-    """The sizes with which a kind of drafter is published, for the model of a configuration."""
-    layers, spread = config.num_hidden_layers, 5
-    taps = tuple(round(1 + index * (layers - 4) / (spread - 1)) for index in range(spread))
-    block = {
-        "layers": spread,
-        "taps": taps,
-        "tap_count": spread,
-        "block": 7 if kind == DSPARK else 16,
-        "mask": config.vocab_size - 1,
-        "in_place": kind == DFLASH,
-        **({"markov": "vanilla", "rank": 256} if kind == DSPARK else {}),
-    }
-    eagle = {"layers": 1, "tap_count": 3, "draft_vocab": min(32_000, config.vocab_size), "qk_norm": False}
-    heads = config.num_attention_heads
-    return DrafterSpec(
-        kind=kind,
-        hidden_size=config.hidden_size,
-        inner_size=config.intermediate_size,
-        heads=heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab_size=config.vocab_size,
-        eps=config.rms_norm_eps,
-        rope={"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]},
-        tap_size=config.hidden_size,
-        **(eagle if kind == EAGLE3 else block),
-    )
-
-
-def random_drafter(spec: DrafterSpec, target: Target) -> BlockDrafter | EagleDrafter:
-    """A drafter with random weights for a model, to time it."""
-    with torch.device(target.device), no_init_weights():
-        network = build(spec, target).to(target.dtype)
-    _fill(network)
+    fill_randomly(network)
     return network
 
 
 @torch.no_grad()
-def _fill(network: nn.Module) -> None:
+def fill_randomly(network: nn.Module) -> None:
     """Ones for norms, noise for all else.
 
     The noise is drawn once, on the CPU, and repeated: billions of draws would take minutes there, and other devices

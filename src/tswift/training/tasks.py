@@ -32,8 +32,7 @@ from tswift.kv import FullKV
 from tswift.models.checkpoint import CONFIG, fingerprint_in_any_dtype, silence
 from tswift.models.drafters import DSPARK, BlockDrafter, DrafterSpec, build
 from tswift.models.drafters_io import attached, published_config
-from tswift.models.heads import HEAD_TYPES
-from tswift.models.heads_io import load_heads
+from tswift.models.heads import HEAD_TYPES, load_heads
 from tswift.models.load import LoadedModel
 from tswift.models.target import Target
 from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, Progress, TrainConfig
