@@ -16,7 +16,6 @@ from tests.jobs.faults import FaultyOs
 from tswift.errors import InputError
 from tswift.jobs import folder as module
 from tswift.jobs.folder import (
-    AppendedFile,
     Lock,
     RunFolder,
     SaveFailed,
@@ -65,21 +64,16 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_file_that_only_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is added waits for a sync, a write that is cut short goes on, and what is there is no new file."""
-    path = tmp_path / "file"
-    path.write_bytes(b"0123456789")
-    with pytest.raises(FileExistsError):
-        AppendedFile(path)
-    file, real = AppendedFile(path, 4), os.write
+def test_a_write_that_is_cut_short_goes_on(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
     monkeypatch.setattr(os, "write", lambda handle, data: real(handle, bytes(data)[:3]))
-    file.add(b"abcdefgh")
-    assert path.read_bytes() == b"0123"
-    file.sync()
-    file.add(b"dropped")
-    file.close()
-    file.close()
-    assert path.read_bytes() == b"0123abcdefgh"
+    folder.append([1, 2, 3], "abcdefgh", nothing)
+    folder.checkpoint({})
+    folder.append([4], "dropped", nothing)
+    folder.close()
+    folder.close()
+    assert (folder.path / "text.txt").read_text() == "abcdefgh"
+    assert read_saved(folder.path, [9, 9]).tokens == [1, 2, 3]
 
 
 def test_a_checkpoint_puts_everything_on_the_disk(folder: RunFolder) -> None:

@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -41,8 +41,8 @@ KILLED, BROKEN = "killed", "broken"  # in a list of runs only
 _SECONDS, _TOKENS = 2.0, 512  # between two checkpoints, at most
 _LOCK_SECONDS = 0.3  # ``tswift runs`` holds a lock for an instant, to see whether anybody does
 _MOST_BYTES = 1 << 30  # of a file: tokens take four
-_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # a link in a run's folder could point at anything
-_BINARY = getattr(os, "O_BINARY", 0)  # Windows
+# of files to write; a link in a run's folder could point at anything
+_FLAGS = os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _MODE = 0o644
 
 Counters = Mapping[str, Any]
@@ -50,10 +50,6 @@ Counters = Mapping[str, Any]
 
 class SaveFailed(Fault):
     """A run's folder cannot be written any more."""
-
-
-class InUse(Exception):
-    """Another process holds the lock."""
 
 
 # --- files
@@ -73,7 +69,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Replace a file whole, or not at all, whatever happens meanwhile. OSError, with its name, if it cannot be."""
     new = path.with_name(f"{path.name}.new")
     try:
-        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINKS | _BINARY, _MODE)
+        handle = os.open(new, _FLAGS | os.O_CREAT | os.O_TRUNC, _MODE)
         try:
             _write(handle, bytearray(content))
             os.fsync(handle)
@@ -93,59 +89,13 @@ def _write(handle: int, content: bytearray) -> None:
         del content[: os.write(handle, content)]
 
 
-class AppendedFile:
-    """A regular file that only grows. What is added reaches it with the next :meth:`sync`.
-
-    ``keep`` is how many leading bytes are kept, the rest being cut off; None for a file that must not exist yet.
-    """
-
-    def __init__(self, path: Path, keep: int | None = None) -> None:
-        new = os.O_CREAT | os.O_EXCL if keep is None else 0
-        self._handle = os.open(path, os.O_WRONLY | new | _NO_LINKS | _BINARY, _MODE)
-        self._waiting, self._open = bytearray(), True
-        try:
-            if not stat.S_ISREG(os.fstat(self._handle).st_mode):
-                raise OSError(0, "it is no regular file", str(path))
-            if keep is not None:
-                os.ftruncate(self._handle, keep)
-            os.lseek(self._handle, 0, os.SEEK_END)
-        except OSError:
-            self.close()
-            raise
-
-    def add(self, content: bytes) -> None:
-        """Add to what the next sync writes."""
-        self._waiting += content
-
-    def sync(self, durable: bool = True) -> None:
-        """Write what was added; if ``durable``, so that even a power cut leaves it there."""
-        _write(self._handle, self._waiting)
-        if durable:
-            os.fsync(self._handle)
-
-    def is_at(self, path: Path) -> bool:
-        """Whether the file of that name is still this one."""
-        try:
-            return os.path.samestat(os.fstat(self._handle), os.lstat(path))
-        except FileNotFoundError:
-            return False
-
-    def close(self) -> None:
-        """Close the file; what no sync has written is dropped."""
-        if self._open:
-            self._open = False
-            os.close(self._handle)
-
-
 def refuse_other(path: Path, option: str | None = None) -> Path:
     """A path that may be missing, but is no link, which could point at anything, nor a pipe: InputError for these."""
-    try:
+    with suppress(OSError):  # reading it will tell
         mode = os.lstat(path).st_mode
-    except OSError:  # reading it will tell
-        return path
-    if not stat.S_ISREG(mode):
-        problem = "it is a link" if stat.S_ISLNK(mode) else "it is no regular file"
-        raise InputError(f"{path} cannot be read ({problem})", option)
+        if not stat.S_ISREG(mode):
+            problem = "it is a link" if stat.S_ISLNK(mode) else "it is no regular file"
+            raise InputError(f"{path} cannot be read ({problem})", option)
     return path
 
 
@@ -170,7 +120,7 @@ def default_path(method: str, runs: Path = Path("runs")) -> Path:
     return next(path for path in map(runs.joinpath, names) if not path.exists())
 
 
-def new_folder(path: Path) -> list[Path]:
+def _new_folder(path: Path) -> list[Path]:
     """Make a folder, or take one without a run in it; returns the folders that were made, the innermost first."""
     try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -186,14 +136,18 @@ def new_folder(path: Path) -> list[Path]:
 @contextmanager
 def made_folder(path: Path) -> Iterator[None]:
     """Make a folder, or take an empty one. An error removes it again, unless something has been put there meanwhile."""
-    made = new_folder(path)
+    made = _new_folder(path)
     try:
         yield
     except BaseException:
-        with suppress(OSError):
-            for folder in made:
-                folder.rmdir()
+        _remove(made)
         raise
+
+
+def _remove(made: Sequence[Path]) -> None:
+    with suppress(OSError):  # somebody else has put something there meanwhile
+        for folder in made:
+            folder.rmdir()
 
 
 def _unbegun(path: Path) -> bool:
@@ -204,15 +158,15 @@ def _unbegun(path: Path) -> bool:
     )
 
 
-def _unwritable(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path} cannot be written to ({error.strerror})", "out")
+def _unwritable(path: Path, error: OSError, field: str = "out") -> InputError:
+    return InputError(f"{path} cannot be written to ({error.strerror})", field)
 
 
 class Lock:
     """The lock of a run's folder; the system releases it with the process, however that ends.
 
     Raises:
-        InUse: another process has it, and still has it after some ``seconds``.
+        Timeout: another process has it, and still has it after some ``seconds``.
         OSError: there can be none here.
     """
 
@@ -220,8 +174,6 @@ class Lock:
         self._lock = FileLock(folder / LOCK)
         try:
             self._lock.acquire(timeout=seconds, poll_interval=0.05)
-        except Timeout:
-            raise InUse from None
         except NotImplementedError as error:
             raise OSError(0, f"its file system has no locks: {error}", str(folder)) from None
 
@@ -247,10 +199,10 @@ def lock_folder(folder: Path, field: str, busy: str = "") -> Lock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return Lock(folder)
-    except InUse:
+    except Timeout:
         raise InputError(busy or f"{folder} is in use by another process", field) from None
     except OSError as error:
-        raise InputError(f"{folder} cannot be written to ({error.strerror})", field) from None
+        raise _unwritable(folder, error, field) from None
 
 
 def in_use(folder: Path) -> bool:
@@ -258,10 +210,8 @@ def in_use(folder: Path) -> bool:
     try:
         if (folder / LOCK).exists():
             Lock(folder, 0).release(remove=False)
-    except InUse:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, Timeout)
     return False
 
 
@@ -274,7 +224,7 @@ class Checkpoint:
 
     tokens: int  # how many there were
     crc32: int  # of the bytes of the prompt and of these tokens
-    counters: Counters = field(default_factory=dict)  # see :meth:`tswift.decoding.loop.DecodeStats.counters`
+    counters: Counters = field(default_factory=dict)  # see :meth:`tswift.decoding.stats.DecodeStats.counters`
     end: int = field(default=0, compare=False)  # bytes of the journal up to the end of this line
 
     def line(self) -> bytes:
@@ -284,41 +234,34 @@ class Checkpoint:
         return b"%s\t%08x\n" % (text, crc32(text))
 
 
-@dataclass(frozen=True)
-class Journal:
+class Journal(NamedTuple):
     """A journal that was read."""
 
     checkpoints: list[Checkpoint]  # of the whole lines before the first broken one
-    truncated: bool  # the last line is broken or has no end: writing it was cut short
-    broken: int | None  # number of a line, from 1, that is broken although others follow
+    truncated: bool = False  # the last line is broken or has no end: writing it was cut short
+    broken: int | None = None  # number of a line, from 1, that is broken although others follow
 
 
 def parse_journal(content: bytes) -> Journal:
     """Read a journal; nothing in it is too broken for that."""
     *lines, rest = content.split(b"\n")
-    checkpoints: list[Checkpoint] = []
+    found: list[Checkpoint] = []
     end = 0
     for number, line in enumerate(lines, 1):
         end += len(line) + 1
-        checkpoint = _parse(line, end)
-        if checkpoint is None or (checkpoints and checkpoint.tokens <= checkpoints[-1].tokens):
+        text, _, crc = line.rpartition(b"\t")
+        try:
+            told = json.loads(text) if crc == b"%08x" % crc32(text) else {}
+            checkpoint = Checkpoint(told.pop("tokens"), told.pop("crc32"), told, end)
+            whole = isinstance(checkpoint.tokens, int) and isinstance(checkpoint.crc32, int)
+            sound = whole and checkpoint.tokens > (found[-1].tokens if found else -1)
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            sound = False
+        if not sound:
             last = number == len(lines) and not rest
-            return Journal(checkpoints, truncated=last, broken=None if last else number)
-        checkpoints.append(checkpoint)
-    return Journal(checkpoints, truncated=bool(rest), broken=None)
-
-
-def _parse(line: bytes, end: int) -> Checkpoint | None:
-    text, _, crc = line.rpartition(b"\t")
-    if crc != b"%08x" % crc32(text):
-        return None
-    try:
-        counters = json.loads(text)
-        checkpoint = Checkpoint(counters.pop("tokens"), counters.pop("crc32"), counters, end)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return None
-    numbers = isinstance(checkpoint.tokens, int) and isinstance(checkpoint.crc32, int)
-    return checkpoint if numbers and checkpoint.tokens >= 0 else None
+            return Journal(found, last, None if last else number)
+        found.append(checkpoint)
+    return Journal(found, truncated=bool(rest))
 
 
 # --- writing
@@ -332,20 +275,20 @@ class RunFolder:
 
     def __init__(self, path: Path, lock: Lock, made: Sequence[Path] = ()) -> None:
         self.path, self._lock, self._made = path, lock, made
-        self._files: dict[str, AppendedFile] = {}
+        self._files: dict[str, tuple[int, bytearray]] = {}  # handles, and what waits for the next checkpoint
         self.saved = self._appended = self._crc = 0  # ``saved`` tokens are on the disk for certain
         self._checked = time.monotonic()
 
     @classmethod
     def create(cls, path: Path, logprobs: bool = False) -> RunFolder:
         """The folder of a new run, not there yet or empty; with a file of log-probabilities if asked for."""
-        made = new_folder(path)
+        made = _new_folder(path)
         folder = cls(path, lock_folder(path, "out", f"{path} is in use by another run"), made)
         try:
             for name in (TOKENS, TEXT, JOURNAL, *([LOGPROBS] if logprobs else [])):
                 if _unbegun(path):  # asked anew, now that it is locked
                     (path / name).unlink(missing_ok=True)
-                folder._files[name] = AppendedFile(path / name)
+                folder._open(name)
             for parent in (path, *(below.parent for below in made)):
                 _sync_folder(parent)
         except OSError as error:
@@ -361,16 +304,36 @@ class RunFolder:
         """
         folder = cls(path, lock)
         with folder._saving():
-            folder._files[JOURNAL] = AppendedFile(path / JOURNAL, checkpoint.end)
-            for name, size in ((TOKENS, 4), (LOGPROBS, row_bytes)):
-                if size:
-                    folder._files[name] = AppendedFile(path / name, size * checkpoint.tokens)
+            folder._open(JOURNAL, checkpoint.end)
+            folder._open(TOKENS, 4 * checkpoint.tokens)
+            if row_bytes:
+                folder._open(LOGPROBS, row_bytes * checkpoint.tokens)
             (path / TEXT).unlink(missing_ok=True)
-            folder._files[TEXT] = AppendedFile(path / TEXT)
-            folder._files[TEXT].add(text.encode())
+            folder._open(TEXT)
+        folder._add(TEXT, text.encode())
         folder.saved = folder._appended = checkpoint.tokens
         folder._crc = checkpoint.crc32
         return folder
+
+    def _open(self, name: str, keep: int | None = None) -> None:
+        """Open a file to append to it: after its first ``keep`` bytes, or None for a file that must not exist yet."""
+        new = os.O_CREAT | os.O_EXCL if keep is None else 0
+        handle = os.open(self.path / name, _FLAGS | new, _MODE)
+        self._files[name] = handle, bytearray()
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(0, "it is no regular file", str(self.path / name))
+        os.ftruncate(handle, keep or 0)
+        os.lseek(handle, 0, os.SEEK_END)
+
+    def _add(self, name: str, content: bytes) -> None:
+        self._files[name][1].extend(content)
+
+    def _sync(self, name: str, durable: bool = True) -> None:
+        """Write what waits for it; if ``durable``, so that even a power cut leaves it there."""
+        handle, waiting = self._files[name]
+        _write(handle, waiting)
+        if durable:
+            os.fsync(handle)
 
     def keep_prompt(self, tokens: Sequence[int]) -> None:
         """Write ``prompt.u32``: the prompt need not be there any more when the run is verified or resumed."""
@@ -383,10 +346,10 @@ class RunFolder:
     def append(self, tokens: Sequence[int], text: str, counters: Callable[[], Counters], logprobs: bytes = b"") -> None:
         """Add tokens, the text that they complete, and their log-probabilities; a checkpoint is made if one is due."""
         data = bytes_of(tokens)
-        self._files[TOKENS].add(data)
-        self._files[TEXT].add(text.encode())
+        self._add(TOKENS, data)
+        self._add(TEXT, text.encode())
         if logprobs:
-            self._files[LOGPROBS].add(logprobs)
+            self._add(LOGPROBS, logprobs)
         self._crc = crc32(data, self._crc)
         self._appended += len(tokens)
         if time.monotonic() - self._checked >= _SECONDS or self._appended - self.saved >= _TOKENS:
@@ -398,15 +361,16 @@ class RunFolder:
         With the ``last`` one the text is made durable, too: a finished run is never resumed.
         """
         with self._saving():
-            if not all(file.is_at(self.path / name) for name, file in self._files.items()):
-                raise SaveFailed(f"{self.path} was removed or moved")
+            for name, (handle, _) in self._files.items():
+                if not os.path.samestat(os.fstat(handle), os.lstat(self.path / name)):
+                    raise FileNotFoundError
             for name in (TOKENS, LOGPROBS):
                 if name in self._files:
-                    self._files[name].sync()
-            self._files[TEXT].sync(durable=last)  # until then it could be made again from the tokens
+                    self._sync(name)
+            self._sync(TEXT, durable=last)  # until then it could be made again from the tokens
             if self._appended > self.saved:
-                self._files[JOURNAL].add(Checkpoint(self._appended, self._crc, counters).line())
-                self._files[JOURNAL].sync()
+                self._add(JOURNAL, Checkpoint(self._appended, self._crc, counters).line())
+                self._sync(JOURNAL)
         self.saved = self._appended
         self._checked = time.monotonic()
 
@@ -420,8 +384,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the files and release the folder. What no checkpoint has written is dropped."""
-        for file in self._files.values():
-            file.close()
+        while self._files:
+            os.close(self._files.popitem()[1][0])
         self._lock.release()
 
     def discard(self) -> None:
@@ -429,9 +393,7 @@ class RunFolder:
         self.close()
         for name in (TOKENS, TEXT, LOGPROBS, PROMPT, JOURNAL, LOCK):
             (self.path / name).unlink(missing_ok=True)
-        with suppress(OSError):  # somebody else has put something there meanwhile
-            for folder in self._made:
-                folder.rmdir()
+        _remove(self._made)
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -460,8 +422,7 @@ class RunRecord:
     eos_ids: tuple[int, ...]  # the model's end-of-text tokens
 
 
-@dataclass(frozen=True)
-class JournalState:
+class Saved(NamedTuple):
     """How far a run came, as its journal vouches for it."""
 
     tokens: list[int]  # the generated token ids that are vouched for
@@ -469,10 +430,6 @@ class JournalState:
     truncated: bool  # the journal's last line was cut short, so that a checkpoint before it is the last
     unsure: int  # tokens in the file behind the last checkpoint: they may be right, and are drawn again
     damage: str  # what is broken; empty if nothing is. A truncated end is no damage
-
-    def last(self, below: int) -> Checkpoint:
-        """The last checkpoint with fewer tokens than ``below``, which is at least 1."""
-        return next(checkpoint for checkpoint in reversed(self.checkpoints) if checkpoint.tokens < below)
 
 
 def read_run(path: Path) -> RunRecord:
@@ -483,23 +440,19 @@ def read_run(path: Path) -> RunRecord:
         sampling, eos_ids = record["sampling"], tuple(record["model"]["eos_ids"])
         params = SamplingParams(**{**sampling, "banned": tuple(sampling["banned"])})
         config, recorded_prompt = RunConfig.from_record(record), record["prompt"]["sha256"]
-        sum(part.get("prefill_seconds", 0.0) for part in (record, *record.get("resumed", ())))  # as figures will
-        run = RunRecord(path, record, str(record["state"]), config, params, prompt, _bits(record), eos_ids)
+        sessions = record.get("resumed", ())
+        sum(part.get("prefill_seconds", 0.0) for part in (record, *sessions))  # as figures will
+        exact = [record["model"].get("exact"), *(session.get("exact") for session in sessions)]
+        bits = {None if how is None else how["bits"] for how in exact}
+        run = RunRecord(
+            path, record, str(record["state"]), config, params, prompt, bits.pop() if len(bits) == 1 else None, eos_ids
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path / RECORD} is broken: {reason}") from None
     if recorded_prompt != fingerprint(prompt):
         raise InputError(f"{path / PROMPT} is not the prompt of {RECORD}: their SHA-256 differ")
     return run
-
-
-def _bits(record: Mapping[str, Any]) -> str | None:
-    sessions = record.get("resumed", ())
-    if not all(isinstance(session, dict) for session in sessions):
-        raise ValueError("its sessions are no objects")
-    exact = [record["model"].get("exact"), *(session.get("exact") for session in sessions)]
-    bits = {None if how is None else how["bits"] for how in exact}
-    return bits.pop() if len(bits) == 1 else None
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -517,7 +470,7 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def read_saved(path: Path, prompt: Sequence[int], row_bytes: int = 0) -> JournalState:
+def read_saved(path: Path, prompt: Sequence[int], row_bytes: int = 0) -> Saved:
     """How far a run came, by its journal.
 
     Where a token's log-probabilities take ``row_bytes``, tokens without them are not sound.
@@ -540,7 +493,7 @@ def read_saved(path: Path, prompt: Sequence[int], row_bytes: int = 0) -> Journal
         damage = damage or wrong
         break
     length = sound[-1].tokens
-    return JournalState(_ids(data[: 4 * length]), sound, journal.truncated, len(data) // 4 - length, damage)
+    return Saved(_ids(data[: 4 * length]), sound, journal.truncated, len(data) // 4 - length, damage)
 
 
 def read_tokens(path: Path, option: str | None = None, whole: bool = True) -> list[int]:
@@ -602,14 +555,11 @@ def list_runs(folder: Path) -> list[Entry]:
     """The runs in a folder, the oldest first; the folder itself, if it is a run's."""
     _refuse_no_folder(folder)
     try:
-        paths = [folder] if (folder / RECORD).exists() else list(filter(_is_run, folder.iterdir()))
+        paths = [folder] if (folder / RECORD).exists() else [*folder.iterdir()]
+        runs = [path for path in paths if path.is_dir() and ((path / RECORD).exists() or (path / JOURNAL).exists())]
     except OSError as error:
         raise InputError(f"{folder} cannot be read ({error.strerror})") from None
-    return sorted((look(path)[0] for path in paths), key=lambda entry: (entry.started or "", str(entry.path)))
-
-
-def _is_run(path: Path) -> bool:
-    return path.is_dir() and ((path / RECORD).exists() or (path / JOURNAL).exists())
+    return sorted((look(path)[0] for path in runs), key=lambda entry: (entry.started or "", str(entry.path)))
 
 
 def look(path: Path) -> tuple[Entry, dict[str, Any], Checkpoint]:
@@ -618,20 +568,21 @@ def look(path: Path) -> tuple[Entry, dict[str, Any], Checkpoint]:
     record: dict[str, Any] = {}
     with suppress(InputError):
         last = [last, *parse_journal(read_file(path / JOURNAL, MOST_RECORD)).checkpoints][-1]
-    seconds, entry = last.counters.get("seconds"), Entry(path, RUNNING, "", last.tokens)
     if working and not (path / RECORD).exists():  # its model is being loaded
-        return entry, record, last
+        return Entry(path, RUNNING, "", last.tokens), record, last
     try:
-        record = read_record(path)
+        record, seconds = read_record(path), last.counters.get("seconds")
+        state = RUNNING if working else KILLED if record["state"] == RUNNING else str(record["state"])
+        options, speed = record["options"], last.tokens / seconds if isinstance(seconds, float) and seconds else None
         entry = Entry(
             path,
-            RUNNING if working else KILLED if record["state"] == RUNNING else str(record["state"]),
+            state,
             str(record.get("reason", "")),
             last.tokens,
-            int(record["options"]["length"]),
-            str(record["options"]["method"]),
+            int(options["length"]),
+            str(options["method"]),
             str(record["model"]["name"]),
-            last.tokens / seconds if isinstance(seconds, float) and seconds else None,
+            speed,
             str(record["started"]),
         )
     except (InputError, KeyError, TypeError, ValueError) as error:

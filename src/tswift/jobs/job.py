@@ -43,11 +43,10 @@ from tswift.jobs.folder import (
     FINISHED,
     INTERRUPTED,
     RUNNING,
-    JournalState,
     RunFolder,
     RunRecord,
+    Saved,
     SaveFailed,
-    check_ids,
     default_path,
     lock_folder,
     read_record,
@@ -78,11 +77,14 @@ class Signals:
     """While entered, signals to stop raise :class:`Stopped`; or are noted, where work must not be interrupted.
 
     A signal that the process was told to ignore (``nohup``) stays ignored. Outside the main thread nothing is done.
+
+    Attributes:
+        patience: how many signals are noted before one raises.
+        number: the first signal that came; 0 if none did.
     """
 
     def __init__(self) -> None:
-        self.patience = 0  # how many signals are noted before one raises
-        self._noted: list[int] = []
+        self.patience = self.number = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -96,26 +98,15 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    @property
-    def number(self) -> int:
-        """The first signal that was noted; 0 if there was none."""
-        return self._noted[0] if self._noted else 0
-
-    @property
-    def stopped(self) -> Stopped | None:
-        """The error of the first signal that was noted; None if there was none."""
-        return Stopped(self.number) if self._noted else None
-
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted.append(number)
-        if len(self._noted) > self.patience:
+        self.number, self.patience = self.number or number, self.patience - 1
+        if self.patience < 0:
             raise Stopped(number)
 
 
 _NOTHING_STOPS = 1 << 20
 END, BY_STRING = "end", "stop"  # in a record: how a finished text ended
 Show = Callable[[str, DecodeStats], None]
-ShowPrefill = Callable[[int, int], None]
 
 
 @dataclass
@@ -142,7 +133,9 @@ class Job:
         """Tokens asked for, those made before included."""
         return int(self.about["options"]["length"])
 
-    def run(self, show: Show, show_prefill: ShowPrefill | None = None, signals: Signals | None = None) -> None:
+    def run(
+        self, show: Show, show_prefill: Callable[[int, int], None] | None = None, signals: Signals | None = None
+    ) -> None:
         """Run to the end, or until something stops it. Whatever does, what was made until then is saved.
 
         Args:
@@ -168,29 +161,26 @@ class Job:
             raise
         except BaseException as error:
             signals.patience, self.state = _NOTHING_STOPS, FAILED
+            self.reason = str(error) if isinstance(error, Fault) else repr(error)
             if ran_out(error):
                 device, made = self.model.target.device.type, self.stats.tokens
-                self.reason = f"{device} has no memory left after {made:,} tokens; "
-                self.reason += "a lower --nodes or --budget needs less"
-            elif isinstance(error, Fault):
-                self.reason = str(error)
-            else:
-                self.reason = repr(error)
+                advice = "a lower --nodes or --budget needs less"
+                self.reason = f"{device} has no memory left after {made:,} tokens; {advice}"
+            elif not isinstance(error, Fault):
                 self._end()
                 raise
-            if isinstance(error, SaveFailed):
-                # What was not synced is not tried again: a second sync can succeed although the first lost something.
-                self.folder.close()
-                with suppress(SaveFailed):
+            with suppress(Fault):  # the first fault is the one to tell of
+                if isinstance(error, SaveFailed):
+                    # no second sync: it can succeed although the first lost something
+                    self.folder.close()
                     self.folder.record(self._record())
-            else:
-                with suppress(Fault):  # the first fault is the one to tell of
+                else:
                     self._end()
             raise Fault(f"{self.reason}; {self.saved()}") from error
         signals.patience, self.state = _NOTHING_STOPS, FINISHED
         show(self._end(), self.stats)
 
-    def _decode(self, show: Show, show_prefill: ShowPrefill | None, signals: Signals) -> None:
+    def _decode(self, show: Show, show_prefill: Callable[[int, int], None] | None, signals: Signals) -> None:
         session = self.resumed[-1] if self.resumed else self.about
         session["prefill_seconds"] = self.generation.decoding.prefill(show_prefill)
         self.folder.record(self._record())
@@ -203,8 +193,8 @@ class Job:
             self.rows = b"" if step.logprobs is None else step.logprobs.tobytes()
             self.folder.append(step.tokens, piece, self.stats.counters, self.rows)
             show(piece, self.stats)
-            if signals.stopped:
-                raise signals.stopped
+            if signals.number:
+                raise Stopped(signals.number)
 
     def _end(self) -> str:
         """Save everything and close the folder; returns the text that was held back."""
@@ -239,11 +229,9 @@ class Job:
         about, need = self.about, self.generation.need
         how = [about["options"]["method"]]
         for name, value in about["drafting"].items():
-            if name == "tree":
-                value = ",".join(map(str, value))
-            elif isinstance(value, bool):
-                value = "yes" if value else "no"
-            how.append(f"{name.replace('_', ' ')} {value}")
+            words = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+            words = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else words
+            how.append(f"{name.replace('_', ' ')} {words}")
         partial = f" + {gigabytes(need.partial_bytes)} partial" if need.partial_bytes else ""
         made = f" and {len(self.tokens):,} made before" if self.tokens else ""
         return [
@@ -406,30 +394,23 @@ def resume(
         if run.state == FINISHED and (config.length == made or ended or stopped):
             _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
             return None
-        model = loaded or load_exact_or_not(
-            "exact" in asked,
-            config.model,
-            quantize=config.quantize,
-            exact=config.exact,
-            ranks=ranks,
-            **config.loading(),
-        )
+        how = {"quantize": config.quantize, "exact": config.exact, "ranks": ranks, **config.loading()}
+        model = loaded or load_exact_or_not("exact" in asked, config.model, **how)
         draft = _refuse_other_model(run, config, model).get("draft")
-        text = TextStream(model.tokenizer, config.stop)
         if config.stop:
-            text.add(saved.tokens)
-            ended, text = ended or text.stopped is not None, TextStream(model.tokenizer, config.stop)
+            whole = TextStream(model.tokenizer, config.stop)
+            whole.add(saved.tokens)
+            ended = ended or whole.stopped is not None
         # a run that was stopped after its last token and before its last record has to draw that token again
-        checkpoint = saved.last(below=made if ended else config.length)
+        below = made if ended else config.length
+        checkpoint = next(each for each in reversed(saved.checkpoints) if each.tokens < below)
         tokens = saved.tokens[: checkpoint.tokens]
-        numbers = {"banned ids": run.params.banned, "biased ids": [*run.params.logit_bias]}
-        for name, ids in {"prompt": run.prompt, "tokens": tokens, **numbers}.items():
-            check_ids(ids, model.target.vocab_size, f"the {name} of {path}", OPTION)
         generation = _begin(model, run.prompt, config, run.params, written=tokens)
         try:
             stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
         except ValueError as error:
             raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
+        text = TextStream(model.tokenizer, config.stop)
         before = text.add(tokens)
         folder = RunFolder.reopen(path, lock, checkpoint, before, _row_bytes(config))
         unlocking.pop_all()
@@ -458,19 +439,8 @@ def resume(
 def _begin(
     model: LoadedModel, prompt: Sequence[int], config: RunConfig, params: SamplingParams, written: Sequence[int] = ()
 ) -> Generation:
-    return begin(
-        model,
-        prompt,
-        config.length,
-        method=config.method,
-        params=params,
-        seed=config.seed,
-        options=config.options(),
-        stop_at_eos=config.stop_at_eos,
-        written=written,
-        stop=config.stop,
-        logprobs=config.logprobs,
-    )
+    chosen = {name: getattr(config, name) for name in ("method", "seed", "stop_at_eos", "stop", "logprobs")}
+    return begin(model, prompt, config.length, params=params, options=config.options(), written=written, **chosen)
 
 
 def used_options(method: str, options: DraftOptions) -> dict[str, Any]:
@@ -558,7 +528,7 @@ def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -
 
 
 def _resume_notes(
-    run: RunRecord, saved: JournalState, kept: int, draft: Mapping[str, Any] | None, drafter: str | None
+    run: RunRecord, saved: Saved, kept: int, draft: Mapping[str, Any] | None, drafter: str | None
 ) -> list[str]:
     notes = [f"going on after {kept:,} tokens"]
     if saved.damage:
