@@ -241,7 +241,7 @@ FAULTS = [
     Fault("a character begun is sent when a run is interrupted", "serving/runs.py", "serving/test_service.py",
           'elif job.state != RUNNING:  #', "elif False:  #"),
     Fault("what waited is asked with the new server's defaults", "serving/runs.py", "serving/test_killing.py",
-          "{**self._typed_model, **typed}", "self._typed"),
+          '{**self._typed_model, **content["typed"], **listed}', "self._typed"),
     Fault("a reader that comes back gets the text anew", "serving/routes.py", "serving/test_killing.py",
           "tokens, start = have or (0, 0)", "tokens, start = 0, 0"),
     Fault("a dropped connection cancels", "serving/routes.py", "serving/test_service.py",

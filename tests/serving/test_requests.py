@@ -29,15 +29,14 @@ def test_fields_become_options() -> None:
     assert dict(request.config.sampling) == sampling
     assert (request.config.length, request.config.seed, request.config.method) == (7, -5, "ar")
     assert request.config.stop_at_eos
-    assert request.bounded
-    assert request.cancel_on_disconnect
+    assert (request.limit, request.wants) == ("max_tokens", {"cancel_on_disconnect"})
 
 
 def test_what_is_not_said_is_as_it_was_typed_and_null_is_not_said() -> None:
     request = understood({"temperature": None, "n": None, "tools": None}, temperature=0.5, length=9, nodes=4, seed=3)
     assert dict(request.config.sampling) == {"temperature": 0.5}
     assert dict(request.config.drafting) == {"nodes": 4}
-    assert (request.config.length, request.config.seed, request.bounded) == (9, 3, False)
+    assert (request.config.length, request.config.seed, request.limit) == (9, 3, None)
     assert understood({"stop": ""}).config.stop == understood({"stop": []}).config.stop == ()
     assert understood({"stop": "."}).config.stop == (".",)
     assert understood({"max_completion_tokens": 4}, chat=True).config.length == 4

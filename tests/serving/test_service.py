@@ -19,11 +19,12 @@ import uvicorn
 
 from tests.serving.server import TEXT
 from tswift.decoding.loop import DecodeStats
+from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING
 from tswift.models.load import LoadedModel, load
 from tswift.serving import routes, runs
 from tswift.serving.requests import Refused, ServeConfig
-from tswift.serving.routes import Api, Gate, Logprobs
+from tswift.serving.routes import Api, Logprobs, gate
 from tswift.serving.runs import QUEUED, Run, Service
 
 ASKED = {"prompt": TEXT, "seed": 3, "stop_at_eos": False, "method": "ar"}
@@ -141,7 +142,7 @@ def test_who_is_let_in(key: str | None, path: str, headers: dict[str, str], stat
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    assert asked(Gate(app, "127.0.0.1", key), "POST", path, **headers)[0] == status
+    assert asked(gate(app, "127.0.0.1", key), "POST", path, **headers)[0] == status
 
 
 def test_clients_do_not_repeat_a_run_that_failed(
@@ -180,7 +181,7 @@ def test_offsets_of_a_reader_who_comes_back_before_the_tokens(model: LoadedModel
     with serving(model, tmp_path) as service:
         run = done(service.accept({**SHORT, "logprobs": 0}, False))
     whole = Logprobs(run, model.tokenizer, 0).up_to(5)
-    again = Run(run.path, run.request)
+    again = Run(run.path, run.config, run.request)
     late = Logprobs(again, model.tokenizer, 3)
     assert late.up_to(5) is None
     again.ids, again.rows = run.ids, run.rows
@@ -313,7 +314,7 @@ def text_of(run: Run) -> str:
 
 def test_what_is_held_back_is_sent_when_the_text_ends_and_not_when_it_is_interrupted() -> None:
     for state, text in ((INTERRUPTED, "Caf"), (FINISHED, "Caf\ufffd")):
-        run, job = Run(Path("run")), made(end=lambda: {"reason": "length"})
+        run, job = Run(Path("run"), RunConfig()), made(end=lambda: {"reason": "length"})
         show = run.follow(job, {7: "</s>"}.__getitem__)
         show("Caf", DecodeStats(0, tokens=3))
         job.state = state
@@ -323,7 +324,7 @@ def test_what_is_held_back_is_sent_when_the_text_ends_and_not_when_it_is_interru
 
 @pytest.mark.parametrize("pieces", [("</s>", ""), ("</", "s>"), ("!</s", ">"), ("", "</s>")])
 def test_an_end_of_text_token_is_no_part_of_it(pieces: tuple[str, str]) -> None:
-    run, job = Run(Path("run")), made()
+    run, job = Run(Path("run"), RunConfig()), made()
     show = run.follow(job, {7: "</s>"}.__getitem__)
     job.tokens += [3]
     show("One", DecodeStats(0, tokens=1))
@@ -338,7 +339,7 @@ def test_an_end_of_text_token_is_no_part_of_it(pieces: tuple[str, str]) -> None:
 
 def test_reading_by_pieces_gives_the_text_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "_MOST_TEXT", 5)
-    run, words = Run(Path("run")), ["Café ", "größer", "", " 夜が明けた", "."]
+    run, words = Run(Path("run"), RunConfig()), ["Café ", "größer", "", " 夜が明けた", "."]
     assert run.read(0, 0) is None
     for number, word in enumerate(words, 1):
         run.grow(word, number)

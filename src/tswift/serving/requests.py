@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import randbits
 from typing import Any
@@ -61,14 +62,10 @@ def _wrong(param: str, problem: str, code: str | None = None) -> Refused:
 class Request:
     """A request that was understood."""
 
-    chat: bool  # it came to ``/v1/chat/completions``
-    config: RunConfig  # the job; its length is the most there may be where ``bounded`` is false
+    wants: frozenset[str]  # what is on of ``chat``, ``include_usage`` and ``_SWITCHES``
+    config: RunConfig  # the job; its length is the most there may be where ``limit`` is None
+    limit: str | None  # the field that says how many tokens
     prompt: Any  # a text, token ids, or a chat's messages
-    bounded: bool  # the client said how many tokens
-    stream: bool
-    include_usage: bool
-    figures: bool
-    cancel_on_disconnect: bool
     body: Mapping[str, Any]  # as it came, with the seed that was drawn for it if it had none
     typed: Mapping[str, Any]  # the server's options, and its model, when it came
     model: str
@@ -140,13 +137,14 @@ def parse(body: Mapping[str, Any], chat: bool, typed: Mapping[str, Any], model: 
     user = given.get("user", "")
     if not isinstance(user, str) or len(user) > _LONGEST_NAME:
         raise _wrong("user", f"must be a text of at most {_LONGEST_NAME} characters")
-    limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
-    if len(limits) == 2 and not (type(limits[0]) is type(limits[1]) is int and limits[0] == limits[1]):
+    limits = {name: given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
+    if len(limits) == 2 and (len({*map(str, limits.values())}) == 2 or type(limits["max_tokens"]) is not int):
         raise _wrong("max_completion_tokens", "and max_tokens must be the same integer where both are given")
     if prompt_field not in given:
         raise _wrong(prompt_field, "is missing")
-    switches = {name: _switch(given, name) for name in _SWITCHES}
-    include_usage = _stream_options(given, switches["stream"])
+    wants = {name for name in _SWITCHES if _switch(given, name)}
+    wants |= {"chat"} if chat else set()
+    wants |= _stream_options(given.get("stream_options", {}), "stream" in wants)
     prompt = _messages(given["messages"]) if chat else _prompt(given["prompt"])
     names = {option: name for name, option in _OPTIONS.items() if name in given}
     asked = {option: given[name] for option, name in names.items()}
@@ -164,9 +162,7 @@ def parse(body: Mapping[str, Any], chat: bool, typed: Mapping[str, Any], model: 
     except InputError as error:
         raise refused(error, names, prompt_field) from None
     kept = {**body, "seed": asked["seed"]}
-    return Request(
-        chat, config, prompt, bool(limits), **switches, include_usage=include_usage, body=kept, typed=typed, model=model
-    )
+    return Request(frozenset(wants), config, next(iter(limits), None), prompt, kept, typed, model)
 
 
 def _served(body: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
@@ -215,9 +211,8 @@ def _switch(given: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def _stream_options(given: Mapping[str, Any], stream: bool) -> bool:
-    """Whether usage is asked for at the end of a stream."""
-    options = given.get("stream_options", {})
+def _stream_options(options: Any, stream: bool) -> set[str]:
+    """Of the options of a stream, those that are on."""
     if not isinstance(options, dict):
         raise _wrong("stream_options", "must be an object")
     if options and not stream:
@@ -225,7 +220,7 @@ def _stream_options(given: Mapping[str, Any], stream: bool) -> bool:
     for name in options:
         if name != "include_usage":
             raise _wrong(f"stream_options.{name[:60]}", "is no field; include_usage is")
-    return _switch({name: value for name, value in options.items() if value is not None}, "include_usage")
+    return {name for name in options if options[name] is not None and _switch(options, name)}
 
 
 def _prompt(prompt: Any) -> str | tuple[int, ...]:
@@ -275,25 +270,17 @@ def _part(part: Any, place: str) -> str:
     return str(part["text"])
 
 
-def with_length(request: Request, length: int) -> Request:
-    """The same request, for a text of ``length`` tokens."""
-    return replace(request, config=replace(request.config, length=length))
-
-
 def listen(config: ServeConfig) -> socket.socket:
     """A socket that listens where it is asked for; refused where others can reach it and no key is asked for."""
     try:
-        family, kind, number, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         raise InputError(f"{config.host!r:.80} is no address ({getattr(error, 'strerror', error)})", "host") from None
     if config.api_key is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise InputError(f"{config.host} can be reached by other machines: `api_key` has to be given", "host")
-    found = socket.socket(family, kind, number)
+    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(128)
+        return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=dual)
     except OSError as error:
-        found.close()
-        raise InputError(f"{config.host} port {config.port} cannot be listened on ({error.strerror})", "port") from None
-    return found
+        reason = os.strerror(error.errno or 0)
+        raise InputError(f"{config.host} port {config.port} cannot be listened on ({reason})", "port") from None

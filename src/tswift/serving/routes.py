@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -59,39 +59,36 @@ def _error(error: Refused, headers: Mapping[str, str] | None = None) -> Response
     return JSONResponse(_error_body(error), error.status, {**error.headers, **of_a_run, **(headers or {})})
 
 
-class Gate:
-    """Lets requests in that come to a name of this server, with its key if it has one.
+def gate(app: ASGIApp, host: str, key: str | None) -> ASGIApp:
+    """Let requests in that come to a name of this server, with its key if it has one.
 
     Without a key the server listens on this machine only. A page of the web could still let a browser ask there, as
     another site or under a name of its own that leads to 127.0.0.1; so only names of this machine are answered, and
     no page of another site.
     """
 
-    def __init__(self, app: ASGIApp, host: str, key: str | None) -> None:
-        self._app, self._key = app, key
-        self._names = {"localhost", "127.0.0.1", "::1", host}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or let the application answer."""
-        refusal = self._refusal(HttpRequest(scope)) if scope["type"] == "http" else None
-        await (self._app if refusal is None else _error(refusal))(scope, receive, send)
-
-    def _refusal(self, request: HttpRequest) -> Refused | None:
-        if self._key is None:
-            host = request.headers.get("host", "")
-            name = host.rpartition(":")[0] if re.search(r":\d*$", host) and not host.endswith("]") else host
-            if name.strip("[]") not in self._names:
+    def refusal(request: HttpRequest) -> Refused | None:
+        if key is None:
+            asked = request.headers.get("host", "")
+            name = asked.rpartition(":")[0] if re.search(r":\d*$", asked) and not asked.endswith("]") else asked
+            if name.strip("[]") not in ("localhost", "127.0.0.1", "::1", host):
                 return Refused(403, f"Host {name!r:.80} is not served", code="wrong_host")
             origin = request.headers.get("origin")
-            elsewhere = origin is not None and origin.partition("://")[2] != host
+            elsewhere = origin is not None and origin.partition("://")[2] != asked
             if elsewhere or request.headers.get("sec-fetch-site") == "cross-site":
                 return Refused(403, "a page of another site cannot ask a server without a key", code="wrong_origin")
         elif request.scope["path"] not in ("/health", "/"):
-            scheme, _, key = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key.encode()):
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
                 message = "a wrong API key, or none; it is sent as Authorization: Bearer KEY"
                 return Refused(401, message, code="invalid_api_key")
         return None
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        refused = refusal(HttpRequest(scope)) if scope["type"] == "http" else None
+        await (app if refused is None else _error(refused))(scope, receive, send)
+
+    return answer
 
 
 class Api:
@@ -113,13 +110,8 @@ class Api:
         ]
         if demo_page:
             routes.append(Route("/", self._page))
-        handlers: dict[Any, Callable[..., Any]] = {
-            Refused: _refused,
-            HTTPException: _no_route,
-            ClientDisconnect: _nobody,
-            Exception: _mistake,
-        }
-        self.app = Gate(Starlette(routes=routes, exception_handlers=handlers), config.host, config.api_key)
+        handlers: Any = dict.fromkeys((Refused, HTTPException, ClientDisconnect, Exception), _failed)
+        self.app = gate(Starlette(routes=routes, exception_handlers=handlers), config.host, config.api_key)
 
     # --- what is there
 
@@ -251,9 +243,9 @@ class Api:
             "created": run.created,
             "state": run.state,
             "reason": run.reason or None,
-            "method": run.method,
-            "seed": run.seed,
-            "max_tokens": run.length,
+            "method": run.config.method,
+            "seed": run.config.seed,
+            "max_tokens": run.config.length,
             "finish_reason": run.finish_reason,
             "figures": run.figures(),
             "usage": _usage(run),
@@ -303,40 +295,33 @@ class Logprobs:
 
     def up_to(self, tokens: int) -> dict[str, Any] | None:
         """Those of the tokens that were not given yet; None if there are none."""
-        request, ids = self._run.request, self._run.ids[self._given : tokens].tolist()
-        if request is None or request.config.logprobs is None or not ids:
+        config, ids = self._run.config, self._run.ids[self._given : tokens].tolist()
+        if self._run.request is None or config.logprobs is None or not ids:
             return None
         if self._offset is None:
             self._offset = len(self._stream.add(self._run.ids[: self._given].tolist()))
-        kind = row_type(request.config.logprobs)
+        kind = row_type(config.logprobs)
         held = self._run.rows[self._given * kind.itemsize : tokens * kind.itemsize]
         rows, self._given = np.frombuffer(bytes(held), kind), tokens
-        content = [self._about(token, row) for token, row in zip(ids, rows, strict=True)]
-        if request.chat:
+        content = []
+        for token, row in zip(ids, rows, strict=True):
+            near = zip(row["raw_ids"].tolist(), row["raw_top"].tolist(), strict=True) if config.logprobs else ()
+            others = [self._entry(*each) for each in near]
+            own = {**self._entry(token, float(row["raw"])), "drawn_logprob": float(row["warped"])}
+            content.append({**own, "top_logprobs": others})
+        if self._run.wants("chat"):
             return {"content": content, "refusal": None}
         offsets = []
         for token in ids:
             offsets.append(self._offset)
             self._offset += len(self._stream.add([token]))
+        likeliest = [_likeliest([*each["top_logprobs"], each]) for each in content]
         return {
             "tokens": [each["token"] for each in content],
             "token_logprobs": [each["logprob"] for each in content],
             "drawn_logprobs": [each["drawn_logprob"] for each in content],
-            "top_logprobs": [_likeliest([*each["top_logprobs"], each]) for each in content]
-            if request.config.logprobs
-            else None,
+            "top_logprobs": likeliest if config.logprobs else None,
             "text_offset": offsets,
-        }
-
-    def _about(self, token: int, row: Any) -> dict[str, Any]:
-        near = (
-            zip(row["raw_ids"].tolist(), row["raw_top"].tolist(), strict=True) if "raw_ids" in row.dtype.names else ()
-        )
-        others = [self._entry(*each) for each in near]
-        return {
-            **self._entry(token, float(row["raw"])),
-            "drawn_logprob": float(row["warped"]),
-            "top_logprobs": others,
         }
 
     def _entry(self, token: int, log: float) -> dict[str, Any]:
@@ -426,20 +411,15 @@ async def _body(request: HttpRequest, optional: bool = False) -> bytes:
         raise Refused(408, f"the body did not come within {_BODY_SECONDS:g} seconds", code="timeout") from None
 
 
-async def _refused(request: HttpRequest, error: Refused) -> Response:
-    return _error(error)
-
-
-async def _no_route(request: HttpRequest, error: HTTPException) -> Response:
-    message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
-    return _error(Refused(error.status_code, message), error.headers)
-
-
-async def _nobody(request: HttpRequest, error: Exception) -> Response:
-    return Response(status_code=400)  # the client has gone
-
-
-async def _mistake(request: HttpRequest, error: Exception) -> Response:
+async def _failed(request: HttpRequest, error: Exception) -> Response:
+    """The answer to a request that raised an error."""
+    if isinstance(error, ClientDisconnect):  # nobody hears it
+        return Response(status_code=400)
+    if isinstance(error, Refused):
+        return _error(error)
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
+        return _error(Refused(error.status_code, message), error.headers)
     return _error(Refused(500, f"unexpected {type(error).__name__}; a mistake in tswift"))
 
 
@@ -481,26 +461,11 @@ class _Protocol(H11Protocol):
 class Server(uvicorn.Server):
     """The server; what it is asked to stop by stops the decoding first, so that readers are told."""
 
-    def __init__(self, service: Service, config: ServeConfig, demo_page: bool) -> None:
-        self._service = service
-        settings = uvicorn.Config(
-            Api(service, config, demo_page).app,
-            http=_Protocol,
-            ws="none",
-            loop="asyncio",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=int(_IDLE_SECONDS),
-            limit_concurrency=_MOST_CONNECTIONS,
-            h11_max_incomplete_event_size=_MOST_HEADERS,
-        )
-        super().__init__(settings)
+    service: Service
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop: readers hear of it, and those that do not listen are cut off."""
-        self._service.close()
+        self.service.close()
         until = time.monotonic() + _STOP_SECONDS
         while self.server_state.tasks and time.monotonic() < until:
             await asyncio.sleep(0.02)
@@ -511,5 +476,20 @@ class Server(uvicorn.Server):
 
 def serve(service: Service, config: ServeConfig, sock: socket.socket, demo_page: bool) -> None:
     """Answer until a signal comes, which is raised again then."""
+    settings = uvicorn.Config(
+        Api(service, config, demo_page).app,
+        http=_Protocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=int(_IDLE_SECONDS),
+        limit_concurrency=_MOST_CONNECTIONS,
+        h11_max_incomplete_event_size=_MOST_HEADERS,
+    )
+    server = Server(settings)
+    server.service = service
     with suppress(asyncio.CancelledError):
-        Server(service, config, demo_page).run([sock])
+        server.run([sock])

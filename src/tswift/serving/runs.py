@@ -24,7 +24,7 @@ from tswift.decoding.loop import DecodeStats
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import find_method
 from tswift.errors import MOST_RECORD, Fault, InputError, parse_json, read_file
-from tswift.jobs.config import MOST_BYTES, render_chat
+from tswift.jobs.config import MOST_BYTES, RunConfig, render_chat
 from tswift.jobs.folder import (
     BROKEN,
     FAILED,
@@ -37,7 +37,6 @@ from tswift.jobs.folder import (
     RUNNING,
     TEXT,
     TOKENS,
-    Entry,
     default_path,
     look,
     made_folder,
@@ -49,11 +48,10 @@ from tswift.models.checkpoint import weights_hash
 from tswift.models.config import ModelConfig
 from tswift.models.devices import ran_out
 from tswift.models.load import LoadedModel
-from tswift.serving.requests import Refused, Request, ServeConfig, parse, refused, with_length
+from tswift.serving.requests import Refused, Request, ServeConfig, parse, refused
 
 _EOS = "eos"
 QUEUED, CANCELLED, IN_USE = "queued", "cancelled", "in use"
-_OPEN = (QUEUED, RUNNING)
 _COMMAND = ("tswift", "serve")
 _OF_MODEL = frozenset(each.name for each in fields(ModelConfig))
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
@@ -73,12 +71,9 @@ class Run:
     """
 
     path: Path
+    config: RunConfig  # with the length that it is to come to
     request: Request | None = None  # as it was understood; None for a run of ``tswift generate``
     created: int = 0  # Unix time
-    method: str = ""
-    length: int = 0
-    seed: int = 0
-    asked: Mapping[str, Any] = field(default_factory=dict)  # options with which it is to go on
     prompt: Sequence[int] | None = None  # token ids, until they are in its folder
     prompt_tokens: int = 0
     state: str = QUEUED  # or cancelled, in use (by another process), or what a list of runs says
@@ -93,24 +88,19 @@ class Run:
     ids: array[int] = field(default_factory=lambda: array("I"))  # the tokens, where log-probabilities are asked for
     rows: bytearray = field(default_factory=bytearray)  # and those, as in ``logprobs.bin``
 
-    def __post_init__(self) -> None:
-        if self.request is not None:
-            config = self.request.config
-            self.method, self.length, self.seed = config.method, config.length, config.seed
-
     @property
     def id(self) -> str:
         """Its folder's name."""
         return self.path.name
 
     def wants(self, what: str) -> bool:
-        """Whether it is a request with this field set."""
-        return self.request is not None and bool(getattr(self.request, what))
+        """Whether it is a request with this switch on."""
+        return self.request is not None and what in self.request.wants
 
     @property
     def open(self) -> bool:
         """Whether its text may still grow."""
-        return self.state in _OPEN
+        return self.state in (QUEUED, RUNNING)
 
     def read(self, tokens: int, start: int) -> tuple[str, int, int] | None:
         """For a reader who has ``tokens`` and ``start`` bytes: the text after them, and how many of both that makes."""
@@ -135,12 +125,11 @@ class Run:
     def figures(self) -> dict[str, Any]:
         """What was counted and measured so far."""
         stats = self.stats
-        accepted = sum(count * steps for count, steps in stats.accepted.items())
         return {
             "tokens": stats.tokens,
             "passes": stats.passes,
             "drafted": max(0, stats.nodes - stats.passes),
-            "accepted": accepted,
+            "accepted": sum(count * steps for count, steps in stats.accepted.items()),
             "tokens_per_pass": round(stats.tokens_per_step, 3),
             "alpha": round(stats.alpha, 4),
             "seconds": round(stats.seconds, 3),
@@ -155,7 +144,7 @@ class Run:
     def follow(self, job: Job, text_of: Callable[[int], str]) -> Callable[[str, DecodeStats], None]:
         """What a job is to call after every step; ``text_of`` gives the text of a token id."""
         ends, held = frozenset(job.generation.stop), ""
-        self.stats, self.length = job.stats.copy(), job.length
+        self.stats = job.stats.copy()
         wanted = job.about["options"].get("logprobs") is not None
         if wanted and job.tokens:
             self.rows += (self.path / LOGPROBS).read_bytes()
@@ -185,6 +174,20 @@ class Run:
         """What a job is to call while it reads the text so far."""
         if self.stopping:
             raise _Stop
+
+    def store(self, state: str = "") -> None:
+        """Write what was asked to its folder; with a ``state``, it is not to go on by itself. OSError if it fails."""
+        if (request := self.request) is not None:
+            content = {
+                "chat": "chat" in request.wants,
+                "created": self.created,
+                "model": request.model,
+                "length": self.config.length,
+                "typed": {name: value for name, value in request.typed.items() if name not in _OF_MODEL},
+                **({"state": state, "reason": self.reason} if state else {}),
+                "body": request.body,
+            }
+            write_whole(self.path / REQUEST, json.dumps(content, indent=1).encode() + b"\n")
 
 
 class Service:
@@ -238,15 +241,15 @@ class Service:
         request = parse(body, chat, self._typed, self.model.name)
         self._refuse_full()
         with self._accepting:  # one at a time: prompts of megabytes take memory
-            request, prompt = self._fitted(request)
-            run = Run(default_path(request.config.method, self._config.runs), request, int(time.time()))
-            run.prompt, run.prompt_tokens = prompt, len(prompt)
+            config, prompt = self._fitted(request)
+            run = Run(default_path(config.method, self._config.runs), config, request, int(time.time()), prompt)
+            run.prompt_tokens = len(prompt)
             with self._guard:
                 self._refuse_full()
                 self._runs[run.id] = run
             try:
                 with made_folder(run.path):
-                    write_whole(run.path / REQUEST, _stored(request, run.created))
+                    run.store()
             except (InputError, OSError) as error:
                 with self._guard:
                     del self._runs[run.id]
@@ -256,48 +259,75 @@ class Service:
 
     def find(self, name: str) -> Run:
         """The run of an id."""
-        run = self._runs.get(name)
+        run, path = self._runs.get(name), self._config.runs / name
         if run is not None:
             return run
-        path = self._config.runs / name
-        if not _ID.fullmatch(name) or path.is_symlink() or not path.is_dir():
-            raise Refused(404, f"there is no run {name!r:.80}", "id", "run_not_found")
-        try:
-            return self._read(path)
-        except InputError as error:
-            raise Refused(404, f"there is no run {name!r:.80}: {error}", "id", "run_not_found") from None
+        reason = ""
+        if _ID.fullmatch(name) and path.is_dir() and not path.is_symlink():
+            try:
+                return self._read(path)
+            except InputError as error:
+                reason = f": {error}"
+        raise Refused(404, f"there is no run {name!r:.80}{reason}", "id", "run_not_found")
 
     def newest(self, most: int) -> list[dict[str, Any]]:
         """What a list says of the newest runs."""
-        paths = sorted((path for path in self._config.runs.iterdir() if _is_run(path)), reverse=True)
-        return [self._listed(path) for path in paths[:most]]
+        return [self._listed(path) for path in self._paths()[: -most - 1 : -1]]
+
+    def _paths(self) -> list[Path]:
+        """The folders of runs, in the order in which they came."""
+        return sorted(
+            path
+            for path in self._config.runs.iterdir()
+            if _ID.fullmatch(path.name) and not path.is_symlink()
+            if (path / RECORD).is_file() or (path / REQUEST).is_file()
+        )
+
+    def _listed(self, path: Path) -> dict[str, Any]:
+        about = {"id": path.name, "object": "run"}
+        try:
+            run = self._runs.get(path.name) or self._read(path, whole=False)
+        except InputError:
+            return {
+                **about,
+                "state": BROKEN,
+                "tokens": 0,
+                "max_tokens": None,
+                "method": None,
+                "tokens_per_second": None,
+            }
+        return {
+            **about,
+            "state": run.state,
+            "tokens": run.stats.tokens,
+            "max_tokens": run.config.length,
+            "method": run.config.method,
+            "tokens_per_second": run.stats.tokens_per_second or None,
+        }
 
     def resume(self, name: str, length: int | None = None) -> Run:
         """Go on with a run, or follow it if it is open already; a larger length goes on with a finished one."""
         run = self.find(name)
         if run.state == IN_USE:
             raise Refused(409, f"another process is writing {name}", "id", IN_USE)
+        if run.open and length is not None:
+            raise Refused(409, f"{name} is {run.state}; max_tokens can be raised when it is done", "max_tokens")
         if run.open or (run.state == FINISHED and length is None):
-            if run.open and length is not None:
-                raise Refused(409, f"{name} is {run.state}; max_tokens can be raised when it is done", "max_tokens")
             return run
         if length is not None:
             self._refuse_length(run, length)
+            run.config = replace(run.config, length=length)
         with self._guard:
             if name in self._runs:
                 return self._runs[name]
             self._refuse_full()
-            again = self._again(run, length)
+            again = self._again(run)
             self._note(again)
         return again
 
-    def _again(self, run: Run, length: int | None = None) -> Run:
-        """Queue a run that is not open, for the length that it has or for another."""
-        request, asked = run.request, run.asked
-        if length is not None:
-            request, asked = request and with_length(request, length), {"length": length}
-        again = Run(run.path, request, run.created, run.method, length or run.length, run.seed, asked)
-        again.prompt_tokens = run.prompt_tokens
+    def _again(self, run: Run) -> Run:
+        """Queue a run that is not open."""
+        again = Run(run.path, run.config, run.request, run.created, prompt_tokens=run.prompt_tokens)
         self._runs[run.id] = again
         self._turns.put(again)
         return again
@@ -322,7 +352,7 @@ class Service:
         if len(runs) > self._config.queue:
             first = runs[0]
             speed = first.stats.tokens_per_second or self._speed
-            wait = (first.length - first.stats.tokens) / speed if speed else 10
+            wait = (first.config.length - first.stats.tokens) / speed if speed else 10
             message = f"{len(runs):,} requests are decoded or waiting; the queue takes no more"
             raise Refused(429, message, code="queue_full", wait=min(3600, max(1, round(wait))))
 
@@ -345,22 +375,21 @@ class Service:
             sizes = f"{prompt:,} prompt tokens and {length:,} new ones need more than the model's {most:,} positions"
             raise Refused(400, f"{param}: {sizes}", param, "context_length_exceeded")
 
-    def _fitted(self, request: Request) -> tuple[Request, Sequence[int]]:
-        """A request with its prompt's token ids, and a length that the model has room for."""
+    def _fitted(self, request: Request) -> tuple[RunConfig, Sequence[int]]:
+        """A request's job, of a length that the model has room for, and its prompt's token ids."""
         target, model, config = self.model.target, self.model, request.config
+        chat = "chat" in request.wants
         try:
-            if request.chat:
+            if chat:
                 text = render_chat(model.tokenizer, model.name, request.prompt)
                 ids: Sequence[int] = model.encode(text, bare=True)
             else:
                 ids = model.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
             if not ids or not all(0 <= token < target.vocab_size for token in ids):
                 raise InputError(f"must have tokens, all of them below {target.vocab_size:,}", "prompt")
-            room = target.max_positions - len(ids)
             self._refuse_excess(len(ids), 1, "prompt")
-            if request.bounded:
-                limits = ("max_tokens", "max_completion_tokens")
-                self._refuse_excess(len(ids), config.length, next(n for n in limits if request.body.get(n) is not None))
+            if request.limit is not None:
+                self._refuse_excess(len(ids), config.length, request.limit)
             for token in config.params().logit_bias:
                 if token >= target.vocab_size:
                     raise InputError(f"has token id {token:,}, the model has {target.vocab_size:,}", "logit_bias")
@@ -368,8 +397,8 @@ class Service:
             if find_method(config.method).draft and model.draft is None:
                 raise InputError(f"{config.method} drafts with a smaller model, and none is loaded", "method")
         except InputError as error:
-            raise refused(error, {}, "messages" if request.chat else "prompt") from None
-        return with_length(request, min(config.length, room)), ids
+            raise refused(error, {}, "messages" if chat else "prompt") from None
+        return replace(config, length=min(config.length, target.max_positions - len(ids))), ids
 
     # --- decoding
 
@@ -394,24 +423,22 @@ class Service:
         """Make a run's text, all of it; returns its state."""
         try:
             if (run.path / RECORD).exists():
-                job = resume(run.path, run.asked, False, _COMMAND, loaded=self.model)
+                job = resume(run.path, {"length": run.config.length}, False, _COMMAND, loaded=self.model)
             else:
                 assert run.request is not None
                 if run.request.model != self.model.name:
                     asked, served = run.request.model, self.model.name
                     raise InputError(f"this run was requested for model {asked}; this server serves {served}", "model")
-                if run.prompt is None:  # as it was accepted by a server that was killed
-                    _, run.prompt = self._fitted(run.request)
-                config = replace(run.request.config, out=run.path)
-                job = start(config, _COMMAND, loaded=self.model, ids=run.prompt)
+                # a server that was killed accepted it
+                ids = run.prompt or self._fitted(run.request)[1]
+                job = start(replace(run.config, out=run.path), _COMMAND, loaded=self.model, ids=ids)
             if job is None:  # finished, and its request was not
                 stored = self._read(run.path)
                 for name in ("ids", "rows", "text", "tokens", "ends", "stats", "end"):
                     setattr(run, name, getattr(stored, name))
                 return FINISHED
             run.prompt_tokens = len(job.prompt)
-            show = run.follow(job, self._text_of)
-            job.run(show, run.show_prefill)
+            job.run(run.follow(job, self._text_of), run.show_prefill)
             return FINISHED
         except _Stop:
             return run.stopping
@@ -426,10 +453,8 @@ class Service:
         return FAILED
 
     def _note(self, run: Run, state: str = "") -> None:
-        """Write a request's file; with a state, it is not to go on by itself."""
-        if run.request is not None:
-            with suppress(OSError):
-                write_whole(run.path / REQUEST, _stored(run.request, run.created, state, run.reason))
+        with suppress(OSError):
+            run.store(state)
 
     def _text_of(self, token: int) -> str:
         return str(self.model.tokenizer.decode([token], skip_special_tokens=False))
@@ -438,7 +463,7 @@ class Service:
 
     def _recover(self) -> None:
         """Queue what another server left unfinished, in the order in which it came."""
-        for path in sorted(filter(_is_run, self._config.runs.iterdir())):
+        for path in self._paths():
             if not (path / REQUEST).exists():
                 continue
             try:
@@ -446,114 +471,67 @@ class Service:
             except InputError as error:
                 self._say(f"{path.name} is left alone: {error}")
                 continue
-            if run.state in (INTERRUPTED, KILLED) or (run.state == FINISHED and run.asked):
+            longer = run.state == FINISHED and run.end == "length" and run.stats.tokens < run.config.length
+            if longer or run.state in (INTERRUPTED, KILLED):
                 self._say(f"{run.id} goes on, {run.stats.tokens:,} tokens are there")
                 self._again(run)
 
-    def _read(self, path: Path) -> Run:
-        """A run that is not open, from its folder. InputError if there is none, or its files are broken."""
-        request, created, ended, reason = None, 0, "", ""
-        if content := _request_of(path):
-            try:
-                created = int(content["created"])
-                ended, reason = str(content.get("state", "")), str(content.get("reason", ""))
-                typed = {
-                    name: tuple(value) if isinstance(value, list) else value for name, value in content["typed"].items()
-                }
-                request = parse(content["body"], content["chat"], {**self._typed_model, **typed}, content["model"])
-                request = with_length(request, int(content["length"]))
-            except (KeyError, TypeError, ValueError, AttributeError, Refused, InputError) as error:
-                raise InputError(f"{path / REQUEST} is broken: {error!r:.200}") from None
-        run = Run(path, request, created, state=ended or INTERRUPTED, reason=reason)
+    def _requested(self, path: Path) -> Run | None:
+        """A run as ``request.json`` in its folder says, with the state that this says; None if there is none."""
+        file = path / REQUEST
+        if not file.exists():
+            return None
+        content = parse_json(read_file(file, MOST_RECORD), file)
+        try:
+            listed = {name: tuple(value) for name, value in content["typed"].items() if isinstance(value, list)}
+            typed = {**self._typed_model, **content["typed"], **listed}
+            request = parse(content["body"], content["chat"], typed, content["model"])
+            run = Run(path, replace(request.config, length=int(content["length"])), request, int(content["created"]))
+            run.state, run.reason = str(content.get("state", "")), str(content.get("reason", ""))
+        except (KeyError, TypeError, ValueError, AttributeError, Refused) as error:
+            raise InputError(f"{file} is broken: {error!r:.200}") from None
+        return run
+
+    def _read(self, path: Path, whole: bool = True) -> Run:
+        """A run that is not open, from its folder, with its text if ``whole``.
+
+        InputError if there is none, or its files are broken.
+        """
+        run, ended = self._requested(path), ""
+        if run is not None:
+            ended, run.state = run.state, run.state or INTERRUPTED
         if not (path / RECORD).exists():
-            if request is None:
+            if run is None:
                 raise InputError(f"{path.name} holds no run")
             return run
         entry, record, last = look(path)
         if entry.state == BROKEN:
             raise InputError(entry.reason)
         try:
-            run.method, run.length, run.seed = str(entry.method), int(entry.length or 0), int(record["options"]["seed"])
+            config = RunConfig.from_record(record)
+            run = run or Run(path, config, created=int(datetime.fromisoformat(record["started"]).timestamp()))
             run.prompt_tokens = int(record["prompt"]["tokens"])
-            run.created = created or int(datetime.fromisoformat(record["started"]).timestamp())
             depth = int(record.get("figures", {}).get("drafted_per_path", 0))
             run.stats = DecodeStats.counted(depth, last.tokens, last.counters)
+            run.end = record.get(END, {}).get("reason", "length") if entry.state == FINISHED else None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"{path / RECORD} is broken: {error!r:.200}") from None
-        run.state, run.reason = _state(entry.state, ended), entry.reason or reason
+        if ended or run.stats.tokens > run.config.length:  # else it is to come to what was asked last
+            run.config = config
+        stopped = ended and entry.state in (INTERRUPTED, KILLED)
+        run.state = ended if stopped else IN_USE if entry.state == RUNNING else entry.state
+        run.reason = entry.reason or run.reason
+        if not whole:
+            return run
         text = read_file(path / TEXT, MOST_BYTES)
-        if run.state == FINISHED:
-            run.end = record.get(END, {}).get("reason", "length")
         if run.end == _EOS:
             text = text.removesuffix(self._text_of(_ids(run)[-1]).encode())
-        if request is not None and not ended and run.stats.tokens <= request.config.length != run.length:
-            run.asked = {"length": request.config.length}  # and it was not begun
-        if request is not None and request.config.logprobs is not None and run.stats.tokens:
+        if run.request is not None and config.logprobs is not None and run.stats.tokens:
             run.rows += read_file(path / LOGPROBS, 1 << 30)
             run.ids.extend(_ids(run))
         run.grow(text.decode(errors="replace"), run.stats.tokens)
         return run
 
-    def _listed(self, path: Path) -> dict[str, Any]:
-        """What a list says of a run."""
-        run = self._runs.get(path.name)
-        if run is not None:
-            speed = run.stats.tokens_per_second or None
-            entry = Entry(path, run.state, "", run.stats.tokens, run.length, run.method, None, speed)
-        else:
-            try:
-                ended = str(_request_of(path).get("state", ""))
-            except InputError:
-                ended = BROKEN
-            entry = look(path)[0] if (path / RECORD).exists() else Entry(path, INTERRUPTED)
-            entry = replace(entry, state=_state(entry.state, ended))
-        return {
-            "id": path.name,
-            "object": "run",
-            "state": entry.state,
-            "tokens": entry.tokens,
-            "max_tokens": entry.length,
-            "method": entry.method,
-            "tokens_per_second": entry.tokens_per_second,
-        }
-
 
 def _ids(run: Run) -> list[int]:
     return read_tokens(run.path / TOKENS, whole=False)[: run.stats.tokens]
-
-
-def _request_of(path: Path) -> dict[str, Any]:
-    """What ``request.json`` in a run's folder says, see :func:`_stored`; nothing if there is none."""
-    file = path / REQUEST
-    content = parse_json(read_file(file, MOST_RECORD), file) if file.exists() else {}
-    if not isinstance(content, dict) or (not content and file.exists()):
-        raise InputError(f"{file} is broken: it says nothing")
-    return content
-
-
-def _is_run(path: Path) -> bool:
-    if path.is_symlink() or not _ID.fullmatch(path.name):
-        return False
-    return (path / RECORD).is_file() or (path / REQUEST).is_file()
-
-
-def _state(of_folder: str, ended: str) -> str:
-    """The state of a run that is not open, by its record and by what its request's file says."""
-    if of_folder in (INTERRUPTED, KILLED) and ended:
-        return ended
-    return IN_USE if of_folder == RUNNING else of_folder
-
-
-def _stored(request: Request, created: int, state: str = "", reason: str = "") -> bytes:
-    """What ``request.json`` holds; ``state`` is there when it is not to go on by itself."""
-    ended = {"state": state, "reason": reason} if state else {}
-    content = {
-        "chat": request.chat,
-        "created": created,
-        "model": request.model,
-        "length": request.config.length,
-        "typed": {name: value for name, value in request.typed.items() if name not in _OF_MODEL},
-        **ended,
-        "body": request.body,
-    }
-    return json.dumps(content, indent=1).encode() + b"\n"
