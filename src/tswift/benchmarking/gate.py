@@ -32,6 +32,8 @@ from tswift.benchmarking.summary import (
     grid_order,
     machine_name,
     method_name,
+    parts,
+    plain,
     simulated_alpha,
     summarise,
 )
@@ -399,13 +401,6 @@ def read_record(folder: Path, option: str) -> Record:
     return content
 
 
-def parts(record: Record) -> dict[str, Record]:
-    """By label, a suite's measurements; of a bench itself."""
-    if record["kind"] != "suite":
-        return {"": record}
-    return {group["label"]: group["measurement"] for group in record["groups"]}
-
-
 def plan_of(options: Mapping[str, Any]) -> Plan:
     """The grid that options ask for, by name, as typed or as in a record."""
     own = find_suite(options["suite"]) if options.get("suite") else None
@@ -422,11 +417,6 @@ def refuse_changes(record: Record, typed: Mapping[str, Any]) -> None:
         if plain(value) != plain(own):
             was = "none" if own is None else own
             raise InputError(f"the benchmark was made with {was}, got {value}; it keeps its options", name)
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON gives it back."""
-    return json.loads(json.dumps(value))
 
 
 def go_on(fresh: Record, earlier: Record, folder: Path) -> None:

@@ -12,26 +12,16 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from tswift.benchmarking import gate, plots, suites, summary
-from tswift.benchmarking.config import ASSISTED, BASELINE, DRAFTLESS, LOOKUP, PEERS, SAMPLED
+from tswift.benchmarking.config import ASSISTED, BASELINE, LOOKUP, SAMPLED
 from tswift.benchmarking.suites import SUITES, Suite, counterparts, published_rows
-from tswift.benchmarking.summary import (
-    METRICS,
-    NOTHING,
-    Cell,
-    Figure,
-    Row,
-    Table,
-    drafted_only,
-    method_name,
-    quantity,
-    source,
-    summarise,
-)
+from tswift.benchmarking.summary import METRICS, NOTHING, Cell, Figure, Row, Table, drafted_only, drafts, method_name
+from tswift.benchmarking.summary import quantity, source, summarise
 from tswift.errors import InputError
 from tswift.jobs.folder import FINISHED, write_whole
 
@@ -39,10 +29,15 @@ _MAX_DIFFERENCES = 5
 _PAPER_DEPTH = 4  # tokens it drafts along a path
 _TABLE_3 = ("alpha", "speedup")
 _TABLE_4 = ("alpha", "speedup", "ar_seconds", "seconds", "delta")
+_WHAT = ("what", "value")
 _OF_WORKLOADS = ("tokens_per_step", "alpha", "speedup", "tokens_per_second", "seconds")
 _FLOORS = ("ar_of_floor", "of_floor")
+_FLOOR_NOTE = (
+    "floor: the least time in which this machine, at the rates measured, reads the weights and the KV cache of "
+    "every pass made, and computes on its nodes."
+)
 
-Record = Mapping[str, Any]  # as in bench.json or suite.json
+Record = dict[str, Any]  # as in bench.json or suite.json
 
 
 def write_report(
@@ -127,19 +122,16 @@ def csv_text(record: Record) -> str:
 
 def markdown(record: Record, paper: bool = False) -> str:
     """The tables, then what each measurement was run on, when and with which command."""
-    if record["kind"] == "suite":
-        title = f"tswift bench --suite {record['suite']}"
-        runs = {f"Run: {group['label']}".removesuffix(": "): group["measurement"] for group in record["groups"]}
-    else:
-        title = f"tswift bench: {record['workload']['model']}{' (simulated)' if record['simulated'] else ''}"
-        runs = {"Run": record}
-    environment = next(iter(runs.values()))["environment"]
-    rows = [(name, "none" if value is None else str(value)) for name, value in environment.items()]
-    parts = [table.markdown() for table in tables(record, paper)]
-    parts += [Table(name, ["what", "value"], _settings(one), left=2).markdown() for name, one in runs.items()]
-    parts += [f"```sh\n{shlex.join(record['command'])}\n```\n"]
-    parts += [Table("Environment", ["what", "value"], rows, left=2).markdown()]
-    return "\n".join([f"# {title}\n", *parts])
+    runs = summary.parts(record)
+    first = next(iter(runs.values()))
+    title = f": {first['workload']['model']}{' (simulated)' if first['simulated'] else ''}"
+    title = f" --suite {record['suite']}" if record["kind"] == "suite" else title
+    environment = [(name, "none" if value is None else str(value)) for name, value in first["environment"].items()]
+    shown = tables(record, paper)
+    shown += [Table(f"Run: {label}" if label else "Run", _WHAT, _settings(one), left=2) for label, one in runs.items()]
+    command = f"```sh\n{shlex.join(record['command'])}\n```\n"
+    about = Table("Environment", _WHAT, environment, left=2)
+    return "\n".join([f"# tswift bench{title}\n", *(one.markdown() for one in shown), command, about.markdown()])
 
 
 def _settings(measurement: Record) -> list[tuple[str, str]]:
@@ -173,17 +165,14 @@ def _settings(measurement: Record) -> list[tuple[str, str]]:
 def tables(record: Record, paper: bool = False) -> list[Table]:
     """Of a bench, acceptance and speedup, then decoding times; of a suite, its table, then the measured order.
 
-    Behind them, what ran where if that was on several machines.
-
-    Args:
-        record: as in ``bench.json`` or ``suite.json``.
-        paper: put the published rows of the same prefill and generated length beside those of a bench.
+    Behind them, what ran where if that was on several machines. ``paper`` puts the published rows of the same prefill
+    and generated length beside those of a bench.
     """
     if record["kind"] == "suite":
         found = _suite_tables(record)
     else:
         found = _bench_tables(record, paper) if "" in summary.by_kind(record) else [_workload_table(record)]
-    return [*found, *filter(None, [gate.machines(dict(record))])]
+    return [*found, *filter(None, [gate.machines(record)])]
 
 
 def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
@@ -193,10 +182,12 @@ def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
     here = f"{workload['model']}, this machine{' (simulated)' if simulated else ''}"
     published = [row for row in _paper_rows() if row.axis in methods] if paper else []
     floors = {cell.place: {"ar_of_floor": cell.figures["of_floor"]} for cell in cells if cell.axis == BASELINE}
-    measured: list[Row] = []
-    for cell in (cell for method in methods for cell in cells if cell.axis == method):
-        figures = drafted_only({**cell.figures, **floors.get(cell.place, {})}, cell.axis)
-        measured.append(replace(cell, source=here, figures=figures))
+    measured = [
+        replace(cell, source=here, figures=drafted_only({**cell.figures, **floors.get(cell.place, {})}, method))
+        for method in methods
+        for cell in cells
+        if cell.axis == method
+    ]
 
     def label(method: str) -> str:
         return method_name(method, simulated and method != "TokenSwift")
@@ -207,37 +198,28 @@ def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
         sampled = name == "ar_seconds" and workload["ar"] == SAMPLED
         return _text(row, name) + " est." * (sampled and row.figures[name].mean is not None)
 
-    places = [[row for row in measured if row.place == place] for place in sorted({row.place for row in measured})]
-    groups = [[*rows, *(row for row in published if row.place == rows[0].place)] for rows in places]
-    across = [(method, name) for method in methods for name in _TABLE_3]
-    undrafted = (*DRAFTLESS, *PEERS)
-    across = [(method, name) for method, name in across if method not in undrafted or not METRICS[name].drafted]
-    down = []
+    places = sorted({row.place for row in measured})
+    groups = [[row for row in (*measured, *published) if row.place == place] for place in places]
+    below: list[Row] = []  # each row, and the paper's of the same method and place
     for row in measured:
-        same = [other for other in published if (other.axis, other.place) == (row.axis, row.place)]
-        down += [row, *(replace(other, axis="TokenSwift") for other in same if "seconds" in other.figures)]
+        same = [one for one in published if (one.axis, one.place) == (row.axis, row.place)]
+        below += [row, *(replace(one, axis="TokenSwift") for one in same if "seconds" in one.figures)]
+    across = [(method, name) for method in methods for name in _TABLE_3 if drafts(method) or not METRICS[name].drafted]
     names = [*_TABLE_4, *(_FLOORS if any(cell.figures["of_floor"].n for cell in cells) else ())]
     names = ["tokens_per_step", *names] if "peers" in workload else names
     names += [name for name, metric in METRICS.items() if metric.column]
     notes = _notes(cells, measurement, "measurement", measurement["state"])
-    if "of_floor" in names:
-        notes.append(
-            "floor: the least time in which this machine, at the rates measured, reads the weights and the KV cache of "
-            "every pass made, and computes on its nodes."
-        )
-    if not cells:
-        notes = ["Nothing was measured: no length was reached."]
+    notes += [_FLOOR_NOTE] if "of_floor" in names else []
     if paper and cells:
-        matched = any((row.axis, row.place) == (own.axis, own.place) for row in published for own in measured)
+        matched = {(row.axis, row.place) for row in published} & {(row.axis, row.place) for row in measured}
         notes.append(suites.CAUTION if matched else "The paper has no row of these methods, prefills and lengths.")
     sourced, title = bool(paper or simulated), source(measurement)
-    acceptance = _wide(f"Acceptance rate and speedup: {title}", groups, across, label, text, sourced)
-    times = _long(f"Decoding time: {title}", "method", down, names, label, text, sourced, notes)
-    heading = METRICS["seconds"].heading
-    return [
-        replace(acceptance, notes=_alpha_notes(measurement, methods, paper)),
-        replace(times, columns=["T_method" if head == heading else head for head in times.columns]),
-    ]
+    acceptance = _table(f"Acceptance rate and speedup: {title}", "", groups, across, label, text, sourced)
+    times = _table(f"Decoding time: {title}", "method", [below], [("", name) for name in names], label, text, sourced)
+    heads = ["T_method" if head == METRICS["seconds"].heading else head for head in times.columns]
+    notes = notes if cells else ["Nothing was measured: no length was reached."]
+    acceptance = replace(acceptance, notes=_alpha_notes(measurement, methods, paper))
+    return [acceptance, replace(times, columns=heads, notes=notes)]
 
 
 def _workload_table(measurement: Record) -> Table:
@@ -271,54 +253,35 @@ def _text(row: Row | None, name: str, digits: int | None = None) -> str:
     return METRICS[name].text(row.figures.get(name) if row else None, digits)
 
 
-def _place(row: Row) -> list[str]:
-    return [NOTHING if count is None else f"{count:,}" for count in row.place]
-
-
-Label = Callable[[str], str]  # name of a place on the axis
-Text = Callable[["Row | None", str], str]  # of a row's figure
-
-
-def _wide(
-    title: str,
-    groups: Sequence[Sequence[Row]],
-    columns: Sequence[tuple[str, str]],
-    label: Label,
-    text: Text,
-    sourced: bool,
-) -> Table:
-    """A line for each source in each group of rows; the axis runs across."""
-    lines = []
-    for rows in groups:
-        for name in dict.fromkeys(row.source for row in rows):
-            across = {row.axis: row for row in rows if row.source == name}
-            lead = [*[name] * sourced, *_place(next(iter(across.values())))]
-            lines.append([*lead, *(text(across.get(axis), metric) for axis, metric in columns)])
-    heads = [f"{label(axis)} {METRICS[name].heading}" for axis, name in columns]
-    return Table(title, [*["source"] * sourced, "prefill", "length", *heads], lines, left=int(sourced))
-
-
-def _long(
+def _table(
     title: str,
     axis: str,
-    rows: Sequence[Row],
-    names: Sequence[str],
-    label: Label,
-    text: Text,
+    groups: Sequence[Sequence[Row]],
+    columns: Sequence[tuple[str, str]],  # a place on the axis, and a metric
+    label: Callable[[str], str],  # name of a place on the axis
+    text: Callable[[Row | None, str], str],  # of a row's figure
     sourced: bool,
-    notes: Sequence[str],
 ) -> Table:
-    """A line for each row."""
-    lead = [[label(row.axis), *[row.source] * sourced, *_place(row)] for row in rows]
-    lines = [[*first, *(text(row, name) for name in names)] for first, row in zip(lead, rows, strict=True)]
-    columns = [axis, *["source"] * sourced, "prefill", "length", *(METRICS[name].heading for name in names)]
-    return Table(title, columns, lines, left=1 + sourced, notes=notes)
+    """A line for each row, its place on the axis in front; or, if the axis runs across, for each source in a group."""
+    across, lines = bool(columns and columns[0][0]), []
+    for rows in groups:
+        merged: dict[object, dict[str, Row]] = {}
+        for row in rows:
+            merged.setdefault(row.source if across else id(row), {})[row.axis if across else ""] = row
+        for found in merged.values():
+            row = next(iter(found.values()))
+            place = [NOTHING if count is None else f"{count:,}" for count in row.place]
+            lead = [*[label(row.axis)] * (not across), *[row.source] * sourced, *place]
+            lines.append([*lead, *(text(found.get(place), name) for place, name in columns)])
+    heads = [f"{label(place)} {METRICS[name].heading}" if place else METRICS[name].heading for place, name in columns]
+    heads = [*[axis] * (not across), *["source"] * sourced, "prefill", "length", *heads]
+    return Table(title, heads, lines, left=(not across) + sourced)
 
 
 def _alpha_notes(measurement: Record, methods: Sequence[str], paper: bool) -> list[str]:
     """What alpha is, and of each method what it is a share of: beside another depth it would mislead."""
     notes = ["alpha: accepted draft tokens / most that could be. x: AR's time / the method's, prefill apart."]
-    depths: dict[str, set[int]] = {method: set() for method in methods if method not in (*DRAFTLESS, *PEERS)}
+    depths: dict[str, set[int]] = {method: set() for method in methods if drafts(method)}
     for sample in measurement["samples"]:
         depths.get(sample["method"], set()).update(point["depth"] for point in sample["points"])
     words = [f"{method_name(method)} {' or '.join(map(str, sorted(depth)))}" for method, depth in depths.items()]
@@ -411,33 +374,25 @@ def _suite_tables(record: Record) -> list[Table]:
     title = f"{suite.name}: {suite.title}: {source(record['groups'][0]['measurement'])}"
     known = [row.axis for row in (*measured, *published)]
     axis = [label for label in dict.fromkeys([*suite.labels, *known]) if label in known]
-    notes = _suite_notes(suite, record, bool(published))
+    groups = [([row.axis], [row]) for row in measured]
+    columns, label, sourced = [("", name) for name in suite.columns], method_name, bool(published)
     if suite.wide:
         places = sorted({row.place for row in measured})
         groups = [(axis, [row for row in measured if row.place == place]) for place in places]
-        columns = [(label, name) for label in axis for name in suite.columns]
-        rows = _with_published(suite, groups, published)
-        table = _wide(title, rows, columns, lambda label: suites.place_name(suite, label), _text, True)
-        table = replace(table, notes=notes)
-    else:
-        rows = _with_published(suite, [([row.axis], [row]) for row in measured], published)
-        flat = [row for group in rows for row in group]
-        table = _long(title, suite.axis, flat, suite.columns, method_name, _text, bool(published), notes)
-    return [table, order_table(suites.compared(suite, measured, published))]
-
-
-def _with_published(
-    suite: Suite, groups: Sequence[tuple[Sequence[str], list[Row]]], published: Sequence[Row]
-) -> list[list[Row]]:
-    """Each group of rows, given with its labels, and behind it the paper's nearest rows, which are shown once each."""
+        columns = [(place, name) for place in axis for name in suite.columns]
+        label, sourced = partial(suites.place_name, suite), True
+    # behind each group of rows the paper's nearest ones, which are shown once each
     beside = [
-        [row for label in labels for row in counterparts(suite, label, rows[0].prefill, rows[0].length, published)]
+        [one for axis in labels for one in counterparts(suite, axis, rows[0].place, published)]
         for labels, rows in groups
     ]
     last = {id(row): index for index, rows in enumerate(beside) for row in rows}
-    return [
+    shown = [
         [*rows, *(row for row in beside[index] if last[id(row)] == index)] for index, (_, rows) in enumerate(groups)
     ]
+    table = _table(title, suite.axis, shown, columns, label, _text, sourced)
+    notes = _suite_notes(suite, record, published)
+    return [replace(table, notes=notes), order_table(suites.compared(suite, measured, published))]
 
 
 def order_table(pairs: Sequence[suites.Pair]) -> Table:
@@ -466,7 +421,7 @@ def order_table(pairs: Sequence[suites.Pair]) -> Table:
     return Table("Order", columns, rows, left=6, notes=notes)
 
 
-def _suite_notes(suite: Suite, record: Record, published: bool) -> list[str]:
+def _suite_notes(suite: Suite, record: Record, published: Sequence[Row]) -> list[str]:
     shown = [METRICS[name] for name in suite.columns if not name.startswith("distinct_")]
     meanings = [f"{metric.heading}: {metric.meaning}" for metric in shown]
     if "distinct_1" in suite.columns:
@@ -478,6 +433,6 @@ def _suite_notes(suite: Suite, record: Record, published: bool) -> list[str]:
     joined = {**measurements[0], "samples": [sample for one in measurements for sample in one["samples"]]}
     notes += _notes(cells, joined, "suite", record["state"])
     if published:
-        timed = suite.paper is not None and not {"speedup", "seconds"}.isdisjoint(suite.paper.figures)
+        timed = any({"speedup", "seconds"} & row.figures.keys() for row in published)
         notes.append(f"paper: on an {suites.PAPER_MACHINE}." + (f" {suites.CAUTION}" if timed else ""))
     return notes

@@ -212,6 +212,11 @@ class Case:
         return f"{self.prompt.name}, prefill {self.prefill:,}, seed {self.seed}"
 
     @property
+    def tokens(self) -> list[int]:
+        """Of the prompt, those that are prefilled."""
+        return self.prompt.tokens[: self.prefill]
+
+    @property
     def cell(self) -> dict[str, Any]:
         """Its place in the grid, for records."""
         return dict(zip(summary.CELL, (self.repeat, self.prompt.name, self.prefill, self.seed), strict=True))
@@ -220,8 +225,10 @@ class Case:
 class Trial:
     """All methods on one case, up to the longest of ``lens``; without a plain run, plain steps are timed in between."""
 
-    def __init__(self, case: Case, runs: Sequence[Run], lens: Sequence[int], floor: Floor | None = None) -> None:
-        self._case, self._lens, self._floor = case, lens, floor
+    def __init__(
+        self, config: BenchConfig, case: Case, runs: Sequence[Run], lens: Sequence[int], floor: Floor | None = None
+    ) -> None:
+        self._config, self._case, self._lens, self._floor = config, case, lens, floor
         self.runs = {run.label: run for run in runs}
         self._plain = self.runs.get(BASELINE)
 
@@ -267,60 +274,34 @@ class Trial:
         lens = self._lens[: self._reached]
         if not lens:
             return []
-        samples = []
+        runs = list(self.runs.values())
         if self._plain is None:  # plain decoding was not run but sampled
-            seconds = partial(integrate, self._probes)
-            marks = [
+            plain, seconds = Run(BASELINE, BASELINE, None, comparable=False), partial(integrate, self._probes)
+            plain.marks = [
                 DecodeStats(0, passes=n, tokens=n, nodes=n, seconds=seconds(n), accepted=Counter({0: n})) for n in lens
             ]
-            slices = [[goal, seconds(goal)] for goal in slice_goals(lens[-1], lens)]
-            samples.append(self._sample(BASELINE, marks, estimated=True, slices=slices))
-        for run in self.runs.values():
-            different, compared = self._compare(run)
-            samples.append(
-                self._sample(
-                    run.label,
-                    run.marks[: len(lens)],
-                    prefill_seconds=run.prefill_seconds,
-                    same_as_ar=None if run is self._plain or not run.comparable else different is None,
-                    first_difference=different,
-                    compared_tokens=compared,
-                    slices=[list(ends) for ends in run.slices],
-                    probes=[[probe.position, list(probe.seconds)] for probe in run.probes] or None,
-                )
-            )
-        return samples
+            plain.slices = [(goal, seconds(goal)) for goal in slice_goals(lens[-1], lens)]
+            runs.insert(0, plain)
+        return [self._sample(run, lens) for run in runs]
 
-    def explain(self, samples: Sequence[Sample], config: BenchConfig) -> None:
-        """Set ``explained`` of the samples that need it: whether every token is drawn exactly or within rounding.
-
-        A sample needs it if it differs from plain decoding's; plain decoding's own then too; and all if plain decoding
-        was sampled, since its few steps start from the runs' own state. Simulated texts and peers' are never audited.
-        """
-        own = [sample for sample in samples if not (sample["estimated"] or self.runs[sample["method"]].peer)]
-        differ = any(sample["same_as_ar"] is False for sample in own)
-        needed = {
-            sample["method"]: sample
-            for sample in own
-            if sample["same_as_ar"] is False or (differ and sample["method"] == BASELINE) or self._plain is None
+    def _sample(self, run: Run, lens: Sequence[int]) -> Sample:
+        estimated, (different, compared) = run.label not in self.runs, self._compare(run)
+        marks, floors = run.marks[: len(lens)], [None] * len(lens)
+        if self._floor and not run.peer:
+            floors = self._floor.seconds(run.label, len(self._case.tokens), marks)
+        return {
+            **self._case.cell,
+            "method": run.label,
+            "estimated": estimated,
+            "prefill_seconds": None if estimated else run.prefill_seconds,
+            "same_as_ar": different is None if run.comparable and run is not self._plain else None,
+            "explained": None,
+            "first_difference": different,
+            "compared_tokens": compared,
+            "slices": [list(ends) for ends in run.slices],
+            "probes": [[probe.position, list(probe.seconds)] for probe in run.probes] or None,
+            "points": [self._point(*each) for each in zip(range(len(lens)), marks, floors, strict=True)],
         }
-        labels = [label for label in needed if self.runs[label].comparable]
-        for label, found in self.audits(config, labels).items():
-            needed[label]["explained"] = found.ok
-
-    def audits(
-        self, config: BenchConfig, labels: Sequence[str], on_audit: Callable[[str, int, int], None] | None = None
-    ) -> dict[str, Audit]:
-        """Audits of some runs' texts, by label; all runs are closed, since an audit needs a cache of its own."""
-        case, found = self._case, {}
-        for run in self.runs.values():
-            run.close()
-        for label in labels:
-            run, target = self.runs[label], config.model.target
-            target = target.reference() if run.method == REFERENCE else target  # whose passes are not exact
-            tell = on_audit and partial(on_audit, label)
-            found[label] = audit(target, case.prompt.tokens[: case.prefill], run.tokens, config.params, case.seed, tell)
-        return found
 
     def _compare(self, run: Run) -> tuple[int | None, int]:
         """First token that is not plain decoding's, if there is one, and how many tokens could be compared."""
@@ -332,32 +313,13 @@ class Trial:
         compared = sum(len(run.tokens[probe.position - 1 :][: len(probe.tokens)]) for probe in probes)
         return probes_differ(run.tokens, probes), compared
 
-    def _sample(self, label: str, marks: Sequence[DecodeStats], **known: Any) -> Sample:
-        case = self._case
-        floors: Sequence[float | None] = [None] * len(marks)
-        if self._floor and not (label in self.runs and self.runs[label].peer):
-            floors = self._floor.seconds(label, len(case.prompt.tokens[: case.prefill]), marks)
-        return {
-            **case.cell,
-            "method": label,
-            "estimated": False,
-            "prefill_seconds": None,
-            "same_as_ar": None,
-            "explained": None,
-            "first_difference": None,
-            "compared_tokens": 0,
-            "slices": [],
-            "probes": None,
-            **known,
-            "points": [self._point(i, mark, floor) for i, (mark, floor) in enumerate(zip(marks, floors, strict=True))],
-        }
-
     def _point(self, index: int, stats: DecodeStats, floor_seconds: float | None) -> Sample:
         """Figures at one length: counters, and all metrics that are not of the text."""
         if self._plain is None:
             ar_seconds = integrate(self._probes, stats.tokens)
         else:  # its time for so many tokens
-            ar_seconds = self._plain.marks[index].seconds * stats.tokens / self._plain.marks[index].tokens
+            plain = self._plain.marks[index]
+            ar_seconds = plain.seconds * (stats.tokens / plain.tokens)
         return {
             "len": self._lens[index],
             "tokens": stats.tokens,
@@ -372,12 +334,33 @@ class Trial:
             "of_floor": None if floor_seconds is None else stats.seconds / floor_seconds,
         }
 
+    def explain(
+        self, samples: Sequence[Sample], on_audit: Callable[[str, int, int], None] | None = None
+    ) -> dict[str, Audit]:
+        """Audit the texts that need it, and set ``explained``: whether every token is drawn exactly or within rounding.
+
+        A text needs it if it differs from plain decoding's; plain decoding's own then too; and all if plain decoding
+        was sampled, since its few steps start from the runs' own state. Simulated texts and peers' are never audited.
+        All runs are closed, since an audit needs a cache of its own.
+        """
+        for run in self.runs.values():
+            run.close()
+        own = [one for one in samples if not one["estimated"] and not self.runs[one["method"]].peer]
+        differ, audits = any(sample["same_as_ar"] is False for sample in own), {}
+        for sample in own:
+            run, target = self.runs[sample["method"]], self._config.model.target
+            needed = self._plain is None or sample["same_as_ar"] is False or (differ and run is self._plain)
+            if needed and run.comparable:
+                target = target.reference() if run.method == REFERENCE else target  # whose passes are not exact
+                case, tell = self._case, on_audit and partial(on_audit, run.label)
+                found = audit(target, case.tokens, run.tokens, self._config.params, case.seed, tell)
+                audits[run.label], sample["explained"] = found, found.ok
+        return audits
+
 
 # group's label, cell's number among those to be measured, how many they are, its case, the run that advanced
 OnProgress = Callable[[str, int, int, Case, Run], None]
 OnTrial = Callable[[str, Case, Mapping[str, Sequence[int]], list[Sample]], None]
-# by label, what runs side by side in one setting, and its measurement: a bench has one, a suite one for each setting
-Groups = Mapping[str, tuple[BenchConfig, dict[str, Any]]]
 
 
 def workload_hash(workload: Mapping[str, Any]) -> str:
@@ -402,7 +385,8 @@ def begin_measurement(
     try:
         open_runs(config, prompt[: max(plan.prefills)], max(plan.lens), 0, plan.ar)
         option = "warmup"
-        _warm_runs(config, prompts[0], plan)
+        if plan.warmup:
+            open_runs(config, prompts[0].tokens[:_WARM_PROMPT], plan.warmup, 0)
     except InputError as error:
         raise renamed(error, {"length": option}) from None
     workload, target = _workload(config, prompts, plan), config.model.target
@@ -427,7 +411,8 @@ def begin_measurement(
 
 
 def measure(
-    groups: Groups,
+    groups: Mapping[str, BenchConfig],
+    record: Mapping[str, Any],
     prompts: Sequence[Prompt],
     plan: Plan,
     on_progress: OnProgress,
@@ -437,7 +422,8 @@ def measure(
     """Run the plan's shard of the grid, but for cells that are done, or as much of it as Ctrl-C leaves time for.
 
     Args:
-        groups: measurements are from :func:`begin_measurement`, or were begun before; the samples go there.
+        groups: by label, what runs side by side in one setting: a bench has one, a suite one for each setting.
+        record: of the bench or the suite, just begun or begun before; the samples go there.
         on_progress: called whenever a run has advanced by a slice.
         on_checkpoint: called whenever all methods have reached another length, and when a cell is done.
         on_trial: called with a group's label when a trial has ended, with its texts by label; may add to its samples.
@@ -445,32 +431,33 @@ def measure(
     Returns:
         How it ended, which is the ``state`` of the measurements too.
     """
-    entries, shape = list(groups.items()), (plan.repeats, len(prompts), len(plan.prefills), len(plan.seeds))
-    cells = math.prod(shape)
+    cells = plan.repeats * len(prompts) * len(plan.prefills) * len(plan.seeds)
     first, shards = plan.shard or (1, 1)
     mine = range(first - 1, cells * len(groups), shards)
-    order, warm = 0, -1
-    try:
-        for place, number in enumerate(mine):
-            order, index = divmod(number, cells)
-            label, (config, measurement) = entries[order]
-            repeat, prompt, prefill, seed = map(int, np.unravel_index(index, shape))
-            case = Case(repeat, prompts[prompt], sorted(plan.prefills)[prefill], plan.seeds[seed])
-            if summary.cell_of(case.cell) in summary.done_cells(measurement):
-                continue
-            if warm != order:
-                _warm_up(config, prompts[0], plan)
-            warm, progress = order, partial(on_progress, label, place, len(mine), case)
-            ended = on_trial and partial(on_trial, label, case)
-            _measure_cell(config, measurement, case, plan, progress, on_checkpoint, ended)
-    except KeyboardInterrupt:
-        state = INTERRUPTED
-    else:
-        state, order = FINISHED, len(entries)
-    for number, (_, (_, measurement)) in enumerate(entries[: order + 1]):
-        measurement["state"] = FINISHED if number < order else INTERRUPTED
+    for order, (label, config) in enumerate(groups.items()):
+        measurement, warm = summary.parts(record)[label], False
+        grid = (
+            Case(repeat, prompt, prefill, seed)
+            for repeat in range(plan.repeats)
+            for prompt in prompts
+            for prefill in sorted(plan.prefills)
+            for seed in plan.seeds
+        )
+        try:
+            for number, case in enumerate(grid, order * cells):
+                if number not in mine or summary.cell_of(case.cell) in summary.done_cells(measurement):
+                    continue
+                if not warm:
+                    _warm_up(config, prompts[0], plan)
+                warm, progress = True, partial(on_progress, label, mine.index(number), len(mine), case)
+                ended = on_trial and partial(on_trial, label, case)
+                _measure_cell(config, measurement, case, plan, progress, on_checkpoint, ended)
+        except KeyboardInterrupt:
+            measurement["state"] = INTERRUPTED
+            break
+        measurement["state"] = FINISHED
     on_checkpoint()
-    return state
+    return str(measurement["state"])
 
 
 def _measure_cell(
@@ -493,15 +480,12 @@ def _measure_cell(
         measurement.update(samples=found, ended=session["ended"], layers=config.model.layers)
         on_checkpoint()
 
-    prompt = case.prompt.tokens[: case.prefill]
-    runs = open_runs(config, prompt, lens[-1], case.seed, plan.ar)
-    if config.peers:
-        runs = config.peers.beside(runs, prompt, lens[-1], config.params, case.seed)
-    trial = Trial(case, runs, lens, floor_of(config, Machine(**session["machine"])))
+    runs = _open_all(config, case.tokens, lens[-1], case.seed, plan.ar)
+    trial = Trial(config, case, runs, lens, floor_of(config, Machine(**session["machine"])))
     interrupted = trial.run(on_progress, keep)
     samples = trial.samples()
     keep(samples)
-    trial.explain(samples, config)
+    trial.explain(samples)
     if on_trial:
         on_trial({label: run.tokens for label, run in trial.runs.items()}, samples)
     if interrupted:
@@ -510,14 +494,14 @@ def _measure_cell(
     keep(samples)
 
 
-def _warm_runs(config: BenchConfig, prompt: Prompt, plan: Plan) -> list[Run]:
-    return open_runs(config, prompt.tokens[:_WARM_PROMPT], plan.warmup, 0) if plan.warmup else []
+def _open_all(config: BenchConfig, prompt: Sequence[int], length: int, seed: int, ar: str = FULL) -> list[Run]:
+    """A run for each contender and each peer."""
+    runs = open_runs(config, prompt, length, seed, ar)
+    return config.peers.beside(runs, prompt, length, config.params, seed) if config.peers else runs
 
 
 def _warm_up(config: BenchConfig, prompt: Prompt, plan: Plan) -> None:
-    runs = _warm_runs(config, prompt, plan)
-    if config.peers and plan.warmup:
-        runs = config.peers.beside(runs, prompt.tokens[:_WARM_PROMPT], plan.warmup, config.params, 0)
+    runs = _open_all(config, prompt.tokens[:_WARM_PROMPT], plan.warmup, 0) if plan.warmup else []
     for run in runs:
         run.prefill()
         run.advance(plan.warmup)
@@ -526,8 +510,7 @@ def _warm_up(config: BenchConfig, prompt: Prompt, plan: Plan) -> None:
 
 
 def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dict[str, Any]:
-    model = config.model
-    about = model.about()
+    model, about = config.model, config.model.about()
     workload = {
         "model": about["name"],
         "weights": fingerprint_of(model.target.model),
@@ -536,47 +519,37 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dic
         "heads": about["heads"],
         "heads_weights": None if model.heads is None else fingerprint_of(model.heads),
         "sampling": {
-            name: {str(token): bias for token, bias in value.items()} if name == "logit_bias" else value
-            for name, value in {**asdict(config.params), "banned": list(config.params.banned)}.items()
+            name: value
+            for name, value in asdict(config.params).items()
             if value or name not in ("logit_bias", "order")  # else workloads without it keep their hashes
         },
         "drafting": {
-            label: {
-                name: list(value) if isinstance(value, tuple) else value
-                for name, value in options.items()
-                if (label, name, value) != _IMPLIED
-            }
+            label: {name: value for name, value in options.items() if (label, name, value) != _IMPLIED}
             for label, options in config.drafting().items()
         },
         "prompts": [
-            {"name": prompt.name, "sha256": fingerprint(used)}
-            | ({"kind": prompt.kind, "tokens": len(used)} if prompt.kind is not None else {})
+            {"name": prompt.name, "sha256": fingerprint(tokens)}
+            | ({"kind": prompt.kind, "tokens": len(tokens)} if prompt.kind is not None else {})
             for prompt in prompts
-            for used in [prompt.tokens[: max(plan.prefills)]]
+            for tokens in [prompt.tokens[: max(plan.prefills)]]
         ],
         "prefills": sorted(plan.prefills),
         "lens": sorted(plan.lens),
-        "seeds": list(plan.seeds),
+        "seeds": plan.seeds,
         "methods": [contender.label for contender in config.contenders],
         "ar": plan.ar,
     }
-    # the rest only where it applies, so that other workloads keep their hashes
-    if model.draft:
-        workload["draft_model"] = {**about["draft"], "weights": fingerprint_of(model.draft.model)}
-    if model.drafting is not None:
-        workload["draft_weights"] = model.draft_weights
-    variants = {entry.label: entry.method for entry in config.contenders if entry.label != entry.method}
-    if "kv_dtype" in about:
-        workload["kv_dtype"] = about["kv_dtype"]
-    if about["exact"]:
-        workload["exact"] = about["exact"]["width"]
-    if variants:
-        workload["variants"] = variants
-    if config.peers:
-        workload["peers"] = {name: config.peers.settings(name, config.params) for name in config.peers.names}
-    if config.simulated:
-        workload["simulated"] = config.simulated
-    return workload
+    draft = None if model.draft is None else {**about["draft"], "weights": fingerprint_of(model.draft.model)}
+    others = {  # only where they apply, so that other workloads keep their hashes
+        "draft_model": draft,
+        "draft_weights": None if model.drafting is None else model.draft_weights,
+        "kv_dtype": about.get("kv_dtype"),
+        "exact": about["exact"] and about["exact"]["width"],
+        "variants": {entry.label: entry.method for entry in config.contenders if entry.label != entry.method},
+        "peers": config.peers and {name: config.peers.settings(name, config.params) for name in config.peers.names},
+        "simulated": config.simulated,
+    }
+    return summary.plain({**workload, **{name: value for name, value in others.items() if value}})
 
 
 def compare(
@@ -605,38 +578,33 @@ def compare(
         explain it; ``explained`` whether every token of the text is drawn exactly or within rounding.
     """
     case = Case(0, Prompt("", list(prompt)), len(prompt), seed)
-    trial = Trial(case, open_runs(config, prompt, length, seed), [length])
-    interrupted, runs = trial.run(on_progress, lambda samples: None), trial.runs  # a second Ctrl-C ends the audit too
-    if interrupted and not all(run.tokens for run in runs.values()):
+    trial = Trial(config, case, open_runs(config, prompt, length, seed), [length])
+    interrupted = trial.run(on_progress, lambda samples: None)  # a second Ctrl-C ends the audit too
+    if interrupted and not all(run.tokens for run in trial.runs.values()):
         raise KeyboardInterrupt
-    plain, reference = runs[BASELINE], runs.get(REFERENCE)
-    different = {label: first_difference(run.tokens, plain.tokens) for label, run in runs.items()}
-    wrong = [label for label in runs if different[label] is not None]
-    found = trial.audits(config, [BASELINE, *wrong] if wrong else [], on_audit)
-    audits = {label: audit.as_dict() for label, audit in found.items()}
-
-    def margin(label: str) -> float | None:
-        findings = [one for name in (label, BASELINE) for one in audits.get(name, {"findings": ()})["findings"]]
-        margins = [one["margin"] for one in findings if one["index"] == different[label]]
-        return max((margin for margin in margins if margin is not None), default=None)
-
-    return {
-        "ok": all(audit["ok"] for audit in audits.values()),
-        "interrupted": interrupted,
-        "outcomes": [
+    for run in trial.runs.values():
+        run.marks = [run.stats]
+    samples = trial.samples()
+    audits = {label: found.as_dict() for label, found in trial.explain(samples, on_audit).items()}
+    points = {sample["method"]: sample["points"][0] for sample in samples}
+    outcomes = []
+    for sample in samples:
+        label, different = sample["method"], sample["first_difference"]
+        findings = [one for name in (label, BASELINE) if name in audits for one in audits[name]["findings"]]
+        margins = [one["margin"] for one in findings if one["index"] == different and one["margin"] is not None]
+        speedup, reference = points[label]["speedup"], points.get(REFERENCE)
+        outcomes.append(
             {
                 "method": label,
-                "first_difference": different[label],
-                "margin": margin(label),
-                "explained": audits[label]["ok"] if label in audits else None,
-                "tokens": run.stats.tokens,
-                **{name: getattr(run.stats, name) for name in summary.from_source(summary.STATS)},
-                "prefill_seconds": run.prefill_seconds,
-                "speedup": run.stats.tokens_per_second / plain.stats.tokens_per_second,
-                "speedup_over_reference": reference and run.stats.tokens_per_second / reference.stats.tokens_per_second,
-                "slices": run.slices,
+                "first_difference": different,
+                "margin": max(margins, default=None),
+                "explained": sample["explained"],
+                **{name: points[label][name] for name in ("tokens", *summary.from_source(summary.STATS))},
+                "prefill_seconds": sample["prefill_seconds"],
+                "speedup": speedup,
+                "speedup_over_reference": reference and speedup / reference["speedup"],
+                "slices": sample["slices"],
             }
-            for label, run in runs.items()
-        ],
-        "audits": audits,
-    }
+        )
+    ok = all(audit["ok"] for audit in audits.values())
+    return {"ok": ok, "interrupted": interrupted, "outcomes": outcomes, "audits": audits}

@@ -1,6 +1,8 @@
 """Suites: the paper's tables and figures as data. What each runs and shows, and how it compares with the paper.
 
-Where the paper gives no figures, what is varied is our choice.
+``paper/`` has a CSV for each with published figures (Wu et al., "From Hours to Minutes", arXiv 2502.18890; facts,
+transcribed): by metric, with our names for places on the axis and times in seconds. Where the paper gives no figures,
+what is varied is our choice.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from tswift.benchmarking.config import BASELINE
-from tswift.benchmarking.summary import METRICS, Figure, Row, drafted_only, grid_order, method_name, summarise
+from tswift.benchmarking.summary import METRICS, Figure, Place, Row, drafted_only, grid_order, method_name, summarise
 from tswift.errors import InputError
 
 PAPER_LENS = (20_000, 40_000, 60_000, 80_000, 100_000)
@@ -28,16 +30,6 @@ AXIS, LENGTH, PREFILL = "axis", "length", "prefill"  # what a suite puts in orde
 
 # two-sided 95% quantiles of Student's t, by degrees of freedom
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-
-
-@dataclass(frozen=True)
-class Paper:
-    """Where the published rows are (Wu et al., "From Hours to Minutes", arXiv 2502.18890; facts, transcribed)."""
-
-    file: str  # a CSV in ``paper/``
-    axis: tuple[str, ...]  # its columns that, joined by spaces, are a row's place on the axis
-    figures: Mapping[str, str]  # its column by metric. Columns called minutes are converted to seconds
-    names: Mapping[str, str] = field(default_factory=dict)  # our label for a place on the axis, where it is another one
 
 
 # By place on the axis, a method and fields of its DraftOptions. All contenders write the same text.
@@ -58,7 +50,6 @@ class Suite:
     ordered: tuple[str, ...] = ("alpha", "speedup")  # those of them whose order is compared with the paper's
     along: str = AXIS  # what is put in order: the axis, generated lengths or prefills
     settings: Settings = field(default_factory=lambda: {"": {}})
-    paper: Paper | None = None  # None where no figures were transcribed
     wide: bool = False  # the axis runs across the table, as in the paper, and not down
     across: bool = False  # plotted over the axis, a line for each length; else over length, a line for each place
     plotted: tuple[str, ...] = ("alpha", "speedup")
@@ -106,14 +97,11 @@ def _reused(*counts: int) -> Contenders:
 
 
 _TOKENSWIFT: Contenders = {"": ("tokenswift", {})}
-_FASTER = {"alpha": "alpha", "speedup": "speedup"}
-_TIMES = {"ar_seconds": "ar_minutes", "seconds": "tokenswift_minutes", "delta": "delta_minutes"}
 _DISTINCT = ("distinct_1", "distinct_2", "distinct_3", "distinct_4", "distinct")
 _REPETITION = (*_DISTINCT, "seq_rep_4", "self_bleu", "compression")
 _OF_TEXTS: dict[str, Any] = {
     "columns": _REPETITION, "ordered": ("distinct",), "plotted": ("distinct", "seq_rep_4"),
 }  # fmt: skip
-_COUNTED = {**{name: name for name in _DISTINCT}, "distinct": "average"}
 _REUSE = ("alpha", "beta", "speedup")
 _WITH_BETA: dict[str, Any] = {
     "columns": _REUSE, "ordered": _REUSE, "plotted": _REUSE,
@@ -126,56 +114,42 @@ _SAMPLERS: dict[str, dict[str, Any]] = {
     "min-p 0.1": {"top_p": 1.0, "min_p": 0.1, "eta": 0.0},
     "eta 2e-4": {"top_p": 1.0, "min_p": 0.0, "eta": 2e-4},
 }
-_PENALTIES = ((" + penalty", 1.2, "yes"), ("", 1.0, "no"))  # suffix of the label, penalty, and what the paper says
+_PENALTIES = {" + penalty": 1.2, "": 1.0}  # by suffix of the label
 
 # fmt: off
 _ALL = (
     Suite(
         "table1", "Earlier methods over short texts", "method", _methods("triforce", "magicdec", "standalone"),
-        paper=Paper("table1_prior_methods.csv", ("method", "draft_form"), {"speedup": "speedup"}, {
-            "TriForce standalone draft": "triforce",
-            "MagicDec self-speculation": "magicdec",
-            "MagicDec standalone draft": "standalone",
-        }),
         ordered=("speedup",), plotted=("speedup",), lens=(64, 256),
         note="The paper's figures are of different lengths, each method's own default.",
     ),
     Suite(
         "table3", "Acceptance and speedup of all methods", "method",
         _methods("medusa", "triforce", "magicdec", "standalone", "tokenswift"),
-        paper=Paper("table3_main.csv", ("method",), _FASTER, {
-            "Medusa*": "medusa", "TriForce*": "triforce", "TokenSwift": "tokenswift",
-        }),
         wide=True, prefills=(2048, 4096, 8192),
     ),
     Suite(
         "table4", "Decoding time of whole texts", "model", _TOKENSWIFT,
         columns=("alpha", "speedup", "ar_seconds", "seconds", "delta"), along=LENGTH,
-        paper=Paper("table4_qwen.csv", ("model",), {**_FASTER, **_TIMES}),
     ),
     Suite(
         "table5", "The KV cache that drafting reads, without reuse", "KV",
         _tokenswift("kv", {"full": "full", "partial": "partial", "dynamic partial": "dynamic"}, ngrams=0),
-        paper=Paper("table5_kv.csv", ("kv",), _FASTER), wide=True,
+        wide=True,
     ),
     Suite(
         "table6", "Repetition with and without the contextual penalty", "sampler", _TOKENSWIFT,
         columns=(*_REPETITION, "alpha", "speedup"), ordered=("distinct", "speedup"), plotted=("distinct", "speedup"),
         settings={
             f"{name}{suffix}": {**sampling, "penalty": penalty}
-            for name, sampling in _SAMPLERS.items() for suffix, penalty, _ in _PENALTIES
+            for name, sampling in _SAMPLERS.items() for suffix, penalty in _PENALTIES.items()
         },
-        paper=Paper(
-            "table6_penalty.csv", ("sampler", "contextual_penalty"), {**_COUNTED, "speedup": "speedup"},
-            {f"{name.split()[0]} {word}": f"{name}{suffix}" for name in _SAMPLERS for suffix, _, word in _PENALTIES},
-        ),
     ),
     Suite(
         "table7", "The shape of the draft tree, without reuse", "tree",
         _tokenswift(
             "tree", {"[3 3 3 3]": (3, 3, 3, 3), "[1 9 9 9]": (1, 9, 9, 9), "[1 3 3 3]": (1, 3, 3, 3)}, ngrams=0
         ),
-        paper=Paper("table7_tree.csv", ("tree",), _FASTER, {"[1 3 3 3] (adopted)": "[1 3 3 3]"}),
         wide=True, fixes=("nodes", "gamma"),
         note="Each tree has as many nodes as it takes: after conditioned heads, a level's candidates follow "
         "the best one of the level before only.",
@@ -183,13 +157,11 @@ _ALL = (
     Suite(
         "table8", "Repetition by the penalty's strength", "theta", _TOKENSWIFT,
         settings=_varied("penalty", 1.0, 1.1, 1.2, 1.3, 1.4, 1.5),
-        paper=Paper("table8_theta.csv", ("theta",), _COUNTED),
         across=True, **{**_OF_TEXTS, "columns": (*_REPETITION, "alpha", "speedup")},
     ),
     Suite(
         "table12", "Acceptance and speedup by sampler", "sampler", _TOKENSWIFT,
-        settings=_SAMPLERS,
-        paper=Paper("table12_samplers.csv", ("sampler",), _FASTER), wide=True,
+        settings=_SAMPLERS, wide=True,
     ),
     Suite(
         "table13", "Acceptance and speedup by temperature, top-p 0.9", "temperature", _TOKENSWIFT,
@@ -214,7 +186,6 @@ _ALL = (
     Suite(
         "figure1", "Decoding time of plain decoding and of tokenswift", "method", _methods("tokenswift"),
         columns=("seconds", "speedup"), ordered=("seconds",), plotted=("seconds", "speedup"), plain=True,
-        paper=Paper("figure1.csv", ("method",), {"seconds": "minutes"}, {"AR": "ar", "TokenSwift": "tokenswift"}),
     ),
     Suite(
         "figure3", "Acceptance and speedup over length, without reuse and with 20 4-grams", "k", _reused(0, 20),
@@ -278,40 +249,24 @@ def place_name(suite: Suite, axis: str) -> str:
 
 def published_rows(suite: Suite) -> list[Row]:
     """The paper's rows; none where no figures were transcribed."""
-    paper = suite.paper
-    if paper is None:
-        return []
-
-    def number(line: Mapping[str, str], column: str) -> float | None:
-        factor = 60.0 if column.endswith("minutes") else 1.0
-        return float(line[column]) * factor if line.get(column) else None
-
-    rows = []
-    text = (files("tswift.benchmarking") / "paper" / paper.file).read_text(encoding="utf-8")
-    for line in csv.DictReader(text.splitlines()):
-        axis = " ".join(line[column] for column in paper.axis)
-        model = "" if "model" in paper.axis else line.get("model", "")
-        prefill, length = (int(line[name]) if line.get(name) else None for name in ("prefill", "generated_length"))
-        figures = {
-            name: Figure(1, number(line, column), number(line, f"{column}_std"))
-            for name, column in paper.figures.items()
-        }
-        source = f"paper: {model}" if model else "paper"
-        rows.append(Row(paper.names.get(axis, axis), source, prefill, length, figures))
+    file, rows = files("tswift.benchmarking") / "paper" / f"{suite.name}.csv", []
+    for line in csv.DictReader(file.read_text(encoding="utf-8").splitlines() if file.is_file() else ()):
+        known = {name: float(value) for name, value in line.items() if value and name.removesuffix("_std") in METRICS}
+        figures = {name: Figure(1, known[name], known.get(f"{name}_std")) for name in known if name in METRICS}
+        prefill, length = (int(line[name]) if line[name] else None for name in ("prefill", "length"))
+        rows.append(Row(line["axis"], line["source"], prefill, length, figures))
     return rows
 
 
-def counterparts(
-    suite: Suite, axis: str, prefill: int | None, length: int | None, published: Sequence[Row]
-) -> list[Row]:
+def counterparts(suite: Suite, axis: str, place: Place, published: Sequence[Row]) -> list[Row]:
     """Of each of the paper's sources, the row at a place, or at the nearest one: prefill first, then length.
 
     Where lengths are put in order, and not what is on the axis, every one of the paper's rows there counts.
     """
 
-    def distance(row: Row) -> tuple[float, ...]:
-        places = zip(row.place, (prefill, length), strict=True)
-        return tuple(abs(math.log(theirs / (ours or 1))) if theirs else 0.0 for theirs, ours in places)
+    def distance(row: Row) -> list[float]:
+        places = zip(row.place, place, strict=True)
+        return [abs(math.log(theirs / (ours or 1))) if theirs else 0.0 for theirs, ours in places]
 
     nearest: dict[tuple[str, str], Row] = {}
     for row in published:
@@ -388,7 +343,7 @@ def _published_sign(suite: Suite, figure: str, first: Row, second: Row, publishe
         {
             # where the axis is put in order, the two sides are at different places on it
             (row.source, row.axis if suite.along == LENGTH else ""): row.figures[figure].mean or 0.0
-            for row in counterparts(suite, own.axis, own.prefill, own.length, published)
+            for row in counterparts(suite, own.axis, own.place, published)
             if figure in row.figures
         }
         for own in (first, second)

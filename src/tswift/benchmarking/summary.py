@@ -5,6 +5,7 @@ Tables of text are rendered for Markdown, for a terminal and for a pipe.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -192,6 +193,9 @@ def gated() -> dict[str, str]:
     return {metric.gate: name for name, metric in METRICS.items() if metric.gate}
 
 
+Place = tuple["int | None", "int | None"]  # prefill and generated length, in tokens; None where unknown
+
+
 @dataclass(frozen=True)
 class Row:
     """Figures of a method, or of another place on a suite's axis, at one prefill and generated length."""
@@ -205,7 +209,7 @@ class Row:
     draws: Mapping[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
 
     @property
-    def place(self) -> tuple[int | None, int | None]:
+    def place(self) -> Place:
         """Prefill and length."""
         return self.prefill, self.length
 
@@ -276,12 +280,29 @@ def _figure(name: str, points: Sequence[Any]) -> Figure:
     return Figure(len(known), mean(known) if known else None, stdev(known) if len(known) > 1 else None)
 
 
+def drafts(method: str) -> bool:
+    """Whether a method drafts with what we measure of drafting."""
+    return method not in (*DRAFTLESS, *PEERS)
+
+
 def drafted_only(figures: Mapping[str, Figure], method: str) -> dict[str, Figure]:
     """Figures without those of drafting where a method does not draft."""
     return {
-        name: Figure(0, None, None) if method in (*DRAFTLESS, *PEERS) and METRICS[name].drafted else figure
+        name: Figure(0, None, None) if METRICS[name].drafted and not drafts(method) else figure
         for name, figure in figures.items()
     }
+
+
+def parts(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By label, a suite's measurements; of a bench itself."""
+    if record["kind"] != "suite":
+        return {"": record}
+    return {group["label"]: group["measurement"] for group in record["groups"]}
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    return json.loads(json.dumps(value))
 
 
 def cell_of(sample: Mapping[str, Any]) -> tuple[Any, ...]:
