@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import PLAIN, drafter_of, random_prompt, random_tree, tiny_target
-from tswift.benchmarking import config as config_module
 from tswift.benchmarking import run as run_module
+from tswift.benchmarking import workloads
 from tswift.benchmarking.config import (
     FULL,
     SAMPLED,
@@ -24,13 +24,10 @@ from tswift.benchmarking.config import (
     BenchOptions,
     Contender,
     Plan,
-    Prompt,
     configure,
-    encode,
     parse_methods,
     parse_shard,
     parse_trees,
-    read_texts,
 )
 from tswift.benchmarking.gate import bench_schema
 from tswift.benchmarking.run import (
@@ -47,6 +44,7 @@ from tswift.benchmarking.run import (
     probes_differ,
     slice_goals,
 )
+from tswift.benchmarking.workloads import Prompt, Text, encode, read_texts
 from tswift.decoding.drafter import DraftTree
 from tswift.decoding.loop import DecodeStats, Decoding
 from tswift.drafting.options import DraftOptions
@@ -113,7 +111,7 @@ def test_a_text_is_compared_with_the_probes_of_its_run():
     run.marks = [run.stats.copy()]
     for token, first in ((run.tokens[10], None), (run.tokens[10] + 1, 10)):
         run.probes = [Probe(11, (token,), (0.1,))]
-        _, sample = Trial(Case(0, PROMPTS[0], 40, 3), [run], [40]).samples()
+        _, sample = Trial(None, Case(0, PROMPTS[0], 40, 3), [run], [40]).samples()
         compared = [sample[name] for name in ("same_as_ar", "first_difference", "compared_tokens")]
         assert compared == [first is None, first, 1]
 
@@ -122,7 +120,7 @@ def test_plain_decodings_time_is_for_as_many_tokens():
     plain, drafted = run_of("ar", 40), run_of("tokenswift", 40)
     plain.marks = [DecodeStats(0, passes=10, tokens=10, seconds=2.0)]
     drafted.marks = [DecodeStats(4, passes=4, tokens=12, seconds=1.0)]
-    _, sample = Trial(Case(0, PROMPTS[0], 40, 3), [plain, drafted], [10]).samples()
+    _, sample = Trial(None, Case(0, PROMPTS[0], 40, 3), [plain, drafted], [10]).samples()
     assert [sample["points"][0][name] for name in ("ar_seconds", "speedup")] == pytest.approx([2.4, 2.4])
 
 
@@ -177,8 +175,8 @@ def test_runs_that_draft_are_simulated_and_the_others_are_not(checkpoint):
 def finish(record, config, plan: Plan, prompts=PROMPTS, on_progress=lambda *at: None):
     """The record, measured; and its states as they were kept."""
     kept = []
-    groups, keep = {"": (config, record)}, lambda: kept.append(record["state"])
-    measure(groups, prompts, plan, lambda label, *at: on_progress(*at), keep)
+    keep = lambda: kept.append(record["state"])  # noqa: E731
+    measure({"": config}, record, prompts, plan, lambda label, *at: on_progress(*at), keep)
     assert kept == ["running"] * (len(kept) - 1) + [record["state"]]
     SCHEMA.validate(json.loads(json.dumps(record)))
     return record
@@ -438,9 +436,9 @@ def test_prompts_from_files_and_folders(tmp_path, checkpoint):
     (tmp_path / "a.txt").write_text("Nobody spoke.")
     (tmp_path / "c.md").write_text("not a prompt")
     texts = read_texts([str(tmp_path)])
-    assert list(texts) == ["a.txt", "b.txt"]
-    assert [prompt.tokens for prompt in encode(texts, model, 1)] == [model.encode(text) for text in texts.values()]
-    assert list(read_texts([])) == ["bundled"]
+    assert [text.name for text in texts] == ["a.txt", "b.txt"]
+    assert [prompt.tokens for prompt in encode(texts, model, 1)] == [model.encode(text.text) for text in texts]
+    assert [text.name for text in read_texts([])] == ["bundled"]
     with pytest.raises(InputError, match=r"prefill: asks for 4,000 tokens, a.txt has"):
         encode(texts, model, 4000)
 
@@ -470,8 +468,8 @@ def test_books_come_from_the_test_split(tmp_path, monkeypatch):
     for split, titles in (("train", ["no"]), ("test", ["one book", "another", "a third"])):
         table = pyarrow.table({"short_book_title": titles, "text": [f"text of {title}" for title in titles]})
         pyarrow.parquet.write_table(table, tmp_path / f"{split}-00000.parquet")
-    monkeypatch.setattr(config_module, "PG19", str(tmp_path))
-    assert read_texts(["pg19:2"]) == {"pg19:0": "text of one book", "pg19:1": "text of another"}
+    monkeypatch.setattr(workloads, "PG19", str(tmp_path))
+    assert read_texts(["pg19:2"]) == [Text("pg19:0", "text of one book"), Text("pg19:1", "text of another")]
     with pytest.raises(InputError, match=r"asks for 4 books, the test split of .* has 3"):
         read_texts(["pg19:4"])
 

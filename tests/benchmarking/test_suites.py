@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 
-from tswift.benchmarking.config import BenchOptions, Plan, Prompt
+from tswift.benchmarking.config import BenchOptions, Plan
 from tswift.benchmarking.report import order_table, tables, write_report
 from tswift.benchmarking.run import measure
-from tswift.benchmarking.suite_run import begin_suite, groups_of, judge_texts, prepare, quality, tree_nodes
+from tswift.benchmarking.suite_run import begin_suite, judge_texts, prepare, quality, tree_nodes
 from tswift.benchmarking.suites import LENGTH, SUITES, Suite, compared, find_suite, published_rows, summarise_suite
 from tswift.benchmarking.summary import METRICS, Figure, Row
+from tswift.benchmarking.workloads import Prompt
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 
+PUBLISHED = {f"table{n}" for n in (1, 3, 4, 5, 6, 7, 8, 12)} | {"figure1"}
 EVERY = pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
 
 
@@ -44,13 +46,13 @@ def test_a_suite_fits_together(suite: Suite) -> None:
 @EVERY
 def test_every_published_row_has_its_place(suite: Suite) -> None:
     rows = published_rows(suite)
-    assert bool(rows) == (suite.paper is not None)
+    assert bool(rows) == (suite.name in PUBLISHED)
     names = {*suite.labels, *suite.methods, *(["ar"] if suite.plain else [])}
     for row in rows:
         assert row.axis in names or suite.along == LENGTH
         assert row.figures
         assert all(figure.mean is not None for figure in row.figures.values())
-    if suite.paper is not None:
+    if rows:
         assert set(suite.ordered) <= {name for row in rows for name in row.figures}
 
 
@@ -163,26 +165,32 @@ def test_each_length_is_held_against_the_nearest_published_one() -> None:
 PROMPTS = [Prompt("p", list(range(1, 9)))]
 
 
-def run_suite(record: dict[str, Any], prepared: Any, plan: Plan, tick: Any = lambda *at: None) -> None:
-    judge = partial(judge_texts, record, prepared)
-    record["state"] = measure(groups_of(record, prepared), PROMPTS, plan, tick, lambda: None, judge)
-    summarise_suite(record)
+class Prepared:
+    """A suite at tiny scale on the checkpoint."""
 
+    def __init__(self, checkpoint: Path, name: str, **changes: Any) -> None:
+        self.suite = dataclasses.replace(SUITES[name], **changes)
+        self.groups, self.missing = prepare(self.suite, BenchOptions(model=str(checkpoint)), Plan((4,), (6,)))
 
-def made(checkpoint: Path, name: str, **changes: Any):  # type: ignore[no-untyped-def]
-    return prepare(dataclasses.replace(SUITES[name], **changes), BenchOptions(model=str(checkpoint)), Plan((4,), (6,)))
+    def begin(self, plan: Plan) -> dict[str, Any]:
+        return begin_suite(self.suite, self.groups, self.missing, PROMPTS, plan, ["tswift"])
+
+    def run(self, record: dict[str, Any], plan: Plan, tick: Any = lambda *at: None) -> None:
+        judge = partial(judge_texts, record, next(iter(self.groups.values())).model.tokenizer)
+        record["state"] = measure(self.groups, record, PROMPTS, plan, tick, lambda: None, judge)
+        summarise_suite(record)
 
 
 def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> None:
-    prepared = made(checkpoint, "table12")
+    prepared = Prepared(checkpoint, "table12")
     plan = Plan((4,), (6, 12), warmup=0)
-    record = begin_suite(prepared, PROMPTS, plan, ["tswift"])
+    record = prepared.begin(plan)
 
     def tick(label, number, cells, case, run) -> None:  # type: ignore[no-untyped-def]
         if label == "min-p 0.1" and run.stats.tokens > 8:
             raise KeyboardInterrupt
 
-    run_suite(record, prepared, plan, tick)
+    prepared.run(record, plan, tick)
     assert record["state"] == "interrupted"
     assert [group["measurement"]["state"] for group in record["groups"]] == ["finished", "interrupted", "running"]
     assert {(row["axis"], row["length"]) for row in record["rows"]} == {
@@ -195,10 +203,10 @@ def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> Non
 
 
 def test_every_text_has_its_own_figures(checkpoint: Path) -> None:
-    prepared = made(checkpoint, "case-study")
+    prepared = Prepared(checkpoint, "case-study")
     plan = Plan((4,), (30, 150), (1, 2), warmup=0)
-    record = begin_suite(prepared, PROMPTS, plan, ["tswift"])
-    run_suite(record, prepared, plan)
+    record = prepared.begin(plan)
+    prepared.run(record, plan)
     assert [(text["label"], text["seed"]) for text in record["texts"]] == [
         *(("with penalty", seed) for seed in (1, 2)),
         *(("without", seed) for seed in (1, 2)),
@@ -218,13 +226,13 @@ def test_every_text_has_its_own_figures(checkpoint: Path) -> None:
 
 def test_what_cannot_run_is_left_out_and_said(checkpoint: Path, tmp_path: Path) -> None:
     short, long = {"short": ("tokenswift", {"tree": (1, 1)})}, {"long": ("tokenswift", {"tree": (1,) * 9})}
-    prepared = made(checkpoint, "table7", contenders=short | long)
+    prepared = Prepared(checkpoint, "table7", contenders=short | long)
     assert [variant.label for variant in prepared.groups[""].contenders] == ["ar", "short"]
     assert prepared.missing == {"long": "tokenswift can draft 4 levels with these heads, got 9"}
-    record = begin_suite(prepared, PROMPTS, Plan((4,), (6,), warmup=0), ["tswift"])
+    record = prepared.begin(Plan((4,), (6,), warmup=0))
     assert f"Left out: long, since {prepared.missing['long']}." in tables(record)[0].notes
     with pytest.raises(InputError, match=r"^suite: table7 cannot run on this model: tokenswift can draft 4 levels"):
-        made(checkpoint, "table7", contenders=long)
+        Prepared(checkpoint, "table7", contenders=long)
 
 
 def test_nodes_of_trees() -> None:
@@ -234,5 +242,5 @@ def test_nodes_of_trees() -> None:
 
 
 def test_a_tree_of_a_suite_has_room_for_all_of_its_nodes(checkpoint: Path) -> None:
-    contenders = made(checkpoint, "table7").groups[""].contenders
+    contenders = Prepared(checkpoint, "table7").groups[""].contenders
     assert [variant.options.nodes for variant in contenders[1:]] == [121, 821, 41]  # the heads are chained

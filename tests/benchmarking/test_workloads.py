@@ -11,11 +11,11 @@ import jsonschema
 import pytest
 
 from tests.benchmarking.helpers import make_measurement
-from tswift.benchmarking.config import BenchOptions, Plan, Prompt, configure, parse_peers
+from tswift.benchmarking.config import BenchOptions, Plan, configure, parse_peers
 from tswift.benchmarking.gate import bench_schema
 from tswift.benchmarking.report import csv_text, tables
 from tswift.benchmarking.run import begin_measurement, measure
-from tswift.benchmarking.workloads import read_workloads
+from tswift.benchmarking.workloads import Prompt, read_workloads
 from tswift.errors import InputError
 
 PEERS = ("transformers", "prompt-lookup", "assisted")
@@ -121,7 +121,7 @@ def beside(checkpoint: Path, small: Path, plan: Plan = PLAN, **sampling: float):
     prompts = [Prompt("a/1", list(range(1, 9)), "a"), Prompt("b/1", list(range(3, 12)), "b")]
     record = begin_measurement(config, prompts, plan, ["tswift"])
     keep = lambda label, case, found, samples: texts.update({case.prompt.name: found})  # noqa: E731
-    state = measure({"": (config, record)}, prompts, plan, lambda *at: None, lambda: None, keep)
+    state = measure({"": config}, record, prompts, plan, lambda *at: None, lambda: None, keep)
     assert state == "finished"
     jsonschema.validate(json.loads(json.dumps(record)), bench_schema())
     return record, texts
@@ -177,7 +177,7 @@ def test_ctrl_c_waits_for_a_peer(checkpoint: Path, small: Path) -> None:
         if run.label == "prompt-lookup" and run.stats.tokens > 20:
             raise KeyboardInterrupt
 
-    assert measure({"": (config, record)}, prompts, PLAN, press, lambda: None) == "interrupted"
+    assert measure({"": config}, record, prompts, PLAN, press, lambda: None) == "interrupted"
     assert {len(sample["points"]) for sample in record["samples"]} == {1}
     assert not {thread.name for thread in threading.enumerate()} & set(PEERS)
 

@@ -15,10 +15,11 @@ from tests import fake_torchao
 from tests.benchmarking.helpers import MACHINE
 from tests.conftest import make_checkpoint
 from tswift import engine
-from tswift.benchmarking.config import BenchOptions, Plan, Prompt, configure
+from tswift.benchmarking.config import BenchOptions, Plan, configure
 from tswift.benchmarking.gate import bench_schema
 from tswift.benchmarking.roofline import floor_of
 from tswift.benchmarking.run import begin_measurement
+from tswift.benchmarking.workloads import Prompt
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, preflight
 from tswift.errors import InputError

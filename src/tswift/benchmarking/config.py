@@ -1,4 +1,4 @@
-"""What a benchmark runs: options, the grid, prompts, and the loaded model with its contenders.
+"""What a benchmark runs: options, the grid, and the loaded model with its contenders.
 
 torch is imported where a model is loaded, so that what is cheap to check is refused at once.
 """
@@ -8,23 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import METHODS, OF_CHOICE, DraftOptions, find_method, parse_tree, refuse_unused, used
 from tswift.errors import InputError, did_you_mean, renamed
-from tswift.jobs.config import TextConfig, fields_of, loading, read_prompt
+from tswift.jobs.config import TextConfig, fields_of, loading
 from tswift.models.config import BITS, DEMO, DEMO_DRAFT, SHAPE_PREFIX, ModelConfig
 from tswift.options import check_options, option, parse_numbers
 
 if TYPE_CHECKING:
     from tswift.benchmarking.peers import Peers
-    from tswift.benchmarking.workloads import Text
     from tswift.models.load import LoadedModel
 
-PG19 = "emozilla/pg19"  # on the hub, as parquet; the test split holds 100 books
 BASELINE = "ar"
 REFERENCE = "ar-reference"  # plain decoding with the attention of reference implementations
 DRAFTLESS = (BASELINE, REFERENCE)
@@ -245,6 +241,8 @@ class Plan:
         check_options(self)
         if self.shard and self.shard[0] > self.shard[1]:
             raise InputError(f"there are {self.shard[1]} shards, got number {self.shard[0]}", "shard")
+        if self.workload and self.prompts:
+            raise InputError("cannot be given together with --prompts", "workload")
         for name in ("prefills", "lens", "seeds"):
             values = getattr(self, name)
             if not values:
@@ -356,15 +354,6 @@ class BenchConfig:
         return {one.label: used_options(one.method, one.options) for one in self.contenders}
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt by name: a file's, ``pg19:0`` and so on, or ``bundled``; or a workload's, which is of a kind."""
-
-    name: str
-    tokens: list[int]
-    kind: str | None = None
-
-
 def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: str = "model") -> BenchConfig:
     """Check the options, and load the model.
 
@@ -398,61 +387,3 @@ def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: s
 
         peers = load_peers(options, model)
     return BenchConfig(model, params, contenders, options.simulate_alpha, note, peers)
-
-
-def read_texts(words: Sequence[str]) -> dict[str, str]:
-    """Texts that ``--prompts`` names, by name; the bundled novel if nothing is named.
-
-    Args:
-        words: files, folders (their ``*.txt``), or ``pg19:N`` for the first N books of PG-19's test split.
-    """
-    if not words:
-        return {"bundled": read_prompt(None)}
-    texts: dict[str, str] = {}
-    for word in words:
-        if word.startswith("pg19:"):
-            texts |= _books(word)
-            continue
-        path = Path(word).expanduser()
-        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-        if not files:
-            raise InputError(f"there is no .txt file in {word}", "prompts")
-        for file in files:
-            if file.name in texts:
-                raise InputError(f"two prompts are called {file.name}", "prompts")
-            try:
-                texts[file.name] = read_prompt(str(file))
-            except InputError as error:
-                raise renamed(error, {"prompt": "prompts"}) from None
-    return texts
-
-
-def encode(texts: Mapping[str, str] | Sequence[Text], model: LoadedModel, longest: int) -> list[Prompt]:
-    """Token ids of the texts, of which none may have fewer than ``longest``; a workload's have as many as they have."""
-    if not isinstance(texts, Mapping):
-        return [Prompt(text.name, model.encode(text.text), text.kind) for text in texts]
-    prompts = [Prompt(name, model.encode(text)) for name, text in texts.items()]
-    for prompt in prompts:
-        if len(prompt.tokens) < longest:
-            raise InputError(f"asks for {longest:,} tokens, {prompt.name} has {len(prompt.tokens):,}", "prefill")
-    return prompts
-
-
-def _books(word: str) -> dict[str, str]:
-    count = word.removeprefix("pg19:")
-    if not count.isdecimal() or int(count) < 1:
-        raise InputError(f"wants pg19:N with N books, got {word}", "prompts")
-    import datasets
-
-    from tswift.models.checkpoint import hub
-
-    try:
-        with hub():
-            books = datasets.load_dataset(PG19, split="test", streaming=True)
-            texts = [book["text"] for book in islice(books, int(count))]
-    except Exception as error:  # no network, no such data set, a broken cache: datasets raises all kinds
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{PG19} cannot be loaded from the hub ({reason[:120]})", "prompts") from None
-    if len(texts) < int(count):
-        raise InputError(f"asks for {count} books, the test split of {PG19} has {len(texts)}", "prompts")
-    return {f"pg19:{index}": text for index, text in enumerate(texts)}

@@ -152,6 +152,10 @@ class Judging:
         check_options(self)
         if self.against is not None:
             object.__setattr__(self, "against", Path(self.against))  # a record keeps a text
+        if (self.against is None) != (not self.rules):
+            raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
+        if self.force and not self.against:
+            raise InputError("goes with --against", "force")
 
     @cached_property
     def rules(self) -> list[Rule]:

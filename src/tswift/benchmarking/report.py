@@ -20,8 +20,20 @@ from typing import Any
 from tswift.benchmarking import gate, plots, suites, summary
 from tswift.benchmarking.config import ASSISTED, BASELINE, LOOKUP, SAMPLED
 from tswift.benchmarking.suites import SUITES, Suite, counterparts, published_rows
-from tswift.benchmarking.summary import METRICS, NOTHING, Cell, Figure, Row, Table, drafted_only, drafts, method_name
-from tswift.benchmarking.summary import quantity, source, summarise
+from tswift.benchmarking.summary import (
+    METRICS,
+    NOTHING,
+    Cell,
+    Figure,
+    Row,
+    Table,
+    drafted_only,
+    drafts,
+    method_name,
+    quantity,
+    source,
+    summarise,
+)
 from tswift.errors import InputError
 from tswift.jobs.folder import FINISHED, write_whole
 

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from tswift.benchmarking import summary
-from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, BenchConfig, Plan, Prompt
+from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, BenchConfig, Plan
 from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
+from tswift.benchmarking.workloads import Prompt
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.drafter import DraftTree, Step
 from tswift.decoding.loop import DecodeStats
@@ -286,9 +287,8 @@ class Trial:
 
     def _sample(self, run: Run, lens: Sequence[int]) -> Sample:
         estimated, (different, compared) = run.label not in self.runs, self._compare(run)
-        marks, floors = run.marks[: len(lens)], [None] * len(lens)
-        if self._floor and not run.peer:
-            floors = self._floor.seconds(run.label, len(self._case.tokens), marks)
+        marks, floor = run.marks[: len(lens)], None if run.peer else self._floor
+        floors = floor.seconds(run.label, len(self._case.tokens), marks) if floor else [None] * len(lens)
         return {
             **self._case.cell,
             "method": run.label,
@@ -412,7 +412,7 @@ def begin_measurement(
 
 def measure(
     groups: Mapping[str, BenchConfig],
-    record: Mapping[str, Any],
+    record: dict[str, Any],
     prompts: Sequence[Prompt],
     plan: Plan,
     on_progress: OnProgress,

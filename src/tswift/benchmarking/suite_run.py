@@ -12,14 +12,14 @@ import lzma
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from tswift.benchmarking.config import BASELINE, REFERENCE, BenchConfig, BenchOptions, Contender, Plan, Prompt
+from tswift.benchmarking.config import BASELINE, REFERENCE, BenchConfig, BenchOptions, Contender, Plan
 from tswift.benchmarking.roofline import Machine
-from tswift.benchmarking.run import Case, Groups, Sample, begin_measurement
-from tswift.benchmarking.suites import AXIS, Suite
+from tswift.benchmarking.run import Case, Sample, begin_measurement
+from tswift.benchmarking.suites import AXIS, Suite, find_suite
+from tswift.benchmarking.workloads import Prompt
 from tswift.decoding.loop import distinct
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.text import TextStream
@@ -146,25 +146,15 @@ mark { background: #ffd54d; color: inherit }
 SCHEMA = 1
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A suite on a loaded model."""
-
-    suite: Suite
-    groups: Mapping[str, BenchConfig]  # by place on the suite's axis; "" where contenders differ along it
-    missing: Mapping[str, str]  # labels that cannot run here, and why
-
-    @property
-    def model(self) -> LoadedModel:
-        """The model of all groups."""
-        return next(iter(self.groups.values())).model
-
-
-def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
-    """Check the options, and load the model; a method that cannot run on it is left out and listed as missing.
+def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> tuple[dict[str, BenchConfig], dict[str, str]]:
+    """Check the options, and load the model.
 
     Args:
         options: of their methods only ``ar-reference`` counts, and the suite's ``own`` options must not be set.
+
+    Returns:
+        What runs side by side, by place on the suite's axis, ``""`` where contenders differ along it; and by label
+        why a method cannot run on this model: it is left out.
     """
     typed = [*options.sampling, *options.drafting, *(["tree"] if options.trees else [])]
     options.refuse_unused(suite.methods)
@@ -202,7 +192,7 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> Prepared:
         label or unnamed: BenchConfig(model, ending(drawn, model.eos_ids, stop_at_eos=False)[0], contenders)
         for label, drawn in params.items()
     }
-    return Prepared(suite, groups, missing)
+    return groups, missing
 
 
 def _draft_options(
@@ -233,43 +223,43 @@ def tree_nodes(tree: Sequence[int], conditioned: bool) -> int:
     return nodes
 
 
-def begin_suite(prepared: Prepared, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str]) -> dict[str, Any]:
+def begin_suite(
+    suite: Suite,
+    groups: Mapping[str, BenchConfig],
+    missing: Mapping[str, str],
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    command: Sequence[str],
+) -> dict[str, Any]:
     """A suite without samples: what is to be measured. See :func:`tswift.benchmarking.run.begin_measurement`."""
-    groups: list[dict[str, Any]] = []
-    for label, config in prepared.groups.items():
-        machine = Machine(**groups[0]["measurement"]["machine"]) if groups else None  # measured once
-        groups.append({"label": label, "measurement": begin_measurement(config, prompts, plan, command, machine)})
+    begun: list[dict[str, Any]] = []
+    for label, config in groups.items():
+        machine = Machine(**begun[0]["measurement"]["machine"]) if begun else None  # measured once
+        begun.append({"label": label, "measurement": begin_measurement(config, prompts, plan, command, machine)})
     return {
         "schema": SCHEMA,
         "kind": "suite",
-        "suite": prepared.suite.name,
-        "title": prepared.suite.title,
+        "suite": suite.name,
+        "title": suite.title,
         "state": RUNNING,
         "started": now(),
         "ended": now(),
         "command": list(command),
-        "missing": [{"label": label, "why": why} for label, why in prepared.missing.items()],
-        "groups": groups,
+        "missing": [{"label": label, "why": why} for label, why in missing.items()],
+        "groups": begun,
         "texts": [],
     }
 
 
-def groups_of(record: dict[str, Any], prepared: Prepared) -> Groups:
-    """What is to be measured, for :func:`tswift.benchmarking.run.measure`; the samples go into the record."""
-    groups = zip(prepared.groups.items(), record["groups"], strict=True)
-    return {label: (config, group["measurement"]) for (label, config), group in groups}
-
-
 def judge_texts(
     record: dict[str, Any],
-    prepared: Prepared,
+    tokenizer: Any,
     label: str,
     case: Case,
     texts: Mapping[str, Sequence[int]],
     samples: list[Sample],
 ) -> None:
     """Measure how much every text of a trial repeats itself, up to each length; keep those that are to be shown."""
-    tokenizer = prepared.model.tokenizer
     plain = texts.get(BASELINE) or next(iter(texts.values()))  # plain decoding may have been sampled
     known: dict[tuple[int, ...], dict[str, float | None]] = {}
     for sample in samples:
@@ -278,7 +268,7 @@ def judge_texts(
             if part not in known:  # nearly always, all runs have the same text
                 known[part] = quality(part, tokenizer.decode(list(part), skip_special_tokens=False))
             point["quality"] = known[part]
-    if prepared.suite.texts and samples and case.repeat == 0:
+    if find_suite(record["suite"]).texts and samples and case.repeat == 0:
         tokens = list(plain)[: samples[0]["points"][-1]["len"]]
         stream = TextStream(tokenizer)
         pieces = [stream.add([token]) for token in tokens]  # the text that each token completes

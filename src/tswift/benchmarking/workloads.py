@@ -1,6 +1,7 @@
-"""Workloads of ``tswift bench``: prompts of several kinds, since how much a draft gets right depends on the text.
+"""Prompts of ``tswift bench``: texts of files, books and workloads, and their tokens.
 
-``prose`` and ``reasoning`` are bundled, ``structured`` is generated, and FILE.jsonl holds the user's own.
+A workload's prompts are of several kinds, since how much a draft gets right depends on the text: ``prose`` and
+``reasoning`` are bundled, ``structured`` is generated, and FILE.jsonl holds the user's own.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 from tswift.errors import InputError, did_you_mean, read_file
-from tswift.jobs.config import MOST_BYTES, bundled_prompts, check_prompt
+from tswift.jobs.config import MOST_BYTES, bundled_prompts, check_prompt, read_prompt
 
+if TYPE_CHECKING:
+    from tswift.models.load import LoadedModel
+
+PG19 = "emozilla/pg19"  # on the hub, as parquet; the test split holds 100 books
 OPTION = "workload"
 _TEXT = ("prompt", "problem", "question", "question_content", "text")  # of a line, the first of these names that it has
 _ID = ("id", "name", "task_id", "question_id", "slug")
@@ -25,9 +31,74 @@ _ENTRIES = 16  # of a structured text, in the prompt
 class Text:
     """A prompt before it is encoded."""
 
-    name: str
-    kind: str
+    name: str  # a file's, ``pg19:0`` and so on, or ``bundled``; or a workload's
     text: str
+    kind: str | None = None  # of a workload's
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text's token ids."""
+
+    name: str
+    tokens: list[int]
+    kind: str | None = None
+
+
+def encode(texts: Sequence[Text], model: LoadedModel, longest: int) -> list[Prompt]:
+    """Token ids of the texts, of which none may have fewer than ``longest``; a workload's have as many as they have."""
+    prompts = [Prompt(text.name, model.encode(text.text), text.kind) for text in texts]
+    for prompt in prompts:
+        if prompt.kind is None and len(prompt.tokens) < longest:
+            raise InputError(f"asks for {longest:,} tokens, {prompt.name} has {len(prompt.tokens):,}", "prefill")
+    return prompts
+
+
+def _distinct(texts: list[Text], option: str) -> list[Text]:
+    names = [text.name for text in texts]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"two prompts are called {name}", option)
+    return texts
+
+
+def read_texts(words: Sequence[str]) -> list[Text]:
+    """Texts that ``--prompts`` names; the bundled novel if nothing is named.
+
+    Args:
+        words: files, folders (their ``*.txt``), or ``pg19:N`` for the first N books of PG-19's test split.
+    """
+    texts = [] if words else [Text("bundled", read_prompt(None))]
+    for word in words:
+        if word.startswith("pg19:"):
+            texts += _books(word)
+            continue
+        path = Path(word).expanduser()
+        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+        if not files:
+            raise InputError(f"there is no .txt file in {word}", "prompts")
+        texts += [Text(file.name, read_prompt(str(file), "prompts")) for file in files]
+    return _distinct(texts, "prompts")
+
+
+def _books(word: str) -> list[Text]:
+    count = word.removeprefix("pg19:")
+    if not count.isdecimal() or int(count) < 1:
+        raise InputError(f"wants pg19:N with N books, got {word}", "prompts")
+    import datasets
+
+    from tswift.models.checkpoint import hub
+
+    try:
+        with hub():
+            books = datasets.load_dataset(PG19, split="test", streaming=True)
+            texts = [Text(f"pg19:{index}", book["text"]) for index, book in enumerate(islice(books, int(count)))]
+    except Exception as error:  # no network, no such data set, a broken cache: datasets raises all kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{PG19} cannot be loaded from the hub ({reason[:120]})", "prompts") from None
+    if len(texts) < int(count):
+        raise InputError(f"asks for {count} books, the test split of {PG19} has {len(texts)}", "prompts")
+    return texts
 
 
 def read_workloads(words: Sequence[str]) -> list[Text]:
@@ -40,7 +111,7 @@ def read_workloads(words: Sequence[str]) -> list[Text]:
         if limit == 0:
             raise InputError(f"wants at least one prompt, got {word}", OPTION)
         if name in KINDS:
-            found = list(islice(KINDS[name](), limit or (_STRUCTURED if name == "structured" else None)))
+            found = list(islice(KINDS[name](), limit or (len(_FORMS) if name == "structured" else None)))
         elif name.endswith(".jsonl"):
             data = read_file(Path(name).expanduser(), MOST_BYTES, OPTION)
             found = list(islice(_lines(data, Path(name).name), limit))
@@ -50,16 +121,12 @@ def read_workloads(words: Sequence[str]) -> list[Text]:
         if limit is not None and len(found) < limit:
             raise InputError(f"asks for {limit} prompts, {name} has {len(found)}", OPTION)
         texts += found
-    names = [text.name for text in texts]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
-        raise InputError(f"two prompts are called {twice}", OPTION)
-    return texts
+    return _distinct(texts, OPTION)
 
 
 def _prose() -> Iterator[Text]:
     for path in sorted(bundled_prompts().glob("*.txt")):
-        yield Text(f"prose/{path.stem}", "prose", path.read_text(encoding="utf-8"))
+        yield Text(f"prose/{path.stem}", path.read_text(encoding="utf-8"), "prose")
 
 
 def _reasoning() -> Iterator[Text]:
@@ -84,7 +151,7 @@ def _lines(data: bytes, file: str) -> Iterator[Text]:
         kind, name = fields.get("kind", stem), next((fields[each] for each in _ID if each in fields), number)
         if not isinstance(kind, str) or not isinstance(name, (str, int)):
             raise InputError(f"{where}: its kind or id is no text", OPTION)
-        yield Text(f"{stem}/{name}", kind, check_prompt(text, OPTION, where))
+        yield Text(f"{stem}/{name}", check_prompt(text, OPTION, where), kind)
 
 
 # what structured texts are made of: in each entry, a word of the list for each {name}
@@ -132,7 +199,6 @@ _FORMS: Mapping[str, tuple[str, str]] = {
         "entry {n} | 1{d1}:{d2} | berth {d1} | {grade} | {ship} {act}; wind {quarter}, {d3} tons of {thing}; {who}\n",
     ),
 }
-_STRUCTURED = len(_FORMS)  # prompts if no number is given
 
 
 class _Slots(dict[str, object]):
@@ -155,7 +221,7 @@ def _structured() -> Iterator[Text]:
             random = Random(f"{name} {seed}")
             slots = (_Slots(random, number) for number in range(1, _ENTRIES + 1))
             text = beginning + "".join(map(entry.format_map, slots))
-            yield Text(f"structured/{name}-{seed}", "structured", text)
+            yield Text(f"structured/{name}-{seed}", text, "structured")
 
 
 KINDS: Mapping[str, Callable[[], Iterator[Text]]] = {

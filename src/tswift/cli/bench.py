@@ -12,9 +12,9 @@ import typer
 
 from tswift.benchmarking import gate
 from tswift.benchmarking.config import DRAFTLESS, BenchOptions, CompareConfig, Plan, parse_trees
-from tswift.benchmarking.suites import SUITES, Suite, find_suite
-from tswift.benchmarking.summary import simulation
-from tswift.benchmarking.workloads import KINDS, read_workloads
+from tswift.benchmarking.suites import SUITES, find_suite
+from tswift.benchmarking.summary import parts, simulation
+from tswift.benchmarking.workloads import KINDS, encode, read_texts, read_workloads
 from tswift.cli import options, output
 from tswift.cli.output import FAILED, INTERRUPTED, Bars, loading
 from tswift.decoding.params import SamplingParams
@@ -25,7 +25,7 @@ from tswift.jobs.folder import FINISHED, default_path, lock_folder, made_folder
 from tswift.models.config import SHAPE_PREFIX, refuse_shape
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.run import Case, Groups, OnTrial, Run
+    from tswift.benchmarking.run import Case, Run
     from tswift.benchmarking.summary import Table
 
 
@@ -49,8 +49,6 @@ def compare(
         from tswift.benchmarking.config import configure
         from tswift.benchmarking.run import compare as run_all
         from tswift.benchmarking.run import open_runs
-        from tswift.cli import output
-        from tswift.cli.output import Bars
         from tswift.jobs.config import BUNDLED_PREFILL, fingerprint, take
         from tswift.models.devices import environment
 
@@ -142,29 +140,6 @@ def _same(outcome: Mapping[str, Any]) -> str:
 _OF_BENCH = ("methods", "simulate_alpha", "workload", "peers", *gate.JUDGED)
 
 
-def _refuse(suite: Suite, typed: Sequence[str]) -> None:
-    """No option is silently ignored."""
-    for name in typed:
-        if name in suite.own:
-            raise InputError(f"suite {suite.name} sets it itself", name)
-        if name in _OF_BENCH:
-            raise InputError("cannot be given together with --suite", name)
-
-
-def _refuse_together(judging: gate.Judging, plan: Plan) -> None:
-    """Refuse options of a bench that do not go together."""
-    if plan.workload and plan.prompts:
-        raise InputError("cannot be given together with --prompts", "workload")
-    if plan.workload and judging.paper:
-        raise InputError("cannot be given together with --workload: the paper has none", "paper")
-    if (judging.against is None) != (not judging.rules):
-        raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
-    if judging.force and not judging.against:
-        raise InputError("goes with --against", "force")
-    if judging.against and plan.shard:
-        raise InputError("wants the whole grid, as --merge makes it of shards", "against")
-
-
 def _kept(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options as a record keeps them: files are named so that they are found from another working directory."""
     files = {name: [_absolute(word) for word in given[name]] for name in ("prompts", "workload") if name in given}
@@ -243,33 +218,39 @@ def bench(
             earlier = gate.open_record(resume, "resume", stack)
             gate.refuse_changes(earlier, _kept(given))
         given = {**(earlier["options"] if earlier else given), **judged}
-        judging = gate.Judging(**fields_of(gate.Judging, given))
         chosen = find_suite(given["suite"]) if "suite" in given else None
-        plan = gate.plan_of(given)
+        for name in given:  # no option is silently ignored
+            if chosen and name in chosen.own:
+                raise InputError(f"suite {chosen.name} sets it itself", name)
+            if chosen and name in _OF_BENCH:
+                raise InputError("cannot be given together with --suite", name)
+        judging, plan = gate.Judging(**fields_of(gate.Judging, given)), gate.plan_of(given)
         trees = parse_trees(given.get("tree"))
         bench_options = BenchOptions.of(trees, {name: value for name, value in given.items() if name != "tree"})
-        baseline = None
+        if plan.workload and judging.paper:
+            raise InputError("cannot be given together with --workload: the paper has none", "paper")
+        if plan.shard and judging.against:
+            raise InputError("wants the whole grid, as --merge makes it of shards", "against")
         if chosen:
-            _refuse(chosen, [*given])
             refuse_shape(bench_options.model)
         else:
-            _refuse_together(judging, plan)
             bench_options.check()
-            baseline = gate.load_measurement(judging.against) if judging.against else None
+        baseline = gate.load_measurement(judging.against) if judging.against else None
         simulated = bench_options.simulate_alpha is not None or bench_options.model.startswith(SHAPE_PREFIX)
         longest, length = max(plan.prefills), max(plan.lens)
         name = f"bench-{chosen.name}" if chosen else "bench-simulated" if simulated else "bench"
         folder = resume or out or default_path(name)
-        bars, notes = Bars(quiet, not no_progress), []
-        shown: list[tuple[str, Case]] = []  # the cell whose bars are shown
+        bars, notes, shown = Bars(quiet, not no_progress), list[str](), ""
 
         def show(label: str, number: int, cells: int, case: Case, run: Run) -> None:
             """A line for every cell, a bar for every run of it."""
-            if shown != [(label, case)]:
-                shown[:] = [(label, case)]
+            nonlocal shown
+            lead = f"{chosen.name}: " + f"{chosen.axis} {label}, " * bool(label) if chosen else ""
+            cell = f"{lead}{number + 1} of {cells}: {case}"
+            if cell != shown:
+                shown = cell
                 bars.clear()
-                lead = f"{chosen.name}: " + f"{chosen.axis} {label}, " * bool(label) if chosen else ""
-                bars.say(f"{lead}{number + 1} of {cells}: {case}")
+                bars.say(cell)
             bars.update(run.label, run.stats.tokens, length, f"{run.stats.tokens_per_second:,.1f} tokens/s")
 
         def keep() -> None:
@@ -280,8 +261,6 @@ def bench(
                 bars.say(str(error))
 
         run: Callable[[], str] | None = None
-        groups: Groups
-        on_trial: OnTrial | None
         with loading(bench_options.model, quiet):
             from tswift.benchmarking import plots as drawing
             from tswift.benchmarking import report
@@ -292,30 +271,32 @@ def bench(
                 record = earlier
                 record["options"] = _kept(given)
             else:
-                from tswift.benchmarking.config import configure, encode, read_texts
+                from tswift.benchmarking.config import configure
                 from tswift.benchmarking.run import begin_measurement, measure
-                from tswift.benchmarking.suite_run import begin_suite, groups_of, judge_texts, prepare
+                from tswift.benchmarking.suite_run import begin_suite, judge_texts, prepare
 
                 texts = read_workloads(plan.workload) if plan.workload else read_texts(plan.prompts)
+                least = 1 if plan.workload else longest
                 if chosen:
-                    prepared = prepare(chosen, bench_options, plan)
-                    selected = encode(texts, prepared.model, longest)
-                    record = begin_suite(prepared, selected, plan, typed.command)
-                    groups, on_trial = groups_of(record, prepared), partial(judge_texts, record, prepared)
-                    notes += [f"{label} is left out: {why}" for label, why in prepared.missing.items()]
+                    groups, left_out = prepare(chosen, bench_options, plan)
+                    notes += [f"{label} is left out: {why}" for label, why in left_out.items()]
                 else:
-                    least = 1 if plan.workload else longest
-                    config = configure(bench_options, least, length, "prefills" if least > length else "lens")
-                    selected = encode(texts, config.model, longest)
-                    record = begin_measurement(config, selected, plan, typed.command)
-                    groups, on_trial = {"": (config, record)}, None
-                    notes += [config.note] if config.note else []
+                    option = "prefills" if least > length else "lens"
+                    groups = {"": configure(bench_options, least, length, option)}
+                config = next(iter(groups.values()))
+                notes += [config.note] if config.note else []
+                prompts, on_trial = encode(texts, config.model, longest), None
+                if chosen:
+                    record = begin_suite(chosen, groups, left_out, prompts, plan, typed.command)
+                    on_trial = partial(judge_texts, record, config.model.tokenizer)
+                else:
+                    record = begin_measurement(config, prompts, plan, typed.command)
                 record["options"] = _kept(given)
                 if earlier:
                     gate.go_on(record, earlier, folder)
                 else:
                     stack.enter_context(lock_folder(folder, "out"))
-                run = partial(measure, groups, selected, plan, show, keep, on_trial)
+                run = partial(measure, groups, record, prompts, plan, show, keep, on_trial)
             if baseline:
                 gate.refuse_foreign(record, baseline, judging.rules, plan.repeats, judging.force)
         if simulated:
@@ -336,7 +317,7 @@ def bench(
         verdicts = gate.compare(record, baseline, judging.rules) if baseline and whole else []
         if verdicts:
             output.show(gate.moved(verdicts, simulated))
-        wrong = sum(sample["explained"] is False for one in gate.parts(record).values() for sample in one["samples"])
+        wrong = sum(sample["explained"] is False for one in parts(record).values() for sample in one["samples"])
         if wrong:
             bars.say(f"{wrong} texts are not plain decoding's, and not by rounding")
         if wrong or any(not verdict.ok for verdict in verdicts):
