@@ -28,6 +28,7 @@ from tswift.kv import FullKV
 from tswift.models.checkpoint import fingerprint_in_any_dtype
 from tswift.models.heads import ChainedHeads, ConditionedHeads, load_heads
 from tswift.models.target import Target
+from tswift.training.tasks import read_logits
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POSITIONS = (0, 10_000, 40_000, 100_000)
@@ -118,14 +119,11 @@ def held_out_losses(model: LlamaForCausalLM, stream: np.ndarray, log: Callable[[
     target, length = Target(model), POSITIONS[-1] + WINDOW
     sums = dict.fromkeys(POSITIONS, 0.0)
     for start in np.linspace(0, len(stream) - length - 1, TEXTS).astype(int):
-        ids = stream[start : start + length + 1].astype(np.int64)
-        kv = FullKV(target.kv_shape, length)
+        text, kv = stream[start : start + length + 1].tolist(), FullKV(target.kv_shape, length)
         for position in POSITIONS:
-            target.prefill(ids[kv.length : position].tolist(), kv)
-            passes = target.chunks(ids[position : position + WINDOW].tolist(), kv)
-            hidden = torch.cat([each.hidden for each in passes])
-            goal = torch.from_numpy(ids[position + 1 : position + 1 + WINDOW]).to(target.device)
-            sums[position] += F.cross_entropy(target.logits(hidden), goal).item()
+            goal = torch.tensor(text[position + 1 : position + 1 + WINDOW], device=target.device)
+            logits = read_logits(target, text, position, WINDOW, kv)
+            sums[position] += F.cross_entropy(logits, goal).item()
         log(f"held-out text from token {start}: { ({p: round(s, 3) for p, s in sums.items()}) } (sums)")
     return {position: total / TEXTS for position, total in sums.items()}
 

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from recipes.corpus import PG19, load_documents, split, token_stream
+from tswift.cli.output import Bars
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import Sampler
 from tswift.engine import ending
 from tswift.errors import InputError
 from tswift.kv import FullKV
 from tswift.models.config import DEMO
 from tswift.models.load import LoadedModel, load
 from tswift.models.target import Target
-from tswift.training.config import DraftConfig, Progress
+from tswift.training.config import DraftConfig
 from tswift.training.run import METRICS, RECORD, resume, train
-from tswift.training.tasks import MODEL, Agreement, compare, read_logits
+from tswift.training.tasks import MODEL, Scores, compare, mean, read_logits
 
 FILES = (MODEL, "config.json", "tokenizer.json", "tokenizer_config.json")
 POSITIONS = (0, 10_000, 40_000, 98_000)
@@ -36,19 +36,6 @@ WINDOW, TEXTS = 1024, 2  # tokens compared at each position, and in how many tex
 RECENT = 512  # tokens that the draft model reads, as over a bounded cache
 _ROWS = 256  # tokens in a pass, which all have that many before them
 STEPS = 5000
-
-
-class _Lines(Progress):
-    """Prints what happens."""
-
-    def say(self, message: str) -> None:
-        """A line."""
-        print(message, flush=True)
-
-    def update(self, name: str, done: int, total: int, figures: str = "") -> None:
-        """A line now and then."""
-        if done % 100 == 0:
-            print(f"{name} {done:,}/{total:,} {figures}", flush=True)
 
 
 def build(corpus: str, out: Path, work: Path, config: DraftConfig, about: str = "") -> None:
@@ -60,7 +47,8 @@ def build(corpus: str, out: Path, work: Path, config: DraftConfig, about: str = 
     kept, held = split(load_documents(corpus))
     folder = work / "train"
     begun = (folder / RECORD).exists()
-    outcome = resume(DraftConfig, folder, progress=_Lines()) if begun else train(config, folder, _Lines())
+    with Bars(quiet=False, progress=True) as bars:
+        outcome = resume(DraftConfig, folder, progress=bars) if begun else train(config, folder, bars)
     if outcome.signum is not None:
         raise InputError(f"the training was interrupted; the same command goes on with it in {folder}", "--work")
     out.mkdir(parents=True, exist_ok=True)
@@ -82,7 +70,7 @@ def keep_documents(corpus: str, path: Path) -> None:
         parquet.write_table(pyarrow.table({"text": kept}), path, row_group_size=16)
 
 
-def measure(model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]) -> list[list[Agreement]]:
+def measure(model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]) -> list[list[Scores]]:
     """Compare the draft model with the model at each of ``POSITIONS`` of texts that neither was trained on.
 
     Returns:
@@ -91,15 +79,12 @@ def measure(model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]
     assert model.draft is not None
     params, _ = ending(SamplingParams(), model.eos_ids, stop_at_eos=False)
     length = POSITIONS[-1] + WINDOW + 1
-    scores: list[list[tuple[Agreement, Agreement]]] = []
+    scores: list[list[tuple[Scores, Scores]]] = []
     for start in np.linspace(0, len(held_out) - length, TEXTS).astype(int):
         text = held_out[start : start + length].tolist()
         scores.append(agreements(model.target, model.draft, text, POSITIONS, WINDOW, params, RECENT))
         log(f"held-out text from token {start:,}: {scores[-1]}")
-    return [
-        [Agreement.mean([text[place][reads] for text in scores]) for place in range(len(POSITIONS))]
-        for reads in range(2)
-    ]
+    return [[mean([text[place][reads] for text in scores]) for place in range(len(POSITIONS))] for reads in range(2)]
 
 
 @torch.inference_mode()
@@ -111,21 +96,18 @@ def agreements(
     window: int,
     params: SamplingParams,
     recent: int,
-) -> list[tuple[Agreement, Agreement]]:
+) -> list[tuple[Scores, Scores]]:
     """Compare a draft model with its target on ``window`` tokens from each of rising positions on.
 
     The target reads the whole text before a position; the draft model, too, or just its last ``recent`` tokens.
     """
-    caches = [FullKV(model.kv_shape, positions[-1] + window) for model in (target, draft)]
-    sampler, scores = Sampler(params, 0, target.vocab_size, target.device), []
+    caches, scores = [FullKV(model.kv_shape, positions[-1] + window) for model in (target, draft)], []
     for position in positions:
-        whole = [
+        ours, whole = (
             read_logits(model, text, position, window, kv) for model, kv in zip((target, draft), caches, strict=True)
-        ]
-        sampler.extend(text[sampler.length : position])
+        )
         last = _read_recent(draft, text, position, window, recent)
-        everything, bounded = compare(sampler, text, position, whole[0], [whole[1], last])
-        scores.append((everything, bounded))
+        scores.append((compare(params, text, position, ours, whole), compare(params, text, position, ours, last)))
     return scores
 
 
@@ -144,13 +126,13 @@ def _read_recent(model: Target, text: Sequence[int], position: int, window: int,
     return model.logits(torch.cat(rows)).float()
 
 
-def _card(model: LoadedModel, folder: Path, figures: Sequence[Sequence[Agreement]], about: str, documents: int) -> str:
+def _card(model: LoadedModel, folder: Path, figures: Sequence[Sequence[Scores]], about: str, documents: int) -> str:
     assert model.draft is not None
     record = json.loads((folder / RECORD).read_text())
     last = [json.loads(line) for line in (folder / METRICS).read_text().splitlines() if '"tokens"' in line][-1]
 
-    def row(scores: Sequence[Agreement], name: str) -> str:
-        return " | ".join(f"{getattr(each, name):.3f}" for each in scores)
+    def row(scores: Sequence[Scores], name: str) -> str:
+        return " | ".join(f"{each[name]:.3f}" for each in scores)
 
     whole, recent = figures
     template = (Path(__file__).parent / "draft_card.md").read_text()

@@ -106,5 +106,5 @@ def test_it_draws_what_the_model_draws() -> None:
     text = demo.encode(NOVEL.read_text())[:1025]
     assert demo.draft is not None
     score = measure_agreement(demo.target, demo.draft, text, SamplingParams())
-    assert score.agreement > 0.35
-    assert score.target_loss < score.loss < score.target_loss + 1
+    assert score["agreement"] > 0.35
+    assert score["target_loss"] < score["loss"] < score["target_loss"] + 1

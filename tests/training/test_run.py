@@ -109,11 +109,11 @@ def test_every_heads_loss_falls_and_alpha_rises(tiny: Tiny, tmp_path: Path, kind
     before, after = outcome.before, outcome.after
     assert (outcome.steps, outcome.signum) == (20, None)
     for head in range(3):
-        assert after.loss[head] < before.loss[head] - 0.1
-        assert after.top[head][2] > before.top[head][2]
-        assert after.top[head] == sorted(after.top[head])
-    assert after.alpha > before.alpha + 0.08
-    assert after.tokens_per_step == pytest.approx(1 + 4 * after.alpha, abs=0.15)
+        assert after["loss"][head] < before["loss"][head] - 0.1
+        assert after["top"][head][2] > before["top"][head][2]
+        assert after["top"][head] == sorted(after["top"][head])
+    assert after["alpha"] > before["alpha"] + 0.08
+    assert after["tokens_per_step"] == pytest.approx(1 + 4 * after["alpha"], abs=0.15)
     assert (tiny.model / "model.safetensors").read_bytes() == before_weights
     # what was measured is the file, and the file is what generate takes
     model = tswift.load(config.model, heads=tmp_path / "out" / HEADS)
@@ -128,9 +128,9 @@ def test_every_heads_loss_falls_and_alpha_rises(tiny: Tiny, tmp_path: Path, kind
 def test_a_draft_model_learns_to_draw_what_the_model_draws(tiny: Tiny, tmp_path: Path) -> None:
     outcome = train(config_of("lm", tiny, steps=15, accumulate=1, eval_every=0), tmp_path / "out")
     before, after = outcome.before, outcome.after
-    assert after.loss < before.loss - 1.5
-    assert after.target_loss == before.target_loss < after.loss
-    assert after.agreement > before.agreement + 0.2
+    assert after["loss"] < before["loss"] - 1.5
+    assert after["target_loss"] == before["target_loss"] < after["loss"]
+    assert after["agreement"] > before["agreement"] + 0.2
     # what was measured is the folder, and the folder is what drafts
     draft, row = tswift.load(str(tiny.model), draft_model=str(tmp_path / "out")).draft, [5, 9, 4, 7, 7, 3]
     assert draft.max_positions == 1000
@@ -151,9 +151,9 @@ def test_a_block_drafter_learns_and_drafts_for_its_model(
     )
     outcome = train(config, tmp_path / "out")
     before, after = outcome.before, outcome.after
-    assert len(after.loss) == 3
+    assert len(after["loss"]) == 3
     for slot in range(3):
-        assert after.loss[slot] < before.loss[slot] - (0.3 if objective == "text" else 0.01)
+        assert after["loss"][slot] < before["loss"][slot] - (0.3 if objective == "text" else 0.01)
     # what was trained is what --drafter takes, in a published layout
     about = describe_drafter(tmp_path / "out")
     assert (about["layout"], about["kind"], about["count"]) == ("DeepSpec", "dspark", 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,19 +77,17 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
     return options.takes(kind)(run)
 
 
-def _levels_grid(outcome: Outcome, level: str, what: str, notes: list[str]) -> Table:
+def _levels_grid(outcome: Outcome, level: str, what: str, notes: Sequence[str] = ()) -> Table:
     """A row for each drafted token: ``level`` is what guesses it."""
     from tswift.benchmarking.summary import Table
 
-    before, after = outcome.before, outcome.after
+    before, after = (
+        [(loss, *top) for loss, top in zip(scores["loss"], scores["top"], strict=True)]
+        for scores in (outcome.before, outcome.after)
+    )
     rows = [
-        [
-            str(index + 1),
-            f"{index + 2} on",
-            f"{before.loss[index]:.3f} -> {after.loss[index]:.3f}",
-            *(f"{old:.3f} -> {new:.3f}" for old, new in zip(before.top[index], after.top[index], strict=True)),
-        ]
-        for index in range(len(before.loss))
+        [str(number), f"{number + 1} on", *(f"{old:.3f} -> {new:.3f}" for old, new in zip(*level, strict=True))]
+        for number, level in enumerate(zip(before, after, strict=True), 1)
     ]
     title = f"{what} on held-out text, untrained -> after {outcome.steps:,} steps"
     return Table(title, [level, "token", "loss", "top-1", "top-2", "top-3"], rows, notes=notes)
@@ -99,13 +97,30 @@ def _heads_grid(outcome: Outcome) -> Table:
     before, after, config = outcome.before, outcome.after, outcome.config
     assert isinstance(config, HeadsConfig)
     notes = []
-    if before.alpha is not None and after.alpha is not None:
+    if before["alpha"] is not None and after["alpha"] is not None:
         notes = [
-            f"alpha {before.alpha:.3f} -> {after.alpha:.3f}, "
-            f"tokens per step {before.tokens_per_step:.2f} -> {after.tokens_per_step:.2f}: "
+            f"alpha {before['alpha']:.3f} -> {after['alpha']:.3f}, "
+            f"tokens per step {before['tokens_per_step']:.2f} -> {after['tokens_per_step']:.2f}: "
             f"{config.alpha_tokens:,} tokens after each held-out text, by tokenswift with its defaults."
         ]
     return _levels_grid(outcome, "head", f"{config.heads_count} {config.kind} heads", notes)
+
+
+def _draft_grid(outcome: Outcome) -> Table:
+    from tswift.benchmarking.summary import Table
+
+    before, after, config = outcome.before, outcome.after, outcome.config
+    assert isinstance(config, DraftConfig)
+    if config.kind == BLOCK:
+        return _levels_grid(outcome, "slot", f"A block of {config.slots} tokens")
+    figures = {
+        "loss on held-out text": (before["loss"], after["loss"], after["target_loss"]),
+        "draws the same token": (before["agreement"], after["agreement"], 1.0),
+    }
+    rows = [[name, *(f"{value:.3f}" for value in values)] for name, values in figures.items()]
+    notes = ["Same token: both draw by the defaults of generate, with the same noise, after the same held-out text."]
+    title = f"A draft model after {outcome.steps:,} steps, and the model that it drafts for"
+    return Table(title, ["", "untrained", "trained", "the model"], rows, notes=notes)
 
 
 train = command(
@@ -118,24 +133,6 @@ train = command(
     Under torchrun, gradients of all processes are averaged.
     """,
 )
-
-
-def _draft_grid(outcome: Outcome) -> Table:
-    from tswift.benchmarking.summary import Table
-
-    before, after, config = outcome.before, outcome.after, outcome.config
-    assert isinstance(config, DraftConfig)
-    if config.kind == BLOCK:
-        return _levels_grid(outcome, "slot", f"A block of {config.slots} tokens", [])
-    rows = [
-        ["loss on held-out text", f"{before.loss:.3f}", f"{after.loss:.3f}", f"{after.target_loss:.3f}"],
-        ["draws the same token", f"{before.agreement:.3f}", f"{after.agreement:.3f}", "1.000"],
-    ]
-    notes = ["Same token: both draw by the defaults of generate, with the same noise, after the same held-out text."]
-    title = f"A draft model after {outcome.steps:,} steps, and the model that it drafts for"
-    return Table(title, ["", "untrained", "trained", "the model"], rows, notes=notes)
-
-
 train_draft = command(
     DraftConfig,
     "model.safetensors",

@@ -7,7 +7,7 @@ is kept. Logits are computed for a stretch of positions at a time: 8,192 positio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,23 +47,20 @@ class Metrics:
     hits: Tensor  # [heads, 3] float64: how often the text's token was among the best 1, 2 and 3
     positions: int
 
-    def __add__(self, other: Metrics) -> Metrics:
-        return Metrics(self.loss + other.loss, self.hits + other.hits, self.positions + other.positions)
-
     @property
     def mean_loss(self) -> list[float]:
         """Mean loss of each head, in nats."""
         return (self.loss / self.positions).tolist()
 
-    @property
-    def accuracy(self) -> list[list[float]]:
-        """Top-1 to top-3 accuracy of each head."""
-        return (self.hits / self.positions).tolist()
+    def scores(self) -> dict[str, Any]:
+        """Mean loss and top-1 to top-3 accuracy of each head."""
+        return {"loss": self.mean_loss, "top": (self.hits / self.positions).tolist()}
 
 
-def total(metrics: list[Metrics]) -> Metrics:
+def total(metrics: Sequence[Metrics]) -> Metrics:
     """Metrics of all the positions together."""
-    return sum(metrics[1:], start=metrics[0])
+    loss, hits = (torch.stack([getattr(each, name) for each in metrics]).sum(0) for name in ("loss", "hits"))
+    return Metrics(loss, hits, sum(each.positions for each in metrics))
 
 
 class NetworkLoss(nn.Module):
@@ -112,7 +109,7 @@ class HeadsLoss(NetworkLoss):
         """Metrics of each head."""
         heads, target, rows = self.network, self._target, ids.shape[0]
         used = ids.shape[1] - heads.count - 1
-        hidden, dtype, embedded = hidden_states(target, ids, positions), next(heads.parameters()).dtype, None
+        hidden, dtype, embedded = read_states(target, ids, positions)[0], next(heads.parameters()).dtype, None
         if heads.conditioned:
             all_embedded = target.embed(ids).to(dtype, copy=True)  # a copy: inference tensors cannot be trained on
             embedded = torch.stack([all_embedded[:, 1 + i : 1 + i + used] for i in range(heads.count)])
@@ -145,7 +142,7 @@ class DraftLoss(NetworkLoss):
         """Metrics of the model as one head."""
         rows, count = ids.shape[0], ids.shape[1] - 1
         hidden = self.network.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-        teacher = hidden_states(self._target, ids, positions) if self._objective == DISTILL else hidden
+        teacher = read_states(self._target, ids, positions)[0] if self._objective == DISTILL else hidden
         per_place = rows * self._target.vocab_size
         width, parts = max(1, self._max_logits // per_place), []
         for start in range(0, count, width):
@@ -181,7 +178,7 @@ class BlockLoss(NetworkLoss):
         """Metrics of each slot; ``[B, A]`` roots are where blocks begin: above 0, at most ``T - 1 - slots``."""
         network, (rows, length) = self.network, ids.shape
         slots = torch.arange(network.spec.block, device=ids.device)
-        hidden, taps = _states(self._target, ids, positions)
+        hidden, taps = read_states(self._target, ids, positions)
         weight = network.fc.weight
         mask = torch.full_like(slots, network.spec.mask)
         blocks = []
@@ -215,13 +212,11 @@ class BlockLoss(NetworkLoss):
         return *self._summed(logits, goal, self._teacher(teacher)), markov
 
 
-def hidden_states(target: Target, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Last hidden states ``[B, T, H]`` of the model, by the passes that decode: heads see the same when they draft."""
-    return _states(target, ids, positions)[0]
+def read_states(target: Target, ids: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Last hidden states ``[B, T, H]`` of the model, and the taps ``[B, T, M * H]`` of one that has them.
 
-
-def _states(target: Target, ids: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Last hidden states, and the taps ``[B, T, M * H]`` of a target that has them."""
+    They come from the passes that decode: heads see the same when they draft.
+    """
     rows, length = ids.shape
     hidden = torch.empty(rows, length, target.hidden_size, dtype=target.dtype, device=target.device)
     taps: list[Tensor] = []

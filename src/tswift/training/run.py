@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ _UNCHANGED = {  # what a resumed training must find as it was, and the setting t
 class Outcome:
     """Result of a training, with the signal that stopped it.
 
-    Scores are ``HeadsScores`` or ``Agreement``; None if they are not known yet, or in a process that does not write.
+    Scores are as in ``train.json``; None if they are not known yet, or in a process that does not write.
     """
 
     folder: Path
@@ -89,14 +89,14 @@ def train(
         InputError: a setting, the model or the corpus cannot be used.
         Fault: it broke on the way. Its last checkpoint can be resumed.
     """
-    progress = progress or Progress()
     folder = TrainFolder(out or default_path(config.COMMAND), config.COMMAND)
     with open_ranks(config.device) as ranks:
+        progress = progress if progress and ranks.first else Progress()
         with folder.created() if ranks.first else nullcontext():
-            training = _Training(config.resolved(), folder, ranks, progress, None, command)
-        if ranks.first and note is not None:
+            training = _Training(config.resolved(), folder, ranks, progress, {}, command)
+        if note is not None:
             progress.say(note)
-        if ranks.first and config.minutes is None and config.last_step < _FEW_STEPS:
+        if config.minutes is None and config.last_step < _FEW_STEPS:
             advice = f"--steps {_FEW_STEPS} or more is advised"
             progress.say(f"warning: little is learnt in {config.last_step} steps; {advice}")
         outcome = training.run()
@@ -128,14 +128,15 @@ def resume(
     record = folder.read_record()
     try:
         began, steps, state = kind(**record["plan"]), int(record["steps"]), record["state"]
-        scores = _scores(began, record)
+        before, after = (dict(record[when]) if when in record else None for when in (BEFORE, AFTER))
     except (TypeError, ValueError, KeyError):
         raise InputError(f"{path} holds a plan that is damaged, or of another version of tswift", "resume") from None
     config = began.resumed(changes or {}, path)
     with open_ranks(config.device) as ranks:
         if state == FINISHED:
             progress.say(f"the training in {path} is finished")
-            return Outcome(path, config, steps, *scores)
+            return Outcome(path, config, steps, before, after)
+        progress = progress if ranks.first else Progress()
         return _Training(config, folder, ranks, progress, record, command).run()
 
 
@@ -148,13 +149,11 @@ class _Training:
         folder: TrainFolder,
         ranks: Dist,
         progress: Progress,
-        record: Mapping[str, Any] | None,
+        record: Mapping[str, Any],
         command: Sequence[str],
     ) -> None:
-        self._config, self._folder, self._ranks = config, folder, ranks
-        self._progress = progress = progress if ranks.first else Progress()
+        self._config, self._folder, self._ranks, self._progress = config, folder, ranks, progress
         self._step, self._seconds, self._saved = 0, 0.0, time.monotonic()
-        self._time = 60 * (config.minutes or 0.0)  # seconds, where these and not steps end it
         corpus_files(config.corpus)  # before a model is loaded
         device = ranks.device or find_device(config.device)
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
@@ -192,7 +191,7 @@ class _Training:
         if record:
             self._restore(record, facts)
             progress.say(f"goes on after step {self._step:,}")
-        self._record = {"started": now(), **(record or {}), **facts}
+        self._record = {"started": now(), **record, **facts}
 
     def _restore(self, record: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Load the last checkpoint, if all is as it was."""
@@ -234,7 +233,7 @@ class _Training:
             finally:
                 if self._record["state"] != FINISHED:
                     self._write_record(INTERRUPTED)
-        scores = _scores(self._config, self._record)
+        scores = self._record.get(BEFORE), self._record.get(AFTER)
         return Outcome(self._folder.path, self._config, self._step, *scores, signum)
 
     def _loop(self, signals: Signals) -> int | None:
@@ -252,13 +251,14 @@ class _Training:
             self._step += 1
             self._seconds += time.monotonic() - started
             self._log(metrics, factor)
-            if began == 0 and (self._step == _TIMED_STEPS or (self._step < _TIMED_STEPS and self._share() >= 1)):
-                steps = int(self._step / self._share())
-                if config.steps is None and steps < _FEW_STEPS:
+            done = self._share()
+            if config.minutes is not None and not began and self._step <= _TIMED_STEPS:
+                steps = int(self._step / done)
+                if steps < _FEW_STEPS and (self._step == _TIMED_STEPS or done >= 1):
                     advice = "a higher --minutes, or a lower --seq-len, --batch or --accumulate allows more"
                     self._progress.say(f"warning: {config.minutes:g} minutes allow about {steps} steps; {advice}")
-            if config.eval_every and self._step % config.eval_every == 0 and self._share() < 1 and ranks.first:
-                scores = asdict(self._trainee.evaluate(quick=True)).items()
+            if config.eval_every and self._step % config.eval_every == 0 and done < 1 and ranks.first:
+                scores = self._trainee.evaluate(quick=True).items()
                 known = {name: score for name, score in scores if score is not None}
                 self._folder.log({"step": self._step, "held_out": known})
             by_steps = config.save_every is not None and self._step % config.save_every == 0
@@ -267,9 +267,9 @@ class _Training:
 
     def _share(self) -> float:
         """Share of the training that is done."""
-        if self._config.steps is not None:
-            return self._step / self._config.steps
-        return self._seconds / self._time
+        if self._config.minutes is None:
+            return self._step / self._config.last_step
+        return self._seconds / (60 * self._config.minutes)
 
     def _gradients(self, signals: Signals) -> Metrics | None:
         """Add up the gradients of a step; None if a signal came meanwhile."""
@@ -286,21 +286,23 @@ class _Training:
         if not whole.loss.isfinite().all():
             advice = f"a lower --lr may help; checkpoints are in {self._folder.path}"
             raise Fault(f"loss is NaN or infinite at step {self._step + 1:,}; {advice}")
-        return Metrics(whole.loss, whole.hits, whole.positions * ranks.count)
+        return replace(whole, positions=whole.positions * ranks.count)
 
     def _log(self, metrics: Metrics, factor: float) -> None:
-        config, loss, top = self._config, metrics.mean_loss, metrics.accuracy
+        config, scores = self._config, metrics.scores()
         if self._ranks.first:
             tokens = self._step * config.step_tokens * self._ranks.count
             line = {"step": self._step, "seconds": round(self._seconds, 3), "tokens": tokens, "lr": config.lr * factor}
-            self._folder.log({**line, "loss": loss, "top": top})
+            self._folder.log(line | scores)
         # what matters most comes first: a terminal may have no room for the rest
-        tops = [f"top-{k + 1} {' '.join(f'{100 * head[k]:.0f}' for head in top)}%" for k in range(TOP)]
-        figures = ", ".join([f"loss {' '.join(f'{value:.2f}' for value in loss)}", *tops])
-        if config.steps is not None:
-            self._progress.update("train", self._step, config.steps, figures)
+        figures = f"loss {' '.join(f'{loss:.2f}' for loss in scores['loss'])}"
+        for k in range(TOP):
+            figures += f", top-{k + 1} {' '.join(f'{100 * head[k]:.0f}' for head in scores['top'])}%"
+        if config.minutes is None:
+            self._progress.update("train", self._step, config.last_step, figures)
         else:
-            self._progress.update("train, s", int(self._seconds), int(self._time), f"{figures}, step {self._step:,}")
+            whole = f"{figures}, step {self._step:,}"
+            self._progress.update("train, s", int(self._seconds), int(60 * config.minutes), whole)
 
     def _save(self) -> None:
         if self._ranks.first:
@@ -309,12 +311,11 @@ class _Training:
 
     def _evaluate(self, when: str) -> None:
         """Score the held-out texts, unless that was done before the training was interrupted."""
-        if when in self._record:
-            return
-        scores = asdict(self._trainee.evaluate(self._folder if when == AFTER else None))
-        self._folder.log({"step": self._step, "held_out": scores})
-        self._record[when] = scores
-        self._write_record(RUNNING)
+        if when not in self._record:
+            scores = self._trainee.evaluate(self._folder if when == AFTER else None)
+            self._folder.log({"step": self._step, "held_out": scores})
+            self._record[when] = scores
+            self._write_record(RUNNING)
 
     def _write_record(self, state: str) -> None:
         self._record |= {"state": state, "steps": self._step, "seconds": round(self._seconds, 3), "written": now()}
@@ -336,12 +337,6 @@ def _describe(config: TrainConfig, counts: Mapping[str, Any], progress: Progress
             f"warning: {short:,} of {counts['documents']:,} documents are too short, of {config.seq_len:,} tokens at "
             "most, and left out; a lower --seq-len keeps them"
         )
-
-
-def _scores(config: TrainConfig, record: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The scores before and after that a record has."""
-    before, after = (trainee_of(config).scores(**record[when]) if when in record else None for when in (BEFORE, AFTER))
-    return before, after
 
 
 class TrainFolder:

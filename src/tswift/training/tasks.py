@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,29 +49,8 @@ _BLOCKS = 4  # tokens of a row for every block that is learnt from
 _WARMUP_SHARE = 0.25  # most of a training in which the rate rises: table 9's 50 steps of 200
 
 
-@dataclass(frozen=True)
-class HeadsScores:
-    """Loss in nats and top-1 to top-3 accuracy of each head; alpha and tokens per step if they were measured."""
-
-    loss: list[float]
-    top: list[list[float]]
-    alpha: float | None = None
-    tokens_per_step: float | None = None
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Losses of a draft model and its target on a text, in nats per token, and how often both draw the same token."""
-
-    loss: float
-    target_loss: float
-    agreement: float
-
-    @classmethod
-    def mean(cls, scores: Sequence[Agreement]) -> Agreement:
-        """The mean of several."""
-        names = ("loss", "target_loss", "agreement")
-        return cls(*(sum(getattr(score, name) for score in scores) / len(scores) for name in names))
+Scores = dict[str, Any]  # of the held-out texts, as metrics.jsonl and train.json have them
+_NO_ALPHA: Scores = {"alpha": None, "tokens_per_step": None}
 
 
 class Trainer:
@@ -103,14 +82,14 @@ class Trainer:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Continue from such a state; a KeyError, RuntimeError or ValueError if it is not of such a module."""
-        weights = _with_prefix(self._name, tensors)
+        weights = _with_prefix(f"{self._name}.", tensors)
         different = dict(self._module.named_parameters()).keys() ^ weights.keys()
         if different:
             raise KeyError(*different)
         self._module.load_state_dict(weights, strict=False)  # of tied weights only one name is kept
         for number, optimizer in enumerate(self._optimizers):
             memories: dict[int, dict[str, Tensor]] = {}
-            for name, value in _with_prefix(f"optimizer.{number}", tensors).items():
+            for name, value in _with_prefix(f"optimizer.{number}.", tensors).items():
                 index, _, what = name.partition(".")
                 memories.setdefault(int(index), {})[what] = value
             optimizer.load_state_dict({"state": memories, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -119,7 +98,6 @@ class Trainer:
 class Trainee(ABC):
     """What is trained for a model, by a ``HeadsConfig`` or ``DraftConfig``, and how it is evaluated."""
 
-    scores: type  # the dataclass of what evaluate() returns
     loss_type: type[NetworkLoss]
     name: str  # in checkpoints
 
@@ -163,7 +141,7 @@ class Trainee(ABC):
         return (None,)
 
     @abstractmethod
-    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Any:
+    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Scores:
         """Scores on the held-out texts, of the result in a folder or the module as it is; ``quick`` without alpha."""
 
     @abstractmethod
@@ -174,7 +152,7 @@ class Trainee(ABC):
 class HeadsTrainee(Trainee):
     """Heads that learn to predict what a frozen model says next; heads of the model's own are not used."""
 
-    scores, loss_type, name = HeadsScores, HeadsLoss, "heads"
+    loss_type, name = HeadsLoss, "heads"
 
     def build(self) -> nn.Module:
         """Heads with random weights."""
@@ -188,7 +166,7 @@ class HeadsTrainee(Trainee):
         config = self._config
         return [torch.optim.AdamW(self.network.parameters(), config.lr, (0.9, 0.999), weight_decay=config.weight_decay)]
 
-    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> HeadsScores:
+    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Scores:
         """Loss and accuracy of each head, and how much of their drafts ``tokenswift`` with its defaults accepts."""
         config, target, tokens = self._config, self._target, 0 if quick else self._config.alpha_tokens
         if folder is not None:  # the file is evaluated, whose weights are rounded to bfloat16
@@ -197,8 +175,7 @@ class HeadsTrainee(Trainee):
             heads = deepcopy(self.network).to(target.device, target.dtype).eval().requires_grad_(False)
         loss = HeadsLoss(heads, target, config.objective)
         with torch.no_grad():
-            metrics = total([loss(row[None].to(target.device)) for row in self._rows])
-        scores = HeadsScores(metrics.mean_loss, metrics.accuracy)
+            scores = total([loss(row[None].to(target.device)) for row in self._rows]).scores() | _NO_ALPHA
         if not tokens:
             return scores
         stats, longest = DecodeStats(1), min(config.seq_len, _PROMPT, target.max_positions - tokens)
@@ -213,7 +190,7 @@ class HeadsTrainee(Trainee):
                 stats.add(step)
                 name = "alpha, before" if folder is None else "alpha, after"
                 self._progress.update(name, stats.tokens, tokens * len(self._rows))
-        return replace(scores, alpha=stats.alpha, tokens_per_step=stats.tokens_per_step)
+        return scores | {"alpha": stats.alpha, "tokens_per_step": stats.tokens_per_step}
 
     def write(self, folder: TrainFolder) -> None:
         """Write the heads file."""
@@ -223,7 +200,7 @@ class HeadsTrainee(Trainee):
 class DraftTrainee(Trainee):
     """A small model that learns to draw what a large one draws."""
 
-    scores, loss_type, name = Agreement, DraftLoss, "draft.network"
+    loss_type, name = DraftLoss, "draft.network"
 
     def build(self) -> nn.Module:
         """A Llama of the published shape, with the vocabulary of the model."""
@@ -248,7 +225,7 @@ class DraftTrainee(Trainee):
             return (None,)
         return (torch.from_numpy(jumping_positions(rows, config.seq_len, config.positions, rng)),)
 
-    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Agreement:
+    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Scores:
         """Losses of both models, and how often they draw the same token."""
         network = self.network
         if folder is not None:
@@ -256,7 +233,7 @@ class DraftTrainee(Trainee):
                 network = LlamaForCausalLM.from_pretrained(folder.path, dtype=self._target.dtype)
         draft = Target(deepcopy(network).to(self._target.device, self._target.dtype))
         params, _ = ending(SamplingParams(), self._model.eos_ids, False)
-        return Agreement.mean([measure_agreement(self._target, draft, row.tolist(), params) for row in self._rows])
+        return mean([measure_agreement(self._target, draft, row.tolist(), params) for row in self._rows])
 
     def write(self, folder: TrainFolder) -> None:
         """Write the model in bfloat16 with the large one's tokenizer: a folder for ``--draft-model``."""
@@ -275,7 +252,7 @@ class DraftTrainee(Trainee):
 class BlockTrainee(Trainee):
     """A block drafter with a Markov head, in DSpark's layout, that learns what a model says after the text so far."""
 
-    scores, loss_type, name = HeadsScores, BlockLoss, "drafter.network"
+    loss_type, name = BlockLoss, "drafter.network"
 
     def build(self) -> nn.Module:
         """A block drafter with random weights, whose Markov head says nothing yet."""
@@ -300,12 +277,11 @@ class BlockTrainee(Trainee):
         return positions, 1 + torch.from_numpy(rng.integers(0, last, (rows, max(1, config.seq_len // _BLOCKS))))
 
     @torch.no_grad()
-    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> HeadsScores:
+    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Scores:
         """Loss and accuracy of each slot."""
         roots = torch.arange(1, self._config.seq_len - self._config.slots)[None]
         places = torch.arange(self._config.seq_len)[None], roots
-        found = total([self._metrics(self.loss, row[None], *places) for row in self._rows])
-        return HeadsScores(found.mean_loss, found.accuracy)
+        return total([self._metrics(self.loss, row[None], *places) for row in self._rows]).scores() | _NO_ALPHA
 
     def write(self, folder: TrainFolder) -> None:
         """Write the drafter in bfloat16: a folder for ``--drafter``."""
@@ -360,14 +336,11 @@ def block_spec(config: DraftConfig, model: LoadedModel) -> DrafterSpec:
 
 
 @torch.inference_mode()
-def measure_agreement(target: Target, draft: Target, text: Sequence[int], params: SamplingParams) -> Agreement:
+def measure_agreement(target: Target, draft: Target, text: Sequence[int], params: SamplingParams) -> Scores:
     """Compare a draft model with its target, under the same sampling rule and noise, at every token of a text."""
-    caches = [FullKV(model.kv_shape, len(text) - 1) for model in (target, draft)]
-    target_logits, draft_logits = (
-        read_logits(model, text, 0, len(text) - 1, kv) for model, kv in zip((target, draft), caches, strict=True)
-    )
-    sampler = Sampler(params, 0, target.vocab_size, target.device)
-    return compare(sampler, text, 0, target_logits, [draft_logits])[0]
+    count = len(text) - 1
+    logits = (read_logits(model, text, 0, count, FullKV(model.kv_shape, count)) for model in (target, draft))
+    return compare(params, text, 0, *logits)
 
 
 def read_logits(model: Target, text: Sequence[int], position: int, window: int, kv: FullKV) -> Tensor:
@@ -377,15 +350,16 @@ def read_logits(model: Target, text: Sequence[int], position: int, window: int, 
     return model.logits(torch.cat(parts)).float()
 
 
-def compare(
-    sampler: Sampler, text: Sequence[int], position: int, target_logits: Tensor, drafts: Sequence[Tensor]
-) -> list[Agreement]:
-    """Compare each draft model's logits with the target's, ``[n, V]`` from a position of a text on.
+def compare(params: SamplingParams, text: Sequence[int], position: int, target: Tensor, draft: Tensor) -> Scores:
+    """Compare a draft model with its target, by their logits ``[n, V]`` from a position of a text on.
 
-    The sampler has read the text before the position, and reads n tokens more.
+    Returns:
+        ``loss`` and ``target_loss``, in nats per token, and ``agreement``: how often both draw the same token.
     """
-    device, count = target_logits.device, len(target_logits)
-    ids, hits = torch.tensor(text[position : position + count + 1], device=device), torch.zeros(len(drafts))
+    device, count, same = target.device, len(target), 0
+    ids = torch.tensor(text[position : position + count + 1], device=device)
+    sampler = Sampler(params, 0, target.shape[1], device)
+    sampler.extend(text[:position])
     for start in range(0, count, _ROWS):
         rows = slice(start, min(start + _ROWS, count))
         nodes, positions = ids[rows], torch.arange(position + rows.start, position + rows.stop, device=device)
@@ -393,13 +367,16 @@ def compare(
         causal = torch.ones(len(nodes), len(nodes), dtype=torch.bool, device=device).tril()
         seen = sampler.seen(nodes, positions, causal)
         sampler.extend(nodes[1:].tolist())
-        following = range(position + rows.start + 1, position + rows.stop + 1)
-        target_tokens, *draft_tokens = (
-            sampler.scores(logits[rows], seen, following).argmax(-1) for logits in (target_logits, *drafts)
-        )
-        hits += torch.tensor([int((tokens == target_tokens).sum()) for tokens in draft_tokens])
-    target_loss, *losses = (F.cross_entropy(logits, ids[1:]).item() for logits in (target_logits, *drafts))
-    return [Agreement(loss, target_loss, hit / count) for loss, hit in zip(losses, hits.tolist(), strict=True)]
+        following = (positions + 1).tolist()
+        ours, theirs = (sampler.scores(logits[rows], seen, following).argmax(-1) for logits in (draft, target))
+        same += int((ours == theirs).sum())
+    loss, target_loss = (F.cross_entropy(logits, ids[1:]).item() for logits in (draft, target))
+    return {"loss": loss, "target_loss": target_loss, "agreement": same / count}
+
+
+def mean(scores: Sequence[Scores]) -> Scores:
+    """The mean of several comparisons."""
+    return {name: sum(each[name] for each in scores) / len(scores) for name in scores[0]}
 
 
 def learning_rate(step: int, share: float, warmup: int) -> float:
@@ -423,6 +400,5 @@ def muon(network: nn.Module, ends: Sequence[Tensor], rate: float, decay: float) 
     ]
 
 
-def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    start = f"{prefix}."
+def _with_prefix(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
