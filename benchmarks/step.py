@@ -29,7 +29,7 @@ from tswift.decoding import loop
 from tswift.decoding.drafter import Drafter, DraftTree, Step
 from tswift.decoding.drawing import DrawProgram
 from tswift.decoding.sampling import Sampler
-from tswift.drafting import adaptive, chains, dynamic_tree, fixed_tree, heads, history
+from tswift.drafting import adaptive, dynamic_tree, fixed_tree, heads, history
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, begin
 from tswift.jobs.config import bundled_prompts
@@ -46,14 +46,14 @@ _PHASES: dict[str, list[tuple[Any, str]]] = {
     "LM head": [(Target, "logits")],
     "draw, Python": [(Sampler, "draw_nodes"), (DrawProgram, "rank")],
     "pass, LM head, draw": [(DrawProgram, "follow")],  # one C call where passes are one
-    "drafting pass, Python": [(heads.DraftingPass, "read")],
+    "drafting pass, Python": [(heads.HeadSource, "read")],
     "heads, Python": [(heads.HeadSource, "start")],
     "build tree": [
         *((kind, "propose") for kind in (heads.HeadSource, heads.HeadTreeSource, Drafter)),
         *((kind, "propose") for kind in (dynamic_tree.DynamicTreeDrafter, fixed_tree.FixedTreeDrafter)),
     ],
     "recall": [(history.HistorySource, "propose")],
-    "chain": [(chains.CascadeSource, "propose")],
+    "chain": [(dynamic_tree.CascadeSource, "propose")],
     "bandit": [(adaptive.AdaptiveDrafter, "propose"), (adaptive.AdaptiveDrafter, "learn")],
     "ancestors": [(DraftTree, "ancestors")],
     "accept": [(DraftTree, "walk")],

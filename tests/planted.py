@@ -153,7 +153,7 @@ FAULTS = [
           "zip(self.rows, full.rows, strict=True)", "zip(self.rows[:1], full.rows[:1], strict=True)"),
     Fault("a rollback is off by one", "kv.py", CACHES,
           "self.length -= self.seen - seen", "self.length -= max(0, self.seen - seen - 1)"),
-    Fault("a chain's keys stay in the cache", "drafting/chains.py", "drafting/test_chain.py",
+    Fault("a chain's keys stay in the cache", "drafting/dynamic_tree.py", "drafting/test_chain.py",
           "context.kv.length = self._held", "context.kv.length = self._held + 1"),
     Fault("n-grams are read from the penalty window", "drafting/fixed_tree.py", "drafting/test_history.py",
           "len(context.text) - hidden + 1)", "len(context.text) + 1)"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -16,15 +16,8 @@ from tswift.decoding.loop import AgreedDrafter, Decoding, lockstep
 from tswift.decoding.params import MOST_TOP, SamplingParams
 from tswift.decoding.text import TextStream, check_stop
 from tswift.distributed import ALONE, Dist, guard
-from tswift.drafting.methods import (
-    draft_slots,
-    make_drafter,
-    network_slots,
-    partial_slots,
-    recall_bytes,
-    resolve,
-    resolve_for,
-)
+from tswift.drafting.history import LogitHistory
+from tswift.drafting.methods import cache_slots, make_drafter, resolve
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError
 from tswift.kv import POLICIES
@@ -40,31 +33,19 @@ _ROWS = 3  # of float64 for each node of a pass: logits, filtered logits, noise
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory that a decode needs, in bytes.
+    """Memory that a decode needs, in bytes, part by part."""
 
-    Attributes:
-        positions: tokens of prompt and text together.
-        full_bytes: the full KV cache, slots for the draft tree included.
-        partial_bytes: the partial KV cache that drafting reads; 0 if there is none.
-        logits_bytes: logits of one pass.
-        weight_bytes, heads_bytes, draft_bytes, copy_bytes: what is to be loaded first: model, heads, draft model and a
-            copy of the model with weights of fewer bits; 0 for what is loaded already.
-        draft_kv_bytes: KV cache of the draft model, at least; 0 if there is none.
-        recall_bytes: top logits kept for drafting, in the machine's own memory whatever the device; 0 for none.
-        workspace_bytes: temporary results, at least; 0 on the CPU.
-    """
-
-    positions: int
-    full_bytes: int
-    partial_bytes: int
-    logits_bytes: int = 0
-    weight_bytes: int = 0
+    positions: int  # tokens of prompt and text together
+    weight_bytes: int = 0  # of what is to be loaded first; 0 for what is loaded already
     heads_bytes: int = 0
-    draft_bytes: int = 0
-    copy_bytes: int = 0
-    draft_kv_bytes: int = 0
-    recall_bytes: int = 0
-    workspace_bytes: int = 0
+    draft_bytes: int = 0  # of the draft model, or the published drafter
+    copy_bytes: int = 0  # of a copy of the model with weights of fewer bits
+    full_bytes: int = 0  # the full KV cache, slots for the draft tree included
+    partial_bytes: int = 0  # the partial KV cache that drafting reads
+    draft_kv_bytes: int = 0  # at least
+    recall_bytes: int = 0  # top logits kept for drafting, in the machine's own memory whatever the device
+    logits_bytes: int = 0  # of one pass
+    workspace_bytes: int = 0  # temporary results, at least; 0 on the CPU
 
     @property
     def kv_bytes(self) -> int:
@@ -79,26 +60,16 @@ class MemoryEstimate:
     @property
     def total_bytes(self) -> int:
         """Bytes of everything."""
-        return self.loaded_bytes + self.kv_bytes + self.recall_bytes + self.logits_bytes + self.workspace_bytes
+        return sum(astuple(self)[1:])
 
     def held_bytes(self, device: torch.device) -> int:
         """Bytes held on a device for all of the decode: caches, and on the CPU the logits kept for drafting."""
         return self.kv_bytes + (self.recall_bytes if device.type == "cpu" else 0)
 
     def __str__(self) -> str:
-        parts = {
-            "weights": self.weight_bytes,
-            "heads": self.heads_bytes,
-            "draft model": self.draft_bytes,
-            "draft weights": self.copy_bytes,
-            "KV": self.full_bytes,
-            "drafting KV": self.partial_bytes,
-            "draft model's KV": self.draft_kv_bytes,
-            "recall": self.recall_bytes,
-            "logits": self.logits_bytes,
-            "workspace": self.workspace_bytes,
-        }
-        return " + ".join(f"{name} {gigabytes(count)}" for name, count in parts.items() if count)
+        names = ("weights", "heads", "draft model", "draft weights", "KV", "drafting KV", "draft model's KV")
+        parts = zip((*names, "recall", "logits", "workspace"), astuple(self)[1:], strict=True)
+        return " + ".join(f"{name} {gigabytes(count)}" for name, count in parts if count)
 
 
 def check(
@@ -123,9 +94,7 @@ def check(
     """
     if find_method(method).draft and draft is None:
         raise InputError(f"{method} drafts with a smaller model, and none is loaded", "draft_model")
-    estimate = _estimate(target, draft, prompt, length, method, options)
-    _refuse_excess(estimate, target, draft, method, f"{prompt:,} prompt tokens and {length:,} new ones", option)
-    return estimate
+    return _needed(target, draft, prompt, length, method, options, option)
 
 
 def preflight(
@@ -156,53 +125,57 @@ def preflight(
         InputError: as :func:`check`; no such model, heads of another model or none for a method that needs some, or
             options that do not fit.
     """
-    spec = inspect_model(model, **how)
+    spec, kind, draft = inspect_model(model, **how), find_method(method), None
     _refuse_ids(spec.vocab_size, logit_bias=params.logit_bias)
-    kind = find_method(method)
     if spec.heads is not None or not kind.needs_heads:
-        about = spec.device, spec.groups, spec.most_nodes, spec.heads or 0
-        options = resolve_for(method, *about, options, spec.network_spec)
-    drafts = draft_model is not None and (kind.draft or kind.may_draft)
-    draft = inspect_draft_model(str(draft_model), spec, how.get("attention", "auto")) if drafts else None
-    estimate = replace(
-        _estimate(spec, draft, prompt, length, method, options),
-        weight_bytes=spec.weight_bytes,
-        heads_bytes=spec.heads_bytes,
-        draft_bytes=spec.network_bytes + (0 if draft is None else draft.weight_bytes),
-        copy_bytes=spec.copy_bytes,
-    )
-    _refuse_excess(estimate, spec, draft, method, f"at least {prompt:,} prompt tokens and {length:,} new ones", option)
-    return estimate
+        options = resolve(method, spec, spec.heads, options)
+    if draft_model is not None and (kind.draft or kind.may_draft):
+        draft = inspect_draft_model(str(draft_model), spec, how.get("attention", "auto"))
+    return _needed(spec, draft, prompt, length, method, options, option)
 
 
-def _estimate(
+def _needed(
     model: Target | ModelSpec,
     draft: Target | ModelSpec | None,
     prompt: int,
     length: int,
     method: str,
     options: DraftOptions,
+    option: str | None,
 ) -> MemoryEstimate:
-    """Memory that a decode needs beside what is loaded."""
-    nodes, token_bytes, positions = _nodes(options), model.kv_shape.bytes_per_token, prompt + length
-    draft_kv_bytes = 0
-    if draft is not None:
-        draft_kv_bytes = draft_slots(method, options, positions) * draft.kv_shape.bytes_per_token
-    network = model.network_spec
+    """Memory that a decode needs, of a model that is not loaded its weights included; more than there is is refused."""
+    kind, positions, ahead = find_method(method), prompt + length, isinstance(model, ModelSpec)
+    draft = draft if kind.draft or kind.may_draft else None
+    needed = f"{'at least ' * ahead}{prompt:,} prompt tokens and {length:,} new ones need {positions:,} positions"
+    if positions > model.max_positions:
+        raise InputError(f"{needed}, the model has {model.max_positions:,}", option)
+    if draft is not None and positions > draft.max_positions:
+        raise InputError(f"{needed}, the draft model has {draft.max_positions:,}", "draft_model")
+    network, nodes, token_bytes = model.network_spec, _nodes(options), model.kv_shape.bytes_per_token
+    partial, small, window = cache_slots(method, options, positions, network)
+    draft_kv_bytes = 0 if draft is None else small * draft.kv_shape.bytes_per_token
     if network is not None:
-        own = network.kv_shape(model.dtype, model.device).bytes_per_token
-        draft_kv_bytes += network_slots(method, options, network) * own
+        draft_kv_bytes += window * network.kv_shape(model.dtype, model.device).bytes_per_token
     estimate = MemoryEstimate(
         positions,
         full_bytes=(positions + nodes) * token_bytes,
-        partial_bytes=partial_slots(method, options) * token_bytes,
-        logits_bytes=_ROWS * nodes * model.vocab_size * torch.float64.itemsize,
+        partial_bytes=partial * token_bytes,
         draft_kv_bytes=draft_kv_bytes,
-        recall_bytes=recall_bytes(method, options, positions, model.vocab_size),
+        recall_bytes=LogitHistory.bytes_for(positions, model.vocab_size, options.recall) if options.recall else 0,
+        logits_bytes=_ROWS * nodes * model.vocab_size * torch.float64.itemsize,
     )
     if model.device.type == "cuda":
         workspace = _workspace(estimate, model, prompt, length, method, options)
         estimate = replace(estimate, workspace_bytes=workspace)
+    if isinstance(model, ModelSpec):
+        estimate = replace(
+            estimate,
+            weight_bytes=model.weight_bytes,
+            heads_bytes=model.heads_bytes,
+            draft_bytes=model.network_bytes + (draft.weight_bytes if isinstance(draft, ModelSpec) else 0),
+            copy_bytes=model.copy_bytes,
+        )
+    _refuse_memory(estimate, model.device, option)
     return estimate
 
 
@@ -241,27 +214,9 @@ def _workspace(
     return max(step, prefill - estimate.logits_bytes, 0)  # there are no logits while the prompt is read
 
 
-def _refuse_excess(
-    estimate: MemoryEstimate,
-    model: Target | ModelSpec,
-    draft: Target | ModelSpec | None,
-    method: str,
-    words: str,
-    option: str | None,
-) -> None:
-    """Refuse more positions or memory than there are."""
-    needed = f"{words} need {estimate.positions:,} positions"
-    if estimate.positions > model.max_positions:
-        raise InputError(f"{needed}, the model has {model.max_positions:,}", option)
-    kind = find_method(method)
-    if draft is not None and (kind.draft or kind.may_draft) and estimate.positions > draft.max_positions:
-        raise InputError(f"{needed}, the draft model has {draft.max_positions:,}", "draft_model")
-    _refuse_memory(estimate, model.device, option)
-
-
 def _refuse_memory(estimate: MemoryEstimate, device: torch.device, option: str | None) -> None:
     if device.type != "cpu":
-        on_cpu = MemoryEstimate(estimate.positions, 0, 0, recall_bytes=estimate.recall_bytes)
+        on_cpu = MemoryEstimate(estimate.positions, recall_bytes=estimate.recall_bytes)
         _refuse_memory(on_cpu, torch.device("cpu"), option)
         estimate = replace(estimate, recall_bytes=0)
     free = available_bytes(device)
@@ -348,8 +303,8 @@ def begin(
             raise InputError("has no tokens", "prompt")
         named = {"banned": params.banned, "logit_bias": params.logit_bias}
         _refuse_ids(model.target.vocab_size, prompt=prompt, written=written, **named)
-        if logprobs is not None and not 0 <= logprobs <= min(MOST_TOP, model.target.vocab_size):
-            most = min(MOST_TOP, model.target.vocab_size)
+        most = min(MOST_TOP, model.target.vocab_size)
+        if logprobs is not None and not 0 <= logprobs <= most:
             raise InputError(f"must be between 0 and {most}, got {logprobs}", "logprobs")
         strings = check_stop(stop)
         text = TextStream(model.tokenizer, strings) if strings else None

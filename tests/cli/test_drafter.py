@@ -11,7 +11,7 @@ import torch
 from tests.cli.conftest import TEXT, Tswift
 from tests.conftest import make_checkpoint
 from tests.drafters import HIDDEN, drafter_folder
-from tswift.drafting.methods import network_slots
+from tswift.drafting.methods import cache_slots
 from tswift.drafting.options import DraftOptions
 from tswift.engine import preflight
 
@@ -82,4 +82,4 @@ def test_what_it_needs(model: Path, drafters: dict[str, Path]) -> None:
     attention, rest = 64 * 64 + 3 * 32 * 64, 4 * HIDDEN + (3 * HIDDEN + 40 + 3 * 48) * HIDDEN  # norms; fc, LM head, MLP
     assert need.draft_bytes == 8 * (attention + rest)
     assert (plain.draft_kv_bytes, plain.draft_bytes) == (0, 0)
-    assert network_slots("ar", options, None) == 0  # type: ignore[arg-type]
+    assert cache_slots("ar", options, 50)[2] == 0

@@ -40,7 +40,7 @@ WAITS = frozenset(
         "decoding/device_step.py:_verified",
         "decoding/sampling.py:draw_with_runner_up",
         "drafting/heads.py:_candidates",
-        "drafting/history.py:think",
+        "drafting/history.py:_keep",
     }
 )
 SENT = frozenset(
@@ -50,7 +50,7 @@ SENT = frozenset(
         "decoding/sampling.py:extend",
         "decoding/loop.py:_verify",
         "drafting/heads.py:guess",
-        "drafting/chains.py:cache",
+        "drafting/dynamic_tree.py:cache",
         "drafting/history.py:committed",
         "kv.py:commit",
         "kv.py:append",

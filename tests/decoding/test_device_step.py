@@ -236,7 +236,7 @@ def test_a_partial_cache_holds_the_same_by_either_way() -> None:
         made = drafter("tokenswift", target, ROOMY)
         decoding = Decoding(target, random_prompt(90), PARAMS, 3, made, 150)
         list(decoding.steps())
-        kv = made.sources[0].reader.partial
+        kv = made.sources[0].level.kv
         assert isinstance(kv, PartialKV)
         held.append(kv)
     host, device = held

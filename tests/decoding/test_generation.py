@@ -16,7 +16,7 @@ from tswift import engine
 from tswift.attention.sdpa import ReferenceAttention
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.history import LogitHistory
-from tswift.drafting.methods import draft_slots
+from tswift.drafting.methods import cache_slots
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin, ending, preflight
 from tswift.errors import InputError
@@ -86,7 +86,7 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
     token_bytes = model.target.kv_shape.bytes_per_token
     assert need.full_bytes == run.decoding._context.kv.nbytes == (53 + nodes) * token_bytes
     assert (need.partial_bytes > 0) == METHODS[method].partial
-    slots = draft_slots(method, run.options, 53)
+    slots = cache_slots(method, run.options, 53)[1]
     assert ahead.draft_kv_bytes == need.draft_kv_bytes == slots * token_bytes
     assert (slots > 0) == (draft is not None)
     assert ahead.recall_bytes == need.recall_bytes

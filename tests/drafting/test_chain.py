@@ -18,7 +18,7 @@ from tests.helpers import (
 from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
-from tswift.drafting.chains import CHUNK, ChainSource, DraftModel, SmallDraftModel
+from tswift.drafting.dynamic_tree import CHUNK, ChainSource, DraftModel, SmallDraftModel
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS, DraftOptions
 from tswift.kv import FullKV, PartialKV, StreamingKV
@@ -143,7 +143,7 @@ def test_the_target_over_its_own_cache(kv: str) -> None:
     else:
         assert 0 < accepted < 75
         assert {step.source for step in steps} == {"", "self"}
-        selections = drafter.sources[0]._level.kv.selections
+        selections = drafter.sources[0].level.kv.selections
         assert selections >= 3 if kv in ("snapkv", "dynamic") else selections == 1
 
 

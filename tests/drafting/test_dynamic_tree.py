@@ -191,7 +191,7 @@ def test_a_cascade_leaves_no_trace() -> None:
     decoding = Decoding(tiny_target(), prompt, PARAMS, 3, made, 50)
     decoding.prefill()
     context = decoding._context
-    level = made.sources[0]._level
+    level = made.sources[0].level
     before = (list(context.text), context.kv.length, level.kv.length, context.sampler.length)
     newest = context.sampler.newest.clone()
     with torch.inference_mode():

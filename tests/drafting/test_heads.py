@@ -18,7 +18,7 @@ from tests.helpers import (
 from tswift.decoding.drafter import Context, DraftTree
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.drafting.heads import HeadSource, LastPass
+from tswift.drafting.heads import HeadSource
 from tswift.drafting.options import DraftOptions
 from tswift.kv import FullKV
 from tswift.models.passes import Forwarded
@@ -26,15 +26,6 @@ from tswift.models.passes import Forwarded
 
 def states_source(states, tree, shared_noise: bool) -> HeadSource:
     """A source whose states are given."""
-
-    class GivenReader:
-        direct = False
-
-        def read(self, context):
-            return Forwarded(states, []), 0
-
-        def committed(self, context, most):
-            pass
 
     class GivenHeads:
         conditioned = pre_norm = False
@@ -44,7 +35,9 @@ def states_source(states, tree, shared_noise: bool) -> HeadSource:
             assert torch.equal(hidden, states[0])
             return lm_head(states[:most])
 
-    return HeadSource(tiny_target(), GivenHeads(), GivenReader(), tree, shared_noise)
+    source = HeadSource(tiny_target(), GivenHeads(), None, tree, shared_noise)
+    source.read = lambda context: (Forwarded(states, []), 0)
+    return source
 
 
 def context_of(text: list[int], params: SamplingParams, seed: int = 3) -> Context:
@@ -106,11 +99,11 @@ def test_a_level_wider_than_the_vocabulary() -> None:
 def test_the_last_pass_gives_the_state_of_the_node_that_drew_the_root() -> None:
     target = tiny_target()
     context = context_of([1, 2, 3], PLAIN)
-    reader = LastPass()
-    assert reader.read(context) is None
+    source = HeadSource(target, tiny_heads(), None, (1,), True)
+    assert source.read(context) is None
     kv = FullKV(target.kv_shape, 8)
     context.last, context.path = target.prefill([1, 2], kv), [1]
-    assert reader.read(context) == (context.last, 1)
+    assert source.read(context) == (context.last, 1)
 
 
 @pytest.mark.parametrize("limit", [3, 5, 128])
@@ -119,7 +112,7 @@ def test_conditioned_heads_are_told_the_best_candidate_before(limit: int) -> Non
     context = context_of([7, 8, 9], PLAIN)
     context.last, context.path = target.prefill([7, 8], FullKV(target.kv_shape, 8)), [1]
     tree = DraftTree(9, limit)
-    propose(HeadSource(target, heads, LastPass(), (2, 1, 3), True), tree, context)
+    propose(HeadSource(target, heads, None, (2, 1, 3), True), tree, context)
     state, token, spine, others = context.last.hidden[1], 9, [], []
     for level, width in enumerate((2, 1, 3)):
         state, out = heads.step(level, state, target.model.get_input_embeddings().weight[token])

@@ -19,7 +19,7 @@ from tswift.decoding.sampling import Sampler
 from tswift.drafting import methods
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, DynamicTreeDrafter, TreeBudget
 from tswift.drafting.fixed_tree import NgramTable, ReuseSource
-from tswift.drafting.history import Candidates, HistorySource, LogitHistory, TopKLogits
+from tswift.drafting.history import Candidates, HistorySource, LogitHistory
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
@@ -28,12 +28,13 @@ from tswift.models.passes import NOMINAL, Forwarded
 
 @pytest.mark.parametrize(("vocab", "bytes_of_one"), [(2048, 4 * 64 + 4), (70_000, 6 * 64 + 4)])
 def test_a_distribution_takes_what_is_said(vocab: int, bytes_of_one: int) -> None:
-    thoughts = TopKLogits(vocab, 64, PLAIN)
+    recall = LogitHistory(SimpleNamespace(vocab_size=vocab, logits=lambda hidden: hidden), True)
+    context = Context([0], Sampler(PLAIN, 1, vocab, torch.device("cpu")), None)
     for _ in range(32):
-        thoughts.think(torch.zeros(64, vocab))
-    held = sum(rows.nbytes for rows in (thoughts._ids, thoughts._logs, thoughts._scales))
-    assert len(thoughts) == 2048
-    assert held == 2048 * bytes_of_one == TopKLogits.bytes_for(2048, vocab, 64)
+        recall.prefilled(context, Forwarded(torch.zeros(64, vocab), []))
+    assert sum(recall._tables[name].nbytes for name in ("ids", "logs", "scales")) == 2048 * bytes_of_one
+    held = sum(each.nbytes for each in recall._tables.values()) + recall._fixed["newest"].nbytes
+    assert held == LogitHistory.bytes_for(2048, vocab, 64)
 
 
 def test_without_a_compiler_nothing_is_recalled_and_asking_for_it_is_refused(monkeypatch) -> None:
@@ -64,7 +65,7 @@ def recalled(text, logits, pieces, params, *, kept: int = VOCAB, noise: bool = T
     vocab = logits.shape[1]
     sampler = Sampler(params, 7, vocab, torch.device("cpu"))
     recall = LogitHistory(SimpleNamespace(vocab_size=vocab, logits=lambda hidden: hidden), noise, kept)
-    recall._contexts.call.reach = reach
+    recall._index.reach = reach
     known = pieces[0] - 1
     context = Context(text[: pieces[0]], sampler, None)
     for chunk in (logits[: known // 2], logits[known // 2 : known]):

@@ -28,7 +28,8 @@ from tswift.decoding.audit import audit
 from tswift.decoding.loop import NotFinite
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
-from tswift.drafting.heads import HeadSource, LastPass
+from tswift.drafting.dynamic_tree import DraftModel
+from tswift.drafting.heads import HeadSource
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
@@ -333,9 +334,7 @@ def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingP
     for weight in heads.parameters():
         weight.normal_(std=0.3, generator=random)
     prepare(heads)
-    reader = LastPass()
-    reader.direct = direct
-    source = HeadSource(target, heads, reader, (1, 3, 2), shared_noise=True)
+    source = HeadSource(target, heads, DraftModel(target) if direct else None, (1, 3, 2), shared_noise=True)
     sampler = Sampler(params, 1, VOCAB, target.device)
     sampler.extend([*range(40), 7])
     for place in range(20):

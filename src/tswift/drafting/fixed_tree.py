@@ -1,8 +1,8 @@
-"""A draft tree of a fixed shape that the device fills by itself: candidates of heads, and n-grams in reserved nodes.
+"""The text's own n-grams, and a draft tree of a fixed shape that the device fills with them and with heads' candidates.
 
 Which node carries which candidate is known in advance, so the tree's parents are constants, and no candidate has to be
-seen by the host before it is verified. The text's own n-grams, the most frequent continuations of each token, are kept
-by first token in a table on the device (paper, section 3.4), whose rows the host updates while the device drafts.
+seen by the host before it is verified. N-grams are kept by first token in a table on the device (paper, section 3.4),
+whose rows the host updates while the device drafts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tswift.decoding.device_step import DeviceState
 from tswift.decoding.drafter import REUSE, Context, DeviceDraft, Drafter, DraftTree, Source
-from tswift.drafting.dynamic_tree import CandidateTree
+from tswift.drafting.dynamic_tree import CandidateTree, PartialDraftModel
 from tswift.drafting.heads import HeadSource
-from tswift.kv import KVBuffer, PartialKV
+from tswift.kv import KVBuffer
 from tswift.models.passes import sizes
 
 
@@ -57,9 +57,8 @@ class NgramTable:
         place = len(best)
         while place > 0 and self._counts[best[place - 1]] <= count:
             place -= 1
-        if place < self.k:
-            best.insert(place, gram)
-            del best[self.k :]
+        best.insert(place, gram)
+        del best[self.k :]
         if len(self._counts) > self.most:
             self._forget()
 
@@ -124,18 +123,18 @@ class NgramRows:
         device: where the table is.
 
     Attributes:
-        tokens: ``[V + 1, nodes]`` int64, -1 where a row has fewer nodes; the last row stands for no token.
-        parents: ``[V + 1, nodes]`` int64: 0 for the first token, i + 1 for the row's node i.
+        trees: ``[2, V + 1, nodes]`` int64; the last row stands for no token. Tokens: -1 where a row has fewer nodes.
+            Parents: 0 for the first token, i + 1 for the row's node i.
     """
 
     def __init__(self, source: ReuseSource, vocab_size: int, nodes: int, updates: int, device: torch.device) -> None:
-        self._source, self._nothing, self.nodes, self._updates = source, vocab_size, nodes, updates
-        self.tokens = torch.full((vocab_size + 1, nodes), -1, dtype=torch.int64, device=device)
-        self.parents = torch.zeros_like(self.tokens)
+        self._source, self.nothing, self._nodes, self._updates = source, vocab_size, nodes, updates
+        self.trees = torch.zeros(2, vocab_size + 1, nodes, dtype=torch.int64, device=device)
+        self.trees[0] = -1
 
     def sections(self) -> dict[str, int]:
         """Its part of the block that the host sends."""
-        return {"rows": self._updates, "trees": 2 * self._updates * self.nodes}
+        return {"rows": self._updates, "trees": 2 * self._updates * self._nodes}
 
     def prepare(self, context: Context, host: dict[str, np.ndarray]) -> None:
         """Count new n-grams, and put the rows that changed into the block."""
@@ -143,37 +142,25 @@ class NgramRows:
         table = self._source.table
         firsts, table.changed = [*table.changed], set()
         if len(firsts) > self._updates:  # a prompt, or the table has forgotten the rarest
-            for rows, found in zip((self.tokens, self.parents), self._trees(firsts), strict=True):
-                rows[torch.tensor(firsts, device=rows.device)] = torch.from_numpy(found).to(rows.device)
+            self.trees[:, firsts] = torch.from_numpy(self._made(firsts)).to(self.trees.device)
             firsts = []
-        host["rows"][:] = [*firsts, *[self._nothing] * (self._updates - len(firsts))]
-        trees = host["trees"].reshape(2, self._updates, self.nodes)
-        trees[0], trees[1] = -1, 0
-        if firsts:
-            trees[0, : len(firsts)], trees[1, : len(firsts)] = self._trees(firsts)
+        firsts += [self.nothing] * (self._updates - len(firsts))
+        host["rows"][:], host["trees"][:] = firsts, self._made(firsts).reshape(-1)
 
-    def _trees(self, firsts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of tokens and parents for first tokens."""
-        tokens = np.full((len(firsts), self.nodes), -1, np.int64)
-        parents = np.zeros((len(firsts), self.nodes), np.int64)
+    def _made(self, firsts: Sequence[int]) -> np.ndarray:
+        """``[2, n, nodes]``: the rows of first tokens."""
+        made = np.zeros((2, len(firsts), self._nodes), np.int64)
+        made[0] = -1
         for row, first in enumerate(firsts):
-            tree = DraftTree(first, self.nodes + 1)
+            tree = DraftTree(first, self._nodes + 1)
             for tail in self._source.table.continuations(first):
-                tree.add(tail, ReuseSource.name)
-            tokens[row, : len(tree) - 1] = tree.tokens[1:]
-            parents[row, : len(tree) - 1] = tree.parents[1:]
-        return tokens, parents
+                tree.add(tail, REUSE)
+            made[:, row, : len(tree) - 1] = tree.tokens[1:], tree.parents[1:]
+        return made
 
     def update(self, device: dict[str, Tensor]) -> None:
         """Take the changed rows from the block."""
-        trees = device["trees"].view(2, self._updates, self.nodes)
-        self.tokens.index_copy_(0, device["rows"], trees[0])
-        self.parents.index_copy_(0, device["rows"], trees[1])
-
-    def of(self, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and parents ``[nodes]`` of the row of a first token ``[1]``; -1 has none."""
-        row = torch.where(first < 0, self._nothing, first)
-        return self.tokens.index_select(0, row)[0], self.parents.index_select(0, row)[0]
+        self.trees.index_copy_(1, device["rows"], device["trees"].view(2, self._updates, self._nodes))
 
 
 @dataclass
@@ -190,7 +177,9 @@ class FixedTreeDrafter(Drafter):
         """As :meth:`Drafter.on_device`."""
         heads = self.sources[0]
         assert isinstance(heads, HeadSource)
-        return FixedTree(self, heads, state) if heads.reader.static else None
+        level = heads.level
+        static = not isinstance(level, PartialDraftModel) or level.target.serves(level.kv)
+        return FixedTree(self, heads, state) if static else None
 
 
 class FixedTree:
@@ -201,8 +190,9 @@ class FixedTree:
     """
 
     def __init__(self, drafter: FixedTreeDrafter, heads: HeadSource, state: DeviceState) -> None:
-        self._drafter, self._heads, self._state = drafter, heads, state
-        self.target = heads.reads
+        self._drafter, self._heads, self._state, level = drafter, heads, state, heads.level
+        self.target = level.target if level else heads.target
+        self._partial = level.kv if isinstance(level, PartialDraftModel) else None
         device = state.tokens.device
         ngrams, reserved = next((each for each in drafter.sources if isinstance(each, ReuseSource)), None), 0
         if ngrams is not None:
@@ -211,43 +201,50 @@ class FixedTree:
         candidates = heads.nodes[: drafter.limit - reserved - 1]
         order = _interleave(1 + len(candidates), reserved)
         place = {node: index for index, node in enumerate(order)}  # of the heads' nodes: 0 .. ; of n-grams: -1, -2 ..
-        self.sources: Sequence[str] = [
-            "" if node == 0 else heads.name if node > 0 else ReuseSource.name for node in order
-        ]
-        parents = [0 if node == 0 else place[candidates[node - 1][0]] if node > 0 else place[1] for node in order]
-        self._parents = parents
+        self.sources: Sequence[str] = ["" if node == 0 else heads.name if node > 0 else REUSE for node in order]
+        self._parents = [0 if node == 0 else place[candidates[node - 1][0]] if node > 0 else place[1] for node in order]
         self._live = torch.tensor([place[1 + index] for index in range(len(candidates))], device=device)
         self._candidates = torch.tensor([heads.width * level + rank for _, level, rank in candidates], device=device)
-        self._levels = torch.arange(1, heads.levels + 1, device=device)
+        self._levels = torch.arange(1, len(heads.tree) + 1, device=device)
         self._rows: NgramRows | None = None
         if reserved and ngrams is not None:
-            updates = drafter.depth + 1
-            self._rows = NgramRows(ngrams, heads.vocab_size, reserved, updates, device)
-            self._reserved = torch.tensor([place[-1 - index] for index in range(reserved)], device=device)
+            self._rows = NgramRows(ngrams, heads.target.vocab_size, reserved, drafter.depth + 1, device)
             self._anchors = torch.tensor([place[1], *(place[-1 - index] for index in range(reserved))], device=device)
-        state.parents[: len(parents)].copy_(torch.tensor(parents))
-        self._partial: PartialKV | None = None
+        state.parents[: len(order)].copy_(torch.tensor(self._parents))
         self.sizes: Sequence[int] = sizes(len(order))
         self._shapes: dict[int, DraftTree] = {}
 
     def sections(self) -> dict[str, int]:
         """As :meth:`DeviceDraft.sections`."""
-        own = {"slots": min(self._drafter.depth + 1, self._drafter.limit)} if self._heads.reader.partial else {}
+        own = {"slots": min(self._drafter.depth + 1, self._drafter.limit)} if self._partial else {}
         return own | (self._rows.sections() if self._rows else {})
 
     def begin(self, context: Context, host: dict[str, np.ndarray], device: dict[str, Tensor]) -> None:
         """As :meth:`DeviceDraft.begin`."""
-        self._host, self._device, self._sampler = host, device, context.sampler
-        context.sampler.fuse(self._heads.dtype, self._heads.width)
-        self._partial = self._heads.reader.partial
+        self._host, self._device, self._sampler, self._kv = host, device, context.sampler, context.kv
+        context.sampler.fuse(self._heads.target.dtype, self._heads.width)
         if self._partial is not None:
             self._partial.track()
-        self._read = self._heads.reader.on_device(context, self._state)
         self.prepare(context)
+
+    def _states(self) -> tuple[Tensor, Tensor | None]:
+        """``[H]`` last hidden state that the heads start from, and the one before the final norm if there is one.
+
+        They are of the root that the last verification left on the device, or of the node that drew it.
+        """
+        state, level = self._state, self._heads.level
+        if level is None:
+            raw = None if state.raw is None else state.raw.index_select(0, state.last)[0]
+            return state.hidden.index_select(0, state.last)[0], raw
+        length = state.length if self._partial is None else self._partial.device_length
+        assert length is not None
+        kv = self._partial or self._kv
+        forwarded = level.target.compute_static(state.tokens[:1], state.position, kv, length, None)
+        return forwarded.hidden[0], None if forwarded.raw is None else forwarded.raw[0]
 
     def draft(self) -> None:
         """As :meth:`DeviceDraft.draft`."""
-        hidden, raw = self._read()
+        hidden, raw = self._states()
         places = self._state.position + self._levels
         tokens, scores = self._heads.guess(hidden, raw, self._state.tokens[0], places, self._sampler)
         # fewer tokens than the widest level wants are left by the filters, or there are no more
@@ -259,9 +256,11 @@ class FixedTree:
         if self._rows is None:
             return
         self._rows.update(self._device)
-        tokens, parents = self._rows.of(self._state.tokens[self._anchors[:1]])
-        self._state.tokens.index_copy_(0, self._reserved, tokens)
-        self._state.parents.index_copy_(0, self._reserved, self._anchors[parents])
+        first, reserved = self._state.tokens[self._anchors[:1]], self._anchors[1:]
+        row = torch.where(first < 0, self._rows.nothing, first)
+        tokens, parents = self._rows.trees.index_select(1, row)[:, 0]
+        self._state.tokens.index_copy_(0, reserved, tokens)
+        self._state.parents.index_copy_(0, reserved, self._anchors[parents])
 
     def append(self, kv: KVBuffer, slots: Tensor, count: Tensor) -> None:
         """As :meth:`DeviceDraft.append`."""
@@ -288,10 +287,9 @@ class FixedTree:
     def shape(self, nodes: int) -> DraftTree:
         """As :meth:`DeviceDraft.shape`."""
         if nodes not in self._shapes:
-            tree = DraftTree(0, nodes)
+            tree = self._shapes[nodes] = DraftTree(0, nodes)
             for node in range(1, min(nodes, len(self._parents))):
                 tree.grow(self._parents[node], node, self.sources[node])
-            self._shapes[nodes] = tree
         return self._shapes[nodes]
 
 

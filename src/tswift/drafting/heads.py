@@ -1,10 +1,4 @@
-"""Drafting from layers that read the target's states: heads, and published drafters.
-
-Heads draft on the last verification pass (Medusa-style), or on a drafting pass of the target. A drafter (EAGLE-3,
-DFlash, DSpark) has a window of its own. Its round is a program of static sizes: what the last step committed goes into
-the window, and each level's candidates below the likeliest few of the level before are ranked with the noise of their
-position. The host waits once, for all.
-"""
+"""Drafting from layers that read the target's states: heads, and published drafters."""
 
 from __future__ import annotations
 
@@ -13,111 +7,21 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import product, takewhile
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tswift.decoding.device_step import DeviceState, HostBlock
+from tswift.decoding.device_step import HostBlock
 from tswift.decoding.drafter import Context, DraftTree, Source
 from tswift.decoding.drawing import MOST
 from tswift.decoding.sampling import Sampler
-from tswift.drafting.chains import DraftModel, PartialDraftModel
-from tswift.drafting.dynamic_tree import GAP, GUESSES, CandidateTree, TreeBudget
-from tswift.kv import PartialKV, WindowKV
+from tswift.drafting.dynamic_tree import GAP, GUESSES, CandidateTree, DraftModel, TreeBudget
+from tswift.kv import WindowKV
 from tswift.models.drafters import BlockDrafter, EagleDrafter
 from tswift.models.heads import Heads
 from tswift.models.passes import Forwarded, PassCosts
 from tswift.models.target import Target
-
-_Guess = tuple[Tensor, Tensor]  # [levels, k] tokens and their scores (float64), best first
-_Known = tuple[list[int], list[float]]  # the same on the host, level after level
-_States = tuple[Tensor, Tensor | None]  # [H] last hidden state, and the one before the final norm where there is one
-
-
-class LastPass:
-    """The state of the pass that drew the root: no pass of its own, but the state knows nothing of the root."""
-
-    direct = False
-    partial: PartialKV | None = None
-    static = True
-
-    def read(self, context: Context) -> tuple[Forwarded, int] | None:
-        """The pass and its node, of the token before the root; None before the first pass."""
-        return None if context.last is None else (context.last, context.node)
-
-    def on_device(self, context: Context, state: DeviceState) -> Callable[[], _States]:
-        """A program that reads the state from what the last verification left on the device."""
-
-        def read() -> _States:
-            raw = None if state.raw is None else state.raw.index_select(0, state.last)[0]
-            return state.hidden.index_select(0, state.last)[0], raw
-
-        return read
-
-    def price(self, costs: PassCosts, context: Context) -> float:
-        """Seconds of reading it."""
-        return 0.0
-
-    def committed(self, context: Context, most: int) -> None:
-        """Nothing to keep up."""
-
-
-class DraftingPass:
-    """A drafting pass of the target, over a partial cache as a rule (paper, section 3.3).
-
-    The pass forwards the root, so its own LM head gives the first token. Its keys and values are not kept: the partial
-    cache is filled with the exact ones of the verification pass.
-
-    Args:
-        level: the target, and what it reads.
-    """
-
-    direct = True
-
-    def __init__(self, level: DraftModel) -> None:
-        self._level = level
-
-    def read(self, context: Context) -> tuple[Forwarded, int]:
-        """The pass and its node, of the root."""
-        target = self._level.target
-        root = torch.tensor([context.text[-1]]).to(target.device, non_blocking=True)
-        position = torch.tensor([context.position]).to(target.device, non_blocking=True)
-        return target.forward(root, position, self._level.cache(context), None), 0
-
-    @property
-    def target(self) -> Target:
-        """The model, which may be a copy of the one that verifies."""
-        return self._level.target
-
-    @property
-    def partial(self) -> PartialKV | None:
-        """The partial cache that the pass reads; None if it reads the full one."""
-        return self._level.kv if isinstance(self._level, PartialDraftModel) else None
-
-    @property
-    def static(self) -> bool:
-        """Whether the pass can be a program on the device."""
-        return self.partial is None or self._level.target.serves(self.partial)
-
-    def on_device(self, context: Context, state: DeviceState) -> Callable[[], _States]:
-        """A program that makes the pass over the root that the last verification left on the device."""
-        target, kv = self._level.target, self.partial or context.kv
-        length = state.length if self.partial is None else self.partial.device_length
-
-        def read() -> _States:
-            assert length is not None
-            forwarded = target.compute_static(state.tokens[:1], state.position, kv, length, None)
-            return forwarded.hidden[0], None if forwarded.raw is None else forwarded.raw[0]
-
-        return read
-
-    def price(self, costs: PassCosts, context: Context) -> float:
-        """Seconds of the pass."""
-        return costs.seconds(1, self._level.keys or context.kv.length)
-
-    def committed(self, context: Context, most: int) -> None:
-        """Keep the cache up."""
-        self._level.committed(context, most)
 
 
 class HeadSource(Source):
@@ -129,101 +33,78 @@ class HeadSource(Source):
     Args:
         target: for its LM head and embeddings.
         heads: the heads.
-        reader: where the state they start from comes from. If it is ``direct``, the LM head on it gives the first
-            level, and the heads the others.
+        level: what makes a drafting pass over the root, from whose state they start: the LM head on it gives the first
+            level (paper, section 3.3). Its keys and values are not kept: a partial cache is filled with the exact ones
+            of verification. None to start from the pass that drew the root, whose state knows nothing of the root.
         tree: candidates per level.
         shared_noise: rank candidates by what the target would draw with the noise of their position, not by what is
             likely. The noise is a pure function, so this is no peeking: it only makes for better guesses.
+
+    Attributes:
+        width: candidates of each level in :meth:`guess`.
     """
 
     name = "heads"
 
     def __init__(
-        self, target: Target, heads: Heads, reader: LastPass | DraftingPass, tree: Sequence[int], shared_noise: bool
+        self, target: Target, heads: Heads, level: DraftModel | None, tree: Sequence[int], shared_noise: bool
     ) -> None:
-        self._target, self._heads, self.reader, self._shared_noise = target, heads, reader, shared_noise
-        self._widths = tuple(tree)
-        self._guessed: _Guess | _Known | None = None
-
-    @property
-    def _paths(self) -> list[tuple[int, ...]]:
-        """The ranks of candidates along each path, the most promising path first: for trees with a limit."""
-        tree = self._widths
-        if self._heads.conditioned:
-            ranks = [(0,) * level + (rank,) for level in range(len(tree)) for rank in range(tree[level])]
-            # the path of best candidates first, then side steps from it
-            return sorted(ranks, key=lambda path: (path[-1], -len(path) if path[-1] == 0 else len(path)))
-        # few side steps first, and early ones: a late one is reached only if all before it was right
-        return sorted(product(*map(range, tree)), key=lambda path: (sum(path), [-rank for rank in path]))
+        self.target, self._heads, self.level, self.tree, self._shared_noise = target, heads, level, tree, shared_noise
+        self.width = min(max(tree), target.vocab_size)
+        self._guessed: tuple[Any, Any] | None = None
 
     @cached_property
     def nodes(self) -> list[tuple[int, int, int]]:
         """The tree's nodes below the root in order of promise: parent (0 the root), level, and rank there."""
-        made: dict[tuple[int, ...], int] = {(): 0}
-        nodes = []
-        for path in self._paths:
-            for end in range(1, len(path) + 1):
-                if path[:end] not in made:
-                    made[path[:end]] = len(made)
-                    nodes.append((made[path[: end - 1]], end - 1, path[end - 1]))
-        return nodes
-
-    @property
-    def reads(self) -> Target:
-        """The model whose pass the heads start from."""
-        return self.reader.target if isinstance(self.reader, DraftingPass) else self._target
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the logits."""
-        return self._target.dtype
-
-    @property
-    def levels(self) -> int:
-        """Tokens drafted along a path."""
-        return len(self._widths)
-
-    @property
-    def width(self) -> int:
-        """Candidates of each level in :meth:`guess`."""
-        return min(max(self._widths), self.vocab_size)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return self._target.vocab_size
+        levels = range(len(self.tree))
+        if self._heads.conditioned:
+            ranks = [(0,) * level + (rank,) for level in levels for rank in range(self.tree[level])]
+            # the path of best candidates first, then side steps from it
+            paths = sorted(ranks, key=lambda path: (path[-1], -len(path) if path[-1] == 0 else len(path)))
+        else:
+            # few side steps first, and early ones: a late one is reached only if all before it was right
+            paths = sorted(product(*map(range, self.tree)), key=lambda path: (sum(path), [-rank for rank in path]))
+        tree = DraftTree(0, 1 + sum(map(len, paths)), len(self.tree))
+        for path in paths:
+            tree.add(path, self.name)  # ranks in the place of tokens
+        return [(tree.parents[node], tree.depths[node] - 1, tree.tokens[node]) for node in range(1, len(tree))]
 
     def price(self, costs: PassCosts, context: Context) -> float:
         """Seconds that a draft takes by these costs."""
-        return self.reader.price(costs, context) + self.levels * costs.level
+        reading = costs.seconds(1, self.level.keys or context.kv.length) if self.level else 0.0
+        return reading + len(self.tree) * costs.level
+
+    def read(self, context: Context) -> tuple[Forwarded, int] | None:
+        """The pass that the heads start from, and its node; None before the first pass."""
+        if self.level is None:
+            return None if context.last is None else (context.last, context.node)
+        model = self.level.target
+        root, position = torch.tensor([context.text[-1:], [context.position]]).to(model.device, non_blocking=True)
+        return model.forward(root, position, self.level.cache(context), None), 0
 
     def start(self, context: Context) -> None:
         """Have the device guess every level; nothing is waited for."""
-        read = self.reader.read(context)
+        read = self.read(context)
         if read is None:
             return
         forwarded, node = read
         hidden, raw = forwarded.hidden[node], None if forwarded.raw is None else forwarded.raw[node]
         first, root = context.position + 1, context.text[-1]
-        places = range(first, first + len(self._widths))
-        known = self.guess_by_program(hidden, raw, root, places, context.sampler)
-        self._guessed = known or self.guess(hidden, raw, root, places, context.sampler)
+        given = hidden, raw, root, range(first, first + len(self.tree)), context.sampler
+        self._guessed = self.guess_by_program(*given) or self.guess(*given)
 
     def _candidates(self) -> list[tuple[list[int], list[float]]]:
         """Tokens and scores of every level, best first: those that can be drawn; no levels before the first pass."""
         if self._guessed is None:
             return []
-        tokens, scores = self._guessed
-        self._guessed = None
+        (tokens, scores), self._guessed = self._guessed, None
         if isinstance(tokens, Tensor):  # the one wait for the device
-            both = torch.stack([tokens.flatten().double(), scores.flatten()]).tolist()  # type: ignore[union-attr]
-            tokens, scores = [int(token) for token in both[0]], both[1]
-        assert isinstance(scores, list)
-        levels, most = [], self.width
-        for level, width in enumerate(self._widths):
-            start = level * most
-            count = sum(map(isfinite, scores[start : start + min(width, most)]))  # what is broken is no guess
-            levels.append((tokens[start : start + count], scores[start : start + count]))
+            tokens, scores = torch.stack([tokens.double(), scores]).flatten(1).tolist()
+        levels = []
+        for level, width in enumerate(self.tree):
+            start = level * self.width
+            count = sum(map(isfinite, scores[start : start + min(width, self.width)]))  # what is broken is no guess
+            levels.append(([*map(int, tokens[start : start + count])], scores[start : start + count]))
         return levels
 
     def propose(self, tree: DraftTree, context: Context) -> None:
@@ -241,7 +122,7 @@ class HeadSource(Source):
         root: int | Tensor,
         places: Sequence[int] | Tensor,
         sampler: Sampler,
-    ) -> _Guess:
+    ) -> tuple[Tensor, Tensor]:
         """The best candidates of every level; nothing is waited for, and a CUDA graph can be captured of it.
 
         Args:
@@ -252,55 +133,55 @@ class HeadSource(Source):
             sampler: the sampling rule.
 
         Returns:
-            ``[levels, width]`` tokens, best first, and their scores, ``-inf`` for a token that is never drawn.
+            ``[levels, width]`` tokens, best first, and their scores (float64), ``-inf`` for a token that is never
+            drawn.
         """
-        begin = raw if self._heads.pre_norm else hidden
-        assert begin is not None
+        state, out, levels = raw if self._heads.pre_norm else hidden, hidden, len(self.tree)
+        assert state is not None
         root_place = (
             places[:1] - 1
             if isinstance(places, Tensor)
             else torch.tensor([places[0] - 1]).to(hidden.device, non_blocking=True)
         )
         seen = sampler.seen(root_place, root_place, torch.ones(1, 1, dtype=torch.bool, device=hidden.device))
-        levels = self.levels
 
-        def best(logits: Tensor, start: int, end: int) -> _Guess:
+        def best(logits: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
             return sampler.candidates(logits, seen, places[start:end] if self._shared_noise else None, self.width)
 
-        first = hidden if self.reader.direct else None
         if not self._heads.conditioned:
-            return best(self._heads.levels(begin, self._target.open_logits, first, levels), 0, levels)
-        found: list[_Guess] = []
-        if first is not None:
-            found.append(best(self._target.open_logits(first.unsqueeze(0)), 0, 1))
-            root = found[0][0][0, 0]
-        for index in range(levels - len(found)):
-            begin, out = self._heads.step(index, begin, self._target.embed(root))
-            found.append(best(self._target.open_logits(out.unsqueeze(0)), len(found), len(found) + 1))
+            first = hidden if self.level else None
+            return best(self._heads.levels(state, self.target.open_logits, first, levels), 0, levels)
+        found: list[tuple[Tensor, Tensor]] = []
+        for level in range(levels):
+            if level or self.level is None:
+                index = level - (self.level is not None)
+                state, out = self._heads.step(index, state, self.target.embed(root))
+            found.append(best(self.target.open_logits(out.unsqueeze(0)), level, level + 1))
             root = found[-1][0][0, 0]
         tokens, scores = zip(*found, strict=True)
         return torch.cat(tokens), torch.cat(scores)
 
     def guess_by_program(
         self, hidden: Tensor, raw: Tensor | None, root: int, places: range, sampler: Sampler
-    ) -> _Known | None:
-        """As :meth:`guess`, all levels by one C function; None where there is none."""
-        heads, model = getattr(self._heads, "program", None), self._target.program
+    ) -> tuple[list[int], list[float]] | None:
+        """As :meth:`guess`, on the host level after level, all by one C function; None where there is none."""
+        heads, model = getattr(self._heads, "program", None), self.target.program
         draw = sampler.program(torch.float32)
         if not (heads and model and draw and self._heads.conditioned and self.width <= MOST):
             return None
-        begin, first = raw if self._heads.pre_norm else hidden, hidden if self.reader.direct else None
+        state, first, levels = raw if self._heads.pre_norm else hidden, hidden if self.level else None, len(self.tree)
 
         def run(ranking: ctypes.Structure, rank: int) -> None:
-            heads.guess(model, begin, first, root, self.levels, ranking, rank, self.width)
+            heads.guess(model, state, first, root, levels, ranking, rank, self.width)
 
         newest = sampler.newest if sampler.params.penalises else None
         noisy = places if self._shared_noise else None
-        return draw.rank_levels(run, noisy, self.levels, self.width, (root, places[0] - 1), newest)
+        return draw.rank_levels(run, noisy, levels, self.width, (root, places[0] - 1), newest)
 
     def committed(self, context: Context, most: int) -> None:
-        """Keep the reader's cache up."""
-        self.reader.committed(context, most)
+        """Keep the drafting pass's cache up."""
+        if self.level is not None:
+            self.level.committed(context, most)
 
 
 WIDTH = 4  # candidates of a level
@@ -314,7 +195,7 @@ class HeadTreeSource(HeadSource):
         """Propose every level's candidates below the likeliest nodes that they may follow."""
         nodes = [0]
         for level, (tokens, scores) in enumerate(self._candidates()[: tree.depth]):
-            about = (min(level, 1) if self.reader.direct else 1,)
+            about = (min(level, 1) if self.level else 1,)
             children = [
                 child for node in nodes for child in tree.propose_ranked(node, tokens, scores, self.name, about)
             ]
@@ -338,10 +219,13 @@ class EveryNode(TreeBudget):
 
 
 class NetworkSource(Source):
-    """Candidates below the likeliest branches, level by level, all of them in one round of the drafter.
+    """Candidates of a published drafter below the likeliest branches, level by level, all of them in one round.
+
+    The drafter reads the target's states and a window of its own. A round is a program of static sizes: what the last
+    step committed goes into the window, and each level's candidates below the likeliest few of the level before are
+    ranked with the noise of their position. The host waits once, for all.
 
     Args:
-        name: of the source: ``block`` or ``eagle``.
         network: the drafter.
         levels: tokens drafted along a path.
         window: tokens that its cache holds, and how many of them are the text's first.
@@ -352,7 +236,6 @@ class NetworkSource(Source):
 
     def __init__(
         self,
-        name: str,
         network: BlockDrafter | EagleDrafter,
         levels: int,
         window: tuple[int, int],
@@ -360,22 +243,23 @@ class NetworkSource(Source):
         longest: int,
         widths: Sequence[int] | None = None,
     ) -> None:
-        self.name, self._network, self._levels, self._shared_noise = name, network, levels, shared_noise
+        target, spec, device = network.target, network.spec, network.target.device
+        self.name = "block" if spec.block else "eagle"
+        self._network, self._target, self._levels, self._shared_noise = network, target, levels, shared_noise
         self._widths, self._proposed = widths, False
-        target, spec = network.target, network.spec
         self._width = min(WIDTH if widths is None else max(widths), target.vocab_size)
-        self.kv = WindowKV(spec.kv_shape(target.dtype, target.device), *window, spec.slots(levels, BEAM))
+        self.kv = WindowKV(spec.kv_shape(target.dtype, device), *window, spec.slots(levels, BEAM))
         self._rows = min(longest, window[0] - window[1])
-        sections = {"root": 1, "position": 1, "last": 1, "following": self._rows, "places": self._rows}
-        self._block = HostBlock({**sections, "slots": self._rows}, target.device)
-        self._taps = torch.zeros(self._rows, spec.tap_count * spec.tap_size, dtype=target.dtype, device=target.device)
+        single, several = dict.fromkeys(("root", "position", "last"), 1), ("following", "places", "slots")
+        self._block = HostBlock(single | dict.fromkeys(several, self._rows), device)
+        self._taps = torch.zeros(self._rows, spec.tap_count * spec.tap_size, dtype=target.dtype, device=device)
         self._new, self._first = self._taps[:0], 0  # taps of the newest tokens, and the first one's place
-        table = list(GUESSES) + [GUESSES[-1]] * (self._width - len(GUESSES))
-        self._guesses = torch.tensor(table[: self._width], dtype=torch.float64, device=target.device)
-        self._ranks = torch.arange(self._width, device=target.device)
+        guesses = [GUESSES[min(rank, len(GUESSES) - 1)] for rank in range(self._width)]
+        self._guesses = torch.tensor(guesses, dtype=torch.float64, device=device)
+        self._ranks = torch.arange(self._width, device=device)
         weights = [sum(weight.numel() for weight in each.parameters()) for each in (network, target.model)]
         self._share = weights[0] / weights[1]
-        self._alone = torch.ones(1, 1, dtype=torch.bool, device=target.device)
+        self._alone = torch.ones(1, 1, dtype=torch.bool, device=device)
         self._sampler: Sampler | None = None
         self._run: Callable[[], Tensor] | None = None
         self._found: Tensor | None = None
@@ -394,7 +278,7 @@ class NetworkSource(Source):
         if count <= 0 or context.last is None:
             return
         assert context.last.taps is not None
-        nodes = torch.tensor(context.path[-count:]).to(self._taps.device, non_blocking=True)
+        nodes = torch.tensor(context.path[-count:]).to(self._target.device, non_blocking=True)
         self._new = torch.cat([self._new, context.last.taps.index_select(0, nodes)])
         if len(self._new) > self._rows:
             self._flush(context.text)
@@ -404,7 +288,7 @@ class NetworkSource(Source):
         staying = self.kv.staying(range(self._first, self._first + len(self._new) - 1))
         if staying:
             packed = [[place - self._first, text[place + 1], place, self.kv.slot(place)] for place in staying]
-            rows, following, places, slots = torch.tensor(packed).to(self._taps.device, non_blocking=True).unbind(1)
+            rows, following, places, slots = torch.tensor(packed).to(self._target.device, non_blocking=True).unbind(1)
             self._network.remember(self._new.index_select(0, rows), following, places, slots, self.kv)
             self.kv.hold(slots)
         self._keep_last()
@@ -428,11 +312,10 @@ class NetworkSource(Source):
         self._block.send()
         self._taps[:count] = self._new
         self._keep_last()
-        if self._sampler is not context.sampler:  # the program reads where its penalty window is
+        if self._run is None or self._sampler is not context.sampler:  # the program reads where its penalty window is
             self._sampler = context.sampler
-            context.sampler.fuse(self._network.target.dtype, self._width)
-            self._run = self._network.target.capture(self._round)
-        assert self._run is not None
+            context.sampler.fuse(self._target.dtype, self._width)
+            self._run = self._target.capture(self._round)
         self._found = self._run()
 
     def _round(self) -> Tensor:
@@ -454,7 +337,10 @@ class NetworkSource(Source):
             if seen is not None and level:
                 seen = seen.repeat(count, 1).scatter_(1, paths, True)
                 logits = logits.expand(count, -1)
-            places = self._places(position, level, len(logits)) if self._shared_noise else None
+            places: Tensor | list[int] | None = None
+            if self._shared_noise:
+                places = (position + 1 + level).expand(len(logits))
+                places = places if self._target.replays else places.tolist()  # as numbers, whose noise is kept
             best, scores = (each.expand(count, -1) for each in sampler.candidates(logits, seen, places, self._width))
             if self._widths is not None:
                 scores = scores.where(self._ranks < self._widths[level], -torch.inf)
@@ -465,11 +351,6 @@ class NetworkSource(Source):
             rows, tokens = picked // self._width, best.flatten()[picked]
             paths = torch.cat([paths[rows], tokens[:, None]], 1)
         return found
-
-    def _places(self, position: Tensor, level: int, count: int) -> Tensor | list[int]:
-        """Where the tokens of a level will be; on the CPU as numbers, whose noise is kept."""
-        places = (position + 1 + level).expand(count)
-        return places if self._network.target.replays else places.tolist()
 
     def _promise(self, reach: Tensor, scores: Tensor) -> Tensor:
         """``[n, width]`` chances of candidates by their scores' gaps, to choose what is gone on with."""
@@ -487,19 +368,18 @@ class NetworkSource(Source):
             return
         found, self._found = self._found.tolist(), None  # the one wait for the device
         nodes: list[int | None] = [0]  # of the level's rows, and whether they are the best all the way down
-        best = [True]
+        best, below = [True], list[int | None]()
         for level in range(min(self._levels, tree.depth)):
-            below: list[int | None] = []
+            if level:
+                picked = [int(row[0]) for row in found[level][: min(BEAM, len(below))]]
+                nodes = [below[index] for index in picked]
+                best = [best[index // self._width] and index % self._width == 0 for index in picked]
+            below = []
             for row, node in enumerate(nodes):
                 scores = [*takewhile(isfinite, found[level][row][1 + self._width :])] if node is not None else []
                 tokens = [int(token) for token in found[level][row][1 : 1 + len(scores)]]
-                about = min(level, _LEVELS), best[row]
-                children = tree.propose_ranked(node or 0, tokens, scores, self.name, about)
+                children = tree.propose_ranked(node or 0, tokens, scores, self.name, (min(level, _LEVELS), best[row]))
                 below += [*children, *[None] * (self._width - len(children))]
-            if level + 1 < self._levels:
-                picked = [int(each[0]) for each in found[level + 1][: min(BEAM, len(below))]]
-                nodes = [below[index] for index in picked]
-                best = [best[index // self._width] and index % self._width == 0 for index in picked]
 
     def price(self, costs: PassCosts, context: Context) -> float:
         """Seconds of a round: passes in proportion to the weights, and the ranking of every level."""

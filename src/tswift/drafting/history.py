@@ -14,22 +14,21 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tswift.attention.native import Unbuilt, build
 from tswift.decoding.drafter import Context, Source
 from tswift.decoding.drawing import DrawProgram
-from tswift.decoding.params import LogitBias, SamplingParams, constants
+from tswift.decoding.params import LogitBias, constants
 from tswift.decoding.sampling import Sampler, seed_stream
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
 from tswift.models.passes import Forwarded, PassCosts
@@ -38,36 +37,30 @@ from tswift.models.target import Target
 _LEAST = 1 << 10  # places of an empty table
 _ORDERS = (1, 2, 3, 4, 6, 12)  # lengths of context that are looked up; a match counts up to the largest
 _REACH = 16  # links of a chain that are followed: a context met a thousand times costs no more than one met 16 times
+_ROUND = 8  # paths asked about at a time
+_PLACES = 4  # averaged; eight are hardly better
+_FAVOUR = 2.0  # a place weighs e^2 times one whose match is a token shorter
+_PROMPT_ROWS = 64  # logits of a prompt that are computed at a time
 
 
-class _Index(ctypes.Structure):
-    """``Index`` in history.c."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("text", "last", "before", "orders")),
-        *((name, ctypes.c_int64) for name in ("count", "room", "bits", "kinds", "reach")),
-    ]
+def _structure(pointers: str, integers: str, reals: str = "") -> Any:
+    """A class for a structure of history.c: the names of its fields."""
+    kinds = ((pointers, ctypes.c_void_p), (integers, ctypes.c_int64), (reals, ctypes.c_double))
+    fields = [(name, kind) for names, kind in kinds for name in names.split()]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 
-class _Logits(ctypes.Structure):
-    """``Logits`` in history.c."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("logs", "ids", "scales", "slots")),
-        *((name, ctypes.c_void_p) for name in ("space", "biased", "bias", "banned")),
-        *((name, ctypes.c_int64) for name in ("kept", "wide", "vocabulary", "biases", "bans")),
-    ]
+_Index = _structure("text last before orders", "count room bits kinds reach")
+_Logits = _structure("logs ids scales slots space biased bias banned", "kept wide vocabulary biases bans")
+_Guess = _structure(
+    "index kept paths ends depths newest matches positions ids logits seen", "count width most window", "favour"
+)
 
 
-class _Guess(ctypes.Structure):
-    """``Guess`` in history.c."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("index", "kept", "paths", "ends", "depths", "newest", "matches")),
-        *((name, ctypes.c_void_p) for name in ("positions", "ids", "logits", "seen")),
-        *((name, ctypes.c_int64) for name in ("count", "width", "most", "window")),
-        ("favour", ctypes.c_double),
-    ]
+def _point(call: Any, arrays: Mapping[str, Any]) -> None:
+    """Let a structure's pointers point to arrays of these names, which have to be kept elsewhere."""
+    for name in arrays.keys() & {name for name, _ in call._fields_}:
+        setattr(call, name, arrays[name].ctypes.data)
 
 
 def _library() -> ctypes.CDLL:
@@ -86,137 +79,6 @@ def unbuilt() -> str | None:
     except Unbuilt as error:
         return str(error)
     return None
-
-
-class SuffixIndex:
-    """The positions of a text by the tokens up to them.
-
-    Attributes:
-        call: the same for C.
-    """
-
-    def __init__(self) -> None:
-        self._library, self._orders = _library(), np.array(_ORDERS)
-        self.call = _Index(orders=self._orders.ctypes.data, kinds=len(_ORDERS), reach=_REACH)
-        self._text = np.empty(0, np.int32)
-        self._grow(_LEAST)
-
-    def __len__(self) -> int:
-        """How many tokens there are."""
-        return int(self.call.count)
-
-    @staticmethod
-    def bytes_for(tokens: int) -> int:
-        """What a text of so many tokens takes: itself, and by order a link for each token and a table."""
-        return np.dtype(np.int32).itemsize * (2 * len(_ORDERS) + 1) * max(_LEAST, 1 << (tokens - 1).bit_length())
-
-    def last(self) -> list[int]:
-        """The text's last tokens, as many as count."""
-        return self._text[max(0, len(self) - _ORDERS[-1]) : len(self)].tolist()
-
-    def _grow(self, room: int) -> None:
-        """Make room, and index the text anew in larger tables."""
-        text, kinds, count = self._text, len(self._orders), len(self)
-        self._text = np.empty(room, np.int32)
-        self._text[:count] = text[:count]
-        self._last, self._before = np.full((kinds, room), -1, np.int32), np.empty((kinds, room), np.int32)
-        call, self.call.count = self.call, 0
-        call.text, call.last, call.before = (each.ctypes.data for each in (self._text, self._last, self._before))
-        call.room, call.bits = room, room.bit_length() - 1
-        self._library.tswift_index(ctypes.byref(call), ctypes.c_int64(count))
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text: amortised constant time for each."""
-        count = len(self) + len(tokens)
-        if count > len(self._text):
-            self._grow(1 << (count - 1).bit_length())
-        self._text[len(self) : count] = tokens
-        self._library.tswift_index(ctypes.byref(self.call), ctypes.c_int64(count))
-
-
-class TopKLogits:
-    """The distributions after each token of a text, each by its likeliest tokens.
-
-    Args:
-        vocab_size: number of token ids.
-        kept: tokens kept of each distribution.
-        params: with the biases of tokens, and those that are never drawn, which are not kept.
-
-    Attributes:
-        call: the same for C.
-    """
-
-    def __init__(self, vocab_size: int, kept: int, params: SamplingParams) -> None:
-        kept, kind = _kept_as(vocab_size, kept)
-        self._library = _library()
-        self._count = 0
-        self._slots, self._space = np.zeros(vocab_size, np.int32), np.empty(vocab_size, np.float32)
-        self._constants = constants(params, "cpu")
-        self.call = _Logits(
-            slots=self._slots.ctypes.data,
-            space=self._space.ctypes.data,
-            kept=kept,
-            wide=kind == np.int32,
-            vocabulary=vocab_size,
-            biases=len(params.logit_bias),
-            bans=len(params.banned),
-        )
-        for name, each in zip(("biased", "bias", "banned"), self._constants, strict=True):
-            setattr(self.call, name, each.data_ptr())
-        self._ids = np.empty((0, kept), kind)
-        self._logs = np.empty((0, kept), np.float16)  # log-probabilities
-        self._scales = np.empty(0, np.float32)  # what to add to get logits
-
-    def __len__(self) -> int:
-        """Of how many tokens it is known what follows."""
-        return self._count
-
-    @staticmethod
-    def bytes_for(tokens: int, vocab_size: int, kept: int) -> int:
-        """What those of so many tokens take: ``6 * kept + 4`` bytes each, ``4 * kept + 4`` with up to 65,536 ids."""
-        kept, kind = _kept_as(vocab_size, kept)
-        return tokens * (kept * (np.dtype(kind).itemsize + 2) + 4)
-
-    def think(self, logits: Tensor) -> None:
-        """Append positions whose logits ``[n, V]`` are known."""
-        rows = logits.float().cpu().contiguous()
-        first, count = self._room(len(rows)).start, len(rows)
-        where = ctypes.c_void_p(rows.data_ptr())
-        self._library.tswift_think(ctypes.byref(self.call), where, ctypes.c_int64(count), ctypes.c_int64(first))
-
-    def fill(self, came: Sequence[int]) -> None:
-        """Append positions of which it is known only what token came after each."""
-        rows = self._room(len(came))
-        self._ids[rows], self._logs[rows], self._scales[rows] = 0, -np.inf, 0
-        self._ids[rows, 0], self._logs[rows, 0] = came, 0
-
-    def _room(self, more: int) -> slice:
-        """The next places, with the arrays grown as needed; untouched memory is not taken yet."""
-        start, self._count = self._count, self._count + more
-        if self._count > len(self._scales):
-            size = max(2 * start, self._count, 1024)
-            self._ids, self._logs = _grown(self._ids, size), _grown(self._logs, size)
-            self._scales = _grown(self._scales, size)
-            for name, rows in (("ids", self._ids), ("logs", self._logs), ("scales", self._scales)):
-                setattr(self.call, name, rows.ctypes.data)
-        return slice(start, self._count)
-
-
-def _kept_as(vocab_size: int, kept: int) -> tuple[int, type[np.uint16] | type[np.int32]]:
-    """How many tokens are kept of a distribution, and as what."""
-    return min(kept, vocab_size), np.uint16 if vocab_size <= 1 << 16 else np.int32
-
-
-def _grown(rows: NDArray[Any], size: int) -> NDArray[Any]:
-    larger = np.empty((size, *rows.shape[1:]), rows.dtype)
-    larger[: len(rows)] = rows
-    return larger
-
-
-_ROUND = 8  # paths asked about at a time
-_PLACES = 4  # averaged; eight are hardly better
-_FAVOUR = 2.0  # a place weighs e^2 times one whose match is a token shorter
-_PROMPT_ROWS = 64  # logits of a prompt that are computed at a time
 
 
 @dataclass(frozen=True)
@@ -239,6 +101,8 @@ class Candidates:
 class LogitHistory:
     """What the target thought after each token of a text, to be found by the tokens before.
 
+    Of each distribution its likeliest tokens are kept, by their log-probabilities; tokens that are never drawn are not.
+
     Args:
         target: the model.
         shared_noise: as for :class:`~tswift.drafting.heads.HeadSource`.
@@ -246,81 +110,122 @@ class LogitHistory:
     """
 
     def __init__(self, target: Target, shared_noise: bool, kept: int = 64) -> None:
-        self._library = _library()
-        self._target, self._shared_noise, self._kept = target, shared_noise, kept
-        self._contexts = SuffixIndex()
-        self._thoughts: TopKLogits | None = None
+        self._library, self._orders = _library(), np.array(_ORDERS)
+        self._target, self._shared_noise = target, shared_noise
+        kept, self._kind = _kept_as(target.vocab_size, kept)
+        self._index = _Index(orders=self._orders.ctypes.data, kinds=len(_ORDERS), reach=_REACH)
+        self._logits = _Logits(kept=kept, wide=self._kind == np.int32, vocabulary=target.vocab_size)
+        self._known = 0  # tokens of which it is known what follows, or which of them came
+        self._tables: dict[str, np.ndarray] = {}
+        self._grow(_LEAST)
+        self._ask: Any = None  # the arguments of a guess; the sampling rule is known with the first tokens
 
     def __len__(self) -> int:
         """After how many tokens of the text it is known what comes: all but the last one."""
-        return len(self._contexts)
+        return int(self._index.count)
 
     @staticmethod
     def bytes_for(tokens: int, vocab_size: int, kept: int) -> int:
         """Bytes of the machine's own memory that a text of so many tokens takes, prompt included.
 
-        With 64 tokens kept of each distribution, 312 to 364 a token, or 128 more with over 65,536 token ids.
+        With 64 tokens kept of each distribution, 312 to 364 a token, or 128 more with over 65,536 token ids: with up
+        to 65,536 ids ``4 * kept + 4`` of a distribution, the text, and by order a link for each token and a table.
         """
-        newest = vocab_size * np.dtype(np.int64).itemsize
-        return TopKLogits.bytes_for(tokens, vocab_size, kept) + SuffixIndex.bytes_for(tokens) + newest
+        kept, kind = _kept_as(vocab_size, kept)
+        index = 4 * (2 * len(_ORDERS) + 1) * max(_LEAST, 1 << (tokens - 1).bit_length())
+        return tokens * (kept * (np.dtype(kind).itemsize + 2) + 4) + index + 8 * vocab_size
+
+    def _grow(self, room: int) -> None:
+        """Make room for so many tokens, and index the text anew in larger tables; untouched memory is not taken yet."""
+        old, count, kept, kinds = self._tables, len(self), self._logits.kept, len(_ORDERS)
+        rows = {
+            "text": np.empty(room, np.int32),
+            "ids": np.empty((room, kept), self._kind),
+            "logs": np.empty((room, kept), np.float16),  # log-probabilities
+            "scales": np.empty(room, np.float32),  # what to add to get logits
+        }
+        for name in old.keys() & rows.keys():
+            rows[name][: len(old[name])] = old[name]
+        links = {"last": np.full((kinds, room), -1, np.int32), "before": np.empty((kinds, room), np.int32)}
+        self._tables = rows | links
+        for call in (self._index, self._logits):
+            _point(call, self._tables)
+        self._index.count, self._index.room, self._index.bits = 0, room, room.bit_length() - 1
+        self._library.tswift_index(ctypes.byref(self._index), ctypes.c_int64(count))
+
+    def _next(self, more: int) -> slice:
+        """The rows of the next distributions."""
+        start, self._known = self._known, self._known + more
+        if self._known > len(self._tables["text"]):
+            self._grow(1 << (self._known - 1).bit_length())
+        return slice(start, self._known)
+
+    def _keep(self, logits: Tensor) -> None:
+        """Keep the distributions of the next positions, whose logits ``[n, V]`` are known."""
+        rows = logits.float().cpu().contiguous()
+        first, count = self._next(len(rows)).start, len(rows)
+        where = ctypes.c_void_p(rows.data_ptr())
+        self._library.tswift_think(ctypes.byref(self._logits), where, ctypes.c_int64(count), ctypes.c_int64(first))
+
+    def _begin(self, sampler: Sampler) -> None:
+        """Get ready for guesses by a sampling rule."""
+        vocab_size, params, width = self._target.vocab_size, sampler.params, _PLACES * self._logits.kept
+        biases = (each.numpy() for each in constants(params, "cpu"))
+        self._fixed: dict[str, np.ndarray] = {
+            "newest": np.full(vocab_size, -(1 << 62), np.int64),
+            "slots": np.zeros(vocab_size, np.int32),
+            "space": np.empty(vocab_size, np.float32),
+            **dict(zip(("biased", "bias", "banned"), biases, strict=True)),
+        }
+        self._logits.biases, self._logits.bans = len(params.logit_bias), len(params.banned)
+        _point(self._logits, self._fixed)
+        self._asked: dict[str, np.ndarray] = {
+            "ends": np.empty(_ROUND, np.int64),
+            "depths": np.empty(_ROUND, np.int64),
+            "positions": np.empty(_ROUND, np.int64),
+            "matches": np.empty((_ROUND, 2), np.int64),
+            "ids": np.empty((_ROUND, width), np.int32),
+            "logits": np.empty((_ROUND, width), np.float32),
+        } | ({"seen": np.empty((_ROUND, width), np.uint8)} if params.penalises else {})
+        self._ask = _Guess(width=width, most=_PLACES, window=params.window, favour=_FAVOUR)
+        self._ask.index, self._ask.kept = ctypes.addressof(self._index), ctypes.addressof(self._logits)
+        _point(self._ask, self._fixed | self._asked)
+        # biases are in what is kept already, and an unusual order of filters makes guesses a bit worse
+        rule = replace(params, logit_bias=LogitBias(), banned=(), order="")
+        program, noisy = DrawProgram(rule, seed_stream(sampler.seed), width), self._shared_noise
+        given = self._asked["ids"], self._asked["logits"], self._asked.get("seen")
+        self._rank = program.rank_rows_of(*given, self._asked["positions"] if noisy else None)
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
         """Take in the pass over the next chunk of the prompt."""
+        if self._ask is None:
+            self._begin(context.sampler)
         for part in forwarded.hidden.split(_PROMPT_ROWS):
-            self._begun(context.sampler).think(self._target.logits(part))
-
-    def _begun(self, sampler: Sampler) -> TopKLogits:
-        """What is kept of the text; the sampling rule is known with its first tokens."""
-        if self._thoughts is None:
-            vocab_size, params = self._target.vocab_size, sampler.params
-            self._thoughts = TopKLogits(vocab_size, self._kept, params)
-            width = _PLACES * self._thoughts.call.kept
-            self._newest = np.full(vocab_size, -(1 << 62), np.int64)
-            self._ends, self._depths, self._positions = np.empty((3, _ROUND), np.int64)
-            self._matches = np.empty((_ROUND, 2), np.int64)
-            self._ids, self._logits = np.empty((_ROUND, width), np.int32), np.empty((_ROUND, width), np.float32)
-            self._seen = np.empty((_ROUND, width), np.uint8) if params.penalises else None
-            self._call = _Guess(
-                index=ctypes.addressof(self._contexts.call),
-                kept=ctypes.addressof(self._thoughts.call),
-                ends=self._ends.ctypes.data,
-                depths=self._depths.ctypes.data,
-                newest=self._newest.ctypes.data,
-                matches=self._matches.ctypes.data,
-                positions=self._positions.ctypes.data,
-                ids=self._ids.ctypes.data,
-                logits=self._logits.ctypes.data,
-                seen=None if self._seen is None else self._seen.ctypes.data,
-                width=width,
-                most=_PLACES,
-                window=params.window,
-                favour=_FAVOUR,
-            )
-            # biases are in what is kept already, and an unusual order of filters makes guesses a bit worse
-            rule = replace(params, logit_bias=LogitBias(), banned=(), order="")
-            noisy = self._positions if self._shared_noise else None
-            program = DrawProgram(rule, seed_stream(sampler.seed), width)
-            self._rank = program.rank_rows_of(self._ids, self._logits, self._seen, noisy)
-        return self._thoughts
+            self._keep(self._target.logits(part))
 
     def committed(self, context: Context) -> None:
         """Take in what has been committed since the last call: the text, and the last pass over it.
 
         Where nobody asked during other passes, nothing is known but the tokens that came.
         """
-        text, thoughts = context.text, self._begun(context.sampler)
-        known = len(self._contexts)
-        fresh = text[known:-1]  # what comes after the last token is not known yet
-        late = len(text) - 1 - len(thoughts)
+        if self._ask is None:
+            self._begin(context.sampler)
+        text, known = context.text, len(self)
+        end = len(text) - 1  # what comes after the last token is not known yet
+        late = end - self._known
         seen = 0 if context.logits is None else min(late, len(context.path))
         if seen < late:
-            thoughts.fill(text[len(thoughts) + 1 :][: late - seen])
+            came, rows = text[self._known + 1 :][: late - seen], self._next(late - seen)
+            for name, nothing in (("ids", 0), ("logs", -inf), ("scales", 0)):
+                self._tables[name][rows] = nothing
+            self._tables["ids"][rows, 0], self._tables["logs"][rows, 0] = came, 0
         if seen and context.logits is not None:
             nodes = torch.tensor(list(context.path)[-seen:]).to(context.logits.device, non_blocking=True)
-            thoughts.think(context.logits[nodes])
-        self._contexts.extend(fresh)
-        for position in range(max(0, known, len(text) - self._call.window), len(text)):
-            self._newest[text[position]] = position
+            self._keep(context.logits[nodes])
+        self._tables["text"][known:end] = text[known:end]
+        self._library.tswift_index(ctypes.byref(self._index), ctypes.c_int64(end))
+        for position in range(max(0, known, end + 1 - self._ask.window), end + 1):
+            self._fixed["newest"][text[position]] = position
 
     def guess(self, paths: Sequence[Sequence[int]], most: int) -> list[Candidates]:
         """What may be drawn after the text and each of some paths below it.
@@ -330,25 +235,26 @@ class LogitHistory:
             most: tokens wanted for each, up to 16.
         """
         guesses: list[Candidates] = []
+        longest = _ORDERS[-1]
+        text = self._tables["text"][max(0, len(self) - longest) : len(self)].tolist()
         for start in range(0, len(paths), _ROUND):
-            guesses += self._guess(paths[start : start + _ROUND], most)
+            asked = paths[start : start + _ROUND]
+            whole, count = [[*text, *path][-max(longest, len(path)) :] for path in asked], len(asked)
+            tokens = np.array([token for each in whole for token in each], np.int32)
+            self._asked["ends"][:count] = [*accumulate(map(len, whole))]
+            self._asked["depths"][:count] = [*map(len, asked)]
+            self._ask.paths, self._ask.count = tokens.ctypes.data, count
+            self._library.tswift_recall(ctypes.byref(self._ask))
+            matches = self._asked["matches"][:count].tolist()
+            for (place, length), ids, scores in zip(matches, *self._rank(count, most), strict=True):
+                likely = sum(score > -inf for score in scores)
+                guesses.append(Candidates(ids[:likely], scores[:likely], length, place))
         return guesses
 
-    def _guess(self, paths: Sequence[Sequence[int]], most: int) -> list[Candidates]:
-        text = self._contexts.last()
-        whole = [[*text, *path][-max(_ORDERS[-1], len(path)) :] for path in paths]
-        tokens, count = np.array([token for each in whole for token in each], np.int32), len(paths)
-        self._ends[:count] = [*accumulate(map(len, whole))]
-        self._depths[:count] = [*map(len, paths)]
-        self._call.paths, self._call.count = tokens.ctypes.data, count
-        self._library.tswift_recall(ctypes.byref(self._call))
-        return [
-            Candidates(ids[:likely], scores[:likely], length, place)
-            for (place, length), ids, scores in zip(
-                self._matches[:count].tolist(), *self._rank(count, most), strict=True
-            )
-            for likely in [sum(score > -inf for score in scores)]
-        ]
+
+def _kept_as(vocab_size: int, kept: int) -> tuple[int, type[np.uint16] | type[np.int32]]:
+    """How many tokens are kept of a distribution, and as what."""
+    return min(kept, vocab_size), np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
 _WIDTH = 3  # candidates offered below a node
@@ -382,16 +288,12 @@ class HistorySource(Source):
         recall: of the text; nothing yet.
         budget: says whether a guess pays.
         limit: most nodes of the tree.
-
-    Attributes:
-        follows: whether the text is followed where a long match stood before.
     """
 
     name = "reuse"
 
     def __init__(self, recall: LogitHistory, budget: TreeBudget, limit: int) -> None:
         self._recall, self._budget, self._limit = recall, budget, limit
-        self.follows = True
         self._seconds = 0.0  # of the last draft
 
     def propose(self, tree: CandidateTree, context: Context) -> None:
@@ -399,12 +301,12 @@ class HistorySource(Source):
         self._seconds = 0.0
         asked: set[int] = set()
         while nodes := self._pay(tree, asked, context):
-            guesses = self._guess(tree, nodes, context)
+            guesses = self._guess([tree.path(node) for node in nodes], context)
             asked.update(nodes)
             for node, guess in zip(nodes, guesses, strict=True):
                 self._offer(tree, node, guess)
             for node, guess in zip(nodes, guesses, strict=True):
-                if guess.match == _LONG and self.follows:
+                if guess.match == _LONG:
                     self._follow(tree, node, guess, asked, context)
 
     def _pay(self, tree: CandidateTree, asked: set[int], context: Context) -> list[int]:
@@ -418,16 +320,11 @@ class HistorySource(Source):
                 nodes.append(node)
         return nodes
 
-    def _guess(
-        self, tree: CandidateTree, nodes: Sequence[int], context: Context, ends: Sequence[Sequence[int]] = ()
-    ) -> list[Candidates]:
-        """What may be drawn below nodes, or below so many tokens more."""
-        self._seconds += _SECONDS * len(nodes)
+    def _guess(self, paths: Sequence[Sequence[int]], context: Context) -> list[Candidates]:
+        """What may be drawn below paths from the root."""
+        self._seconds += _SECONDS * len(paths)
         unknown = context.text[len(self._recall) :]  # the root, and what was drafted of a text that is itself a draft
-        paths = [[*unknown, *tree.path(node)] for node in nodes]
-        if ends:
-            paths = [[*path, *end] for path, end in zip(paths, ends, strict=True)]
-        return self._recall.guess(paths, _WIDTH)
+        return self._recall.guess([[*unknown, *path] for path in paths], _WIDTH)
 
     def _offer(self, tree: CandidateTree, node: int, guess: Candidates) -> None:
         named = {token: tree.path_prob[child] / tree.path_prob[node] for token, child in tree.children[node].items()}
@@ -447,8 +344,9 @@ class HistorySource(Source):
     def _follow(self, tree: CandidateTree, node: int, guess: Candidates, asked: set[int], context: Context) -> None:
         """Offer along what followed a long match, at once, as long as that is what is guessed."""
         ahead = context.text[guess.place + 1 : guess.place + 1 + min(_AHEAD, tree.depth - tree.depths[node] - 1)]
-        ends = [ahead[:count] for count in range(1, len(ahead) + 1)]
-        for token, further in zip(ahead, self._guess(tree, [node] * len(ends), context, ends), strict=True):
+        path = tree.path(node)
+        paths = [[*path, *ahead[:count]] for count in range(1, len(ahead) + 1)]
+        for token, further in zip(ahead, self._guess(paths, context), strict=True):
             child = tree.children[node].get(token) if guess.tokens[:1] == [token] else None
             if child is None or child in asked:
                 return
