@@ -102,7 +102,7 @@ def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.
         assert max(step.nodes for step in steps) <= (options.nodes if asked is options else chains.gamma + 1)
         if method == "tokenswift":
             assert sum(step.accepted for step in steps) > length // 8  # else next to nothing was tested
-            selections = drafter.sources[0].reader._level.kv.selections
+            selections = drafter.sources[0].level.kv.selections
             assert selections >= 3 if options.budget < 100 else selections == 0
 
 
@@ -227,7 +227,7 @@ def test_a_text_goes_on_where_it_was_cut(name: str) -> None:
         assert whole[:cut] + tokens_of(list(run.steps())) == whole, (method, cut)
         assert run._context.kv.capacity == len(prompt) + length + drafter.limit  # the written tokens count once
         if cut == 1:
-            assert drafter.sources[0].reader._level.kv.selections >= 3
+            assert drafter.sources[0].level.kv.selections >= 3
 
 
 def test_what_was_written_in_the_shadow_of_a_stop_token_still_ends_the_text() -> None:
