@@ -11,49 +11,36 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
+from operator import ge, gt, le, lt
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tswift.errors import InputError, did_you_mean
 
 _KEY = "option"
+_BOUNDS = {"least": ("at least", ge), "above": ("above", gt), "most": ("at most", le), "below": ("below", lt)}
 _TECHNICAL = 1 << 31  # upper bounds from here on only keep numbers from overflowing
 
 
 @dataclass(frozen=True)
 class Option:
-    """What an option's field carries.
+    """What an option's field carries."""
 
-    Attributes:
-        help: one sentence.
-        panel: where ``--help`` lists it.
-        shown: how the help says the default; None to say the default itself, empty to say nothing.
-        least, above, most, below: bounds of a number, or of each in a tuple: >=, >, <=, <.
-        choices: the values that a name may have.
-        off: the value with which a filter does nothing.
-        parse: turns what was typed into the value, where it is more than a number, a name or a flag.
-        flag: its name on the command line, where that is not the field's.
-        metavar: what ``--help`` calls its value.
-        repeat: it may be given several times; what is parsed is joined by commas.
-        also: other names on the command line.
-        free: a training that is resumed may change it: it changes no weight, or only by rounding.
-    """
-
-    help: str
-    panel: str = ""
-    shown: str | None = None
-    least: float | None = None
+    help: str  # one sentence
+    panel: str = ""  # where ``--help`` lists it
+    shown: str | None = None  # how the help says the default; None to say the default itself, empty to say nothing
+    least: float | None = None  # bounds of a number, or of each in a tuple: >=, >, <=, <
     above: float | None = None
     most: float | None = None
     below: float | None = None
-    choices: tuple[str, ...] = ()
-    off: Any = None
-    parse: Callable[[str], Any] | None = None
-    flag: str | None = None
-    metavar: str | None = None
-    repeat: bool = False
-    also: tuple[str, ...] = ()
-    free: bool = False
+    choices: tuple[str, ...] = ()  # the values that a name may have
+    off: Any = None  # the value with which a filter does nothing
+    parse: Callable[[str], Any] | None = None  # of what was typed, where it is more than a number, a name or a flag
+    flag: str | None = None  # its name on the command line, where that is not the field's
+    metavar: str | None = None  # what ``--help`` calls its value
+    repeat: bool = False  # it may be given several times; what is parsed is joined by commas
+    also: tuple[str, ...] = ()  # other names on the command line
+    free: bool = False  # a training that is resumed may change it: it changes no weight, or only by rounding
 
 
 def option(default: Any, help: str, **carried: Any) -> Any:
@@ -132,25 +119,20 @@ def _fault(value: Any, expected: Any, carried: Option) -> str | None:
 
 
 def _within(value: Any, carried: Option) -> bool:
-    return bool(
-        (isinstance(value, Integral) or math.isfinite(value))
-        and (carried.least is None or value >= carried.least)
-        and (carried.above is None or value > carried.above)
-        and (carried.most is None or value <= carried.most)
-        and (carried.below is None or value < carried.below)
+    return (isinstance(value, Integral) or math.isfinite(value)) and all(
+        getattr(carried, name) is None or fits(value, getattr(carried, name)) for name, (_, fits) in _BOUNDS.items()
     )
 
 
 def _range(value: Any, carried: Option) -> str:
-    least, most = carried.least, carried.most
-    if most is not None and most >= _TECHNICAL:  # nobody wants to read it but who went beyond
+    bounds = {name: getattr(carried, name) for name in _BOUNDS if getattr(carried, name) is not None}
+    if (most := bounds.get("most", 0)) >= _TECHNICAL:  # nobody wants to read it but who went beyond
         if value > most:
             return f"at most {_number(most)}"
-        most = None
-    if least is not None and most is not None:
-        return f"between {_number(least)} and {_number(most)}"
-    bounds = {"at least": least, "above": carried.above, "at most": most, "below": carried.below}
-    return " and ".join(f"{word} {_number(bound)}" for word, bound in bounds.items() if bound is not None)
+        del bounds["most"]
+    if bounds.keys() == {"least", "most"}:
+        return f"between {_number(bounds['least'])} and {_number(bounds['most'])}"
+    return " and ".join(f"{_BOUNDS[name][0]} {_number(bound)}" for name, bound in bounds.items())
 
 
 def _number(value: Any) -> str:

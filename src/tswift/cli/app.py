@@ -25,17 +25,8 @@ _TRACEBACK = "TSWIFT_TRACEBACK"
 _TALKATIVE = ("torchao", "torch.utils._pytree")  # of what torchao was not built for: transformers imports it if it can
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-app.command()(generate)
-app.command()(serve)
-app.command()(compare)
-app.command()(runs)
-app.command()(verify)
-app.command()(bench)
-app.command()(roofline)
-app.command()(env)
-app.command()(export_generate)
-app.command()(train)
-app.command()(train_draft)
+for each in (generate, serve, compare, runs, verify, bench, roofline, env, export_generate, train, train_draft):
+    app.command()(each)
 app.add_typer(heads, name="heads")
 
 

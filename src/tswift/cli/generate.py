@@ -6,13 +6,10 @@ Under torchrun, rank 0 runs the command as ever; the other ranks work in lockste
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
 
 
 _TOGETHER = ("generate", "train", "train-draft")
-_STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 def several() -> bool:
@@ -85,55 +81,43 @@ def leading(device: str) -> Iterator[Dist]:
 
 
 def follow(device: str) -> int:
-    """Do what rank 0 does, and return an exit code. An error is printed by one rank: by rank 0, if it has the same."""
-    from tswift.distributed import Gone, join
+    """Load the same model and decode in lockstep with rank 0, with no output; returns an exit code.
 
-    noted: list[int] = []
-    for number in (getattr(signal, name) for name in _STOPPING if hasattr(signal, name)):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, partial(_note, noted))
+    An error is printed by one rank: by rank 0, if it has the same.
+    """
+    from tswift import engine
+    from tswift.distributed import Gone, guard, join
+    from tswift.jobs.job import Signals
+    from tswift.models import load
+
     ranks = None
     try:
-        ranks = join(device)
-        _work(ranks, lambda: bool(noted))
-        ranks.leave()
+        with Signals() as signals:
+            # torchrun passes a signal on to all ranks: rank 0 must not tear a step apart that they make together
+            signals.patience = 1
+            ranks = join(device)
+            model = load.load(ranks=ranks)  # rank 0 says what; so for begin
+            with guard():
+                generation = engine.begin(model, (), 0)
+                generation.decoding.prefill()
+            for _ in generation.steps():
+                if signals.number:
+                    break
+            ranks.leave()
     except Gone as error:
         if ranks is None:
             print(f"tswift: error: rank {os.environ['RANK']}: {error}", file=sys.stderr)
         return OK if ranks and ranks.left() else FAILED
     except Exception as error:
         # before they have connected, all ranks of a machine find the same
-        reported = ranks.reported() if ranks else os.environ["LOCAL_RANK"] != "0"
-        if not reported:
+        if not (ranks.reported() if ranks else os.environ["LOCAL_RANK"] != "0"):
             from tswift.cli.app import as_typed
 
             kind = "" if isinstance(error, (InputError, RuntimeError)) else f"{type(error).__name__}: "
             told = as_typed(error, sys.argv[1:]) if isinstance(error, InputError) else str(error)
-            message = " ".join(told.split())
-            print(f"tswift: error: rank {os.environ['RANK']}: {kind}{message}", file=sys.stderr)
+            print(f"tswift: error: rank {os.environ['RANK']}: {kind}{' '.join(told.split())}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, InputError) else FAILED
     return OK
-
-
-def _work(ranks: Dist, stopping: Callable[[], bool]) -> None:
-    """Worker loop: load the same model and decode in lockstep with rank 0, with no output; ``stopping`` ends it."""
-    from tswift import engine
-    from tswift.distributed import guard
-    from tswift.models import load
-
-    model = load.load(ranks=ranks)  # rank 0 says what; so for begin
-    with guard():
-        generation = engine.begin(model, (), 0)
-        generation.decoding.prefill()
-    for _ in generation.steps():
-        if stopping():
-            break
-
-
-def _note(noted: list[int], number: int, frame: FrameType | None) -> None:
-    """torchrun passes a signal on to all ranks: rank 0 must not tear a step apart that they make together."""
-    noted.append(number)
-    signal.signal(number, signal.SIG_DFL)
 
 
 @options.takes(RunConfig, SamplingParams, DraftOptions)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tswift.cli import options, output
-from tswift.cli.output import FAILED, Bars, Output, loading, writable
+from tswift.cli import options
+from tswift.cli.output import FAILED, Bars, Output, loading, show, writable
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.jobs.config import AuditConfig
@@ -142,9 +142,7 @@ def verify(
         else:
             assert tokens is not None
             audited = text_input(tokens, config, params, model, text)
-    audit = _audit(audited, quiet, not no_progress)
-    found.show(verdict(audit, audited.note))
-    _end(audited, audit, found, typed.command)
+    _judge(audited, found, typed.command, quiet, not no_progress)
 
 
 def verify_folder(model: LoadedModel | None, path: Path, command: Sequence[str], quiet: bool, progress: bool) -> None:
@@ -158,19 +156,20 @@ def verify_folder(model: LoadedModel | None, path: Path, command: Sequence[str],
 
     run = read_run(path)
     audited = run_input(run) if model is None else with_model(run, model)
-    audit = _audit(audited, quiet, progress)
-    if not quiet:
-        output.show(verdict(audit, audited.note), stderr=True)
-    _end(audited, audit, Output(path / AUDIT), command)
+    _judge(audited, Output(path / AUDIT), command, quiet, progress, stderr=True)
 
 
-def _audit(audited: AuditInput, quiet: bool, progress: bool) -> Audit:
+def _judge(
+    audited: AuditInput, found: Output, command: Sequence[str], quiet: bool, progress: bool, stderr: bool = False
+) -> None:
+    """Audit, print and write what was found; exit with 1 if the text is not what the rule draws."""
     with Bars(quiet, progress) as bars:
-        return audited.audit(lambda done, total: bars.update("verify", done, total))
-
-
-def _end(audited: AuditInput, audit: Audit, found: Output, command: Sequence[str]) -> None:
-    """Write the record, and exit with 1 if the text is not what the rule draws."""
+        audit = audited.audit(lambda done, total: bars.update("verify", done, total))
+    table = verdict(audit, audited.note)
+    if not stderr:
+        found.show(table)
+    elif not quiet:
+        show(table, stderr=True)
     found.write("verify", command, audited.report(audit))
     if not audit.ok:
         raise typer.Exit(FAILED)

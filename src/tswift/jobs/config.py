@@ -32,30 +32,22 @@ def read_prompt(source: str | None, option: str = "prompt") -> str:
     InputError, naming ``option``, if it is more than ``MOST_BYTES``, or not text in UTF-8.
     """
     name = "standard input" if source == "-" else str(source)
-    if source == "-":
-        data = _standard_input(option)
-    elif source == "":
-        raise InputError("names no file", option)
-    else:
-        try:
-            path = bundled_prompts() / BUNDLED if source is None else Path(source).expanduser()
-        except RuntimeError as error:  # a home folder that does not exist
-            raise InputError(f"{source} cannot be read ({error})", option) from None
-        data = read_file(path, MOST_BYTES, option)
     try:
+        if source == "-":
+            if sys.stdin is None:
+                raise InputError("there is no standard input", option)
+            data = read_stream(sys.stdin.buffer, MOST_BYTES, name, option)
+        elif source == "":
+            raise InputError("names no file", option)
+        else:
+            path = bundled_prompts() / BUNDLED if source is None else Path(source).expanduser()
+            data = read_file(path, MOST_BYTES, option)
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is not UTF-8 text (byte {error.start:,})", option) from None
+    except (OSError, RuntimeError) as error:  # a closed descriptor; a home folder that does not exist
+        raise InputError(f"{name} cannot be read ({getattr(error, 'strerror', None) or error})", option) from None
     return check_prompt(text, option, name)
-
-
-def _standard_input(option: str) -> bytes:
-    if sys.stdin is None:
-        raise InputError("there is no standard input", option)
-    try:
-        return read_stream(sys.stdin.buffer, MOST_BYTES, "standard input", option)
-    except OSError as error:  # a closed descriptor, or a folder for standard input
-        raise InputError(f"standard input cannot be read ({error.strerror})", option) from None
 
 
 def bundled_prompts() -> Path:
@@ -67,12 +59,13 @@ def bundled_prompts() -> Path:
 
 def check_prompt(text: str, option: str, name: str = "the text") -> str:
     """A prompt, checked to be text; ``name`` is what an error calls it."""
-    if "\0" in text:
-        raise InputError(f"{name} is not text: it has NUL bytes", option)
-    if not text:
-        raise InputError(f"{name} is empty", option)
-    if not text.strip():
-        raise InputError(f"{name} has nothing but white space", option)
+    for wrong, problem in (
+        ("\0" in text, "is not text: it has NUL bytes"),
+        (not text, "is empty"),
+        (not text.strip(), "has nothing but white space"),
+    ):
+        if wrong:
+            raise InputError(f"{name} {problem}", option)
     return text
 
 
