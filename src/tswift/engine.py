@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
 import torch
 
+from tswift.attention.backends import partials_bytes
 from tswift.decoding.costs import costs_of, measure
 from tswift.decoding.device_step import try_steps
 from tswift.decoding.drafter import AcceptFn, Step
@@ -199,9 +201,10 @@ def _workspace(
     tokens). Less are outputs of graphs (30 MB), the table of n-grams (16 MB), and the state of a step (1 MB).
     """
     nodes, token_bytes, whole = _nodes(options), model.kv_shape.bytes_per_token, max(0, prompt - 1) // CHUNK
-    queries = min(2, whole) * CHUNK * token_bytes // 2 * model.groups
-    prefill = queries + (model.partials_bytes(whole * CHUNK, CHUNK) if whole else 0)
-    step = model.partials_bytes(estimate.positions + nodes, nodes)
+    queries, shape = min(2, whole) * CHUNK * token_bytes // 2 * model.groups, model.kv_shape
+    partials = partial(partials_bytes, model.attention, (shape.heads, model.groups), shape.head_dim)
+    prefill = queries + (partials(whole * CHUNK, CHUNK) if whole else 0)
+    step = partials(estimate.positions + nodes, nodes)
     if estimate.partial_bytes:
         chosen = find_method(method)
         budget = options.budget or chosen.budget

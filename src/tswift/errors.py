@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,6 +36,15 @@ class Fault(RuntimeError):
 def renamed(error: InputError, fields: Mapping[str, str]) -> InputError:
     """The same error, about the parameter that the caller has in the place of the one that it names."""
     return InputError(error.message, fields.get(error.field or "", error.field))
+
+
+@contextmanager
+def renaming(**fields: str) -> Iterator[None]:
+    """Have errors be about the parameters that the caller has in the place of those that they name."""
+    try:
+        yield
+    except InputError as error:
+        raise renamed(error, fields) from None
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -153,7 +153,7 @@ def test_what_cannot_draft(checkpoint: Path, small: Path, tmp_path: Path) -> Non
     train_tokenizer(["other words, other tokens: zig zag zig zag"] * 9 + SENTENCES, 320).save_pretrained(folder)
     other = r"has another vocabulary than .*: '.*' has (no )?id ?\d* there, (no )?id ?\d* here$"
     refuse_draft(str(folder), other)
-    refuse_draft(3, r"^draft_model: wants a name, got 3$")
+    refuse_draft(3, r"^draft_model: must be a text, got 3$")
     refuse_draft("/nowhere", "there is no folder '/nowhere'")
     refuse_draft(" ", "there is no folder")
     refuse_draft("shape:llama3.1-8b", "has random weights")

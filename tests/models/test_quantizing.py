@@ -110,7 +110,7 @@ def test_quantised_weights_count(quantised: str) -> None:
 
 def test_what_cannot_be_quantised(checkpoint: Path, quantised: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(checkpoint)
-    refuse(model, "no 'int3'; there are int8, fp8, int4", "quantize", quantize="int3")
+    refuse(model, "must be one of int8, fp8, int4, got .int3.", "quantize", quantize="int3")
     refuse(model, "not in float64", "quantize", quantize="int8", dtype="float64")
     refuse(model, "int4 needs a CUDA device and bfloat16", "quantize", quantize="int4", device="cpu")
     refuse(quantised, r"quantised already \(homemade\)", "quantize", quantize="int8", device="cpu")
@@ -242,7 +242,7 @@ def test_what_it_takes_is_foreseen(checkpoint: Path, monkeypatch: pytest.MonkeyP
 def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """LLaMA3.1-8b: 6.98e9 weights in linear layers; in int4 with a scale and a zero for each 128."""
     fake_torchao.install(monkeypatch)
-    monkeypatch.setattr("tswift.models.load.find_device", torch.device)
+    monkeypatch.setattr("tswift.models.devices.find_device", torch.device)
     found = {
         kind: inspect_model("shape:llama3.1-8b", device="cuda", draft_weights=kind).copy_bytes
         for kind in ("int8", "fp8", "int4")
@@ -259,15 +259,15 @@ def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPa
 def test_what_cannot_be_copied(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_torchao.install(monkeypatch)
     model, option = str(checkpoint), "draft_weights"
-    refuse(model, "no 'int3'; there are int8, fp8, int4", option, draft_weights="int3")
-    refuse(model, "wants a name, got 8", option, draft_weights=8)  # type: ignore[arg-type]
+    refuse(model, "must be one of none, int8, fp8, int4, got .int3.", option, draft_weights="int3")
+    refuse(model, "must be a text, got 8", option, draft_weights=8)  # type: ignore[arg-type]
     refuse(model, "not in float64", option, draft_weights="int8", dtype="float64")
     refuse(model, "int4 needs a CUDA device and bfloat16", option, draft_weights="int4", device="cpu")
     refuse(model, r"quantised already \(int8\)", option, draft_weights="int8", quantize="int8", device="cpu")
     with monkeypatch.context() as split:
         split.setattr(Dist, "share", lambda self, asked: asked)
         refuse(model, "cannot be split over ranks", option, draft_weights="int8", ranks=Dist(0, 2))  # type: ignore
-    monkeypatch.setattr("tswift.models.load.open_model", None)  # all of it is said before anything is loaded
+    monkeypatch.setattr("tswift.models.load._open", None)  # all of it is said before anything is loaded
     refuse(model, "not in float64", option, draft_weights="int8", dtype="float64")
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     refuse(model, r"needs torchao: pip install 'tswift\[quantize\]'", option, draft_weights="int8", device="cpu")

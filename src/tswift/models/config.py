@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tswift.errors import InputError, did_you_mean, renamed
+from tswift.errors import InputError, did_you_mean
 from tswift.options import check_options, option
 
 DEMO = "demo"  # the bundled model
@@ -20,7 +20,7 @@ _PANEL, _DRAFTING = "Model", "Drafting"
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-def dtype_name(name: str, kinds: tuple[str, ...] = DTYPES) -> str:
+def dtype_name(name: str, kinds: tuple[str, ...] = DTYPES, field: str = "dtype") -> str:
     """A dtype's own name, from that or a common one: ``bf16``, ``fp16``, ``half``, ``fp32``, ``torch.bfloat16``.
 
     Raises:
@@ -29,16 +29,13 @@ def dtype_name(name: str, kinds: tuple[str, ...] = DTYPES) -> str:
     own = _ALIASES.get(str(name).removeprefix("torch."), str(name).removeprefix("torch."))
     if own not in ("auto", *kinds):
         near = did_you_mean(own, ("auto", *kinds, *_ALIASES))
-        raise InputError(f"no dtype {name!r:.40}; there are {', '.join(('auto', *kinds))}{near}", "dtype")
+        raise InputError(f"no dtype {name!r:.40}; there are {', '.join(('auto', *kinds))}{near}", field)
     return own
 
 
 def kv_dtype_name(name: str) -> str:
     """As :func:`dtype_name`, of the KV cache."""
-    try:
-        return dtype_name(name, KV_DTYPES)
-    except InputError as error:
-        raise renamed(error, {"dtype": "kv_dtype"}) from None
+    return dtype_name(name, KV_DTYPES, "kv_dtype")
 
 
 def refuse_shape(model: str) -> None:

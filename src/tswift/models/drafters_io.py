@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from transformers.initialization import no_init_weights
 
-from tswift.errors import InputError, renamed
+from tswift.errors import InputError, renaming
 from tswift.models.checkpoint import (
     CONFIG,
     StoredTensor,
@@ -132,19 +132,17 @@ def attached(network: BlockDrafter | EagleDrafter) -> BlockDrafter | EagleDrafte
     return network
 
 
+@renaming(model=OPTION)
 def _folder(name: str) -> Path:
     """The folder of a drafter; of a hub id its configuration and safetensors are fetched."""
-    try:
-        source, folder = find_source(name)
-        if folder is not None:
-            return folder
-        from huggingface_hub import constants, snapshot_download
+    source, folder = find_source(name)
+    if folder is not None:
+        return folder
+    from huggingface_hub import constants, snapshot_download
 
-        with hub(), in_one_line(name):
-            wanted = [CONFIG, "*.safetensors", "*.safetensors.index.json"]
-            return Path(snapshot_download(source, allow_patterns=wanted, local_files_only=constants.HF_HUB_OFFLINE))
-    except InputError as error:
-        raise renamed(error, {"model": OPTION}) from None
+    with hub(), in_one_line(name):
+        wanted = [CONFIG, "*.safetensors", "*.safetensors.index.json"]
+        return Path(snapshot_download(source, allow_patterns=wanted, local_files_only=constants.HF_HUB_OFFLINE))
 
 
 def drafter_of(name: str, config: Any, simulated: bool = False) -> DrafterFile:
@@ -184,10 +182,8 @@ def find_drafter(folder: str | os.PathLike[str]) -> DrafterFile:
     layout = _layout(config)
     if layout is None:
         raise _refused(path, f"holds no drafter of a known kind ({', '.join(KINDS)}) by its {CONFIG}")
-    try:
+    with renaming(model=OPTION):
         stored = stored_tensors(path)
-    except InputError as error:
-        raise renamed(error, {"model": OPTION}) from None
     spec = _read_spec(path, config, stored, layout)
     try:
         with torch.device("meta"):

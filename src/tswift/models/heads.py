@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tswift.attention.native import Unbuilt
-from tswift.errors import InputError, parse_json, renamed
+from tswift.errors import InputError, parse_json, renaming
 from tswift.models.checkpoint import (
     CONFIG,
     INDEX,
@@ -412,14 +412,12 @@ def carries_heads(config: object) -> bool:
     return any(vars(config).get(name) for name in ("medusa_heads", "medusa_num_heads"))
 
 
+@renaming(heads="FILE", drafter="FILE")
 def describe(path: Path) -> dict[str, Any]:
     """What ``tswift heads inspect`` tells of heads, or of a drafter, and its JSON has; no weights are read."""
-    try:
-        if path.is_dir() and is_drafter(path):
-            return describe_drafter(path)
-        file = find_heads(heads_path(path, None) or path)
-    except InputError as error:
-        raise renamed(error, {OPTION: "FILE", "drafter": "FILE"}) from None
+    if path.is_dir() and is_drafter(path):
+        return describe_drafter(path)
+    file = find_heads(heads_path(path, None) or path)
     about = file.about
     return {
         "path": str(file.path),

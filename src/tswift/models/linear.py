@@ -26,7 +26,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.errors import InputError
-from tswift.models.config import BITS
 
 _MIN_WEIGHTS = {4: 1 << 17, 2: 1 << 14}  # of a layer, by bytes of one; below, the call costs more than it saves
 _ROWS = 8  # of the products that weights are reordered for
@@ -255,9 +254,7 @@ def copy_bytes(network: PreTrainedModel, kind: str) -> int:
 def weight_only(kind: str, config: Any, device: torch.device, dtype: torch.dtype, field: str = "quantize") -> Any:
     """The torchao configuration of a kind; what cannot be quantised so is refused."""
     own, reason = own_quantization(config), ""
-    if kind not in BITS:
-        reason = f"no {kind!r}; there are {', '.join(BITS)}"
-    elif own is not None:
+    if own is not None:
         reason = f"the model's weights are quantised already ({own})"
     elif dtype == torch.float64:
         reason = "works in float32, bfloat16 and float16, not in float64"

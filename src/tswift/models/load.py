@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, cached_file
 
-from tswift.attention.backends import BACKENDS, choose, partials_bytes
+from tswift.attention.backends import BACKENDS, choose
 from tswift.distributed import ALONE, RANKS, Dist, guard
-from tswift.errors import InputError, renamed
+from tswift.errors import InputError, renaming
 from tswift.kv import KVShape
 from tswift.models.adapting import (
     EAGER,
@@ -40,18 +40,10 @@ from tswift.models.checkpoint import (
     stored_tensors,
     weights_hash,
 )
-from tswift.models.config import DEMO, UNQUANTISED, refuse_shape
-from tswift.models.devices import (
-    device_for,
-    dtype_for,
-    dtype_name,
-    dtype_note,
-    find_device,
-    kv_dtype_for,
-    own_dtype,
-)
+from tswift.models.config import DEMO, UNQUANTISED, ModelConfig, refuse_shape
+from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, kv_dtype_for
 from tswift.models.drafters import DrafterSpec
-from tswift.models.drafters_io import drafter_of
+from tswift.models.drafters_io import DrafterFile, drafter_of
 from tswift.models.heads import (
     HEAD_TYPES,
     Heads,
@@ -201,57 +193,96 @@ def load(
         InputError: something named here does not exist, is broken, or cannot be served exactly.
         Gone: another rank has died.
     """
-    dtype, kv_dtype = (dtype_name(kind) if isinstance(kind, torch.dtype) else kind for kind in (dtype, kv_dtype))
-    names = {"model": model, "device": device, "dtype": dtype, "kv_dtype": kv_dtype, "attention": attention}
-    optional = {"draft_model": draft_model, "drafter": drafter, "draft_weights": draft_weights}
-    names.update((field, name) for field, name in optional.items() if name is not None)
-    for field, name in names.items():
-        if not isinstance(name, str):
-            raise InputError(f"wants a name, got {name!r:.40}", field)
+    given = locals()
+    del given["ranks"]
+    asked = _asked(**given)
     with guard():
-        model, device, dtype, kv_dtype, attention, heads, quantize, draft_model, drafter, draft_weights, exact = (
-            ranks.share(
-                (model, device, dtype, kv_dtype, attention, heads, quantize, draft_model, drafter, draft_weights, exact)
-            )
-        )
-        draft_weights = None if draft_weights == UNQUANTISED else draft_weights
-        if draft_weights is not None and ranks.count > 1:
-            raise InputError("quantised weights cannot be split over ranks yet", "draft_weights")
-        if draft_weights is not None and quantize is not None:
-            raise InputError(f"the model's weights are quantised already ({quantize})", "draft_weights")
-        where, config, simulated = device_for(device, ranks), read_config(model), model.startswith(PREFIX)
-        kind = dtype_for(dtype, where, config, simulated)
-        kv_dtype_for(kv_dtype, kind, where, model)  # refused before anything is read
-        if draft_weights is not None:  # what cannot be quantised is refused before it is loaded
-            weight_only(draft_weights, config, where, kind, "draft_weights")
-        if drafter is not None and ranks.count > 1:
-            raise InputError("ranks that hold the model together cannot serve one yet", "drafter")
-        network = None if drafter is None else drafter_of(drafter, config, simulated)
-        source = heads_source(model, config, heads)
-        if simulated and (quantize is not None or ranks.count > 1):
-            raise InputError(f"{model} has random weights, which are neither quantised nor split", "model")
-        # a configuration need not state the dtype: the weights do
-        read_as = "auto" if dtype == "auto" and where.type == "cuda" and not simulated else kind
-        loaded, note = open_model(model, config, where, read_as, attention, quantize, ranks, kv_dtype=kv_dtype)
-        target = loaded.target
-        if network is not None:  # before anything is prepared: passes have to give its taps
-            network.load(target, simulated)
+        plan = _plan(ranks.share(asked), ranks)
+        asked, simulated = plan.asked, plan.simulated
+        if simulated and (asked.quantize is not None or ranks.count > 1):
+            raise InputError(f"{asked.model} has random weights, which are neither quantised nor split", "model")
+        loaded, note = _open(plan, ranks)
+        target, source = loaded.target, plan.heads
+        if plan.drafter is not None:  # before anything is prepared: passes have to give its taps
+            plan.drafter.load(target, simulated)
         if source == ON_HUB:
-            with hub(), in_one_line(model):  # where its files were put
-                source = Path(cached_file(model, CONFIG_NAME)).parent
+            with hub(), in_one_line(asked.model):  # where its files were put
+                source = Path(cached_file(asked.model, CONFIG_NAME)).parent
         loaded = replace(
             loaded,
             heads=_load_heads(source, target, simulated),
-            eos_ids=eos_ids_of(model, target.model, loaded.tokenizer, target.vocab_size),
-            drafter_name=drafter,
+            eos_ids=_eos_ids(asked.model, target.model, loaded.tokenizer, target.vocab_size),
+            drafter_name=asked.drafter,
             weights=weights_hash(target.model) if ranks.count > 1 else None,
-            **_prepare(target, loaded.attention, note, exact),
+            **_prepare(target, loaded.attention, note, asked.exact),
         )
-        if draft_weights is not None:
-            loaded = _with_copy(loaded, draft_weights)
-        if draft_model is not None:
-            loaded = replace(loaded, draft=_load_draft(draft_model, loaded, attention), draft_name=draft_model)
+        if asked.draft_weights is not None:
+            loaded = _with_copy(loaded, asked.draft_weights)
+        if asked.draft_model is not None:
+            draft = _load_draft(asked.draft_model, loaded, asked.attention)
+            loaded = replace(loaded, draft=draft, draft_name=asked.draft_model)
         return loaded
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be loaded, as far as it is known before any weights are read; what cannot be had has been refused."""
+
+    asked: ModelConfig
+    device: torch.device
+    config: Any
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    drafter: DrafterFile | None = None
+    heads: Path | str | None = None  # as heads_source() returns it
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the weights are random."""
+        return self.asked.model.startswith(PREFIX)
+
+    def cached(self, backend: str) -> torch.dtype | None:
+        """Dtype of the KV cache; None for the model's own, as stock operators would convert another in every pass."""
+        own = backend != "native" or self.kv_dtype == self.dtype
+        return None if self.asked.kv_dtype == "auto" and own else self.kv_dtype
+
+
+def _asked(**given: Any) -> ModelConfig:
+    """The options, of arguments that may be no plain names."""
+    for name, value in given.items():
+        if isinstance(value, torch.dtype):
+            given[name] = dtype_name(value)
+        elif isinstance(value, os.PathLike):
+            given[name] = os.fspath(value)
+    asked = ModelConfig(**given)
+    return replace(asked, draft_weights=None) if asked.draft_weights == UNQUANTISED else asked
+
+
+def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _Plan:
+    reduced = asked.draft_weights
+    if reduced is not None and ranks.count > 1:
+        raise InputError("quantised weights cannot be split over ranks yet", "draft_weights")
+    if reduced is not None and asked.quantize is not None:
+        raise InputError(f"the model's weights are quantised already ({asked.quantize})", "draft_weights")
+    if asked.drafter is not None and ranks.count > 1:
+        raise InputError("ranks that hold the model together cannot serve one yet", "drafter")
+    device, config, simulated = (
+        device_for(asked.device, ranks),
+        read_config(asked.model),
+        asked.model.startswith(PREFIX),
+    )
+    dtype = dtype_for(asked.dtype, device, config, simulated)
+    kv_dtype = kv_dtype_for(asked.kv_dtype, dtype, device, asked.model)
+    if reduced is not None:  # what cannot be quantised is refused before it is loaded
+        weight_only(reduced, config, device, dtype, "draft_weights")
+    drafter = None if asked.drafter is None else drafter_of(asked.drafter, config, simulated)
+    return _Plan(asked, device, config, dtype, kv_dtype, drafter, heads_source(asked.model, config, asked.heads))
+
+
+def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _Plan:
+    """Of a smaller model, which comes as its target does; its own heads, if it has any, are not read."""
+    asked = ModelConfig(model=name, dtype=dtype_name(target.dtype), attention=attention)
+    return _Plan(asked, target.device, read_config(name), target.dtype, target.dtype)
 
 
 ON_HUB = "on the hub"  # heads among a model's weights, which may not be here yet
@@ -298,21 +329,17 @@ def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
     return replace(loaded, drafting=drafting, draft_weights=kind, draft_prepared=compiled(drafting, ""))
 
 
+@renaming(model="draft_model")
 def _load_draft(name: str, loaded: LoadedModel, attention: str) -> Target:
-    """The smaller model that drafts for a loaded one; its own heads, if it has any, are not read."""
+    """The smaller model that drafts for a loaded one."""
     target = loaded.target
-    try:
-        if not loaded.simulated:
-            refuse_shape(name)
-        draft, note = open_model(
-            name, read_config(name), target.device, target.dtype, attention, tokenizer_optional=True
-        )
-        compiled(draft.target, note)
-        _refuse_other_size(name, draft.target.vocab_size, loaded.name, target.vocab_size)
-        if not (draft.tokenizer is None or draft.simulated or loaded.simulated):
-            _refuse_other_tokens(name, draft.tokenizer.get_vocab(), loaded.name, loaded.tokenizer.get_vocab())
-    except InputError as error:
-        raise renamed(error, {"model": "draft_model"}) from None
+    if not loaded.simulated:
+        refuse_shape(name)
+    draft, note = _open(_draft_plan(name, target, attention), tokenizer_optional=True)
+    compiled(draft.target, note)
+    _refuse_other_size(name, draft.target.vocab_size, loaded.name, target.vocab_size)
+    if not (draft.tokenizer is None or draft.simulated or loaded.simulated):
+        _refuse_other_tokens(name, draft.tokenizer.get_vocab(), loaded.name, loaded.tokenizer.get_vocab())
     return draft.target
 
 
@@ -324,46 +351,26 @@ def _refuse_other_size(name: str, size: int, model: str, model_size: int) -> Non
 
 def _refuse_other_tokens(name: str, ours: dict[str, int], model: str, theirs: dict[str, int]) -> None:
     """Refuse a draft model with a token id that means something else than in its target."""
-    if ours == theirs:
-        return
-    token = min({*ours.items()} ^ {*theirs.items()}, key=lambda pair: (pair[1], pair[0]))[0]
-    there, here = (f"id {ids[token]:,}" if token in ids else "no id" for ids in (ours, theirs))
-    reason = f"has another vocabulary than {model}: {token!r:.40} has {there} there, {here} here"
-    raise InputError(f"{name} {reason}", "draft_model")
+    if ours != theirs:
+        token = min({*ours.items()} ^ {*theirs.items()}, key=lambda pair: (pair[1], pair[0]))[0]
+        there, here = (f"id {ids[token]:,}" if token in ids else "no id" for ids in (ours, theirs))
+        reason = f"has another vocabulary than {model}: {token!r:.40} has {there} there, {here} here"
+        raise InputError(f"{name} {reason}", "draft_model")
 
 
-def open_model(
-    model: str,
-    config: Any,
-    device: torch.device,
-    dtype: torch.dtype | str,
-    attention: str,
-    quantize: str | None = None,
-    ranks: Dist = ALONE,
-    tokenizer_optional: bool = False,
-    kv_dtype: str = "",
-) -> tuple[LoadedModel, str]:
+def _open(plan: _Plan, ranks: Dist = ALONE, tokenizer_optional: bool = False) -> tuple[LoadedModel, str]:
     """Read a checkpoint's weights and tokenizer, or make a shape's random ones.
-
-    Args:
-        model: a folder, a hub id, a bundled model's name or ``shape:NAME``.
-        config: its configuration.
-        device: where the weights go.
-        dtype: of the weights, or ``auto`` for the checkpoint's own.
-        attention, quantize, ranks: as for :func:`load`.
-        tokenizer_optional: whether a folder without a tokenizer will do.
-        kv_dtype: of the KV cache, as for :func:`load`; empty for the model's own.
 
     Returns:
         The model without heads and ends of text, nothing compiled yet; why its attention is not the one that should
         be.
     """
-    kind = own_dtype(config) if isinstance(dtype, str) else dtype
-    typed = None if kv_dtype in ("", "auto") else kv_dtype_for(kv_dtype, kind, device, model)
-    if model.startswith(PREFIX):
-        backend, note = select_backend(attention, kind, device, config)
+    asked, model, config, device = plan.asked, plan.asked.model, plan.config, plan.device
+    if plan.simulated:
+        backend, note = select_backend(asked.attention, plan.dtype, device, config)
         with silence(), in_one_line(model):
-            target = wrap_model(random_weights(config, kind, device, model), model, backend, kv_dtype=typed)
+            network = random_weights(config, plan.dtype, device, model)
+            target = wrap_model(network, model, backend, kv_dtype=plan.cached(backend))
         return LoadedModel(model, StandInTokenizer(), target, None, (), backend, simulated=True), note
     source, folder = find_source(model)
     quantization, options, tokenizer = own_quantization(config), dict[str, Any](), None
@@ -371,22 +378,24 @@ def open_model(
         if folder is not None:
             refuse_misfit(config, stored_tensors(folder), model)
         if ranks.count > 1:
-            if quantize or quantization:
+            if asked.quantize or quantization:
                 raise InputError("quantised weights cannot be split over ranks yet", RANKS)
-            options.update(_split_plan(config, model, ranks))
-        if quantize is not None:
-            options["quantization_config"] = quantizer(quantize, config, device, kind)
-            quantization = f"{quantize}, torchao"
+            options["distributed_config"] = _split(config, model, ranks)
+        if asked.quantize is not None:
+            options["quantization_config"] = quantizer(asked.quantize, config, device, plan.dtype)
+            quantization = f"{asked.quantize}, torchao"
         if quantization and device.type == "cuda":
             options["device_map"] = device  # quantised on the way: the whole weights need not fit
-        backend, note = select_backend(attention, kind, device, config)  # may compile a kernel: after all refusals
+        # may compile a kernel: after all refusals
+        backend, note = select_backend(asked.attention, plan.dtype, device, config)
         if not tokenizer_optional or folder is None or has_tokenizer(folder):
             tokenizer = _load_tokenizer(source, model)
-        other_dtype = dtype_note(config, kind)  # from_pretrained may overwrite the configuration's
+        other_dtype = dtype_note(config, plan.dtype)  # from_pretrained may overwrite the configuration's
         network, info = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
-            dtype=dtype,
+            # a configuration need not state the dtype: the weights do
+            dtype="auto" if asked.dtype == "auto" and device.type == "cuda" else plan.dtype,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
@@ -400,9 +409,7 @@ def open_model(
             raise InputError(f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model")
         if network.dtype == torch.float64 and routed(config):
             network.set_experts_implementation("eager")  # the others multiply no float64
-        if kv_dtype == "auto" and backend == "native" and kv_dtype_for("auto", kind, device, model) != kind:
-            typed = kv_dtype_for("auto", kind, device, model)  # stock operators would convert it in every pass
-        target = wrap_model(network if options else network.to(device), model, backend, kv_dtype=typed)
+        target = wrap_model(network if options else network.to(device), model, backend, kv_dtype=plan.cached(backend))
     loaded = LoadedModel(
         model, tokenizer, target, None, (), backend, quantization=quantization, ranks=ranks, dtype_note=other_dtype
     )
@@ -417,8 +424,8 @@ def _load_tokenizer(source: str, model: str) -> Any:
     return tokenizer
 
 
-def _split_plan(config: Any, model: str, ranks: Dist) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that let every rank read its part."""
+def _split(config: Any, model: str, ranks: Dist) -> DistributedConfig:
+    """How every rank reads its part, by transformers' own plan."""
     if find_spec("accelerate") is None:
         raise InputError("to split a model, transformers needs accelerate: pip install 'tswift[ranks]'", RANKS)
     if ranks.device is not None and ranks.device.type == "cpu" and torch.cuda.device_count():
@@ -434,7 +441,7 @@ def _split_plan(config: Any, model: str, ranks: Dist) -> dict[str, Any]:
             if heads % ranks.count:
                 counted = f"{heads} {name} head{'s' if heads > 1 else ''}"
                 raise InputError(f"{model} has {counted}, which {ranks.count} ranks cannot share evenly", RANKS)
-    return {"distributed_config": DistributedConfig(tp_size=ranks.count)}
+    return DistributedConfig(tp_size=ranks.count)
 
 
 def adopt(network: PreTrainedModel) -> LoadedModel:
@@ -453,7 +460,7 @@ def adopt(network: PreTrainedModel) -> LoadedModel:
     return LoadedModel(name, None, target, heads, (), backend, **_prepare(target, backend, note, None))
 
 
-def eos_ids_of(model: str, network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+def _eos_ids(model: str, network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """The token ids that end a text, by all that a checkpoint says of them."""
     tokens: list[Any] = []
     for holder in (network.generation_config, network.config, tokenizer):
@@ -481,32 +488,28 @@ class ModelSpec:
     most_nodes: int | None  # maximum nodes of a draft tree; None where there is no limit, or it is not known yet
     weight_bytes: int  # of its weights without heads; 0 where it is not known
     copy_bytes: int  # of a copy with weights of fewer bits; 0 for none
-    heads: int | None = 0  # tokens that its heads draft in a row; None where it is not known yet
-    heads_bytes: int = 0  # of their weights
-    network_spec: DrafterSpec | None = None  # of its published drafter; None for none
-    network_bytes: int = 0  # of that one's weights
-
-    def partials_bytes(self, slots: int, nodes: int) -> int:
-        """As :func:`tswift.attention.backends.partials_bytes`."""
-        shape = self.kv_shape
-        return partials_bytes(self.attention, (shape.heads, self.groups), shape.head_dim, slots, nodes)
+    heads: int | None  # tokens that its heads draft in a row; None where it is not known yet
+    heads_bytes: int  # of their weights
+    network_spec: DrafterSpec | None  # of its published drafter; None for none
+    network_bytes: int  # of that one's weights
 
 
-def inspect_model(
-    model: str,
-    *,
-    device: str = "auto",
-    dtype: str | torch.dtype = "auto",
-    kv_dtype: str | torch.dtype = "auto",
-    attention: str = "auto",
-    heads: str | os.PathLike[str] | None = None,
-    drafter: str | None = None,
-    draft_weights: str | None = None,
-) -> ModelSpec:
+def inspect_model(model: str = DEMO, **options: Any) -> ModelSpec:
     """The sizes of what :func:`load` would load: from its configuration, and the headers of heads and drafter."""
-    where, config = find_device(device), read_config(model)
-    kind, text = dtype_for(dtype, where, config, model.startswith(PREFIX)), config.get_text_config()
-    source, count, parameters = heads_source(model, config, heads), 0, 0
+    return _sizes(_plan(_asked(model=model, **options)))
+
+
+@renaming(model="draft_model")
+def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") -> ModelSpec:
+    """The sizes of the draft model that :func:`load` would load for a target."""
+    spec = _sizes(_draft_plan(draft, target, attention))
+    _refuse_other_size(draft, spec.vocab_size, target.name, target.vocab_size)
+    return spec
+
+
+def _sizes(plan: _Plan) -> ModelSpec:
+    asked, config, dtype, source = plan.asked, plan.config, plan.dtype, plan.heads
+    text, most_nodes, name, count, parameters = config.get_text_config(), None, "", 0, 0
     if isinstance(source, Path):
         file = find_heads(source)
         file.refuse_misfit(text.hidden_size, text.vocab_size)
@@ -515,53 +518,34 @@ def inspect_model(
         with torch.device("meta"):
             weights = HEAD_TYPES[source](text.hidden_size, HEADS).parameters()
         count, parameters = HEADS, sum(weight.numel() for weight in weights)
-    kv_kind = kv_dtype_for(kv_dtype, kind, where, model)
-    spec = _inspect(model, config, where, kind, attention, draft_weights, kv_kind)
-    if drafter is not None:
-        network = drafter_of(drafter, config, model.startswith(PREFIX))
-        spec = replace(
-            spec, network_spec=network.spec, network_bytes=sum(network.spec.weights().values()) * kind.itemsize
-        )
-    return replace(spec, heads=None if source == ON_HUB else count, heads_bytes=parameters * kind.itemsize)
-
-
-def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") -> ModelSpec:
-    """The sizes of the draft model that :func:`load` would load for a target."""
-    try:
-        spec = _inspect(draft, read_config(draft), target.device, target.dtype, attention)
-        _refuse_other_size(draft, spec.vocab_size, target.name, target.vocab_size)
-    except InputError as error:
-        raise renamed(error, {"model": "draft_model"}) from None
-    return spec
-
-
-def _inspect(
-    model: str,
-    config: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-    attention: str,
-    draft_weights: str | None = None,
-    kv_dtype: torch.dtype | None = None,
-) -> ModelSpec:
-    text, most_nodes, name = config.get_text_config(), None, ""
     kv_heads, groups, size = heads_of(config)
-    if attention != "auto":  # what that chooses may give way to another
-        backend = BACKENDS[choose(attention, dtype, device, size)]()
+    if asked.attention != "auto":  # what that chooses may give way to another
+        backend = BACKENDS[choose(asked.attention, dtype, plan.device, size)]()
         most_nodes, name = backend.MOST_NODES, backend.__name__
-    if draft_weights is not None:
-        weight_only(draft_weights, config, device, dtype, "draft_weights")
     weight_bytes = reduced = 0
     if getattr(config, "quantization_config", None) is None:
-        with silence(), in_one_line(model):
+        with silence(), in_one_line(asked.model):
             network = skeleton(config)
             # a C program has a copy of the weights, too
-            program = dtype == torch.float32 and attention in ("auto", "native") and type(network).__name__ in MODELS
+            programmed = asked.attention in ("auto", "native") and type(network).__name__ in MODELS
             weight_bytes = sum(weight.numel() for weight in network.parameters()) * dtype.itemsize
-            weight_bytes += copied_bytes(network, dtype, device) * (1 + program)
-            reduced = 0 if draft_weights is None else copy_bytes(network, draft_weights)
-    kv_shape = KVShape(text.num_hidden_layers, kv_heads, size, kv_dtype or dtype, device)
-    positions, vocab_size = max_positions(config), text.vocab_size
+            weight_bytes += copied_bytes(network, dtype, plan.device) * (1 + (programmed and dtype == torch.float32))
+            reduced = 0 if asked.draft_weights is None else copy_bytes(network, asked.draft_weights)
+    drafter = None if plan.drafter is None else plan.drafter.spec
     return ModelSpec(
-        model, device, dtype, positions, vocab_size, kv_shape, groups, name, most_nodes, weight_bytes, reduced
+        asked.model,
+        plan.device,
+        dtype,
+        max_positions(config),
+        text.vocab_size,
+        KVShape(text.num_hidden_layers, kv_heads, size, plan.kv_dtype, plan.device),
+        groups,
+        attention=name,
+        most_nodes=most_nodes,
+        weight_bytes=weight_bytes,
+        copy_bytes=reduced,
+        heads=None if source == ON_HUB else count,
+        heads_bytes=parameters * dtype.itemsize,
+        network_spec=drafter,
+        network_bytes=0 if drafter is None else sum(drafter.weights().values()) * dtype.itemsize,
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from tswift.attention.backends import exact_for, partials_bytes
+from tswift.attention.backends import exact_for
 from tswift.attention.native import Unbuilt
 from tswift.attention.sdpa import (
     Attention,
@@ -187,11 +187,6 @@ class Target:
     def most_nodes(self) -> int | None:
         """Maximum nodes of a draft tree for the attention; None if there is no such limit."""
         return self._attention.MOST_NODES
-
-    def partials_bytes(self, slots: int, nodes: int) -> int:
-        """As :func:`tswift.attention.backends.partials_bytes`."""
-        shape = self.kv_shape
-        return partials_bytes(self.attention, (shape.heads, self.groups), shape.head_dim, slots, nodes)
 
     def compile(self, backend: str = "inductor") -> str | None:
         """Have ``torch.compile`` fuse what is between the layers' matrix products, for passes prepared from now on.
