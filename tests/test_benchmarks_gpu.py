@@ -8,7 +8,6 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,10 +15,10 @@ ROOT = Path(__file__).parents[1]
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the source distribution has no benchmarks", allow_module_level=True)
 
+from benchmarks.gpu import SECTIONS  # noqa: E402
 from benchmarks.gpu import __main__ as command  # noqa: E402
-from benchmarks.gpu.estimate import estimate  # noqa: E402
-from benchmarks.gpu.measure import SECTIONS, integrated  # noqa: E402
-from benchmarks.gpu.timing import covered  # noqa: E402
+from benchmarks.gpu.measure import integrated  # noqa: E402
+from benchmarks.gpu.run import covered  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +26,7 @@ TABLES = {
     "equality": {"tests"},
     "probe": {"loaded", "idle", "pass", "memory", "attention", "products", "sampler"},
     "passes": {"prepared", "passes"},
-    "steps": {"estimate, not measured", "steps", "integrated from steps"},
+    "steps": {"steps", "integrated from steps"},
     "simulated": {"simulated"},
     "shapes": {"loaded", "prepared", "passes"},
     "generate": {"loaded", "generate"},
@@ -53,8 +52,8 @@ def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
     assert content["commit"] == "abc"
 
     # every section is done and leaves nothing out
-    assert content["sections"] == dict.fromkeys(command.SECTIONS, "done")
-    assert list(command.SECTIONS) == ["equality", *SECTIONS]
+    assert content["sections"] == dict.fromkeys(TABLES, "done")
+    assert list(TABLES) == list(SECTIONS)
     for section, tables in TABLES.items():
         found = [figure for figure in content["figures"] if figure["section"] == section]
         assert {figure["table"] for figure in found} - {"begun", "ended"} == tables
@@ -84,44 +83,44 @@ def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
 # What follows runs no model.
 
 
-def fake(body: str) -> list[str]:
-    """A process that writes figures with ``note`` and does what else is wanted."""
-    note = "import json, os, time\ndef note(**x): open(os.environ['GPU_FOLDER'] + '/figures.jsonl', 'a').write("
-    return [sys.executable, "-c", f"{note}json.dumps(x) + chr(10))\n{body}"]
+def section(name: str, between: str = "", state: str = "done") -> str:
+    """What a process does that measures a section."""
+    return f"note(section={name!r}, table='begun')\n{between}\nnote(section={name!r}, table='ended', state={state!r})\n"
 
 
-def section(name: str, between: str = "", until: str = "time.time() + 5", state: str = "done") -> str:
-    began = f"note(section={name!r}, table='begun', until={until})"
-    return f"{began}\n{between}\nnote(section={name!r}, table='ended', seconds=0, state={state!r})\n"
+FAILED, KILLED, NO_TIME = "failed: RuntimeError: no", "killed: the process ended with {}", "left out: no time"
+FAILS = section("probe", state=FAILED) + section("passes", "os._exit(9)")
+BROKEN = section("probe") + section("passes", state=FAILED) + "os._exit(1)"
 
 
-def session(folder: Path, monkeypatch: pytest.MonkeyPatch, bodies: list[str], seconds: float = 60.0) -> Any:
-    """A session whose processes are fakes, one after another."""
-    made = command.Session(folder, folder / "out", True, time.time() + seconds, {"command": "x"})
-    (folder / "cache").mkdir()
+@pytest.mark.parametrize(
+    ("bodies", "seconds", "ends"),
+    [
+        ([FAILS, section("steps")], 60, [FAILED, KILLED.format(9), "done"]),
+        (["os._exit(1)", section("passes") + section("steps")], 60, [KILLED.format(1), "done", "done"]),
+        ([BROKEN, section("steps")], 60, ["done", FAILED, "done"]),
+        ([section("probe", "time.sleep(60)")], 12, [KILLED.format(-9), NO_TIME, NO_TIME]),
+        ([], 10.5, [NO_TIME] * 3),
+    ],
+    ids=["one kills its process", "one does not begin", "one leaves a broken device", "one hangs", "no time"],
+)
+def test_a_section_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bodies: list[str], seconds: float, ends: list[str]
+) -> None:
+    """The processes are fakes, one after another."""
+    figures, waiting = tmp_path / "figures.jsonl", iter(bodies)
+    head = f"import json, os, time\ndef note(**x): open({str(figures)!r}, 'a').write(json.dumps(x) + chr(10))\n"
+    monkeypatch.setattr(command, "LEAST", 0.5)
+    monkeypatch.setattr(command, "GRACE", 0.5)
+    monkeypatch.setattr(command, "command", lambda session, sections: [sys.executable, "-c", head + next(waiting)])
+    made = command.Session(tmp_path, tmp_path / "out", True, time.time() + seconds, {"command": "x"})
     made.out.mkdir()
-    (folder / "figures.jsonl").write_text("")
-    waiting = iter(bodies)
-    monkeypatch.setattr(command, "command", lambda session, sections: fake(next(waiting)))
-    return made
-
-
-def test_a_section_that_fails_or_ends_its_process_takes_no_other_along(tmp_path: Path, monkeypatch: Any) -> None:
-    bodies = [section("probe", state="failed: RuntimeError: no") + section("passes", "os._exit(9)"), section("steps")]
-    made = session(tmp_path, monkeypatch, bodies)
-    command.run_sections(made, {"probe": 5, "passes": 5, "steps": 5})
-    assert list(made.states.items()) == [
-        ("probe", "failed: RuntimeError: no"),
-        ("passes", "killed: the process ended with 9"),
-        ("steps", "done"),
-    ]
-    assert json.loads((made.out / "gpu.json").read_text())["sections"] == made.states
-
-
-def test_without_time_nothing_is_begun(tmp_path: Path, monkeypatch: Any) -> None:
-    made = session(tmp_path, monkeypatch, [], seconds=15)
-    command.run_sections(made, {"probe": 5, "steps": 5})
-    assert made.states == dict.fromkeys(("probe", "steps"), "left out: no time")
+    figures.write_text("")
+    names = ["probe", "passes", "steps"]
+    command.run_sections(made, names)
+    assert made.states() == dict(zip(names, ends, strict=True))
+    assert json.loads((made.out / "gpu.json").read_text())["sections"] == made.states()
+    assert not list(waiting)
 
 
 @pytest.mark.parametrize(("slower", "verdict"), [(1.0, "met"), (1.3, "MISSED")])
@@ -154,12 +153,3 @@ def test_gaps_between_kernels_count_only_if_a_host_could_have_made_them() -> Non
     assert covered([(10, 20), (21, 30), (0, 5), (12, 15)], bridge=1) == 25
     assert covered([(0, 10), (4, 6), (30, 40)], bridge=5) == 20
     assert covered([], bridge=5) == 0
-
-
-def test_the_estimate_is_the_published_one() -> None:
-    """results/cuda-estimate; the floor of a step at the mean context is that of issue 17's review."""
-    rows = {row["estimate"]: [*row.values()][1:] for row in estimate("llama3.1-8b", 0.9)}
-    assert rows["draft pass, ms"] == pytest.approx([3.24, 4.63, 2.94], abs=0.005)
-    assert rows["verification, ms"] == pytest.approx([4.60, 6.76, 6.76], abs=0.005)
-    assert rows["step, ms"] == pytest.approx([7.86, 11.79, 10.09], abs=0.005)
-    assert rows["100,000 tokens, s"] == pytest.approx([171, 256, 219], abs=0.5)

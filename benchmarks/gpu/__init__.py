@@ -2,7 +2,6 @@
 
     python -m benchmarks.gpu --out runs/gpu/out --seconds 530
     python -m benchmarks.gpu --dry              # tiny shapes on the CPU: does it run at all?
-    python -m benchmarks.gpu.estimate           # what the cost model expects
 
 One process writes reports and archives; others measure, and append every figure to one file at once, so that nothing is
 lost when one of them is killed.
@@ -16,6 +15,17 @@ from typing import Any
 
 FIGURES = "figures.jsonl"
 LEAST = 10.0  # seconds; with less left no section is begun
+GRACE = 15.0  # seconds beyond its time after which a section is killed
+# In order of value, with the most seconds that each may take.
+SECTIONS = {
+    "equality": 170.0,
+    "probe": 120.0,
+    "passes": 60.0,
+    "steps": 90.0,
+    "simulated": 75.0,
+    "shapes": 90.0,
+    "generate": 45.0,
+}
 
 
 def note(folder: Path, section: str, table: str, **values: Any) -> None:

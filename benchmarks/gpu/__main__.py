@@ -14,41 +14,29 @@ import tarfile
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 from xml.etree import ElementTree
 
 from benchmarks import tables
-from benchmarks.gpu import FIGURES, LEAST, note
+from benchmarks.gpu import FIGURES, GRACE, LEAST, SECTIONS, note
 
 BEGAN = time.time()
 LARGEST = 16 << 20  # bytes of a file that a borrowed machine hands back
-_GRACE = 15.0  # seconds beyond its time after which a section is killed
-_IMPORTS = 60.0  # most seconds before a process begins its first section
 _RESERVE = 10.0  # seconds at the end for the last report
-# In order of value, with the most seconds that each may take.
-SECTIONS = {
-    "equality": 170.0,
-    "probe": 120.0,
-    "passes": 60.0,
-    "steps": 90.0,
-    "simulated": 75.0,
-    "shapes": 90.0,
-    "generate": 45.0,
-}
 
 
 @dataclass
 class Session:
-    """A run: its files, those it hands back, when it has to be over, and what has become of its sections."""
+    """A run: its files, those it hands back, when it has to be over, and what is said of it."""
 
     work: Path
     out: Path
     dry: bool
     deadline: float  # seconds since the epoch
-    about: dict[str, Any] = field(default_factory=dict)
-    states: dict[str, str] = field(default_factory=dict)
+    about: dict[str, Any]
 
     def left(self) -> float:
         """Seconds until the last report has to be written."""
@@ -59,29 +47,34 @@ class Session:
         lines = (self.work / FIGURES).read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("}\n")]
 
-    def keep(self, caches: bool) -> None:
-        """Write everything that is handed back; the caches, which are large, where they have grown."""
-        content = {**self.about, "dry": self.dry, "sections": self.states, "figures": self.figures()}
+    def states(self) -> dict[str, str]:
+        """How the sections ended that have."""
+        return {figure["section"]: figure["state"] for figure in self.figures() if figure["table"] == "ended"}
+
+    def end(self, section: str, state: str) -> None:
+        """Note how a section ended."""
+        note(self.work, section, "ended", state=state)
+        self.report()
+
+    def report(self, caches: bool = True) -> None:
+        """Say how far it has come, and write what is handed back; of caches nothing while a process writes to them."""
+        states = self.states()
+        print(f"[{self.deadline - time.time():5.0f} s left] {states}", file=sys.stderr, flush=True)
+        content = {**self.about, "dry": self.dry, "sections": states, "figures": self.figures()}
         for name, text in (("gpu.json", json.dumps(content, indent=0)), ("gpu.md", markdown(content))):
             (self.work / name).write_text(text)
             shutil.copy(self.work / name, self.out / name)
-        archive(self.out / "gpu.tgz", self.work, [path for path in self.work.iterdir() if path.is_file()])
+        archive(self.out / "gpu.tgz", self.work, self.work.iterdir())
         if caches:
-            cached = [path for path in (self.work / "cache").rglob("*") if path.is_file()]
-            archive(self.out / "cache.tgz", self.work, cached)
-
-    def close(self, section: str, state: str) -> None:
-        """Note how a section ended, and keep all that is there."""
-        self.states[section] = state
-        print(f"[{self.deadline - time.time():5.0f} s left] {section}: {state}", file=sys.stderr, flush=True)
-        self.keep(caches=section in ("equality", "passes"))
+            archive(self.out / "cache.tgz", self.work, (self.work / "cache").rglob("*"))
 
 
-def archive(target: Path, root: Path, files: Sequence[Path]) -> None:
-    """Pack files, the smallest first, as long as they fit."""
+def archive(target: Path, root: Path, paths: Any) -> None:
+    """Pack the files among some paths, the smallest first, as long as they fit."""
     new, room = target.with_suffix(".new"), LARGEST - LARGEST // 16
+    files = [(path.stat().st_size, path) for path in paths if path.is_file()]
     with tarfile.open(new, "w:gz", compresslevel=6) as tar:
-        for path in sorted(files, key=lambda path: path.stat().st_size):
+        for _, path in sorted(files):
             room -= len(zlib.compress(path.read_bytes(), 6)) + 1024
             if room >= 0:
                 tar.add(path, path.relative_to(root))
@@ -131,13 +124,6 @@ def targets(figures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def command(session: Session, sections: Mapping[str, float]) -> list[str]:
-    """The process that measures some sections."""
-    timed = [f"{name}={seconds:.0f}" for name, seconds in sections.items()]
-    until = ["--until", str(session.deadline - _RESERVE), *(["--dry"] if session.dry else [])]
-    return [sys.executable, "-m", "benchmarks.gpu.measure", "--folder", str(session.work), *until, *timed]
-
-
 def environment(session: Session) -> dict[str, str]:
     """Of all processes: offline, caches within the folder, kernels interpreted in a dry run."""
     folder = session.work.resolve()
@@ -147,12 +133,13 @@ def environment(session: Session) -> dict[str, str]:
     return {**os.environ, **own, **dry}
 
 
-def run_tests(session: Session, seconds: float, log: IO[bytes]) -> None:
+def run_tests(session: Session, log: IO[bytes]) -> None:
     """Run the tests of equality, and note their outcomes; when their time is up they are interrupted as by Ctrl-C."""
     found = session.work / "equality.xml"
     found.unlink(missing_ok=True)
-    limit = ["timeout", "--signal=INT", f"--kill-after={_GRACE}", f"{min(seconds, session.left()) - _GRACE:.0f}"]
+    seconds = min(SECTIONS["equality"], session.left()) - GRACE
     tests = ["pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-v", "-m", "gpu", "tests/test_gpu.py"]
+    limit = ["timeout", "--signal=INT", f"--kill-after={GRACE}", f"{seconds:.0f}"]
     line = [*limit, sys.executable, "-m", *tests, f"--junitxml={found}"]
     code = subprocess.run(line, stdout=log, stderr=log, env=environment(session), check=False).returncode
     passed = False
@@ -162,53 +149,49 @@ def run_tests(session: Session, seconds: float, log: IO[bytes]) -> None:
         about = {"test": case.get("name"), "outcome": outcome, "seconds": float(case.get("time", 0)), "why": why}
         note(session.work, "equality", "tests", **about)
         passed |= outcome == "passed"
-    failed = f"failed: pytest ended with {code}"
     ends = {0: "done" if passed else "failed: no test has passed", 2: "cut short", 124: "cut short"}
-    session.close("equality", ends.get(code, failed))
+    session.end("equality", ends.get(code, f"failed: pytest ended with {code}"))
 
 
-def run_sections(session: Session, sections: Mapping[str, float]) -> None:
-    """Run all sections, each within its time; one that ends its process is noted, and the next one runs."""
-    with (session.work / "gpu.log").open("wb") as log:
-        while waiting := {name: seconds for name, seconds in sections.items() if name not in session.states}:
-            if session.left() < LEAST + _GRACE:
-                for name in waiting:
-                    session.close(name, "left out: no time")
-                return
-            if "equality" in waiting:
-                run_tests(session, waiting["equality"], log)
-                continue
-            # a group of its own, to be killed with all that it starts; no session of its own, which would outlive us
-            own: dict[str, Any] = {"env": environment(session), "preexec_fn": os.setpgrp}
-            process = subprocess.Popen(command(session, waiting), stdout=log, stderr=log, **own)
-            try:
-                _watch(session, process, waiting)
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
+def command(session: Session, sections: Sequence[str]) -> list[str]:
+    """The process that measures some sections."""
+    until = ["--until", str(session.deadline - _RESERVE), *(["--dry"] if session.dry else [])]
+    return [sys.executable, "-m", "benchmarks.gpu.measure", "--folder", str(session.work), *until, *sections]
 
 
-def _watch(session: Session, process: subprocess.Popen[bytes], sections: Mapping[str, float]) -> None:
-    """Close sections as a process ends them; kill it if one takes too long, or at the deadline."""
-    current, until = next(iter(sections)), time.time() + _IMPORTS
-    while True:
-        code = process.poll()
-        for figure in session.figures():
-            name = figure["section"]
-            if name not in sections or name in session.states:
-                continue
-            if figure["table"] == "begun":
-                current, until = name, figure["until"]
-            elif figure["table"] == "ended":
-                session.close(name, figure["state"])
-        if code is not None:
-            break
-        if time.time() - min(until, session.deadline - _RESERVE) > _GRACE:
+def run_process(session: Session, sections: Sequence[str], log: IO[bytes]) -> None:
+    """Measure some sections in one process, until it ends or the deadline comes; report whenever one of them ends."""
+    # a group of its own, to be killed with all that it starts; no session of its own, which would outlive us
+    own: dict[str, Any] = {"env": environment(session), "preexec_fn": os.setpgrp}
+    process = subprocess.Popen(command(session, sections), stdout=log, stderr=log, **own)
+    ended = len(session.states())
+    try:
+        while process.poll() is None and session.left() > -GRACE:
+            time.sleep(0.1)
+            if ended < len(session.states()):
+                ended = len(session.states())
+                session.report(caches=False)
+    finally:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        time.sleep(0.1)
-    if current not in session.states:
-        session.close(current, f"killed: the process ended with {code}")
+    waiting = [name for name in sections if name not in session.states()]
+    begun = {figure["section"] for figure in session.figures() if figure["table"] == "begun"}
+    code = process.wait()
+    if waiting and waiting[0] in begun | {sections[0]}:
+        note(session.work, waiting[0], "ended", state=f"killed: the process ended with {code}")
+    session.report()
+
+
+def run_sections(session: Session, sections: Sequence[str]) -> None:
+    """Run sections, each within its time; one that ends its process is noted, and the next one runs."""
+    with (session.work / "gpu.log").open("wb") as log:
+        while waiting := [name for name in sections if name not in session.states()]:
+            if session.left() < LEAST + GRACE:
+                session.end(waiting[0], "left out: no time")
+            elif waiting[0] == "equality":
+                run_tests(session, log)
+            else:
+                run_process(session, waiting, log)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -227,19 +210,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = args.only.split(",") if args.only else list(SECTIONS)
     if unknown := [name for name in names if name not in SECTIONS]:
         parser.error(f"--only: no section {unknown[0]}; there are {', '.join(SECTIONS)}")
-    session = Session(args.work, args.out or args.work / "out", args.dry, BEGAN + args.seconds)
+    words = shlex.join(["python", "-m", "benchmarks.gpu", *(sys.argv[1:] if argv is None else argv)])
+    about = {"command": words, "commit": args.commit, "cache": str(args.cache or "")}
+    session = Session(args.work, args.out or args.work / "out", args.dry, BEGAN + args.seconds, about)
     for folder in (session.work / "cache", session.out):
         folder.mkdir(parents=True, exist_ok=True)
     if args.cache:
         with tarfile.open(args.cache) as tar:
             tar.extractall(session.work, filter="data")
     (session.work / FIGURES).write_text("")
-    words = shlex.join(["python", "-m", "benchmarks.gpu", *(sys.argv[1:] if argv is None else argv)])
-    session.about = {"command": words, "commit": args.commit, "cache": str(args.cache or "")}
-    run_sections(session, {name: SECTIONS[name] for name in SECTIONS if name in names})
-    session.keep(caches=True)
+    run_sections(session, [name for name in SECTIONS if name in names])
     print((session.out / "gpu.md").read_text())
-    return 1 if any(state.startswith(("failed", "killed")) for state in session.states.values()) else 0
+    return 1 if any(state.startswith(("failed", "killed")) for state in session.states().values()) else 0
 
 
 if __name__ == "__main__":

@@ -1,31 +1,30 @@
 """The process that measures: sections in the order given, each until its time is up.
 
-python -m benchmarks.gpu.measure --folder runs/gpu --until 1700000000 passes=60 steps=70
+python -m benchmarks.gpu.measure --folder runs/gpu --until 1700000000 passes steps
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.gpu import LEAST, probe
-from benchmarks.gpu.estimate import estimate
-from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, any_width, at_context, noisy
-from benchmarks.gpu.timing import interleaved
+from benchmarks.gpu import GRACE, LEAST, probe
+from benchmarks.gpu import SECTIONS as SECONDS
+from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, at_context, interleaved, noisy
 from tswift.benchmarking.peers import PeerRun
 from tswift.benchmarking.roofline import measure_machine, pass_seconds
 from tswift.decoding.params import SamplingParams
@@ -71,7 +70,7 @@ def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ..
     started = time.perf_counter()
     for kv, limit in ((full, most), (part, 1), (loose, most)):
         noisy(kv)
-        with any_width(target) if kv is loose else nullcontext():
+        with patch.object(target, "width", None if kv is loose else target.width):  # as with --no-exact
             target.prepare(kv, limit)
     target.synchronize()
     run.note("prepared", shape=name, seconds=time.perf_counter() - started, graphs=target.graphs)
@@ -93,8 +92,6 @@ def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ..
 
 def steps(run: Run) -> None:
     """Real steps at several contexts, and what they come to over the whole text."""
-    for row in estimate(run.scale.main, ALPHA):
-        run.note("estimate, not measured", **row)
     model, prefill = run.model(run.scale.main), min(run.scale.contexts)
     cases = [("ar", None, True), *(("tokenswift", count, True) for count in run.scale.step_nodes), ("ar", None, False)]
     for method, nodes, exact in cases:
@@ -104,7 +101,7 @@ def steps(run: Run) -> None:
         for context in run.scale.contexts:
             if run.late():
                 break
-            with nullcontext() if exact else any_width(model.target):
+            with patch.object(model.target, "width", model.target.width if exact else None):
                 decode = at_context(model, method, context, _PER_STEP * run.scale.steps, nodes)
             figures = _timed(run, decode)
             per_token[context] = figures["ms"] / 1e3 / figures["tokens"]
@@ -195,20 +192,20 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--until", type=float, required=True, help="seconds since the epoch")
     parser.add_argument("--dry", action="store_true")
-    parser.add_argument("sections", nargs="+", help="NAME=SECONDS")
+    parser.add_argument("sections", nargs="+")
     args = parser.parse_args()
     transformers_logging.set_verbosity_error()
     if args.dry:
         add_tiny_shapes()
     run = Run(args.folder, DRY if args.dry else Scale(), torch.device("cpu" if args.dry else "cuda"))
     run.machine = measure_machine(run.device, torch.bfloat16)
-    about: dict[str, Any] = {**environment(run.device), **asdict(run.machine)}
-    run.note("environment", **about)
-    for name, seconds in (section.split("=") for section in args.sections):
+    run.note("environment", **{**environment(run.device), **asdict(run.machine)})
+    for name in args.sections:
         if args.until - time.time() < LEAST:
             break
-        run.section, run.until = name, min(args.until, time.time() + float(seconds))
-        run.note("begun", until=run.until)
+        run.section, run.until = name, min(args.until, time.time() + SECONDS[name])
+        faulthandler.dump_traceback_later(run.until - time.time() + GRACE, exit=True)  # it hangs then
+        run.note("begun")
         started, state = time.time(), "done"
         try:
             SECTIONS[name](run)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks.gpu.run import Run, at_context, noisy
-from benchmarks.gpu.timing import covered, interleaved, kernels, replayed
+from benchmarks.gpu.run import Run, at_context, covered, interleaved, kernels, noisy, replayed
 from tswift.attention.sdpa import Layout
 from tswift.decoding.drafter import DraftTree
 from tswift.decoding.params import SamplingParams
@@ -149,7 +149,6 @@ def _attention(run: Run, counts: Sequence[int], tried: Sequence[tuple[int, ...] 
     contexts = (max(run.scale.contexts), min(run.scale.contexts)) if run.device.type == "cuda" else (60,)
     made = {"dtype": dtype, "device": run.device}
     keys, values = torch.randn(2, heads, contexts[0] + 128, size, **made)
-    usual = backend.configuration
     for nodes, tile in product(counts, tried):
         rows = nodes * layout.groups
         if tile and not (rows <= tile[0] <= 2 * max(8, rows) or 64 <= tile[0] < rows):
@@ -161,21 +160,16 @@ def _attention(run: Run, counts: Sequence[int], tried: Sequence[tuple[int, ...] 
                 return
             length = torch.tensor(context, dtype=torch.int32, device=run.device)
             about = {"nodes": nodes, "configuration": str(tile or "in use"), "context": context}
+            chosen = (lambda *_, tile=tile: backend.Configuration(*tile)) if tile else backend.configuration
             try:
-                backend.configuration = partial(_fixed, backend.Configuration(*tile)) if tile else usual
-                attend = backend.TritonAttention(layout, length, nodes, ancestors)
-                seconds = replayed(partial(attend, query, keys, values, size**-0.5), run.device)
+                with patch.object(backend, "configuration", chosen):
+                    attend = backend.TritonAttention(layout, length, nodes, ancestors)
+                    seconds = replayed(partial(attend, query, keys, values, size**-0.5), run.device)
             except Exception as error:  # a tile that does not fit: the next one may
                 run.note("attention", **about, error=f"{type(error).__name__}: {str(error)[:100]}")
                 break
-            finally:
-                backend.configuration = usual
             rate = 2 * context * heads * size * dtype.itemsize / seconds / 1e12
             run.note("attention", **about, us=1e6 * seconds, TBps=rate)
-
-
-def _fixed(tile: Any, *_: int) -> Any:
-    return tile
 
 
 def products(run: Run) -> None:

@@ -1,14 +1,15 @@
-"""What the measuring sections share: how much is measured, the model at hand, and the file that figures go to."""
+"""What the measuring sections share: how much is measured, the model at hand, decodes at any context, and clocks."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from transformers import LlamaConfig
@@ -22,13 +23,15 @@ from tswift.kv import FullKV, KVBuffer
 from tswift.models.load import LoadedModel, load
 from tswift.models.passes import Forwarded
 from tswift.models.shapes import PREFIX, SHAPES
-from tswift.models.target import Target
+
+Key = TypeVar("Key")
 
 ALPHA = 0.9  # simulated acceptance
 TOKENS = 100_000  # of the text whose time is integrated
 _WORDS = 500  # tokens that texts are made of, so that n-grams come again
 _SPREAD = 4.0  # of their logits, so that random weights draw them and no others
 _FORWARDED = 64  # tokens of a prompt that are really forwarded
+_BRIDGE = 5.0  # microseconds; kernels that are queued already follow each other faster, and no host is that fast
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,8 @@ class Run:
                 rows.mul_(_SPREAD / float(rows.double().std()) / model.target.hidden_size**0.5)
             model.target.synchronize()
             about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "exact", "heads")}
-            about["inexact"] = model.inexact
-            self.note("loaded", **about, graphs=model.target.graphs, seconds=time.perf_counter() - started)
+            about |= {"inexact": model.inexact, "graphs": model.target.graphs}
+            self.note("loaded", **about, seconds=time.perf_counter() - started)
         return self._model
 
     def drop_model(self) -> None:
@@ -137,7 +140,14 @@ def at_context(
     ids = torch.randint(_words(model), (context + 1,), generator=torch.Generator().manual_seed(1)).tolist()
     walk = None if method == "ar" else lambda depth: SimulatedWalk(ALPHA, depth)
     decode = begin(model, ids, length, method=method, options=DraftOptions(nodes=nodes), walk=walk, **settings)
-    with _skipped_prefill(model.target):
+    forward = model.target.chunks
+
+    def chunks(tokens: Sequence[int], kv: FullKV) -> Iterator[Forwarded]:
+        noisy(kv)
+        kv.length = max(0, len(tokens) - _FORWARDED)
+        yield from forward(tokens[kv.length :], kv)
+
+    with patch.object(model.target, "chunks", chunks):
         decode.decoding.prefill()
     return decode
 
@@ -152,28 +162,75 @@ def noisy(kv: KVBuffer) -> None:
     kv.values.normal_()
 
 
-@contextmanager
-def any_width(target: Target) -> Iterator[None]:
-    """Have the target prepare passes that are as wide as they happen to be, as with --no-exact."""
-    width, target.width = target.width, None
-    try:
-        yield
-    finally:
-        target.width = width
+def interleaved(
+    runs: Mapping[Key, Callable[[], Any]], rounds: int, device: torch.device, warmups: int = 3
+) -> dict[Key, float]:
+    """Median seconds that each of several runs keeps the device busy, in rounds of one of each.
+
+    On CUDA nothing is waited for before all are queued: the host is ahead of the device then, and the time between a
+    run's two events is the device's own. A run must not wait for the device itself.
+    """
+    cuda = device.type == "cuda"
+
+    def mark() -> Any:
+        if not cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    for _ in range(warmups):
+        for run in runs.values():
+            run()
+    if cuda:
+        torch.cuda.synchronize()
+    marks: dict[Key, list[tuple[Any, Any]]] = {key: [] for key in runs}
+    for _ in range(rounds):
+        for key, run in runs.items():
+            start = mark()
+            run()
+            marks[key].append((start, mark()))
+    if cuda:
+        torch.cuda.synchronize()
+    return {
+        key: median(start.elapsed_time(end) / 1e3 if cuda else end - start for start, end in pairs)
+        for key, pairs in marks.items()
+    }
 
 
-@contextmanager
-def _skipped_prefill(target: Target) -> Iterator[None]:
-    """Have the target fill caches with noise and forward no more than the last tokens of a prompt."""
-    forward = target.chunks
+def replayed(run: Callable[[], Any], device: torch.device) -> float:
+    """Median seconds of a run on the device, replayed as a CUDA graph so that no launch shows."""
+    if device.type != "cuda":
+        return interleaved({"": run}, 1, device, warmups=1)[""]
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return interleaved({"": graph.replay}, 20, device)[""]
 
-    def chunks(tokens: Sequence[int], kv: FullKV) -> Iterator[Forwarded]:
-        noisy(kv)
-        kv.length = max(0, len(tokens) - _FORWARDED)
-        yield from forward(tokens[kv.length :], kv)
 
-    target.chunks = chunks  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del target.chunks
+def kernels(run: Callable[[], Any], device: torch.device) -> list[tuple[str, float, float]]:
+    """What a CUDA device did during a run: name, beginning and end in microseconds of each kernel and copy."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize(device)
+    events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    events = [event for event in events if not getattr(event, "is_user_annotation", False)]
+    if not events:
+        raise RuntimeError("the profiler saw no kernel")
+    return [(event.name, event.time_range.start, event.time_range.end) for event in events]
+
+
+def covered(intervals: Iterable[tuple[float, float]], bridge: float = _BRIDGE) -> float:
+    """Length of what the intervals cover together, and of the gaps of at most ``bridge`` between them."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        begin = reached if start - reached <= bridge else start
+        total += max(0.0, end - begin)
+        reached = max(reached, end)
+    return total
