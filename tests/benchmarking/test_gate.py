@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from tests.benchmarking.helpers import changed, make_measurement, points_of
 from tests.rows import every_row
 from tswift.benchmarking.gate import (
-    bench_schema,
     compare,
     load_measurement,
     moved,
     parse_rule,
     refuse_foreign,
+    schema_of,
 )
 from tswift.benchmarking.report import encode
 from tswift.benchmarking.run import workload_hash
@@ -207,7 +207,7 @@ def test_the_table_has_the_draw_that_moved_most_and_says_simulated() -> None:
     assert lacking[0][2] == "REGRESSED: 1 of the baseline's runs not measured"
 
 
-VALIDATOR = jsonschema.Draft202012Validator(bench_schema())
+VALIDATOR = jsonschema.Draft202012Validator(schema_of("bench"))
 
 
 def test_written_and_read_back(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tswift.benchmarking.config import (
     parse_shard,
     parse_trees,
 )
-from tswift.benchmarking.gate import bench_schema
+from tswift.benchmarking.gate import schema_of
 from tswift.benchmarking.run import (
     Case,
     Probe,
@@ -52,7 +52,7 @@ from tswift.engine import Generation, MemoryEstimate
 from tswift.errors import InputError
 
 LENGTH = 120
-SCHEMA = jsonschema.Draft202012Validator(bench_schema())
+SCHEMA = jsonschema.Draft202012Validator(schema_of("bench"))
 PROMPTS = [Prompt("p", list(range(1, 9)))]
 
 

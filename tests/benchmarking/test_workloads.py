@@ -12,7 +12,7 @@ import pytest
 
 from tests.benchmarking.helpers import make_measurement
 from tswift.benchmarking.config import BenchOptions, Plan, configure, parse_peers
-from tswift.benchmarking.gate import bench_schema
+from tswift.benchmarking.gate import schema_of
 from tswift.benchmarking.report import csv_text, tables
 from tswift.benchmarking.run import begin_measurement, measure
 from tswift.benchmarking.workloads import Prompt, read_workloads
@@ -90,7 +90,7 @@ def test_a_table_by_kind() -> None:
         record["workload"]["prompts"], ("prose", "prose", "log"), (90, 1024, 40), strict=True
     ):
         prompt.update(kind=kind, tokens=tokens)
-    jsonschema.validate(record, bench_schema())
+    jsonschema.validate(record, schema_of("bench"))
     (table,) = tables(record)
     assert [row[:5] for row in table.rows] == [
         ["AR", "prose", "2", "90 to 1,024", "500"],
@@ -123,7 +123,7 @@ def beside(checkpoint: Path, small: Path, plan: Plan = PLAN, **sampling: float):
     keep = lambda label, case, found, samples: texts.update({case.prompt.name: found})  # noqa: E731
     state = measure({"": config}, record, prompts, plan, lambda *at: None, lambda: None, keep)
     assert state == "finished"
-    jsonschema.validate(json.loads(json.dumps(record)), bench_schema())
+    jsonschema.validate(json.loads(json.dumps(record)), schema_of("bench"))
     return record, texts
 
 

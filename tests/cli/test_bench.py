@@ -12,7 +12,7 @@ import pytest
 
 from tests.rows import every_row
 from tswift.benchmarking import run
-from tswift.benchmarking.gate import bench_schema
+from tswift.benchmarking.gate import schema_of
 from tswift.benchmarking.plots import acceptance_figure
 from tswift.benchmarking.summary import METRICS, Metric
 from tswift.decoding.loop import DecodeStats
@@ -161,7 +161,7 @@ def test_a_made_up_metric_is_everywhere(tswift, checkpoint, prompt, monkeypatch)
     first = bench("--out", "a")
     assert first.code == 0, first.err
     record = json.loads(Path("a/bench.json").read_text())
-    jsonschema.validate(record, bench_schema())
+    jsonschema.validate(record, schema_of("bench"))
     points = [point for sample in record["samples"] for point in sample["points"]]
     assert [point["waste"] for point in points] == [point["nodes"] / point["tokens"] for point in points]
     lines = list(csv.DictReader(Path("a/bench.csv").read_text().splitlines()))

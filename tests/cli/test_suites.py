@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from tests.conftest import SENTENCES, make_checkpoint
-from tswift.benchmarking.gate import bench_schema
+from tswift.benchmarking.gate import schema_of
 from tswift.benchmarking.suites import PREFILL, SUITES
 from tswift.benchmarking.summary import METRICS, NOTHING, QUALITY, Figure, from_source
 from tswift.drafting.methods import METHODS
@@ -75,7 +75,7 @@ def test_a_suite_from_end_to_end(small, small_model, name):
     assert record["missing"] == []
     assert {row["axis"] for row in record["rows"]} >= {*SUITES[name].labels}
     for group in record["groups"]:
-        jsonschema.validate(group["measurement"], bench_schema())
+        jsonschema.validate(group["measurement"], schema_of("bench"))
         for sample in group["measurement"]["samples"]:
             assert sample["same_as_ar"] is (None if sample["method"] == "ar" else True)
             for point in sample["points"]:

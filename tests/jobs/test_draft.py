@@ -16,7 +16,7 @@ from tests.benchmarking.helpers import MACHINE
 from tests.conftest import make_checkpoint
 from tswift import engine
 from tswift.benchmarking.config import BenchOptions, Plan, configure
-from tswift.benchmarking.gate import bench_schema
+from tswift.benchmarking.gate import schema_of
 from tswift.benchmarking.roofline import floor_of
 from tswift.benchmarking.run import begin_measurement
 from tswift.benchmarking.workloads import Prompt
@@ -156,7 +156,7 @@ def test_drafting_weights_of_methods_side_by_side(checkpoint: Path, torchao: Non
     prompt, plan = Prompt("p", tuple(range(1, 9))), Plan(prefills=(8,), lens=(20,), warmup=0)
     measurement = begin_measurement(config, [prompt], plan, ["tswift"], MACHINE)
     assert measurement["workload"]["draft_weights"] == "int8"
-    jsonschema.validate(json.loads(json.dumps(measurement)), bench_schema())
+    jsonschema.validate(json.loads(json.dumps(measurement)), schema_of("bench"))
     plain = begin_measurement(
         configure(BenchOptions(methods, model=str(checkpoint), device="cpu")), [prompt], plan, ["tswift"], MACHINE
     )

@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import re
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from tswift.benchmarking.suites import SUITES, find_suite
 from tswift.benchmarking.summary import (
     METRICS,
     NOTHING,
+    Metric,
     Table,
     cell_of,
     done_cells,
@@ -58,58 +59,52 @@ Value = tuple["float | None", set[Draw]]  # a mean, and what it is over
 
 _ABSENT: Value = (None, set())
 
+Record = dict[str, Any]  # as in bench.json or suite.json
+
 
 @dataclass(frozen=True)
 class Rule:
     """How much worse a metric may get."""
 
-    metric: str  # its name in ``--fail-on``
+    figure: str  # the metric's name in a measurement
     tolerance: float  # at least 0; a share of the baseline if relative, else in the metric's own unit
     relative: bool
 
     @property
-    def figure(self) -> str:
-        """The metric's name in a measurement."""
-        return gated()[self.metric]
-
-    @property
-    def timed(self) -> bool:
-        """Whether the metric is a time, which differs between machines."""
-        return not METRICS[self.figure].exact
-
-    @property
-    def _sign(self) -> int:
-        return -1 if METRICS[self.figure].lower_is_better else 1
+    def metric(self) -> Metric:
+        """What is known of the metric; a time differs between machines, a counter does not."""
+        return METRICS[self.figure]
 
     def limit(self, baseline: float) -> float:
         """The worst value that passes."""
-        return baseline - self._sign * (self.tolerance * abs(baseline) if self.relative else self.tolerance)
+        return baseline - self.metric.sign * self.tolerance * (abs(baseline) if self.relative else 1)
 
     def allows(self, baseline: float, ours: float) -> bool:
         """Whether our value passes."""
-        return self._sign * (ours - self.limit(baseline)) >= -_SLACK * max(1.0, abs(baseline))
+        return self.metric.sign * (ours - self.limit(baseline)) >= -_SLACK * max(1.0, abs(baseline))
 
     def values(self, measurement: Mapping[str, Any]) -> dict[Place, Value]:
         """What is compared, and its draws: times as means over a cell, counters draw by draw."""
         values: dict[Place, Value] = {}
         for cell in summarise(measurement):
-            if self.timed:
+            if self.metric.exact:
+                for draw, means in cell.draws.items():
+                    values[(cell.axis, *cell.place, draw)] = means.get(self.figure), {draw}
+            else:
                 values[(cell.axis, *cell.place, None)] = cell.figures[self.figure].mean, set(cell.draws)
-            for draw, means in cell.draws.items() if not self.timed else ():
-                values[(cell.axis, *cell.place, draw)] = means.get(self.figure), {draw}
         return values
 
     def check(self, baseline: Mapping[str, Any]) -> None:
         """Refuse a baseline without the metric, and a tolerance so loose that the rule could never fail."""
-        known = [value for value, _ in self.values(baseline).values() if value is not None]
+        name, known = self.metric.gate, [value for value, _ in self.values(baseline).values() if value is not None]
         if not known:
-            raise InputError(f"the baseline holds no {self.metric}", "against")
-        positive = [value for value in known if value > 0]
-        if self._sign > 0 and positive and all(self.allows(value, 0.0) for value in positive):
+            raise InputError(f"the baseline holds no {name}", "against")
+        if self.metric.sign > 0 and max(known) > 0 and all(self.allows(value, 0.0) for value in known if value > 0):
             percent = self.tolerance if 1 <= self.tolerance < 100 else 10
-            message = f"{self.metric} can never fall by more than {self.tolerance:g}, the baseline has"
-            share = f"a share of it is written {self.metric}:{percent:g}%"
-            raise InputError(f"{message} {max(positive):.4g} at most; {share}", "fail_on")
+            message = (
+                f"{name} can never fall by more than {self.tolerance:g}, the baseline has {max(known):.4g} at most"
+            )
+            raise InputError(f"{message}; a share of it is written {name}:{percent:g}%", "fail_on")
 
 
 def parse_rule(text: str) -> Rule:
@@ -118,19 +113,20 @@ def parse_rule(text: str) -> Rule:
     A tolerance ending in % is a share of the baseline, another one is absolute. A metric alone means no tolerance at
     all, which counters can keep and times cannot.
     """
-    metric, colon, tolerance = text.strip().partition(":")
-    if metric not in gated():
-        raise InputError(f"knows {', '.join(gated())}, got {metric!r}{did_you_mean(metric, gated())}", "fail_on")
-    if not colon and Rule(metric, 0.0, False).timed:
-        raise InputError(f"{metric} varies from run to run: give a tolerance, such as {metric}:10%", "fail_on")
+    name, colon, tolerance = text.strip().partition(":")
+    figure = gated().get(name)
+    if figure is None:
+        raise InputError(f"knows {', '.join(gated())}, got {name!r}{did_you_mean(name, gated())}", "fail_on")
+    if not colon and not METRICS[figure].exact:
+        raise InputError(f"{name} varies from run to run: give a tolerance, such as {name}:10%", "fail_on")
     relative = tolerance.endswith("%")
-    digits = tolerance[:-1] if relative else tolerance if colon else "0"
+    digits = tolerance.removesuffix("%") if colon else "0"
     value = float(digits) / (100 if relative else 1) if _NUMBER.fullmatch(digits) else math.inf
     if math.isinf(value):
-        raise InputError(f"wants a tolerance such as {metric}:0.05 or {metric}:10%, got {tolerance!r}", "fail_on")
-    if relative and value >= 1 and not METRICS[gated()[metric]].lower_is_better:
-        raise InputError(f"{metric} can never fall by more than 100%, got {tolerance!r}", "fail_on")
-    return Rule(metric, value, relative)
+        raise InputError(f"wants a tolerance such as {name}:0.05 or {name}:10%, got {tolerance!r}", "fail_on")
+    if relative and value >= 1 and METRICS[figure].sign > 0:
+        raise InputError(f"{name} can never fall by more than 100%, got {tolerance!r}", "fail_on")
+    return Rule(figure, value, relative)
 
 
 @dataclass(frozen=True)
@@ -210,7 +206,7 @@ def compare(measurement: Mapping[str, Any], baseline: Mapping[str, Any], rules: 
             method, prefill, length, draw = place
             name = _draw_name(*draw) if draw and draws[place[:3]] > 1 else ""
             note, limit = ": ".join(filter(None, (name, why))), None if before is None else rule.limit(before)
-            verdicts.append(Verdict(rule.metric, method, prefill, length, ok, note, before, value, limit))
+            verdicts.append(Verdict(rule.metric.gate, method, prefill, length, ok, note, before, value, limit))
     return verdicts
 
 
@@ -262,7 +258,9 @@ def refuse_foreign(
             decide.
         force: compare times although the machines differ.
     """
-    timed, counted = (next((rule.metric for rule in rules if rule.timed is kind), None) for kind in (True, False))
+    timed, counted = (
+        next((rule.metric.gate for rule in rules if rule.metric.exact is exact), None) for exact in (False, True)
+    )
     if counted and simulated_alpha(measurement) is not None:
         raise InputError(f"{counted} follows from --simulate-alpha and is not measured; times are", "fail_on")
     differing = other_workload(measurement, baseline)
@@ -286,8 +284,7 @@ def refuse_foreign(
 
 def other_workload(measurement: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """What of two measurements' workloads differs, by name."""
-    # through JSON, which knows no tuples: one of them may come from a file
-    ours, theirs = (json.loads(json.dumps(one["workload"])) for one in (measurement, other))
+    ours, theirs = (plain(one["workload"]) for one in (measurement, other))  # one of them may come from a file
     differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     return [name for name in differing if name != "hash"] or differing
 
@@ -298,12 +295,9 @@ def differ(names: Sequence[str]) -> str:
     return f"{', '.join(once)} differ{'s' if len(once) == 1 else ''}"
 
 
-def load_measurement(path: Path, option: str = "against") -> dict[str, Any]:
+def load_measurement(path: Path, option: str = "against") -> Record:
     """Read a complete ``bench.json``, which ``option`` named."""
-    content = parse_json(read_file(path, MOST_RECORD, option), path, option)
-    if not isinstance(content, dict) or content.get("kind") != "bench":
-        raise InputError(f"{path} is not a bench.json of tswift bench", option)
-    check_schema(content, bench_schema(), path, option)
+    content = _read(path, option, ("bench",))
     if content.get("options", {}).get("shard"):
         raise InputError(f"{path} is a shard; bench --merge makes a whole of all of them", option)
     if content["state"] != FINISHED:  # what it has not reached would never be missed
@@ -313,25 +307,37 @@ def load_measurement(path: Path, option: str = "against") -> dict[str, Any]:
     return content
 
 
-def check_schema(content: Mapping[str, Any], schema: Mapping[str, Any], path: Path, option: str) -> None:
+def _read(path: Path, option: str, kinds: Sequence[str]) -> Record:
+    """A record of one of some kinds, as its schema says."""
+    content = parse_json(read_file(path, MOST_RECORD, option), path, option)
+    kind = content.get("kind") if isinstance(content, dict) else None
+    if kind not in kinds:
+        raise InputError(f"{path} is not a {' or '.join(f'{each}.json' for each in kinds)} of tswift bench", option)
+    _check(content, kind, path, option)
+    for measurement in parts(content).values():
+        _check(measurement, "bench", path, option)
+    return content
+
+
+def _check(content: Record, kind: str, path: Path, option: str) -> None:
     """Refuse a record of another version, or one that is not as its schema says."""
-    version = bench_schema()["properties"]["schema"]["const"]
+    version = schema_of("bench")["properties"]["schema"]["const"]
     if content.get("schema") != version:
-        raise InputError(
-            f"{path} has schema version {content.get('schema')!s:.40}, this tswift reads {version}", option
-        )
-    error = next(_validator(schema).iter_errors(content), None)
+        found = f"{content.get('schema')!s:.40}"
+        raise InputError(f"{path} has schema version {found}, this tswift reads {version}", option)
+    error = next(_validator(kind).iter_errors(content), None)
     if error:
         raise InputError(f"{path} is damaged ({error.json_path}: {error.message[-100:]})", option)
 
 
 @cache
-def bench_schema() -> Mapping[str, Any]:
-    """The JSON schema of ``bench.json``."""
-    return json.loads((files("tswift.benchmarking") / "bench.schema.json").read_text(encoding="utf-8"))
+def schema_of(kind: str) -> Mapping[str, Any]:
+    """The JSON schema of ``bench.json`` or ``suite.json``."""
+    return json.loads((files("tswift.benchmarking") / f"{kind}.schema.json").read_text(encoding="utf-8"))
 
 
-def _validator(schema: Mapping[str, Any]) -> Any:
+@cache
+def _validator(kind: str) -> Any:
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
 
@@ -340,36 +346,12 @@ def _validator(schema: Mapping[str, Any]) -> Any:
 
     kinds = {"number": number, "integer": lambda _, value: number(_, value) and type(value) is int}
     checker = Draft202012Validator.TYPE_CHECKER.redefine_many(kinds)
-    return extend(Draft202012Validator, type_checker=checker)(schema)
+    return extend(Draft202012Validator, type_checker=checker)(schema_of(kind))
 
 
 FILES = ("bench.json", "bench-simulated.json", "suite.json")
-_KINDS = (BenchOptions, SamplingParams, DraftOptions)
 JUDGED = tuple(each.name for each, _ in options_of(Judging))
 _MAY_DIFFER = ("prompts", "workload", "shard", *JUDGED)  # of prompts, what is in them counts
-_SUITE: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {
-        "suite": {"enum": list(SUITES)},
-        "groups": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "properties": {"label": {"type": "string"}, "measurement": {"type": "object"}},
-                "required": ["label", "measurement"],
-            },
-        },
-        "missing": {"type": "array"},
-        "options": {"type": "object"},
-        "texts": {"type": "array", "items": {"type": "object", "required": ["label", "prompt", "prefill", "seed"]}},
-        "started": {"type": "string"},
-        "ended": {"type": "string"},
-    },
-    "required": ["suite", "groups", "missing", "texts", "started", "ended"],
-}
-
-Record = dict[str, Any]  # as in bench.json or suite.json
 
 
 def open_record(folder: Path, option: str, stack: ExitStack) -> Record:
@@ -381,24 +363,17 @@ def open_record(folder: Path, option: str, stack: ExitStack) -> Record:
 
 def read_record(folder: Path, option: str) -> Record:
     """The record in a benchmark's folder, whether it ran to its end or not."""
-    names = [name for name in FILES if (folder / name).is_file()]
-    if not names:
+    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if path is None:
         raise InputError(f"{folder} holds no {', '.join(FILES[:-1])} or {FILES[-1]}", option)
-    path = folder / names[0]
-    content = parse_json(read_file(path, MOST_RECORD, option), path, option)
-    kind = content.get("kind") if isinstance(content, dict) else None
-    if kind not in ("bench", "suite"):
-        raise InputError(f"{path} is not a record of tswift bench", option)
-    if kind == "suite":
-        check_schema(content, _SUITE, path, option)
-    for measurement in parts(content).values():
-        check_schema(measurement, bench_schema(), path, option)
-        if "sessions" not in measurement or "options" not in content:
-            raise InputError(f"{path} was written by an older tswift, which did not keep its options", option)
+    content = _read(path, option, ("bench", "suite"))
+    if "options" not in content or any("sessions" not in measurement for measurement in parts(content).values()):
+        raise InputError(f"{path} was written by an older tswift, which did not keep its options", option)
     content["options"] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in content["options"].items()
     }
     try:
+        find_suite(content.get("suite", next(iter(SUITES))))
         plan_of(content["options"])
     except InputError as error:
         raise InputError(f"{path} is damaged ({error})", option) from None
@@ -413,9 +388,10 @@ def plan_of(options: Mapping[str, Any]) -> Plan:
 
 def refuse_changes(record: Record, typed: Mapping[str, Any]) -> None:
     """No option is silently ignored: what was typed for a benchmark that goes on is its own, or refused."""
-    defaults = [vars(plan_of({"suite": record.get("suite")}))]
-    defaults += [{each.name: each.default for each, _ in options_of(kind)} for kind in _KINDS]
-    known = {**ChainMap(*defaults), **record["options"]}
+    known = vars(plan_of({"suite": record.get("suite")}))
+    for kind in (BenchOptions, SamplingParams, DraftOptions):
+        known = {**{each.name: each.default for each, _ in options_of(kind)}, **known}
+    known |= record["options"]
     for name, value in typed.items():
         own = known.get(name)
         if plain(value) != plain(own):

@@ -178,27 +178,26 @@ class Floor:
 
 def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
     """Floors of a benchmark's methods; None for a quantised model, or for mixtures of experts."""
-    model = config.model
-    if routed(model.target.model.config) or model.quantization:
+    model, target = config.model, config.model.target
+    if routed(target.model.config) or model.quantization:
         return None
-    target = model.target
     drafting, shape = {}, shape_of(target.model, target.dtype.itemsize, target.kv_shape.dtype.itemsize)
     for contender in config.contenders:
         kind, options = find_method(contender.method), contender.options
+        levels = len(options.tree) if isinstance(options.tree, tuple) else 0
         extra_bytes, passes, budget, bits = 0, 1, None, None
-        if model.heads and isinstance(options.tree, tuple):
-            count = len(options.tree) - kind.by_lm_head
-            extra_bytes = sum(weight.nbytes for head in model.heads.heads[:count] for weight in head.parameters())
+        if model.heads:
+            used = model.heads.heads[: max(0, levels - kind.by_lm_head)]
+            extra_bytes = sum(weight.nbytes for head in used for weight in head.parameters())
         if kind.gamma is not None and options.gamma and "costs" not in kind.uses:  # else one is made for certain
             # a chain that is itself drafted takes at least the passes of full acceptance
-            inner = options.inner_gamma if "inner_gamma" in kind.uses else 0
-            passes = math.ceil(options.gamma / (1 + inner))
+            passes = math.ceil(options.gamma / (1 + (options.inner_gamma if "inner_gamma" in kind.uses else 0)))
         if kind.draft and model.draft is not None:
             extra_bytes += passes * shape_of(model.draft.model, model.draft.dtype.itemsize).weight_bytes
-        spec = model.target.network_spec
+        spec = target.network_spec
         if kind.networks and spec is not None and options.budget is not None:
-            levels = len(options.tree) if isinstance(options.tree, tuple) else options.gamma or spec.count
-            extra_bytes += spec.read_bytes(shape.itemsize, options.budget, levels, shape.lm_head)
+            depth = levels or options.gamma or spec.count
+            extra_bytes += spec.read_bytes(shape.itemsize, options.budget, depth, shape.lm_head)
         if kind.partial:
             bits = BITS[model.draft_weights] if model.draft_weights else None
             budget = _UNBOUNDED if options.kv == FULL else options.budget
@@ -208,14 +207,12 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
 
 def foresee(query: RooflineQuery) -> tuple[list[Table], dict[str, Any]]:
     """The tables of ``tswift roofline``, and all of it for JSON; of the model, its configuration alone is read."""
-    config = read_config(query.model)
+    config, is_shape = read_config(query.model), query.model.startswith(SHAPE_PREFIX)
     refuse_routed(config, query.model)
     place = find_device("auto" if query.device in (None, "here") else query.device) if query.here else None
-    if query.dtype != "auto":
-        dtype = find_dtype(query.dtype)
-    else:  # as `generate` and `bench` take it
-        on_cpu = place is not None and place.type == "cpu" and not query.model.startswith(SHAPE_PREFIX)
-        dtype = torch.float32 if on_cpu else own_dtype(config)
+    dtype = own_dtype(config) if query.dtype == "auto" else find_dtype(query.dtype)
+    if query.dtype == "auto" and place is not None and place.type == "cpu" and not is_shape:
+        dtype = torch.float32  # as `generate` and `bench` take it
     words = str(dtype).removeprefix("torch.")
     if query.bandwidth is not None and query.flops is not None:
         machine, where = Machine(query.bandwidth * 1e9, query.flops * 1e12), "as given"
@@ -226,11 +223,10 @@ def foresee(query: RooflineQuery) -> tuple[list[Table], dict[str, Any]]:
     with silence(), in_one_line(query.model):
         own = kv_dtype_for("auto", dtype, place or torch.device("cuda"), query.model)
         shape = shape_of(skeleton(config), dtype.itemsize, own.itemsize)
-    is_shape = query.model.startswith(SHAPE_PREFIX)
-    network = None if query.drafter is None else drafter_of(query.drafter, config, is_shape).spec
-    found = predict(shape, machine, query, max_positions(config), network)
+    drafter = None if query.drafter is None else drafter_of(query.drafter, config, is_shape).spec
+    found = predict(shape, machine, query, max_positions(config), drafter)
     about = {"model": query.model, "dtype": words, "device": where}
-    return tables(shape, machine, found, f"{query.model}, {words}, {where}"), {**about, **found}
+    return tables(shape, machine, found, ", ".join(about.values())), {**about, **found}
 
 
 def predict(
@@ -248,9 +244,9 @@ def predict(
         ``even_alpha`` the alpha at which a cheaper draft is as quick as one with the model's own weights.
     """
     contexts = query.contexts or tuple(context for context in CONTEXTS if context <= positions) or (positions,)
-    beyond = [context for context in contexts if context > positions]
-    if beyond:
-        raise InputError(f"{beyond[0]:,} is more than the model's {positions:,} positions", "context")
+    if max(contexts) > positions:
+        beyond = next(context for context in contexts if context > positions)
+        raise InputError(f"{beyond:,} is more than the model's {positions:,} positions", "context")
     total = query.prefill + query.length
     if total > positions:
         need = f"{query.prefill:,} prompt tokens and {query.length:,} new ones need {total:,} positions"
@@ -277,67 +273,56 @@ def predict(
 
 
 def _decodes(shape: Shape, machine: Machine, query: RooflineQuery, drafter: DrafterSpec | None) -> list[dict[str, Any]]:
-    prefill, length, alpha, depth = query.prefill, query.length, query.alpha, query.depth
-    plain = decode_seconds(shape, machine, prefill, length, length, length)
-
-    def floor(method: str, per_step: float, passes: int, seconds: float, **drafted: Any) -> dict[str, Any]:
-        step = seconds / passes
-        return {
-            "method": method,
-            "alpha": None,  # where nothing is drafted
-            "tokens_per_step": per_step,
-            "passes": passes,
-            "floor_seconds": seconds,
-            "speedup": plain / seconds,
-            "step_seconds": step,
-            "needed": step * length / plain,
-            "draft_weights": None,
-            "draft_bits": None,  # of the weights that drafting reads, except the LM head's
-            "even_alpha": None,
-            **drafted,
-        }
-
-    floors = [floor(BASELINE, 1.0, length, plain)]
-    if alpha is None:
-        return floors
-    per_step = depth * alpha + 1
-    passes = math.ceil(length / per_step)
-    head_bytes = (depth - 1) * shape.hidden_size**2 * shape.itemsize
-    own = None  # seconds with the model's own weights
-    for kind in dict.fromkeys((None, query.draft_weights)):
-        bits = 8 * shape.itemsize if kind is None else BITS[kind]
-        drafting = Drafting(query.budget, head_bytes, bits=bits)
-        seconds = decode_seconds(shape, machine, prefill, length, passes, passes * max(query.nodes), drafting)
-        drafted = {"alpha": alpha, "draft_weights": kind, "draft_bits": bits}
-        if own is not None:
-            drafted["even_alpha"] = max(0.0, (per_step * seconds / own - 1) / depth)
-        own = own or seconds
-        floors.append(floor("tokenswift", per_step, passes, seconds, **drafted))
-    if drafter is not None:
-        per_step, name = drafter.count * alpha + 1, f"drafter {drafter.kind}"
-        passes = math.ceil(length / per_step)
+    length, alpha, depth, bits = query.length, query.alpha, query.depth, 8 * shape.itemsize
+    # method, tokens drafted along a path, what drafting costs, its weights and their bits
+    lanes: list[tuple[str, int, Drafting | None, str | None, int | None]] = [(BASELINE, 0, None, None, None)]
+    for kind in dict.fromkeys((None, query.draft_weights)) if alpha is not None else ():
+        own, head_bytes = BITS[kind] if kind else bits, (depth - 1) * shape.hidden_size**2 * shape.itemsize
+        lanes.append(("tokenswift", depth, Drafting(query.budget, head_bytes, bits=own), kind, own))
+    if drafter is not None and alpha is not None:
         read = drafter.read_bytes(shape.itemsize, query.budget, drafter.count, shape.lm_head)
-        seconds = decode_seconds(
-            shape, machine, prefill, length, passes, passes * max(query.nodes), Drafting(None, read)
+        lanes.append((f"drafter {drafter.kind}", drafter.count, Drafting(None, read), None, bits))
+    floors: list[dict[str, Any]] = []
+    for method, depth, drafting, kind, own_bits in lanes:
+        per_step = depth * (alpha or 0.0) + 1
+        passes, nodes = math.ceil(length / per_step), max(query.nodes) if drafting else 1
+        seconds = decode_seconds(shape, machine, query.prefill, length, passes, passes * nodes, drafting)
+        plain = floors[0]["floor_seconds"] if floors else seconds
+        # of a cheaper draft, beside the one with the model's own weights
+        even = None if kind is None else max(0.0, (per_step * seconds / floors[1]["floor_seconds"] - 1) / depth)
+        floors.append(
+            {
+                "method": method,
+                "alpha": alpha if drafting else None,
+                "tokens_per_step": per_step,
+                "passes": passes,
+                "floor_seconds": seconds,
+                "speedup": plain / seconds,
+                "step_seconds": seconds / passes,
+                "needed": seconds / passes * length / plain,
+                "draft_weights": kind,
+                "draft_bits": own_bits,  # of the weights that drafting reads, except the LM head's
+                "even_alpha": even,
+            }
         )
-        floors.append(floor(name, per_step, passes, seconds, alpha=alpha, draft_bits=8 * shape.itemsize))
     return floors
 
 
 def tables(shape: Shape, machine: Machine, prediction: Mapping[str, Any], label: str) -> list[Table]:
     """Figures of the paper's table 2, floors of passes, and floors of decodes."""
-    query, longest = prediction["question"], max(prediction["question"]["contexts"])
-    node_seconds = computing_seconds(shape, machine, longest, 1)
-    rates = [
-        ("memory bandwidth", quantity(machine.bandwidth, "B/s")),
-        ("peak", quantity(machine.flops, "FLOP/s")),
-        ("parameters", f"{shape.parameters:,}"),
-        ("model weights, read by every pass", quantity(shape.weight_bytes, "B")),
-        ("KV cache of a token", f"{shape.kv_bytes:,} B"),
-        (f"operations of a node at {longest:,} tokens", quantity(shape.flops(longest), "FLOP")),
-        ("loading time of the weights", _milliseconds(loading_seconds(shape, machine, 0), 1)),
-        (f"computing time of a node at {longest:,} tokens", _milliseconds(node_seconds, 1)),
-    ]
+    query, decodes, longest = prediction["question"], prediction["decodes"], max(prediction["question"]["contexts"])
+    rates = {
+        "memory bandwidth": quantity(machine.bandwidth, "B/s"),
+        "peak": quantity(machine.flops, "FLOP/s"),
+        "parameters": f"{shape.parameters:,}",
+        "model weights, read by every pass": quantity(shape.weight_bytes, "B"),
+        "KV cache of a token": f"{shape.kv_bytes:,} B",
+        f"operations of a node at {longest:,} tokens": quantity(shape.flops(longest), "FLOP"),
+        "loading time of the weights": _milliseconds(loading_seconds(shape, machine, 0), 1),
+        f"computing time of a node at {longest:,} tokens": _milliseconds(
+            computing_seconds(shape, machine, longest, 1), 1
+        ),
+    }
     passes = [
         [
             f"{floor['context']:,}",
@@ -348,7 +333,7 @@ def tables(shape: Shape, machine: Machine, prediction: Mapping[str, Any], label:
         ]
         for floor in prediction["passes"]
     ]
-    decodes = [
+    rows = [
         [
             method_name(floor["method"]),
             NOTHING if floor["draft_bits"] is None else floor["draft_weights"] or f"{floor['draft_bits']} bits",
@@ -360,7 +345,7 @@ def tables(shape: Shape, machine: Machine, prediction: Mapping[str, Any], label:
             duration(floor["floor_seconds"]),
             f"{floor['speedup']:.2f}",
         ]
-        for floor in prediction["decodes"]
+        for floor in decodes
     ]
     notes = [
         f"Predicted, not measured: {query['length']:,} tokens after a prompt of {query['prefill']:,}, prefill apart, "
@@ -372,7 +357,7 @@ def tables(shape: Shape, machine: Machine, prediction: Mapping[str, Any], label:
         f"chained heads, then a verification of {max(query['nodes'])} nodes; {query['depth']} tokens are drafted "
         "along a path.",
     ]
-    if any(floor["method"].startswith("drafter") for floor in prediction["decodes"]):
+    if decodes[-1]["method"].startswith("drafter"):
         notes.append(
             f"drafter: a round of it over a window of {query['budget']:,} tokens, then a verification; alpha is "
             "divided by the tokens that it drafts along a path."
@@ -381,16 +366,16 @@ def tables(shape: Shape, machine: Machine, prediction: Mapping[str, Any], label:
         f"A draft in {floor['draft_weights']} (but for the LM head; scales are not counted) is as quick at alpha "
         f"{floor['even_alpha']:.2f} as one of {8 * shape.itemsize} bits at {floor['alpha']:g}. What alpha it has is "
         "not predicted."
-        for floor in prediction["decodes"]
+        for floor in decodes
         if floor["even_alpha"] is not None
     ]
     drafted = ["method", "draft", "alpha", "tokens/step", "needed", "passes", "step", "least time", "x"]
     columns = ["context", "nodes", "KV cache", "read", "loading", "computing", "floor"]
     longer = ["floor: the longer of the two, since a machine can load and compute at the same time."]
     return [
-        Table(f"Roofline: {label}", ["what", "value"], rates, left=1),
+        Table(f"Roofline: {label}", ["what", "value"], [*rates.items()], left=1),
         Table(f"Least time of a pass: {label}", columns, passes, notes=longer),
-        Table(f"Least time of a decode: {label}", drafted, decodes, left=1, notes=notes),
+        Table(f"Least time of a decode: {label}", drafted, rows, left=1, notes=notes),
     ]
 
 

@@ -135,6 +135,11 @@ class Metric:
     relative: bool = False  # see close
     rounding: float = 0.01  # the paper's last digit, in our unit
 
+    @property
+    def sign(self) -> int:
+        """1 where a higher value is better, -1 where a lower one is."""
+        return -1 if self.lower_is_better else 1
+
     def text(self, figure: Figure | None, digits: int | None = None) -> str:
         """The figure with its spread, with ``digits`` decimals if given; times without spread."""
         value, std = (figure.mean, figure.std) if figure else (None, None)
