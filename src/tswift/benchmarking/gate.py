@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tswift.benchmarking.config import BenchOptions, Plan
-from tswift.benchmarking.suites import SUITES, find_suite
+from tswift.benchmarking.suites import find_suite
 from tswift.benchmarking.summary import (
     METRICS,
     NOTHING,
@@ -83,7 +83,7 @@ class Rule:
         """Whether our value passes."""
         return self.metric.sign * (ours - self.limit(baseline)) >= -_SLACK * max(1.0, abs(baseline))
 
-    def values(self, measurement: Mapping[str, Any]) -> dict[Place, Value]:
+    def values(self, measurement: Record) -> dict[Place, Value]:
         """What is compared, and its draws: times as means over a cell, counters draw by draw."""
         values: dict[Place, Value] = {}
         for cell in summarise(measurement):
@@ -94,17 +94,15 @@ class Rule:
                 values[(cell.axis, *cell.place, None)] = cell.figures[self.figure].mean, set(cell.draws)
         return values
 
-    def check(self, baseline: Mapping[str, Any]) -> None:
+    def check(self, baseline: Record) -> None:
         """Refuse a baseline without the metric, and a tolerance so loose that the rule could never fail."""
         name, known = self.metric.gate, [value for value, _ in self.values(baseline).values() if value is not None]
         if not known:
             raise InputError(f"the baseline holds no {name}", "against")
         if self.metric.sign > 0 and max(known) > 0 and all(self.allows(value, 0.0) for value in known if value > 0):
             percent = self.tolerance if 1 <= self.tolerance < 100 else 10
-            message = (
-                f"{name} can never fall by more than {self.tolerance:g}, the baseline has {max(known):.4g} at most"
-            )
-            raise InputError(f"{message}; a share of it is written {name}:{percent:g}%", "fail_on")
+            message = f"{name} can never fall by more than {self.tolerance:g}, the baseline has {max(known):.4g}"
+            raise InputError(f"{message} at most; a share of it is written {name}:{percent:g}%", "fail_on")
 
 
 def parse_rule(text: str) -> Rule:
@@ -179,7 +177,7 @@ class Verdict:
         return None if self.ours is None or self.baseline is None else self.ours - self.baseline
 
 
-def compare(measurement: Mapping[str, Any], baseline: Mapping[str, Any], rules: Sequence[Rule]) -> list[Verdict]:
+def compare(measurement: Record, baseline: Record, rules: Sequence[Rule]) -> list[Verdict]:
     """Judge a measurement by an earlier one, which :func:`refuse_foreign` has let through.
 
     A cell, a run of a cell or a value that the baseline has and we have not is a regression, and so is any run of ours
@@ -245,8 +243,8 @@ def moved(verdicts: Sequence[Verdict], simulated: bool = False) -> Table:
 
 
 def refuse_foreign(
-    measurement: Mapping[str, Any],
-    baseline: Mapping[str, Any],
+    measurement: Record,
+    baseline: Record,
     rules: Sequence[Rule],
     repeats: int,
     force: bool = False,
@@ -258,9 +256,8 @@ def refuse_foreign(
             decide.
         force: compare times although the machines differ.
     """
-    timed, counted = (
-        next((rule.metric.gate for rule in rules if rule.metric.exact is exact), None) for exact in (False, True)
-    )
+    timed = next((rule.metric.gate for rule in rules if not rule.metric.exact), None)
+    counted = next((rule.metric.gate for rule in rules if rule.metric.exact), None)
     if counted and simulated_alpha(measurement) is not None:
         raise InputError(f"{counted} follows from --simulate-alpha and is not measured; times are", "fail_on")
     differing = other_workload(measurement, baseline)
@@ -282,7 +279,7 @@ def refuse_foreign(
         raise InputError(f"{wanted}, the baseline has {taken}", "against")
 
 
-def other_workload(measurement: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def other_workload(measurement: Record, other: Record) -> list[str]:
     """What of two measurements' workloads differs, by name."""
     ours, theirs = (plain(one["workload"]) for one in (measurement, other))  # one of them may come from a file
     differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
@@ -313,7 +310,8 @@ def _read(path: Path, option: str, kinds: Sequence[str]) -> Record:
     kind = content.get("kind") if isinstance(content, dict) else None
     if kind not in kinds:
         raise InputError(f"{path} is not a {' or '.join(f'{each}.json' for each in kinds)} of tswift bench", option)
-    _check(content, kind, path, option)
+    if kind == "suite":
+        _check(content, "suite", path, option)
     for measurement in parts(content).values():
         _check(measurement, "bench", path, option)
     return content
@@ -373,7 +371,8 @@ def read_record(folder: Path, option: str) -> Record:
         name: tuple(value) if isinstance(value, list) else value for name, value in content["options"].items()
     }
     try:
-        find_suite(content.get("suite", next(iter(SUITES))))
+        if content["kind"] == "suite":
+            find_suite(content["suite"])
         plan_of(content["options"])
     except InputError as error:
         raise InputError(f"{path} is damaged ({error})", option) from None
