@@ -8,17 +8,15 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tswift.benchmarking import suites
 from tswift.benchmarking.config import BASELINE, REFERENCE
-from tswift.benchmarking.suites import Suite
-from tswift.benchmarking.summary import METRICS, Row, by_kind, drafted_only, method_name, source, summarise
+from tswift.benchmarking.summary import METRICS, by_kind, drafted_only, method_name, source, summarise
 from tswift.benchmarking.summary import Figure as Value
 
 if TYPE_CHECKING:
@@ -42,16 +40,16 @@ _CURVE_POINTS = 400
 
 Record = Mapping[str, Any]  # as in bench.json or suite.json
 Points = list[tuple[float, Value]]
+Where = tuple[str, "int | None"]  # kind of a workload's prompts, and prefill
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """Lines through means, by name."""
 
     title: str
     across: str  # what runs along the horizontal axis
     up: str
-    lines: Mapping[str, Points]
+    lines: dict[str, Points]
 
 
 def available() -> bool:
@@ -133,7 +131,6 @@ def _line_figure(
                 if bars:
                     xs, ys, stds = zip(*bars, strict=True)
                     axes.errorbar(xs, ys, yerr=stds, fmt="none", ecolor=color, elinewidth=1.4)
-        for axes in grid.flat:
             axes.set_xlim(left=0)
             axes.set_ylim(bottom=0)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}K" if value >= 1000 else f"{value:g}")
@@ -150,82 +147,76 @@ def _line_figure(
 
 def time_figure(measurement: Record) -> Figure:
     """Decoding time against generated tokens, prefill apart: a panel per prefill, a line per method, mean over runs."""
-    places = [
-        (kind, prefill, part["samples"])
-        for kind, part in by_kind(measurement).items()
-        for prefill in sorted({sample["prefill"] for sample in part["samples"]})
-    ]
-    longest = max((end[1] for _, _, samples in places for sample in samples for end in sample["slices"]), default=0.0)
+    curves: dict[Where, dict[str, list[Any]]] = {}  # by panel and method
+    for kind, part in by_kind(measurement).items():
+        for sample in sorted(part["samples"], key=lambda sample: int(sample["prefill"])):
+            lines = curves.setdefault((kind, sample["prefill"]), {})
+            lines.setdefault(sample["method"], []).append(np.array([(0, 0), *sample["slices"]], float).T)
+    longest = max((curve[1, -1] for lines in curves.values() for runs in lines.values() for curve in runs), default=0.0)
     unit, scale = ("minutes", 60.0) if longest >= 60 else ("seconds", 1.0)
     panels: list[Panel] = []
-    for kind, prefill, samples in places:
-        lines = {}
-        for method in _methods(measurement):
-            runs = [sample for sample in samples if (sample["method"], sample["prefill"]) == (method, prefill)]
-            curves = [np.array([(0, 0), *sample["slices"]], float).T for sample in runs]
-            if curves:  # their mean, up to where the shortest of them ends
-                tokens = np.linspace(0, min(curve[0, -1] for curve in curves), _CURVE_POINTS + 1)
-                seconds = np.mean([np.interp(tokens, *curve) for curve in curves], axis=0) / scale
-                lines[method] = [(x, Value(1, y, None)) for x, y in zip(tokens, seconds, strict=True)]
-        up = "" if panels else f"decoding time, {unit}"
-        panels.append(Panel(_title(kind, prefill), "generated tokens", up, lines))
-    width, methods = 7.5 if len(places) == 1 else 5.5 * len(places), _methods(measurement)
-    return _line_figure([panels], methods, "Decoding time", measurement, width, _CURVE_POINTS // 8, sharey=True)
+    for where, by_method in curves.items():
+        means: dict[str, Points] = {}
+        for method, runs in by_method.items():  # their mean, up to where the shortest of them ends
+            tokens = np.linspace(0, min(curve[0, -1] for curve in runs), _CURVE_POINTS + 1)
+            seconds = np.mean([np.interp(tokens, *curve) for curve in runs], axis=0) / scale
+            means[method] = [(x, Value(1, y, None)) for x, y in zip(tokens, seconds, strict=True)]
+        panels.append(Panel(_title(where), "generated tokens", "" if panels else f"decoding time, {unit}", means))
+    width = 7.5 if len(panels) == 1 else 5.5 * len(panels)
+    every = _CURVE_POINTS // 8
+    return _line_figure([panels], _methods(measurement), "Decoding time", measurement, width, every, sharey=True)
 
 
 def acceptance_figure(measurement: Record) -> Figure:
     """The metrics that are plotted (alpha, beta, x) against generated length: a row per prefill, a line per method."""
-    shown, methods = [name for name, metric in METRICS.items() if metric.plot], _methods(measurement)
-    parts = {kind: summarise(part) for kind, part in by_kind(measurement).items()}
-    panels = []
-    for kind, prefill in (
-        (kind, n) for kind, cells in parts.items() for n in sorted({one.prefill or 0 for one in cells})
-    ):
-        lines: dict[str, dict[str, Points]] = {name: {method: [] for method in methods} for name in shown}
-        for cell in parts[kind]:
-            for name in shown if cell.prefill == prefill else ():
-                point = (float(cell.length or 0), drafted_only(cell.figures, cell.axis)[name])
-                lines[name][cell.axis].append(point)
-        title = _title(kind, prefill)
-        panels.append([Panel(title, "generated tokens", METRICS[name].plot, lines[name]) for name in shown])
-    return _line_figure(panels, methods, "Acceptance and speedup", measurement, 4 * len(shown), sharex=True)
+    shown = {name: metric.plot for name, metric in METRICS.items() if metric.plot}
+    points = [
+        ((kind, cell.prefill), cell.axis, float(cell.length or 0), drafted_only(cell.figures, cell.axis))
+        for kind, part in by_kind(measurement).items()
+        for cell in summarise(part)
+    ]
+    panels = _panels(points, "generated tokens", shown)
+    return _line_figure(
+        panels, _methods(measurement), "Acceptance and speedup", measurement, 4 * len(shown), sharex=True
+    )
 
 
-def _title(kind: str, prefill: int | None) -> str:
-    return kind or f"prefill {prefill:,} tokens"
+def suite_figure(record: Record) -> Figure:
+    """What was measured, over generated length or over what the suite varies; the paper's figures are in the table."""
+    suite, of_prefills = suites.find_suite(record["suite"]), suites.PREFILL
+    over = "prompt tokens" if suite.along == of_prefills else suite.axis if suite.across else "generated tokens"
+    points = []
+    for row in suites.measured_rows(suite, record["groups"]):
+        # over length, a line for each place on the axis; over the axis, or over prefills, for each length
+        line, x = suites.place_name(suite, row.axis), float(row.length or 0)
+        if suite.across:
+            line = "" if row.length is None else f"{row.length:,} tokens"
+            x = float(row.prefill or 0) if suite.along == of_prefills else float(row.axis)
+        points.append((("", None if suite.along == of_prefills else row.prefill), line, x, row.figures))
+    shown = {name: METRICS[name].heading + ", s" * (METRICS[name].digits is None) for name in suite.plotted}
+    names, width = list(dict.fromkeys(line for _, line, *_ in points)), max(7.5, 4.4 * len(shown))
+    first = record["groups"][0]["measurement"]
+    return _line_figure(_panels(points, over, shown), names, suite.title, first, width, sharey="col")
+
+
+def _panels(
+    points: Sequence[tuple[Where, str, float, Mapping[str, Value]]], across: str, shown: Mapping[str, str]
+) -> list[list[Panel]]:
+    """Of points, each with where it was measured and its line, a row of panels for each place: one for each metric."""
+    panels: dict[Where, list[Panel]] = {}
+    for where, line, x, figures in points:
+        if where not in panels:
+            panels[where] = [Panel(_title(where), across, up, {}) for up in shown.values()]
+        for panel, name in zip(panels[where], shown, strict=True):
+            panel.lines.setdefault(line, []).append((x, figures[name]))
+    return list(panels.values())
+
+
+def _title(where: Where) -> str:
+    kind, prefill = where
+    return kind or ("" if prefill is None else f"prefill {prefill:,} tokens")
 
 
 def _methods(measurement: Record) -> list[str]:
     known = measurement["workload"]["methods"]
     return list(dict.fromkeys([*known, *(sample["method"] for sample in measurement["samples"])]))
-
-
-def suite_figure(record: Record) -> Figure:
-    """What was measured, over generated length or over what the suite varies; the paper's figures are in the table."""
-    suite, first = suites.find_suite(record["suite"]), record["groups"][0]["measurement"]
-    measured = suites.measured_rows(suite, record["groups"])
-    prefills = [None] if suite.along == suites.PREFILL else list(dict.fromkeys(row.prefill for row in measured))
-    over = "prompt tokens" if suite.along == suites.PREFILL else suite.axis if suite.across else "generated tokens"
-    panels: list[list[Panel]] = []
-    for prefill in prefills:
-        panels.append([])
-        for name in suite.plotted:
-            lines: dict[str, Points] = {}
-            for row in measured:
-                if prefill in (None, row.prefill):
-                    line, x = _position(suite, row)
-                    lines.setdefault(line, []).append((x, row.figures[name]))
-            title = "" if prefill is None else _title("", prefill)
-            up = METRICS[name].heading + ", s" * (METRICS[name].digits is None)
-            panels[-1].append(Panel(title, over, up, lines))
-    names = list(dict.fromkeys(_position(suite, row)[0] for row in measured))
-    width = max(7.5, 4.4 * len(suite.plotted))
-    return _line_figure(panels, names, suite.title, first, width, sharey="col")
-
-
-def _position(suite: Suite, row: Row) -> tuple[str, float]:
-    """The line that a row is on, and where: over length, a line for each place; over the axis, for each length."""
-    if not suite.across:
-        return suites.place_name(suite, row.axis), float(row.length or 0)
-    line = "" if row.length is None else f"{row.length:,} tokens"
-    return line, float(row.prefill or 0) if suite.along == suites.PREFILL else float(row.axis)
