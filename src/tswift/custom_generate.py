@@ -34,6 +34,7 @@ _NAMES = {
     "prompt": "input_ids",
     "method": "tswift_method",
 }
+_NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta": 0.0, "penalty": 1.0}
 _ORDER = "top_k,top_p,min_p,eta"  # of transformers
 _ALL = 1 << 40  # a penalty window longer than any text
 
@@ -75,13 +76,15 @@ def generate(
     _refuse_fields(config)
     ids = _prompt(inputs, {name: value for name, value in given.items() if value is not None}, config, model)
     prompt: list[int] = ids[0].tolist()
-    usual = (
-        others.get("max_length"),
-        getattr(generation_config, "max_length", None),
-        model.generation_config.max_length,
-    )
-    length, limit = _length(config, model, len(prompt), usual == (None, None, None))
-    criteria = _criteria(config, stopping_criteria, tokenizer)
+    said = [getattr(each, "max_length", None) for each in (generation_config, model.generation_config)]
+    length, limit = _length(config, model, len(prompt), [*said, others.get("max_length")] == [None] * 3)
+    criteria = StoppingCriteriaList([*(stopping_criteria or ())])
+    if config.max_time is not None:
+        criteria.append(MaxTimeCriteria(config.max_time))
+    if config.stop_strings is not None:
+        if tokenizer is None:
+            raise InputError("is missing, which stop_strings need", "tokenizer")
+        criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
     try:
         params = sampling_params(config)
         loaded, turn = _adopted(model)
@@ -113,24 +116,13 @@ def sampling_params(config: GenerationConfig) -> SamplingParams:
     Raises:
         InputError: a value that cannot be had.
     """
-
-    def value(name: str, off: float) -> Any:
-        return off if getattr(config, name) is None else getattr(config, name)
-
-    banned = tuple(config.suppress_tokens or ())
-    always: dict[str, Any] = {"penalty": value("repetition_penalty", 1.0), "window": _ALL, "banned": banned}
+    asked = {ours: getattr(config, _NAMES.get(ours, ours)) for ours in _NEUTRAL}
     if not config.do_sample:
-        return SamplingParams(temperature=0.0, min_p=0.0, **always)
-    if config.temperature == 0:
+        asked = {"temperature": 0.0, "penalty": asked["penalty"]}
+    elif asked["temperature"] == 0:
         raise InputError("must be above 0 with do_sample; without it the most likely token is taken", "temperature")
-    params = SamplingParams(
-        temperature=value("temperature", 1.0),
-        top_k=value("top_k", 0),
-        top_p=value("top_p", 1.0),
-        min_p=value("min_p", 0.0),
-        eta=value("eta_cutoff", 0.0),
-        **always,
-    )
+    values: dict[str, Any] = {**_NEUTRAL, **{name: value for name, value in asked.items() if value is not None}}
+    params = SamplingParams(**values, window=_ALL, banned=tuple(config.suppress_tokens or ()))
     on = {*params.filters}
     # elsewhere the order makes no difference: min-p and top-k take what they take whatever the other leaves
     matters = {"eta", "top_k"} <= on or ("top_p" in on and bool(on & {"min_p", "eta"}))
@@ -138,11 +130,8 @@ def sampling_params(config: GenerationConfig) -> SamplingParams:
 
 
 def _refuse(name: str, value: Any) -> None:
-    plain = isinstance(value, bool | int | float | str)
-    said = (
-        repr(value) if plain else " and ".join(type(each).__name__ for each in value) if isinstance(value, list) else ""
-    )
-    raise InputError(f"is not served by tswift, got {said or type(value).__name__:.80}", name)
+    said = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
+    raise InputError(f"is not served by tswift, got {said:.80}", name)
 
 
 def _refuse_fields(config: GenerationConfig) -> None:
@@ -197,17 +186,6 @@ def _length(config: GenerationConfig, model: PreTrainedModel, prompt: int, usual
     if config.max_length <= prompt:
         raise InputError(f"must be above the {prompt:,} tokens of the prompt, got {config.max_length:,}", "max_length")
     return config.max_length - prompt, "max_length"
-
-
-def _criteria(config: GenerationConfig, asked: Iterable[Any] | None, tokenizer: Any) -> StoppingCriteriaList:
-    criteria = StoppingCriteriaList([*(asked or ())])
-    if config.max_time is not None:
-        criteria.append(MaxTimeCriteria(config.max_time))
-    if config.stop_strings is not None:
-        if tokenizer is None:
-            raise InputError("is missing, which stop_strings need", "tokenizer")
-        criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
-    return criteria
 
 
 def _drawn(run: Generation, turn: Lock) -> Iterator[int]:
@@ -269,14 +247,12 @@ _SUMS, _ROWS = 8191, 64  # a prime: what moves within a weight changes place amo
 
 def _state(model: PreTrainedModel) -> Any:
     """What shows that a model was changed: settings, modules, and of its weights where they are and checksums."""
-    weights, settings = [*model.named_parameters(), *model.named_buffers()], list[Any]()
+    settings, places, sums = list[Any](), list[Any](), list[Tensor]()
     for name, module in model.named_modules():
         own = {key: value for key, value in vars(module).items() if key not in _STRUCTURE}
         plain = {key: repr(value) for key, value in own.items() if isinstance(value, _PLAIN)}
         settings.append((name, type(module), plain))
-    places: list[Any] = []
-    sums: list[Tensor] = []
-    for name, weight in weights:
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
         known = type(weight) in (nn.Parameter, Tensor)
         version = 0 if weight.is_inference() else weight._version
         places.append((name, weight.data_ptr() if known else id(weight), version, weight.dtype, weight.shape))

@@ -37,20 +37,13 @@ class Gone(Fault):
 
 @dataclass(frozen=True)
 class Dist:
-    """All ranks, as one of them sees them; a single process by default.
+    """All ranks, as one of them sees them; a single process by default."""
 
-    Attributes:
-        rank, count: index of this one, and number of ranks.
-        device: where this one computes; None for a single process, which can choose.
-        group: process group on the CPU, for small things.
-        store: key-value store of torchrun.
-    """
-
-    rank: int = 0
+    rank: int = 0  # index of this one
     count: int = 1
-    device: torch.device | None = None
-    group: Any = None
-    store: Any = None
+    device: torch.device | None = None  # where this one computes; None for a single process, which can choose
+    group: Any = None  # process group on the CPU, for small things
+    store: Any = None  # key-value store of torchrun
 
     @property
     def first(self) -> bool:
@@ -59,16 +52,13 @@ class Dist:
 
     def share(self, value: _T) -> _T:
         """Rank 0's value, on all ranks."""
-        if self.count == 1:
-            return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group, device=_CPU)
+        if self.count > 1:
+            dist.broadcast_object_list(box, src=0, group=self.group, device=_CPU)
         return box[0]
 
     def gather(self, *numbers: int) -> list[list[int]]:
         """These integers of all ranks, by rank."""
-        if self.count == 1:
-            return [list(numbers)]
         mine = torch.tensor(numbers)
         gathered = [torch.empty_like(mine) for _ in range(self.count)]
         dist.all_gather(gathered, mine, group=self.group)
@@ -76,11 +66,10 @@ class Dist:
 
     def highest(self, *values: float) -> tuple[float, ...]:
         """The highest of each value over all ranks, so that all decide alike."""
-        if self.count == 1:
-            return values
         shared = torch.tensor(values, dtype=torch.float64)
         with guard():
-            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
+            if self.count > 1:
+                dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
         return tuple(shared.tolist())
 
     def total(self, *tensors: Tensor) -> None:
@@ -112,15 +101,14 @@ class Dist:
             own = error
         errors: list[Any] = [None] * self.count
         if self.count > 1:
-            message = own.message if isinstance(own, InputError) else str(own)
-            mine = None if own is None else (message, getattr(own, "field", None), isinstance(own, InputError))
+            # an error of input is told by its message and field, others by their words
+            mine = (own.message, own.field) if isinstance(own, InputError) else None if own is None else str(own)
             dist.all_gather_object(errors, mine, group=self.group)
         if own is not None:
             raise own
         for rank, theirs in enumerate(errors):
             if theirs is not None:
-                message, field, of_input = theirs
-                raise InputError(message, field) if of_input else Fault(f"rank {rank}: {message}")
+                raise InputError(*theirs) if isinstance(theirs, tuple) else Fault(f"rank {rank}: {theirs}")
 
     def report(self) -> None:
         """Let the others know that this rank prints what went wrong."""

@@ -233,27 +233,16 @@ def _refuse_memory(estimate: MemoryEstimate, device: torch.device, option: str |
 
 @dataclass(frozen=True)
 class Generation:
-    """A decode ready to run.
+    """A decode ready to run."""
 
-    Attributes:
-        decoding: the decode; its KV cache is allocated.
-        depth: maximum tokens drafted along a path, for :class:`~tswift.decoding.loop.DecodeStats`.
-        stop: token ids that end the text early.
-        text: the text so far and its stop strings; None without any.
-        params: the sampling parameters, banned end-of-text tokens included.
-        options: the drafting options with tree and nodes filled in.
-        need: positions and memory it takes; of a rank, for its own part.
-        ranks: those that decode together.
-    """
-
-    decoding: Decoding
-    depth: int
-    stop: tuple[int, ...]
-    params: SamplingParams
-    options: DraftOptions
-    need: MemoryEstimate
-    ranks: Dist = ALONE
-    text: TextStream | None = None
+    decoding: Decoding  # its KV cache is allocated
+    depth: int  # maximum tokens drafted along a path
+    stop: tuple[int, ...]  # token ids that end the text early
+    params: SamplingParams  # banned end-of-text tokens included
+    options: DraftOptions  # resolved
+    need: MemoryEstimate  # of a rank, for its own part
+    ranks: Dist = ALONE  # those that decode together
+    text: TextStream | None = None  # the text so far and its stop strings; None without any
 
     def steps(self) -> Iterator[Step]:
         """The steps of the decode; prefills first unless that was done (by all ranks or by none)."""
@@ -321,19 +310,17 @@ def begin(
         target = model.target.reference() if find_method(method).reference else model.target
         resolved = resolve(method, target, model.heads, options)
         need = check(target, len(prompt), length, method, resolved, draft=model.draft)
-    costs, draft_costs = NOMINAL, None
+    costs, draft_costs, drafting = NOMINAL, None, resolved
     if resolved.costs == MEASURED and ranks.count == 1:
         costs = costs_of(target, model.heads)
         if model.drafting is not None and find_method(method).partial:
             draft_costs = costs_of(model.drafting, model.heads)
-    elif resolved.costs == MEASURED:  # by all ranks together, which must decide alike
+    elif resolved.costs == MEASURED:  # by all ranks together, which must decide alike: their clocks differ
+        drafting = replace(resolved, costs="nominal")
         with guard():
             costs = ranks.share(measure(target, model.heads))
     with ranks.fail_together():
-        # the clocks of ranks differ, their costs must not
-        drafting = resolved if ranks.count == 1 or not resolved.costs else replace(resolved, costs="nominal")
-        positions = len(prompt) + length
-        copy = model.drafting, draft_costs
+        positions, copy = len(prompt) + length, (model.drafting, draft_costs)
         drafter = make_drafter(method, target, model.heads, drafting, model.draft, positions, costs, *copy)
         if ranks.count > 1:
             drafter = AgreedDrafter(drafter, ranks)

@@ -28,41 +28,34 @@ _FAR = 8.0  # times its usual seconds that a step counts for at most: the proces
 
 
 class Arm:
-    """What is known of an arm's speed.
-
-    Attributes:
-        steps: how many it took.
-        last: when it took the last one, in seconds of the decode.
-    """
+    """What is known of an arm's speed."""
 
     def __init__(self) -> None:
-        self.steps, self.last = 0, 0.0
-        self._count = self._tokens = self._seconds = 0.0  # of late
+        self.steps, self.last = 0, 0.0  # how many it took, and when the last one, in seconds of the decode
+        self._late = [0.0, 0.0, 0.0]  # steps, tokens and seconds of late
 
     @property
     def rate(self) -> float:
         """Tokens per second of late; 0 before the second step."""
-        return self._tokens / self._seconds if self._count else 0.0
+        return self._late[1] / self._late[2] if self._late[0] else 0.0
 
     @property
     def step_s(self) -> float:
         """Seconds of a step of late; 0 before the second one."""
-        return self._seconds / self._count if self._count else 0.0
+        return self._late[2] / self._late[0] if self._late[0] else 0.0
 
     def learn(self, tokens: int, seconds: float) -> None:
         """It took a step. The first does not count: what is used for the first time takes longer."""
         self.steps += 1
-        if self.steps == 1:
-            return
-        self._count += 1 - _MEMORY * self._count
-        self._tokens += tokens - _MEMORY * self._tokens
-        self._seconds += seconds - _MEMORY * self._seconds
+        if self.steps > 1:
+            self._late = [
+                was + (new - _MEMORY * was) for was, new in zip(self._late, (1, tokens, seconds), strict=True)
+            ]
 
     def age(self) -> None:
         """What is known of it is old: let it count for no more than a short trial."""
-        if self._count > _LEAST:
-            share = _LEAST / self._count
-            self._count, self._tokens, self._seconds = _LEAST, share * self._tokens, share * self._seconds
+        if self._late[0] > _LEAST:
+            self._late = [_LEAST / self._late[0] * was for was in self._late]
 
 
 class Bandit:
@@ -90,10 +83,7 @@ class Bandit:
     def learn(self, tokens: int, seconds: float, overhead: float = 0.0) -> None:
         """The chosen arm took a step; choose another one, if that is due.
 
-        Args:
-            tokens: that it added.
-            seconds: that it took.
-            overhead: seconds that it took beforehand to catch up with the text, which are no part of its pace.
+        ``overhead`` is what it took beforehand to catch up with the text, which is no part of its pace.
         """
         arm, plain = self.arms[self.chosen], self.arms[0]
         usual = arm.step_s or max(other.step_s for other in self.arms)

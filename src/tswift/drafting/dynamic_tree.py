@@ -63,31 +63,26 @@ class TreeBudget:
 
     Args:
         costs: what passes cost.
+        every: verify all nodes, as in a tree of a given shape.
 
     Attributes:
         rate: tokens per second of late, by the costs; 0 before the first step.
     """
 
-    def __init__(self, costs: PassCosts = NOMINAL) -> None:
-        self.costs, self.rate = costs, 0.0
+    def __init__(self, costs: PassCosts = NOMINAL, every: bool = False) -> None:
+        self.costs, self._every, self.rate = costs, every, 0.0
         self._seconds = 0.0  # of the step under way
         self._tokens, self._time = 0.0, 0.0  # of late
         self._base = self._per_key = np.zeros(0)  # of passes over 1, 2, ... nodes
 
     def size(self, path_probs: Sequence[float], context: int, cost_s: float) -> int:
-        """How many nodes to verify.
-
-        Args:
-            path_probs: those of the nodes, root first, falling.
-            context: keys that each attends to.
-            cost_s: seconds that drafting took.
-        """
+        """How many nodes to verify: of these, root first, over so many keys each, after so long a draft."""
         count = len(path_probs)
         if count > len(self._base):
             self._base, ends = (np.array([self.costs.seconds(n, k) for n in range(1, count + 1)]) for k in (0, 1 << 20))
             self._per_key = (ends - self._base) / (1 << 20)
         seconds = cost_s + self._base[:count] + self._per_key[:count] * context
-        best = int((np.cumsum(path_probs) / seconds).argmax())
+        best = count - 1 if self._every else int((np.cumsum(path_probs) / seconds).argmax())
         self._seconds = float(seconds[best])
         return best + 1
 
@@ -153,8 +148,6 @@ class CandidateTree:
         """Say that ``token`` may follow ``node``. Of several sources' probabilities for it the highest counts.
 
         Args:
-            node: below which.
-            token: what may follow it.
             source: name of who says so.
             about: what the source knows of the candidate, out of few values: its probability is learned by it.
             guess: its probability, given that the text goes through ``node``, until something is learned.
@@ -185,11 +178,7 @@ class CandidateTree:
     def propose_ranked(
         self, node: int, tokens: Sequence[int], scores: Sequence[float], source: str, about: tuple[Hashable, ...]
     ) -> list[int]:
-        """Propose tokens below a node that is not too deep, best first, with chances by the gaps between their scores.
-
-        Returns:
-            Their nodes.
-        """
+        """Propose tokens below a node that is not too deep, best first, with chances by their scores; their nodes."""
         children = []
         for rank, (token, score) in enumerate(zip(tokens, scores, strict=True)):
             rival = scores[0] if rank else scores[1] if len(scores) > 1 else -inf

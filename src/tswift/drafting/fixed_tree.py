@@ -295,11 +295,6 @@ class FixedTree:
 
 def _interleave(drafted: int, reserved: int) -> list[int]:
     """The order of a tree's nodes: those of the heads, 0 the root, with n-grams' nodes -1, -2 ... spread among them."""
-    order: list[int] = []
-    given = 0
-    for node in range(drafted):
-        order.append(node)
-        while node and given < reserved * node // max(1, drafted - 1):
-            given += 1
-            order.append(-given)
-    return order
+    after = [-(-index * (drafted - 1) // reserved) for index in range(1, reserved + 1)]
+    placed = [(node, 0, node) for node in range(drafted)]
+    return [node for *_, node in sorted([*placed, *((at, index, -index) for index, at in enumerate(after, start=1))])]

@@ -16,7 +16,7 @@ from tswift.decoding.device_step import HostBlock
 from tswift.decoding.drafter import Context, DraftTree, Source
 from tswift.decoding.drawing import MOST
 from tswift.decoding.sampling import Sampler
-from tswift.drafting.dynamic_tree import GAP, GUESSES, CandidateTree, DraftModel, TreeBudget
+from tswift.drafting.dynamic_tree import GAP, GUESSES, CandidateTree, DraftModel
 from tswift.kv import WindowKV
 from tswift.models.drafters import BlockDrafter, EagleDrafter
 from tswift.models.heads import Heads
@@ -207,15 +207,6 @@ class HeadTreeSource(HeadSource):
 BEAM = 5  # nodes of a level that are gone on with
 _LEVELS = 6  # levels are told apart up to this one
 _LEVEL = 0.1  # of a pass over one node that ranking a level takes about, where it has not been measured
-
-
-class EveryNode(TreeBudget):
-    """For trees of a given shape: all that is offered pays."""
-
-    def size(self, path_probs: Sequence[float], context: int, cost_s: float) -> int:
-        """As :meth:`TreeBudget.size`."""
-        super().size(path_probs, context, cost_s)
-        return len(path_probs)
 
 
 class NetworkSource(Source):

@@ -34,6 +34,7 @@ from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
 from tswift.models.passes import Forwarded, PassCosts
 from tswift.models.target import Target
 
+_SOURCE = Path(__file__).with_name("history.c")
 _LEAST = 1 << 10  # places of an empty table
 _ORDERS = (1, 2, 3, 4, 6, 12)  # lengths of context that are looked up; a match counts up to the largest
 _REACH = 16  # links of a chain that are followed: a context met a thousand times costs no more than one met 16 times
@@ -63,19 +64,10 @@ def _point(call: Any, arrays: Mapping[str, Any]) -> None:
         setattr(call, name, arrays[name].ctypes.data)
 
 
-def _library() -> ctypes.CDLL:
-    """What history.c is compiled to.
-
-    Raises:
-        Unbuilt: there is none here; it says why.
-    """
-    return build(Path(__file__).with_name("history.c"))
-
-
 def unbuilt() -> str | None:
     """Why a text cannot be recalled on this machine; None if it can."""
     try:
-        _library()
+        build(_SOURCE)
     except Unbuilt as error:
         return str(error)
     return None
@@ -83,19 +75,12 @@ def unbuilt() -> str | None:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What may be drawn at a node.
+    """What may be drawn at a node."""
 
-    Attributes:
-        tokens: the likeliest draws, best first.
-        scores: of each, noise included.
-        match: tokens of the longest match; 0 for none.
-        place: position of its last token.
-    """
-
-    tokens: list[int]
-    scores: list[float]
-    match: int
-    place: int
+    tokens: list[int]  # the likeliest draws, best first
+    scores: list[float]  # of each, noise included
+    match: int  # tokens of the longest match; 0 for none
+    place: int  # position of its last token
 
 
 class LogitHistory:
@@ -110,7 +95,7 @@ class LogitHistory:
     """
 
     def __init__(self, target: Target, shared_noise: bool, kept: int = 64) -> None:
-        self._library, self._orders = _library(), np.array(_ORDERS)
+        self._library, self._orders = build(_SOURCE), np.array(_ORDERS)
         self._target, self._shared_noise = target, shared_noise
         kept, self._kind = _kept_as(target.vocab_size, kept)
         self._index = _Index(orders=self._orders.ctypes.data, kinds=len(_ORDERS), reach=_REACH)

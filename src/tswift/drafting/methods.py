@@ -23,7 +23,7 @@ from tswift.drafting.dynamic_tree import (
     TreeBudget,
 )
 from tswift.drafting.fixed_tree import FixedTreeDrafter, NgramTable, ReuseSource
-from tswift.drafting.heads import BEAM, WIDTH, EveryNode, HeadSource, HeadTreeSource, NetworkSource
+from tswift.drafting.heads import BEAM, WIDTH, HeadSource, HeadTreeSource, NetworkSource
 from tswift.drafting.history import HistorySource, LogitHistory, unbuilt
 from tswift.drafting.options import AUTO, FULL, MEASURED, METHODS, DraftOptions, find_method, refuse_sinks, used
 from tswift.errors import InputError
@@ -46,27 +46,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Models:
-    """What a method drafts with.
+    """What a method drafts with."""
 
-    Attributes:
-        target: the model whose tokens are wanted.
-        drafting: what drafting passes of the target run on: itself, or a copy of it with weights of fewer bits.
-        heads: its heads, if it has any.
-        draft: a smaller model with the same vocabulary, if there is one.
-        positions: most tokens of prompt and text together.
-        costs: what passes cost, for methods that choose which ones pay.
-        draft_costs: what drafting passes of the target cost.
-        memory: of the text, if it is recalled.
-    """
-
-    target: Target
-    drafting: Target
-    heads: Heads | None
-    draft: Target | None
-    positions: int
-    costs: PassCosts
-    draft_costs: PassCosts
-    memory: LogitHistory | None
+    target: Target  # the model whose tokens are wanted
+    drafting: Target  # what drafting passes of it run on: itself, or a copy of it with weights of fewer bits
+    heads: Heads | None  # of the target
+    draft: Target | None  # a smaller model with the same vocabulary
+    positions: int  # most tokens of prompt and text together
+    costs: PassCosts  # what passes cost, for methods that choose which ones pay
+    draft_costs: PassCosts  # what drafting passes of the target cost
+    memory: LogitHistory | None  # of the text, if it is recalled
 
 
 def _set(value: _T | None) -> _T:
@@ -129,7 +118,7 @@ def network(models: Models, options: DraftOptions) -> Drafter:
     assert network is not None
     shape = options.tree if isinstance(options.tree, tuple) else None
     levels = min(len(shape) if shape else options.gamma or network.spec.count, nodes - 1)
-    budget = EveryNode(models.costs) if shape else TreeBudget(models.costs)
+    budget = TreeBudget(models.costs, every=shape is not None)
     window = _set(options.budget), options.sinks
     source = NetworkSource(network, levels, window, options.shared_noise, nodes, shape)
     drafter = _pruned(models, options, levels, [source], budget)
@@ -242,10 +231,7 @@ def _own_level(models: Models, options: DraftOptions, between: bool = False) -> 
 
 
 def _own_size(options: DraftOptions, positions: int, between: bool) -> tuple[int, int]:
-    """Tokens that a small model's cache holds for good, and how far it can be ahead of the text.
-
-    ``between`` is whether the target over retrieved keys stands between it and the text.
-    """
+    """Tokens that a small model's cache holds for good, and how far it can be ahead of the text (or of a chain)."""
     gamma, budget = _set(options.gamma), _set(options.budget)
     if between:
         return min(budget, _SMALL_BUDGET), gamma + options.inner_gamma + 2
@@ -290,19 +276,13 @@ _TREES: dict[str, dict[str, tuple[int, ...]]] = {
 def usual_tree(method: str, device: torch.device, levels: int) -> tuple[int, ...]:
     """Candidates per level of a method's tree, if nothing else is said: at most ``levels``.
 
-    A tree with more nodes than are to be verified is cut to its most promising ones, which is better than fewer
-    candidates per level.
+    A tree with too many nodes is cut to its most promising ones, which is better than fewer candidates per level.
     """
     return _TREES["cpu" if device.type == "cpu" else "cuda"][method][:levels]
 
 
 def usual_nodes(device: torch.device, groups: int) -> int:
-    """Most nodes of a draft tree, if nothing else is said: on CUDA as many as fill :data:`ROWS`.
-
-    Args:
-        device: where the model is.
-        groups: query heads per KV head.
-    """
+    """Most nodes of a draft tree, if nothing else is said: on CUDA as many as fill :data:`ROWS` of a KV head."""
     if device.type == "cpu":
         return _CPU_NODES
     fewest, most = _CUDA_NODES
@@ -433,18 +413,9 @@ def make_drafter(
     drafting: Target | None = None,
     draft_costs: PassCosts | None = None,
 ) -> Drafter:
-    """The drafter of a method, for one decode.
+    """The drafter of a method, for one decode. Options are as asked for; the rest are the fields of :class:`Models`.
 
-    Args:
-        name: of the method.
-        target: the model.
-        heads: its heads, if it has any.
-        options: as asked for.
-        draft: a smaller model with the same vocabulary, for methods that need one or may use it.
-        positions: most tokens of prompt and text together; None for as many as the models can do.
-        costs: what passes cost, for methods that choose which ones pay.
-        drafting: what drafting passes of the model run on; None for itself.
-        draft_costs: what those cost; None for as much as others.
+    ``positions`` None is as many as the model can do; ``drafting`` and ``draft_costs`` None are the target and its own.
 
     Raises:
         InputError: as :func:`resolve`.
@@ -461,14 +432,7 @@ def cache_slots(
 ) -> tuple[int, int, int]:
     """Tokens that the caches which a method drafts with have room for, by resolved options; 0 for none.
 
-    Args:
-        name: of the method.
-        options: resolved ones.
-        positions: most tokens of prompt and text together.
-        network: sizes of the published drafter, if there is one.
-
-    Returns:
-        Those of the target's partial cache, of the smaller model's, and of the published drafter's window.
+    They are the target's partial cache, the smaller model's, and the window of the published drafter, if there is one.
     """
     method, partial, small, window = find_method(name), 0, 0, 0
     budget = options.budget or method.budget

@@ -115,46 +115,27 @@ class DraftOptions:
 
 
 def refuse_sinks(sinks: int, budget: int) -> None:
-    """Refuse more sinks than a quarter of a budget.
-
-    Raises:
-        InputError: there are.
-    """
+    """Refuse more sinks than a quarter of a budget."""
     if sinks > budget // 4:
         raise InputError(f"must be at most a quarter of `budget` {budget}, got {sinks}", "sinks")
 
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method.
+    """A decoding method."""
 
-    Attributes:
-        uses: the fields of DraftOptions that it looks at.
-        by_lm_head: levels of its tree that the LM head drafts, before those of the heads.
-        kv: what it can read while drafting; the first is the default.
-        gamma: length of its chain, if not said otherwise; None if it drafts none.
-        budget: tokens of its partial cache, if not said otherwise.
-        partial: whether passes of the target draft: over a partial cache of it, unless drafting reads the full one.
-        heads: whether it drafts with heads, if there are any, though it has no tree of theirs to choose.
-        draft: whether it needs a smaller model.
-        may_draft: whether it drafts with a smaller model, if there is one.
-        networks: the kinds of published drafters of which it needs one.
-        may_network: whether it drafts with a published drafter, if there is one.
-        reference: it reads the text as reference implementations do, slowly, to be measured beside ``ar``.
-    """
-
-    uses: frozenset[str] = frozenset()
-    by_lm_head: int = 0
-    kv: tuple[str, ...] = ()
-    gamma: int | None = None
-    budget: int = 4096
-    partial: bool = False
-    heads: bool = False
-    draft: bool = False
-    may_draft: bool = False
-    networks: tuple[str, ...] = ()
-    may_network: bool = False
-    reference: bool = False
+    uses: frozenset[str] = frozenset()  # the fields of DraftOptions that it looks at
+    by_lm_head: int = 0  # levels of its tree that the LM head drafts, before those of the heads
+    kv: tuple[str, ...] = ()  # what it can read while drafting; the first is the default
+    gamma: int | None = None  # length of its chain, if not said otherwise; None if it drafts none
+    budget: int = 4096  # tokens of its partial cache, if not said otherwise
+    partial: bool = False  # passes of the target draft: over a partial cache, unless drafting reads the full one
+    heads: bool = False  # it drafts with heads, if there are any, though it has no tree of theirs to choose
+    draft: bool = False  # it needs a smaller model
+    may_draft: bool = False  # it drafts with a smaller model, if there is one
+    networks: tuple[str, ...] = ()  # the kinds of published drafters of which it needs one
+    may_network: bool = False  # it drafts with a published drafter, if there is one
+    reference: bool = False  # it reads the text as reference implementations do, slowly, to be measured beside ``ar``
 
     @property
     def needs_heads(self) -> bool:
