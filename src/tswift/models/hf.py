@@ -6,10 +6,9 @@ make. So a model is probed once, by a pass over one token in which it is given t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -198,50 +197,34 @@ def output_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     return lm_head
 
 
-_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
-
-
-class PreNormHook:
-    """Catches the input of a decoder's final norm, ``norm``.
+def final_norm(decoder: Any) -> nn.Module:
+    """What a decoder applies after its last layer.
 
     Raises:
-        UnsupportedModel: it has no final norm of a known name.
+        UnsupportedModel: it has no such module of a known name.
     """
+    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
+        norm = getattr(decoder, name, None)
+        if norm is not None:
+            return norm
+    raise UnsupportedModel("no final norm that tswift knows of")
 
-    def __init__(self, decoder: nn.Module) -> None:
-        norm = next((norm for name in _NORMS if (norm := getattr(decoder, name, None)) is not None), None)
-        if norm is None:
-            raise UnsupportedModel("no final norm that tswift knows of")
-        self.norm: nn.Module = norm
-        self._caught: Tensor | None = None
-        self.norm.register_forward_pre_hook(self._catch)
+
+class Tap:
+    """Catches what a module is called with, or else what it returns, in every pass."""
+
+    def __init__(self, module: nn.Module, before: bool = False) -> None:
+        self._caught: Any = None
+        (module.register_forward_pre_hook if before else module.register_forward_hook)(self._catch)
+
+    def _catch(self, module: nn.Module, inputs: tuple[Any, ...], out: Any = None) -> None:
+        given = inputs if out is None else out
+        self._caught = given[0] if isinstance(given, tuple) else given
 
     def take(self) -> Tensor:
         """``[n, H]`` of the last pass."""
-        assert self._caught is not None
         caught, self._caught = self._caught[0], None
         return caught
-
-    def _catch(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._caught = inputs[0]
-
-
-class LayerTaps:
-    """Catches the outputs of some layers of a decoder, as ``get_decoder()`` gives it."""
-
-    def __init__(self, decoder: Any, layers: Sequence[int]) -> None:
-        self.layers, self._caught = tuple(layers), dict[int, Tensor]()
-        if not hasattr(decoder, "layers"):
-            raise UnsupportedModel("no layers that tswift knows of")
-        for index in {*layers}:
-            decoder.layers[index].register_forward_hook(partial(self._catch, index))
-
-    def take(self) -> Tensor:
-        """``[n, M * H]`` of the last pass, in the order of the layers asked for."""
-        return torch.cat([self._caught[index][0] for index in self.layers], -1)
-
-    def _catch(self, index: int, module: nn.Module, inputs: object, out: Any) -> None:
-        self._caught[index] = out[0] if isinstance(out, tuple) else out
 
 
 @contextmanager

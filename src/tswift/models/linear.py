@@ -232,7 +232,8 @@ def cheaper_copy(network: PreTrainedModel, kind: str) -> PreTrainedModel:
     ends = network.get_input_embeddings(), network.get_output_embeddings()
     twin = deepcopy(network, {id(shared): shared for shared in (*network.parameters(), *network.buffers(), *ends)})
     for module in twin.modules():
-        module._forward_pre_hooks.clear()  # the model's own tap
+        module._forward_pre_hooks.clear()  # the model's own taps
+        module._forward_hooks.clear()
     slow(twin.get_decoder())
     quantize_(twin.get_decoder(), how)
     return twin

@@ -119,11 +119,6 @@ class Forwarded:
         chosen = torch.tensor(nodes).to(self.hidden.device, non_blocking=True)
         return torch.stack([query.index_select(1, chosen) for query in self.queries])
 
-    def before_norm(self, node: int) -> Tensor:
-        """``[H]`` of one node, before the final norm."""
-        assert self.raw is not None
-        return self.raw[node]
-
 
 Compute = Callable[[Tensor, Tensor, KVBuffer, Tensor, "Tensor | None"], Forwarded]
 Capture = Callable[[Callable[[], Forwarded]], Callable[[], Forwarded]]

@@ -8,9 +8,11 @@ bits depend on no other row, so every pass is exact, whatever its width.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -26,67 +28,33 @@ from tswift.models.passes import Forwarded
 _SOURCE = Path(__file__).with_name("program.c")
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROTARY = ("default", "linear", "llama3", "yarn")  # whose rates are the same at every length
+_FLOATS = nn.Parameter, torch.float32
 MOST_COPIED = 1 << 30  # bytes of a model's weights in float32; above, memory is worth more than time
 
-_Sizes = Iterable[tuple[str, Any]]
+
+def _structures(source: str) -> Any:
+    """The structures that a C file declares, by name: of pointers, numbers, and structures that come before."""
+    known: dict[str, Any] = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
+    plain = re.sub(r"/\*.*?\*/", "", source, flags=re.DOTALL)
+    for declared, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", plain, re.DOTALL):
+        fields: list[tuple[str, Any]] = []
+        for line in filter(None, map(str.strip, declared.split(";"))):
+            kind, names = line.split(maxsplit=1)
+            pointers = [(each, ctypes.c_void_p) for each in re.findall(r"\*(\w+)", names)]
+            fields += pointers or [(each.strip(), known[kind]) for each in names.split(",")]
+        known[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return SimpleNamespace(**known)
 
 
-def _pointers(names: str) -> _Sizes:
-    return [(name, ctypes.c_void_p) for name in names.split()]
-
-
-def _integers(names: str) -> _Sizes:
-    return [(name, ctypes.c_int64) for name in names.split()]
-
-
-class _Linear(ctypes.Structure):
-    _fields_: ClassVar = [*_pointers("weight bias"), *_integers("inputs outputs half")]
-
-
-class _Layer(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, _Linear) for name in ("joined", "output", "gates", "down")),
-        *_pointers("before after query_norm key_norm"),
-    ]
-
-
-class _Model(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("layers", ctypes.POINTER(_Layer)),
-        *_pointers("embeddings norm rates attend attention_scratch parallel"),
-        *_integers("count hidden inner heads kv_heads width kind"),
-        *((name, ctypes.c_float) for name in ("epsilon", "rotary_scale", "scale")),
-    ]
-
-
-class _Pass(ctypes.Structure):
-    _fields_: ClassVar = [
-        *_pointers("tokens positions keys values ancestors hidden raw queries states space steps"),
-        *_integers("nodes prefix by_layer by_head threads"),
-    ]
-
-
-class _Head(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("mix", _Linear),
-        ("linear", _Linear),
-        *_pointers("input_norm embedding_norm after"),
-        ("hidden", ctypes.c_int64),
-        ("epsilon", ctypes.c_float),
-    ]
-
-
-class _Guess(ctypes.Structure):
-    _fields_: ClassVar = [
-        *_pointers("heads lm_head embeddings state first ranking rank parallel space"),
-        *_integers("levels count root hidden threads"),
-    ]
+_C = _structures(_SOURCE.read_text())
 
 
 class _Verification(ctypes.Structure):
     """``Verification`` in decoding/drawing.c."""
 
-    _fields_: ClassVar = [*_pointers("forward model run multiply lm_head hidden logits")]
+    _fields_: ClassVar = [
+        (name, ctypes.c_void_p) for name in ["forward", "model", "run", "multiply", "lm_head", "hidden", "logits"]
+    ]
 
 
 T = TypeVar("T")
@@ -126,13 +94,11 @@ class PackedLinear:
     def __init__(self, layers: Sequence[Any]) -> None:
         self._library = library()
         weight = torch.cat([_plain(layer.weight) for layer in layers])
-        biases = [_plain(layer.bias) if getattr(layer, "bias", None) is not None else None for layer in layers]
-        self._bias = None
-        if any(bias is not None for bias in biases):
-            sizes = [len(_plain(layer.weight)) for layer in layers]
-            self._bias = torch.cat(
-                [torch.zeros(size) if bias is None else bias for size, bias in zip(sizes, biases, strict=True)]
-            )
+        biases = [getattr(layer, "bias", None) for layer in layers]
+        sizes = [len(_plain(layer.weight)) for layer in layers]
+        given = zip(biases, sizes, strict=True)
+        joined = [torch.zeros(size) if bias is None else _plain(bias) for bias, size in given]
+        self._bias = None if all(bias is None for bias in biases) else torch.cat(joined)
         self.outputs, self.inputs = weight.shape
         half = torch.equal(weight.bfloat16().float(), weight)
         block = self._library.tswift_block()
@@ -142,13 +108,8 @@ class PackedLinear:
         if half:  # the numbers of two vectors take turns
             packed = packed.bfloat16().unflatten(2, (-1, 2, self._library.tswift_lanes())).transpose(3, 4)
         self._packed = packed.contiguous()
-        self.c = _Linear(
-            self._packed.data_ptr(),
-            0 if self._bias is None else self._bias.data_ptr(),
-            self.inputs,
-            self.outputs,
-            int(half),
-        )
+        bias = 0 if self._bias is None else self._bias.data_ptr()
+        self.c = _C.Linear(self._packed.data_ptr(), bias, self.inputs, self.outputs, int(half))
         self._address = ctypes.addressof(self.c)
         self._parallel = native.parallel_region()
 
@@ -196,7 +157,7 @@ class PassProgram:
         self._library = library()
         self._space = torch.empty(0, dtype=torch.float32)
         self._kept: list[Any] = []  # what the C structures point to
-        self._layers = (_Layer * len(layers))()
+        self._layers = (_C.Layer * len(layers))()
         for layer, made in zip(layers, self._layers, strict=True):
             own, mlp = layer.self_attn, layer.mlp
             made.joined = self._pack(own.q_proj, own.k_proj, own.v_proj)
@@ -212,8 +173,8 @@ class PassProgram:
         self._shape = len(layers), heads, width, config.hidden_size
         self.embeddings = self._pointer(decoder.embed_tokens.weight)
         rotary = decoder.rotary_emb
-        self._model = _Model(
-            self._layers,
+        self._model = _C.Model(
+            ctypes.addressof(self._layers),
             self.embeddings,
             self._pointer(decoder.norm.weight),
             self._pointer(rotary.inv_freq.float()),
@@ -238,7 +199,7 @@ class PassProgram:
             lm_head=ctypes.addressof(self.lm_head.c),
         )
 
-    def _pack(self, *layers: nn.Module) -> _Linear:
+    def _pack(self, *layers: nn.Module) -> Any:
         packed = PackedLinear(layers)
         self._kept.append(packed)
         return packed.c
@@ -257,50 +218,36 @@ class PassProgram:
         fits = 0 < nodes <= self.most_nodes and kv.length + nodes <= kv.capacity
         return fits and kv.shape.dtype == self._kv_dtype
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        kv: KVBuffer,
-        ancestors: Tensor | None,
-        raw: bool,
-        tapped: Sequence[int] = (),
-    ) -> Forwarded:
-        """As :meth:`~tswift.models.target.Target.forward`, with the states before the final norm if they are asked for.
-
-        Those after the layers ``tapped`` come along, too.
-        """
-        run, forwarded = self._begin(tokens, positions, kv, ancestors, raw, tapped)
+    def __call__(self, *given: Any) -> Forwarded:
+        """As :meth:`~tswift.models.target.Target.forward`; for the arguments see :meth:`begin`."""
+        run, forwarded = self.begin(*given)
         self._library.tswift_forward(ctypes.byref(self._model), ctypes.byref(run))
         return forwarded
 
-    def verify(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        kv: KVBuffer,
-        ancestors: Tensor,
-        raw: bool,
-        tapped: Sequence[int],
-        follow: Callable[..., T],
-    ) -> tuple[Forwarded, Tensor, T]:
-        """As :meth:`~tswift.models.target.Target.verify`."""
-        run, forwarded = self._begin(tokens, positions, kv, ancestors, raw, tapped)
+    def verify(self, follow: Callable[..., T], *given: Any) -> tuple[Forwarded, Tensor, T]:
+        """As :meth:`~tswift.models.target.Target.verify`; for the other arguments see :meth:`begin`."""
+        run, forwarded = self.begin(*given)
         logits = torch.empty(run.nodes, self.lm_head.outputs, dtype=torch.float32)
-        given = self._verification
-        given.run, given.hidden, given.logits = ctypes.addressof(run), run.hidden, logits.data_ptr()
-        return forwarded, logits, follow(logits, verification=ctypes.addressof(given))
+        asked = self._verification
+        asked.run, asked.hidden, asked.logits = ctypes.addressof(run), run.hidden, logits.data_ptr()
+        return forwarded, logits, follow(logits, verification=ctypes.addressof(asked))
 
-    def _begin(
+    def begin(
         self,
         tokens: Tensor,
         positions: Tensor,
         kv: KVBuffer,
         ancestors: Tensor | None,
-        raw: bool,
-        tapped: Sequence[int],
-    ) -> tuple[_Pass, Forwarded]:
-        """What the C function is to be called with, and where it will leave the result."""
+        raw: bool = False,
+        tapped: Sequence[int] = (),
+    ) -> tuple[Any, Forwarded]:
+        """What the C function is to be called with for a pass, and where it will leave the result.
+
+        Args:
+            tokens, positions, kv, ancestors: as for :meth:`~tswift.models.target.Target.forward`.
+            raw: whether the states before the final norm are asked for.
+            tapped: the layers after which the states are.
+        """
         layers, heads, width, hidden = self._shape
         nodes, threads = len(tokens), torch.get_num_threads()
         states = torch.empty(2, nodes, hidden, dtype=torch.float32)
@@ -308,7 +255,7 @@ class PassProgram:
         inner = torch.empty(layers, nodes, hidden, dtype=torch.float32) if tapped else None
         tokens, positions = tokens.contiguous(), positions.contiguous()
         ancestors = None if ancestors is None or nodes == 1 else ancestors.contiguous()
-        run = _Pass(
+        run = _C.Pass(
             tokens.data_ptr(),
             positions.data_ptr(),
             kv.keys.data_ptr(),
@@ -375,9 +322,9 @@ class HeadProgram:
         self._hidden = hidden_size
         self._kept: list[Any] = []  # what the C structures point to
         heads = list(heads)
-        self._heads = (_Head * len(heads))()
+        self._heads = (_C.Head * len(heads))()
         self._space = torch.empty(0, dtype=torch.float32)
-        self._guess = _Guess(heads=ctypes.addressof(self._heads), parallel=self._parallel, hidden=hidden_size)
+        self._guess = _C.Guess(heads=ctypes.addressof(self._heads), parallel=self._parallel, hidden=hidden_size)
         for head, made in zip(heads, self._heads, strict=True):
             linear, made.hidden, made.epsilon = PackedLinear([head.linear]), hidden_size, eps
             made.linear = linear.c
@@ -447,20 +394,23 @@ class HeadProgram:
 
 
 def _refuse_unfit(network: PreTrainedModel) -> None:
-    kind, weights = type(network).__name__, list(network.parameters())
+    kind = type(network).__name__
     if kind not in MODELS:
         raise Unfit(f"{kind} has no program")
-    config = network.config
-    if any(type(weight) is not nn.Parameter or weight.dtype != torch.float32 for weight in weights):
-        raise Unfit("its weights are not plain float32")
-    if any(weight.device.type != "cpu" for weight in weights):
-        raise Unfit("it is not on the CPU")
-    if sum(weight.numel() for weight in weights) * torch.float32.itemsize > MOST_COPIED:
-        raise Unfit("its weights are too large to be held twice")
-    if config.hidden_act != "silu" or (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in _ROTARY:
-        raise Unfit("its activation or position encoding has no program")
-    if not native.takes(network.get_decoder().layers[0].self_attn.head_dim):
-        raise Unfit("its heads are of a size that native attention does not take")
+    weights, config = list(network.parameters()), network.config
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    size = sum(weight.numel() for weight in weights) * torch.float32.itemsize
+    for reason, wrong in {
+        "its weights are not plain float32": {(type(each), each.dtype) for each in weights} != {_FLOATS},
+        "it is not on the CPU": any(weight.device.type != "cpu" for weight in weights),
+        "its weights are too large to be held twice": size > MOST_COPIED,
+        "its activation or position encoding has no program": config.hidden_act != "silu" or rotary not in _ROTARY,
+        "its heads are of a size that native attention does not take": not native.takes(
+            network.get_decoder().layers[0].self_attn.head_dim
+        ),
+    }.items():
+        if wrong:
+            raise Unfit(reason)
 
 
 def integer_steps(network: PreTrainedModel) -> Tensor:

@@ -31,9 +31,9 @@ from tswift.attention.sdpa import (
 )
 from tswift.kv import FullKV, KVBuffer, KVShape
 from tswift.models.hf import (
-    LayerTaps,
-    PreNormHook,
+    Tap,
     UnsupportedModel,
+    final_norm,
     max_positions,
     output_of,
     probe_attention,
@@ -86,8 +86,9 @@ class Target:
         self._attention = attention
         self._graphs: Graphs | None = None
         self._anchor: KVBuffer | None = None
-        self._tap: PreNormHook | None = None
-        self._layer_taps: LayerTaps | None = None
+        self._norm_tap: Tap | None = None
+        self._layer_taps: dict[int, Tap] = {}
+        self._tapped: tuple[int, ...] = ()  # layers whose states are asked for, in order
         self._compiled = self._fused = False  # layers have compiled code; prepared passes use it
         self._failures = 0  # functions that could not be compiled before the layers were
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
@@ -153,7 +154,7 @@ class Target:
     @property
     def taps(self) -> bool:
         """Whether passes also return the states before the final norm."""
-        return self._tap is not None
+        return self._norm_tap is not None
 
     @property
     def graphs(self) -> str | None:
@@ -236,11 +237,11 @@ class Target:
             positions = torch.arange(held, held + count, device=self.device)
             chain = torch.ones(count, count, dtype=torch.bool, device=self.device).tril_()
             hidden = []
-            for compute in (self._compute_eagerly, self._compute):
+            for eager in (True, False):
                 kv = FullKV(self.kv_shape, held + count)
                 self.prefill(text[:held].tolist(), kv)
                 run = self._pass(positions, kv, chain) if self.width is None else self._exact_pass(kv, count, chain)
-                hidden.append(compute(text[held:], positions, run).hidden.double())
+                hidden.append(self._compute(text[held:], positions, run, eager).hidden.double())
             apart.append(((hidden[1] - hidden[0]).norm(dim=-1) / hidden[0].norm(dim=-1)).max())
         return float(torch.stack(apart).max())  # NaN if any is
 
@@ -251,13 +252,32 @@ class Target:
         Raises:
             UnsupportedModel: the model has no final norm of a known name.
         """
-        if self._tap is not None:
+        if self._norm_tap is not None:
             return
-        self._tap = tap = PreNormHook(self._decoder)
-        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        forwarded = self._compute_eagerly(zero, zero, self._pass(zero, FullKV(self.kv_shape, 1), None))
-        if forwarded.raw is None or not torch.equal(tap.norm(forwarded.raw), forwarded.hidden):
+        norm = final_norm(self._decoder)
+        self._norm_tap = Tap(norm, before=True)
+        forwarded = self._trial()
+        if not torch.equal(norm(forwarded.raw), forwarded.hidden):
             raise UnsupportedModel("something after its final norm")
+
+    @torch.inference_mode()
+    def tap_layers(self, layers: Sequence[int]) -> None:
+        """Let passes from now on also return the states after these layers, from 0; before any are prepared.
+
+        Raises:
+            UnsupportedModel: a layer's output is no such state.
+        """
+        if not hasattr(self._decoder, "layers"):
+            raise UnsupportedModel("no layers that tswift knows of")
+        self._tapped, self._layer_taps = tuple(layers), {layer: Tap(self._decoder.layers[layer]) for layer in {*layers}}
+        taps = self._trial().taps
+        if taps is None or taps.shape != (1, len(layers) * self.hidden_size):
+            raise UnsupportedModel("layers whose outputs are no states")
+
+    def _trial(self) -> Forwarded:
+        """An eager pass over one token."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return self._compute(zero, zero, self._pass(zero, FullKV(self.kv_shape, 1), None), eager=True)
 
     @torch.inference_mode()
     def _renew(self) -> None:
@@ -271,19 +291,6 @@ class Target:
                 self.program = PassProgram(self.model, self.kv_shape.dtype)
             except Unfit:
                 self.program = self.width = None  # rows that PyTorch computes have not been found to be exact
-
-    @torch.inference_mode()
-    def tap_layers(self, layers: Sequence[int]) -> None:
-        """Let passes from now on also return the states after these layers, from 0; before any are prepared.
-
-        Raises:
-            UnsupportedModel: a layer's output is no such state.
-        """
-        self._layer_taps = LayerTaps(self._decoder, layers)
-        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        forwarded = self._compute_eagerly(zero, zero, self._pass(zero, FullKV(self.kv_shape, 1), None))
-        if forwarded.taps is None or forwarded.taps.shape != (1, len(layers) * self.hidden_size):
-            raise UnsupportedModel("layers whose outputs are no states")
 
     @torch.inference_mode()
     def prepare(self, kv: KVBuffer, limit: int) -> None:
@@ -325,7 +332,7 @@ class Target:
 
         attend = attention(self._layout, length, len(tokens), ancestors)
         special = SpecAttention(attend, self.wants) if self.special else None
-        return self._computed(tokens, positions, Pass(write, attend, special, len(tokens), self._rows(kv, len(tokens))))
+        return self._compute(tokens, positions, Pass(write, attend, special, len(tokens), self._rows(kv, len(tokens))))
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
@@ -347,12 +354,10 @@ class Target:
                 return static(tokens, positions, ancestors, kv.length)
         self._rows(kv, nodes)
         if self.program is not None and self.program.takes(kv, nodes):
-            tapped = self._layer_taps.layers if self._layer_taps else ()
-            return self.program(tokens, positions, kv, ancestors, self.taps, tapped)
+            return self.program(tokens, positions, kv, ancestors, self.taps, self._tapped)
         if self.width is not None and isinstance(kv, FullKV):
-            return self._computed(tokens, positions, self._exact_pass(kv, nodes, ancestors))
-        compute = self._compute_eagerly if self._compiled else self._compute
-        return compute(tokens, positions, self._pass(positions, kv, ancestors))
+            return self._compute(tokens, positions, self._exact_pass(kv, nodes, ancestors))
+        return self._compute(tokens, positions, self._pass(positions, kv, ancestors), eager=self._compiled)
 
     def verifies(self, kv: KVBuffer, nodes: int) -> bool:
         """Whether a C function makes such passes with their logits, see :meth:`verify`."""
@@ -370,8 +375,7 @@ class Target:
         """
         self._rows(kv, len(tokens))
         assert self.program is not None
-        tapped = self._layer_taps.layers if self._layer_taps else ()
-        return self.program.verify(tokens, positions, kv, ancestors, self.taps, tapped, follow)
+        return self.program.verify(follow, tokens, positions, kv, ancestors, self.taps, self._tapped)
 
     def _pass(self, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Pass:
         nodes = len(positions)
@@ -399,23 +403,20 @@ class Target:
             raise ValueError(f"a pass of {nodes} nodes does not fit in {self.width} rows")
         return self.width
 
-    def _computed(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
-        compute = self._compute if self._fused or not self._compiled else self._compute_eagerly
-        return compute(tokens, positions, run)
-
-    def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
+    def _compute(self, tokens: Tensor, positions: Tensor, run: Pass, eager: bool | None = None) -> Forwarded:
+        """Call the decoder; ``eager`` None lets code run that the layers were compiled to, if it is to be trusted."""
+        if self._compiled and not self._fused if eager is None else eager:
+            with torch.compiler.set_stance("force_eager"):
+                return self._compute(tokens, positions, run, eager=False)
         if run.rows > run.nodes:
             tokens, positions = (F.pad(row, (0, run.rows - run.nodes)) for row in (tokens, positions))
         out = self._decoder(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
         )
-        raw = self._tap.take()[: run.nodes] if self._tap else None
-        taps = self._layer_taps.take()[: run.nodes] if self._layer_taps else None
+        raw = self._norm_tap.take()[: run.nodes] if self._norm_tap else None
+        states = {layer: tap.take()[: run.nodes] for layer, tap in self._layer_taps.items()}
+        taps = torch.cat([states[layer] for layer in self._tapped], -1) if states else None
         return Forwarded(out.last_hidden_state[0, : run.nodes], run.queries, raw, taps)
-
-    def _compute_eagerly(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
-        with torch.compiler.set_stance("force_eager"):
-            return self._compute(tokens, positions, run)
 
     @torch.inference_mode()
     def first_broken(self, tokens: Sequence[int], kv: KVBuffer) -> tuple[str, int] | None:
@@ -439,7 +440,7 @@ class Target:
         positions = torch.arange(kv.length, kv.length + len(tokens), device=self.device)
         ids = torch.tensor(tokens, device=self.device)
         with watched({name: part for name, part in self.model.named_modules() if part in parts}, look):
-            self._output(self._compute_eagerly(ids, positions, self._pass(positions, kv, None)).hidden)
+            self._output(self._compute(ids, positions, self._pass(positions, kv, None), eager=True).hidden)
         return broken[0] if broken else None
 
     @torch.inference_mode()
