@@ -152,11 +152,13 @@ class RefiningHead(nn.Module):
 
     def __init__(self, hidden_size: int, eps: float, conditioned: bool) -> None:
         super().__init__()
-        self.input_layernorm, self.post_layernorm = (nn.RMSNorm(hidden_size, eps=eps) for _ in range(2))
+        # hashes of weights, which runs and benchmarks keep, are taken in this order
+        self.input_layernorm = nn.RMSNorm(hidden_size, eps=eps)
         if conditioned:
             self.embedding_layernorm = nn.RMSNorm(hidden_size, eps=eps)
             self.mix = nn.Linear(2 * hidden_size, 2 * hidden_size, bias=False)
         self.linear = nn.Linear((1 + conditioned) * hidden_size, hidden_size, bias=False)
+        self.post_layernorm = nn.RMSNorm(hidden_size, eps=eps)
         nn.init.zeros_(self.linear.weight)
 
     def forward(self, hidden: Tensor, embedding: Tensor | None = None) -> Tensor:
