@@ -52,7 +52,7 @@ def main() -> None:
     """Print what does not show."""
     with Simulator(), torch.no_grad():
         here, there = torch.ones(3), torch.ones(3, device=CUDA)
-        graphs = Graphs.on(CUDA)
+        graphs = Graphs(CUDA)
         replay = graphs.capture(lambda: (there * 2).exp().add_(1))
         replay()
         for what, run, wanted in (

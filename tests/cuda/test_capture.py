@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def graphs(monkeypatch: pytest.MonkeyPatch):
     """Makes graphs be captured, though on the CPU; gives what is to be used for each model."""
     capture.emulate(monkeypatch.setattr)
-    return lambda: Graphs.on(CPU)
+    return lambda: Graphs(CPU)
 
 
 def target_of(graphs, layers: int = 2, kind: str = "gqa") -> Target:

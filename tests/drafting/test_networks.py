@@ -162,7 +162,7 @@ def test_a_round_is_a_graph(layout: str, tmp_path: Path, monkeypatch: pytest.Mon
         target = Target(deepcopy(qwen3()), capture.StaticAttention)
         if captured:
             capture.emulate(monkeypatch.setattr)
-            target._graphs = Graphs.on(torch.device("cpu"))
+            target._graphs = Graphs(torch.device("cpu"))
         find_drafter(drafter_folder(tmp_path, layout)).load(target)
         drafter = make_drafter(method_of(layout), target, None, TREES["alone"])
         steps.append(decode_steps(target, drafter, PROMPT, PENALISED, 3, 16))

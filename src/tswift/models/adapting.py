@@ -103,22 +103,6 @@ class Inexact(Exception):
     """Why a token's bits depend on how it is forwarded, in one line."""
 
 
-def usual_width(target: Target) -> int:
-    """Rows of every pass over a text: nodes of a usual draft tree, which cost little more than one.
-
-    The C program's rows are exact however many there are: it fills no pass up, and so takes as many as it can.
-    """
-    if target.program is not None:
-        return target.program.most_nodes
-    return _LEAST_WIDTH if target.device.type == "cpu" else min(MOST_WIDTH, max(_LEAST_WIDTH, ROWS // target.groups))
-
-
-def exact_by_default(target: Target) -> bool:
-    """Whether passes are exact by default: where texts of different methods would part, or where it costs nothing."""
-    narrow = target.kv_shape.dtype.itemsize < torch.float32.itemsize  # never wider than the model's
-    return narrow or target.device.type == "cuda" or target.program is not None
-
-
 @torch.inference_mode()
 def fingerprint(target: Target) -> str:
     """Hash of what a model computes on this machine in passes of its fixed width: same hash, same bits.
@@ -213,10 +197,16 @@ def _outputs(target: Target, run: Callable[[], Forwarded], row: int) -> list[tup
 def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
     """Give a model's passes their fixed width, if they are to be exact, before its layers are compiled.
 
+    By default they are where texts of different methods would part, or where it costs nothing. The width is that of a
+    usual draft tree, which costs little more than one row; the C program's rows are exact however many there are.
+
     Returns:
         Why they are not although they should be; None if nothing is amiss.
     """
-    if not (exact_by_default(target) if exact is None else exact):
+    if exact is None:  # a cache is never wider than the model
+        exact = target.kv_shape.dtype.itemsize < torch.float32.itemsize
+        exact = exact or target.device.type == "cuda" or target.program is not None
+    if not exact:
         return None
     if target.split:
         return "ranks hold the model together"
@@ -224,11 +214,15 @@ def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
         return "flash attention sums in an order of its own"
     if routed(target.model.config):
         return "an expert takes as many rows as choose it"
-    target.width = usual_width(target)
+    if target.program is not None:
+        target.width = target.program.most_nodes
+    else:
+        rows = 0 if target.device.type == "cpu" else ROWS // target.groups
+        target.width = min(MOST_WIDTH, max(_LEAST_WIDTH, rows))
     return None
 
 
-_CACHED = 32  # most that logits may differ by, in units of their spread and of the KV cache's last place
+_CACHED = 32  # most that logits may differ by, in units of the KV cache's last place
 _TRIED = 24  # tokens that a model is tried with
 _DOUBTED = ("cuda",)  # devices on which a backend's kernels may never have run before
 
@@ -259,51 +253,37 @@ def wrap_model(
     use_onednn(network)
     try:
         target = Target(network, BACKENDS[backend]())
-        if target.device.type in _DOUBTED:
-            try_special(target, backend)
+        if target.device.type in _DOUBTED and target.special and BACKENDS[backend]().WANTS:
+            kinds = {(wants.window, wants.softcap, wants.sinks is None): wants for wants in target.wants if wants}
+            shape, heads = target.kv_shape, (target.kv_shape.heads, target.groups)
+            reason = fails(backend, target.dtype, target.device, shape.head_dim, heads, kinds.values())
+            target.special_fault = reason and f"{reason} with {target.special}"  # plain products take over
         if not (expected.amax(-1) < torch.inf).all():
             raise _not_finite(target, model, ids.tolist())
-        ours = _tried(target, ids)
+        apart = _apart(target, ids, expected)
         separate(network)
     except UnsupportedModel as error:
         reason = f"has {error}, which tswift cannot serve exactly yet"
         raise InputError(f"{model} ({network.config.model_type}) {reason}", "model") from None
     # random weights in 16 bits round worse than trained ones: 0.15 was seen, with the same architecture on both sides
     allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(PREFIX) else 0.25
-    tolerance = allowed * max(expected.std().item(), 1e-6)
-    if not (target.logits(ours).double() - expected).abs().max().item() <= tolerance:
+    if not apart <= allowed:
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model")
     if backend == "native" and not (target.special or target.split):
         # the program has no windows, soft caps and sinks, and a text as short as this shows none
         with suppress(Unfit, Unbuilt):
             target.program = PassProgram(target.model)
-            if not (target.logits(_tried(target, ids)).double() - expected).abs().max().item() <= tolerance:
+            if not _apart(target, ids, expected) <= allowed:
                 target.program = None
     if kv_dtype not in (None, target.dtype):
         try:
             target.hold(kv_dtype_for(kv_dtype, target.dtype, target.device, model))
         except Unfit as error:
             raise InputError(f"{model} cannot have a cache in int16: {error}", "kv_dtype") from None
-        apart = (target.logits(_tried(target, ids)).double() - expected).abs().max().item()
         # what rounding keys and values makes of the logits; a cache that is read wrongly is off by all of them
-        if not apart <= _CACHED * target.kv_shape.eps * max(expected.std().item(), 1e-6):
+        if not _apart(target, ids, expected) <= _CACHED * target.kv_shape.eps:
             raise InputError(f"{model} does not bear a cache in {dtype_name(target.kv_shape.dtype)}", "kv_dtype")
     return target
-
-
-@torch.inference_mode()
-def try_special(target: Target, backend: str) -> None:
-    """Check a backend's windows, soft caps and sinks against plain products, on random rows of every kind of layer.
-
-    If it differs, ``target.special_fault`` says so, and plain products take over.
-    """
-    if not (target.special and BACKENDS[backend]().WANTS):
-        return
-    kinds = {(wants.window, wants.softcap, wants.sinks is None): wants for wants in target.wants if wants}
-    shape = target.kv_shape
-    heads = shape.heads, target.groups
-    reason = fails(backend, target.dtype, target.device, shape.head_dim, heads, kinds.values())
-    target.special_fault = reason and f"{reason} with {target.special}"
 
 
 def _not_finite(target: Target, model: str, ids: list[int]) -> InputError:
@@ -313,8 +293,12 @@ def _not_finite(target: Target, model: str, ids: list[int]) -> InputError:
     return InputError(f"{model} gives logits that are NaN or infinite{where}: {reason}", "model")
 
 
-def _tried(target: Target, ids: torch.Tensor) -> torch.Tensor:
-    """``[n, H]`` hidden states of a text: its first half as a chunk, the rest in a tree with wrong tokens beside it."""
+@torch.inference_mode()
+def _apart(target: Target, ids: Tensor, expected: Tensor) -> float:
+    """How far a text's logits are from those expected, at most, in units of their spread.
+
+    The text's first half is a chunk, the rest a tree with wrong tokens beside it.
+    """
     kv, half = FullKV(target.kv_shape, 2 * len(ids)), len(ids) // 2
     before = [chunk.hidden for chunk in target.chunks(ids[:half].tolist(), kv)]
     nodes = torch.arange(2 * (len(ids) - half), device=ids.device)
@@ -322,4 +306,5 @@ def _tried(target: Target, ids: torch.Tensor) -> torch.Tensor:
     tokens = torch.where(right, ids[half + nodes // 2], ids[nodes // 4])
     ancestors = (nodes <= nodes[:, None]) & right | (nodes == nodes[:, None])
     hidden = target.forward(tokens, half + (nodes + 1) // 2, kv, ancestors).hidden
-    return torch.cat([*before, hidden[right]])
+    ours = target.logits(torch.cat([*before, hidden[right]])).double()
+    return (ours - expected).abs().max().item() / max(expected.std().item(), 1e-6)

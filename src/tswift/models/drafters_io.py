@@ -53,23 +53,14 @@ _NORMS = {"norm_before_fc": "input_norm", **{name: name for name in ("norm_befor
 
 @dataclass(frozen=True)
 class DrafterFile:
-    """A drafter found in a folder, or one of published sizes and random weights; not yet read.
+    """A drafter found in a folder, or one of published sizes and random weights; not yet read."""
 
-    Attributes:
-        path: the folder.
-        layout: who writes drafters so.
-        spec: its sizes.
-        tensors: by the name of the parameter in the module; empty for random weights.
-        copies: the target's embeddings and LM head, which some layouts carry along.
-        unused: names of tensors that are read by no decoding: a confidence head, the inverse of ``d2t``.
-    """
-
-    path: Path
-    layout: str
+    path: Path  # the folder
+    layout: str  # who writes drafters so
     spec: DrafterSpec
-    tensors: Mapping[str, StoredTensor]
-    copies: Mapping[str, StoredTensor]
-    unused: tuple[str, ...]
+    tensors: Mapping[str, StoredTensor]  # by the name of the parameter in the module; empty for random weights
+    copies: Mapping[str, StoredTensor]  # the target's embeddings and LM head, which some layouts carry along
+    unused: tuple[str, ...]  # names of what no decoding reads: a confidence head, the inverse of ``d2t``
 
     def refuse_misfit(self, hidden_size: int, vocab_size: int, layers: int) -> None:
         """Refuse a drafter that was made for another target, by sizes alone."""

@@ -57,21 +57,13 @@ class Heads(nn.Module):
         hidden_size: width of the model's hidden states.
         heads: their modules.
         pre_norm: whether they start from the state before the model's final norm, not after it; ``raw`` in files.
-
-    Attributes:
-        kind: name in the heads file.
-        fields: names of what else :meth:`about` says and the class is made from, after hidden size and count.
-        conditioned: whether a head reads the token drafted just before its own.
-        count: number of heads.
-        base: fingerprint of the model that they were made for; None if unknown.
-        program: C functions of their steps; None if PyTorch computes them.
     """
 
-    kind: str
-    fields: tuple[str, ...]
-    conditioned = False
-    base: str | None = None
-    program: HeadProgram | None = None
+    kind: str  # name in the heads file
+    fields: tuple[str, ...]  # what else about() says and the class is made from, after hidden size and count
+    conditioned = False  # whether a head reads the token drafted just before its own
+    base: str | None = None  # fingerprint of the model that they were made for; None if unknown
+    program: HeadProgram | None = None  # C functions of their steps; None if PyTorch computes them
 
     def __init__(self, hidden_size: int, heads: Iterable[nn.Module], pre_norm: bool = False) -> None:
         super().__init__()
@@ -267,20 +259,14 @@ def random_heads(kind: str, config: Any, dtype: torch.dtype, device: torch.devic
 class HeadsFile:
     """Heads in a file or folder, checked and not yet read.
 
-    Attributes:
-        path: the folder or the file.
-        layout: who writes heads so: ``tswift``, ``TokenSwift`` or ``Medusa``.
-        about: as :meth:`Heads.about`.
-        tensors: by the name of the parameter in :class:`Heads`.
-
     Raises:
         InputError: there are other tensors than those of the heads that ``about`` describes.
     """
 
-    path: Path
-    layout: str
-    about: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
+    path: Path  # the folder or the file
+    layout: str  # who writes heads so: ``tswift``, ``TokenSwift`` or ``Medusa``
+    about: Mapping[str, Any]  # as Heads.about()
+    tensors: Mapping[str, StoredTensor]  # by the name of the parameter
 
     def __post_init__(self) -> None:
         about, most = self.about, len(self.tensors) + 1

@@ -84,18 +84,16 @@ class _Rule:
 
 
 class AttentionProbe:
-    """What the layers of a model need of their attention.
-
-    Attributes:
-        heads: ``(query heads, KV heads, head size)``, the same in all layers; of a split model, this rank's.
-        dtype, device: of the attention's inputs, whatever the weights are stored in.
-        wants: by layer, what it needs besides plain causal softmax attention.
-    """
+    """What the layers of a model need of their attention."""
 
     def __init__(self, positions: int, device: torch.device) -> None:
-        self.heads = (0, 0, 0)
-        self.dtype, self.device = torch.get_default_dtype(), device
-        self.wants: list[AttentionSpec] = []
+        self.heads = (
+            0,
+            0,
+            0,
+        )  # query heads, KV heads (of a split model, this rank's) and head size, in all layers
+        self.dtype, self.device = torch.get_default_dtype(), device  # of its inputs, whatever the weights are stored in
+        self.wants: list[AttentionSpec] = []  # by layer, what it needs besides plain causal softmax attention
         self._keys = torch.arange(positions, device=device)
         self._windows: dict[_Rule, int | None] = {}
 

@@ -115,17 +115,11 @@ _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in the o
 
 
 class JoinedLinear(nn.Linear):
-    """One of several linear layers with the same input; its weights are rows of one matrix that they share.
+    """One of several linear layers with the same input; its weights are rows of one matrix that they share."""
 
-    Attributes:
-        group: the layers, in the order in which they are called.
-        product: of all of them, for the first; None for the others, and where the weights have been moved apart.
-        handed: the input that the first was called with, and this layer's output for it; None once that was taken.
-    """
-
-    group: Sequence[JoinedLinear]
-    product: nn.Linear | None
-    handed: tuple[Tensor, Tensor] | None
+    group: Sequence[JoinedLinear]  # the layers, in the order in which they are called
+    product: nn.Linear | None  # of all, for the first; None for the others, and where weights have been moved apart
+    handed: tuple[Tensor, Tensor] | None  # the first's input, and this one's output for it; None once that was taken
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""

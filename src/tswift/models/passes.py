@@ -11,7 +11,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -98,19 +98,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class Forwarded:
-    """Result of a pass.
+    """Result of a pass."""
 
-    Attributes:
-        hidden: ``[n, H]`` last hidden states, after the final norm.
-        queries: per layer ``[query heads, >= n, head_dim]``, rotated; good until the next prepared pass over any cache.
-        raw: ``[n, H]``, before the final norm; None unless the target has a hook for it.
-        taps: ``[n, M * H]``, after M of its layers; None unless it has hooks for them.
-    """
-
-    hidden: Tensor
+    hidden: Tensor  # ``[n, H]`` last hidden states, after the final norm
+    # per layer ``[query heads, >= n, head_dim]``, rotated; good until the next prepared pass over any cache
     queries: list[Tensor]
-    raw: Tensor | None = None
-    taps: Tensor | None = None
+    raw: Tensor | None = None  # ``[n, H]``, before the final norm; None unless the target has a hook for it
+    taps: Tensor | None = None  # ``[n, M * H]``, after M of its layers; None unless it has hooks for them
 
     def queries_of(self, nodes: Sequence[int]) -> Tensor:
         """``[layers, query heads, len(nodes), head_dim]`` of some nodes."""
@@ -129,20 +123,14 @@ def sizes(limit: int) -> list[int]:
     return [size for size in _SIZES if size < limit] + [limit]
 
 
-@dataclass
 class Graphs:
     """State that the CUDA graphs of a model share."""
 
-    device: torch.device
-    pool: Any  # of their memory
-    stream: torch.cuda.Stream  # for captures; one for all, as libraries keep memory for every stream they have seen
-    failure: str = ""  # why they cannot be captured here; empty as long as they can
-
-    @classmethod
-    def on(cls, device: torch.device) -> Graphs:
-        """For a CUDA device."""
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.failure = device, ""  # why they cannot be captured here; empty as long as they can
         with torch.cuda.device(device):
-            return cls(device, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+            self.pool = torch.cuda.graph_pool_handle()  # of their memory
+            self.stream = torch.cuda.Stream()  # for captures: libraries keep memory for every stream they have seen
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
         """A program as a graph that can be replayed; the program itself where that fails, for a reason in ``failure``.

@@ -135,17 +135,12 @@ class PassProgram:
         network: a causal language model of transformers in float32 on the CPU, whose weights stay as they are.
         kv_dtype: of the KV caches.
 
-    Attributes:
-        most_nodes: of a pass.
-        lm_head: from ``[..., H]`` hidden states to ``[..., V]`` logits.
-        embeddings: the address of the input embeddings, ``[V, H]`` float32.
-
     Raises:
         Unfit: it is no such model.
         Unbuilt: there is no program here.
     """
 
-    most_nodes: ClassVar[int] = MOST_WIDTH
+    most_nodes: ClassVar[int] = MOST_WIDTH  # of a pass
 
     def __init__(self, network: PreTrainedModel, kv_dtype: torch.dtype = torch.float32) -> None:
         _refuse_unfit(network)
@@ -168,10 +163,10 @@ class PassProgram:
             made.query_norm, made.key_norm = (
                 self._pointer(getattr(own, name).weight) if hasattr(own, name) else 0 for name in ("q_norm", "k_norm")
             )
-        self.lm_head = PackedLinear([network.get_output_embeddings()])
+        self.lm_head = PackedLinear([network.get_output_embeddings()])  # hidden states to logits
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._shape = len(layers), heads, width, config.hidden_size
-        self.embeddings = self._pointer(decoder.embed_tokens.weight)
+        self.embeddings = self._pointer(decoder.embed_tokens.weight)  # ``[V, H]`` float32
         rotary = decoder.rotary_emb
         self._model = _C.Model(
             ctypes.addressof(self._layers),

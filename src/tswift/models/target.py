@@ -60,22 +60,6 @@ class Target:
         model: a causal language model of transformers; its attention is replaced by ours.
         attention: the backend.
 
-    Attributes:
-        vocab_size: number of logits.
-        max_positions: maximum tokens, prompt included, that the model's position encoding was made for.
-        special, wants: windows, soft caps and sinks of its layers, in words (empty for none) and by layer.
-        split: whether ranks hold the model together; passes are collective then, and are not replayed.
-        kv_shape: of one token's keys and values; of a split model, this rank's part.
-        tried, distrust: whether steps on the device have been compared with the host's, and what was wrong with them;
-            see :mod:`tswift.decoding.device_step`.
-        special_fault: why windows, soft caps and sinks are left to plain products although the backend has them.
-        width: rows that every pass over the text is padded to, so that a token's bits do not depend on how it was
-            forwarded; None if passes are as wide as they happen to be.
-        program: a C function that makes the passes of up to :data:`~tswift.attention.sdpa.MOST_WIDTH` nodes, and the
-            logits; None if PyTorch makes them.
-        network: a published drafter that reads the states after some of its layers; None for none.
-        sampler_fault: why a GPU draws tokens without the sampler's kernels; None if it uses them, or there is no GPU.
-
     Raises:
         UnsupportedModel: the layers need an attention that we do not have.
     """
@@ -92,14 +76,17 @@ class Target:
         self._compiled = self._fused = False  # layers have compiled code; prepared passes use it
         self._failures = 0  # functions that could not be compiled before the layers were
         self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
+        # rows that every pass over the text is padded to, so that a token's bits do not depend on how it was forwarded;
+        # None if passes are as wide as they happen to be
         self.width: int | None = None
-        self.tried = False
-        self.distrust: str | None = None
-        self.special_fault: str | None = None
-        self.sampler_fault: str | None = None
+        self.tried = False  # whether steps on the device have been compared with the host's: decoding/device_step.py
+        self.distrust: str | None = None  # what was wrong with them
+        self.special_fault: str | None = None  # why ``special`` is left to plain products although the backend has it
+        self.sampler_fault: str | None = None  # why a GPU draws tokens without the sampler's kernels
+        # a C function that makes passes of up to MOST_WIDTH nodes, and the logits; None if PyTorch makes them
         self.program: PassProgram | None = None
         self._bounded: list[tuple[int, int]] | None = None  # the weights that the steps of int16 follow from
-        self.network: BlockDrafter | EagleDrafter | None = None
+        self.network: BlockDrafter | EagleDrafter | None = None  # a published drafter that reads states of its layers
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
         config, lm_head = model.config.get_text_config(), model.get_output_embeddings()
@@ -107,9 +94,10 @@ class Target:
         self.vocab_size: int = getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]
         self.hidden_size: int = config.hidden_size
         self.max_positions = max_positions(config)
+        # windows, soft caps and sinks of the layers, in words (empty for none) and by layer
         self.special, self.wants = probe.special, probe.wants
         self.device, self.dtype = probe.device, probe.dtype
-        self.split = (getattr(model, "tp_size", None) or 1) > 1
+        self.split = (getattr(model, "tp_size", None) or 1) > 1  # over ranks: passes are collective, and not replayed
         heads, kv_heads, head_dim = probe.heads
         windowed = any(wants.window for wants in self.wants)
         self.kv_shape = KVShape(len(self.wants), kv_heads, head_dim, self.dtype, self.device, windowed)
@@ -311,7 +299,7 @@ class Target:
         if self._graphs is None:
             if self.device.type != "cuda":
                 return run
-            self._graphs = Graphs.on(self.device)
+            self._graphs = Graphs(self.device)
             # one graph that stays: PyTorch cannot reuse a pool whose graphs have all been freed
             self._anchor = FullKV(self.kv_shape, 1)
             self.prepare(self._anchor, 1)
