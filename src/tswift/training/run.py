@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -220,7 +221,7 @@ class _Training:
                 signum = self._loop(signals)
                 signals.patience = 0
                 if first and signum is None:
-                    self._trainee.write(self._folder)
+                    self._folder.write_results(self._trainee.save)
                     self._evaluate(AFTER)
                     self._write_record(FINISHED)
             except Stopped as stopped:
@@ -312,7 +313,7 @@ class _Training:
     def _evaluate(self, when: str) -> None:
         """Score the held-out texts, unless that was done before the training was interrupted."""
         if when not in self._record:
-            scores = self._trainee.evaluate(self._folder if when == AFTER else None)
+            scores = self._trainee.evaluate(self._folder.path if when == AFTER else None)
             self._folder.log({"step": self._step, "held_out": scores})
             self._record[when] = scores
             self._write_record(RUNNING)
@@ -398,6 +399,13 @@ class TrainFolder:
             except (OSError, SafetensorError):
                 new.unlink(missing_ok=True)
                 raise
+
+    def write_results(self, save: Callable[[Path], object]) -> None:
+        """Take over the files that ``save`` writes to a folder; the weights come last: without them it is no model."""
+        with self._writing(""), TemporaryDirectory(dir=self.path) as made:
+            save(Path(made))
+            for path in sorted(Path(made).iterdir(), key=lambda path: path.suffix == ".safetensors"):
+                self.write(path.name, partial(shutil.copyfile, path))
 
     def save_checkpoint(self, tensors: Mapping[str, Tensor], step: int, seconds: float) -> None:
         """Write a checkpoint: all tensors that training continues from, steps done, seconds trained."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +24,7 @@ from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.distributed import Dist
 from tswift.engine import begin, ending
-from tswift.errors import Fault, InputError, renamed
+from tswift.errors import InputError, renamed
 from tswift.kv import FullKV
 from tswift.models.checkpoint import CONFIG, fingerprint_in_any_dtype, silence
 from tswift.models.drafters import DSPARK, BlockDrafter, DrafterSpec, build
@@ -38,9 +35,6 @@ from tswift.models.target import Target
 from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, Progress, TrainConfig
 from tswift.training.data import Documents, jumping_positions
 from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, HeadsLoss, Metrics, NetworkLoss, total
-
-if TYPE_CHECKING:
-    from tswift.training.run import TrainFolder
 
 HEADS, MODEL = "heads.safetensors", "model.safetensors"
 _PROMPT = 1024  # most tokens of a held-out text that decoding continues
@@ -141,12 +135,12 @@ class Trainee(ABC):
         return (None,)
 
     @abstractmethod
-    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Scores:
+    def evaluate(self, folder: Path | None = None, quick: bool = False) -> Scores:
         """Scores on the held-out texts, of the result in a folder or the module as it is; ``quick`` without alpha."""
 
     @abstractmethod
-    def write(self, folder: TrainFolder) -> None:
-        """Write the result."""
+    def save(self, folder: Path) -> None:
+        """Write the result's files."""
 
 
 class HeadsTrainee(Trainee):
@@ -166,11 +160,11 @@ class HeadsTrainee(Trainee):
         config = self._config
         return [torch.optim.AdamW(self.network.parameters(), config.lr, (0.9, 0.999), weight_decay=config.weight_decay)]
 
-    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Scores:
+    def evaluate(self, folder: Path | None = None, quick: bool = False) -> Scores:
         """Loss and accuracy of each head, and how much of their drafts ``tokenswift`` with its defaults accepts."""
         config, target, tokens = self._config, self._target, 0 if quick else self._config.alpha_tokens
         if folder is not None:  # the file is evaluated, whose weights are rounded to bfloat16
-            heads = load_heads(folder.path / HEADS, target.hidden_size, target.dtype, target.device)
+            heads = load_heads(folder / HEADS, target.hidden_size, target.dtype, target.device)
         else:
             heads = deepcopy(self.network).to(target.device, target.dtype).eval().requires_grad_(False)
         loss = HeadsLoss(heads, target, config.objective)
@@ -192,9 +186,9 @@ class HeadsTrainee(Trainee):
                 self._progress.update(name, stats.tokens, tokens * len(self._rows))
         return scores | {"alpha": stats.alpha, "tokens_per_step": stats.tokens_per_step}
 
-    def write(self, folder: TrainFolder) -> None:
+    def save(self, folder: Path) -> None:
         """Write the heads file."""
-        folder.write(HEADS, partial(self.network.save, base=fingerprint_in_any_dtype(self._target.model)))
+        self.network.save(folder / HEADS, base=fingerprint_in_any_dtype(self._target.model))
 
 
 class DraftTrainee(Trainee):
@@ -225,28 +219,21 @@ class DraftTrainee(Trainee):
             return (None,)
         return (torch.from_numpy(jumping_positions(rows, config.seq_len, config.positions, rng)),)
 
-    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Scores:
+    def evaluate(self, folder: Path | None = None, quick: bool = False) -> Scores:
         """Losses of both models, and how often they draw the same token."""
         network = self.network
         if folder is not None:
             with silence():
-                network = LlamaForCausalLM.from_pretrained(folder.path, dtype=self._target.dtype)
+                network = LlamaForCausalLM.from_pretrained(folder, dtype=self._target.dtype)
         draft = Target(deepcopy(network).to(self._target.device, self._target.dtype))
         params, _ = ending(SamplingParams(), self._model.eos_ids, False)
         return mean([measure_agreement(self._target, draft, row.tolist(), params) for row in self._rows])
 
-    def write(self, folder: TrainFolder) -> None:
+    def save(self, folder: Path) -> None:
         """Write the model in bfloat16 with the large one's tokenizer: a folder for ``--draft-model``."""
-        network = deepcopy(self.network).to(torch.bfloat16)
-        try:
-            with TemporaryDirectory(dir=folder.path) as made, silence():
-                network.save_pretrained(made, max_shard_size="1000GB")
-                self._model.tokenizer.save_pretrained(made)
-                # the weights come last: without them it is no model
-                for path in sorted(Path(made).iterdir(), key=lambda path: path.name == MODEL):
-                    folder.write(path.name, partial(shutil.copyfile, path))
-        except OSError as error:
-            raise Fault(f"{folder.path} cannot be written to ({error.strerror})") from None
+        with silence():
+            deepcopy(self.network).to(torch.bfloat16).save_pretrained(folder, max_shard_size="1000GB")
+            self._model.tokenizer.save_pretrained(folder)
 
 
 class BlockTrainee(Trainee):
@@ -277,20 +264,17 @@ class BlockTrainee(Trainee):
         return positions, 1 + torch.from_numpy(rng.integers(0, last, (rows, max(1, config.seq_len // _BLOCKS))))
 
     @torch.no_grad()
-    def evaluate(self, folder: TrainFolder | None = None, quick: bool = False) -> Scores:
+    def evaluate(self, folder: Path | None = None, quick: bool = False) -> Scores:
         """Loss and accuracy of each slot."""
         roots = torch.arange(1, self._config.seq_len - self._config.slots)[None]
         places = torch.arange(self._config.seq_len)[None], roots
         return total([self._metrics(self.loss, row[None], *places) for row in self._rows]).scores() | _NO_ALPHA
 
-    def write(self, folder: TrainFolder) -> None:
+    def save(self, folder: Path) -> None:
         """Write the drafter in bfloat16: a folder for ``--drafter``."""
-        network = self.network
-        # the weights come last: without them it is no drafter
-        about = json.dumps(published_config(network.spec), indent=2) + "\n"
-        folder.write(CONFIG, lambda path: path.write_text(about))
-        tensors = {name: weight.detach().bfloat16().contiguous() for name, weight in network.named_parameters()}
-        folder.write(MODEL, partial(save_file, tensors, metadata={"format": "pt"}))
+        (folder / CONFIG).write_text(json.dumps(published_config(self.network.spec), indent=2) + "\n")
+        tensors = {name: weight.detach().bfloat16().contiguous() for name, weight in self.network.named_parameters()}
+        save_file(tensors, folder / MODEL, metadata={"format": "pt"})
 
 
 def trainee_of(config: TrainConfig) -> Any:
