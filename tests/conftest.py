@@ -7,8 +7,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.training.tiny import Tiny
 
 # One thread for torch, here and in subprocesses: tiny models only lose by more, and test processes run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # processes that run side by side share it, as each head size takes the compiler two seconds.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tswift-cache-")
+    os.environ["HF_DATASETS_CACHE"] = os.path.join(os.environ["XDG_CACHE_HOME"], "datasets")
 
 import torch
 
@@ -48,6 +53,15 @@ SENTENCES = [
     "It was a truth that nobody in the drawing-room cared to hear, and so nobody spoke it.",
     "Café, naïve, größer, façade: words that take more bytes than they have letters.",
 ] * 20
+_SIZES: dict[str, object] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
 
 
 def make_checkpoint(folder: Path, **changes: object) -> Path:
@@ -58,20 +72,9 @@ def make_checkpoint(folder: Path, **changes: object) -> Path:
     from tswift.models.heads import ChainedHeads
 
     tokenizer = train_tokenizer(SENTENCES, 320)
-    settings: dict[str, object] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    settings = {**_SIZES, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0, **changes}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
+    model = LlamaForCausalLM(LlamaConfig(**settings))
     with torch.no_grad():
         model.lm_head.weight.mul_(15)  # or every token would be about equally likely
         model.model.embed_tokens.weight.mul_(20)
@@ -101,6 +104,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A model that was trained for half a second, one of random weights, and a corpus."""
+    from tests.training.tiny import make_tiny
+
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
 @pytest.fixture
 def tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes small enough to be built in no time: ``shape:tiny`` and, with a tied LM head, ``shape:tied``."""
@@ -108,17 +119,6 @@ def tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from tswift.models.shapes import SHAPES
 
-    settings = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 7,
-        "eos_token_id": 7,
-        "dtype": "bfloat16",
-    }
+    settings = {**_SIZES, "bos_token_id": 7, "eos_token_id": 7, "dtype": "bfloat16"}
     monkeypatch.setitem(SHAPES, "tiny", LlamaConfig(**settings, tie_word_embeddings=False))
     monkeypatch.setitem(SHAPES, "tied", Qwen2Config(**settings, tie_word_embeddings=True))

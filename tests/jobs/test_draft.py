@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -36,62 +37,77 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("small") / "m", **changes)
 
 
-def _settings(checkpoint: Path, tmp_path: Path, **changes: object) -> RunConfig:
-    (tmp_path / "prompt.txt").write_text(PROMPT)
-    asked = {"length": 6, "method": "standalone", "prompt": str(tmp_path / "prompt.txt"), "out": tmp_path / "run"}
-    return RunConfig(**{**asked, "model": str(checkpoint), **changes})
+def _start(checkpoint: Path, folder: Path, **changes: object) -> Any:
+    """A run of 6 tokens that is made in ``run``, ready to begin."""
+    (folder / "prompt.txt").write_text(PROMPT)
+    asked = {"length": 6, "method": "standalone", "prompt": str(folder / "prompt.txt"), "out": folder / "run"}
+    return start(RunConfig(**{**asked, "model": str(checkpoint), **changes}), ["tswift"])
+
+
+def _run(job: Any) -> dict[str, Any]:
+    """The record of a run, which it makes to its end."""
+    job.run(lambda *given: None)
+    return json.loads((job.folder.path / "run.json").read_text())
+
+
+def _resume(folder: Path, **asked: object) -> Any:
+    return resume(folder / "run", asked, False, ["tswift"])
+
+
+def _plain(checkpoint: Path, folder: Path, length: int) -> Any:
+    """Plain decoding, which draws the same tokens and names nothing to draft with."""
+    job = _start(checkpoint, folder, method="ar", length=length, out=folder / "plain")
+    assert not {"draft", "draft_weights"} & _run(job)["model"].keys()
+    return job
 
 
 def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(checkpoint: Path, small: Path, tmp_path: Path) -> None:
     own = make_checkpoint(tmp_path / "own", hidden_size=16, num_hidden_layers=1, intermediate_size=48)
-    start(_settings(checkpoint, tmp_path, draft_model=str(own)), ["tswift"]).run(lambda *given: None)
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record = _run(_start(checkpoint, tmp_path, draft_model=str(own)))
     assert record["options"]["draft_model"] == record["model"]["draft"]["name"] == str(own)
     assert re.fullmatch("[0-9a-f]{64}", record["model"]["draft"]["weights"])
-    going_on = resume(tmp_path / "run", {"length": 8}, False, ["tswift"])
-    assert going_on.model.draft_name == str(own)
-    assert not [note for note in going_on.notes if "draft model" in note]
-    going_on.run(lambda *given: None)
+    job = _resume(tmp_path, length=8)
+    assert job.model.draft_name == str(own)
+    assert not [note for note in job.notes if "draft model" in note]
+    _run(job)
     weights = load_file(own / "model.safetensors")
     weights["model.norm.weight"] += 0.5
     save_file(weights, own / "model.safetensors", {"format": "pt"})
-    for asked, name in (({}, own), ({"draft_model": str(small)}, small)):
-        length = 10 if name is own else 12
-        going_on = resume(tmp_path / "run", {"length": length, **asked}, False, ["tswift"])
+    for asked, name in (({"length": 10}, own), ({"length": 12, "draft_model": str(small)}, small)):
+        job = _resume(tmp_path, **asked)
         said = f"the draft model {name} is not the one that the run was begun with; no token depends on it"
-        assert said in going_on.notes
-        going_on.run(lambda *given: None)
-    plain = start(_settings(checkpoint, tmp_path, method="ar", length=12, out=tmp_path / "plain"), ["tswift"])
-    plain.run(lambda *given: None)
-    assert "draft" not in json.loads((tmp_path / "plain" / "run.json").read_text())["model"]
-    assert plain.tokens == going_on.tokens
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
+        assert said in job.notes
+        record = _run(job)
+    assert job.tokens == _plain(checkpoint, tmp_path, 12).tokens
     assert [session["draft"]["name"] for session in record["resumed"]] == [str(own), str(own), str(small)]
     with pytest.raises(InputError, match=r"^draft_model: there is no folder '/nowhere'$"):
-        resume(tmp_path / "run", {"length": 14, "draft_model": "/nowhere"}, False, ["tswift"])
+        _resume(tmp_path, length=14, draft_model="/nowhere")
+
+
+def _preflight(checkpoint: Path, length: int, method: str, draft: object) -> Any:
+    return preflight(str(checkpoint), 3, length, method, DraftOptions(), draft_model=str(draft))
 
 
 def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
     checkpoint: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = preflight(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft_model=str(small))
+    known = _preflight(checkpoint, 50, "standalone", small)
     monkeypatch.setattr(
         engine, "inspect_model", lambda *given, **more: replace(inspect_model(*given, **more), heads=None)
     )
-    found = preflight(str(checkpoint), 3, 50, "standalone", DraftOptions(), draft_model=str(small))
-    assert replace(found, heads_bytes=known.heads_bytes) == known
+    assert replace(_preflight(checkpoint, 50, "standalone", small), heads_bytes=known.heads_bytes) == known
 
 
 @pytest.mark.parametrize("method", ["standalone", "auto"])
 def test_too_few_positions(method: str, checkpoint: Path, small: Path) -> None:
     with pytest.raises(InputError) as caught:
-        preflight(str(checkpoint), 3, 62, method, DraftOptions(), draft_model=str(small))
+        _preflight(checkpoint, 62, method, small)
     wanted = "draft_model: at least 3 prompt tokens and 62 new ones need 65 positions, the draft model has 64"
     assert str(caught.value) == wanted
     model = load(str(checkpoint), draft_model=str(small))
     begin(model, [1, 2, 3], 61, method=method)
     begin(model, [1, 2, 3], 62, method="ar")  # which does not look at it
-    plain = preflight(str(checkpoint), 3, 50, "ar", DraftOptions(), draft_model=str(small))
+    plain = _preflight(checkpoint, 50, "ar", small)
     assert (plain.draft_bytes, plain.draft_kv_bytes) == (0, 0)
     with pytest.raises(InputError, match=r"^draft_model: 3 prompt tokens and 62 new ones need 65 positions"):
         begin(model, [1, 2, 3], 62, method=method)
@@ -100,9 +116,9 @@ def test_too_few_positions(method: str, checkpoint: Path, small: Path) -> None:
 def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", vocab_size=321)
     with pytest.raises(InputError, match=r"^draft_model: .* has a vocabulary of 321, .* has 320$"):
-        preflight(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft_model=str(other))
+        _preflight(checkpoint, 5, "standalone", other)
     with pytest.raises(InputError, match=r"^draft_model: there is no folder '/nowhere'$"):
-        preflight(str(checkpoint), 3, 5, "standalone", DraftOptions(), draft_model="/nowhere")
+        _preflight(checkpoint, 5, "standalone", "/nowhere")
 
 
 @pytest.fixture
@@ -113,51 +129,43 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_with_drafting_weights_says_so_and_goes_on_with_others(
     checkpoint: Path, tmp_path: Path, torchao: None
 ) -> None:
-    job = start(_settings(checkpoint, tmp_path, length=20, method="magicdec", draft_weights="int8"), ["tswift"])
+    job = _start(checkpoint, tmp_path, length=20, method="magicdec", draft_weights="int8")
     assert "drafting passes in int8" in job.statement()[0]
-    job.run(lambda *given: None)
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record = _run(job)
     assert record["options"]["draft_weights"] == record["model"]["draft_weights"] == "int8"
     assert record["model"]["quantization"] is None
-    lengths = {"none": 30, "fp8": 40, None: 50}  # the last goes on as the run was begun
-    for kind, length in lengths.items():
-        asked = {"length": length, **({} if kind is None else {"draft_weights": kind})}
-        going_on = resume(tmp_path / "run", asked, False, ["tswift"])
-        assert (going_on.model.drafting is None) is (kind == "none")
-        going_on.run(lambda *given: None)
-    assert [
-        session["draft_weights"] for session in json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]
-    ] == [None, "fp8", "int8"]
-    plain = start(_settings(checkpoint, tmp_path, method="ar", length=50, out=tmp_path / "plain"), ["tswift"])
-    plain.run(lambda *given: None)
-    assert going_on.tokens == plain.tokens
-    assert "draft_weights" not in json.loads((tmp_path / "plain" / "run.json").read_text())["model"]
+    for length, asked in ((30, {"draft_weights": "none"}), (40, {"draft_weights": "fp8"}), (50, {})):
+        job = _resume(tmp_path, length=length, **asked)
+        assert (job.model.drafting is None) is (length == 30)
+        record = _run(job)
+    # the last goes on as the run was begun
+    assert [session["draft_weights"] for session in record["resumed"]] == [None, "fp8", "int8"]
+    assert job.tokens == _plain(checkpoint, tmp_path, 50).tokens
 
 
 def test_drafting_weights_are_refused_where_no_pass_of_the_model_drafts(
     checkpoint: Path, tmp_path: Path, torchao: None
 ) -> None:
     with pytest.raises(InputError, match=r"^draft_weights: reuse does not draft with the model itself; "):
-        start(_settings(checkpoint, tmp_path, method="reuse", draft_weights="int8"), ["tswift"])
-    start(_settings(checkpoint, tmp_path, length=20, method="ar"), ["tswift"]).run(lambda *given: None)
+        _start(checkpoint, tmp_path, method="reuse", draft_weights="int8")
+    _run(_start(checkpoint, tmp_path, length=20, method="ar"))
     with pytest.raises(InputError, match=r"^draft_weights: must be one of none, int8, fp8, int4, got 'int9'"):
-        resume(tmp_path / "run", {"length": 30, "draft_weights": "int9"}, False, ["tswift"])
+        _resume(tmp_path, length=30, draft_weights="int9")
     for length in (20, 25):  # finished, and gone on with
         with pytest.raises(InputError, match=r"^draft_weights: ar does not draft with the model itself; "):
-            resume(tmp_path / "run", {"length": length, "draft_weights": "int8"}, False, ["tswift"])
+            _resume(tmp_path, length=length, draft_weights="int8")
 
 
 def test_drafting_weights_of_methods_side_by_side(checkpoint: Path, torchao: None) -> None:
     methods = ("ar", "medusa", "magicdec")
-    entry = BenchOptions(methods, model=str(checkpoint), device="cpu", drafting={"budget": 64}, draft_weights="int8")
-    config = configure(entry)
-    floor = floor_of(config, MACHINE)
-    assert [floor.drafting[method].bits for method in methods] == [None, None, 8]
     prompt, plan = Prompt("p", tuple(range(1, 9))), Plan(prefills=(8,), lens=(20,), warmup=0)
-    measurement = begin_measurement(config, [prompt], plan, ["tswift"], MACHINE)
-    assert measurement["workload"]["draft_weights"] == "int8"
-    jsonschema.validate(json.loads(json.dumps(measurement)), schema_of("bench"))
-    plain = begin_measurement(
-        configure(BenchOptions(methods, model=str(checkpoint), device="cpu")), [prompt], plan, ["tswift"], MACHINE
+    entry = BenchOptions(methods, model=str(checkpoint), device="cpu", drafting={"budget": 64}, draft_weights="int8")
+    floor = floor_of(configure(entry), MACHINE)
+    assert [floor.drafting[method].bits for method in methods] == [None, None, 8]
+    plain = BenchOptions(methods, model=str(checkpoint), device="cpu")
+    measured, without = (
+        begin_measurement(configure(each), [prompt], plan, ["tswift"], MACHINE) for each in (entry, plain)
     )
-    assert "draft_weights" not in plain["workload"]
+    assert measured["workload"]["draft_weights"] == "int8"
+    assert "draft_weights" not in without["workload"]
+    jsonschema.validate(json.loads(json.dumps(measured)), schema_of("bench"))

@@ -1,23 +1,19 @@
 """What users of ``train`` and ``train-draft`` see, all of it through the command line, against golden.json.
 
-``python -m tests.training.test_golden`` writes that file anew, after a change that is meant to be seen.
+With TSWIFT_GOLDEN=write that file is written anew, after a change that is meant to be seen.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 
-from tests.training.tiny import Tiny, make_tiny
+from tests.training.tiny import Tiny
 from tswift.cli import main
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -29,29 +25,15 @@ RUNS = {
     },
     **{f"draft {objective}": f"train-draft --objective {objective} --reach 500" for objective in ("text", "distill")},
     **{
-        f"block {objective}": f"train-draft --kind block --model DEEP --objective {objective} --block 3 --rank 8"
+        f"block {objective}": f"train-draft --kind block --objective {objective} --block 3 --rank 8"
         for objective in ("text", "distill")
     },
 }
 SHORT = "--seq-len 64 --batch 2 --accumulate 2 --steps 3 --warmup 2 --eval-every 2 --device cpu --out new"
 
 
-def run(words: str, tiny: Tiny) -> tuple[int, str]:
-    """Exit code and the last line on stderr, with the paths of this run named as in ``words``."""
-    err = io.StringIO()
-    places = {"CORPUS": str(tiny.corpus), "MODEL": str(tiny.model), "DEEP": str(tiny.deep)}
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-        code = main([places.get(word, word) for word in words.split()])
-    line = (err.getvalue().splitlines() or [""])[-1]
-    for name, place in places.items():
-        line = line.replace(place, name)
-    return code, line
-
-
-def trained(words: str, tiny: Tiny) -> dict[str, Any]:
-    """Names of all files, fields and tensors that a short training writes, and its figures."""
-    words += "" if "--model" in words else " --model MODEL"
-    code, _ = run(f"{words} --corpus CORPUS {SHORT}", tiny)
+def written(code: int) -> dict[str, Any]:
+    """Names of all files, fields and tensors that a short training has written, and its figures."""
     folder = Path("new")
     record = json.loads((folder / "train.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -72,18 +54,6 @@ def trained(words: str, tiny: Tiny) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def elsewhere() -> Iterator[None]:
-    """An empty working directory."""
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
-            yield
-        finally:
-            os.chdir(before)
-
-
 def near(found: Any, wanted: Any) -> Any:
     """``found``, with its figures those of ``wanted`` where they differ by no more than processors round."""
     if isinstance(wanted, dict) and isinstance(found, dict):
@@ -95,19 +65,17 @@ def near(found: Any, wanted: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_written_and_every_loss(tiny: Tiny, name: str) -> None:
-    with elsewhere():
-        found = json.loads(json.dumps(trained(RUNS[name], tiny)))
-    wanted = json.loads(GOLDEN.read_text())[name]
+def test_what_is_written_and_every_loss(
+    tiny: Tiny, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tiny.deep if "block" in name else tiny.model
+    code = main([*RUNS[name].split(), "--model", str(model), "--corpus", str(tiny.corpus), *SHORT.split()])
+    found, golden = written(code), json.loads(GOLDEN.read_text())
+    if os.environ.get("TSWIFT_GOLDEN") == "write":
+        golden[name] = found
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in golden.items())
+        GOLDEN.write_text(f"{{\n{lines}\n}}\n")
+    wanted = golden[name]
     assert found.pop("losses") == [pytest.approx(losses, rel=1e-3) for losses in wanted.pop("losses")]
     assert near(found, wanted) == wanted
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as home:
-        made, runs = make_tiny(Path(home)), {}
-        for key, value in RUNS.items():
-            with elsewhere():
-                runs[key] = trained(value, made)
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in runs.items())
-    GOLDEN.write_text(f"{{\n{lines}\n}}\n")

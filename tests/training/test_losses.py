@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,12 +28,14 @@ from tswift.models.heads import HEAD_TYPES, Heads
 from tswift.models.target import Target
 from tswift.training import tasks
 from tswift.training.config import OBJECTIVES
-from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, HeadsLoss
+from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, HeadsLoss, Metrics
 from tswift.training.tasks import Trainer, learning_rate, measure_agreement, muon
 
 ROWS, LENGTH, COUNT = 2, 23, 3
 IDS = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
 USED = LENGTH - COUNT - 1
+JUMPING = torch.arange(LENGTH).repeat(ROWS, 1)
+JUMPING[1, 9:] += 50
 
 
 def heads_of(kind: str) -> Heads:
@@ -43,104 +46,75 @@ def heads_of(kind: str) -> Heads:
 
 @functools.cache
 def stock() -> LlamaForCausalLM:
-    return tiny_llama("gqa", torch.float64).requires_grad_(False)
+    model = tiny_llama("gqa", torch.float64).requires_grad_(False)
+    model.set_attn_implementation(CAUSAL)
+    return model
 
 
-def in_one_piece(heads: Heads, objective: str) -> tuple[Tensor, Tensor]:
-    """Losses ``[count]`` with gradients, and hits ``[count, 3]``, by transformers' own pass and whole logits."""
-    model = stock()
-    hidden = model.model(IDS, use_cache=False).last_hidden_state
-    embedded = model.get_input_embeddings()(IDS)
-    own = model.lm_head(hidden).softmax(-1)
+def changed(share: float, seed: int) -> LlamaForCausalLM:
+    """The stock model with other weights."""
+    network, generator = tiny_llama("gqa", torch.float64), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight += share * weight.std() * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+    return network.requires_grad_(True)
+
+
+def hits_of(logits: Tensor, tokens: Tensor) -> list[float]:
+    order = logits.argsort(-1, descending=True)
+    return [float((order[..., : k + 1] == tokens.unsqueeze(-1)).sum()) for k in range(3)]
+
+
+def check(network: nn.Module, loss: Callable[[int], Metrics], room: Sequence[int], wanted: Tensor, hits: list) -> None:
+    """Whatever logits there is room for, losses, hits and gradients are those of ``wanted``, or of the most room."""
+    gradients: dict[str, Tensor] = {}
+    if wanted.requires_grad:
+        wanted.sum().backward()
+        gradients = {name: weight.grad.clone() for name, weight in network.named_parameters()}
+    for most in room:
+        network.zero_grad()
+        for _ in range(2):  # gradients are added up
+            metrics = loss(most)
+            (metrics.loss.sum() / 2).backward()
+        torch.testing.assert_close(metrics.loss, wanted.to(metrics.loss.dtype), rtol=1e-6, atol=1e-6)
+        assert metrics.hits.tolist() == hits
+        for name, weight in network.named_parameters():
+            known = gradients.setdefault(name, weight.grad.clone())
+            torch.testing.assert_close(weight.grad, known, rtol=1e-6, atol=1e-6, msg=f"{name}, {most}")
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("kind", HEAD_TYPES)
+def test_heads_learn_in_stretches_as_in_one_piece(kind: str, objective: str) -> None:
+    heads, model, positions = heads_of(kind), stock(), None if kind == "chained" else JUMPING
+    hidden = model.model(IDS, position_ids=positions, use_cache=False).last_hidden_state
+    embedded, own = model.get_input_embeddings()(IDS), model.lm_head(hidden).softmax(-1)
     losses, hits, state = [], [], hidden[:, :USED]
     for index in range(COUNT):
         told = embedded[:, 1 + index : 1 + index + USED] if heads.conditioned else None
         state, out = heads.step(index, state, told)
-        logits = model.lm_head(out)
-        follows = IDS[:, 2 + index : 2 + index + USED]
+        logits, follows = model.lm_head(out), IDS[:, 2 + index : 2 + index + USED]
         goal = F.one_hot(follows, VOCAB).double() if objective == "text" else own[:, 1 + index : 1 + index + USED]
-        losses.append(-(goal * logits.log_softmax(-1)).sum(-1).mean())
-        order = logits.argsort(-1, descending=True)
-        hits.append(torch.stack([(order[..., : k + 1] == follows.unsqueeze(-1)).sum() for k in range(3)]))
-    return torch.stack(losses), torch.stack(hits)
-
-
-@pytest.mark.parametrize("max_logits", [1, 5 * ROWS * VOCAB, 1 << 30])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("kind", HEAD_TYPES)
-def test_stretches_give_the_loss_and_the_gradients_of_one_piece(kind: str, objective: str, max_logits: int) -> None:
-    heads, twin = heads_of(kind), heads_of(kind)
-    wanted, hits = in_one_piece(twin, objective)
-    (0.25 * wanted.sum()).backward()
-    for _ in range(2):  # gradients are added up
-        metrics = HeadsLoss(heads, tiny_target(), objective, max_logits)(IDS)
-        (0.125 * metrics.loss.sum() / metrics.positions).backward()
-    torch.testing.assert_close(metrics.loss / metrics.positions, wanted, rtol=1e-12, atol=0)
-    assert metrics.positions == ROWS * USED
-    assert metrics.hits.tolist() == hits.tolist()
-    for (name, ours), theirs in zip(heads.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor that any operator has made, weights and views of weights apart."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        weights = 300 * 10_000
-        made = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self.elements = max([self.elements, *(count for count in made if count != weights)])
-        return out
+        losses.append(-(goal * logits.log_softmax(-1)).sum())
+        hits.append(hits_of(logits, follows))
+    room = (1, 5 * ROWS * VOCAB, 1 << 30)
+    check(heads, lambda most: HeadsLoss(heads, tiny_target(), objective, most)(IDS, positions), room,
+          torch.stack(losses), hits)  # fmt: skip
+    assert HeadsLoss(heads, tiny_target())(IDS).positions == ROWS * USED
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_no_more_logits_than_there_is_room_for(objective: str) -> None:
-    vocabulary, hidden, length = 10_000, 300, 515
-    config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
-        head_dim=16, num_key_value_heads=1, max_position_embeddings=1024,
-    )  # fmt: skip
-    target, heads = Target(LlamaForCausalLM(config)), HEAD_TYPES["conditioned"](hidden, 1)
-    ids = torch.randint(vocabulary, (1, length))
-    most = 40 * vocabulary
-    with Largest() as largest:
-        HeadsLoss(heads, target, objective, most)(ids).loss.sum().backward()
-    states = length * 2 * hidden  # what a conditioned head makes of a row
-    assert states < largest.elements <= most  # all logits would be 5 million
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_stretches_change_no_gradient_of_a_draft_model(objective: str) -> None:
-    target, network = Target(tiny_llama("gqa", torch.float64)), tiny_llama("gqa", torch.float64)
+def test_a_draft_model_learns_in_stretches_as_in_one_piece(objective: str) -> None:
+    network = changed(0.02, 3)
     network.set_attn_implementation(CAUSAL)
-    network.requires_grad_(True)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in network.parameters():
-            weight += 0.02 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-    ids = torch.randint(VOCAB, (3, 9), generator=generator)
-    positions = torch.arange(9).repeat(3, 1)
-    positions[:, 4:] += 50
-    logits = network(input_ids=ids, position_ids=positions, use_cache=False).logits[:, :-1].flatten(0, 1)
-    goal = ids[:, 1:].flatten()
-    if objective == "distill":
-        twin = tiny_llama("gqa", torch.float64)
-        twin.set_attn_implementation(CAUSAL)
-        goal = twin(input_ids=ids, position_ids=positions, use_cache=False).logits[:, :-1].softmax(-1).flatten(0, 1)
-    wanted = F.cross_entropy(logits, goal.detach(), reduction="sum")
-    wanted.backward()
-    gradients = {name: weight.grad.clone() for name, weight in network.named_parameters()}
-    best = (logits.topk(3).indices == ids[:, 1:].flatten()[:, None]).cumsum(-1).double().sum(0)
-    for most in (1 << 20, 2 * 3 * VOCAB, 1):
-        network.zero_grad()
-        metrics = DraftLoss(network, target, objective, most)(ids, positions)
-        metrics.loss.sum().backward()
-        torch.testing.assert_close(metrics.loss, wanted[None])
-        torch.testing.assert_close(metrics.hits, best[None])
-        for name, weight in network.named_parameters():
-            torch.testing.assert_close(weight.grad, gradients[name], msg=name)
+    logits, own = (
+        model(input_ids=IDS, position_ids=JUMPING, use_cache=False).logits[:, :-1].flatten(0, 1)
+        for model in (network, stock())
+    )
+    follows = IDS[:, 1:].flatten()
+    wanted = F.cross_entropy(logits, own.softmax(-1) if objective == "distill" else follows, reduction="sum")
+    check(network, lambda most: DraftLoss(network, tiny_target(), objective, most)(IDS, JUMPING),
+          (1 << 20, 2 * ROWS * VOCAB, 1), wanted[None], [hits_of(logits, follows)])  # fmt: skip
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -152,27 +126,51 @@ def test_blocks_are_trained_as_they_are_drafted(layout: str, objective: str, tmp
     network.requires_grad_(True)
     ids = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(5))
     roots, dense = torch.tensor([[1, 11, 6], [4, 4, 9]]), Dense(layout, qwen3())
-    wanted, best = torch.zeros(BLOCK, dtype=torch.float64), torch.zeros(BLOCK, 3, dtype=torch.float64)
+    wanted, best = torch.zeros(BLOCK, dtype=torch.float64), torch.zeros(BLOCK, 3)
     for text, starts in zip(ids.tolist(), roots.tolist(), strict=True):
-        own = qwen3()(torch.tensor([text])).logits[0].softmax(-1).detach()
+        own = qwen3()(torch.tensor([text])).logits[0].softmax(-1)
         for root in starts:
             block = dense.block(text[: root + 1], torch.ones(root, dtype=torch.bool))
             for slot in range(BLOCK):
                 logits = dense.biased(block, text[root : root + slot + 1])
-                token = text[root + slot + 1]
-                goal = own[root + slot] if objective == "distill" else torch.tensor(token)
-                wanted[slot] += F.cross_entropy(logits, goal)
-                best[slot] += (logits.topk(3).indices == token).cumsum(0)
-    gradients: dict[str, Tensor] = {}
-    for most in (1 << 30, 1):
-        network.zero_grad()
-        metrics = BlockLoss(network, target, objective, most)(ids, torch.arange(16).repeat(2, 1), roots)
-        torch.testing.assert_close(metrics.loss, wanted, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(metrics.hits, best)
-        metrics.loss.sum().backward()
-        for name, weight in network.named_parameters():
-            assert weight.grad is not None, name
-            torch.testing.assert_close(weight.grad, gradients.setdefault(name, weight.grad.clone()), msg=name)
+                token = torch.tensor(text[root + slot + 1])
+                wanted[slot] += F.cross_entropy(logits, own[root + slot] if objective == "distill" else token)
+                best[slot] += torch.tensor(hits_of(logits, token))
+    positions = torch.arange(16).repeat(2, 1)
+    check(network, lambda most: BlockLoss(network, target, objective, most)(ids, positions, roots), (1 << 30, 1),
+          wanted.detach(), best.tolist())  # fmt: skip
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that any operator has made, weights and views of weights apart."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *(count for count in made if count != 300 * 10_000)])
+        return out
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("what", ["heads", "draft"])
+def test_no_more_logits_than_there_is_room_for(what: str, objective: str) -> None:
+    vocabulary, hidden, length = 10_000, 300, 515
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        head_dim=16, num_key_value_heads=1, max_position_embeddings=1024,
+    )  # fmt: skip
+    target, most = Target(LlamaForCausalLM(config)), 40 * vocabulary
+    if what == "heads":
+        loss = HeadsLoss(HEAD_TYPES["conditioned"](hidden, 1), target, objective, most)
+    else:
+        loss = DraftLoss(LlamaForCausalLM(config), target, objective, most)
+        loss.network.set_attn_implementation(CAUSAL)
+    with Largest() as largest:
+        loss(torch.randint(vocabulary, (1, length)), None).loss.sum().backward()
+    states = length * 2 * hidden  # what a conditioned head makes of a row
+    assert states < largest.elements <= most  # all logits would be 5 million
 
 
 def test_the_rate_rises_and_falls_along_a_cosine() -> None:
@@ -189,72 +187,63 @@ def test_the_rate_rises_and_falls_along_a_cosine() -> None:
 
 
 def test_a_state_is_gone_on_with_and_another_ones_is_refused() -> None:
-    networks = [tiny_llama("gqa", torch.float64) for _ in range(2)]
-    trainers = [
-        Trainer(network, muon(network, [network.get_input_embeddings().weight], 1e-2, 0.1), "draft")
-        for network in networks
-    ]
-    inputs = [torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    def made(learnt: int, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        network = tiny_llama("gqa", torch.float64)
+        trainer = Trainer(network, muon(network, [network.get_input_embeddings().weight], 1e-2, 0.1), "draft")
+        if state is not None:
+            trainer.load({name: value.clone() for name, value in state.items()})
+        for step in range(2 if state else 0, learnt):
+            ids = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(step))
+            network(input_ids=ids, labels=ids).loss.backward()
+            trainer.step(0.5)
+        return {name: value.clone() for name, value in trainer.tensors().items()}
 
-    def learn(number: int, step: int) -> None:
-        networks[number](input_ids=inputs[step], labels=inputs[step]).loss.backward()
-        trainers[number].step(0.5)
-
-    learn(0, 0)
-    learn(0, 1)
-    state = {name: value.clone() for name, value in trainers[0].tensors().items()}
-    trainers[1].load(state)
-    learn(0, 2)
-    learn(1, 2)
-    for (name, ours), theirs in zip(networks[0].named_parameters(), networks[1].parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-        assert not torch.equal(ours, state[f"draft.{name}"])
+    half, whole = made(2), made(3)
+    again = made(3, half)
+    assert again.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.equal(again[name], value), name
+        assert not torch.equal(half[name], value)
     heads = heads_of("chained")
     with pytest.raises(KeyError, match=r"linear\.weight"):
-        Trainer(heads, [torch.optim.AdamW(heads.parameters())], "draft").load(state)
+        Trainer(heads, [torch.optim.AdamW(heads.parameters())], "draft").load(half)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # How often two models draw the same, against drawing token by token
 
 
-@pytest.mark.parametrize("params", [SamplingParams(window=9), SamplingParams(penalty=1, min_p=0)])
+@pytest.mark.parametrize("params", [SamplingParams(window=30, penalty=4), SamplingParams(penalty=1, min_p=0)])
 def test_agreement_counts_tokens_that_both_draw(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_ROWS", 7)
     monkeypatch.setattr(demo_draft, "_ROWS", 7)
-    large, small = tiny_llama("gqa", torch.float64), tiny_llama("gqa", torch.float64)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in small.parameters():
-            weight += 0.3 * weight.std() * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-    text = torch.randint(large.config.vocab_size, (80,), generator=generator).tolist()
+    large, small = stock(), changed(0.3, 5)
+    text = torch.randint(VOCAB, (140,), generator=torch.Generator().manual_seed(5)).tolist()
     all_logits = [model(torch.tensor([text])).logits[0].float() for model in (large, small)]
-    target, draft = Target(large), Target(small)
-    scores = agreements(target, draft, text, (0, 40), 20, params, recent=80)
-    for (whole, recent), start in zip(scores, (0, 40), strict=True):
+    target, draft = Target(tiny_llama("gqa", torch.float64)), Target(small)
+    scores = agreements(target, draft, text, (0, 70), 60, params, recent=140)
+    for (whole, recent), start in zip(scores, (0, 70), strict=True):
         assert recent == whole  # so many that they are the whole text
         same = 0
-        for node in range(start, start + 20):
+        for node in range(start, start + 60):
             sampler = Sampler(params, 0, large.config.vocab_size, torch.device("cpu"))
             sampler.extend(text[: node + 1])
             seen = sampler.seen(torch.tensor([text[node]]), torch.tensor([node]), torch.ones(1, 1, dtype=torch.bool))
             one, other = (sampler.draw(logits[node : node + 1], seen, [node + 1]) for logits in all_logits)
             same += one == other
-        assert whole["agreement"] == same / 20
-        goal = torch.tensor(text[start + 1 : start + 21])
-        losses = [F.cross_entropy(logits[start : start + 20], goal).item() for logits in all_logits]
-        assert (whole["target_loss"], whole["loss"]) == pytest.approx(tuple(losses), abs=1e-5)
-    assert 0 < sum(whole["agreement"] for whole, _ in scores) < 2
-    assert measure_agreement(target, draft, text[:21], params) == scores[0][0]
-    _, recent = agreements(target, draft, text, (0, 40), 20, params, recent=0)[1]
-    assert recent["loss"] != pytest.approx(whole["loss"], 1e-3)
+        goal = torch.tensor(text[start + 1 : start + 61])
+        target_loss, loss = (F.cross_entropy(logits[start : start + 60], goal).item() for logits in all_logits)
+        assert whole == pytest.approx({"loss": loss, "target_loss": target_loss, "agreement": same / 60}, abs=1e-5)
+        assert 0 < same < 60
+    assert measure_agreement(target, draft, text[:61], params) == scores[0][0]
 
 
 def test_recent_tokens_are_read_at_their_own_positions() -> None:
     small = tiny_llama("gqa", torch.float64)
     text = torch.randint(small.config.vocab_size, (400,), generator=torch.Generator().manual_seed(5)).tolist()
-    ((_, recent),) = agreements(Target(small), Target(small), text, (390,), 5, SamplingParams(), recent=16)
+    ((whole, recent),) = agreements(Target(small), Target(small), text, (390,), 5, SamplingParams(), recent=16)
     positions = torch.arange(374, 395).unsqueeze(0)
     logits = tiny_llama("gqa", torch.float64)(torch.tensor([text[374:395]]), position_ids=positions).logits[0, 16:]
     wanted = F.cross_entropy(logits.float(), torch.tensor(text[391:396]))
     assert recent["loss"] == pytest.approx(wanted.item(), abs=1e-5)
+    assert recent["loss"] != pytest.approx(whole["loss"], abs=1e-3)

@@ -36,15 +36,11 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def shrink(module: object, monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
-    for name, value in values.items():
-        monkeypatch.setattr(module, name, value)
-
-
 def test_the_recipe_makes_a_model_that_generates(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = demo.demo_config(300).to_dict() | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    shrink(demo, monkeypatch, POSITIONS=(0, 40), WINDOW=16, TEXTS=2, _ROW=48)
-    monkeypatch.setattr(demo, "demo_config", lambda vocabulary: LlamaConfig(**shape))
+    shrunk = {"POSITIONS": (0, 40), "WINDOW": 16, "TEXTS": 2, "_ROW": 48, "demo_config": lambda _: LlamaConfig(**shape)}
+    for name, value in shrunk.items():
+        monkeypatch.setattr(demo, name, value)
     plan = Plan(steps=4, tokens_per_step=128, short_row=32, long_row=64, warmup=2, long_from=0.5, heads_from=0.5)
     heads = HeadsPlan(steps=2, matrix_lr=0.01, tokens_per_step=64, rows=(32,))
     recipe = demo.Recipe(str(corpus), "Weather", plan, vocab_size=300, rows=4, chained=heads, conditioned=heads)
@@ -71,20 +67,19 @@ def test_the_recipe_makes_a_model_that_generates(tmp_path: Path, corpus: Path, m
 
 @pytest.mark.slow
 def test_the_recipe_makes_a_draft_model(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shrink(demo_draft, monkeypatch, POSITIONS=(0, 40), WINDOW=16, TEXTS=2)
-    path = tmp_path / "work" / "corpus" / "kept.parquet"
+    for name, value in {"POSITIONS": (0, 40), "WINDOW": 16, "TEXTS": 2}.items():
+        monkeypatch.setattr(demo_draft, name, value)
+    path, work, out = tmp_path / "work" / "corpus" / "kept.parquet", tmp_path / "work", tmp_path / "out"
     demo_draft.keep_documents(str(corpus), path)
     config = DraftConfig(str(path.parent), seq_len=32, batch=2, steps=3, warmup=1, held_out=1, device="cpu")
-    demo_draft.build(str(corpus), tmp_path / "out", tmp_path / "work", config, "Weather")
-    card = (tmp_path / "out" / "README.md").read_text()
+    demo_draft.build(str(corpus), out, work, config, "Weather")
+    card, weights = (out / "README.md").read_text(), (out / "model.safetensors").read_bytes()
     assert "{" not in card
     assert "Weather: the 48 documents" in card
     assert re.search(r"^\| agreement, last 512 tokens \| 0\.\d{3} \| 0\.\d{3} \|$", card, re.M)
-    draft = tswift.load(draft_model=str(tmp_path / "out")).draft
-    assert draft.max_positions == 131_072
-    before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    demo_draft.build(str(corpus), tmp_path / "out", tmp_path / "work", config, "Weather")  # it is finished
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert tswift.load(draft_model=str(out)).draft.max_positions == 131_072
+    demo_draft.build(str(corpus), out, work, config, "Weather")  # it is finished
+    assert (out / "model.safetensors").read_bytes() == weights
 
 
 def test_what_was_interrupted_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +115,7 @@ def test_pretraining_lowers_the_loss_of_model_and_heads() -> None:
 
 
 def test_text_of_the_models_own_and_heads_that_learn_from_it() -> None:
-    tiny = tiny_llama("gqa", torch.float32)
-    model = LlamaForCausalLM(tiny.config)
-    model.load_state_dict(tiny.state_dict())
-    model.requires_grad_(False)
+    model = tiny_llama("gqa", torch.float32).requires_grad_(False)
     starts, lines = np.random.default_rng(1).integers(1, 97, size=(6, 4)), []
     text = write_text(model, starts, 64, SamplingParams(min_p=0.05), 3, lines.append)
     assert text.shape == (6, 64)

@@ -19,13 +19,11 @@ from safetensors.torch import load_file
 
 import tswift
 from benchmarks.architectures import ARCHITECTURES, checkpoint
-from tests.jobs.faults import FaultyOs
 from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
 from tswift.cli import main
 from tswift.distributed import open_ranks
 from tswift.errors import Fault, InputError
-from tswift.jobs import folder as files
 from tswift.models.drafters_io import describe_drafter
 from tswift.training.config import DraftConfig, HeadsConfig, Progress
 from tswift.training.data import Documents
@@ -159,6 +157,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in OPTIONS}
     for kind, folder in folders.items():
         assert train(config_of(kind, tiny), folder).signum is None
+        assert [line["step"] for line in lines_of(folder)] == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
     return folders
 
 
@@ -313,19 +312,14 @@ def test_a_loss_that_is_no_number_ends_it(tiny: Tiny, tmp_path: Path) -> None:
 # several processes
 
 
-def trained(words: list[str], cache: str) -> int:
-    os.environ["HF_DATASETS_CACHE"] = cache
-    return main(words)
-
-
 @pytest.mark.slow
-def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_path: Path, own_cache: Path) -> None:
+def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_path: Path) -> None:
     train(config_of("heads", tiny, dtype="float64", steps=3, accumulate=4), tmp_path / "one")
     words = (
         f"train --corpus {tiny.corpus} --model {tiny.model} --out {tmp_path / 'two'} --seq-len 64 --steps 3 --batch 2"
     )
     words += " --accumulate 2 --warmup 2 --lr 0.01 --alpha-tokens 0 --eval-every 2 --device cpu --dtype float64"
-    first, second = on_ranks(tmp_path, 2, trained, words.split(), str(own_cache))
+    first, second = on_ranks(tmp_path, 2, main, words.split())
     assert (first.found, second.found) == (0, 0), first.err + second.err
     ours, theirs = load_file(tmp_path / "one" / CHECKPOINT), load_file(tmp_path / "two" / CHECKPOINT)
     assert ours.keys() == theirs.keys()
@@ -377,11 +371,10 @@ def save(folder: TrainFolder) -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_full_disk(folder: TrainFolder, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+def test_a_full_disk(folder: TrainFolder, kept: bool) -> None:
     """What was there before is there afterwards; and it is said how to go on, if there is anything to go on from."""
     if kept:
         save(folder)
-    folder.log({"step": 1})
     before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
     goes_on = f"; tswift train-draft --resume {folder.path} goes on from the last checkpoint" if kept else ""
 
@@ -392,18 +385,14 @@ def test_a_full_disk(folder: TrainFolder, monkeypatch: pytest.MonkeyPatch, kept:
     def broken(path: Path) -> None:
         raise SafetensorError("Error while serializing:\nI/O error")
 
-    attempts: dict[str, Any] = {
-        RECORD: lambda: folder.write_record({"state": "finished"}),
-        METRICS: lambda: folder.truncate_log(1),
-        CHECKPOINT: lambda: folder.write(CHECKPOINT, full),
-        "": lambda: folder.write_results(broken),
-    }
-    for name, attempt in attempts.items():
-        monkeypatch.setattr(files, "os", FaultyOs(2, "full"))
-        with pytest.raises(Fault) as found:
+    for name, reason, attempt in (
+        (f"/{CHECKPOINT}", "No space left on device", lambda: folder.write(CHECKPOINT, full)),
+        ("", "Error while serializing: I/O error", lambda: folder.write_results(broken)),
+    ):
+        with pytest.raises(
+            Fault, match=rf"^{re.escape(f'{folder.path}{name} cannot be written ({reason}){goes_on}')}$"
+        ):
             attempt()
-        reason = "No space left on device" if name else "Error while serializing: I/O error"
-        assert str(found.value) == f"{folder.path / name} cannot be written ({reason}){goes_on}"
     assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
 
 
