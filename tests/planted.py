@@ -165,7 +165,7 @@ FAULTS = [
     Fault("the audit accepts any token", "decoding/audit.py", "decoding/test_audit.py",
           "margin is not None and margin <= bound else", "margin is not None else"),
     Fault("the audit judges with the noise of the next token", "decoding/audit.py", "decoding/test_audit.py",
-          "range(position, position + len(wanted))", "range(position + 1, position + 1 + len(wanted))"),
+          "range(at + 1, at + 1 + len(part))", "range(at + 2, at + 2 + len(part))"),
     Fault("exact passes have the width of the tree", "models/target.py", "lossless/test_bits.py",
           "        return self.width\n", "        return nodes\n"),
     Fault("the kernel's tail misses the node itself", "attention/triton.py", KERNEL,

@@ -28,6 +28,7 @@ from tswift.decoding.audit import (
     Audit,
     Rounding,
     RoundingMargin,
+    Rows,
     audit,
     contested,
     most,
@@ -70,7 +71,7 @@ def noise_of(sampler: Sampler, logits: Tensor, positions: Sequence[int]) -> Tens
 def test_a_change_of_the_margin_s_size_makes_the_rule_draw_the_token(case, near: float) -> None:  # type: ignore[no-untyped-def]
     sampler, logits, seen, positions, tokens = case
     before = logits.clone()
-    doubt = RoundingMargin(sampler, logits, seen, noise_of(sampler, logits, positions), tokens)
+    doubt = RoundingMargin(Rows(sampler, logits, seen, noise_of(sampler, logits, positions)), tokens)
     margins = doubt.margins(near)
     assert torch.equal(logits, before)
     assert set(doubt.patterns.unique().tolist()) <= {-1, 0, 1}
@@ -95,7 +96,7 @@ def test_without_filters_it_is_half_the_gap(seed: int, temperature: float, near:
     scores = sampler.scores(logits, None, [7, 8, 9])
     tokens = torch.tensor([2, 5, 11])
     gaps = scores.amax(-1) - scores.gather(1, tokens[:, None]).squeeze(1)
-    found = RoundingMargin(sampler, logits, None, noise_of(sampler, logits, [7, 8, 9]), tokens).margins(near)
+    found = RoundingMargin(Rows(sampler, logits, None, noise_of(sampler, logits, [7, 8, 9])), tokens).margins(near)
     assert found.tolist() == pytest.approx((gaps * (temperature or 1) / 2).tolist(), rel=1e-5, abs=near * 1e-5)
 
 
@@ -103,7 +104,7 @@ def test_a_gap_that_the_penalty_shrinks() -> None:
     sampler = Sampler(SamplingParams(temperature=0, penalty=2.0), 0, 3, CPU)
     logits, seen = torch.tensor([[4.0, 1.5, 0.0]]), torch.tensor([[True, False, False]])
     # the first token counts 2, and half of any change; 2 - e/2 = 1.5 + e
-    margins = RoundingMargin(sampler, logits, seen, torch.zeros(1, 3), torch.tensor([1])).margins(0.01)
+    margins = RoundingMargin(Rows(sampler, logits, seen, torch.zeros(1, 3)), torch.tensor([1])).margins(0.01)
     assert margins.tolist() == pytest.approx([1 / 3], rel=1e-5)
 
 
@@ -125,7 +126,7 @@ def test_what_a_random_change_of_the_logits_has_turned_is_explained_by_one_of_ab
     turned = (before != after).nonzero().squeeze(1)
     assert len(turned) > 20
     noise = noise_of(sampler, logits, range(count))
-    doubt = RoundingMargin(sampler, logits[turned], seen[turned], noise[turned], after[turned])
+    doubt = RoundingMargin(Rows(sampler, logits[turned], seen[turned], noise[turned]), after[turned])
     margins = doubt.margins(size)
     assert float((margins <= size).double().mean()) > 0.9
     assert float(margins.max()) <= 2 * size  # the bound is twice what was measured
@@ -133,11 +134,11 @@ def test_what_a_random_change_of_the_logits_has_turned_is_explained_by_one_of_ab
     # and by none much smaller: what it takes is the distance, not something that always suffices
     assert bool((~doubt.explained(margins * 0.98)).float().mean() > 0.9)
     # the row was known to be open to that before anything was turned
-    open_ = contested(sampler, logits, seen, noise, before, size)
+    open_ = contested(Rows(sampler, logits, seen, noise), before, size)
     assert float(open_[turned].double().mean()) > 0.97
-    far = contested(sampler, logits, seen, noise, before, 1e-9)
+    far = contested(Rows(sampler, logits, seen, noise), before, 1e-9)
     assert not bool(far.any())
-    assert bool((open_ <= contested(sampler, logits, seen, noise, before, 4 * size)).double().mean() > 0.97)
+    assert bool((open_ <= contested(Rows(sampler, logits, seen, noise), before, 4 * size)).double().mean() > 0.97)
 
 
 VOCAB, USUAL = 200, 0.01
@@ -159,7 +160,7 @@ def judged(apart: float, params: SamplingParams, count: int = 3000, seed: int = 
     drawn, text = (
         (sampler.warp(rows, None) + noise).argmax(-1) for rows in (logits, logits + random(count) * USUAL * apart)
     )
-    rounding.judge(sampler, logits, None, noise, drawn, text)
+    rounding.judge(Rows(sampler, logits, None, noise), drawn, text)
     return rounding
 
 

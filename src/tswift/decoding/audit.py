@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -219,12 +219,12 @@ def probe_starts(first: int, nodes: int) -> list[int]:
 def _narrow(target: Target, tokens: Sequence[int], kv: FullKV, start: int) -> list[Tensor]:
     """``[n, V]`` logits of tokens from ``start`` on by passes of each narrow width; the cache holds what it held."""
     slots = slice(start, start + len(tokens))
-    kept = [buffer[:, :, slots].clone() for buffer in (kv.keys, kv.values)]
+    kept = [(buffer, buffer[:, :, slots].clone()) for buffer in (kv.keys, kv.values)]
     found = []
     for width in _WIDTHS:
         kv.length = start
         found.append(_logits(target, tokens, kv, width))
-    for buffer, rows in zip((kv.keys, kv.values), kept, strict=True):
+    for buffer, rows in kept:
         buffer[:, :, slots] = rows
     return found
 
@@ -233,6 +233,33 @@ def _logits(target: Target, tokens: Sequence[int], kv: FullKV, width: int) -> Te
     """``[n, V]`` after tokens that follow those in the cache, forwarded and committed ``width`` at a time."""
     parts = [tokens[at : at + width] for at in range(0, len(tokens), width)]
     return torch.cat([target.logits(forwarded.hidden) for part in parts for forwarded in target.chunks(part, kv)])
+
+
+class Rows(NamedTuple):
+    """Rows of logits, and what else decides which tokens are drawn from them.
+
+    Attributes:
+        sampler: the sampling rule.
+        logits: ``[n, V]``.
+        seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
+        noise: ``[n, V]``, of the positions of the rows' tokens.
+    """
+
+    sampler: Sampler
+    logits: Tensor
+    seen: Tensor | None
+    noise: Tensor
+
+    def of(self, rows: Tensor) -> Rows:
+        """Some of the rows."""
+        return Rows(
+            self.sampler, self.logits[rows], None if self.seen is None else self.seen[rows], self.noise[rows]
+        )
+
+    def scores(self, changes: Tensor | float = 0.0, filtered: bool = True) -> Tensor:
+        """What the rule takes the argmax of, ``[n, V]`` float64, with changes ``[n, V]`` added to the logits."""
+        params = self.sampler.params if filtered else self.sampler.params.unfiltered()
+        return warp(self.logits.double() + changes, self.seen, params) + self.noise
 
 
 class _Judge:
@@ -259,62 +286,47 @@ class _Judge:
             causal = torch.ones(len(part), len(part), dtype=torch.bool, device=logits.device).tril()
             seen = self._sampler.seen(ids[:-1], positions, causal)
             self._sampler.extend(text[1:-1])
-            self._judge(part, seen, at + 1, ids[1:])
+            noise = self._sampler.noise(range(at + 1, at + 1 + len(part))).expand(part.shape)
+            self._judge(Rows(self._sampler, part, seen, noise), positions + 1, ids[1:])
 
-    def _judge(self, logits: Tensor, seen: Tensor | None, position: int, wanted: Tensor) -> None:
-        noise = self._sampler.noise(range(position, position + len(wanted))).expand(logits.shape)
-        scores = self._sampler.warp(logits, seen) + noise
+    def _judge(self, rows: Rows, positions: Tensor, wanted: Tensor) -> None:
+        scores = rows.scores()
         best, drawn = scores.max(-1)
         leads = (best - scores.scatter_(1, drawn[:, None], -math.inf).amax(-1))[drawn == wanted]
         leads = leads[leads.isfinite()]
         if len(leads):
             self._leads = (min(self._leads[0], float(leads.min())), max(self._leads[1], float(leads.max())))
         within = drawn != wanted
-        rows = within.nonzero().squeeze(1)
-        if len(rows):
-            within[rows] = self._differ(logits[rows], _rows(seen, rows), noise[rows], position + rows, drawn[rows])
+        at = within.nonzero().squeeze(1)
+        if len(at):
+            within[at] = self._differ(rows.of(at), positions[at], wanted[at], drawn[at])
         if self._target.width is None:
-            self.rounding.judge(self._sampler, logits, seen, noise, drawn, torch.where(within, wanted, drawn))
+            self.rounding.judge(rows, drawn, torch.where(within, wanted, drawn))
 
-    def _differ(self, logits: Tensor, seen: Tensor | None, noise: Tensor, positions: Tensor, drawn: Tensor) -> Tensor:
+    def _differ(self, rows: Rows, positions: Tensor, wanted: Tensor, drawn: Tensor) -> Tensor:
         """Note tokens that are not the ones drawn, with their margins; ``[n]`` bool: those within the bound so far."""
-        places = positions.tolist()
-        tokens = torch.tensor([self._text[place] for place in places], device=logits.device)
-        margin, bound = RoundingMargin(self._sampler, logits, seen, noise, tokens), self.rounding.bound
-        inside = margin.explained(bound)
+        bound = self.rounding.bound
+        inside = RoundingMargin(rows, wanted).explained(bound)
         searched = inside | ((~inside).cumsum(0) <= SEARCHED - self._beyond)
         self._beyond += int((~inside).sum())
-        margins = iter(margin.margins(bound, searched.nonzero().squeeze(1)).tolist())
-        for place, token, known in zip(places, drawn.tolist(), searched.tolist(), strict=True):
+        margins = iter(RoundingMargin(rows.of(searched), wanted[searched]).margins(bound).tolist())
+        for place, token, known in zip(positions.tolist(), drawn.tolist(), searched.tolist(), strict=True):
             self._found.append((place, token, next(margins) if known else None))
         return inside
 
     def audit(self, seconds: float) -> Audit:
         """What was found, now that all of the rounding has been measured."""
         rounding, width, shape, start = self.rounding, self._target.width, self._target.kv_shape, self._first + 1
-        bound = rounding.bound
-        findings = tuple(
-            Finding(
-                place - start,
-                place,
-                self._text[place],
-                drawn,
-                margin,
-                WITHIN if bound and margin is not None and margin <= bound else VIOLATION,
-            )
-            for place, drawn, margin in self._found
-        )
-        count = len(self._text) - start
+        bound, count = rounding.bound, len(self._text) - start
+        findings = []
+        for place, drawn, margin in self._found:
+            kind = WITHIN if bound and margin is not None and margin <= bound else VIOLATION
+            findings.append(Finding(place - start, place, self._text[place], drawn, margin, kind))
         least, greatest = (lead if math.isfinite(lead) else None for lead in self._leads)
         units = _NARROW if shape.dtype.itemsize == torch.int16.itemsize else _WIDE
-        limit = units * shape.eps * self.largest
-        levels, exact = rounding.levels() if width is None else (), count - len(findings)
-        figures = rounding.measured, limit, bound, least, greatest, seconds
-        return Audit(count, exact, findings, *figures, width, levels, rounding.contested)
-
-
-def _rows(seen: Tensor | None, rows: Tensor) -> Tensor | None:
-    return None if seen is None else seen[rows]
+        figures = rounding.measured, units * shape.eps * self.largest, bound, least, greatest, seconds
+        levels = rounding.levels() if width is None else ()
+        return Audit(count, count - len(findings), tuple(findings), *figures, width, levels, rounding.contested)
 
 
 @dataclass(frozen=True)
@@ -366,57 +378,46 @@ class Rounding:
         differences = other.double() - logits.double()
         self.measured = max(self.measured, float(differences.abs().max()))
         rows = differences.any(-1).nonzero().squeeze(1)
-        if not len(rows):
-            return
-        rows = rows[:: math.ceil(len(rows) / _KEPT)]
-        order = logits[rows].argsort(-1, descending=True)
-        self._sample.append(differences[rows].gather(-1, order).to(torch.promote_types(logits.dtype, torch.float32)))
+        if len(rows):
+            rows = rows[:: math.ceil(len(rows) / _KEPT)]
+            order = logits[rows].argsort(-1, descending=True)
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            self._sample.append(differences[rows].gather(-1, order).to(wide))
 
-    def judge(
-        self, sampler: Sampler, logits: Tensor, seen: Tensor | None, noise: Tensor, drawn: Tensor, tokens: Tensor
-    ) -> None:
+    def judge(self, rows: Rows, drawn: Tensor, tokens: Tensor) -> None:
         """Count the tokens within rounding in the text, and in texts drawn with measured differences added.
 
         Args:
-            sampler: the sampling rule.
-            logits: ``[n, V]``.
-            seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
-            noise: ``[n, V]``, of the positions of the rows' tokens.
-            drawn: ``[n]`` int64, what the rule draws from these logits.
+            rows: ``n`` of them.
+            drawn: ``[n]`` int64, what the rule draws from them.
             tokens: ``[n]`` int64, the text's; where rounding does not explain the text's, what is drawn.
         """
         if not self._sample:
             return  # nothing is within a bound of 0
-        close = contested(sampler, logits, seen, noise, drawn, self.bound) | (tokens != drawn)
+        close = contested(rows, drawn, self.bound) | (tokens != drawn)
         self.contested += int(close.sum())
-        rows = close.nonzero().squeeze(1)
-        about = sampler, logits[rows], _rows(seen, rows), noise[rows], drawn[rows]
+        at = close.nonzero().squeeze(1)
         # most are out of the reach of what is added below
-        rows = rows[contested(*about, _MORE * float(self._best().abs().max())) | (tokens != drawn)[rows]]
-        if not len(rows):
+        reach = _MORE * float(self._best().abs().max())
+        at = at[contested(rows.of(at), drawn[at], reach) | (tokens != drawn)[at]]
+        if not len(at):
             return
-        logits, noise, drawn, tokens = logits[rows].double(), noise[rows], drawn[rows], tokens[rows]
-        seen = _rows(seen, rows)
-        ranks = logits.argsort(-1, descending=True).argsort(-1)
+        rows, drawn, tokens = rows.of(at), drawn[at], tokens[at]
+        ranks = rows.logits.double().argsort(-1, descending=True).argsort(-1)
         sample = torch.cat(self._sample)
-        turned = [(tokens != drawn).nonzero().squeeze(1)]
-        others = [tokens[turned[0]]]
+        texts = [tokens]
         for _ in range(_DRAWS):
-            chosen = torch.randint(len(sample), (len(rows),), generator=self._random).to(rows.device)
-            signs = torch.randint(2, (len(rows), 1), generator=self._random).to(rows.device) * 2 - 1
-            changes = sample[chosen].gather(1, ranks).double() * signs * _MORE
-            again = (sampler.warp(logits + changes, seen) + noise).argmax(-1)
-            turned.append((again != drawn).nonzero().squeeze(1))
-            others.append(again[turned[-1]])
-        made = torch.arange(_DRAWS + 1, device=rows.device).repeat_interleave(
-            torch.tensor([len(each) for each in turned], device=rows.device)
-        )
-        kinds, places = torch.stack([torch.cat(turned), torch.cat(others)]).unique(dim=1, return_inverse=True)
-        margin = RoundingMargin(sampler, logits[kinds[0]], _rows(seen, kinds[0]), noise[kinds[0]], kinds[1])
-        for at, level in enumerate(_LEVELS):
+            chosen = torch.randint(len(sample), (len(at),), generator=self._random).to(at.device)
+            signs = torch.randint(2, (len(at), 1), generator=self._random).to(at.device) * 2 - 1
+            texts.append(rows.scores(sample[chosen].gather(1, ranks).double() * signs * _MORE).argmax(-1))
+        turned = torch.stack(texts) != drawn  # the text's own draws, and below them those of the others
+        number, row = turned.nonzero(as_tuple=True)
+        kinds, places = torch.stack([row, torch.stack(texts)[turned]]).unique(dim=1, return_inverse=True)
+        margin = RoundingMargin(rows.of(kinds[0]), kinds[1])
+        for index, level in enumerate(_LEVELS):
             beyond = (~margin.explained(level * self.usual))[places]
-            self._observed[at] += int((beyond & (made == 0)).sum())
-            self._made[at] += int((beyond & (made > 0)).sum())
+            self._observed[index] += int((beyond & (number == 0)).sum())
+            self._made[index] += int((beyond & (number > 0)).sum())
 
     def levels(self) -> tuple[Level, ...]:
         """What was counted, and what an honest text may have."""
@@ -433,22 +434,12 @@ def most(made: int, draws: int, rate: float) -> int:
     Counts of rare events follow Poisson's distribution. Of all events, this text's and the others', each is then this
     text's with a probability of ``1 / (draws + 1)``: one with a larger count has a probability of less than ``rate``.
     """
-    count = made // draws
-    while _tail(count + 1, made, 1 / (draws + 1)) >= rate:
+    count, beyond = -1, 1.0  # the count is distributed like successes before made + 1 failures
+    while beyond >= rate:
         count += 1
+        ways = math.lgamma(count + made + 1) - math.lgamma(count + 1) - math.lgamma(made + 1)
+        beyond -= math.exp(ways + (made + 1) * math.log(draws / (draws + 1)) - count * math.log(draws + 1))
     return count
-
-
-def _tail(count: int, others: int, share: float) -> float:
-    """Probability that of ``count + others`` events, each with a probability of ``share``, at least ``count`` occur."""
-    total, tail = count + others, 0.0
-    for hits in range(count, total + 1):
-        ways = math.lgamma(total + 1) - math.lgamma(hits + 1) - math.lgamma(total - hits + 1)
-        term = math.exp(ways + hits * math.log(share) + (total - hits) * math.log1p(-share))
-        tail += term
-        if term < 1e-12 * tail:
-            break
-    return tail
 
 
 class RoundingMargin:
@@ -467,99 +458,71 @@ class RoundingMargin:
     larger than that change, none more than twice as large.
 
     Args:
-        sampler, logits, seen, noise: as for :meth:`Rounding.judge`.
+        rows: ``n`` of them.
         tokens: ``[n]`` int64, the tokens in question.
 
     Attributes:
         patterns: ``[4, n, V]`` int8, the signs.
     """
 
-    def __init__(self, sampler: Sampler, logits: Tensor, seen: Tensor | None, noise: Tensor, tokens: Tensor) -> None:
-        self._params, self._logits, self._seen, self._tokens = sampler.params, logits.double(), seen, tokens
-        self._noise = noise
+    def __init__(self, rows: Rows, tokens: Tensor) -> None:
+        self._rows, self._tokens = rows, tokens
         column = tokens[:, None]
-        scores = warp(self._logits.clone(), seen, self._params) + self._noise
-        whole = warp(self._logits.clone(), seen, self._params.unfiltered()) + self._noise
+        scores, whole = rows.scores(), rows.scores(filtered=False)
         self._possible = whole.gather(1, column).squeeze(1) > -math.inf  # a banned token is not
         higher = (scores > scores.gather(1, column)).to(torch.int8)
         would = (whole > whole.gather(1, column)).to(torch.int8)
         self.patterns = torch.stack([1 - 2 * higher, torch.full_like(higher, -1), -would, 1 - 2 * would])
         self.patterns.scatter_(2, column.expand(4, -1, 1), 1)
 
-    def explained(self, size: float | Tensor, rows: Tensor | None = None) -> Tensor:
-        """Whether a change of this size, in one of the patterns, makes the rule draw the token.
+    def explained(self, size: float | Tensor, at: Tensor | None = None) -> Tensor:
+        """Whether a change of this size, one or one for each row, makes the rule draw the token in one of the patterns.
 
-        Args:
-            size: the change, one for all rows or one each.
-            rows: ``[m]`` int64, the rows to look at; None for all.
-
-        Returns:
-            ``[m]`` bool.
+        ``[m]`` bool, of the rows ``at`` ``[m]``, or all of them.
         """
-        rows = torch.arange(len(self._tokens), device=self._tokens.device) if rows is None else rows
-        sizes = torch.as_tensor(size, dtype=torch.float64, device=rows.device).expand(len(rows))[:, None]
-        logits, noise = self._logits[rows], self._noise[rows]
-        seen = _rows(self._seen, rows)
-        drawn = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-        for signs in self.patterns:
-            scores = warp(logits + sizes * signs[rows], seen, self._params) + noise
-            drawn |= scores.argmax(-1) == self._tokens[rows]
-        return drawn
+        at = torch.arange(len(self._tokens), device=self._tokens.device) if at is None else at
+        sizes = torch.as_tensor(size, dtype=torch.float64, device=at.device).view(-1, 1)
+        rows, tokens = self._rows.of(at), self._tokens[at]
+        return torch.stack([rows.scores(sizes * signs[at]).argmax(-1) == tokens for signs in self.patterns]).any(0)
 
-    def margins(self, near: float, rows: Tensor | None = None) -> Tensor:
+    def margins(self, near: float) -> Tensor:
         """The smallest change found, by search around ``near`` and then by halving. It is an upper bound of the least.
 
-        Args:
-            near: a change that is likely to matter; tried first.
-            rows: ``[m]`` int64, the rows to look at; None for all.
-
-        Returns:
-            ``[m]`` float64, infinite for a banned token. A change of just this size was tried and does it.
+        ``[n]`` float64, infinite for a banned token. A change of just this size was tried and does it.
         """
-        rows = torch.arange(len(self._tokens), device=self._tokens.device) if rows is None else rows
         start = near or _SMALLEST
-        high = torch.full((len(rows),), math.inf, dtype=torch.float64, device=rows.device)
+        high = torch.full_like(self._possible, math.inf, dtype=torch.float64)
         low = torch.zeros_like(high)
         # Not all that explains is monotone: a larger change can let another token in. So smaller ones are tried too.
         for power in [0, *range(-1, -_DOWN - 1, -1), *range(1, _UP + 1)]:
-            left = (high.isinf() & self._possible[rows]).nonzero().squeeze(1)
+            left = (high.isinf() & self._possible).nonzero().squeeze(1)
             if not len(left):
                 break
             size = start * 4.0**power
-            found = left[self.explained(size, rows[left])]
+            found = left[self.explained(size, left)]
             high[found] = size
             low[found] = size / 4 if power > 0 else 0.0
         found = high.isfinite().nonzero().squeeze(1)
         for _ in range(_HALVINGS if len(found) else 0):
             middle = (low[found] + high[found]) / 2
-            enough = self.explained(middle, rows[found])
+            enough = self.explained(middle, found)
             high[found] = torch.where(enough, middle, high[found])
             low[found] = torch.where(enough, low[found], middle)
         return high
 
 
-def contested(
-    sampler: Sampler, logits: Tensor, seen: Tensor | None, noise: Tensor, drawn: Tensor, size: float
-) -> Tensor:
-    """Whether a change of the logits of this size makes the rule draw another token than it does.
+def contested(rows: Rows, drawn: Tensor, size: float) -> Tensor:
+    """Whether a change of the logits of this size makes the rule draw another token than ``drawn`` ``[n]``.
 
     Two changes are tried, in both of which the drawn token goes down. All others go up: a close draw, or the drawn
     token at a filter's edge. Or only those go up that would be about as high if nothing were dropped, and what sets
     the filter goes down: a competitor at its edge.
-
-    Args:
-        sampler, logits, seen, noise, drawn: as for :meth:`Rounding.judge`.
-        size: the change.
-
-    Returns:
-        ``[n]`` bool.
     """
-    logits, params, column = logits.double(), sampler.params, drawn[:, None]
-    whole = warp(logits.clone(), seen, params.unfiltered()) + noise
+    params, column = rows.sampler.params, drawn[:, None]
+    whole = rows.scores(filtered=False)
     reach = 2 * size * max(1.0, params.penalty) / (params.temperature or 1)
     rivals = (whole >= whole.gather(1, column) - reach).scatter_(1, column, False)
-    found = torch.zeros(len(drawn), dtype=torch.bool, device=drawn.device)
-    for signs in (torch.ones_like(logits), rivals * 2.0 - 1):
-        changed = logits + size * signs.scatter_(1, column, -1)
-        found |= (warp(changed, seen, params) + noise).argmax(-1) != drawn
-    return found
+    turned = torch.zeros_like(drawn, dtype=torch.bool)
+    for signs in (torch.ones_like(whole), rivals * 2.0 - 1):
+        turned |= rows.scores(size * signs.scatter_(1, column, -1)).argmax(-1) != drawn
+    return turned
