@@ -14,7 +14,7 @@ from tswift.attention.backends import partials_bytes
 from tswift.decoding.costs import costs_of, measure
 from tswift.decoding.device_step import try_steps
 from tswift.decoding.drafter import AcceptFn, Step
-from tswift.decoding.loop import AgreedDrafter, Decoding, lockstep
+from tswift.decoding.loop import Decoding, agree, lockstep
 from tswift.decoding.params import MOST_TOP, SamplingParams
 from tswift.decoding.text import TextStream, check_stop
 from tswift.distributed import ALONE, Dist, guard
@@ -323,7 +323,7 @@ def begin(
         positions, copy = len(prompt) + length, (model.drafting, draft_costs)
         drafter = make_drafter(method, target, model.heads, drafting, model.draft, positions, costs, *copy)
         if ranks.count > 1:
-            drafter = AgreedDrafter(drafter, ranks)
+            agree(drafter, ranks)
         decoding = Decoding(
             target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written, logprobs
         )

@@ -164,17 +164,25 @@ class FullKV(KVBuffer):
         return max(0, self.length - window + 1)
 
 
-def _slot(place: int, budget: int, sinks: int) -> int:
-    """Where the token at a place in the text goes, in a window of the first and the newest: the oldest one's slot."""
-    return place if place < budget else sinks + (place - sinks) % (budget - sinks)
+class RecentKV(KVBuffer):
+    """A cache of a text's first and newest tokens: ``budget`` of them, of which the ``sinks`` first always stay."""
+
+    def __init__(self, shape: KVShape, budget: int, sinks: int, more: int) -> None:
+        super().__init__(shape, budget + more)
+        self.budget, self.sinks = budget, sinks
+
+    def slot(self, place: int) -> int:
+        """Where the token at a place in the text goes; it takes the place of the oldest."""
+        ring = self.budget - self.sinks
+        return place if place < self.budget else self.sinks + (place - self.sinks) % ring
+
+    def staying(self, places: range) -> list[int]:
+        """Of tokens that enter the budget together, those that none of the others replaces."""
+        newest = places.stop - (self.budget - self.sinks)
+        return [place for place in places if place < self.sinks or place >= newest]
 
 
-def _staying(places: range, budget: int, sinks: int) -> list[int]:
-    """Of tokens that enter such a window together, those that none of the others replaces."""
-    return [place for place in places if place < sinks or place >= places.stop - (budget - sinks)]
-
-
-class StreamingKV(KVBuffer):
+class StreamingKV(RecentKV):
     """A small model's own cache: a text's first and newest tokens (StreamingLLM, Xiao et al., 2024).
 
     Tokens are committed behind those held, where they can be taken back; :meth:`settle` lets all but the newest of them
@@ -193,8 +201,8 @@ class StreamingKV(KVBuffer):
     """
 
     def __init__(self, shape: KVShape, budget: int, sinks: int, slack: int, scratch: int) -> None:
-        super().__init__(shape, budget + slack + scratch)
-        self.budget, self.sinks, self.slack = budget, sinks, slack
+        super().__init__(shape, budget, sinks, slack + scratch)
+        self.slack = slack
         self.seen = self.settled = 0
         self._places = torch.zeros(budget, dtype=torch.int64, device=shape.device)
 
@@ -229,8 +237,7 @@ class StreamingKV(KVBuffer):
         if after == before:
             return
         offset = self._held - before  # from a token's place in the text to its slot
-        staying = _staying(range(before, after), self.budget, self.sinks)
-        kept = {_slot(place, self.budget, self.sinks): place for place in staying}
+        kept = {self.slot(place): place for place in self.staying(range(before, after))}
         self.settled = after
         newer = range(after, self.seen)
         moves = kept | {self._held + place - after: place for place in newer}
@@ -245,7 +252,7 @@ class StreamingKV(KVBuffer):
         self.length = self._held + self.seen - after
 
 
-class WindowKV(KVBuffer):
+class WindowKV(RecentKV):
     """Keys and values that are made from committed tokens alone, and of no more than a budget of them.
 
     A token's slot follows from its place in the text, so that nothing is ever moved. Behind the budget are a slot for
@@ -263,19 +270,11 @@ class WindowKV(KVBuffer):
     """
 
     def __init__(self, shape: KVShape, budget: int, sinks: int, scratch: int) -> None:
-        super().__init__(shape, budget + 1 + scratch)
-        self.budget, self.sinks, self.scratch = budget, sinks, budget + 1
+        super().__init__(shape, budget, sinks, 1 + scratch)
+        self.scratch = budget + 1
         self.keys.zero_()  # what nothing attends to is multiplied by 0, which it has to bear
         self.values.zero_()
         self.held = torch.zeros(self.capacity, dtype=torch.bool, device=shape.device)
-
-    def slot(self, place: int) -> int:
-        """Where the token at a place in the text goes; it takes the place of the oldest."""
-        return _slot(place, self.budget, self.sinks)
-
-    def staying(self, places: range) -> Sequence[int]:
-        """Of tokens that are committed together, those that none of the others replaces."""
-        return _staying(places, self.budget, self.sinks)
 
     def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys and values ``[heads, n, head_dim]`` into slots ``[n]``, none of them twice but the spare."""
@@ -416,25 +415,21 @@ class PartialKV(KVBuffer):
 
         Where the policy renews, there are at most ``room`` of them.
         """
-        places = range(self.copied, full.length)
-        if not places:
+        before, new = self.copied, full.length - self.copied
+        if not new:
             return
-        slots = [self._slot(place) for place in places]
-        kept = dict(zip(slots, places, strict=True))  # of many at once the oldest may be overwritten already
+        kept = self.appended(new)
         where, source = list(kept.keys()), list(kept.values())
         if self.rows:
             for own, theirs in zip(self.rows, full.rows, strict=True):
                 own[:, :, where] = theirs[:, :, source]
         else:
             sent = torch.tensor([where, source]).to(self.keys.device, non_blocking=True)
-            whole = len(kept) == len(slots)
             for to, other in ((self.keys, full.keys), (self.values, full.values)):
-                new = other[:, :, self.copied : full.length] if whole else other.index_select(2, sent[1])
-                to.index_copy_(2, sent[0], new)
+                whole = other[:, :, before : full.length] if len(kept) == new else other.index_select(2, sent[1])
+                to.index_copy_(2, sent[0], whole)
         if self.shape.placed:
             self._places[:, :, where] = torch.tensor(source).to(self._places.device, non_blocking=True)
-        self._held = self.length = max(self._held, max(slots, default=-1) + 1)
-        self.copied = full.length
 
     def track(self) -> None:
         """Keep the length on the device from now on, where :meth:`append_rows` moves it."""
@@ -458,18 +453,20 @@ class PartialKV(KVBuffer):
         reached = torch.where(kept, slots + 1, 0).amax()
         self.device_length.copy_(torch.maximum(self.device_length, reached))
 
-    def appended(self, count: int) -> None:
-        """The device has appended so many tokens."""
-        slots = [self._slot(place) for place in range(self.copied, self.copied + count)]
-        self._held = self.length = max(self._held, max(slots, default=-1) + 1)
-        self.copied += count
+    def appended(self, count: int) -> dict[int, int]:
+        """So many tokens are appended, as by the device; their places by the slots that they go to.
 
-    def _slot(self, place: int) -> int:
-        """Where a new token goes."""
-        slot = self._free.pop() if self._free else self._aging.popleft()
-        if not self.policy.renews and place >= self.sinks:
-            self._aging.append(slot)
-        return slot
+        Of many at once the oldest may be overwritten already.
+        """
+        places: dict[int, int] = {}
+        for place in range(self.copied, self.copied + count):
+            slot = self._free.pop() if self._free else self._aging.popleft()
+            if not self.policy.renews and place >= self.sinks:
+                self._aging.append(slot)
+            places[slot] = place
+        self._held = self.length = max(self._held, max(places, default=-1) + 1)
+        self.copied += count
+        return places
 
     def select(self, full: KVBuffer, queries: Tensor) -> None:
         """Fill the budget anew: sinks, the newest tokens, and the keys that score highest, by each KV head for itself.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from tswift.attention.sdpa import (
     ChunkedAttention,
     Layout,
     SpecialAttention,
-    StaticAttention,
     TreeAttention,
 )
 from tswift.errors import InputError
@@ -49,14 +48,9 @@ _LEAST = 2e-5  # backends may differ by this from sdpa, as a share of the larges
 
 
 def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str | None:
-    """Why a backend cannot serve a model here, in one line; None if it can.
+    """Why a backend, a key of :data:`BACKENDS`, cannot serve a model here, in one line; None if it can.
 
-    What has to be compiled for that is compiled now, not in the first pass.
-
-    Args:
-        name: a key of :data:`BACKENDS`.
-        dtype, device: of the model.
-        width: the model's head size.
+    What has to be compiled for that, and for the model's head size, is compiled now, not in the first pass.
     """
     if name == "sdpa":
         return None
@@ -111,12 +105,8 @@ def fails(
 ) -> str | None:
     """Why a backend that should serve does not, in one line; None if it does.
 
-    What it computes of random rows, over odd numbers of keys, is compared with plain products in float64.
-
-    Args:
-        name, dtype, device, width: as for :func:`why_not`.
-        heads: the model's KV heads, and query heads per KV head.
-        wants: its layers' specs; more than nothing only of a backend that takes them.
+    What it computes of random rows, over odd numbers of keys, is compared with plain products in float64. ``heads`` are
+    KV heads and query heads per KV head; ``wants`` the layers' specs, more than nothing only if the backend takes them.
     """
     try:
         backend, layout = BACKENDS[name](), Layout(*heads, dtype, device)
@@ -130,13 +120,9 @@ def fails(
 
 
 def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: int, nodes: int) -> int:
-    """Bytes of a layer's partial attention results, before they are merged; 0 if unknown.
+    """Bytes of a layer's partial results before they are merged, by an attention of this class; 0 if unknown.
 
-    Args:
-        attention: name of the class.
-        heads: KV heads, and query heads per KV head, of size ``width``.
-        slots: of the cache.
-        nodes: of the pass.
+    ``heads`` are KV heads and query heads per KV head, of size ``width``; ``slots`` the cache's, ``nodes`` the pass's.
     """
     if attention != "TritonAttention":
         return 0
@@ -177,7 +163,7 @@ def _apart(backend: type[Attention], layout: Layout, width: int, wants: Attentio
             length = torch.full((), held, dtype=torch.int32, device=device)
             room = torch.full_like(both, torch.nan)
             room[:, :, :held] = both[:, :, :held]
-            cast("type[StaticAttention]", backend).store(room[0], room[1], keys[:, held:], values[:, held:], length)
+            backend.store(room[0], room[1], keys[:, held:], values[:, held:], length)
             keys, values = room
             found.append(backend(layout, length, nodes, ancestors)(query, keys, values, scale, **asked))
         apart += [(out.double() - wanted).abs().max() / wanted.abs().max() for out in found]

@@ -35,17 +35,11 @@ class Unbuilt(Exception):
 
 
 def build(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """Compile a C file to a library, unless that was done before, and load it.
+    """Compile a C file, which may use AVX2, FMA and F16C, to a library, unless that was done before, and load it.
 
-    If the compiler refuses the options, as GCC 7 does those for AVX-512, it is compiled without.
-
-    What was compiled is kept in ``tswift`` in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``). Where
+    ``defined`` are macros, as ``NAME=value``. If the compiler refuses the other options, as GCC 7 does those for
+    AVX-512, it is compiled without. What was compiled is kept in the user's cache folder (:func:`cache_folder`). Where
     that cannot be written, it is compiled anew in every process. What failed is not tried again in the same process.
-
-    Args:
-        source: the file; it needs no library and may use AVX2, FMA and F16C.
-        defined: macros, as ``NAME=value``.
-        options: of the compiler, besides.
 
     Raises:
         Unbuilt: there is no compiler, or it fails; or the processor cannot run the library.
@@ -66,12 +60,13 @@ def _attempted(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ct
 
 
 def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL:
-    if platform.machine() not in ("x86_64", "AMD64") or not _capable():
+    vectors = torch.backends.cpu.get_cpu_capability()  # PyTorch looks for AVX2, too
+    if platform.machine() not in ("x86_64", "AMD64") or not vectors.startswith(("AVX2", "AVX512")):
         raise Unbuilt("needs an x86 processor with AVX2")
     command = [*_compiler(), *_FLAGS, *options, *(f"-D{macro}" for macro in defined)]
     key = hashlib.sha256("\0".join([source.read_text(), *command]).encode()).hexdigest()[:20]
     name = f"{source.stem}-{key}.so"
-    cache = _cache()
+    cache = cache_folder()
     if cache and (cache / name).exists():
         with contextlib.suppress(OSError):  # what lies there may be broken
             return ctypes.CDLL(str(cache / name))
@@ -88,11 +83,6 @@ def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL
     return library
 
 
-def _capable() -> bool:
-    """Whether the processor has AVX2, which PyTorch looks for, too."""
-    return torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
-
-
 @functools.cache
 def widest_vectors() -> tuple[str, ...]:
     """The compiler's options for AVX-512, and for its sums of 16-bit products, where the processor has them."""
@@ -102,8 +92,8 @@ def widest_vectors() -> tuple[str, ...]:
     return ("-mavx512f", "-mavx512bw", "-mprefer-vector-width=512", *sums)
 
 
-def _cache() -> Path | None:
-    """Where libraries are kept; None if nothing can be."""
+def cache_folder() -> Path | None:
+    """``tswift`` in ``XDG_CACHE_HOME``, else ``~/.cache``; None if nothing can be kept there."""
     given = os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (Path(given) if given else Path.home() / ".cache") / "tswift"
@@ -158,18 +148,15 @@ class _Call(ctypes.Structure):
     ]
 
 
-class NativeAttention:
-    """An :class:`~tswift.attention.sdpa.Attention` for x86 CPUs in float32, bfloat16 and float16.
+class NativeAttention(Attention):
+    """Attention for x86 CPUs in float32, bfloat16 and float16.
 
     Keys and values are read in their own dtype; all else is computed in float32. With ``steps`` they are int16: see
-    native.c. A path's slots are in the order of its
-    positions. Head sizes that are no multiple of 16 or above 256, passes with more than 64 nodes and 128 rows per KV
-    head, and those that are differentiated are left to :class:`~tswift.attention.sdpa.TreeAttention`.
+    native.c. A path's slots are in the order of its positions. Head sizes that are no multiple of 16 or above 256,
+    passes with more than 64 nodes and 128 rows per KV head, and those that are differentiated are left to
+    :class:`~tswift.attention.sdpa.TreeAttention`.
     """
 
-    STATIC: ClassVar[bool] = False
-    WANTS: ClassVar[bool] = False
-    MOST_NODES: ClassVar[int | None] = None
     EXACT: ClassVar[bool] = True
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
@@ -193,23 +180,12 @@ class NativeAttention:
         keys, values = (x if x.stride()[1:] == (width, 1) else x.contiguous() for x in (keys, values))
         packed = query.to(torch.float32).contiguous()
         out = torch.empty_like(packed)
+        given = packed, keys, values, self._ancestors, self._depths, out, None
         call = _Call(
-            packed.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            0 if self._ancestors is None else self._ancestors.data_ptr(),
-            0 if self._depths is None else self._depths.data_ptr(),
-            out.data_ptr(),
-            0,
+            *(None if each is None else each.data_ptr() for each in given),
             parallel_region(),
-            *((0, 0) if self.steps is None else (each.data_ptr() for each in self.steps)),
-            keys.stride(0),
-            values.stride(0),
-            len(keys),
-            rows,
-            prefix,
-            nodes,
-            self._threads,
+            *((None, None) if self.steps is None else (each.data_ptr() for each in self.steps)),
+            *(keys.stride(0), values.stride(0), len(keys), rows, prefix, nodes, self._threads),
             scale * math.log2(math.e),
         )
         size = kernel.tswift_scratch(ctypes.byref(call))

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tswift.kv import KVBuffer
+
 ROWS = 128  # of a KV head in a CUDA pass, for which reading the keys takes as long as multiplying them
 
 # Most nodes of a pass with exact rows, and so of a path in its tree. An exact backend sums the newest keys of a node in
@@ -86,14 +88,10 @@ class Attention(Protocol):
         """
         ...
 
-
-class StaticAttention(Attention, Protocol):
-    """One that is ``STATIC``."""
-
     @staticmethod
     def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
-        """Write new keys and values ``[kv heads, n, d]`` into ``[kv heads, capacity, d]`` from ``length`` on."""
-        ...
+        """If it is ``STATIC``: write new keys and values ``[kv heads, n, d]`` into the cache's from ``length`` on."""
+        raise RuntimeError("it is not static")
 
 
 def bias(layout: Layout, before: int, nodes: int, ancestors: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -117,7 +115,7 @@ class TreeAttention(Attention):
     """Attention by stock operators, for every device and dtype."""
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
-        prefix = int(prefix)
+        prefix, self._on_cpu = int(prefix), layout.device.type == "cpu"
         self._parts = self._split(layout, prefix, layout.groups * nodes)
         whole = prefix + 1 if nodes == 1 else prefix  # a single node attends to itself, too: it needs no mask
         self._even = whole - whole % self._parts
@@ -147,14 +145,14 @@ class TreeAttention(Attention):
 
         Returns output ``[kv heads, rows, d]`` and log-sum-exps ``[kv heads, rows]``.
         """
-        if rows.device.type != "cpu":
-            return _masked(rows, keys, values, scale, self._bias)
+        if not self._on_cpu:
+            return _attended(rows, keys, values, scale, self._bias)
         outs, lses = _OPERATOR(rows[None], keys[None], values[None], attn_mask=self._bias[None, None], scale=scale)
         return outs[0], lses[0]
 
     def _split(self, layout: Layout, prefix: int, rows: int) -> int:
         """Number of parts of the prefix."""
-        if layout.device.type != "cpu" or rows > 64 or prefix < 256:
+        if not self._on_cpu or rows > 64 or prefix < 256:
             return 1
         # the CPU operator works in parallel over heads and blocks of rows only; few of both leave cores idle
         return -(-torch.get_num_threads() // layout.kv_heads)
@@ -164,8 +162,10 @@ class TreeAttention(Attention):
 
         Returns outputs ``[parts, kv heads, rows, d]`` and log-sum-exps ``[parts, kv heads, rows]``.
         """
-        if rows.device.type != "cpu":
-            return _blockwise(rows, keys, values, scale)
+        if not self._on_cpu:
+            blocks = zip(keys.split(_BLOCK, 1), values.split(_BLOCK, 1), strict=True)
+            found = [_attended(rows, *block, scale) for block in blocks]
+            return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])
         parts = self._parts
         split = [x.to(rows.dtype).unflatten(1, (parts, x.shape[1] // parts)).transpose(0, 1) for x in (keys, values)]
         # one row in bfloat16 takes the operator 4.2 ms over 65,536 keys of 64, two take it 1.8
@@ -176,24 +176,16 @@ class TreeAttention(Attention):
         return outs[:, :, :count], lses[:, :, :count]
 
 
-def _masked(rows: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``_tail``, from plain products."""
-    scores = torch.baddbmm(bias, rows, keys.transpose(1, 2), alpha=scale)
+def _attended(
+    rows: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exps of rows over keys, from plain products."""
+    wide = torch.promote_types(rows.dtype, torch.float32)  # unscaled float16 scores could overflow
+    rows, keys, values = (x.to(wide) for x in (rows, keys, values))
+    begun = rows.new_empty(()) if bias is None else bias
+    scores = torch.baddbmm(begun, rows, keys.transpose(1, 2), beta=int(bias is not None), alpha=scale)
     lse = scores.logsumexp(-1)
     return torch.bmm(torch.exp(scores - lse.unsqueeze(-1)), values), lse
-
-
-def _blockwise(rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As ``_prefix``, from plain products."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    scaled = rows.to(wide) * scale  # unscaled float16 scores could overflow
-    outs, lses = [], []
-    for start in range(0, keys.shape[1], _BLOCK):
-        scores = torch.bmm(scaled, keys[:, start : start + _BLOCK].to(wide).transpose(1, 2))
-        lses.append(scores.logsumexp(-1))
-        weights = torch.exp(scores - lses[-1].unsqueeze(-1))
-        outs.append(torch.bmm(weights, values[:, start : start + _BLOCK].to(wide)))
-    return torch.stack(outs), torch.stack(lses)
 
 
 class FlashAttention(TreeAttention):
@@ -250,23 +242,6 @@ class SpecAttention:
         return self._attend(query, keys, values, scale, wants=self.wants[layer])
 
 
-class Places(Protocol):
-    """A cache that knows where in the text its tokens are."""
-
-    @property
-    def length(self) -> int:
-        """Tokens held."""
-        ...
-
-    def places(self, layer: int) -> Tensor:
-        """``[kv heads or 1, length]`` positions of the tokens held."""
-        ...
-
-    def before(self, window: int) -> int:
-        """Number of leading slots outside the attention window of every future token."""
-        ...
-
-
 class SpecialAttention:
     """Attention of one pass with windows, soft caps and sinks, by masked products over blocks of keys.
 
@@ -282,7 +257,12 @@ class SpecialAttention:
     """
 
     def __init__(
-        self, layout: Layout, wants: Sequence[AttentionSpec], cache: Places, positions: Tensor, ancestors: Tensor | None
+        self,
+        layout: Layout,
+        wants: Sequence[AttentionSpec],
+        cache: KVBuffer,
+        positions: Tensor,
+        ancestors: Tensor | None,
     ) -> None:
         self.wants, self._cache, self._positions = wants, cache, positions
         if ancestors is None:

@@ -364,7 +364,7 @@ class TritonAttention(Attention):
 
     @staticmethod
     def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
-        """As :meth:`StaticAttention.store`, but not past the capacity, in a launch that does not depend on the length.
+        """As :meth:`Attention.store`, but not past the capacity, in a launch that does not depend on the length.
 
         The last dimension of all four is contiguous.
         """

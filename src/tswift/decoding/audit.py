@@ -252,9 +252,7 @@ class Rows(NamedTuple):
 
     def of(self, rows: Tensor) -> Rows:
         """Some of the rows."""
-        return Rows(
-            self.sampler, self.logits[rows], None if self.seen is None else self.seen[rows], self.noise[rows]
-        )
+        return Rows(self.sampler, self.logits[rows], None if self.seen is None else self.seen[rows], self.noise[rows])
 
     def scores(self, changes: Tensor | float = 0.0, filtered: bool = True) -> Tensor:
         """What the rule takes the argmax of, ``[n, V]`` float64, with changes ``[n, V]`` added to the logits."""
@@ -278,16 +276,13 @@ class _Judge:
         size = max(1, _ELEMENTS // logits.shape[1])
         for at in range(start, start + len(logits), size):
             part = logits[at - start : at - start + size]
-            text = self._text[at : at + len(part) + 1]
-            ids = torch.tensor(text, device=logits.device)
-            positions = torch.arange(at, at + len(part), device=logits.device)
+            text, places = self._text[at : at + len(part) + 1], range(at + 1, at + 1 + len(part))
             # the sampler is to know the text up to the first of these nodes, as at the root of a draft tree
             self._sampler.extend(text[:1])
-            causal = torch.ones(len(part), len(part), dtype=torch.bool, device=logits.device).tril()
-            seen = self._sampler.seen(ids[:-1], positions, causal)
-            self._sampler.extend(text[1:-1])
-            noise = self._sampler.noise(range(at + 1, at + 1 + len(part))).expand(part.shape)
-            self._judge(Rows(self._sampler, part, seen, noise), positions + 1, ids[1:])
+            seen = self._sampler.seen_along(text[:-1])
+            noise = self._sampler.noise(places).expand(part.shape)
+            positions, wanted = torch.tensor([[*places], text[1:]], device=logits.device)
+            self._judge(Rows(self._sampler, part, seen, noise), positions, wanted)
 
     def _judge(self, rows: Rows, positions: Tensor, wanted: Tensor) -> None:
         scores = rows.scores()

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import tswift
+from tswift.attention.native import cache_folder
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.kv import FullKV
@@ -48,12 +49,9 @@ def costs_of(target: Target, heads: Heads | None, again: bool = False) -> PassCo
 
 
 def folder() -> Path | None:
-    """Folder of measured costs: ``$XDG_CACHE_HOME/tswift/costs``, by default in ``~/.cache``; None without a home."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(given) if given else Path.home() / ".cache") / "tswift" / "costs"
-    except RuntimeError:
-        return None
+    """Folder of measured costs, in the user's cache folder; None if nothing can be kept there."""
+    cache = cache_folder()
+    return cache and cache / "costs"
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -66,9 +66,8 @@ class HostBlock:
             self._sent[:] = self._array
 
 
-@dataclass
 class DeviceState:
-    """What one step leaves on the device for the next; every tensor is written in place.
+    """What one step leaves on the device for the next, for trees of up to ``n`` nodes; all is written in place.
 
     Attributes:
         tokens: ``[n]`` int64 of the draft tree, root first; -1 where there is no candidate.
@@ -80,28 +79,14 @@ class DeviceState:
         last: ``[1]`` int64, the node of the last verification that drew the root.
     """
 
-    tokens: Tensor
-    parents: Tensor
-    position: Tensor
-    length: Tensor
-    hidden: Tensor
-    raw: Tensor | None
-    last: Tensor
-
-    @classmethod
-    def allocate(cls, target: Target, nodes: int) -> DeviceState:
-        """For trees of up to ``nodes`` nodes."""
+    def __init__(self, target: Target, nodes: int) -> None:
         device = target.device
-        hidden = torch.zeros(nodes, target.hidden_size, dtype=target.dtype, device=device)
-        return cls(
-            torch.full((nodes,), -1, dtype=torch.int64, device=device),
-            torch.zeros(nodes, dtype=torch.int64, device=device),
-            torch.zeros(1, dtype=torch.int64, device=device),
-            torch.zeros((), dtype=torch.int32, device=device),
-            hidden,
-            torch.zeros_like(hidden) if target.taps else None,
-            torch.zeros(1, dtype=torch.int64, device=device),
-        )
+        self.tokens = torch.full((nodes,), -1, dtype=torch.int64, device=device)
+        self.parents = torch.zeros(nodes, dtype=torch.int64, device=device)
+        self.position, self.last = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self.length = torch.zeros((), dtype=torch.int32, device=device)
+        self.hidden = torch.zeros(nodes, target.hidden_size, dtype=target.dtype, device=device)
+        self.raw = torch.zeros_like(self.hidden) if target.taps else None
 
     @torch.inference_mode()
     def load(self, context: Context) -> None:
@@ -119,10 +104,7 @@ class DeviceState:
 def ancestors_of(parents: Tensor, index: Tensor, depth: int) -> Tensor:
     """As :meth:`DraftTree.ancestors`, on the device: ``[n, n]`` bool.
 
-    Args:
-        parents: ``[n]`` int64; the root is node 0 and its own parent.
-        index: ``[n]`` int64: 0, 1, ...
-        depth: most edges between a node and the root.
+    The root is node 0 and its own parent; ``index`` is 0, 1, ...; ``depth`` the most edges between a node and the root.
     """
     lines = [index]
     for _ in range(min(depth, len(index) - 1)):
@@ -163,7 +145,7 @@ class DeviceStepper:
     def __init__(self, target: Target, context: Context, drafter: Drafter) -> None:
         self._target, self._context, self._drafter, self._kv = target, context, drafter, context.kv
         self._limit, self._depth, self._sampler = drafter.limit, drafter.depth, context.sampler
-        self.state = DeviceState.allocate(target, self._limit)
+        self.state = DeviceState(target, self._limit)
         self._draft: DeviceDraft | None = drafter.on_device(self.state)
         own = self._draft.sections() if self._draft else {"tokens": self._limit - 1, "parents": self._limit - 1}
         self._block = HostBlock({"control": _CONTROL, **own}, target.device)
@@ -197,16 +179,7 @@ class DeviceStepper:
 
     @torch.inference_mode()
     def step(self, wanted: int, cut: CutFn = len, walk: AcceptFn | None = None) -> Step:
-        """Take a step: at least one token is added to the text.
-
-        Args:
-            wanted: most tokens to add.
-            cut: how many of the tokens drawn belong to the text.
-            walk: as for :class:`~tswift.decoding.loop.Decoding`; it must not look at what was drawn.
-
-        Raises:
-            NoTokenLeft: there is none to add; the text and the cache are as they were.
-        """
+        """Take a step, as :func:`~tswift.decoding.loop.decode_step`; ``walk`` must not look at what was drawn."""
         started = time.perf_counter()
         wanted = min(wanted, self._depth + 1)
         nodes, forced, sources = self._propose(wanted, walk)
@@ -347,8 +320,6 @@ def _forced(walk: AcceptFn | None, tree: DraftTree, wanted: int) -> int:
 class _Guesses(Source):
     """Draft source of the check: the known continuation among random tokens, or a random tree."""
 
-    name = "guesses"
-
     def __init__(self, known: list[int], random: Random, vocab_size: int) -> None:
         self._known, self._random, self._vocab_size = known, random, vocab_size
         self.tree = DraftTree(0)
@@ -359,8 +330,8 @@ class _Guesses(Source):
         right = self._known[start : start + self._random.randint(0, _DEPTH)]
         for _ in range(self._random.randrange(10)):
             path = right[: self._random.randint(0, _DEPTH)]
-            tree.add([*path, self._random.randrange(self._vocab_size)], self.name)
-        tree.add(right, self.name)
+            tree.add([*path, self._random.randrange(self._vocab_size)], "guesses")
+        tree.add(right, "guesses")
 
 
 @torch.inference_mode()
@@ -417,8 +388,8 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
         tree = drafter.sources[0].tree if drafter.sources else DraftTree(context.text[held])  # type: ignore[attr-defined]
         places = torch.tensor(tree.depths, device=target.device) + held
         assert context.logits is not None
-        seen = twin.seen(torch.tensor(tree.tokens, device=target.device), places, tree.ancestors().to(target.device))
-        drawn = twin.draw(context.logits[: len(tree)], seen, (places + 1).tolist())
+        nodes = torch.tensor(tree.tokens, device=target.device), places, tree.ancestors().to(target.device)
+        drawn, _ = twin.draw_nodes(context.logits[: len(tree)], nodes)
         path = tree.walk(drawn)
         if list(new) != [*(tree.tokens[node] for node in path[1:]), drawn[path[-1]]]:
             return f"a step on the device over {held:,} tokens drew others than the rule"

@@ -34,8 +34,6 @@ from tswift.decoding.params import SamplingParams, constants
 _SOURCE = Path(__file__).with_name("drawing.c")
 MOST = 16  # candidates of a row
 _FILTERS = ("min_p", "eta", "top_k", "top_p")  # that it knows, in its order
-_NODES = ("tokens", "places", "ancestors")
-
 
 Drawn = tuple[list[int], list[tuple[int, float]]]  # tokens; of each the runner-up and the lead over it
 
@@ -44,12 +42,17 @@ class _Call(ctypes.Structure):
     """``Call`` in drawing.c."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("logits", "positions", "best", "scores", "seen", "newest", *_NODES)),
-        *((name, ctypes.c_void_p) for name in ("banned", "biased", "bias", "ids", "unsure", "space", "kept")),
-        *((name, ctypes.c_void_p) for name in ("mask", "parallel")),
-        *((name, ctypes.c_int64) for name in ("by_row", "by_seen", "rows", "vocabulary", "half", "count", "ahead")),
-        *((name, ctypes.c_int64) for name in ("window", "top_k", "threads", "biases", "seed")),
-        *((name, ctypes.c_double) for name in ("temperature", "penalty", "log_min_p", "eta", "top_p")),
+        (name, kind)
+        for kind, names in (
+            (
+                ctypes.c_void_p,
+                "logits positions best scores seen newest tokens places ancestors banned biased bias ids",
+            ),
+            (ctypes.c_void_p, "unsure space kept mask parallel"),
+            (ctypes.c_int64, "by_row by_seen rows vocabulary half count ahead window top_k threads biases seed"),
+            (ctypes.c_double, "temperature penalty log_min_p eta top_p"),
+        )
+        for name in names.split()
     ]
 
 
@@ -73,13 +76,8 @@ class _Rows:
 class DrawProgram:
     """The sampling rule for parameters and a seed; logits are float32 or bfloat16, on the CPU.
 
-    Args:
-        params: the sampling parameters.
-        stream: of the sampler's seed, as :func:`~tswift.decoding.sampling.seed_stream` gives it.
-        vocab_size: number of token ids ``V``.
-
-    Raises:
-        Unbuilt: there is no program here.
+    ``stream`` is of the seed, as :func:`~tswift.decoding.sampling.seed_stream` gives it; ``vocab_size`` is ``V``.
+    Raises :class:`Unbuilt` where there is no program.
     """
 
     DTYPES: ClassVar = (torch.float32, torch.bfloat16)
@@ -91,20 +89,18 @@ class DrawProgram:
         for function, given in ((self._follow, 2), (self._verify, 3)):
             function.argtypes, function.restype = (ctypes.c_void_p,) * given, ctypes.c_int64
         threads = torch.get_num_threads()
-        self._space = torch.empty(threads * 2 * vocab_size, dtype=torch.float64)
-        self._kept = torch.empty(threads * vocab_size, dtype=torch.int32)
-        self._mask = torch.empty(threads * vocab_size, dtype=torch.uint8)
-        self._banned = torch.zeros(vocab_size, dtype=torch.uint8)
-        self._biased, self._bias, banned = constants(params, "cpu")
-        self._banned[banned] = 1
-        self._fixed: dict[str, Any] = {
-            "banned": self._banned.data_ptr() if params.banned else None,
-            "biased": self._biased.data_ptr(),
-            "bias": self._bias.data_ptr(),
-            "biases": len(self._bias),
-            "space": self._space.data_ptr(),
-            "kept": self._kept.data_ptr(),
-            "mask": self._mask.data_ptr(),
+        biased, bias, ids = constants(params, "cpu")
+        banned = torch.zeros(vocab_size, dtype=torch.uint8).index_fill_(0, ids, 1)
+        self._held = {  # the memory that calls point to
+            **({"banned": banned} if params.banned else {}),
+            "biased": biased,
+            "bias": bias,
+            "space": torch.empty(threads * 2 * vocab_size, dtype=torch.float64),
+            "kept": torch.empty(threads * vocab_size, dtype=torch.int32),
+            "mask": torch.empty(threads * vocab_size, dtype=torch.uint8),
+        }
+        self._fixed: dict[str, Any] = {name: held.data_ptr() for name, held in self._held.items()} | {
+            "biases": len(bias),
             "parallel": parallel_region(),
             "threads": threads,
             "vocabulary": vocab_size,
@@ -121,19 +117,9 @@ class DrawProgram:
         self._levels = _Rows(0, 1, self._fixed)
 
     def rank(
-        self,
-        logits: Tensor,
-        count: int,
-        positions: Sequence[int] | None,
-        seen: Tensor | None = None,
+        self, logits: Tensor, count: int, positions: Sequence[int] | None, seen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list[int]]:
-        """The best tokens of every row.
-
-        Args:
-            logits: ``[n, V]``.
-            count: how many of a row, up to :data:`MOST`.
-            positions: of the tokens to be drawn; None for no noise.
-            seen: ``[n, V]`` bool, or ``[1, V]`` for all rows: the tokens that are penalised; None for none.
+        """The best ``count`` tokens of every row, up to :data:`MOST`; arguments as for :meth:`Sampler.candidates`.
 
         Returns:
             ``[n, count]`` tokens, best first, and their scores (float64), ``-inf`` where there is none and in rows with
@@ -179,14 +165,13 @@ class DrawProgram:
             logits: ``[n, V]``.
             nodes: tokens, positions and ancestors, as for :meth:`~tswift.decoding.sampling.Sampler.seen`; what is
                 drawn comes after them.
-            newest: the sampler's, if tokens are penalised.
             parents: of the nodes.
+            newest: the sampler's, if tokens are penalised.
             verification: address of what the pass and the logits are computed from first; None if they are there.
-            leads: whether the runners-up are wanted.
+            leads: whether to give each token's runner-up on the path, and the lead over it in score.
 
         Returns:
-            ``[n]`` tokens, and of those on the path the runner-up and the lead over it in score, if wanted; None if
-            PyTorch might draw otherwise.
+            None if PyTorch might draw otherwise.
         """
         count = len(parents)
         if count > self._rows.rows:
@@ -218,20 +203,16 @@ class DrawProgram:
         """A function that ranks tokens of which each row names its own, as they are in these arrays when it is called.
 
         It is asked for the first rows, so many, and for how many tokens of each, and gives lists of tokens and scores.
-
-        Args:
-            ids: ``[n, m]`` tokens, of the size in place of the vocabulary's.
-            logits: ``[n, m]``, minus infinity where there is no token.
-            seen: ``[n, m]``, nonzero for those that are penalised; None for none.
-            positions: ``[n]`` of the tokens to be drawn; None for no noise.
+        ``ids`` are ``[n, m]``, of the size in place of the vocabulary's; ``logits`` are minus infinity where there is
+        no token; ``seen`` is nonzero for what is penalised; without ``positions`` ``[n]`` there is no noise.
         """
         rows, width = ids.shape
         best, scores = np.empty(rows * MOST, np.int64), np.empty(rows * MOST)
-        unsure = np.empty(rows, np.uint8)
         given = {"ids": ids, "logits": logits, "seen": seen, "positions": positions}
-        given |= {"best": best, "scores": scores, "unsure": unsure}
+        given |= {"best": best, "scores": scores, "unsure": np.empty(rows, np.uint8)}
         pointers = {name: None if each is None else each.ctypes.data for name, each in given.items()}
         call = _Call(by_row=width, by_seen=width, **pointers, **self._fixed)
+        self._given = given  # what the call points to
 
         def rank(count: int, most: int) -> tuple[list[list[int]], list[list[float]]]:
             call.rows, call.count = count, min(most, MOST)
@@ -252,16 +233,11 @@ class DrawProgram:
     ) -> tuple[list[int], list[float]]:
         """Candidates of levels whose logits come one after the other, from a C function that ranks each when it has it.
 
-        Args:
-            run: is given what to call for the first level, and the address of the function to call.
-            positions: ``[levels]`` of the tokens to be drawn; None for no noise.
-            levels: how many.
-            count: candidates of each.
-            root: the text's last token, and its position.
-            newest: the sampler's, if tokens are penalised.
+        ``run`` is given what to call for the first level, and the address of the function to call. ``root`` is the
+        text's last token and its position; all else is as for :meth:`rank` and :meth:`follow`.
 
         Returns:
-            ``levels * count`` tokens and their scores, as :meth:`rank`, level after level.
+            ``levels * count`` tokens and their scores, level after level.
         """
         if (levels, count) != (self._levels.rows, self._levels.count):
             self._levels = _Rows(levels, count, self._fixed)

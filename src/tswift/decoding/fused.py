@@ -200,13 +200,7 @@ _INTERPRETED = not isinstance(rank_rows, triton.JITFunction)
 class FusedRule:
     """The sampling rule in Triton kernels: draws what :meth:`Sampler.draw_rows` draws, and ranks candidates.
 
-    It serves the parameters for which :func:`unserved` is empty. Logits are of one of :data:`DTYPES`.
-
-    Args:
-        params: the sampling parameters.
-        seed: the sampler's.
-        vocab_size: number of token ids ``V``.
-        device: where logits will be.
+    It serves parameters with no filter but min-p, and logits of one of :data:`DTYPES`; made as a :class:`Sampler` is.
     """
 
     MOST_NODES: ClassVar[int] = 128  # of a draft tree
@@ -292,28 +286,18 @@ class FusedRule:
         return best_tokens, best_scores
 
 
-def unserved(params: SamplingParams) -> tuple[str, ...]:
-    """The filters of these sampling parameters that the kernels do not have."""
-    return tuple(name for name in params.filters if name != "min_p")
-
-
 def fused_sampler_fault(
     params: SamplingParams, vocab_size: int, dtype: torch.dtype, device: torch.device, candidates: int = 0
 ) -> str | None:
     """Why the kernels are not to be used for such parameters; None if they are.
 
     They are compared with the rule in PyTorch on the device itself, on random rows with all that is odd; once for
-    every dtype, vocabulary, and set of kernels that parameters need. It takes as long as they take to compile.
-
-    Args:
-        params: the sampling parameters.
-        vocab_size: number of token ids.
-        dtype: of the logits.
-        device: where they will be.
-        candidates: try the ranking of so many candidates of a row, with noise and without; 0 tries the drawing.
+    every dtype, vocabulary, and set of kernels that parameters need. It takes as long as they take to compile. The
+    drawing is tried, or the ranking of so many ``candidates`` of a row, with noise and without.
     """
-    if unserved(params):
-        return f"no kernel has {' and '.join(unserved(params))}"
+    unserved = [name for name in params.filters if name != "min_p"]
+    if unserved:
+        return f"no kernel has {' and '.join(unserved)}"
     if dtype not in DTYPES:
         return f"the kernels do not read {str(dtype).removeprefix('torch.')}"
     if candidates > FusedRule.MOST_CANDIDATES:
@@ -331,11 +315,11 @@ def fused_sampler_fault(
 def _disagreement(
     params: SamplingParams, vocab_size: int, dtype: torch.dtype, device: torch.device, candidates: int
 ) -> str | None:
-    random, wrong = Random(0), 0
+    random = Random(0)
     if candidates:
-        for rows in RANKED:
-            wrong += misranked(params, vocab_size, rows, dtype, device, candidates, random)
+        wrong = sum(misranked(params, vocab_size, rows, dtype, device, candidates, random) for rows in RANKED)
         return f"{wrong} of {sum(RANKED)} rows had other candidates than by the rule" if wrong else None
+    wrong = 0
     for index, nodes in enumerate(TRIED):
         short = replace(params, window=random.randint(1, 5)) if params.penalises and index % 2 else params
         wrong += mismatches(short, vocab_size, nodes, dtype, device, random)

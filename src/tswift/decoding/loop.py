@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -87,18 +88,14 @@ class DecodeStats:
 
     def copy(self) -> DecodeStats:
         """A snapshot."""
-        return replace(self, accepted=Counter(self.accepted), sizes=Counter(self.sizes), choices=Counter(self.choices))
+        return deepcopy(self)
 
     def counters(self) -> dict[str, Any]:
         """All counters but tokens, ready for JSON."""
         return {
-            "passes": self.passes,
-            "nodes": self.nodes,
-            "seconds": self.seconds,
-            "accepted": {str(count): steps for count, steps in sorted(self.accepted.items())},
-            "reused": self.reused,
-            "sizes": {str(size): steps for size, steps in sorted(self.sizes.items())},
-            "choices": dict(sorted(self.choices.items())),
+            name: {str(key): steps for key, steps in sorted(each.items())} if isinstance(each, Counter) else each
+            for name, each in vars(self).items()
+            if name not in ("depth", "tokens")
         }
 
     @classmethod
@@ -167,9 +164,7 @@ def decode_step(
     """Take a step: at least one token is added to the context's text, and what was forwarded to its cache.
 
     Args:
-        target: the model that draws.
-        context: the decode, which moves on.
-        drafter: proposes the draft tree.
+        target, context, drafter: the model that draws, the decode, which moves on, and what proposes the draft tree.
         wanted: most tokens to add.
         cut: how many of the tokens drawn belong to the text.
         walk: as for :class:`Decoding`.
@@ -229,10 +224,7 @@ class Decoding:
     """A decode: a model, a prompt, sampling parameters and a seed, which together fix the text.
 
     Args:
-        target: the model.
-        prompt: at least one token id.
-        params: the sampling parameters.
-        seed: any integer.
+        target, prompt, params, seed: the model, at least one token id, the sampling parameters, and any integer.
         drafter: decides the speed and nothing else. It holds state: a new one for every decode.
         length: most tokens to generate, those in ``written`` included; the KV cache is allocated for them.
         walk: which drafted tokens to accept, to time a given acceptance; the text is not the model's then. None accepts
@@ -274,14 +266,10 @@ class Decoding:
         self._plain: DeviceStepper | None = None
 
     def prefill(self, show: Show | None = None, along: Sequence[Decoding] = ()) -> float:
-        """Forward the text so far, all but its last token, which is the first draft's root.
+        """Forward the text so far, all but its last token, which is the first draft's root; returns the seconds taken.
 
-        Args:
-            show: called after every chunk with the tokens forwarded so far and in all.
-            along: other decodes of the same text by the same model, which are prefilled by this, too.
-
-        Returns:
-            The seconds it took.
+        ``show`` is called after every chunk with the tokens forwarded so far and in all. Other decodes of the same text
+        by the same model, ``along``, are prefilled by this, too.
 
         Raises:
             ValueError: the texts differ.
@@ -305,9 +293,6 @@ class Decoding:
         refuse_broken(self._target, self._kv, self._context.text, self._context.sampler.params)
         for each in along:
             each._kv.take(self._kv)
-        self._target.synchronize()
-        prefilled = time.perf_counter() - started
-        started = time.perf_counter() - prefilled
         for each in together:
             context = each._context
             if each._logprobs is not None:
@@ -324,9 +309,7 @@ class Decoding:
     def steps(self, stop: Collection[int] = (), text: TextStream | None = None) -> Iterator[Step]:
         """Generate up to ``length`` tokens, or up to and including the first that ends the text.
 
-        Args:
-            stop: tokens that end it.
-            text: has the text so far and its stop strings; what is generated is added.
+        Tokens of ``stop`` end it, and the stop strings of ``text``, to which what is generated is added.
 
         Raises:
             NotFinite: the model gave NaN or infinity where a token was to be drawn. That step adds nothing.
@@ -408,12 +391,8 @@ def broken(logits: Tensor) -> Tensor:
 def not_finite(target: Target, kv: KVBuffer, text: Sequence[int], logits: Tensor, params: SamplingParams) -> NotFinite:
     """The error where nothing can be drawn: a second pass finds the first output that is not finite.
 
-    Args:
-        target: the model.
-        kv: the cache; it keeps its length, and tokens in it may be forwarded again.
-        text: the tokens that it holds, and the one after them, which gave ``logits`` ``[V]``.
-        logits: nothing can be drawn from these.
-        params: the sampling parameters.
+    ``text`` has the tokens that the cache holds, which keeps its length, and the one after them, which gave ``logits``
+    ``[V]``.
     """
     held = kv.length
     if not broken(logits[None]).item():
@@ -441,11 +420,7 @@ def not_finite(target: Target, kv: KVBuffer, text: Sequence[int], logits: Tensor
 
 
 def refuse_broken(target: Target, kv: KVBuffer, text: Sequence[int], params: SamplingParams) -> None:
-    """Look through a prefilled cache of integers: the C program would take what stands for NaN for a number.
-
-    Raises:
-        NotFinite: some of its keys or values are NaN or infinite.
-    """
+    """Raise :class:`NotFinite` for NaN in a cache of integers: the C program would take that for a number."""
     if kv.shape.dtype == torch.int16 and _first_broken(kv) is not None:
         raise not_finite(target, kv, text, torch.full((1,), torch.nan), params)
 
@@ -461,36 +436,17 @@ def _first_broken(kv: KVBuffer) -> int | None:
     return None
 
 
-class AgreedDrafter(Drafter):
-    """A drafter that checks, before each pass, that all ranks have drafted the same tree."""
+def agree(drafter: Drafter, ranks: Dist) -> None:
+    """Have a drafter check, before each pass, that all ranks have drafted the same tree; it raises a Fault if not."""
+    own = drafter.propose
 
-    def __init__(self, drafter: Drafter, ranks: Dist) -> None:
-        super().__init__(drafter.sources, drafter.depth, drafter.limit)
-        self._drafter, self._ranks = drafter, ranks
-
-    @property
-    def choice(self) -> str:
-        """As :attr:`Drafter.choice`."""
-        return self._drafter.choice
-
-    def propose(self, context: Context, wanted: int) -> DraftTree:
-        """As :meth:`Drafter.propose`.
-
-        Raises:
-            Fault: another rank has drafted another tree.
-        """
-        tree = self._drafter.propose(context, wanted)
-        if self.limit > 1:
-            _refuse_different("drafts", self._ranks.gather(_digest(tree.parents, _digest(tree.tokens))))
+    def propose(context: Context, wanted: int) -> DraftTree:
+        tree = own(context, wanted)
+        if drafter.limit > 1:
+            _refuse_different("drafts", ranks.gather(_digest(tree.parents, _digest(tree.tokens))))
         return tree
 
-    def prefilled(self, context: Context, forwarded: Forwarded) -> None:
-        """As :meth:`Drafter.prefilled`."""
-        self._drafter.prefilled(context, forwarded)
-
-    def committed(self, context: Context) -> None:
-        """As :meth:`Drafter.committed`."""
-        self._drafter.committed(context)
+    drafter.propose = propose  # type: ignore[method-assign]
 
 
 def lockstep(steps: Iterator[Step], ranks: Dist) -> Iterator[Step]:

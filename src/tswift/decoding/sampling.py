@@ -7,8 +7,9 @@ Noise is a pure function of (seed, position, token): the same bits on any device
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,7 @@ from tswift.decoding.drawing import MOST, Drawn, DrawProgram, draw_program
 from tswift.decoding.params import SamplingParams, constants, warp
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tswift.decoding.fused import FusedRule
-
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -32,6 +30,9 @@ _MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 NO_TOKEN = -1  # drawn where there is nothing to draw; in a draft tree, a candidate that does not exist
 FAR = -(1 << 62)  # position of a token that is not in the text
+_BLOCK = 16  # positions that noise is computed for at a time
+
+Nodes = tuple[Tensor, Tensor, Tensor]  # tokens, positions and ancestors, as for Sampler.seen
 
 
 def _signed(value: int) -> int:
@@ -64,15 +65,10 @@ def seed_stream(seed: int) -> int:
 
 
 def noise_bits(seed: int, positions: Sequence[int] | Tensor, tokens: Tensor) -> Tensor:
-    """64 random bits for each (position, token id): a pure function of the three integers.
+    """64 random bits for each of ``n`` positions and each token id: ``[n, m]`` int64, of the three integers alone.
 
-    Args:
-        seed: any integer, taken modulo 2^64.
-        positions: ``n`` positions in the text; as an int64 tensor on the tokens' device nothing is copied to it.
-        tokens: ``[m]`` int64 token ids, or ``[n, m]`` for others at each position.
-
-    Returns:
-        ``[n, m]`` int64.
+    Positions in an int64 tensor on the tokens' device are not copied to it. ``tokens`` are ``[m]`` int64, or ``[n, m]``
+    for others at each position.
     """
     if not isinstance(positions, Tensor):
         positions = torch.tensor(list(positions), dtype=torch.int64).to(tokens.device, non_blocking=True)
@@ -114,13 +110,11 @@ class Sampler:
         fault: why :meth:`fuse` has left drawing or ranking to PyTorch; None if it has not.
     """
 
-    _BLOCK = 16  # noise is computed for this many positions at a time
-
     def __init__(self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device) -> None:
         self.seed, self.length = seed, 0
         self._tokens = torch.arange(vocab_size, device=device)
         self.newest = torch.full((vocab_size,), FAR, dtype=torch.int64, device=device)
-        self._blocks: dict[int, Tensor] = {}
+        self._noise = _noise_blocks(seed, self._tokens)  # shared by copies
         self._constants: dict[SamplingParams, tuple[Tensor, Tensor, Tensor]] = {}
         self._programs: dict[SamplingParams, DrawProgram | None] = {}
         self._fused: dict[tuple[SamplingParams, torch.dtype, int], FusedRule] = {}  # by candidates of a row, 0: draws
@@ -152,12 +146,8 @@ class Sampler:
         """Use Triton kernels on CUDA in :meth:`draw_rows`, for logits of this dtype and the parameters as they are.
 
         They are used if they draw the same on this device, which is tried once, and waited for: not while a CUDA graph
-        is captured. Otherwise ``fault`` says why not.
-
-        Args:
-            dtype: of the logits.
-            candidates: number that :meth:`candidates` will be asked for, which then uses kernels too; 0 for none.
-            interpreted: use them without CUDA, too, in Triton's interpreter.
+        is captured. Otherwise ``fault`` says why not. :meth:`candidates` uses them, too, if it is asked for as many;
+        ``interpreted`` ones run without CUDA, in Triton's interpreter.
         """
         device = self._tokens.device
         if device.type != "cuda" and not interpreted:
@@ -189,12 +179,9 @@ class Sampler:
         self.length += len(tokens)
 
     def extend_rows(self, tokens: Tensor, positions: Tensor, count: Tensor) -> None:
-        """As :meth:`extend`, of tokens on the device, without a wait: ``length`` is the caller's to move on.
+        """As :meth:`extend`, of the first ``count`` (0-d int64) tokens ``[m]`` on the device, at positions ``[m]``.
 
-        Args:
-            tokens: ``[m]`` int64; those after the first ``count`` may be anything, ``NO_TOKEN`` included.
-            positions: ``[m]`` int64, in the text.
-            count: 0-d int64, number of them to append.
+        Nothing is waited for, and ``length`` is the caller's to move on. Tokens after those may be ``NO_TOKEN``.
         """
         if self.params.penalises:
             appended = torch.arange(len(tokens), device=tokens.device) < count
@@ -227,6 +214,15 @@ class Sampler:
             seen.scatter_(1, torch.where(near, tokens, tokens[:, None]), True)
         return seen
 
+    def seen_along(self, tokens: Sequence[int]) -> Tensor | None:
+        """As :meth:`seen`, after each of ``tokens``, the first of which ends the text; it is extended by the others."""
+        device, count = self._tokens.device, len(tokens)
+        positions = torch.arange(self.length - 1, self.length - 1 + count, device=device)
+        causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+        seen = self.seen(torch.tensor(tokens, device=device), positions, causal)
+        self.extend(tokens[1:])
+        return seen
+
     def noise(self, positions: Sequence[int] | Tensor) -> Tensor:
         """Gumbel noise ``[n, V]`` (float64) for tokens to be drawn at these positions; zero at temperature 0.
 
@@ -236,19 +232,7 @@ class Sampler:
             return torch.zeros((), dtype=torch.float64, device=self._tokens.device)
         if isinstance(positions, Tensor):
             return gumbel(self.seed, positions, self._tokens)
-        return torch.stack([self._noise_row(position) for position in positions])
-
-    def _noise_row(self, position: int) -> Tensor:
-        index = position // self._BLOCK
-        block = self._blocks.get(index)
-        if block is None:
-            first = index * self._BLOCK
-            block = gumbel(self.seed, range(first, first + self._BLOCK), self._tokens)
-            # in place, as copies of a sampler share it
-            for far in [other for other in self._blocks if abs(other - index) > 2]:
-                del self._blocks[far]
-            self._blocks[index] = block
-        return block[position % self._BLOCK]
+        return torch.stack([self._noise(position // _BLOCK)[position % _BLOCK] for position in positions])
 
     def warp(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         """What the filters and the penalty leave of logits ``[n, V]`` of any dtype: ``[n, V]`` float64."""
@@ -267,21 +251,11 @@ class Sampler:
         ranked = self._ranked(logits, 1, positions, seen)
         return _best(self.scores(logits, seen, positions)).tolist() if ranked is None else _drawn(*ranked)
 
-    def draw_nodes(
-        self,
-        logits: Tensor,
-        nodes: tuple[Tensor, Tensor, Tensor],
-        parents: list[int] | None = None,
-        leads: bool = False,
-    ) -> Drawn:
+    def draw_nodes(self, logits: Tensor, nodes: Nodes, parents: list[int] | None = None, leads: bool = False) -> Drawn:
         """The tokens drawn after the nodes of a draft tree, for the host, which waits for them.
 
-        Args:
-            logits: ``[n, V]``.
-            nodes: tokens, positions and ancestors, as for :meth:`seen`.
-            parents: of the nodes, if those that the drawn tokens do not lead to from the root may be left out: they
-                draw ``NO_TOKEN`` then.
-            leads: as for :meth:`DrawProgram.follow`.
+        With ``parents``, nodes that the drawn tokens do not lead to from the root may be left out: they draw
+        ``NO_TOKEN`` then. All else is as for :meth:`DrawProgram.follow`.
         """
         if parents is not None and self.program(logits.dtype) is not None:
             followed = self.follow(logits, nodes, parents, leads=leads)
@@ -295,7 +269,7 @@ class Sampler:
     def follow(
         self,
         logits: Tensor,
-        nodes: tuple[Tensor, Tensor, Tensor],
+        nodes: Nodes,
         parents: list[int],
         verification: int | None = None,
         leads: bool = False,
@@ -347,15 +321,7 @@ class Sampler:
         """As :meth:`draw`, the token drawn after every node of a draft tree, without a wait.
 
         All that is read is on the logits' device, ``newest`` too, so a CUDA graph can be captured of it and replayed.
-
-        Args:
-            logits: ``[n, V]``.
-            tokens: ``[n]``, as for :meth:`seen`.
-            positions: ``[n]``, of the nodes' own tokens: the drawn ones come next.
-            ancestors: ``[n, n]``, as for :meth:`seen`.
-
-        Returns:
-            ``[n]`` int64, ``NO_TOKEN`` where there is nothing to draw.
+        Logits are ``[n, V]``, the nodes those of :meth:`seen`: the tokens drawn come next. ``[n]`` int64.
         """
         fused = self._fused.get((self.params, logits.dtype, 0))
         if fused is not None and len(logits) <= fused.MOST_NODES:
@@ -393,6 +359,11 @@ class Sampler:
         return best.indices, best.values
 
 
+def _noise_blocks(seed: int, tokens: Tensor) -> Callable[[int], Tensor]:
+    """Noise of so many positions at a time; the blocks near the newest position are kept."""
+    return functools.lru_cache(5)(lambda index: gumbel(seed, range(index * _BLOCK, (index + 1) * _BLOCK), tokens))
+
+
 def _drawn(tokens: list[list[Any]], scores: list[list[Any]]) -> list[int]:
     return [int(row[0]) if math.isfinite(best[0]) else NO_TOKEN for row, best in zip(tokens, scores, strict=True)]
 
@@ -418,31 +389,19 @@ def row_type(top: int) -> np.dtype[Any]:
 
 
 class LogprobRecorder:
-    """Log-probabilities of a text's tokens, step by step.
-
-    Args:
-        sampler: the sampling rule, with the text so far; it is copied.
-        last: the text's last token.
-        top: number of likeliest tokens.
-    """
+    """Log-probabilities of a text's tokens and of ``top`` likeliest ones; ``sampler`` knows the text up to ``last``."""
 
     def __init__(self, sampler: Sampler, last: int, top: int) -> None:
         self._sampler, self._last, self._top = sampler.copy(), last, top
 
     def record(self, logits: Tensor, tokens: Sequence[int]) -> NDArray[Any]:
         """The rows ``[n]`` of :func:`row_type` of the text's next tokens, which were drawn from logits ``[n, V]``."""
-        import torch
-
-        device, sampler = logits.device, self._sampler
-        before = torch.tensor([self._last, *tokens[:-1]]).to(device)
-        positions = torch.arange(sampler.length - 1, sampler.length - 1 + len(tokens)).to(device)
-        causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril().to(device)
-        seen = sampler.seen(before, positions, causal)
-        sampler.extend(tokens)
+        seen = self._sampler.seen_along([self._last, *tokens[:-1]])
+        self._sampler.extend(tokens[-1:])
         self._last = tokens[-1]
         rows = np.empty(len(tokens), row_type(self._top))
-        drawn = torch.tensor(tokens).to(device)[:, None]
-        for name, scores in (("raw", logits.double()), ("warped", sampler.warp(logits, seen))):
+        drawn = torch.tensor(tokens).to(logits.device)[:, None]
+        for name, scores in (("raw", logits.double()), ("warped", self._sampler.warp(logits, seen))):
             logs = scores.log_softmax(-1)
             rows[name] = logs.gather(1, drawn).squeeze(1).numpy(force=True)
             if self._top:

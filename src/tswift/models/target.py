@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +26,6 @@ from tswift.attention.sdpa import (
     ReferenceAttention,
     SpecAttention,
     SpecialAttention,
-    StaticAttention,
     TreeAttention,
 )
 from tswift.kv import FullKV, KVBuffer, KVShape
@@ -312,13 +311,12 @@ class Target:
 
         Only where :attr:`replays` is true, and :meth:`serves` for the cache.
         """
-        attention = cast("type[StaticAttention]", self._attention)
 
         def write(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            attention.store(kv.keys[layer], kv.values[layer], keys, values, length)
+            self._attention.store(kv.keys[layer], kv.values[layer], keys, values, length)
             return kv.keys[layer], kv.values[layer]
 
-        attend = attention(self._layout, length, len(tokens), ancestors)
+        attend = self._attention(self._layout, length, len(tokens), ancestors)
         special = SpecAttention(attend, self.wants) if self.special else None
         return self._compute(tokens, positions, Pass(write, attend, special, len(tokens), self._rows(kv, len(tokens))))
 

@@ -346,12 +346,10 @@ def compare(params: SamplingParams, text: Sequence[int], position: int, target: 
     sampler.extend(text[:position])
     for start in range(0, count, _ROWS):
         rows = slice(start, min(start + _ROWS, count))
-        nodes, positions = ids[rows], torch.arange(position + rows.start, position + rows.stop, device=device)
-        sampler.extend(nodes[:1].tolist())
-        causal = torch.ones(len(nodes), len(nodes), dtype=torch.bool, device=device).tril()
-        seen = sampler.seen(nodes, positions, causal)
-        sampler.extend(nodes[1:].tolist())
-        following = (positions + 1).tolist()
+        tokens = text[position + rows.start : position + rows.stop]
+        sampler.extend(tokens[:1])
+        seen = sampler.seen_along(tokens)
+        following = range(position + rows.start + 1, position + rows.stop + 1)
         ours, theirs = (sampler.scores(logits[rows], seen, following).argmax(-1) for logits in (draft, target))
         same += int((ours == theirs).sum())
     loss, target_loss = (F.cross_entropy(logits, ids[1:]).item() for logits in (draft, target))
