@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tswift.decoding.drafter import Context, Drafter, DraftTree, Source, Step
 from tswift.decoding.loop import Decoding
 from tswift.decoding.params import SamplingParams
+from tswift.decoding.sampling import Sampler
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS as _METHODS
@@ -95,6 +96,13 @@ def medusa_heads(dtype: torch.dtype = torch.float64, count: int = 3, layers: int
 
 def random_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def context_of(text: list[int], params: SamplingParams, seed: int = 3, vocab: int = VOCAB) -> Context:
+    """A decode of the tiny target under way, whose cache is empty."""
+    sampler = Sampler(params, seed, vocab, torch.device("cpu"))
+    sampler.extend(text)
+    return Context(text, sampler, FullKV(tiny_target().kv_shape, 1))
 
 
 def decode_steps(

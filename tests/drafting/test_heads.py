@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from tests.helpers import (
-    PLAIN,
-    VOCAB,
-    decode_method,
-    decode_steps,
-    drafter_of,
-    random_prompt,
-    tiny_heads,
-    tiny_target,
-)
+from tests.helpers import PLAIN, VOCAB, context_of, decode_steps, drafter_of, random_prompt, tiny_heads, tiny_target
 from tswift.decoding.drafter import Context, DraftTree
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
@@ -24,44 +17,37 @@ from tswift.kv import FullKV
 from tswift.models.passes import Forwarded
 
 
-def states_source(states, tree, shared_noise: bool) -> HeadSource:
-    """A source whose states are given."""
-
-    class GivenHeads:
-        conditioned = pre_norm = False
-
-        def levels(self, hidden, lm_head, first, most):
-            assert first is None
-            assert torch.equal(hidden, states[0])
-            return lm_head(states[:most])
-
-    source = HeadSource(tiny_target(), GivenHeads(), None, tree, shared_noise)
-    source.read = lambda context: (Forwarded(states, []), 0)
-    return source
-
-
-def context_of(text: list[int], params: SamplingParams, seed: int = 3) -> Context:
-    sampler = Sampler(params, seed, VOCAB, torch.device("cpu"))
-    sampler.extend(text)
-    return Context(text, sampler, FullKV(tiny_target().kv_shape, 1))
-
-
 def random_states(count: int) -> torch.Tensor:
     return torch.randn(count, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
-def propose(source: HeadSource, tree: DraftTree, context: Context) -> None:
+def from_states(widths, shared_noise: bool) -> HeadSource:
+    """A source whose states are given."""
+    states = random_states(len(widths))
+
+    def levels(hidden, lm_head, first, count):
+        assert first is None
+        assert torch.equal(hidden, states[0])
+        return lm_head(states[:count])
+
+    heads = SimpleNamespace(conditioned=False, pre_norm=False, levels=levels)
+    source = HeadSource(tiny_target(), heads, None, widths, shared_noise)  # type: ignore[arg-type]
+    source.read = lambda context: (Forwarded(states, []), 0)  # type: ignore[method-assign]
+    return source
+
+
+def proposed(source: HeadSource, context: Context, limit: int = 128) -> DraftTree:
+    tree = DraftTree(context.text[-1], limit)
     source.start(context)
     source.propose(tree, context)
+    return tree
 
 
 @pytest.mark.parametrize("shared_noise", [True, False])
 def test_every_level_holds_its_best_candidates_and_all_their_combinations(shared_noise: bool) -> None:
-    params = SamplingParams(temperature=0.8, min_p=0, penalty=1.3, window=4)
-    text, widths, states = random_prompt(9), (2, 3, 1), random_states(3)
-    context, tree = context_of(text, params), DraftTree(text[-1], 128)
-    propose(states_source(states, widths, shared_noise), tree, context)
-    logits = tiny_target().logits(states) / 0.8
+    params, text, widths = SamplingParams(temperature=0.8, min_p=0, penalty=1.3, window=4), random_prompt(9), (2, 3, 1)
+    tree = proposed(from_states(widths, shared_noise), context_of(text, params))
+    logits = tiny_target().logits(random_states(3)) / 0.8
     for token in set(text[-4:]):
         column = logits[:, token]
         logits[:, token] = torch.where(column > 0, column / 1.3, column * 1.3)
@@ -69,50 +55,30 @@ def test_every_level_holds_its_best_candidates_and_all_their_combinations(shared
         logits += Sampler(params, 3, VOCAB, torch.device("cpu")).noise([9, 10, 11])
     best = [set(row.topk(width).indices.tolist()) for row, width in zip(logits, widths, strict=True)]
     assert len(tree) == 1 + 2 + 6 + 6
-    for node in range(1, len(tree)):
-        assert tree.tokens[node] in best[tree.depths[node] - 1]
+    assert all(tree.tokens[node] in best[tree.depths[node] - 1] for node in range(1, len(tree)))
 
 
 def test_a_limited_tree_takes_the_likely_combinations_first() -> None:
-    context, tree = context_of([1], PLAIN), DraftTree(1, 4)
-    source = states_source(random_states(3), (3, 3, 3), False)
-    propose(source, tree, context)
+    tree = proposed(from_states((3, 3, 3), False), context_of([1], PLAIN), 4)
     assert tree.tokens[1:] == tiny_target().logits(random_states(3)).argmax(-1).tolist()
     assert tree.depths == [0, 1, 2, 3]
+    # early side steps come before late ones, which are reached only if all before was right
+    assert [parent for parent, _, _ in from_states((2, 2, 2), False).nodes[:5]] == [0, 1, 2, 0, 4]
 
 
-def test_dropped_tokens_are_not_drafted() -> None:
-    tree = DraftTree(1, 64)
-    params = SamplingParams(top_k=2, min_p=0, penalty=1)
-    propose(states_source(random_states(2), (3, 3), True), tree, context_of([1], params))
-    assert len(tree) == 1 + 2 + 4
-
-
-def test_a_level_wider_than_the_vocabulary() -> None:
-    target, params = tiny_target(), SamplingParams(temperature=0.5, min_p=0)
-    options = DraftOptions(tree=(VOCAB + 30,), nodes=128)
-    steps = decode_steps(target, drafter_of("tokenswift", target, options), [1, 2], params, 1, 6)
-    assert [t for step in steps for t in step.tokens] == decode_method("ar", target, [1, 2], params, 1, 6)
-    assert all(step.accepted >= 1 for step in steps[:-1])  # every token is drafted
-
-
-def test_the_last_pass_gives_the_state_of_the_node_that_drew_the_root() -> None:
-    target = tiny_target()
-    context = context_of([1, 2, 3], PLAIN)
-    source = HeadSource(target, tiny_heads(), None, (1,), True)
-    assert source.read(context) is None
-    kv = FullKV(target.kv_shape, 8)
-    context.last, context.path = target.prefill([1, 2], kv), [1]
-    assert source.read(context) == (context.last, 1)
+def test_dropped_tokens_are_not_drafted_and_no_more_than_there_are() -> None:
+    few = SamplingParams(top_k=2, min_p=0, penalty=1)
+    assert len(proposed(from_states((3, 3), True), context_of([1], few))) == 1 + 2 + 4
+    assert len(proposed(from_states((VOCAB + 30,), True), context_of([1], PLAIN))) == 1 + VOCAB
 
 
 @pytest.mark.parametrize("limit", [3, 5, 128])
-def test_conditioned_heads_are_told_the_best_candidate_before(limit: int) -> None:
-    target, heads = tiny_target(), tiny_heads(kind="conditioned")
-    context = context_of([7, 8, 9], PLAIN)
+def test_conditioned_heads_start_where_the_root_was_drawn_and_are_told_the_best_candidate_before(limit: int) -> None:
+    target, heads, context = tiny_target(), tiny_heads(kind="conditioned"), context_of([7, 8, 9], PLAIN)
+    source = HeadSource(target, heads, None, (2, 1, 3), True)
+    assert len(proposed(source, context)) == 1  # there has been no pass
     context.last, context.path = target.prefill([7, 8], FullKV(target.kv_shape, 8)), [1]
-    tree = DraftTree(9, limit)
-    propose(HeadSource(target, heads, None, (2, 1, 3), True), tree, context)
+    tree = proposed(source, context, limit)
     state, token, spine, others = context.last.hidden[1], 9, [], []
     for level, width in enumerate((2, 1, 3)):
         state, out = heads.step(level, state, target.model.get_input_embeddings().weight[token])
@@ -123,8 +89,7 @@ def test_conditioned_heads_are_told_the_best_candidate_before(limit: int) -> Non
     wanted = DraftTree(9, limit)
     for path in [spine, *sorted(others, key=lambda path: (len(path) == 3 and path[-1] == best[2], len(path)))]:
         wanted.add(path, "heads")
-    assert tree.tokens == wanted.tokens
-    assert tree.parents == wanted.parents
+    assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
     assert len(tree) == min(limit, 1 + 3 + 3)
 
 
