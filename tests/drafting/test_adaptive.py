@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.fuzzing import few
 from tests.helpers import (
+    context_of,
     decode_method,
     decode_steps,
     random_prompt,
@@ -23,11 +24,9 @@ from tests.helpers import (
 )
 from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import Sampler
 from tswift.drafting.adaptive import AdaptiveDrafter, Bandit
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.kv import FullKV
 from tswift.models.passes import NOMINAL, PassCosts
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
@@ -83,25 +82,20 @@ def test_when_the_text_changes_another_arm_takes_over(worlds) -> None:
 def bandit_after(*steps: tuple[int, int, float]) -> Bandit:
     """A bandit of two arms that knows some steps: how many, tokens and seconds of each."""
     bandit = Bandit(2)
-    for count, tokens, seconds in steps:
-        for _ in range(count):
-            bandit.learn(tokens, seconds)
+    for tokens, seconds in [step for count, *step in steps for _ in range(count)]:
+        bandit.learn(tokens, seconds)
     return bandit
 
 
-def test_it_begins_with_plain_decoding() -> None:
+def test_it_begins_with_plain_decoding_and_a_pause_is_no_pace() -> None:
     bandit = bandit_after((1, 1, 9.0))
     assert (bandit.chosen, bandit.arms[1].steps) == (0, 0)
     bandit.learn(1, 1.0)
     assert bandit.chosen == 1
     assert bandit.arms[0].rate == 1.0  # the first step does not count
-
-
-def test_a_pause_is_no_pace() -> None:
-    arm_rate = bandit_after((2, 1, 1.0), (60, 4, 1.0)).arms[1].rate
-    paused = bandit_after((2, 1, 1.0), (60, 4, 1.0), (1, 4, 3600.0))
+    usual, paused = (bandit_after((2, 1, 1.0), (60, 4, 1.0), (count, 4, 3600.0)) for count in (0, 1))
     assert paused.chosen == 1
-    assert paused.arms[1].rate > 0.8 * arm_rate
+    assert paused.arms[1].rate > 0.8 * usual.arms[1].rate
 
 
 def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
@@ -117,18 +111,15 @@ def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
             self.learned += 1
 
     arms = {name: Noted() for name in ("ar", "one", "two")}
-    drafter = AdaptiveDrafter(depth=9, limit=9, arms=arms, costs=NOMINAL)
-    target = tiny_target()
-    context = Context([1], Sampler(PARAMS, 1, target.vocab_size, target.device), FullKV(target.kv_shape, 8))
+    drafter, context, took = AdaptiveDrafter(depth=9, limit=9, arms=arms, costs=NOMINAL), context_of([1], PARAMS), []
     drafter.committed(context)
-    took = Counter[str]()
     for _ in range(200):
         drafter.propose(context, 100)
-        took[drafter.choice] += 1
+        took.append(drafter.choice)
         context.text.append(1)
         drafter.committed(context)
-    assert set(took) == set(arms)
-    assert [arm.learned for arm in arms.values()] == [took[name] for name in arms]
+    assert {name: arm.learned for name, arm in arms.items()} == {name: took.count(name) for name in arms}
+    assert min(map(took.count, arms)) > 0
     assert sum(len(arm.kept_up) for arm in arms.values()) == 203  # the prompt is for all
     assert arms["one"].kept_up[:2] == [1, 3]
 
@@ -152,21 +143,18 @@ LISTED = [*range(10), 3, *range(10), 4] * 4
 @pytest.mark.parametrize(
     ("prompt", "params", "heads", "costs"),
     [
-        pytest.param([5, 6, 7] * 20, SamplingParams(temperature=0.0, penalty=1.0), "conditioned", NOMINAL, id="loops"),
-        pytest.param(LISTED, PARAMS, "chained", SLOW, id="a list"),
-        pytest.param(random_prompt(60, 8), SamplingParams(temperature=3.0, min_p=0.0), None, NOMINAL, id="noise"),
+        ([5, 6, 7] * 20, SamplingParams(temperature=0.0, penalty=1.0), "conditioned", NOMINAL),
+        (LISTED, PARAMS, "chained", SLOW),
+        (random_prompt(60, 8), SamplingParams(temperature=3.0, min_p=0.0), None, NOMINAL),
     ],
+    ids=["loops", "a list", "noise"],
 )
-def test_the_text_is_plain_decodings(
-    prompt: list[int], params: SamplingParams, heads: str | None, costs: PassCosts
-) -> None:
-    wanted = decode_method("ar", tiny_target(), prompt, params, 5, 150)
-    drafter = make_drafter(
-        "auto", tiny_target(), heads and tiny_heads(kind=heads), DraftOptions(budget=64), costs=costs
-    )
+def test_the_text_is_plain_decodings(prompt, params: SamplingParams, heads: str | None, costs: PassCosts) -> None:
+    options = DraftOptions(budget=64)
+    drafter = make_drafter("auto", tiny_target(), heads and tiny_heads(kind=heads), options, costs=costs)
     take_turns(drafter)
     steps = decode_steps(tiny_target(), drafter, prompt, params, 5, 150)
-    assert tokens_of(steps) == wanted
+    assert tokens_of(steps) == decode_method("ar", tiny_target(), prompt, params, 5, 150)
     assert {step.choice for step in steps} == set(drafter.arms)
 
 

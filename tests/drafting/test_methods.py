@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,8 +152,12 @@ def copy_of(target: Target, how) -> Target:
 def test_drafting_passes_run_on_a_copy_and_others_do_not(method: str) -> None:
     target, copied = tiny_target(), copy_of(tiny_target(), garbage)
     options, draft = DraftOptions(budget=64), tiny_draft()
-    for level in levels_of(make_drafter(method, target, tiny_heads(), options, draft, drafting=copied)):
+    costs = replace(NOMINAL, level=1.0)
+    drafter: Any = make_drafter(method, target, tiny_heads(), options, draft, drafting=copied, draft_costs=costs)
+    for level in levels_of(drafter):
         assert level.target is (draft if isinstance(level, SmallDraftModel) else copied)
+    if method == "cascade":  # the chain's own tree is chosen by what passes on the copy cost
+        assert (drafter.budget.costs, drafter.sources[0].drafter.budget.costs) == (NOMINAL, costs)
     make_drafter(method, target, tiny_heads() if METHODS[method].needs_heads else None, options, tiny_draft())
 
 
