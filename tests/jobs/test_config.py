@@ -1,35 +1,48 @@
-"""Values of a run's options that are out of range, or do not go together: refused before anything is read."""
+"""A run's options: what is refused before anything is read, presets, and what is loaded for which method."""
 
 from __future__ import annotations
 
+import csv
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.rows import every_row
-from tswift.drafting.options import parse_tree
+from tswift.decoding.params import SamplingParams
+from tswift.drafting.options import METHODS, DraftOptions, parse_tree
 from tswift.errors import InputError
-from tswift.jobs.config import RunConfig, loading
+from tswift.jobs.config import PRESETS, RunConfig, banned_ids, loading, preset_note
 from tswift.models.config import ModelConfig
+from tswift.models.shapes import SHAPES
 
 HUGE = 10**40
-AUTO: dict[str, Any] = {"tree": "auto"}
+VALUES: dict[str, Any] = {
+    **{"tree": (1, 2), "gamma": 2, "nodes": 8, "ngrams": 8, "budget": 64, "sinks": 4, "reuse_recent": True},
+    **{"shared_noise": False, "heads": "x", "draft_model": "x", "kv": "dynamic", "draft_weights": "int8"},
+    **{"costs": "nominal", "recall": 5, "inner_gamma": 3},
+}
+# by method (and what else is typed): options that it does not use
+UNUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "ar": ({}, "tree gamma nodes ngrams budget sinks reuse_recent shared_noise heads draft_model"),
+    "medusa": ({"tree": (1, 1)}, "budget sinks ngrams kv reuse_recent draft_weights recall costs"),
+    "magicdec": ({}, "nodes inner_gamma tree"),
+    "reuse": ({}, "tree recall gamma budget shared_noise heads costs"),
+    "recall": ({}, "ngrams tree draft_weights"),
+    "cascade": ({}, "ngrams tree"),
+    "tokenswift": ({"tree": "auto"}, "ngrams reuse_recent"),
+}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # one option
     ({"length": 0}, "length: must be at least 1, got 0"),
     ({"length": HUGE}, "length: must be at most 1,099,511,627,776"),
     ({"prefill": 0}, "prefill: must be at least 1, got 0"),
-    ({"temperature": -1.0}, "temperature: must be at least 0, got -1.0"),
-    ({"temperature": float("nan")}, "temperature: must be at least 0, got nan"),
-    ({"temperature": float("inf")}, "temperature: must be "),
-    ({"temperature": 1e-320}, "temperature: "),
-    ({"temperature": 1e200}, "temperature: "),
+    *(({"temperature": value}, "temperature: ") for value in (-1.0, float("nan"), float("inf"), 1e-320, 1e200)),
     ({"top_k": -1}, "top_k: must be at least 0, got -1"),
     ({"top_p": 0.0}, "top_p: must be above 0 and at most 1, got 0.0"),
     ({"top_p": 1.0001}, "top_p: must be above 0 and at most 1"),
     ({"min_p": 2.0}, "min_p: must be between 0 and 1, got 2.0"),
-    ({"min_p": -0.1}, "min_p: must be between 0 and 1, got -0.1"),
     ({"eta": -0.5}, "eta: must be at least 0 and below 1, got -0.5"),
     ({"eta": 1.0}, "eta: must be at least 0 and below 1, got 1.0"),
     ({"penalty": 0.5}, "penalty: must be at least 1, got 0.5"),
@@ -37,19 +50,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"window": -1}, "window: must be at least 0, got -1"),
     ({"window": 1_099_511_627_777}, "window: must be at most"),
     ({"method": "nope"}, "method: no method 'nope'; there are ar, medusa, tokenswift, cascade, recall, reuse"),
-    ({"method": "AR"}, "method: no method 'AR'"),
     ({"tree": (1, 0)}, "tree: wants auto, or numbers above 0"),
     ({"tree": (200, 200)}, "tree: "),
     ({"gamma": -1}, "gamma: must be "),
+    ({"method": "magicdec", "gamma": 1001}, "gamma: "),
     ({"method": "triforce", "inner_gamma": 0}, "inner_gamma: must be "),
     ({"nodes": 1}, "nodes: must be at least 2, got 1"),
     ({"nodes": HUGE}, "nodes: must be at most"),
     ({"ngrams": -1}, "ngrams: must be at least 0, got -1"),
-    ({**AUTO, "recall": -1}, "recall: must be "),
-    ({**AUTO, "costs": "nope"}, "costs: must be one of "),
+    ({"tree": "auto", "recall": -1}, "recall: must be "),
+    ({"tree": "auto", "costs": "nope"}, "costs: must be one of "),
     ({"kv": "none"}, "kv: must be one of "),
     ({"budget": 63}, "budget: must be at least 64, got 63"),
-    ({"budget": HUGE}, "budget: must be at most"),
     ({"sinks": -1}, "sinks: must be at least 0, got -1"),
     ({"quantize": "int2"}, "quantize: "),
     ({"draft_weights": "int2"}, "draft_weights: "),
@@ -65,35 +77,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chat": True, "prompt": "-", "system": "-"}, "system: cannot be standard input"),
     ({"chat": True, "prompt": "p", "prefill": 3}, "prefill: cannot be given together with --chat"),
     ({"method": "ar-reference", "exact": True}, "exact: cannot be had with ar-reference"),
-    ({"method": "standalone", "model": "x", "prompt": "x"}, "draft_model: names a smaller model with the tokens of x"),
+    ({"kv": "full", "sinks": 4}, "sinks: tokenswift does not "),
     *(
-        ({"method": method, **options}, f"{next(reversed(options))}: {method} does not ")
-        for method, several in {
-            "ar": [
-                *({name: value} for name, value in {"tree": (1, 2), "gamma": 2, "nodes": 8, "ngrams": 8}.items()),
-                *({name: value} for name, value in {"budget": 64, "sinks": 4, "reuse_recent": True}.items()),
-                *({name: value} for name, value in {"shared_noise": False, "heads": "x", "draft_model": "x"}.items()),
-            ],
-            "medusa": [
-                *({name: value} for name, value in {"budget": 512, "sinks": 4, "ngrams": 3, "kv": "dynamic"}.items()),
-                *({name: value} for name, value in {"reuse_recent": False, "draft_weights": "int8"}.items()),
-                *({"tree": (1, 1), name: value} for name, value in {"recall": 3, "costs": "nominal"}.items()),
-            ],
-            "magicdec": [{"nodes": 8}, {"inner_gamma": 2}, {"tree": (1, 2)}],
-            "reuse": [
-                *({name: value} for name, value in {"tree": (3, 3), "recall": 3, "gamma": 1, "budget": 64}.items()),
-                *({name: value} for name, value in {"shared_noise": True, "heads": "x", "costs": "nominal"}.items()),
-            ],
-            "recall": [{"ngrams": 3}, {"tree": (1, 1)}, {"draft_weights": "int8"}],
-            "cascade": [{"ngrams": 3}, {"tree": "auto"}],
-            "tokenswift": [
-                *({**AUTO, "ngrams": count} for count in (3, 20)),
-                *({**AUTO, "recall": 5, "ngrams": 20}, {**AUTO, "reuse_recent": False}, {"kv": "full", "sinks": 4}),
-            ],
-        }.items()
-        for options in several
+        ({"method": method, **others, name: VALUES[name]}, f"{name}: {method} does not ")
+        for method, (others, names) in UNUSED.items()
+        for name in names.split()
     ),
-    ({"method": "magicdec", "gamma": 1001}, "gamma: "),
 ]
 
 
@@ -118,13 +107,15 @@ def test_no_tree(text: str) -> None:
         {"method": "ar", "prefill": 3, "seed": -(2**70)},
         {"tree": "auto", "recall": 0, "ngrams": 3},
         {"method": "cascade", "gamma": 3, "kv": "dynamic", "budget": 64},
-        {"method": "standalone"},
+        {"method": "medusa", "min_p": 0.2, "nodes": 16},
     ],
 )
 def test_right(options: dict[str, Any]) -> None:
     config = RunConfig.of(**{"method": "tokenswift", **options})
     recorded = config.as_dict()
-    assert {name: {**recorded, **recorded["drafting"]}[name] for name in options} == options
+    assert {name: {**recorded, **recorded["sampling"], **recorded["drafting"]}[name] for name in options} == options
+    assert config.params() == SamplingParams(**recorded["sampling"])
+    assert config.options() == DraftOptions(**recorded["drafting"])
 
 
 @every_row(
@@ -132,15 +123,10 @@ def test_right(options: dict[str, Any]) -> None:
     [
         ("ar tokenswift", {}, {"draft_model": None, "draft_weights": None, "drafter": None}),
         ("ar standalone", {}, {"draft_model": "demo-draft"}),
-        ("ar standalone", {"draft_model": "mine"}, {"draft_model": "mine"}),
         ("standalone", {"model": "theirs", "draft_model": "mine"}, {"draft_model": "mine"}),
         ("ar tokenswift", {"draft_weights": "int8"}, {"draft_weights": "int8"}),
         ("cascade", {"draft_weights": "none"}, {"draft_weights": None}),
-        (
-            "ar standalone",
-            {"model": "theirs"},
-            "draft_model: names a smaller model with the tokens of theirs, which sta",
-        ),
+        ("ar standalone", {"model": "theirs"}, "draft_model: names a smaller model with the tokens of theirs, which s"),
         ("tokenswift", {"draft_model": "x"}, "draft_model: tokenswift does not use it; standalone, triforce, auto do"),
         ("ar reuse", {"draft_model": "x"}, "draft_model: none of ar, reuse uses it; standalone, triforce, auto do"),
         ("ar block", {}, "drafter: names a drafter (dspark or dflash), which block needs"),
@@ -160,3 +146,70 @@ def test_what_is_loaded_for_methods(methods: str, asked: dict[str, Any], found: 
     else:
         with pytest.raises(InputError, match=f"^{re.escape(found)}"):
             loading(config, methods.split())
+
+
+# --- presets
+
+TABLE_10 = """\
+model,ngram_k,temperature,top_p,min_p,penalty,penalty_window
+LLaMA3.1-8b,20,1.0,,0.1,1.2,1024
+YaRN-LLaMA2-7b-128k,20,1.0,0.9,,1.15,1024
+Qwen2.5-1.5b,20,1.0,0.9,,1.15,1024
+Qwen2.5-7b,20,1.0,,0.05,1.15,1024
+Qwen2.5-14b,20,1.0,,0.05,1.13,1024
+"""
+
+
+def test_presets_are_table_10() -> None:
+    rows = {row["model"].lower(): row for row in csv.DictReader(TABLE_10.splitlines())}
+    assert list(rows) == list(PRESETS)
+    assert rows.keys() <= SHAPES.keys()
+    for name, row in rows.items():
+        config = RunConfig.of(preset=name, prompt="x")
+        assert (config.model, config.method) == (PRESETS[name]["model"], "tokenswift")
+        assert config.params() == SamplingParams(
+            temperature=float(row["temperature"]),
+            top_p=float(row["top_p"] or 1),
+            min_p=float(row["min_p"] or 0),
+            penalty=float(row["penalty"]),
+            window=int(row["penalty_window"]),
+        )
+        assert config.drafting == {"ngrams": int(row["ngram_k"]), "tree": (1, 3, 3, 3)}
+
+
+@every_row("method", [name for name, method in METHODS.items() if not (method.draft or method.networks)])
+def test_a_method_gets_what_it_uses_of_a_preset(method: str) -> None:
+    drafting = RunConfig.of(preset="llama3.1-8b", method=method, prompt="x").drafting  # which refuses what is not used
+    tree = {"tokenswift": (1, 3, 3, 3), "medusa": (3, 3, 3)}.get(method)
+    assert drafting.get("tree") == tree
+    assert drafting.get("ngrams") == (20 if method in ("tokenswift", "reuse") else None)
+
+
+@every_row(
+    ("typed", "drafting"),
+    [
+        ({"min_p": 0.02, "eta": 0.1, "nodes": 20}, {"ngrams": 20, "tree": (1, 3, 3, 3), "nodes": 20}),
+        ({"method": "medusa", "tree": (2, 2)}, {"tree": (2, 2)}),
+        ({"gamma": 2}, {"ngrams": 20, "gamma": 2}),
+        ({"tree": "auto"}, {"tree": "auto"}),
+        ({"tree": "auto", "recall": 0}, {"ngrams": 20, "tree": "auto", "recall": 0}),
+    ],
+)
+def test_what_was_typed_wins(typed: dict[str, Any], drafting: dict[str, Any]) -> None:
+    plain = RunConfig.of(preset="llama3.1-8b", prompt="x")
+    config = RunConfig.of(preset="llama3.1-8b", model="demo", **typed)
+    assert (config.model, config.drafting) == ("demo", drafting)
+    assert config.sampling == {**plain.sampling, **{name: typed[name] for name in ("min_p", "eta") if name in typed}}
+
+
+def test_ids_are_banned_only_where_they_mean_what_they_should() -> None:
+    texts = {18_328: " assistant", 78_191: "assistant"}
+    right = SimpleNamespace(decode=lambda ids: texts[ids[0]])
+    assert banned_ids("llama3.1-8b", right, 128_256) == (18_328, 78_191)
+    assert banned_ids("llama3.1-8b", right, 50_000) == ()
+    assert banned_ids("qwen2.5-7b", right, 128_256) == ()
+    texts[78_191] = "!"
+    assert banned_ids("llama3.1-8b", right, 128_256) == ()
+    assert preset_note("llama3.1-8b", (18_328, 78_191)) == "preset llama3.1-8b; never drawn: 18328, 78191"
+    assert preset_note("llama3.1-8b", ()).startswith("preset llama3.1-8b; its banned ids mean something else")
+    assert preset_note("qwen2.5-7b", ()) == "preset qwen2.5-7b"

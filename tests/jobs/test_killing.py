@@ -72,23 +72,17 @@ def test_two_processes_on_one_folder(words: list[object], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_raises(number: int) -> None:
+def test_a_signal_raises_when_patience_is_at_its_end(number: int) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(Stopped, match=f"stopped by {signal.Signals(number).name}") as found, Signals():
-        os.kill(os.getpid(), number)
-    assert found.value.code == 128 + number
-    assert isinstance(found.value, KeyboardInterrupt)
-    assert signal.getsignal(number) is before
-
-
-def test_as_many_are_noted_as_there_is_patience() -> None:
     with Signals() as signals:
         signals.patience = 1
-        assert signals.number == 0
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.number == signal.SIGTERM
-        with pytest.raises(Stopped, match="SIGINT"):
-            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Stopped, match=f"stopped by {signal.Signals(number).name}") as found:
+            os.kill(os.getpid(), number)
+    assert (found.value.code, signals.number) == (128 + number, signal.SIGTERM)
+    assert isinstance(found.value, KeyboardInterrupt)
+    assert signal.getsignal(number) is before
 
 
 def test_what_is_ignored_stays_ignored() -> None:

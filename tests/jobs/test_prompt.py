@@ -31,8 +31,8 @@ def test_a_prompt_as_large_as_it_may_be(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_text("0123456789")
     assert read_prompt(str(path)) == "0123456789"
     path.write_text("0123456789a")
-    with pytest.raises(InputError, match=r"prompt: .*prompt.txt is too large, more than 10 bytes are not read"):
-        read_prompt(str(path))
+    with pytest.raises(InputError, match=r"system: .*prompt.txt is too large, more than 10 bytes are not read"):
+        read_prompt(str(path), "system")
 
 
 def test_standard_input_is_read_no_further_than_a_prompt_may_be_long() -> None:
@@ -45,7 +45,7 @@ def test_standard_input_is_read_no_further_than_a_prompt_may_be_long() -> None:
 
 def test_what_a_shell_pipes_in_by_name() -> None:
     reading, writing = os.pipe()  # as for <(command)
-    os.write(writing, b"The ship")
+    os.write(writing, b"\xef\xbb\xbfThe ship")  # a byte order mark is no text
     os.close(writing)
     assert read_prompt(f"/dev/fd/{reading}") == "The ship"
     os.close(reading)
@@ -62,52 +62,28 @@ NO_SYSTEM = (
 )
 
 
-def render(tokenizer, model: str, text: str, system: str | None = None) -> str:
-    said = {"system": system, "user": text}
-    return render_chat(tokenizer, model, [{"role": role, "content": each} for role, each in said.items() if each])
-
-
-@pytest.fixture
-def tokenizer(checkpoint: Path) -> Any:
-    return AutoTokenizer.from_pretrained(checkpoint)
-
-
-def test_the_prompt_is_one_message_of_the_user(tokenizer) -> None:
-    tokenizer.chat_template = TEMPLATE
-    assert render(tokenizer, "m", "Hello!") == "<|endoftext|>[user]Hello!\n[assistant]"
-    with_system = render(tokenizer, "m", "Hello!", "Be brief.\n")
-    assert with_system == "<|endoftext|>[system]Be brief.\n\n[user]Hello!\n[assistant]"
-
-
-def test_no_template(tokenizer) -> None:
-    with pytest.raises(InputError, match="chat: the tokenizer of some/model has no chat template"):
-        render(tokenizer, "some/model", "Hello!")
-    with pytest.raises(InputError, match="chat"):
-        render(object(), "shape:x", "Hello!")
-
-
 @pytest.mark.parametrize(
-    ("template", "system", "match"),
+    ("template", "system", "found"),
     [
-        (NO_SYSTEM, "Be brief.", r"system: .* does not take it \(System role not supported\)"),
-        ("{{ nothing.at.all }}", None, r"chat: .* does not take it \('nothing' is undefined\)"),
-        ("{% if %}", None, r"chat: .* does not take it"),
-        ("{{ messages[-1].content }}", "Be brief.", "system: .* drops system prompts"),
-        ("{{ messages[0].role }}", None, "chat: .* does not hold the prompt"),
+        (TEMPLATE, None, "<|endoftext|>[user]Hello!\n[assistant]"),
+        (TEMPLATE, "Be brief.\n", "<|endoftext|>[system]Be brief.\n\n[user]Hello!\n[assistant]"),
+        (None, None, "chat: the tokenizer of some/model has no chat template"),
+        (NO_SYSTEM, "Be brief.", "system: the chat template of some/model does not take it (System role not supported"),
+        ("{{ nothing.at.all }}", None, "chat: the chat template of some/model does not take it ('nothing' is undefin"),
+        ("{% if %}", None, "chat: the chat template of some/model does not take it"),
+        ("{{ messages[-1].content }}", "Be brief.", "system: the chat template of some/model drops system prompts"),
+        ("{{ messages[0].role }}", None, "chat: the chat template of some/model does not hold the prompt"),
     ],
 )
-def test_what_templates_do_not_take(tokenizer, template: str, system: str | None, match: str) -> None:
+def test_a_chat_by_its_template(checkpoint: Path, template: str | None, system: str | None, found: str) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
     tokenizer.chat_template = template
-    with pytest.raises(InputError, match=match) as error:
-        render(tokenizer, "some/model", "Hello!", system)
-    assert "\n" not in str(error.value)
-
-
-def test_a_system_prompt_is_read_as_prompts_are(tmp_path: Path) -> None:
-    path = tmp_path / "system.txt"
-    path.write_text("Be brief.\n")
-    assert read_prompt(str(path), "system") == "Be brief.\n"
-    path.write_bytes(b"\xff")
-    for source in (path, tmp_path / "nowhere"):
-        with pytest.raises(InputError, match=r"^system: "):
-            read_prompt(str(source), "system")
+    said = {"system": system, "user": "Hello!"}
+    messages = [{"role": role, "content": text} for role, text in said.items() if text]
+    if template == TEMPLATE:
+        assert render_chat(tokenizer, "some/model", messages) == found
+    else:
+        with pytest.raises(InputError) as error:
+            render_chat(tokenizer, "some/model", messages)
+        assert str(error.value).startswith(found)
+        assert "\n" not in str(error.value)

@@ -25,13 +25,6 @@ def _pieces(tokenizer: Any, tokens: list[int], step: int) -> list[str]:
     return [*(stream.add(tokens[i : i + step]) for i in range(0, len(tokens), step)), stream.finish()]
 
 
-def test_broken_bytes_become_replacement_characters(tokenizer: Any) -> None:
-    tokens = tokenizer("ab😀")["input_ids"][:-1]
-    pieces = _pieces(tokenizer, tokens, 1)
-    assert "".join(pieces[:-1]) == "ab"
-    assert pieces[-1] == "\ufffd"
-
-
 class Plain:
     """A tokenizer as transformers wraps it."""
 
