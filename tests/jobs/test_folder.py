@@ -292,6 +292,13 @@ def test_reads_everything(tmp_path: Path) -> None:
     assert (found.state, found.prompt, found.bits, found.eos_ids) == ("interrupted", PROMPT, None, (0,))
 
 
+@every_row(("data", "message"), [(b"1234567", "is not a file of uint32: it has 7 bytes"), (b"", "holds no tokens")])
+def test_what_is_no_file_of_tokens(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "some.u32").write_bytes(data)
+    with pytest.raises(InputError, match=f"^tokens: .*some.u32 {message}"):
+        read_tokens(tmp_path / "some.u32", "tokens")
+
+
 # --- a list of runs
 
 
