@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from tswift.jobs import folder as files
 from tswift.jobs import job as jobs
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import list_runs, read_saved
-from tswift.jobs.job import Job, resume, start
+from tswift.jobs.job import Job, Signals, Stopped, resume, start
 from tswift.models.load import LoadedModel
 from tswift.models.load import load as real_load
 
@@ -345,6 +347,23 @@ def test_what_breaks_in_a_step(asked: RunConfig, monkeypatch: pytest.MonkeyPatch
         run(job)
     assert (job.state, job.reason == "ZeroDivisionError()") == ("failed", ours)
     assert read_saved(asked.out, job.prompt).tokens == job.tokens != []
+
+
+def test_a_signal_lets_the_step_under_way_finish(asked: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, made = start(asked, []), list[int]()
+    target, real = job.model.target, type(job.model.target).forward
+
+    def forward(*arguments: Any) -> Any:
+        if len(job.tokens) > 20 and not made:
+            made.append(len(job.tokens))
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(target, *arguments)
+
+    monkeypatch.setattr(target, "forward", forward)
+    with Signals() as signals, pytest.raises(Stopped, match="SIGTERM"):
+        job.run(lambda *given: None, signals=signals)
+    assert len(job.tokens) > made[0]
+    assert in_folder(asked.out)[0] == job.tokens
 
 
 def test_a_job_that_cannot_begin_leaves_no_folder(asked: RunConfig, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.rows import every_row
 from tswift.cli import main
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
@@ -30,6 +31,8 @@ def test_fields_become_options() -> None:
     assert (request.config.length, request.config.seed, request.config.method) == (7, -5, "ar")
     assert request.config.stop_at_eos
     assert (request.limit, request.wants) == ("max_tokens", {"cancel_on_disconnect"})
+    request = understood({"stream": True, "stream_options": {"include_usage": True}, "figures": False}, chat=True)
+    assert (request.limit, request.wants) == (None, {"stream", "include_usage", "chat"})
 
 
 def test_what_is_not_said_is_as_it_was_typed_and_null_is_not_said() -> None:
@@ -52,65 +55,65 @@ def test_a_preset_has_a_method_of_its_own() -> None:
 
 
 def test_without_a_seed_one_is_drawn_and_kept() -> None:
-    seeds = {understood({}).config.seed for _ in range(4)}
-    assert len(seeds) == 4
-    request = understood({})
-    assert parse(request.body, False, {}, "demo").config == request.config
+    requests = [understood({}) for _ in range(4)]
+    assert len({request.config.seed for request in requests}) == 4
+    assert parse(requests[0].body, False, {}, "demo").config == requests[0].config
 
 
-@pytest.mark.parametrize(
-    ("body", "chat", "param"),
+# by field, of a completion and of a chat: bodies that are refused by its name
+COMPLETIONS: dict[str, list[dict[str, Any]]] = {
+    "n": [{"n": 2}, {"n": True}],
+    "best_of": [{"best_of": 2}],
+    "echo": [{"echo": True}],
+    "frequency_penalty": [{"frequency_penalty": 0.5}],
+    "temprature": [{"temprature": 1}],
+    "messages": [{"messages": []}],
+    "temperature": [{"temperature": -1}, {"temperature": "hot"}],
+    "top_p": [{"top_p": 0}],
+    "max_tokens": [{"max_tokens": 0}, {"max_tokens": 1.5}],
+    "seed": [{"seed": "x"}],
+    "method": [{"method": "magic"}, {"method": "ar-reference"}, {"method": 3}],
+    "stream": [{"stream": "yes"}],
+    "stream_options": [{"stream_options": {"include_usage": True}}, {"stream": True, "stream_options": 3}],
+    "stream_options.other": [{"stream": True, "stream_options": {"other": True}}],
+    "include_usage": [{"stream": True, "stream_options": {"include_usage": 3}}],
+    "user": [{"user": 3}, {"user": "x" * 1000}],
+    "stop": [{"stop": 3}, {"stop": ["a", 3]}, {"stop": ["x" * 2000]}],
+    "logit_bias": [{"logit_bias": [1]}],
+    "logprobs": [{"logprobs": True}, {"logprobs": 21}],
+    "top_logprobs": [{"top_logprobs": 2}],
+    "prompt": [{"prompt": each} for each in ("", ["one", "two"], [1, -0.5], None)],
+}
+IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "tools": [{"tools": [{}]}],
+    "response_format": [{"response_format": {"type": "json_object"}}],
+    "max_completion_tokens": [
+        {"max_completion_tokens": -1},
+        *({"max_tokens": most, "max_completion_tokens": 2} for most in (1, "x", True)),
+    ],
+    "logprobs": [{"logprobs": 2}],
+    "top_logprobs": [{"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}],
+    "messages": [{"messages": []}],
+    "messages[0]": [{"messages": [3]}],
+    "messages[0].role": [{"messages": [{"role": "tool", "content": "x"}]}],
+    "messages[1].content": [{"messages": [USER, {"role": "user", "content": 3}]}],
+    "messages[0].name": [{"messages": [{**USER, "name": "Ann"}]}],
+    "messages[0].content[0].type": [{"messages": [IMAGE]}],
+    "messages[0].content[0]": [{"messages": [{"role": "user", "content": [{"type": "text"}]}]}],
+}
+
+
+@every_row(
+    ("param", "body", "chat"),
     [
-        ({"n": 2}, False, "n"),
-        ({"n": True}, False, "n"),
-        ({"best_of": 2}, False, "best_of"),
-        ({"echo": True}, False, "echo"),
-        ({"tools": [{}]}, True, "tools"),
-        ({"response_format": {"type": "json_object"}}, True, "response_format"),
-        ({"frequency_penalty": 0.5}, False, "frequency_penalty"),
-        ({"temprature": 1}, False, "temprature"),
-        ({"messages": []}, False, "messages"),
-        ({"temperature": -1}, False, "temperature"),
-        ({"temperature": "hot"}, False, "temperature"),
-        ({"top_p": 0}, False, "top_p"),
-        ({"max_tokens": 0}, False, "max_tokens"),
-        ({"max_tokens": 1.5}, False, "max_tokens"),
-        ({"max_completion_tokens": -1}, True, "max_completion_tokens"),
-        ({"max_tokens": 1, "max_completion_tokens": 2}, True, "max_completion_tokens"),
-        ({"max_tokens": "x", "max_completion_tokens": 2}, True, "max_completion_tokens"),
-        ({"seed": "x"}, False, "seed"),
-        ({"method": "magic"}, False, "method"),
-        ({"method": "ar-reference"}, False, "method"),
-        ({"method": 3}, False, "method"),
-        ({"stream": "yes"}, False, "stream"),
-        ({"stream_options": {"include_usage": True}}, False, "stream_options"),
-        ({"stream": True, "stream_options": {"other": True}}, False, "stream_options.other"),
-        ({"stream": True, "stream_options": 3}, False, "stream_options"),
-        ({"user": 3}, False, "user"),
-        ({"stop": 3}, False, "stop"),
-        ({"stop": ["a", 3]}, False, "stop"),
-        ({"stop": ["x" * 2000]}, False, "stop"),
-        ({"logit_bias": [1]}, False, "logit_bias"),
-        ({"logprobs": True}, False, "logprobs"),
-        ({"logprobs": 21}, False, "logprobs"),
-        ({"top_logprobs": 2}, False, "top_logprobs"),
-        ({"logprobs": 2}, True, "logprobs"),
-        ({"top_logprobs": 2}, True, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, True, "top_logprobs"),
-        ({"prompt": ""}, False, "prompt"),
-        ({"prompt": ["one", "two"]}, False, "prompt"),
-        ({"prompt": [1, -0.5]}, False, "prompt"),
-        ({"prompt": None}, False, "prompt"),
-        ({"messages": []}, True, "messages"),
-        ({"messages": [3]}, True, "messages[0]"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, True, "messages[0].role"),
-        ({"messages": [USER, {"role": "user", "content": 3}]}, True, "messages[1].content"),
-        ({"messages": [{**USER, "name": "Ann"}]}, True, "messages[0].name"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, True, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, True, "messages[0].content[0]"),
+        (param, body, chat)
+        for chat, table in ((False, COMPLETIONS), (True, CHATS))
+        for param, bodies in table.items()
+        for body in bodies
     ],
 )
-def test_refused_by_name(body: dict[str, Any], chat: bool, param: str) -> None:
+def test_refused_by_name(param: str, body: dict[str, Any], chat: bool) -> None:
     with pytest.raises(Refused) as error:
         understood(body, chat)
     assert (error.value.status, error.value.param) == (400, param)
@@ -126,20 +129,15 @@ def test_another_model_is_not_found() -> None:
 def test_parts_of_a_message_are_joined_and_an_answer_may_come_back() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     answer = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": []}
-    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}, answer, USER]
-    assert understood({"messages": messages}, chat=True).prompt == (
-        {"role": "system", "content": "Be brief."},
-        USER,
-        {"role": "assistant", "content": "Hi"},
-        USER,
-    )
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}, answer]
+    system, answered = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hi"}
+    assert understood({"messages": messages}, chat=True).prompt == (system, USER, answered)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"[]", b"{", b'{"a": NaN}', b'{"a": 1, "a": 2}', b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000],
-    ids=["empty", "list", "open", "nan", "twice", "bytes", "surrogate", "deep"],
-)
+DEEP = b"[" * 100_000
+
+
+@every_row("data", [b"", b"[]", b"{", b'{"a": NaN}', b'{"a": 1, "a": 2}', b"\xff", b'{"prompt": "\\ud800"}', DEEP])
 def test_bodies_that_are_none(data: bytes) -> None:
     with pytest.raises(Refused) as error:
         parse_body(data)
@@ -147,20 +145,16 @@ def test_bodies_that_are_none(data: bytes) -> None:
     json.dumps(error.value.message, ensure_ascii=False).encode()
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_only_a_key_opens_the_server_to_others(host: str) -> None:
-    with pytest.raises(InputError, match=r"host: .* api_key"):
-        listen(ServeConfig(host=host, port=0))
-    listen(ServeConfig(host="127.0.0.1", port=0)).close()
+def test_only_a_key_opens_the_server_to_others_and_one_port_is_for_one() -> None:
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(InputError, match=r"host: .* api_key"):
+            listen(ServeConfig(host=host, port=0))
     listen(ServeConfig(host="0.0.0.0", port=0, api_key="secret")).close()
-
-
-def test_a_port_that_is_taken() -> None:
-    with listen(ServeConfig(port=0)) as first, pytest.raises(InputError, match=r"port: .* cannot be listened on"):
+    with listen(ServeConfig(port=0)) as first, pytest.raises(InputError, match=r"port: .* cannot be listened on \(Add"):
         listen(ServeConfig(port=first.getsockname()[1]))
 
 
-@pytest.mark.parametrize("values", [{"api_key": ""}, {"api_key": "ä"}, {"port": -1}, {"queue": -1}])
+@every_row("values", [{"api_key": ""}, {"api_key": "ä"}, {"port": -1}, {"queue": -1}])
 def test_bad_options(values: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(values))):
         ServeConfig(**values)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from tests.rows import every_row
 from tests.serving.server import TEXT
 from tswift.decoding.loop import DecodeStats
 from tswift.jobs.config import RunConfig
@@ -57,6 +58,12 @@ def serving(model: LoadedModel, folder: Path) -> Iterator[Service]:
     finally:
         service.close()
         service.join()
+
+
+@pytest.fixture
+def service(model: LoadedModel, tmp_path: Path) -> Iterator[Service]:
+    with serving(model, tmp_path) as found:
+        yield found
 
 
 def done(run: Run) -> Run:
@@ -113,16 +120,22 @@ def asked(to: Any, method: str, path: str, body: Any = None, leave: bool = False
     return sent[0]["status"], found, b"".join(part.get("body", b"") for part in sent[1:])
 
 
+def refusal(service: Service, run: Run, body: dict[str, Any]) -> tuple[int, str, str]:
+    """Status, field and message with which it is refused to go on with a run."""
+    status, _, content = asked(service, "POST", f"/v1/runs/{run.id}/resume", body)
+    error = json.loads(content)["error"]
+    return status, error["param"], error["message"]
+
+
 def test_any_end_of_text_token_is_no_part_of_the_text(two_ends: LoadedModel, tmp_path: Path) -> None:
-    for ends in (0, 12):
-        body = {"prompt": TEXT, "max_tokens": 9, "logit_bias": {str(ends): 100}}
-        with serving(two_ends, tmp_path) as service:
-            run = done(service.accept(body, False))
+    with serving(two_ends, tmp_path) as service:
+        for ends in (0, 12):
+            run = done(service.accept({"prompt": TEXT, "max_tokens": 9, "logit_bias": {str(ends): 100}}, False))
             assert (run.end, run.tokens[-1], bytes(run.text)) == ("eos", 1, b"")
             assert bytes(service.find(run.id).text) == b""
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("key", "path", "headers", "status"),
     [
         ("secret", "/v1/models", {"host": "x/health?"}, 401),
@@ -145,16 +158,13 @@ def test_who_is_let_in(key: str | None, path: str, headers: dict[str, str], stat
     assert asked(gate(app, "127.0.0.1", key), "POST", path, **headers)[0] == status
 
 
-def test_clients_do_not_repeat_a_run_that_failed(
-    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(model, tmp_path) as service:
-        status, headers, content = asked(service, "POST", "/v1/completions", SHORT)
-        assert (status, headers["x-run-id"]) == (200, json.loads(content)["id"])
-        monkeypatch.setattr(runs, "start", lambda *words, **others: 1 / 0)
-        status, headers, _ = asked(service, "POST", "/v1/completions", SHORT)
-        assert (status, headers["x-should-retry"]) == (500, "false")
-        assert service.find(headers["x-run-id"]).state == "failed"
+def test_clients_do_not_repeat_a_run_that_failed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, headers, content = asked(service, "POST", "/v1/completions", SHORT)
+    assert (status, headers["x-run-id"]) == (200, json.loads(content)["id"])
+    monkeypatch.setattr(runs, "start", lambda *words, **others: 1 / 0)
+    status, headers, _ = asked(service, "POST", "/v1/completions", SHORT)
+    assert (status, headers["x-should-retry"]) == (500, "false")
+    assert service.find(headers["x-run-id"]).state == "failed"
 
 
 def test_health_tells_whether_anything_decodes(model: LoadedModel, tmp_path: Path) -> None:
@@ -163,35 +173,32 @@ def test_health_tells_whether_anything_decodes(model: LoadedModel, tmp_path: Pat
     assert asked(service, "GET", "/health")[0] == 503
 
 
-def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_for(
-    model: LoadedModel, tmp_path: Path
-) -> None:
+def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_for(service: Service) -> None:
     asked_for = {**ASKED, "max_tokens": 600, "stream": True}
-    with serving(model, tmp_path) as service:
-        for cancel, state in ((False, "finished"), (True, "cancelled")):
-            body = {**asked_for, "cancel_on_disconnect": cancel}
-            _, headers, _ = asked(service, "POST", "/v1/completions", body, leave=True)
-            assert ended(service, service.find(headers["x-run-id"])).state == state
-        run = begun(service.accept({**asked_for, "cancel_on_disconnect": True}, False))
-        asked(service, "GET", f"/v1/runs/{run.id}/events", leave=True)
-        assert done(run).state == "finished"
+    for cancel, state in ((False, "finished"), (True, "cancelled")):
+        body = {**asked_for, "cancel_on_disconnect": cancel}
+        _, headers, _ = asked(service, "POST", "/v1/completions", body, leave=True)
+        assert ended(service, service.find(headers["x-run-id"])).state == state
+    run = begun(service.accept({**asked_for, "cancel_on_disconnect": True}, False))
+    asked(service, "GET", f"/v1/runs/{run.id}/events", leave=True)
+    assert done(run).state == "finished"
 
 
-def test_offsets_of_a_reader_who_comes_back_before_the_tokens(model: LoadedModel, tmp_path: Path) -> None:
-    with serving(model, tmp_path) as service:
-        run = done(service.accept({**SHORT, "logprobs": 0}, False))
-    whole = Logprobs(run, model.tokenizer, 0).up_to(5)
+def test_offsets_of_a_reader_who_comes_back_before_the_tokens(service: Service, model: LoadedModel) -> None:
+    run = done(service.accept({**SHORT, "logprobs": 0}, False))
+    whole: Any = Logprobs(run, model.tokenizer, 0).up_to(5)
     again = Run(run.path, run.config, run.request)
     late = Logprobs(again, model.tokenizer, 3)
     assert late.up_to(5) is None
     again.ids, again.rows = run.ids, run.rows
-    rest = late.up_to(5)
+    rest: Any = late.up_to(5)
     assert rest["text_offset"] == whole["text_offset"][3:]
 
 
-def test_what_resume_refuses(model: LoadedModel, two_ends: LoadedModel, tmp_path: Path) -> None:
+def test_what_resume_refuses(two_ends: LoadedModel, tmp_path: Path) -> None:
     with serving(two_ends, tmp_path) as service:
         first, waiting = begun(service.accept(LONG, False)), service.accept(LONG, False)
+        assert refusal(service, first, {"max_tokens": 3001})[:2] == (409, "max_tokens")
         for run in (waiting, first):
             service.cancel(run)
             assert done(run).state == "cancelled"
@@ -199,14 +206,12 @@ def test_what_resume_refuses(model: LoadedModel, two_ends: LoadedModel, tmp_path
         assert listed == {first.id: "cancelled", waiting.id: "cancelled"}
         for run in (first, waiting):
             for body in ({"stream": "yes"}, {"max_tokens": 4096}, {"max_tokens": 0}):
-                status, _, content = asked(service, "POST", f"/v1/runs/{run.id}/resume", body)
-                assert (status, json.loads(content)["error"]["param"]) == (400, next(iter(body)))
+                assert refusal(service, run, body)[:2] == (400, next(iter(body)))
                 assert service.find(run.id).state == "cancelled"
         for more in ({"logit_bias": {"12": 100}, "stop_at_eos": True}, {"stop": "e"}):
             run = done(service.accept({**LONG, **more}, False))
             assert run.state == "finished"
-            status, _, content = asked(service, "POST", f"/v1/runs/{run.id}/resume", {"max_tokens": 3001})
-            assert (status, json.loads(content)["error"]["param"]) == (409, "max_tokens")
+            assert refusal(service, run, {"max_tokens": 3001})[:2] == (409, "max_tokens")
         # a run that was never begun takes the length, too
         service.resume(waiting.id, 7)
         assert ended(service, waiting).stats.tokens == 7
@@ -230,17 +235,28 @@ def test_runs_of_another_model_are_left_alone(model: LoadedModel, two_ends: Load
     with serving(two_ends, tmp_path) as service:
         for run in (first, waiting):
             assert ended(service, run).state == "interrupted"
-            status, _, content = asked(service, "POST", f"/v1/runs/{run.id}/resume", {"stream": False})
-            assert status == 400
-            assert "model" in json.loads(content)["error"]["message"]
+            status, _, message = refusal(service, run, {"stream": False})
+            assert (status, "model" in message) == (400, True)
     assert any("this run was requested for model" in line for line in SAID)
     with serving(model, tmp_path) as service:
         assert {ended(service, run).state for run in (first, waiting)} == {"finished"}
 
 
-def test_cancel_and_resume_at_the_same_time(
-    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_are_broken_are_left_alone(model: LoadedModel, tmp_path: Path) -> None:
+    with serving(model, tmp_path) as service:
+        names = [done(service.accept(SHORT, False)).id for _ in range(2)]
+    for name, file in zip(names, ("request.json", "run.json"), strict=True):
+        (tmp_path / name / file).write_text("{}")
+    SAID.clear()
+    with serving(model, tmp_path) as service:
+        assert [each["state"] for each in service.newest(9)] == ["broken", "broken"]
+        for name in names:
+            with pytest.raises(Refused, match=f"there is no run '{name}': .*json is "):
+                service.find(name)
+    assert len([line for line in SAID if "is left alone" in line]) == 2
+
+
+def test_cancel_and_resume_at_the_same_time(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever comes last decides what the file says."""
     write, threads = runs.write_whole, list[threading.Thread]()
 
@@ -251,27 +267,22 @@ def test_cancel_and_resume_at_the_same_time(
             threads[0].join(0.3)
         write(path, content)
 
-    with serving(model, tmp_path) as service:
-        begun(service.accept(LONG, False))
-        waiting = service.accept(SHORT, False)
-        monkeypatch.setattr(runs, "write_whole", slow)
-        service.cancel(waiting)
-        threads[0].join()
-        assert "state" not in json.loads((waiting.path / "request.json").read_text())
+    begun(service.accept(LONG, False))
+    waiting = service.accept(SHORT, False)
+    monkeypatch.setattr(runs, "write_whole", slow)
+    service.cancel(waiting)
+    threads[0].join()
+    assert "state" not in json.loads((waiting.path / "request.json").read_text())
 
 
-def test_bodies_are_parsed_beside_the_event_loop(
-    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_are_parsed_beside_the_event_loop(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     def parse(data: bytes) -> Any:
         raise Refused(418, threading.current_thread().name)
 
     monkeypatch.setattr(routes, "parse_body", parse)
-    with serving(model, tmp_path) as service:
-        for path in ("/v1/completions", "/v1/runs/x/resume"):
-            status, _, content = asked(service, "POST", path, {})
-            assert status == 418
-            assert threading.current_thread().name not in json.loads(content)["error"]["message"]
+    for path in ("/v1/completions", "/v1/runs/x/resume"):
+        status, _, content = asked(service, "POST", path, {})
+        assert (status, threading.current_thread().name in json.loads(content)["error"]["message"]) == (418, False)
 
 
 def test_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,41 +311,35 @@ def test_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(connections())
 
 
-def made(**changes: Any) -> Any:
-    """What a run asks of a job."""
-    about = {"options": {"length": 9}}
-    job = {"about": about, "stats": DecodeStats(0), "before": "", "tokens": [], "length": 9}
-    job |= {"state": RUNNING, "generation": SimpleNamespace(stop=(7,)), "end": lambda: {"reason": "eos"}, "rows": b""}
-    return SimpleNamespace(**{**job, **changes})
+# --- a run's text
 
 
-def text_of(run: Run) -> str:
-    return bytes(run.text).decode()
-
-
-def test_what_is_held_back_is_sent_when_the_text_ends_and_not_when_it_is_interrupted() -> None:
-    for state, text in ((INTERRUPTED, "Caf"), (FINISHED, "Caf\ufffd")):
-        run, job = Run(Path("run"), RunConfig()), made(end=lambda: {"reason": "length"})
-        show = run.follow(job, {7: "</s>"}.__getitem__)
-        show("Caf", DecodeStats(0, tokens=3))
-        job.state = state
-        show("\ufffd", DecodeStats(0, tokens=4))
-        assert text_of(run) == text
-
-
-@pytest.mark.parametrize("pieces", [("</s>", ""), ("</", "s>"), ("!</s", ">"), ("", "</s>")])
-def test_an_end_of_text_token_is_no_part_of_it(pieces: tuple[str, str]) -> None:
-    run, job = Run(Path("run"), RunConfig()), made()
+@pytest.mark.parametrize(
+    ("last", "pieces", "state", "end", "text"),
+    [
+        # what is held back is sent when the text ends, and not when it is interrupted
+        (3, ("Caf", "", "\ufffd"), INTERRUPTED, "length", "Caf"),
+        (3, ("Caf", "", "\ufffd"), FINISHED, "length", "Caf\ufffd"),
+        # an end-of-text token is no part of it, however it comes
+        *(
+            (7, ("One", *pieces), FINISHED, "eos", text)
+            for *pieces, text in (("</s>", "", "One"), ("</", "s>", "One"), ("!</s", ">", "One!"), ("", "</s>", "One"))
+        ),
+    ],
+)
+def test_what_is_shown_of_a_text(last: int, pieces: tuple[str, ...], state: str, end: str, text: str) -> None:
+    run = Run(Path("run"), RunConfig())
+    job: Any = SimpleNamespace(about={"options": {}}, stats=DecodeStats(0), before="", tokens=[], state=RUNNING)
+    job.generation, job.end, job.rows = SimpleNamespace(stop=(7,)), lambda: {"reason": end}, b""
     show = run.follow(job, {7: "</s>"}.__getitem__)
     job.tokens += [3]
-    show("One", DecodeStats(0, tokens=1))
-    job.tokens += [7]
-    show(pieces[0], DecodeStats(0, tokens=2))
-    job.state = FINISHED
+    show(pieces[0], DecodeStats(0, tokens=1))
+    job.tokens += [last]
     show(pieces[1], DecodeStats(0, tokens=2))
-    run.state = FINISHED
-    assert text_of(run) == "One" + "".join(pieces).removesuffix("</s>")
-    assert (run.finish_reason, run.tokens[-1]) == ("stop", 2)
+    job.state = run.state = state
+    show(pieces[2], DecodeStats(0, tokens=2))
+    assert (bytes(run.text).decode(), run.tokens[-1]) == (text, 2)
+    assert run.finish_reason == (None if state != FINISHED else "length" if end == "length" else "stop")
 
 
 def test_reading_by_pieces_gives_the_text_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,23 +64,51 @@ class Hangs(BaseException):
     """A case took too long; no ``except Exception`` holds it up."""
 
 
-def make_world(folder: Path, here: Path) -> World:
-    """Make the files that cases start from, by the commands that make them for users."""
-    prompt = folder / "prompt.txt"
-    prompt.write_text("The ship had lain three days becalmed, and nobody spoke.")
-    model = make_checkpoint(folder / "model")
-    world = World(model, prompt, folder / "run", folder / "bench" / "bench.json", here)
-    made = run([*generate(world, "--len", 12)[:-1], world.run], here)
-    assert made.code == 0, made.err
-    words = ["bench", "--model", model, "--prompts", prompt, "--prefill", 8, "--lens", "4,8", "--repeats", 2]
-    made = run([*words, "--warmup", 0, "--no-plots", "--out", world.bench.parent], here)
-    assert made.code == 0, made.err
-    return world
+# command lines that are fine, of which a case makes a bad one; words in capitals are files of the world
+COMMANDS = {
+    "generate": "generate --model MODEL --prompt PROMPT --len 4 --out new/run",
+    "compare": "compare --model MODEL --prompt PROMPT --len 4",
+    "bench": "bench --model MODEL --prompts PROMPT --prefill 8 --lens 4,8 --no-plots --warmup 0 --out new/run",
+    "bench --suite": "bench --model MODEL --prompts PROMPT --lens 6,12 --warmup 0 --out new/run --suite",
+    "roofline": "roofline --model MODEL --bandwidth 100 --flops 10 --len 100 --prefill 8",
+    "verify --tokens": "verify --tokens TOKENS --prompt PROMPT --model MODEL",
+    "verify RUN": "verify RUN",
+    "generate --resume RUN": "generate --resume RUN",
+    "train": "train --corpus PROMPT --model MODEL --seq-len 8 --steps 1 --out new/run",
+    "train-draft": "train-draft --corpus PROMPT --model MODEL --seq-len 8 --steps 1 --out new/run",
+    "heads inspect FILE": "heads inspect HEADS",
+    "tswift": "",
+}
+
+
+def words_of(world: World, command: str, *more: object, without: Sequence[str] = ()) -> list[object]:
+    """A command's words, ``without`` some options and their values, and then ``more``."""
+    base: list[object] = [*COMMANDS[command].split()]
+    for option in without:
+        if option in base:
+            del base[base.index(option) : base.index(option) + 2]
+    names = {"MODEL": world.model, "PROMPT": world.prompt, "RUN": world.run, "BENCH": world.bench}
+    names |= {"TOKENS": world.run / "tokens.u32", "HEADS": world.model / "heads.safetensors"}
+    return [names.get(str(word), word) for word in (*base, *more)]
 
 
 def generate(world: World, *words: object) -> list[object]:
     """``tswift generate`` on the tiny model, to a new folder."""
-    return ["generate", "--model", world.model, "--prompt", world.prompt, "--len", 4, *words, "--out", "new/run"]
+    return words_of(world, "generate", *words)
+
+
+def make_world(folder: Path, here: Path) -> World:
+    """Make the files that cases start from, by the commands that make them for users."""
+    prompt = folder / "prompt.txt"
+    prompt.write_text("The ship had lain three days becalmed, and nobody spoke.")
+    world = World(make_checkpoint(folder / "model"), prompt, folder / "run", folder / "bench" / "bench.json", here)
+    for words in (
+        words_of(world, "generate", "--len", 12, "--out", world.run),
+        words_of(world, "bench", "--repeats", 2, "--out", world.bench.parent),
+    ):
+        made = run(words, here)
+        assert made.code == 0, made.err
+    return world
 
 
 def tree(folder: Path) -> dict[str, str]:

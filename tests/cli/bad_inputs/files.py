@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cli.bad_inputs.case import Case, World
+from tests.cli.bad_inputs.case import Case, World, words_of
+from tests.cli.bad_inputs.options import shortened
 
 MANY_GIGABYTES = 1 << 36  # sparse: no block of it is on the disk
 Change = Callable[[Path], object]
@@ -102,22 +103,12 @@ BASELINES: dict[str, Change] = {  # others are in tests/benchmarking/test_gate.p
 
 
 def _command(command: str, option: str, value: object, world: World) -> list[object]:
-    given = {
-        "generate": ["--model", world.model, "--len", 4],
-        "bench": ["--model", world.model, "--lens", "4,8", "--warmup", 0, "--no-plots", "--repeats", 2, "--prefill", 8],
-        "compare": ["--model", world.model, "--len", 4],
-        "verify": [world.run] if option == "--json" else ["--tokens", world.run / "tokens.u32", "--model", world.model],
-        "roofline": ["--model", world.model, "--bandwidth", 1, "--flops", 1, "--len", 9, "--prefill", 9],
-    }[command]
+    more: list[object] = ["--repeats", 2] if command == "bench" else []
     if option == "--against":
-        given += ["--fail-on", "alpha:0", "--fail-on", "speedup:90%"]
-    if command in ("generate", "compare") and option != "--prompt":
-        given += ["--prompt", world.prompt]
-    if command == "bench" and option != "--prompts":
-        given += ["--prompts", world.prompt]
-    if command in ("generate", "bench") and option != "--out":
-        given += ["--out", "new/run"]
-    return [command, *given, option, value]
+        more += ["--fail-on", "alpha:0", "--fail-on", "speedup:90%"]
+    if command == "verify":
+        command = "verify RUN" if option == "--json" else "verify --tokens"
+    return words_of(world, command, *more, option, value, without=[option])
 
 
 def _made(command: str, option: str, name: str, make: Change, called: str = "there-is") -> Case:
@@ -136,8 +127,7 @@ def _named(command: str, option: str, name: str) -> Case:
         (world.here / "mine").write_text("so the folder is not empty")
         return _command(command, option, name.replace("PROMPT", str(world.prompt)), world)
 
-    shown = name if len(name) < 40 else f"{name[:12]}... ({len(name):,} characters)"
-    return Case(f"{command} {option} {shown!r}", words, option)
+    return Case(f"{command} {option} {shortened(name)!r}", words, option)
 
 
 def _long(world: World) -> list[object]:

@@ -10,9 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cli.bad_inputs.case import Case, World, generate
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.cli.bad_inputs.case import Case, World, words_of
 from tests.cli.bad_inputs.files import sparse
 from tests.cli.bad_inputs.models import MARKER, Bomb, Change, content, cut, header
+from tswift.models.heads import ChainedHeads
 
 FILE = "heads.safetensors"
 
@@ -42,9 +46,6 @@ def _tensors(change: Callable[[dict[str, Any]], object]) -> Change:
     """Other tensors, the metadata as it was."""
 
     def edit(folder: Path) -> None:
-        from safetensors import safe_open
-        from safetensors.torch import load_file, save_file
-
         with safe_open(folder / FILE, framework="pt") as file:
             told = file.metadata()
         weights = load_file(folder / FILE)
@@ -54,18 +55,8 @@ def _tensors(change: Callable[[dict[str, Any]], object]) -> Change:
     return edit
 
 
-def _nan(weights: dict[str, Any]) -> None:
-    weights["heads.0.linear.weight"].fill_(float("nan"))
-
-
 def _none(folder: Path) -> None:
     (folder / FILE).unlink()
-
-
-def _another_size(folder: Path) -> None:
-    from tswift.models.heads import ChainedHeads
-
-    ChainedHeads(48, 3).save(folder / FILE)
 
 
 _FIRST = "heads.0.linear.weight"
@@ -78,7 +69,7 @@ CHANGES: dict[str, Change] = {
     "a pipe": lambda folder: [_none(folder), os.mkfifo(folder / FILE)],
     "a folder": lambda folder: [_none(folder), (folder / FILE).mkdir()],
     "a pickle": lambda folder: (folder / FILE).write_bytes(pickle.dumps(Bomb(folder.parent / MARKER))),
-    "another hidden size": _another_size,
+    "another hidden size": lambda folder: ChainedHeads(48, 3).save(folder / FILE),
     "no metadata": metadata(None),
     "metadata that is no JSON": metadata("{"),
     "metadata nested deeply": metadata("[" * 100_000 + "]" * 100_000),
@@ -88,25 +79,18 @@ CHANGES: dict[str, Change] = {
     "a tensor missing": _tensors(lambda weights: weights.pop(_FIRST)),
     "a tensor too many": _tensors(lambda weights: weights.update(more=weights[_FIRST].clone())),
     "a tensor of another shape": _tensors(lambda weights: weights.update({_FIRST: weights[_FIRST][:5].clone()})),
-    "weights of NaN": _tensors(_nan),
+    "weights of NaN": _tensors(lambda weights: weights[_FIRST].fill_(float("nan"))),
 }
 
 
-def _case(command: str, name: str, beside: bool) -> Case:
+def _case(command: str, name: str, beside: bool = False) -> Case:
     def words(world: World) -> list[object]:
         folder = world.here / "model"
         shutil.copytree(world.model, folder)
         CHANGES[name](folder)
-        given = [] if beside else ["--heads", folder / FILE]
-        model = folder if beside else world.model
-        if command == "generate":
-            return generate(world, "--model", model, *given)
-        if command == "train":
-            given = ["--corpus", world.prompt, "--seq-len", 8, "--steps", 1, "--out", "new/run"]
-            return ["train", "--model", folder, *given]
         if command == "heads inspect":
             return ["heads", "inspect", folder / FILE]
-        return ["compare", "--prompt", world.prompt, "--len", 4, "--model", model, *given]
+        return words_of(world, command, *(["--model", folder] if beside else ["--heads", folder / FILE]))
 
     where = "beside the model" if beside else "named"
     said = {"heads inspect": "FILE: ", "train": "--model: "}.get(command, "--heads")
@@ -114,9 +98,9 @@ def _case(command: str, name: str, beside: bool) -> Case:
 
 
 HEADS: tuple[Case, ...] = (
-    *(_case("generate", name, beside=False) for name in CHANGES),
+    *(_case("generate", name) for name in CHANGES),
     *(_case("generate", name, beside=True) for name in ("empty", "another hidden size", "a pickle")),
-    _case("compare", "no metadata", beside=False),
+    _case("compare", "no metadata"),
     _case("train", "empty", beside=True),
-    *(_case("heads inspect", name, beside=False) for name in ("empty", "another kind", "count 4", "a tensor missing")),
+    *(_case("heads inspect", name) for name in ("empty", "another kind", "count 4", "a tensor missing")),
 )

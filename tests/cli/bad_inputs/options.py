@@ -2,76 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from tests.cli.bad_inputs.case import Case, World, generate
-
-Words = Callable[[World], Sequence[object]]
-
-
-def _compare(world: World, *words: object) -> list[object]:
-    return ["compare", "--model", world.model, "--prompt", world.prompt, "--len", 4, *words]
-
-
-def _bench(world: World, *words: object) -> list[object]:
-    base = ["bench", "--model", world.model, "--prompts", world.prompt, "--prefill", 8, "--lens", "4,8", "--no-plots"]
-    return [*base, "--warmup", 0, "--out", "new/run", *words]
-
-
-def _roofline(world: World, *words: object) -> list[object]:
-    return ["roofline", "--model", world.model, "--bandwidth", 100, "--flops", 10, "--len", 100, "--prefill", 8, *words]
-
-
-def _tokens(world: World, *words: object) -> list[object]:
-    return ["verify", "--tokens", world.run / "tokens.u32", "--prompt", world.prompt, "--model", world.model, *words]
-
-
-def _run(world: World, *words: object) -> list[object]:
-    return ["verify", world.run, *words]
-
-
-def _resume(world: World, *words: object) -> list[object]:
-    return ["generate", "--resume", world.run, *words]
-
-
-def _train(world: World, *words: object) -> list[object]:
-    base = ["train", "--corpus", world.prompt, "--model", world.model, "--seq-len", 8, "--steps", 1, "--out", "new/run"]
-    return [*base, *words]
-
-
-def _train_draft(world: World, *words: object) -> list[object]:
-    base = ["train-draft", "--corpus", world.prompt, "--model", world.model, "--seq-len", 8, "--steps", 1]
-    return [*base, "--out", "new/run", *words]
-
-
-def _inspect(world: World, *words: object) -> list[object]:
-    return ["heads", "inspect", world.model / "heads.safetensors", *words]
-
-
-def _suite(world: World, *words: object) -> list[object]:
-    base = ["bench", "--model", world.model, "--prompts", world.prompt, "--warmup", 0, "--out", "new/run"]
-    sizes = [] if words[0] == "table14" else ["--prefill", 8]
-    return [*base, *sizes, "--lens", "6,12", "--suite", *words]
-
-
-def _bare(world: World, *words: object) -> list[object]:
-    return list(words)
-
-
-COMMANDS: dict[str, Callable[..., list[object]]] = {
-    "generate": generate,
-    "compare": _compare,
-    "bench": _bench,
-    "roofline": _roofline,
-    "verify --tokens": _tokens,
-    "verify RUN": _run,
-    "generate --resume RUN": _resume,
-    "train": _train,
-    "train-draft": _train_draft,
-    "heads inspect FILE": _inspect,
-    "bench --suite": _suite,
-    "tswift": _bare,
-}
+from tests.cli.bad_inputs.case import Case, words_of
 
 _HUGE = "1" + "0" * 40
 
@@ -92,179 +25,158 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
         "--heads": ("chained", "nope"),
         "--model": ("demo", "/nowhere"),
         "--device": ("cuda:9", "tpu"),
-        "--prompt": ("other.txt",),
-        "--out": ("elsewhere",),
-        "--preset": ("llama3.1-8b",),
+        **{"--prompt": ("other.txt",), "--out": ("elsewhere",), "--preset": ("llama3.1-8b",)},
     },
     "train": {
         "--corpus": ("", "/nowhere", "/dev/zero", "nowhere\x00", "x" * 5000),
         "--model": ("", "/nowhere", "shape:llama3.1-8b"),
         "--kind": ("", "nope"),
     },
-    "train-draft": {
-        "--corpus": ("/nowhere",),
-        "--model": ("/nowhere",),
-        "--shape": ("", "nope", "205M"),
-    },
-    "compare": {
-        "--heads": ("nope",),
-        "--model": ("shape:nope", "shape:", "shape:llama3.1-8b", "/nowhere"),
-    },
+    "train-draft": {"--corpus": ("/nowhere",), "--model": ("/nowhere",), "--shape": ("", "nope", "205M")},
+    "compare": {"--heads": ("nope",), "--model": ("shape:nope", "shape:", "shape:llama3.1-8b", "/nowhere")},
     "bench": {
         "--prefill": ("1", "4000", _HUGE),
         "--warmup": ("5000",),
         "--prompts": ("", "/nowhere", "pg19:²"),
         "--model": ("shape:nope",),
     },
-    "roofline": {
-        "--model": ("shape:nope", "/nowhere"),
-        "--dtype": ("nope",),
-        "--bandwidth": ("nan", "1e308"),
-    },
-    "verify --tokens": {
-        "--prefill": ("0",),
-        "--min-p": ("2",),
-        "--model": ("/nowhere", "shape:llama3.1-8b"),
-    },
-    "verify RUN": {
-        "--model": ("/nowhere",),
-        "--device": ("nope",),
-        "--dtype": ("nope",),
-    },
+    "roofline": {"--model": ("shape:nope", "/nowhere"), "--dtype": ("nope",), "--bandwidth": ("nan", "1e308")},
+    "verify --tokens": {"--prefill": ("0",), "--min-p": ("2",), "--model": ("/nowhere", "shape:llama3.1-8b")},
+    "verify RUN": {"--model": ("/nowhere",), "--device": ("nope",), "--dtype": ("nope",)},
 }
 
-# the option or word that the line has to say, by command line
-TOGETHER: dict[str, dict[str, str]] = {
-    "generate": {
-        "--method magicdec --gamma 0": "--gamma",
-        "--dtype float64 --draft-weights int8": "--draft-weights",
-        "--method tokenswift --gamma 4": "--gamma",
-        "--method standalone": "--draft-model",
-        "--method medusa --draft-model RUN": "--draft-model",
-        "--method medusa --tree 1,1,1,1": "--tree",
-        "--attention flash --dtype bfloat16": "--attention",
-        "--attention triton --dtype float64": "--attention",
-        "--heads conditioned": "--heads",
-        "--len 4090": "--len",
-        "--chat --system /nowhere": "--system",
-        "--discard-damaged": "--discard-damaged",
-        "--nope": "--nope",
-        "--len": "--len",
-        "stray": "stray",
-        "--quiet=1": "--quiet",
-        "--stop-at-eos 1": "1",
-        "-x": "-x",
-    },
-    "compare": {
-        "--methods ar,standalone": "--draft-model",
-        "--methods ar,medusa --draft-model RUN": "--draft-model",
-        "--json": "--json",
-        "--out x": "--out",
-    },
-    "bench": {
-        "--prefill 8 --prefill 8": "--prefill",
-        "--against BENCH": "--against",
-        "--fail-on alpha": "--against",
-        "--force": "--force",
-        "--against BENCH --fail-on alpha:9": "--fail-on",
-        "--against BENCH --fail-on speedup:10%": "--repeats",
-        "--against BENCH --fail-on alpha --seeds 3": "--against",
-        "--lens 4090 --warmup 0": "--lens",
-    },
-    "bench --suite": {
-        "table2": "--suite: no suite 'table2'; there are table1, table3, table4, table5",
-        "table5 --ngrams 3": "--ngrams: suite table5 sets it itself",
-        "table14 --prefill 8": "--prefill: suite table14 sets it itself",
-        "table3 --simulate-alpha 0.5": "--simulate-alpha: cannot be given together with --suite",
-        "table12 --with-reference-ar": "--with-reference-ar: suite table12 compares no methods",
-        "table12 --gamma 9": "--gamma: must be between 0 and 3 for tokenswift, got 9",
-        "table12 --tree medusa=1,1": "--tree: is given for medusa, which is not among the methods",
-        "table12 --model shape:llama3.1-8b": "--model: ",
-        "table12 --lens 5000": "--lens: ",
-    },
-    "roofline": {
-        "--draft-weights int4": "--draft-weights: goes with --alpha",
-        "--device h200": "--bandwidth",
-        "--budget 64": "--budget",
-    },
-    "verify --tokens": {
-        "RUN": "--tokens",
-        "--len 3": "--len",
-        "--prompt /nowhere": "--prompt",
-    },
-    "verify RUN": {
-        "--seed 3": "--seed",
-        "--exact": "--exact: ",
-        "--prompt x": "--prompt",
-        "--stop-at-eos": "--stop-at-eos",
-        "RUN": "",
-        "--attention sdpa": "--attention",
-    },
-    "generate --resume RUN": {
-        "--chat": "--chat",
-        "--reuse-recent": "--reuse-recent",
-        "--no-shared-noise": "--shared-noise",
-    },
-    "train": {
-        "--out RUN": "--out",
-        "--resume RUN": "--out",
-        "--seq-len 5000": "--seq-len",
-        "--steps 3 --minutes 1": "--minutes",
-    },
-    "train-draft": {
-        "--resume RUN": "--out",
-        "--steps 3 --minutes 1": "--minutes",
-        "--heads-count 3": "--heads-count",
-    },
-    "heads inspect FILE": {
-        "FILE": "",
-        "--json": "--json",
-    },
-    "tswift": {
-        "train": "--corpus",
-        "train --resume /nowhere": "--resume",
-        "heads nope": "nope",
-        "heads inspect": "file",
-        "heads inspect /nowhere": "/nowhere",
-        "heads inspect /dev/zero": "/dev/zero",
-        "heads inspect PROMPT": "PROMPT",
-        "runs /nowhere": "/nowhere",
-        "runs PROMPT": "PROMPT",
-        "runs /dev/zero": "/dev/zero",
-        "runs a b": "b",
-        "nope": "nope",
-        "Generate": "Generate",
-        "--version=3": "--version",
-        "verify": "--tokens",
-        "verify /nowhere": "/nowhere",
-        "verify PROMPT": "PROMPT",
-        "roofline --device nope --dtype bfloat16": "--device",
-        "roofline --device h200 --dtype float32": "--dtype",
-        "roofline --bandwidth 100": "--bandwidth",
-        "roofline --flops 100": "--bandwidth",
-    },
+# by command line: what is typed, and behind "|" what the line has to say
+TOGETHER = {
+    "generate": """
+        --method magicdec --gamma 0 | --gamma
+        --dtype float64 --draft-weights int8 | --draft-weights
+        --method tokenswift --gamma 4 | --gamma
+        --method standalone | --draft-model
+        --method medusa --draft-model RUN | --draft-model
+        --method medusa --tree 1,1,1,1 | --tree
+        --attention flash --dtype bfloat16 | --attention
+        --attention triton --dtype float64 | --attention
+        --heads conditioned | --heads
+        --len 4090 | --len
+        --chat --system /nowhere | --system
+        --discard-damaged | --discard-damaged
+        --nope | --nope
+        --len | --len
+        stray | stray
+        --quiet=1 | --quiet
+        --stop-at-eos 1 | 1
+        -x | -x
+    """,
+    "compare": """
+        --methods ar,standalone | --draft-model
+        --methods ar,medusa --draft-model RUN | --draft-model
+        --json | --json
+        --out x | --out
+    """,
+    "bench": """
+        --prefill 8 --prefill 8 | --prefill
+        --against BENCH | --against
+        --fail-on alpha | --against
+        --force | --force
+        --against BENCH --fail-on alpha:9 | --fail-on
+        --against BENCH --fail-on speedup:10% | --repeats
+        --against BENCH --fail-on alpha --seeds 3 | --against
+        --lens 4090 --warmup 0 | --lens
+    """,
+    "bench --suite": """
+        table2 | --suite: no suite 'table2'; there are table1, table3, table4, table5
+        table5 --prefill 8 --ngrams 3 | --ngrams: suite table5 sets it itself
+        table14 --prefill 8 | --prefill: suite table14 sets it itself
+        table3 --prefill 8 --simulate-alpha 0.5 | --simulate-alpha: cannot be given together with --suite
+        table12 --prefill 8 --with-reference-ar | --with-reference-ar: suite table12 compares no methods
+        table12 --prefill 8 --gamma 9 | --gamma: must be between 0 and 3 for tokenswift, got 9
+        table12 --prefill 8 --tree medusa=1,1 | --tree: is given for medusa, which is not among the methods
+        table12 --prefill 8 --model shape:llama3.1-8b | --model:
+        table12 --prefill 8 --lens 5000 | --lens:
+    """,
+    "roofline": """
+        --draft-weights int4 | --draft-weights: goes with --alpha
+        --device h200 | --bandwidth
+        --budget 64 | --budget
+    """,
+    "verify --tokens": """
+        RUN | --tokens
+        --len 3 | --len
+        --prompt /nowhere | --prompt
+    """,
+    "verify RUN": """
+        --seed 3 | --seed
+        --exact | --exact:
+        --prompt x | --prompt
+        --stop-at-eos | --stop-at-eos
+        RUN |
+        --attention sdpa | --attention
+    """,
+    "generate --resume RUN": """
+        --chat | --chat
+        --reuse-recent | --reuse-recent
+        --no-shared-noise | --shared-noise
+    """,
+    "train": """
+        --out RUN | --out
+        --resume RUN | --out
+        --seq-len 5000 | --seq-len
+        --steps 3 --minutes 1 | --minutes
+    """,
+    "train-draft": """
+        --resume RUN | --out
+        --steps 3 --minutes 1 | --minutes
+        --heads-count 3 | --heads-count
+    """,
+    "heads inspect FILE": """
+        HEADS |
+        --json | --json
+    """,
+    "tswift": """
+        train | --corpus
+        train --resume /nowhere | --resume
+        heads nope | nope
+        heads inspect | file
+        heads inspect /nowhere | /nowhere
+        heads inspect /dev/zero | /dev/zero
+        heads inspect PROMPT | prompt.txt
+        runs /nowhere | /nowhere
+        runs PROMPT | prompt.txt
+        runs /dev/zero | /dev/zero
+        runs a b | b
+        nope | nope
+        Generate | Generate
+        --version=3 | --version
+        verify | --tokens
+        verify /nowhere | /nowhere
+        verify PROMPT | prompt.txt
+        roofline --device nope --dtype bfloat16 | --device
+        roofline --device h200 --dtype float32 | --dtype
+        roofline --bandwidth 100 | --bandwidth
+        roofline --flops 100 | --bandwidth
+    """,
 }
 
 
-def _given(command: str, option: str, value: str) -> Case:
-    shown = value if len(value) < 50 else f"{value[:12]}... ({len(value):,} characters)"
-    return Case(f"{command} {option} {shown!r}", lambda world: COMMANDS[command](world, option, value), option)
+def shortened(value: str) -> str:
+    """A value as a case's name says it."""
+    return value if len(value) < 40 else f"{value[:12]}... ({len(value):,} characters)"
 
 
-def _together(command: str, words: str, says: str) -> Case:
-    def make(world: World) -> list[object]:
-        names = {"BENCH": world.bench, "RUN": world.run, "PROMPT": world.prompt}
-        return COMMANDS[command](world, *(names.get(word, word) for word in words.split(" ")))
-
-    return Case(f"{command} {words}", make, "prompt.txt" if says == "PROMPT" else says)
+def _case(command: str, words: Sequence[str], says: str) -> Case:
+    return Case(f"{command} {' '.join(map(shortened, words))!r}", lambda world: words_of(world, command, *words), says)
 
 
 OPTIONS: tuple[Case, ...] = (
     *(
-        _given(command, option, value)
+        _case(command, (option, value), option)
         for command, by_option in VALUES.items()
         for option, values in by_option.items()
         for value in values
     ),
-    *(_together(command, words, says) for command, lines in TOGETHER.items() for words, says in lines.items()),
+    *(
+        _case(command, typed.split(), says.strip())
+        for command, lines in TOGETHER.items()
+        for typed, _, says in (line.partition("|") for line in lines.strip().splitlines())
+    ),
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cli.bad_inputs.case import Case, World
+from tests.cli.bad_inputs.case import Case, World, words_of
 from tests.cli.bad_inputs.files import sparse
 from tests.cli.bad_inputs.models import Change, content, cut, flip
+from tswift.jobs.folder import checksum
 
 RECORD = "run.json"
 
@@ -20,13 +21,11 @@ def record(change: Callable[[dict[str, Any]], object]) -> Change:
     """Another record, with the checksum that goes with it, if it has one."""
 
     def edit(folder: Path) -> None:
-        import tswift.jobs.folder as module
-
         path = folder / RECORD
         told = json.loads(path.read_text())
         change(told)
-        if "checksum" in told and hasattr(module, "checksum"):
-            told["checksum"] = module.checksum(told)
+        if "checksum" in told:
+            told["checksum"] = checksum(told)
         path.write_text(json.dumps(told))
 
     return edit
@@ -48,16 +47,16 @@ def _link(name: str, to: str) -> Change:
     return lambda folder: [(folder / name).unlink(), (folder / name).symlink_to(to)]
 
 
-def _nothing(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
+def _elsewhere(name: str) -> Change:
+    """A link to the file, which lies beside the folder."""
+    return lambda folder: [(folder / name).rename(folder.parent / name), (folder / name).symlink_to(f"../{name}")]
 
 
 _DEEP = b"[" * 100_000 + b"]" * 100_000
 _READ = (RECORD, "prompt.u32", "tokens.u32")
 
 CHANGES: dict[str, Change] = {
-    "nothing in it": _nothing,
+    "nothing in it": lambda folder: [path.unlink() for path in folder.iterdir()],
     **{f"no {name}": _gone(name) for name in _READ},
     **{f"an empty {name}": content(name, b"") for name in _READ},
     "a folder for tokens": lambda folder: [_gone("tokens.u32")(folder), (folder / "tokens.u32").mkdir()],
@@ -117,16 +116,10 @@ _TOKENS: dict[str, Callable[[Path], object]] = {
 _TO_GO_ON: dict[str, Change] = {
     "no journal": _gone("journal"),
     "a journal that is a pipe": _pipe("journal"),
-    "a journal that is a link": lambda folder: [
-        (folder / "journal").rename(folder.parent / "elsewhere"),
-        (folder / "journal").symlink_to(folder.parent / "elsewhere"),
-    ],
+    "a journal that is a link": _elsewhere("journal"),
     "64 GB of journal": lambda folder: sparse(folder / "journal"),
-    "tokens that are a link": lambda folder: [
-        (folder / "tokens.u32").rename(folder.parent / "elsewhere"),
-        (folder / "tokens.u32").symlink_to(folder.parent / "elsewhere"),
-    ],
-    "a token changed": lambda folder: [flip("tokens.u32", 5)(folder)],
+    "tokens that are a link": _elsewhere("tokens.u32"),
+    "a token changed": flip("tokens.u32", 5),
     "a token gone": cut("tokens.u32", -4),
     "drafting that is a list": record(lambda told: told.update(drafting=[1])),
     "a tree of words": _in("drafting", tree=["x"]),
@@ -151,22 +144,19 @@ def _tokens(name: str) -> Case:
     def words(world: World) -> list[object]:
         path = world.here / "some.u32"
         _TOKENS[name](path)
-        return ["verify", "--tokens", path, "--prompt", world.prompt, "--model", world.model]
+        return words_of(world, "verify --tokens", "--tokens", path, without=["--tokens"])
 
     return Case(f"verify --tokens, a file that is {name}", words, "--tokens")
 
-
-def _named(name: str) -> Iterator[Case]:
-    yield Case(f"verify {name[:20]!r}", lambda world: ["verify", name], "")
-    yield Case(f"verify --tokens {name[:20]!r}", lambda world: ["verify", "--tokens", name], "--tokens")
-
-
-_NAMES = ("\x1b[2Jgone", "/dev/null", "nowhere\0", "x" * 5000, "/dev/zero")
 
 RUNS: tuple[Case, ...] = (
     *(_case("verify", *each) for each in CHANGES.items()),
     *(_case("generate --resume", *each) for each in _TO_GO_ON.items()),
     *(_case("generate --resume", name, CHANGES[name]) for name in (f"no {RECORD}", "a prompt cut by a token")),
     *map(_tokens, _TOKENS),
-    *(case for name in _NAMES for case in _named(name)),
+    *(
+        Case(f"verify {' '.join(option)} {name[:20]!r}", lambda world, words=(*option, name): ["verify", *words], says)
+        for name in ("\x1b[2Jgone", "/dev/null", "nowhere\0", "x" * 5000, "/dev/zero")
+        for option, says in (((), ""), (("--tokens",), "--tokens"))
+    ),
 )
