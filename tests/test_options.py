@@ -95,17 +95,6 @@ def test_numbers() -> None:
         parse_numbers("1,x")
 
 
-def test_a_run_of_options_by_name() -> None:
-    config = RunConfig.of(length=5, method="medusa", min_p=0.2, nodes=16, model="demo", seed=-3)
-    assert (config.params(), config.options()) == (SamplingParams(min_p=0.2), DraftOptions(nodes=16))
-    record = config.as_dict()
-    assert (record["length"], record["seed"], record["sampling"]) == (5, -3, {"min_p": 0.2})
-    preset = RunConfig.of(preset="qwen2.5-7b", min_p=0.2, prompt="x")
-    assert preset.sampling["min_p"] == 0.2
-    assert preset.sampling["penalty"] == 1.15
-    assert preset.model == "TokenSwift/TokenSwift-Qwen2.5-7B"
-
-
 def test_other_parameters_are_flags_on_the_command_line_alone() -> None:
     from tswift.cli.app import as_typed
 

@@ -47,14 +47,8 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "--out": (["new", "deep/er/run"], ["mine", "mine/theirs"]),
 }
 SWITCHES = (
-    "--stop-at-eos",
-    "--reuse-recent",
-    "--no-reuse-recent",
-    "--shared-noise",
-    "--no-shared-noise",
-    "--quiet",
-    "--no-progress",
-    "--verify",
+    *("--stop-at-eos", "--reuse-recent", "--no-reuse-recent", "--shared-noise", "--no-shared-noise"),
+    *("--quiet", "--no-progress", "--verify"),
 )
 SAMPLING = ("temperature", "top-k", "top-p", "min-p", "eta", "penalty", "window", "logit-bias")
 
@@ -77,35 +71,24 @@ def model(checkpoint: Path, load_once: Callable[..., LoadedModel]) -> LoadedMode
     return load_once(str(checkpoint), dtype="float64")
 
 
-class Plain:
-    """What plain decoding draws, remembered."""
-
-    def __init__(self, model: LoadedModel, text: str) -> None:
-        self._model, self._ids = model, model.encode(text)
-        self._known: dict[object, list[int]] = {}
-
-    def tokens(self, options: dict[str, str | None]) -> list[int]:
-        given = {name: options.get(f"--{name}") for name in SAMPLING}
-        kinds = {"top-k": int, "window": int, "logit-bias": parse_bias}
-        values: dict[str, Any] = {
-            name.replace("-", "_"): kinds.get(name, float)(value) for name, value in given.items() if value
-        }
-        prefill, seed = options.get("--prefill"), int(options.get("--seed") or 0)
-        length, stop = int(options.get("--len") or LONGEST), "--stop-at-eos" in options
-        key = (*values.items(), prefill, seed, length, stop)
-        if key not in self._known:
-            prompt = self._ids[: int(prefill)] if prefill else self._ids
-            steps = generate(
-                self._model,
-                prompt,
-                length,
-                method="ar",
-                params=SamplingParams(**values),
-                seed=seed,
-                stop_at_eos=stop,
-            )
-            self._known[key] = [token for step in steps for token in step.tokens]
-        return self._known[key]
+def plain_tokens(model: LoadedModel, ids: list[int], options: dict[str, str | None]) -> list[int]:
+    """What plain decoding draws."""
+    kinds: dict[str, Any] = {"top-k": int, "window": int, "logit-bias": parse_bias}
+    values: dict[str, Any] = {
+        name.replace("-", "_"): kinds.get(name, float)(value)
+        for name in SAMPLING
+        if (value := options.get(f"--{name}"))
+    }
+    steps = generate(
+        model,
+        ids[: int(options.get("--prefill") or len(ids))],
+        int(options.get("--len") or LONGEST),
+        method="ar",
+        params=SamplingParams(**values),
+        seed=int(options.get("--seed") or 0),
+        stop_at_eos="--stop-at-eos" in options,
+    )
+    return [token for step in steps for token in step.tokens]
 
 
 @pytest.mark.slow
@@ -113,7 +96,7 @@ def test_a_run_or_a_refusal(model: LoadedModel, checkpoint: Path, tmp_path_facto
     folder = tmp_path_factory.mktemp("any")
     prompt = folder / "prompt.txt"
     prompt.write_text("The ship had lain three days becalmed, and nobody spoke.")
-    plain = Plain(model, prompt.read_text())
+    ids = model.encode(prompt.read_text())
     names = {"PROMPT": str(prompt), "HEADS": str(checkpoint / "heads.safetensors")}
     codes: list[int] = []
 
@@ -137,7 +120,7 @@ def test_a_run_or_a_refusal(model: LoadedModel, checkpoint: Path, tmp_path_facto
             return
         assert found.code == 0, found.err
         tokens = np.fromfile(here / str(out) / "tokens.u32", "<u4").tolist()
-        assert tokens == plain.tokens(options)
+        assert tokens == plain_tokens(model, ids, options)
         assert 0 not in (tokens[:-1] if "--stop-at-eos" in options else tokens)
         assert found.out == (here / str(out) / "text.txt").read_bytes()
         if "--quiet" in options:

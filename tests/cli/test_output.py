@@ -22,15 +22,12 @@ def test_a_link_stays_and_what_it_points_at_is_written(tmp_path: Path) -> None:
     (tmp_path / "real.json").write_text("old")
     (tmp_path / "link.json").symlink_to("real.json")
     found = writable(tmp_path / "link.json")
+    writable(tmp_path / "new.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "real.json"]  # to ask leaves nothing
     assert (tmp_path / "real.json").read_text() == "old"
     found.write("made-up", ["tswift"], {"a": 1})
     assert (tmp_path / "link.json").is_symlink()
     assert json.loads((tmp_path / "real.json").read_text())["a"] == 1
-
-
-def test_to_ask_leaves_nothing_behind(tmp_path: Path) -> None:
-    writable(tmp_path / "new.json")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_names_that_are_no_text(tswift, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -82,17 +79,14 @@ def test_on_a_terminal(stderr: bool) -> None:
         assert said in seen, seen
 
 
-@pytest.mark.parametrize("stderr", [False, True])
+@every_row("stderr", [False, True])
 def test_in_a_pipe(stderr: bool, capsys: pytest.CaptureFixture[str]) -> None:
     grid = Table("A title", ("class", "tokens"), [("exact", "1,234")], left=1)
     show(grid, stderr)
-    out, err = capsys.readouterr()
-    assert (err if stderr else out) == grid.plain()
-    assert (out if stderr else err) == ""
+    assert capsys.readouterr() == (("", grid.plain()) if stderr else (grid.plain(), ""))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What goes to a terminal is not obeyed by it; a reader of stdout that goes away is no violation
+# --- what goes to a terminal is not obeyed by it; a reader of stdout that goes away is no violation
 
 
 @every_row(
@@ -141,22 +135,15 @@ def test_names_in_tables_and_lines_are_not_obeyed(tswift, checkpoint, prompt, tm
         assert "\x1b" not in said
 
 
-def of_nine_tokens(checkpoint, prompt, out):
-    return ["generate", "--len", 9, "--model", checkpoint, "--prompt", prompt, "--out", out]
-
-
-def finished(run):
-    assert json.loads((run / "run.json").read_text())["state"] == "finished"
-    assert (run / "tokens.u32").stat().st_size == 4 * 9
-
-
 @pytest.mark.parametrize("closed", [1, 2])
-def test_one_stream_that_is_closed_from_the_start(checkpoint, prompt, tmp_path, closed):
-    process = Process(of_nine_tokens(checkpoint, prompt, tmp_path / "run"), tmp_path / "out", [closed])
+def test_one_stream_that_is_closed_from_the_start(checkpoint: Path, prompt: Path, tmp_path: Path, closed: int) -> None:
+    out = tmp_path / "run"
+    words = ["generate", "--len", 9, "--model", checkpoint, "--prompt", prompt, "--out", out]
+    process = Process(words, tmp_path / "out", [closed])
     assert process.wait(60) == 0, process.errors.read_text()
-    finished(tmp_path / "run")
-    text = (tmp_path / "run" / "text.txt").read_bytes()
-    assert process.output.read_bytes() == (text if closed == 2 else b"")
+    assert json.loads((out / "run.json").read_text())["state"] == "finished"
+    assert (out / "tokens.u32").stat().st_size == 4 * 9
+    assert process.output.read_bytes() == ((out / "text.txt").read_bytes() if closed == 2 else b"")
     assert bool(process.errors.read_text()) is (closed == 1)
 
 

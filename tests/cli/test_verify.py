@@ -6,11 +6,13 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.cli.conftest import TEXT
+from tests.cli.conftest import TEXT, Tswift
+from tests.rows import every_row
 from tswift.cli import main
 from tswift.cli.verify import verdict
 from tswift.decoding.audit import VIOLATION, WITHIN, Audit, Finding, Level
@@ -43,29 +45,29 @@ def alter(path: Path, places: list[int]) -> None:
     tokens.tofile(path)
 
 
-def test_a_run(tswift, run: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_run(tswift: Tswift, run: Path, tmp_path: Path) -> None:
     result = tswift("verify", run, "--json", tmp_path / "found.json")
-    assert result.code == 0, result.err
-    assert result.err == ""
+    assert (result.code, result.err) == (0, "")
     lines = [line.split() for line in result.out.decode().splitlines()]
     assert lines[2][:3] == ["drawn", "exactly", str(LENGTH)]
     assert lines[3:5] == [["within", "rounding", "0", "-", "-"], ["violations", "0", "-", "-"]]
-    assert "passes of different widths differ by up to" in result.out.decode()
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["ok"] is True
-    assert (found["schema"], found["tokens"], found["exact"]) == (1, LENGTH, LENGTH)
-    assert (found["violations"], found["within_rounding"], found["findings"]) == (0, 0, [])
-    assert found["source"] == str(run)
-    assert (found["kind"], found["command"][:2]) == ("verify", ["tswift", "verify"])
-    assert found["seed"] == 5
-    assert found["model"]["dtype"] == "float64"
+    expected = {"ok": True, "schema": 1, "kind": "verify", "tokens": LENGTH, "exact": LENGTH, "seed": 5}
+    expected |= {"violations": 0, "within_rounding": 0, "findings": [], "source": str(run)}
+    assert {name: found[name] for name in expected} == expected
+    assert (found["command"][:2], found["model"]["dtype"]) == (["tswift", "verify"], "float64")
     assert 0 < found["measured"] < found["bound"] < 1e-9
     assert 0 < found["least_lead"] < found["greatest_lead"]
     assert found["seconds"] > 0
+    result = tswift("verify", run, "--json", "-", "--quiet", "--dtype", "float32")
+    found = json.loads(result.out)
+    assert (result.err, found["model"]["dtype"]) == ("", "float32")
+    assert found["measured"] > 1e-9
+    assert found["exact"] >= LENGTH - 1
 
 
 @pytest.mark.slow
-def test_an_exact_run(tswift, prompt: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_an_exact_run(tswift: Tswift, prompt: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = ["--model", "demo", "--prompt", prompt, "--len", 60, "--dtype", "bfloat16", *SAMPLING]
     assert tswift("generate", *words, "--out", out, "--quiet").code == 0
@@ -100,7 +102,7 @@ def test_an_exact_run(tswift, prompt: Path, tmp_path: Path) -> None:  # type: ig
     assert found["levels"][0]["observed"] == found["within_rounding"]
 
 
-def test_another_bias_is_seen(tswift, run: Path, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_another_bias_is_seen(tswift: Tswift, run: Path, checkpoint: Path, tmp_path: Path) -> None:
     words = ["--model", checkpoint, "--prompt-text", TEXT, "--seed", 5, "--dtype", "float64", *SAMPLING]
     bias = ["--logit-bias", "40=4,41=-100", "--logit-bias", "42=1"]
     made = ["generate", *words, "--len", LENGTH, "--quiet", "--out"]
@@ -120,7 +122,7 @@ def test_another_bias_is_seen(tswift, run: Path, checkpoint: Path, tmp_path: Pat
     assert (refused.code, refused.err.startswith("tswift: error: --logit-bias: ")) == (2, True)
 
 
-def test_violations(tswift, run: Path) -> None:  # type: ignore[no-untyped-def]
+def test_violations(tswift: Tswift, run: Path) -> None:
     alter(run / "tokens.u32", [7])
     result = tswift("verify", run)
     assert result.code == 1
@@ -135,16 +137,7 @@ def test_violations(tswift, run: Path) -> None:  # type: ignore[no-untyped-def]
     assert f"and {found['violations'] - 20} more" in tswift("verify", run).out.decode()
 
 
-def test_quiet_and_another_dtype(tswift, run: Path) -> None:  # type: ignore[no-untyped-def]
-    result = tswift("verify", run, "--json", "-", "--quiet", "--dtype", "float32")
-    assert result.err == ""
-    found = json.loads(result.out)
-    assert found["model"]["dtype"] == "float32"
-    assert found["measured"] > 1e-9
-    assert found["exact"] >= LENGTH - 1
-
-
-def test_a_text_and_its_options(tswift, run: Path, prompt: Path, checkpoint: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_text_and_its_options(tswift: Tswift, run: Path, prompt: Path, checkpoint: Path) -> None:
     words = ["verify", "--tokens", run / "tokens.u32", "--prompt", prompt, "--model", checkpoint, *SAMPLING]
     words += ["--dtype", "float64"]
     assert tswift(*words, "--seed", 5).code == 0
@@ -152,7 +145,7 @@ def test_a_text_and_its_options(tswift, run: Path, prompt: Path, checkpoint: Pat
         assert tswift(*words, *wrong).code == 1, wrong
 
 
-def test_stop_at_eos(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_stop_at_eos(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:
     sampling = ["--temperature", 100, "--min-p", 0, "--seed", 4, "--stop-at-eos"]
     words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 3000, "--method", "ar", "--quiet"]
     assert tswift(*words, *sampling, "--out", tmp_path / "run").code == 0
@@ -166,7 +159,7 @@ def test_stop_at_eos(tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> 
     assert b" inf " in result.out
 
 
-def test_generate_verify(tswift, checkpoint: Path, prompt: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_generate_verify(tswift: Tswift, checkpoint: Path, prompt: Path, tmp_path: Path, monkeypatch: Any) -> None:
     out = tmp_path / "run"
     words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 40, "--verify", "--out"]
     result = tswift(*words, out)
@@ -189,19 +182,16 @@ def test_generate_verify(tswift, checkpoint: Path, prompt: Path, tmp_path: Path,
     assert json.loads((tmp_path / "broken" / "verify.json").read_text())["ok"] is False
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# what is said of an audit
+# --- what is said of an audit
+
+VIOLATIONS = tuple(Finding(index, index + 10, 7, 8, None if index > 10 else 0.5, VIOLATION) for index in range(9, 34))
+ROUNDED = (Finding(3, 13, 7, 8, 0.01, WITHIN), Finding(5, 15, 7, 8, 0.02, WITHIN))
+LEVELS = (Level(0.0, 2, 3.25, 9), Level(0.02, 2, 0.5, 4))
+WHOLE = Audit(4000, 3998, ROUNDED, 0.02, 0.5, 0.04, 0.001, 9.0, 2.0, None, LEVELS, 700)
 
 
-FOUND = (
-    Finding(3, 13, 7, 8, 0.01, WITHIN),
-    Finding(5, 15, 7, 8, 0.02, WITHIN),
-    *(Finding(index, index + 10, 7, 8, None if index > 10 else 0.5, VIOLATION) for index in range(9, 34)),
-)
-
-
-def test_what_is_said() -> None:
-    said = verdict(Audit(4000, 3973, FOUND, 0.02, 0.5, 0.04, 0.001, 9.0, 2.0)).plain()
+def test_the_table() -> None:
+    said = verdict(Audit(4000, 3973, (*ROUNDED, *VIOLATIONS), 0.02, 0.5, 0.04, 0.001, 9.0, 2.0)).plain()
     rows = [line.split() for line in said.splitlines()]
     assert rows[0] == ["4,000", "tokens", "judged", "in", "2.0", "s"]
     assert rows[2:5] == [
@@ -209,40 +199,35 @@ def test_what_is_said() -> None:
         ["within", "rounding", "2", "0.01", "0.02"],
         ["violations", "25", "0.5", "0.5"],
     ]
-    assert "differ by up to 0.02 in a logit; within rounding is up to 0.04" in said
     assert said.endswith("(from 0) " + ", ".join(map(str, range(9, 29))) + " and 5 more\n")
-
-
-def test_what_is_said_of_the_whole_text_and_of_what_is_not_seen() -> None:
-    levels = (Level(0.0, 2, 3.25, 9), Level(0.02, 2, 0.5, 4))
-    audit = Audit(4000, 3998, FOUND[:2], 0.02, 0.5, 0.04, 0.001, 9.0, 2.0, None, levels, 700)
-    assert audit.ok
-    said = verdict(audit, "it was made elsewhere").plain()
-    assert "it was made elsewhere" in said
-    assert "2 tokens within rounding, 3.2 expected, at most 9 at a false-alarm rate of 0.001" in said
-    assert "700 of 4,000 tokens have a competitor within rounding: an error that swaps only a few of those" in said
-    audit = replace(audit, levels=(levels[0], replace(levels[1], most=1)))
-    assert not audit.ok
-    assert audit.as_dict()["ok"] is False
-    assert audit.as_dict()["levels"][1] == {"margin": 0.02, "observed": 2, "expected": 0.5, "most": 1}
-    said = verdict(audit).plain()
-    assert "more than rounding explains: 2 tokens within rounding with a change above 0.02, 0.5 expected, at mo" in said
-    assert "3.2 expected" not in said
-
-
-def test_what_is_said_of_an_exact_run() -> None:
-    said = verdict(Audit(3, 3, (), 0.0, 1.0, 0.0, None, None, 2.0, 16)).plain()
-    assert "within rounding" not in said
-    assert "bit for bit: any changed token is seen" in said
-
-
-def test_nothing_to_say() -> None:
     said = verdict(Audit(3, 3, (), 0.0, 1.0, 0.0, None, None, 2.0)).plain()
     assert ["violations", "0", "-", "-"] in [line.split() for line in said.splitlines()]
-    assert "violations at" not in said
 
 
-def test_more_difference_than_rounding_makes_is_said() -> None:
-    found = Audit(3, 3, (), 5.0, 0.5, 10.0, None, None, 2.0)
-    assert not found.ok
-    assert "more than rounding can make, 0.5: these passes do not compute the same" in verdict(found).plain()
+@every_row(
+    ("audit", "ok", "said", "unsaid"),
+    [
+        (WHOLE, True, "differ by up to 0.02 in a logit; within rounding is up to 0.04", "violations at"),
+        (WHOLE, True, "2 tokens within rounding, 3.2 expected, at most 9 at a false-alarm rate of 0.001", "0.5 exp"),
+        (WHOLE, True, "700 of 4,000 tokens have a competitor within rounding: an error that swaps only a few", "more"),
+        (
+            replace(WHOLE, levels=(LEVELS[0], replace(LEVELS[1], most=1))),
+            False,
+            "more than rounding explains: 2 tokens within rounding with a change above 0.02, 0.5 expected, at most 1",
+            "3.2 expected",
+        ),
+        (Audit(3, 3, (), 0.0, 1.0, 0.0, None, None, 2.0, 16), True, "any changed token is seen", "within rounding"),
+        (
+            Audit(3, 3, (), 5.0, 0.5, 10.0, None, None, 2.0),
+            False,
+            "more than rounding can make, 0.5: these passes do not compute the same",
+            "any changed token",
+        ),
+    ],
+)
+def test_the_notes(audit: Audit, ok: bool, said: str, unsaid: str) -> None:
+    found = verdict(audit, "it was made elsewhere").plain()
+    assert "it was made elsewhere" in found
+    assert (said in found, unsaid in found, audit.ok, audit.as_dict()["ok"]) == (True, False, ok, ok)
+    if audit.levels:
+        assert audit.as_dict()["levels"][0] == {"margin": 0.0, "observed": 2, "expected": 3.25, "most": 9}

@@ -37,13 +37,9 @@ class Browser:
             port = found.getsockname()[1]
         self._base = f"http://127.0.0.1:{port}/session"
         self._driver = subprocess.Popen([str(DRIVER), f"--port={port}"], stdout=subprocess.DEVNULL)
-        arguments = [*ARGUMENTS, f"user-data-dir={folder / 'profile'}"]
-        options = {"binary": CHROMIUM, "args": [f"--{argument}" for argument in arguments]}
-        wanted = {
-            "browserName": "chrome",
-            "goog:chromeOptions": options,
-            "goog:loggingPrefs": {"browser": "ALL"},
-        }
+        arguments = [f"--{argument}" for argument in (*ARGUMENTS, f"user-data-dir={folder / 'profile'}")]
+        wanted = {"browserName": "chrome", "goog:chromeOptions": {"binary": CHROMIUM, "args": arguments}}
+        wanted["goog:loggingPrefs"] = {"browser": "ALL"}
         for _ in range(100):
             try:
                 found = self._ask("POST", "", {"capabilities": {"alwaysMatch": wanted}})
@@ -123,12 +119,9 @@ def test_the_page_writes_a_text(browser: Browser, checkpoint: Path, tmp_path: Pa
     figures = stored["figures"]
     assert browser.run(text_of("per_pass")) == f"{figures['tokens_per_pass']:.2f}"
     assert float(browser.run(text_of("alpha"))) > 0
-    shown = browser.run("return bars.length && bars.every(bar => bar.accepted <= bar.drafted)")
-    assert shown
-    painted = (
-        "const c = at('chart'); return [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data].some(x => x)"
-    )
-    assert browser.run(painted)
+    assert browser.run("return bars.length && bars.every(bar => bar.accepted <= bar.drafted)")
+    painted = "c.getContext('2d').getImageData(0, 0, c.width, c.height).data].some(x => x)"
+    assert browser.run(f"const c = at('chart'); return [...{painted}")
     assert browser.complaints() == []
 
 
