@@ -60,19 +60,10 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFCHR: 
 
 
 def read_file(path: Path, most: int, option: str | None = None, missing: str | None = None) -> bytes:
-    """All bytes of a file.
+    """All bytes of a file; InputError, naming ``option``, if it cannot be read, or has more than ``most`` bytes.
 
     A device or a named pipe is not opened: it might never end, or never begin. A pipe that a shell has opened already,
-    as for ``<(command)``, is read.
-
-    Args:
-        path: the file.
-        most: maximum size in bytes.
-        option: what the user named it with, for the error.
-        missing: the error's message if there is no such file.
-
-    Raises:
-        InputError: there is no such file, it is none, it cannot be read, or it has more bytes.
+    as for ``<(command)``, is read. ``missing`` is the error's message if there is no such file.
     """
     try:
         status = os.stat(path)
@@ -93,12 +84,7 @@ def read_file(path: Path, most: int, option: str | None = None, missing: str | N
 
 
 def read_stream(file: BinaryIO, most: int, name: str, option: str | None = None, size: int = 0) -> bytes:
-    """All bytes of an open file that is called ``name``, of at least ``size`` and at most ``most`` bytes.
-
-    Raises:
-        InputError: it has more bytes.
-        OSError: it cannot be read.
-    """
+    """All bytes of an open file called ``name``, of at least ``size``; InputError if there are more than ``most``."""
     data = b"" if size > most else file.read(most + 1)
     if max(size, len(data)) > most:
         raise InputError(f"{name} is too large, more than {most:,} bytes are not read", option)
@@ -106,11 +92,7 @@ def read_stream(file: BinaryIO, most: int, name: str, option: str | None = None,
 
 
 def parse_json(data: bytes, name: object, option: str | None = None) -> Any:
-    """The value of JSON in UTF-8, from a file that is called ``name``.
-
-    Raises:
-        InputError: it is no JSON, or nested too deeply.
-    """
+    """The value of JSON in UTF-8, from a file called ``name``; InputError if it is none, or nested too deeply."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):  # no UTF-8 is a ValueError too, and so is a number of too many digits

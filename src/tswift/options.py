@@ -78,11 +78,7 @@ def type_of(kind: Hashable, name: str) -> tuple[Any, bool]:
 
 
 def check_options(options: Any) -> None:
-    """Check every option of a dataclass instance: its type, its range, its choices.
-
-    Raises:
-        InputError: the first wrong one, by its field's name.
-    """
+    """Check the type, range and choices of every option of a dataclass; InputError names the first wrong one."""
     for each, carried in options_of(options):
         value = getattr(options, each.name)
         kind: Any = type(options)
@@ -140,11 +136,7 @@ def _number(value: Any) -> str:
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """The numbers of ``1000,20_000``.
-
-    Raises:
-        InputError: it is no such thing.
-    """
+    """The numbers of ``1000,20_000``; InputError if it is no such thing."""
     try:
         return tuple(int(word.replace("_", "")) for word in text.split(","))
     except ValueError:

@@ -57,7 +57,7 @@ def serving(model: LoadedModel, folder: Path) -> Iterator[Service]:
         yield service
     finally:
         service.close()
-        service.join()
+        service.thread.join()
 
 
 @pytest.fixture

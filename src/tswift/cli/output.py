@@ -53,14 +53,14 @@ def visible(text: str) -> str:
     Names of files and models come from outside: a terminal must not be told by them to move its cursor, change its
     colours or turn its text round.
     """
-    if text.isprintable():
-        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def one_line(message: str) -> str:
     """A message as one visible line of words, none of them endless."""
-    return " ".join(_shortened(visible(word)) for word in message.split())
+    half = _LONGEST_WORD // 2
+    words = [visible(word) for word in message.split()]
+    return " ".join(word if len(word) <= 2 * half else f"{word[:half]}...{word[-half:]}" for word in words)
 
 
 def complain(message: str) -> None:
@@ -82,17 +82,8 @@ def loading(what: str, quiet: bool) -> Iterator[None]:
         raise
 
 
-def _shortened(word: str) -> str:
-    half = _LONGEST_WORD // 2
-    return word if len(word) <= _LONGEST_WORD else f"{word[:half]}...{word[-half:]}"
-
-
 def write_stdout(text: str) -> None:
-    """Write to stdout at once.
-
-    Raises:
-        Exit: nobody reads it any more. Typer would say 1, which here means a regression or a violation.
-    """
+    """Write to stdout at once; Exit if nobody reads it. Typer would say 1, which here means a regression."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # what it has no character for
@@ -176,7 +167,12 @@ def writable(path: Path | None) -> Output:
             raise OSError(ELOOP, os.strerror(ELOOP))
         if real.exists() and not real.is_file():
             raise InputError(f"{path} is no file; - is stdout", "json")
-        _try(real)
+        if real.exists() and not os.access(real, os.W_OK):
+            raise PermissionError(EACCES, os.strerror(EACCES))
+        with TemporaryFile(dir=real.parent):  # as one is made beside it
+            pass
+        with suppress(FileNotFoundError):
+            real.with_name(f"{real.name}.new").stat()  # a name that is too long
     except InputError:
         raise
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop, up to Python 3.12
@@ -185,20 +181,6 @@ def writable(path: Path | None) -> Output:
     except ValueError:  # a NUL in the name, or incomplete UTF-8
         raise InputError(f"invalid file name {path}", "json") from None
     return Output(real)
-
-
-def _try(path: Path) -> None:
-    """See that a file of this name, and one beside it, can be made; what is there is left as it is.
-
-    Raises:
-        OSError: one cannot.
-    """
-    if path.exists() and not os.access(path, os.W_OK):
-        raise PermissionError(EACCES, os.strerror(EACCES))
-    with TemporaryFile(dir=path.parent):
-        pass
-    with suppress(FileNotFoundError):
-        path.with_name(f"{path.name}.new").stat()  # a name that is too long
 
 
 def _plain(value: Any) -> Any:
@@ -296,11 +278,7 @@ class Display(Bars):
             self._console.print()  # the text need not have ended its line
 
     def show(self, text: str, stats: DecodeStats) -> None:
-        """Show new text and the figures so far.
-
-        Raises:
-            BrokenPipeError: nobody reads stdout any more.
-        """
+        """Show new text and the figures so far; OSError if nobody reads stdout any more."""
         if self._through_bar:
             self._print_lines(text)
         elif text:
@@ -346,7 +324,7 @@ class Display(Bars):
         self._console.print(table, highlight=False)
 
     def _print_lines(self, text: str) -> None:
-        # Text and bar share a terminal, so text goes above the bar by whole lines, folded to the width.
+        # text and bar share a terminal, so text goes above the bar by whole lines, folded to the width
         *lines, self._line = (self._line + text).split("\n")
         while len(self._line) >= self._console.width:
             cut = self._line.rfind(" ", 1, self._console.width)

@@ -269,4 +269,4 @@ def serve(
                 raise typer.Exit(getattr(stop, "code", INTERRUPTED)) from None
             finally:
                 service.close()
-                service.join()
+                service.thread.join()

@@ -139,8 +139,7 @@ class Job:
         """Run to the end, or until something stops it. Whatever does, what was made until then is saved.
 
         Args:
-            show: called after the prefill (with no text) and after every step, with the new text and the figures so
-                far. Whatever it raises ends the job as interrupted.
+            show: called after the prefill and after every step, with the new text and the figures so far.
             show_prefill: called with the tokens prefilled so far and their number.
             signals: entered by the caller. The first to stop lets the step under way be finished.
 
@@ -292,18 +291,13 @@ def start(
     loaded: LoadedModel | None = None,
     ids: Sequence[int] | None = None,
 ) -> Job:
-    """Make the run's folder, load the model: a job ready to run.
+    """Make the run's folder, load the model: a job ready to run. InputError leaves no folder behind.
 
     Args:
-        config: what is asked for.
         command: the words of the command line, for ``run.json``.
         ranks: those that do it together, of which this is the first; the others follow (``tswift.cli.generate``).
-        text: the prompt, if it was read already.
+        text, ids: the prompt, or its token ids, if they are known already.
         loaded: the model, if it was loaded already; as ``config`` says, and perhaps with more to draft with.
-        ids: the prompt's token ids, if they are known already.
-
-    Raises:
-        InputError: something asked for cannot be done. No folder is left behind then.
     """
     params, how = config.params(), config.loading()
     text = config.read(config.model) if text is None and ids is None else text or ""
@@ -363,13 +357,10 @@ def resume(
     """A job that goes on with a run; None if that is finished.
 
     Args:
-        path: the run's folder.
         asked: options that were typed, by the names that :meth:`RunConfig.of` takes. Those that could change the
             text must be the run's own.
         discard_damaged: go on from the last sound token where something after it is broken.
-        command: the words of the command line, for ``run.json``.
-        ranks: as :func:`start` takes them; they need not be as many as before.
-        loaded: as :func:`start` takes it.
+        command, ranks, loaded: as :func:`start` takes them; the ranks need not be as many as before.
 
     Raises:
         InputError: no run, one that is in use, broken or made by another model, or an option in conflict with it.

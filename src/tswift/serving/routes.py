@@ -116,7 +116,7 @@ class Api:
     # --- what is there
 
     async def _health(self, request: HttpRequest) -> Response:
-        decodes = self._service.decodes
+        decodes = self._service.thread.is_alive()
         about = {"status": "ok" if decodes else "the thread that decodes has ended", "model": self._model.name}
         return JSONResponse({**about, "version": tswift.__version__}, 200 if decodes else 503)
 
@@ -238,14 +238,10 @@ class Api:
     def _show(self, request: HttpRequest) -> Response:
         run = self._service.find(request.path_params["id"])
         about = {
-            "id": run.id,
-            "object": "run",
+            **run.brief(),
             "created": run.created,
-            "state": run.state,
             "reason": run.reason or None,
-            "method": run.config.method,
             "seed": run.config.seed,
-            "max_tokens": run.config.length,
             "finish_reason": run.finish_reason,
             "figures": run.figures(),
             "usage": _usage(run),
@@ -279,7 +275,7 @@ class Api:
         await run_in_threadpool(self._service.cancel, run)
         while run.open:
             await asyncio.sleep(_LOOK_SECONDS)
-        return JSONResponse({"id": run.id, "object": "run", "state": run.state, "tokens": run.stats.tokens})
+        return JSONResponse(run.brief())
 
 
 class Logprobs:

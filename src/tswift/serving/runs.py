@@ -122,6 +122,18 @@ class Run:
         self.tokens.append(tokens)
         self.ends.append(len(self.text))
 
+    def brief(self) -> dict[str, Any]:
+        """What a list says of it."""
+        return {
+            "id": self.id,
+            "object": "run",
+            "state": self.state,
+            "tokens": self.stats.tokens,
+            "max_tokens": self.config.length,
+            "method": self.config.method,
+            "tokens_per_second": self.stats.tokens_per_second or None,
+        }
+
     def figures(self) -> dict[str, Any]:
         """What was counted and measured so far."""
         stats = self.stats
@@ -212,8 +224,8 @@ class Service:
         self._turns: SimpleQueue[Run | None] = SimpleQueue()
         self._closing, self._speed = False, 0.0  # of the last run, in tokens/s
         self._recover()
-        self._thread = threading.Thread(target=self._work, name="decoding")
-        self._thread.start()
+        self.thread = threading.Thread(target=self._work, name="decoding")
+        self.thread.start()
 
     def close(self) -> None:
         """Stop the run that decodes, with everything saved. What is open goes on when a server starts again."""
@@ -224,15 +236,6 @@ class Service:
                 if run.state == QUEUED:
                     run.state = INTERRUPTED
         self._turns.put(None)
-
-    def join(self) -> None:
-        """Wait for the thread."""
-        self._thread.join()
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the thread that decodes is alive."""
-        return self._thread.is_alive()
 
     # --- what clients ask for
 
@@ -284,26 +287,11 @@ class Service:
         )
 
     def _listed(self, path: Path) -> dict[str, Any]:
-        about = {"id": path.name, "object": "run"}
         try:
-            run = self._runs.get(path.name) or self._read(path, whole=False)
+            return (self._runs.get(path.name) or self._read(path, whole=False)).brief()
         except InputError:
-            return {
-                **about,
-                "state": BROKEN,
-                "tokens": 0,
-                "max_tokens": None,
-                "method": None,
-                "tokens_per_second": None,
-            }
-        return {
-            **about,
-            "state": run.state,
-            "tokens": run.stats.tokens,
-            "max_tokens": run.config.length,
-            "method": run.config.method,
-            "tokens_per_second": run.stats.tokens_per_second or None,
-        }
+            rest = dict.fromkeys(("max_tokens", "method", "tokens_per_second"))
+            return {"id": path.name, "object": "run", "state": BROKEN, "tokens": 0, **rest}
 
     def resume(self, name: str, length: int | None = None) -> Run:
         """Go on with a run, or follow it if it is open already; a larger length goes on with a finished one."""
