@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def changed(checkpoint: Path, folder: Path, **changes: object) -> str:
     return str(folder)
 
 
-def refuse(model: str, match: str, option: str = "model", **options: str) -> None:
+def refuse(model: str, match: str, option: str = "model", **options: Any) -> None:
     """See that a model is not loaded, and that one line says why."""
     with pytest.raises(InputError, match=match) as caught:
         load(model, **options)

@@ -43,43 +43,26 @@ from tswift.models.target import Target
 REASON = why_not("native", torch.float32, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 VOCAB = 97
-KINDS_OF_MODEL = {
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
-    "rotary": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10_000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 1024,
-            }
-        },
-    ),
+    "rotary": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN}),
+    # sizes that fill no vector
+    **{f"of {inner}": (LlamaConfig, LlamaForCausalLM, {"intermediate_size": inner}) for inner in (50, 57, 172)},
 }
+SHAPE = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "head_dim": 16}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 
 
 def network(kind: str = "llama", half: bool = False, **changed: object) -> PreTrainedModel:
-    config, model, about = KINDS_OF_MODEL[kind]
-    shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": 48,
-        "intermediate_size": 72,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": False,
-    }
+    config, model, about = KINDS[kind]
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        made = model(config(**{**shape, **about, **changed})).eval().requires_grad_(False)
+        settings = {**SHAPE, "initializer_range": 0.3, "tie_word_embeddings": False, **about, **changed}
+        made = model(config(**settings)).eval().requires_grad_(False)
         for name, weight in made.named_parameters():
             if "norm" in name or "bias" in name:
                 nn.init.normal_(weight, 1 if "norm" in name else 0, 0.2)
@@ -111,39 +94,25 @@ def tree_of(nodes: int, held: int, seed: int = 0) -> tuple[Tensor, Tensor, Tenso
     return torch.tensor(tree.tokens), torch.tensor(tree.depths) + held, tree.ancestors()
 
 
-@pytest.mark.parametrize(
-    ("kind", "half"), [*((kind, kind in ("llama", "qwen3")) for kind in KINDS_OF_MODEL), ("llama", False)]
-)
+@pytest.mark.parametrize(("kind", "half"), [*((kind, kind in ("llama", "qwen3")) for kind in KINDS), ("llama", False)])
 def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
     target = target_of(kind, half)
     assert target.program is not None
     assert compiled(target, "") == PROGRAM
     for held, nodes in ((0, 1), (0, 7), (200, 1), (200, 23), (130, 64)):
-        tokens, positions, ancestors = tree_of(nodes, held)
-        kv = filled(target, held, nodes)
-        untapped = target.forward(tokens, positions, kv, ancestors)
+        tree, kv, passes = tree_of(nodes, held), filled(target, held, nodes), []
+        untapped = target.forward(*tree[:2], kv, tree[2])
         target.tap()
         target.tap_layers([1, 0, 1])
-        ours = target.forward(tokens, positions, kv, ancestors)
-        assert torch.equal(ours.hidden, untapped.hidden)
-        logits, written = target.logits(ours.hidden), [kv.keys.clone(), kv.values.clone()]
-        target.program, program = None, target.program
-        theirs = target.forward(tokens, positions, kv, ancestors)
-        wanted = target.logits(theirs.hidden)
-        target.program = program
-        assert ours.raw is not None
-        assert theirs.raw is not None
-        assert ours.taps is not None
-        assert theirs.taps is not None
-        for own, other in (
-            (logits, wanted),
-            (ours.hidden, theirs.hidden),
-            (ours.raw, theirs.raw),
-            (ours.taps, theirs.taps),
-            (written[0], kv.keys),
-            (written[1], kv.values),
-            (torch.stack(ours.queries), torch.stack([query[:, :nodes] for query in theirs.queries])),
-        ):
+        for program in (target.program, None):
+            kept, target.program = target.program, program
+            out = target.forward(*tree[:2], kv, tree[2])
+            queries = torch.stack([query[:, :nodes] for query in out.queries])
+            cache = kv.keys.clone(), kv.values.clone()
+            passes.append((out.hidden, out.raw, out.taps, queries, target.logits(out.hidden), *cache))
+            target.program = kept
+        assert torch.equal(passes[0][0], untapped.hidden)
+        for own, other in zip(*passes, strict=True):
             assert own.shape == other.shape
             assert torch.allclose(own, other, rtol=1e-4, atol=1e-4 * float(other.std()))
 
@@ -215,24 +184,18 @@ def test_what_is_broken_in_a_prompt_is_told(prompt: list[int]) -> None:
 
 
 def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Integers of a few steps would all be as good as 0."""
+    """Integers of a few steps would all be as good as 0; and nothing is filled up."""
     target, held = target_of(kv_dtype=torch.int16), list[Tensor]()
     compiled_pass = PassProgram.__call__
 
     def watched(self: PassProgram, tokens: Tensor, positions: Tensor, kv: FullKV, *rest: Any) -> Any:
-        held.append(torch.stack([kv.shape.widened(kv.keys[0, :, : kv.length], 0, 0)]))
+        held.append(kv.shape.widened(kv.keys[0, :, : kv.length], 0, 0))
         return compiled_pass(self, tokens, positions, kv, *rest)
 
     monkeypatch.setattr(PassProgram, "__call__", watched)
     target.width = 16
-    fingerprint(target)
-    assert 0.9 < held[0].std() < 1.1
-
-
-def test_passes_of_a_fixed_width_are_exact_without_being_filled_up() -> None:
-    target = target_of()
-    target.width = 16
     assert fingerprint(target) == fingerprint(target)
+    assert 0.9 < held[0].std() < 1.1
     tree, kv = tree_of(17, 0), filled(target, 0, 17)
     with pytest.raises(ValueError, match="does not fit"):
         target.forward(*tree[:2], kv, tree[2])
@@ -302,7 +265,7 @@ def test_what_there_is_no_program_for(made, why: str) -> None:
         PassProgram(made())
 
 
-def test_a_program_that_computes_something_else_is_not_used(monkeypatch) -> None:
+def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(monkeypatch) -> None:
     right = PassProgram.__call__
 
     def wrong(self, *given):
@@ -310,18 +273,18 @@ def test_a_program_that_computes_something_else_is_not_used(monkeypatch) -> None
         found.hidden.mul_(1.01)
         return found
 
-    monkeypatch.setattr(PassProgram, "__call__", wrong)
-    target = target_of()
-    assert target.program is None
-    assert compiled(target, "") == "eager"
-
-
-def test_without_a_compiler_pytorch_computes(monkeypatch) -> None:
-    def refuse(network: PreTrainedModel) -> PassProgram:
+    def unbuilt(network: PreTrainedModel) -> PassProgram:
         raise Unbuilt("needs a C compiler")
 
-    monkeypatch.setattr(adapting, "PassProgram", refuse)
+    monkeypatch.setattr(PassProgram, "__call__", wrong)
+    target = target_of()
+    assert (target.program, compiled(target, "")) == (None, "eager")
+    monkeypatch.setattr(adapting, "PassProgram", unbuilt)
     assert target_of().program is None
+    monkeypatch.undo()
+    # the text that is tried when a model is loaded is shorter than any window
+    model = target_of("mistral", sliding_window=40)
+    assert (bool(model.special), model.program) == (True, None)
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -346,10 +309,11 @@ def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingP
         assert known == (tokens.flatten().tolist(), scores.flatten().tolist())
 
 
-def test_weights_that_are_no_plain_numbers_bound_no_integers() -> None:
-    class Quantised(Tensor):
-        pass
+class Quantised(Tensor):
+    pass
 
+
+def test_weights_that_are_no_plain_numbers_bound_no_integers() -> None:
     model = network()
     layer = model.model.layers[1].self_attn.v_proj
     layer.weight = nn.Parameter(layer.weight.as_subclass(Quantised), requires_grad=False)
@@ -369,8 +333,6 @@ def test_changed_weights_bound_integers_anew(program: bool) -> None:
     after, expected = (FullKV(each.kv_shape, 59) for each in (target, fresh))
     target.prefill(prompt, after)
     fresh.prefill(prompt, expected)
-    assert target.kv_shape.steps is not None
-    assert fresh.kv_shape.steps is not None
     assert torch.equal(target.kv_shape.steps, fresh.kv_shape.steps)
     assert (after.values.int() - expected.values.int()).abs().max() < (1 if program else 100)
 
@@ -385,27 +347,3 @@ def test_changed_weights_are_packed_anew() -> None:
     assert target.program is not None
     fresh = wrap_model(target.model, "m", "native")
     assert before != after == decode_method("ar", fresh, prompt, SamplingParams(), 3, 40)
-
-
-def test_a_model_with_windows_has_none() -> None:
-    """The text that is tried when a model is loaded is shorter than any window."""
-    model = wrap_model(network("mistral", sliding_window=40), "some/model", "native")
-    assert model.special
-    assert model.program is None
-
-
-@pytest.mark.parametrize("inner", [50, 57, 172])
-def test_sizes_that_fill_no_vector(inner: int) -> None:
-    plain = network("llama", intermediate_size=inner)
-    eager = Target(copy.deepcopy(plain), adapting.BACKENDS["sdpa"]())
-    model = wrap_model(plain, "some/model", "native")
-    assert model.program is not None
-    tokens = torch.arange(40) % VOCAB
-    for target in (model, eager):
-        kv = FullKV(target.kv_shape, 100)
-        for first in range(0, 40, 5):  # more rows than attention computes one by one
-            chunk = tokens[first : first + 5]
-            out = target.forward(chunk, torch.arange(first, first + 5), kv, None)
-            kv.advance(5)
-        target.found = target.logits(out.hidden)  # type: ignore[attr-defined]
-    torch.testing.assert_close(model.found, eager.found, rtol=1e-4, atol=1e-4)  # type: ignore[attr-defined]

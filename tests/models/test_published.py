@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.architectures import ARCHITECTURES, HIDDEN, checkpoint, stock, texts
 from tests.helpers import medusa_heads, tiny_llama
+from tests.models.refusals import refuse
 from tests.models.test_passes import LengthOnDevice
 from tests.published import (
     COUNT,
@@ -33,8 +34,7 @@ from tests.published import (
 from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
-from tswift.errors import InputError
-from tswift.models.heads import MedusaHeads, find_heads
+from tswift.models.heads import MedusaHeads
 from tswift.models.load import LoadedModel, load
 from tswift.models.target import Target
 
@@ -119,16 +119,12 @@ def test_heads_of_medusa_guess_side_by_side(base: Path, tmp_path: Path) -> None:
     assert first_guesses(model, "medusa", TEXT) == wanted
 
 
-LENGTHS = {"ar": 40, "medusa": 40, "tokenswift": 40}
-
-
 @pytest.mark.parametrize("kind", ["tokenswift", "medusa"])
 def test_every_method_writes_the_text_of_plain_decoding(base: Path, tmp_path: Path, kind: str) -> None:
-    if kind == "tokenswift":
-        model = load(str(tokenswift_model(base, tmp_path / "m")), dtype="float64", device="cpu")
-    else:
-        model = load(str(base), dtype="float64", device="cpu", heads=medusa_file(base, tmp_path))
-    found = texts(model, LENGTHS)
+    model = tokenswift_model(base, tmp_path / "m") if kind == "tokenswift" else base
+    heads = medusa_file(base, tmp_path) if kind == "medusa" else None
+    loaded = load(str(model), dtype="float64", device="cpu", heads=heads)
+    found = texts(loaded, {"ar": 40, "medusa": 40, "tokenswift": 40})
     assert found["medusa"] == found["tokenswift"] == found["ar"]
     assert len(set(found["ar"])) > 20
 
@@ -149,30 +145,34 @@ def test_the_states_before_the_norm_survive_passes_that_are_replayed() -> None:
     heads.pre_norm = False
 
 
-@pytest.mark.parametrize("where", ["one file", "no prefix", "medusa among the weights", "heads of ours beside them"])
-def test_where_heads_may_be(base: Path, tmp_path: Path, where: str) -> None:
-    folder = tmp_path / "m"
-    shutil.copytree(base, folder)
+@pytest.mark.parametrize(
+    ("where", "kind", "count"),
+    [
+        ("one file", "chained", 3),
+        ("no prefix", "chained", 3),
+        ("medusa among the weights", "medusa", 3),
+        ("heads of ours beside them", "medusa", 1),
+    ],
+)
+def test_where_heads_may_be(base: Path, tmp_path: Path, where: str, kind: str, count: int) -> None:
+    folder = shutil.copytree(base, tmp_path / "m")
     vocab = json.loads((base / "config.json").read_text())["vocab_size"]
     if where == "medusa among the weights":
         add_shard(folder, medusa_tensors(vocab, prefix="medusa_head."))
         say(folder, medusa_num_heads=COUNT, medusa_num_layers=1)
-    elif where == "no prefix":
-        add_shard(folder, tokenswift_tensors(prefix=""))
-        say(folder, medusa_heads=COUNT)
     else:
-        shards = [tokenswift_tensors(), *(load_file(path) for path in folder.glob("model-*.safetensors"))]
+        add_shard(folder, tokenswift_tensors(prefix="" if where == "no prefix" else "model."))
+        say(folder, medusa_heads=COUNT)
+    if where == "one file":
+        everything = {n: value for path in folder.glob("model-*.safetensors") for n, value in load_file(path).items()}
         for path in folder.glob("model*"):
             path.unlink()
-        everything = {name: value for shard in shards for name, value in shard.items()}
         save_file(everything, folder / "model.safetensors", metadata={"format": "pt"})
-        say(folder, medusa_heads=COUNT)
     if where == "heads of ours beside them":
         MedusaHeads(HIDDEN, 1, vocab).save(folder / "heads.safetensors")
     heads = load(str(folder), device="cpu").heads
     assert heads is not None
-    wanted = {"medusa among the weights": ("medusa", 3), "heads of ours beside them": ("medusa", 1)}
-    assert (heads.kind, heads.count) == wanted.get(where, ("chained", 3))
+    assert (heads.kind, heads.count) == (kind, count)
 
 
 def test_heads_of_a_model_of_the_hub(base: Path, tmp_path: Path, monkeypatch) -> None:
@@ -189,6 +189,8 @@ def test_heads_of_a_model_of_the_hub(base: Path, tmp_path: Path, monkeypatch) ->
 
 
 def changed(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    """Other tensors of heads."""
+
     def apply(folder: Path) -> None:
         path = next(iter(folder.glob("m*extra.safetensors")), folder / "medusa_lm_head.safetensors")
         tensors = load_file(path)
@@ -202,101 +204,70 @@ def changed(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], N
     return apply
 
 
+def cut(part: str, *sizes: int) -> Callable[[Path], None]:
+    """Tensors with a part in their name are cut to sizes."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name, value in tensors.items():
+            if part in name:
+                tensors[name] = value[tuple(map(slice, sizes[: value.dim()]))].clone()
+
+    return changed(change)
+
+
 def pickled(folder: Path) -> None:
     (folder / "medusa_lm_head.safetensors").unlink()
     (folder / "medusa_lm_head.pt").write_bytes(b"whatever")
 
 
 T = "model.medusa_layers"
-BAD_TOKENSWIFT = {
-    "another count": (lambda folder: say(folder, medusa_heads=4), "has 3 heads, its configuration says 4"),
-    "a tensor lost": (changed(lambda x: x.pop(f"{T}.1.linear.weight")), r"lacks heads\.1\.linear\.weight"),
-    "a tensor too wide": (
-        changed(lambda x: x.update({f"{T}.1.linear.weight": drawn(HIDDEN, 7)})),
-        r"of shape \[32, 7\]",
-    ),
-    "another hidden size": (changed(lambda x: halve(x)), "was made for hidden size 16, the model has 32"),
-    "not a number": (
-        changed(lambda x: x[f"{T}.0.linear.weight"].fill_(torch.nan)),
-        "something else than finite numbers",
-    ),
-}
+FIRST, SECOND = f"{T}.0.linear.weight", f"{T}.1.linear.weight"
+BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
+    ("tokenswift", lambda folder: say(folder, medusa_heads=4), "has 3 heads, its configuration says 4"),
+    ("tokenswift", changed(lambda x: x.pop(SECOND)), r"lacks heads\.1\.linear\.weight"),
+    ("tokenswift", changed(lambda x: x.update({SECOND: drawn(HIDDEN, 7)})), r"of shape \[32, 7\]"),
+    ("tokenswift", cut("", 16, 16), "was made for hidden size 16, the model has 32"),
+    ("tokenswift", changed(lambda x: x[FIRST].fill_(torch.nan)), "something else than finite numbers"),
+    ("medusa", lambda folder: say(folder, medusa_num_heads=5), "has 3 heads with 1 blocks, .* says 5 with 1"),
+    ("medusa", cut(".1.weight", 11), "was made for a vocabulary of 11, the model has"),
+    ("medusa", changed(lambda x: x.pop("1.0.linear.bias")), r"lacks heads\.1\.blocks\.0\.bias"),
+    ("medusa", changed(lambda x: x.update({"0.1.bias": drawn(4)})), r"has 0\.1\.bias, which no head"),
+    ("medusa", pickled, "a pickle, which could run code"),
+    ("medusa", lambda folder: (folder / "config.json").write_text("[1]"), "no JSON object"),
+]
 
 
-def halve(tensors: dict[str, Tensor]) -> None:
-    for name, value in tensors.items():
-        tensors[name] = value[tuple(slice(16) for _ in value.shape)].clone()
-
-
-BAD_MEDUSA = {
-    "more said than there": (
-        lambda folder: say(folder, medusa_num_heads=5),
-        "has 3 heads with 1 blocks, .* says 5 with 1",
-    ),
-    "another vocabulary": (changed(lambda x: shorten(x)), "was made for a vocabulary of 11, the model has"),
-    "a bias lost": (changed(lambda x: x.pop("1.0.linear.bias")), r"lacks heads\.1\.blocks\.0\.bias"),
-    "an LM head with a bias": (changed(lambda x: x.update({"0.1.bias": drawn(4)})), r"has 0\.1\.bias, which no head"),
-    "pickled": (pickled, "a pickle, which could run code"),
-    "a configuration that is a list": (lambda folder: (folder / "config.json").write_text("[1]"), "no JSON object"),
-}
-
-
-def shorten(tensors: dict[str, Tensor]) -> None:
-    for name, value in tensors.items():
-        if "linear" not in name:
-            tensors[name] = value[:11].clone()
-
-
-def refused(match: str, model: Path, heads: Path | None) -> None:
-    with pytest.raises(InputError, match=match) as error:
-        load(str(model), device="cpu", heads=heads)
-    assert error.value.field == "heads"
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", BAD_TOKENSWIFT)
-def test_models_whose_heads_are_broken(base: Path, tmp_path: Path, name: str) -> None:
-    folder = tokenswift_model(base, tmp_path / "m")
-    spoil, match = BAD_TOKENSWIFT[name]
+@pytest.mark.parametrize(("layout", "spoil", "match"), BROKEN)
+def test_heads_that_are_broken(base: Path, tmp_path: Path, layout: str, spoil, match: str) -> None:
+    folder = tokenswift_model(base, tmp_path / "m") if layout == "tokenswift" else medusa_file(base, tmp_path)
     spoil(folder)
-    refused(match, folder, None)
-
-
-@pytest.mark.parametrize("name", BAD_MEDUSA)
-def test_files_of_medusa_that_are_broken(base: Path, tmp_path: Path, name: str) -> None:
-    folder = medusa_file(base, tmp_path)
-    spoil, match = BAD_MEDUSA[name]
-    spoil(folder)
-    refused(match, base, folder)
+    model, heads = (folder, None) if layout == "tokenswift" else (base, folder)
+    refuse(str(model), match, "heads", heads=heads)
 
 
 def test_other_things_that_are_no_heads(base: Path, tmp_path: Path) -> None:
+    def refused(match: str, heads: Path) -> None:
+        refuse(str(base), match, "heads", heads=heads)
+
     (tmp_path / "heads.pt").write_bytes(b"whatever")
-    refused("is a pickle, which could run code when it is read; convert it", base, tmp_path / "heads.pt")
+    refused("is a pickle, which could run code when it is read; convert it", tmp_path / "heads.pt")
     (tmp_path / "empty").mkdir()
-    refused("there are no heads in", base, tmp_path / "empty")
-    refused("there are no heads in", base, base)
-    folder = tokenswift_model(base, tmp_path / "m")
-    lone = tmp_path / "lone"
+    refused("there are no heads in", tmp_path / "empty")
+    refused("there are no heads in", base)
+    folder, lone = tokenswift_model(base, tmp_path / "m"), tmp_path / "lone"
     lone.mkdir()
     shutil.copy(folder / "model-extra.safetensors", lone)
-    refused("has no rms_norm_eps in the configuration beside it", base, lone / "model-extra.safetensors")
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    (lone / "model.safetensors.index.json").write_text(json.dumps({**index, "weight_map": 3}))
-    refused("has no weight_map", base, lone)
-
-
-def test_a_shard_of_another_folder_is_not_read(base: Path, tmp_path: Path) -> None:
-    folder = tokenswift_model(base, tmp_path / "m")
-    shutil.move(folder / "model-extra.safetensors", tmp_path)
+    refused("has no rms_norm_eps in the configuration beside it", lone / "model-extra.safetensors")
     path = folder / "model.safetensors.index.json"
+    (lone / path.name).write_text(json.dumps({**json.loads(path.read_text()), "weight_map": 3}))
+    refused("has no weight_map", lone)
+    # a shard of another folder is not read
+    shutil.move(folder / "model-extra.safetensors", tmp_path)
     path.write_text(path.read_text().replace("model-extra", "../model-extra"))
-    with pytest.raises(InputError, match="there are no heads in"):
-        find_heads(folder)
+    refused("there are no heads in", folder)
 
 
 def test_a_model_without_a_final_norm_that_is_known(base: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "m"
-    opt = ARCHITECTURES["OPT"]
-    checkpoint(replace(opt, settings={**opt.settings, "do_layer_norm_before": False}), folder)
-    refused("does not go with this model, which has no final norm", folder, tokenswift_model(base, tmp_path / "t"))
+    opt, heads = ARCHITECTURES["OPT"], tokenswift_model(base, tmp_path / "t")
+    checkpoint(replace(opt, settings={**opt.settings, "do_layer_norm_before": False}), tmp_path / "m")
+    refuse(str(tmp_path / "m"), "does not go with this model, which has no final norm", "heads", heads=heads)
