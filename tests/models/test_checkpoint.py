@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
@@ -10,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig
 
 from tests.cli.bad_inputs.files import sparse
-from tests.cli.bad_inputs.models import config, edit_json, sharded
+from tests.cli.bad_inputs.models import config, edit_json, sharded, tensors
 from tests.conftest import make_checkpoint
 from tests.helpers import tiny_llama
+from tests.models.refusals import refuse
 from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.models import checkpoint as module
@@ -63,6 +62,10 @@ def _logits(model: Path) -> torch.Tensor:
             (folder / "model.safetensors").rename(folder / "blob"),
             (folder / "model.safetensors").symlink_to("blob"),  # as in the hub's cache
         ],
+        # buffers of integers and tensors that are none of the model's; an index beside a whole file is not read
+        tensors(lambda weights: weights.update({"model.layers.0.self_attn.masked_bias": torch.zeros(3).long()})),
+        tensors(lambda weights: weights.update({"model.medusa_layers.0.linear.weight": torch.zeros(32, 32)})),
+        edit_json("model.safetensors.index.json", lambda index: index.update(weight_map={"a": "../x"})),
     ],
 )
 def test_what_is_fine(folder: Path, checkpoint: Path, change: Callable[[Path], object]) -> None:
@@ -75,26 +78,15 @@ def stored(dtype: str, *shape: int) -> module.StoredTensor:
 
 
 def test_a_tied_head_need_not_be_stored(tmp_path: Path) -> None:
-    tied = LlamaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8)
-    tied.tie_word_embeddings = True
-    LlamaForCausalLM(tied).save_pretrained(tmp_path)
-    tensors = stored_tensors(tmp_path)
-    assert "lm_head.weight" not in tensors
-    refuse_misfit(AutoConfig.from_pretrained(tmp_path), tensors, "m")
-
-
-def test_buffers_of_integers_and_other_tensors_are_let_through(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.0.self_attn.masked_bias"] = torch.zeros(3, dtype=torch.int64)
-    weights["model.medusa_layers.0.linear.weight"] = torch.zeros(32, 32)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    load(str(folder))
+    make_checkpoint(tmp_path / "m", tie_word_embeddings=True)
+    there = stored_tensors(tmp_path / "m")
+    assert "lm_head.weight" not in there
+    refuse_misfit(AutoConfig.from_pretrained(tmp_path / "m"), there, "m")
 
 
 def test_far_fewer_weights_than_asked_for_take_no_memory(folder: Path) -> None:
     config(num_hidden_layers=9, intermediate_size=1 << 20, hidden_size=1 << 20, head_dim=1 << 18)(folder)
-    weights = load_file(folder / "model.safetensors")
-    save_file({f"other.{name}": weight for name, weight in weights.items()}, folder / "model.safetensors")
+    tensors(lambda weights: [weights.update({f"other.{name}": weights.pop(name)}) for name in list(weights)])(folder)
     with pytest.raises(InputError, match=r"model: .* has 39,072 weights, config.json asks for [0-9,]{17}"):
         load(str(folder))
 
@@ -102,18 +94,15 @@ def test_far_fewer_weights_than_asked_for_take_no_memory(folder: Path) -> None:
 def test_a_quantised_checkpoint_is_smaller_than_its_model(folder: Path) -> None:
     config(quantization_config={"quant_method": "nope"})(folder)
     wanted = AutoConfig.from_pretrained(folder)
-    packed = {"model.embed_tokens.weight": stored("I32", 320, 16)}  # an eighth, and of integers
-    refuse_misfit(wanted, packed, "m")
+    refuse_misfit(wanted, {"model.embed_tokens.weight": stored("I32", 320, 16)}, "m")  # an eighth, and of integers
     with pytest.raises(InputError, match=r"has 320 weights, config\.json asks for 39,072"):
         refuse_misfit(wanted, {"x": stored("I32", 320)}, "m")
 
 
-def test_the_text_model_of_a_composite_is_checked_too() -> None:
-    fine = {"model_type": "gemma3", "text_config": {"hidden_size": 8, "num_attention_heads": 4}}
-    refuse_numbers(fine, "m")
-    fine["text_config"] = {"hidden_size": 0}
-    with pytest.raises(InputError, match="model: m has hidden_size 0, which is no integer from 1 to "):
-        refuse_numbers(fine, "m")
+def test_possible_numbers() -> None:
+    refuse_numbers({"model_type": "gemma3", "text_config": {"hidden_size": 8, "num_attention_heads": 4}}, "m")
+    # one for every layer is left to the model
+    refuse_numbers({"model_type": "llama", "num_key_value_heads": [1, 2], "intermediate_size": [8, 9]}, "m")
 
 
 @every_row(
@@ -125,12 +114,10 @@ def test_the_text_model_of_a_composite_is_checked_too() -> None:
     ],
 )
 def test_impossible_numbers(name: str, value: object) -> None:
-    with pytest.raises(InputError, match=rf"^model: m has .*{name}"):
-        refuse_numbers({"model_type": "llama", "num_key_value_heads": 2, name: value}, "m")
-
-
-def test_a_number_for_every_layer_is_left_to_the_model() -> None:
-    refuse_numbers({"model_type": "llama", "num_key_value_heads": [1, 2], "intermediate_size": [8, 9]}, "m")
+    numbers = {"num_key_value_heads": 2, name: value}
+    for values in (numbers, {"text_config": numbers}):  # of a composite
+        with pytest.raises(InputError, match=rf"^model: m has .*{name}"):
+            refuse_numbers({"model_type": "llama", **values}, "m")
 
 
 def test_only_what_is_opened_is_looked_at(folder: Path) -> None:
@@ -139,12 +126,6 @@ def test_only_what_is_opened_is_looked_at(folder: Path) -> None:
     sparse(folder / "vocab.txt", 1 << 40)
     with pytest.raises(InputError, match=r"model: .*vocab.txt is too large, more than 256,000,000 bytes"):
         refuse_broken(folder)
-
-
-def test_an_index_is_not_read_beside_a_whole_file(folder: Path) -> None:
-    edit_json("model.safetensors.index.json", lambda index: index.update(weight_map={"a": "../x"}))(folder)
-    load(str(folder))
-    assert json.loads((folder / "model.safetensors.index.json").read_text())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,37 +154,21 @@ def test_another_sign_in_any_weight_is_another_network(weight: str) -> None:
     assert fingerprint_in_any_dtype(network) != before
 
 
-@pytest.fixture
-def other(tmp_path: Path) -> Path:
-    """A model of the same shape as the tiny checkpoint, trained otherwise."""
-    folder = make_checkpoint(tmp_path / "other")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"] *= -1
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.mark.parametrize("kind", [ChainedHeads, ConditionedHeads])
-def test_heads_remember_their_base_model(checkpoint: Path, other: Path, tmp_path: Path, kind: type) -> None:
-    path = tmp_path / "mine.safetensors"
-    network = load(str(checkpoint), dtype="float32").target.model
-    kind(32, 2).save(path, base=fingerprint_in_any_dtype(network))
-    for dtype in ("float64", "float32"):
-        loaded = load(str(checkpoint), dtype=dtype, heads=path, exact=False).heads
-        assert loaded is not None
-        assert loaded.base == fingerprint_in_any_dtype(network)
-    with pytest.raises(InputError, match=r"^heads: .*mine.safetensors was made for another model: ") as caught:
-        load(str(other), heads=path)
-    assert caught.value.field == "heads"
-
-
-def test_heads_without_memory_go_with_every_model(checkpoint: Path, other: Path, tmp_path: Path) -> None:
-    path = tmp_path / "mine.safetensors"
-    ChainedHeads(32, 2).save(path)
-    for model in (checkpoint, other):
-        loaded = load(str(model), heads=path).heads
-        assert loaded is not None
-        assert loaded.base is None
+def test_heads_remember_their_base_model(checkpoint: Path, tmp_path: Path, kind: type, tiny_shapes: None) -> None:
+    path, other = tmp_path / "mine.safetensors", make_checkpoint(tmp_path / "other")
+    tensors(lambda weights: weights["model.layers.0.mlp.up_proj.weight"].mul_(-1))(other)  # trained otherwise
+    base = fingerprint_in_any_dtype(load(str(checkpoint), dtype="float32").target.model)
+    for saved in (base, None):
+        kind(32, 2).save(path, base=saved)
+        for model, dtype in ((checkpoint, "float64"), (checkpoint, "float32"), ("shape:tiny", "float32")):
+            heads = load(str(model), dtype=dtype, heads=path, exact=False).heads
+            assert heads is not None
+            assert heads.base == saved
+        if saved is None:
+            assert load(str(other), heads=path).heads is not None
+        else:
+            refuse(str(other), r"^heads: .*mine.safetensors was made for another model: ", "heads", heads=path)
 
 
 def test_what_is_remembered_is_kept_when_saved_again(tmp_path: Path) -> None:
@@ -213,17 +178,3 @@ def test_what_is_remembered_is_kept_when_saved_again(tmp_path: Path) -> None:
     assert load_heads(path, 32, torch.float32, CPU).base == "abc"
     load_heads(path, 32, torch.float32, CPU).save(path, base="def")
     assert load_heads(path, 32, torch.float32, CPU).base == "def"
-
-
-@pytest.mark.parametrize("base", [7, [], {"a": 1}, True])
-def test_a_base_that_is_none(tmp_path: Path, base: object) -> None:
-    path = tmp_path / "mine.safetensors"
-    ChainedHeads(32, 2).save(path, base=base)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"heads: .* is not a tswift heads file \(its base is "):
-        load_heads(path, 32, torch.float32, CPU)
-
-
-def test_random_weights_take_heads_of_any_model(tiny_shapes: None, tmp_path: Path) -> None:
-    path = tmp_path / "mine.safetensors"
-    ChainedHeads(32, 2).save(path, base="abc")
-    assert load("shape:tiny", heads=path).heads is not None

@@ -52,9 +52,17 @@ def tapped(target: Target, text: Sequence[int]) -> torch.Tensor:
     return torch.cat(found)
 
 
-def remembered(network: DraftNetwork, text: Sequence[int], kv: WindowKV) -> torch.Tensor:
-    taps, places = tapped(network.target, text[:-1]), kv.staying(range(len(text) - 1))
-    slots, at = torch.tensor([kv.slot(place) for place in places]), torch.tensor(places)
+def window(network: DraftNetwork, budget: int, scratch: int) -> WindowKV:
+    return WindowKV(network.spec.kv_shape(torch.float64, torch.device("cpu")), budget, SINKS, scratch)
+
+
+@torch.inference_mode()
+def remembered(
+    network: DraftNetwork, text: Sequence[int], taps: torch.Tensor, kv: WindowKV, new: range
+) -> torch.Tensor:
+    """Take tokens of a text into a window; returns the state after the last."""
+    places = kv.staying(new)
+    at, slots = torch.tensor(places), torch.tensor([kv.slot(place) for place in places])
     state = network.remember(taps[at], torch.tensor(text)[at + 1], at, slots, kv)
     kv.hold(slots)
     return state[-1:]
@@ -65,11 +73,9 @@ def remembered(network: DraftNetwork, text: Sequence[int], kv: WindowKV) -> torc
 def test_logits_are_those_of_a_dense_recomputation(layout: str, budget: int, tmp_path: Path) -> None:
     network, text = load(drafter_folder(tmp_path, layout)), random_prompt(30, 3, VOCAB)
     levels, beam = min(3, network.spec.count), 2
-    kv = WindowKV(
-        network.spec.kv_shape(torch.float64, torch.device("cpu")), budget, SINKS, network.spec.slots(levels, beam)
-    )
+    kv = window(network, budget, network.spec.slots(levels, beam))
+    state = remembered(network, text, tapped(network.target, text[:-1]), kv, range(len(text) - 1))
     with torch.inference_mode():
-        state = remembered(network, text, kv)
         root, place = torch.tensor(text[-1:]), torch.tensor([len(text) - 1])
         begun = network.begin(state, root, place, kv, kv.held)
         # two branches that part at once, and swap places
@@ -120,13 +126,9 @@ def test_a_window_after_many_commits_is_made_from_scratch(tmp_path: Path) -> Non
         network = load(drafter_folder(tmp_path / layout, layout))
         taps, caches = tapped(network.target, text[:-1]), []
         for sizes in ([59], [7, 1, 3, 2, 20, 1, 5, 1, 1, 4, 3, 11]):
-            kv, start = WindowKV(network.spec.kv_shape(torch.float64, torch.device("cpu")), BUDGET, SINKS, 8), 0
+            kv, start = window(network, BUDGET, 8), 0
             for size in sizes:
-                places = kv.staying(range(start, start + size))
-                at, slots = torch.tensor(places), torch.tensor([kv.slot(place) for place in places])
-                with torch.inference_mode():
-                    network.remember(taps[at], torch.tensor(text)[at + 1], at, slots, kv)
-                kv.hold(slots)
+                remembered(network, text, taps, kv, range(start, start + size))
                 kv.keys[:, :, kv.scratch :] = torch.nan  # what a round leaves is not looked at
                 start += size
             assert start == 59
@@ -151,18 +153,19 @@ def test_what_a_folder_holds(layout: str, tmp_path: Path) -> None:
     assert found["parameters"] == sum(weight.numel() for weight in read.values())
 
 
-@pytest.mark.parametrize("ids", [[1, 3, 4], [2, 4, 5]])
-def test_taps_of_eagle_by_either_convention(ids: list[int], tmp_path: Path) -> None:
-    """Ids that begin with 1 name layers, others what goes into them (SGLang, pull request 25454)."""
-    nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
-    for layout, said in (("eagle-safeai", nested), ("eagle-speculators", {"eagle_aux_hidden_state_layer_ids": ids})):
-        assert find_drafter(drafter_folder(tmp_path / layout, layout, said)).spec.taps == (1, 3, 4)
+def test_taps_by_every_convention(tmp_path: Path) -> None:
+    """Ids that begin with 1 name layers, others what goes into them (SGLang, pull request 25454).
 
-
-def test_taps_of_evenly_spread_layers(tmp_path: Path) -> None:
-    """z-lab's rule where the ids are missing: round(1 + i (N - 4) / (layers - 1))."""
-    said = {"dflash_config": {"mask_token_id": 96}, "num_target_layers": LAYERS}
-    assert find_drafter(drafter_folder(tmp_path, "dflash", said)).spec.taps == (1, 5)
+    z-lab's rule where the ids are missing: round(1 + i (N - 4) / (layers - 1)).
+    """
+    rows: list[tuple[str, dict[str, object], tuple[int, ...]]] = [
+        ("dflash", {"dflash_config": {"mask_token_id": 96}, "num_target_layers": LAYERS}, (1, 5))
+    ]
+    for ids in ([1, 3, 4], [2, 4, 5]):
+        said = {"eagle_aux_hidden_state_layer_ids": ids}
+        rows += [("eagle-safeai", {"eagle_config": said}, (1, 3, 4)), ("eagle-speculators", said, (1, 3, 4))]
+    for number, (layout, config, taps) in enumerate(rows):
+        assert find_drafter(drafter_folder(tmp_path / str(number), layout, config)).spec.taps == taps
 
 
 @pytest.mark.parametrize(
@@ -206,19 +209,19 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
         find_drafter(folder)
 
 
-@pytest.mark.parametrize(
-    ("size", "reason"),
-    [
-        ((16, VOCAB, LAYERS), "hidden size 32, the model has 16"),
-        ((HIDDEN, 98, LAYERS), "a vocabulary of 97, the model has 98"),
-        ((HIDDEN, VOCAB, 5), "reads the states after layers 1, 4"),
-    ],
-)
-def test_another_target_is_refused_by_its_sizes(size: tuple[int, int, int], reason: str, tmp_path: Path) -> None:
-    found = find_drafter(drafter_folder(tmp_path, "dspark"))
+def test_another_target_is_refused_by_its_sizes(tmp_path: Path) -> None:
+    found = find_drafter(drafter_folder(tmp_path, "dspark", {"num_target_layers": LAYERS}))
     found.refuse_misfit(HIDDEN, VOCAB, LAYERS)
-    with pytest.raises(InputError, match=reason):
-        found.refuse_misfit(*size)
+    for size, reason in {
+        (16, VOCAB, LAYERS): "hidden size 32, the model has 16",
+        (HIDDEN, 98, LAYERS): "a vocabulary of 97, the model has 98",
+        (HIDDEN, VOCAB, 5): "a model of 8 layers, this one has 5",
+    }.items():
+        with pytest.raises(InputError, match=reason):
+            found.refuse_misfit(*size)
+    found = find_drafter(drafter_folder(tmp_path, "dspark"))
+    with pytest.raises(InputError, match="reads the states after layers 1, 4"):
+        found.refuse_misfit(HIDDEN, VOCAB, 5)
 
 
 @pytest.mark.parametrize(
@@ -230,9 +233,8 @@ def test_another_target_is_refused_by_its_sizes(size: tuple[int, int, int], reas
     ],
 )
 def test_broken_weights_are_refused(layout: str, name: str, value: torch.Tensor, reason: str, tmp_path: Path) -> None:
-    found = find_drafter(drafter_folder(tmp_path, layout, tensors={name: value}))
     with pytest.raises(InputError, match=reason):
-        found.load(target_of())
+        load(drafter_folder(tmp_path, layout, tensors={name: value}))
 
 
 @pytest.mark.parametrize(("model", "size"), [("qwen3-4b", 2.79e9), ("qwen3-8b", 4.74e9)])

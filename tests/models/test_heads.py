@@ -113,6 +113,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path, kind: str, raw: bool) 
         *(("hidden_size", value) for value in (0, 33, "32", float("nan"))),
         *(("eps", value) for value in (-1.0, float("inf"), float("nan"), None, "x")),
         *(("kind", ["chained"]), ("format", 7), ("raw", 3)),
+        *(("base", value) for value in (7, [], {"a": 1}, True)),
     ],
 )
 def test_a_header_that_says_something_impossible_is_refused(tmp_path: Path, field: str, value: object) -> None:

@@ -127,9 +127,9 @@ def test_a_window_beyond_the_maximum_that_is_named_is_seen() -> None:
 
 
 CPU = torch.device("cpu")
-MEMINFO = "MemTotal:       24000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8000000 kB\n"
+MEMORY = "MemTotal:       24000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8000000 kB\n"
 STAT = "anon 100\nfile 900\ninactive_anon 1\nactive_anon 2\ninactive_file 300\nactive_file 200\n"
-UNLIMITED = 9_223_372_036_854_771_712
+ALL = 8_192_000_000
 
 
 def left(monkeypatch: pytest.MonkeyPatch, root: Path, files: dict[str, str]) -> int | None:
@@ -143,50 +143,44 @@ def left(monkeypatch: pytest.MonkeyPatch, root: Path, files: dict[str, str]) -> 
 def test_a_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert left(monkeypatch, tmp_path, {}) is None
     assert left(monkeypatch, tmp_path, {"proc/meminfo": "MemTotal: 5 kB\n"}) is None
-    assert left(monkeypatch, tmp_path, {"proc/meminfo": MEMINFO}) == 8_192_000_000
+    assert left(monkeypatch, tmp_path, {"proc/meminfo": MEMORY}) == ALL
+    # what cannot be made sense of
+    files = {"proc/self/cgroup": "0::/../../x\n", "sys/fs/cgroup/memory.max": "", "sys/fs/cgroup/memory.current": "5"}
+    assert left(monkeypatch, tmp_path, files) == ALL
+    (tmp_path / "sys/fs/cgroup/memory.max").unlink()
+    (tmp_path / "sys/fs/cgroup/memory.max").mkdir()
+    assert available_bytes(CPU) == ALL
 
 
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        ({}, 8_192_000_000),
-        ({"": ("max", "7000")}, 8_192_000_000),
+        ({}, ALL),
+        ({"": ("max", "7000")}, ALL),
         ({"": ("1000000", "7000")}, 993_500),
         ({"": ("6000", "7000")}, 0),
         ({"jobs/one": ("5000", "1000"), "jobs": ("4000", "2000"), "": ("max", "9000")}, 2500),
         ({"jobs/one": ("5000", "1000"), "jobs": ("9000", "2000")}, 4500),
-        ({"jobs/two": ("5000", "1000")}, 8_192_000_000),
+        ({"jobs/two": ("5000", "1000")}, ALL),
     ],
 )
-def test_version_2(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limits: dict[str, tuple[str, str]], expected: int
-) -> None:
-    files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/jobs/one\n"}
-    for group, (limit, used) in limits.items():
-        folder = f"sys/fs/cgroup/{group}"
-        files |= {f"{folder}/memory.max": f"{limit}\n", f"{folder}/memory.current": f"{used}\n"}
-        files |= {f"{folder}/memory.stat": STAT}
+def test_version_2(monkeypatch, tmp_path: Path, limits: dict[str, tuple[str, str]], expected: int) -> None:
+    files = {"proc/meminfo": MEMORY, "proc/self/cgroup": "0::/jobs/one\n"}
+    for group, told in limits.items():
+        names = zip(("memory.max", "memory.current", "memory.stat"), (*told, STAT), strict=True)
+        files |= {f"sys/fs/cgroup/{group}/{name}": f"{content}\n" for name, content in names}
     assert left(monkeypatch, tmp_path, files) == expected
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(2_000_000, 1_999_500), (UNLIMITED, 8_192_000_000)])
+@pytest.mark.parametrize(("limit", "expected"), [(2_000_000, 1_999_500), (9_223_372_036_854_771_712, ALL)])
 @pytest.mark.parametrize("group", ["docker/abc", ""])  # in a container, what the process is told is not what it sees
-def test_version_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int, expected: int, group: str) -> None:
+def test_version_1(monkeypatch, tmp_path: Path, limit: int, expected: int, group: str) -> None:
     folder = f"sys/fs/cgroup/memory/{group}"
     files = {
-        "proc/meminfo": MEMINFO,
+        "proc/meminfo": MEMORY,
         "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/docker/abc\n2:cpuacct:/\n0::/\n",
         f"{folder}/memory.limit_in_bytes": f"{limit}\n",
         f"{folder}/memory.usage_in_bytes": "1000\n",
-        f"{folder}/memory.stat": STAT.replace("inactive_file 300", "total_inactive_file 400")
-        .replace("\nactive_file 200", "\ntotal_active_file 100"),
-    }  # fmt: skip
+        f"{folder}/memory.stat": f"{STAT}total_inactive_file 400\ntotal_active_file 100\n",
+    }
     assert left(monkeypatch, tmp_path, files) == expected
-
-
-def test_files_that_cannot_be_made_sense_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/../../x\n"}
-    assert left(monkeypatch, tmp_path, {**files, "sys/fs/cgroup/memory.max": "", "sys/fs/cgroup/memory.current": "5"})
-    (tmp_path / "sys/fs/cgroup/memory.max").unlink()
-    (tmp_path / "sys/fs/cgroup/memory.max").mkdir()
-    assert available_bytes(CPU) == 8_192_000_000

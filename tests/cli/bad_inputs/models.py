@@ -51,11 +51,6 @@ def config(**values: object) -> Change:
     return edit_json("config.json", lambda content: content.update(values))
 
 
-def without(*names: str) -> Change:
-    """Fewer values in ``config.json``."""
-    return edit_json("config.json", lambda content: [content.pop(name) for name in names])
-
-
 def content(name: str, data: bytes) -> Change:
     """Another content of a file."""
     return lambda folder: (folder / name).write_bytes(data)
@@ -124,11 +119,6 @@ def sharded(*changes: Change) -> Change:
     return edit
 
 
-def place(name: str, shard: object) -> Change:
-    """Have the index say that a tensor is in another shard."""
-    return edit_json(INDEX, lambda index: index["weight_map"].update({name: shard}))
-
-
 def _pickled(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder.parent / MARKER)))
@@ -139,10 +129,6 @@ def _pickled_shards(folder: Path) -> None:
     (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00001.bin")
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "pytorch_model-00001-of-00001.bin"}}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-
-
-def _pickle_named_safetensors(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes(pickle.dumps(Bomb(folder.parent / MARKER)))
 
 
 def _code(**values: object) -> Change:
@@ -163,22 +149,14 @@ _NORM = "model.norm.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def _of_nan(weights: dict[str, Any]) -> None:
-    weights[_NORM].fill_(float("nan"))
+def _elsewhere(shard: object) -> Change:
+    """An index by which the first shard's tensors are somewhere else."""
 
+    def change(index: dict[str, Any]) -> None:
+        places = index["weight_map"]
+        index["weight_map"] = {name: shard if "00001" in where else where for name, where in places.items()}
 
-def _integers(weights: dict[str, Any]) -> None:
-    for name in weights:
-        weights[name] = weights[name].int()
-
-
-def _scalar(weights: dict[str, Any]) -> None:
-    weights[_NORM] = weights[_NORM][0]
-
-
-def _renamed(weights: dict[str, Any]) -> None:
-    for name in list(weights):
-        weights[f"other.{name}"] = weights.pop(name)
+    return edit_json(INDEX, change)
 
 
 def _more_ids(tokenizer: dict[str, Any]) -> None:
@@ -238,34 +216,32 @@ CHANGES: dict[str, Change] = {
     "a tensor missing": tensors(lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight")),
     "the embedding missing": tensors(lambda weights: weights.pop(_EMBEDDING)),
     "all tensors missing": tensors(lambda weights: weights.clear()),
-    "all tensors by other names": tensors(_renamed),
+    "all tensors by other names": tensors(
+        lambda weights: [weights.update({f"x.{name}": weights.pop(name)}) for name in [*weights]]
+    ),
     "a tensor of another shape": tensors(lambda weights: weights.update({_NORM: weights[_NORM].repeat(2)})),
-    "a tensor without a shape": tensors(_scalar),
-    "weights of integers": tensors(_integers),
-    "weights of NaN": tensors(_of_nan),
+    "a tensor without a shape": tensors(lambda weights: weights.update({_NORM: weights[_NORM][0]})),
+    "weights of integers": tensors(
+        lambda weights: weights.update({name: each.int() for name, each in weights.items()})
+    ),
+    "weights of NaN": tensors(lambda weights: weights[_NORM].fill_(float("nan"))),
     # shards
     "a shard missing": sharded(gone("model-00002-of-00002.safetensors")),
     "an empty shard": sharded(content("model-00002-of-00002.safetensors", b"")),
     "an index without a map": sharded(content(INDEX, b'{"metadata": {}}')),
-    "an index that names ../../x": sharded(place(_NORM, "../../x.safetensors")),
-    "an index that names a pickle": sharded(place(_NORM, "pytorch_model.bin"), content("pytorch_model.bin", b"x")),
-    "an index that names a number": sharded(place(_NORM, 7)),
+    "an index that names ../../x": sharded(_elsewhere("../../x.safetensors")),
+    "an index that names a pickle": sharded(_elsewhere("pytorch_model.bin"), content("pytorch_model.bin", b"x")),
+    "an index that names a number": sharded(_elsewhere(7)),
     "an index that names a folder above that is there": sharded(
         lambda folder: (folder / "model-00001-of-00002.safetensors").rename(folder.parent / "x.safetensors"),
-        edit_json(
-            INDEX,
-            lambda index: index.update(
-                weight_map={
-                    name: "../x.safetensors" if shard.startswith("model-00001") else shard
-                    for name, shard in index["weight_map"].items()
-                }
-            ),
-        ),
+        _elsewhere("../x.safetensors"),
     ),
     # code
     "pickled weights only": _pickled,
     "pickled shards only": _pickled_shards,
-    "a pickle that is called safetensors": _pickle_named_safetensors,
+    "a pickle that is called safetensors": lambda folder: (folder / WEIGHTS).write_bytes(
+        pickle.dumps(Bomb(folder.parent / MARKER))
+    ),
     "code for an unknown model": _code(auto_map=_AUTO, model_type="x"),
     "code from elsewhere": _code(auto_map={"AutoConfig": "nobody/code--configuration_x.X"}, model_type="x"),
     "code for the tokenizer": lambda folder: [
@@ -307,23 +283,25 @@ _ELSEWHERE = {
 }
 
 
+_WORDS: dict[str, Callable[[World, Path], list[object]]] = {
+    "generate": lambda world, folder: generate(world, "--model", folder),
+    "draft": lambda world, folder: generate(world, "--method", "standalone", "--draft-model", folder),
+    "verify": lambda world, folder: ["verify", world.run, "--model", folder],
+    "roofline": lambda world, folder: [
+        *["roofline", "--bandwidth", 100, "--flops", 10, "--len", 100, "--prefill", 8, "--model", folder]
+    ],
+    "compare": lambda world, folder: ["compare", "--prompt", world.prompt, "--len", 4, "--model", folder],
+    "bench": lambda world, folder: [
+        *["bench", "--prompts", world.prompt, "--prefill", 8, "--lens", 4, "--out", "new/run", "--model", folder]
+    ],
+}
+
+
 def _case(command: str, name: str) -> Case:
     def words(world: World) -> list[object]:
-        folder = world.here / "model"
-        shutil.copytree(world.model, folder)
+        folder = shutil.copytree(world.model, world.here / "model")
         CHANGES[name](folder)
-        if command == "generate":
-            return generate(world, "--model", folder)
-        if command == "draft":
-            return generate(world, "--method", "standalone", "--draft-model", folder)
-        if command == "verify":
-            return ["verify", world.run, "--model", folder]
-        if command == "roofline":
-            return ["roofline", "--bandwidth", 100, "--flops", 10, "--len", 100, "--prefill", 8, "--model", folder]
-        if command == "compare":
-            return ["compare", "--prompt", world.prompt, "--len", 4, "--model", folder]
-        base = ["bench", "--prompts", world.prompt, "--prefill", 8, "--lens", 4, "--out", "new/run"]
-        return [*base, "--model", folder]
+        return _WORDS[command](world, folder)
 
     option = "--draft-model" if command == "draft" else "--prompt" if "ids beyond" in name else "--model"
     return Case(f"{command}, a model with {name}", words, option)
