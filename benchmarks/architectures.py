@@ -268,26 +268,22 @@ def stock(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     return model
 
 
-def row(name: str, length: int) -> str:
-    """A line of the table."""
+def row(name: str, length: int) -> list[str]:
+    """The cells of a line of the table."""
     architecture = ARCHITECTURES[name]
     if not architecture.there:
-        return _line(name, ["-"] * len(METHODS), "", f"not in transformers {transformers.__version__}")
+        return [name, *["-"] * len(METHODS), "", f"not in transformers {transformers.__version__}"]
     with tempfile.TemporaryDirectory() as folder:
         own, drafting = checkpoint(architecture, Path(folder)), Path(folder) / "draft"
         checkpoint(ARCHITECTURES["Llama, GQA"], drafting)  # for the methods that draft with a model of its own
         try:
             model = tswift.load(folder, dtype="float64", device="cpu", draft_model=str(drafting))
         except InputError as error:
-            return _line(name, ["refused"] * len(METHODS), "", error.message.replace(f"{folder} ", ""))
+            return [name, *["refused"] * len(METHODS), "", error.message.replace(f"{folder} ", "")]
         written = texts(model, dict.fromkeys(METHODS, length))
         far = apart(model, stock(own), written["prompt"] + written["ar"])
     words = ["equal" if written[method] == written["ar"] else "DIFFERS" for method in METHODS]
-    return _line(name, words, f"{far:.0e}", model.target.special)
-
-
-def _line(name: str, words: Sequence[str], far: str, remark: str) -> str:
-    return f"| {name} | {' | '.join(words)} | {far} | {remark} |"
+    return [name, *words, f"{far:.0e}", model.target.special]
 
 
 def main() -> None:
@@ -300,11 +296,12 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     print(f"transformers {transformers.__version__}, {args.len} tokens, float64\n")
-    print(_line("architecture", list(METHODS), "logits", "what its layers want, or why it is refused"))
-    print("| --- |" + " --- |" * len(METHODS) + " ---: | --- |")
+    rule = ["---", *["---"] * len(METHODS), "---:", "---"]
+    for cells in (["architecture", *METHODS, "logits", "what its layers want, or why it is refused"], rule):
+        print(f"| {' | '.join(cells)} |")
     for name in ARCHITECTURES:
         if args.only in name:
-            print(row(name, args.len), flush=True)
+            print(f"| {' | '.join(row(name, args.len))} |", flush=True)
 
 
 if __name__ == "__main__":

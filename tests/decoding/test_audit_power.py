@@ -6,7 +6,7 @@ results/audit-power/table.md counts them over more and longer texts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +20,6 @@ from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import Sampler
 from tswift.engine import begin
 from tswift.kv import FullKV
-from tswift.models.load import LoadedModel
 from tswift.training.tasks import read_logits
 
 pytestmark = pytest.mark.slow
@@ -29,45 +28,36 @@ NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
 MIDDLE = 40
 
 
-@dataclass(frozen=True)
 class Text:
     """80 tokens that plain decoding drew, and all that decides them."""
 
-    model: LoadedModel
-    prompt: list[int]
-    seed: int
-    params: SamplingParams = PARAMS
-    tokens: Sequence[int] = ()
+    def __init__(self, seed: int, **arithmetic: Any) -> None:
+        self.model, self.seed, self.params = tswift.load(**arithmetic), seed, PARAMS
+        self.prompt = self.model.encode(NOVEL.read_text())[seed * 256 :][:256]
+        self.params = begin(self.model, self.prompt, 80, method="ar", params=PARAMS).params  # with banned ids
+        self.tokens = self.decode()
 
-    def decode(self, written: Sequence[int] = (), **other: Any) -> list[int]:
-        given = {"prompt_ids": self.prompt, "params": self.params, "seed": self.seed, **other}
-        run = begin(self.model, given.pop("prompt_ids"), 80, method="ar", written=written, **given)
+    def decode(self, written: Sequence[int] = (), prompt: Sequence[int] = (), **other: Any) -> list[int]:
+        given = {"params": self.params, "seed": self.seed, **other}
+        run = begin(self.model, prompt or self.prompt, 80, method="ar", written=written, **given)
         return [*written, *(token for step in run.steps() for token in step.tokens)]
-
-    def audit(self, tokens: Sequence[int]) -> Audit:
-        return audit(self.model.target, self.prompt, tokens, self.params, self.seed)
 
     def with_token(self, index: int, token: int) -> list[int]:
         return self.decode([*self.tokens[:index], token])
 
+    def audit(self, tokens: Sequence[int]) -> Audit:
+        return audit(self.model.target, self.prompt, tokens, self.params, self.seed)
+
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits that tokens were drawn from, ``[n, V]`` float64, and after the filters and with the noise."""
-        target, text, count = self.model.target, [*self.prompt, *self.tokens], len(self.tokens)
-        first, kv = len(self.prompt) - 1, FullKV(target.kv_shape, len(text) + (target.width or 0))
+        target, text, first, count = self.model.target, [*self.prompt, *self.tokens], len(self.prompt) - 1, 80
         with torch.inference_mode():
+            kv = FullKV(target.kv_shape, len(text) + (target.width or 0))
             logits = read_logits(target, text, first, count, kv).double()
-        sampler = Sampler(self.params, self.seed, target.vocab_size, target.device)
+        sampler, places = Sampler(self.params, self.seed, target.vocab_size, target.device), torch.arange(count) + first
         sampler.extend(self.prompt)
-        places = torch.arange(first, first + count)
         seen = sampler.seen(torch.tensor(text[first:-1]), places, torch.ones(count, count).bool().tril())
         return logits, sampler.scores(logits, seen, (places + 1).tolist())
-
-
-def text_of(seed: int, **arithmetic: Any) -> Text:
-    model = tswift.load(**arithmetic)
-    bare = Text(model, model.encode(NOVEL.read_text())[seed * 256 :][:256], seed)
-    bare = replace(bare, params=begin(model, bare.prompt, 80, method="ar", params=PARAMS).params)
-    return replace(bare, tokens=bare.decode())
 
 
 def dropped(text: Text) -> list[int]:
@@ -100,7 +90,7 @@ def other(**changes: Any) -> Callable[[Text], list[int]]:
 
 EDGE, CLOSEST = "a token from the filter's edge", "the closest lead swapped"
 FAULTS: dict[str, Callable[[Text], list[int]]] = {
-    "none": lambda text: list(text.tokens),
+    "none": lambda text: text.tokens,
     "the runner-up": lambda text: second_best(text, closest=False),
     EDGE: dropped,
     CLOSEST: lambda text: second_best(text, closest=True),
@@ -110,13 +100,13 @@ FAULTS: dict[str, Callable[[Text], list[int]]] = {
     "min-p 0.11": other(min_p=0.11),
     "penalty 1.19": other(penalty=1.19),
     "another seed from the middle": lambda text: text.decode(text.tokens[:MIDDLE], seed=text.seed + 1000),
-    "another prompt token": lambda text: text.decode(prompt_ids=[*text.prompt[:128], 7, *text.prompt[129:]]),
+    "another prompt token": lambda text: text.decode(prompt=[*text.prompt[:128], 7, *text.prompt[129:]]),
 }
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["float32", "exact bfloat16"])
 def test_what_changes_the_text_is_refused_where_it_begins(exact: bool) -> None:
-    text = text_of(1, dtype="bfloat16" if exact else "float32", exact=exact)
+    text = Text(1, dtype="bfloat16" if exact else "float32", exact=exact)
     changed = {}
     for fault, make in FAULTS.items():
         tokens = make(text)
@@ -132,7 +122,7 @@ def test_what_changes_the_text_is_refused_where_it_begins(exact: bool) -> None:
 
 
 def test_without_exact_passes_some_are_not_seen() -> None:
-    text = text_of(2, dtype="bfloat16", exact=False)
+    text = Text(2, dtype="bfloat16", exact=False)
     assert text.audit(text.tokens).ok
     tokens = FAULTS[CLOSEST](text)
     found = text.audit(tokens)
