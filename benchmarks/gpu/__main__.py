@@ -56,8 +56,8 @@ class Session:
         note(self.work, section, "ended", state=state)
         self.report()
 
-    def report(self, caches: bool = True) -> None:
-        """Say how far it has come, and write what is handed back; of caches nothing while a process writes to them."""
+    def report(self) -> None:
+        """Say how far it has come, and write everything that is handed back."""
         states = self.states()
         print(f"[{self.deadline - time.time():5.0f} s left] {states}", file=sys.stderr, flush=True)
         content = {**self.about, "dry": self.dry, "sections": states, "figures": self.figures()}
@@ -65,7 +65,7 @@ class Session:
             (self.work / name).write_text(text)
             shutil.copy(self.work / name, self.out / name)
         archive(self.out / "gpu.tgz", self.work, self.work.iterdir())
-        if caches:
+        with suppress(FileNotFoundError):  # files come and go while a process works; the last report has them all
             archive(self.out / "cache.tgz", self.work, (self.work / "cache").rglob("*"))
 
 
@@ -76,8 +76,9 @@ def archive(target: Path, root: Path, paths: Any) -> None:
     with tarfile.open(new, "w:gz", compresslevel=6) as tar:
         for _, path in sorted(files):
             room -= len(zlib.compress(path.read_bytes(), 6)) + 1024
-            if room >= 0:
-                tar.add(path, path.relative_to(root))
+            if room < 0:
+                break
+            tar.add(path, path.relative_to(root))
     new.replace(target)  # a run that is killed meanwhile leaves the one before
 
 
@@ -170,7 +171,7 @@ def run_process(session: Session, sections: Sequence[str], log: IO[bytes]) -> No
             time.sleep(0.1)
             if ended < len(session.states()):
                 ended = len(session.states())
-                session.report(caches=False)
+                session.report()
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

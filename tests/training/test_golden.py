@@ -73,7 +73,7 @@ def test_what_is_written_and_every_loss(
     code = main([*RUNS[name].split(), "--model", str(model), "--corpus", str(tiny.corpus), *SHORT.split()])
     found, golden = written(code), json.loads(GOLDEN.read_text())
     if os.environ.get("TSWIFT_GOLDEN") == "write":
-        golden[name] = found
+        golden[name] = dict(found)
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in golden.items())
         GOLDEN.write_text(f"{{\n{lines}\n}}\n")
     wanted = golden[name]
