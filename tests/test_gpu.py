@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 from copy import deepcopy
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 import torch
 
 import tswift
-from tests.attention.oracle import case, chain, dense, other_bits
+from tests.attention.oracle import by, case, dense, error, odd_nodes, tree_of
 from tests.helpers import METHODS, decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
-from tswift.attention.sdpa import AttentionSpec, Layout, SpecialAttention
+from tswift.attention.sdpa import AttentionSpec, Layout
 from tswift.decoding.audit import audit
 from tswift.decoding.params import SamplingParams
 from tswift.decoding.sampling import noise_bits
@@ -24,7 +23,6 @@ from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import begin
 from tswift.jobs.config import read_prompt
-from tswift.kv import FullKV, KVShape
 from tswift.models.load import LoadedModel
 from tswift.models.target import Target
 
@@ -119,16 +117,11 @@ def on_device(*shape, dtype: torch.dtype, sharp: float = 4.0):
     return case(*shape, dtype=dtype, sharp=sharp, device=DEVICE)
 
 
-def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((out.double() - exact).abs().max() / exact.abs().max()).item()
-
-
 def error_of(backend, shape: tuple[int, int, int], prefix: int, nodes: int, dtype, sharp=4.0, tree=True) -> float:
     """Of a backend, in a tree, or in a chain that it is told of by giving no ancestors."""
     query, keys, values, ancestors, scale = on_device(*shape, prefix, nodes, dtype=dtype, sharp=sharp)
-    layout = Layout(*shape[:2], dtype, query.device)
-    out = backend(layout, prefix, nodes, ancestors if tree else None)(query, keys, values, scale)
-    return relative_error(out, dense(query, keys, values, ancestors if tree else chain(nodes, DEVICE), scale))
+    told = ancestors if tree else None
+    return error(by(backend)(query, keys, values, told, scale), dense(query, keys, values, told, scale))
 
 
 @cuda_only
@@ -163,7 +156,7 @@ def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None
             ancestors,
             scale,
         )
-        assert relative_error(out, exact) < TRITON_TOLERANCE[dtype]
+        assert error(out, exact) < TRITON_TOLERANCE[dtype]
 
 
 @cuda_only
@@ -215,8 +208,10 @@ def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes) -
         pytest.skip("interpreted kernels are slow")
     if DRY:
         kv_heads, size, prefix = 1, 16, prefix // 500
-    error = error_of(triton_attention.TritonAttention, (kv_heads, group, size), prefix, nodes, dtype)
-    assert error < TRITON_TOLERANCE[dtype]
+    assert (
+        error_of(triton_attention.TritonAttention, (kv_heads, group, size), prefix, nodes, dtype)
+        < TRITON_TOLERANCE[dtype]
+    )
 
 
 @cuda_only
@@ -224,11 +219,15 @@ def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes) -
 def test_triton_gives_a_row_the_same_bits_in_every_pass(triton_attention, start) -> None:
     """Of up to 64 nodes, some of which have programs of another layout."""
 
-    def attend(query, keys, values, ancestors, scale, nodes, prefix):
-        layout = Layout(2, len(query) // 2, query.dtype, query.device)
-        return triton_attention.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale)
+    def made(*shape):
+        return case(*shape, device=DEVICE)
 
-    assert other_bits(attend, start, 4, 128, torch.bfloat16, 3, (2, 4, 33, 64), "cuda") == []
+    attend = by(triton_attention.TritonAttention)
+    for nodes in (2, 4, 33, 64):
+        for tree in (nodes, tree_of(nodes, 3, nodes)):
+            assert (
+                odd_nodes(attend, tree, start, torch.bfloat16, (2, 4, 128), nodes=range(0, nodes, 8), made=made) == []
+            )
 
 
 @pytest.mark.parametrize("nodes", [1, 41])
@@ -236,14 +235,8 @@ def test_triton_windows_soft_caps_and_sinks(triton_attention, nodes) -> None:
     prefix = 300 if DRY else 5000
     query, keys, values, ancestors, scale = on_device(8, 4, 128, prefix, nodes, dtype=torch.bfloat16, sharp=1.0)
     wants = AttentionSpec(200, 2.0, torch.linspace(-1, 2, 32, device=query.device))
-    layout = Layout(8, 4, torch.bfloat16, query.device)
-    out = triton_attention.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale, wants)
-    cache = FullKV(KVShape(1, 8, 128, torch.bfloat16, query.device), prefix)
-    cache.length = prefix
-    wide = replace(layout, dtype=torch.float64)
-    plain = SpecialAttention(wide, [wants], cache, prefix - 1 + ancestors.sum(1), ancestors)
-    exact = plain(0, query.double(), keys.double(), values.double(), scale)
-    assert relative_error(out, exact) < TRITON_TOLERANCE[torch.bfloat16]
+    out = by(triton_attention.TritonAttention)(query, keys, values, ancestors, scale, wants)
+    assert error(out, dense(query, keys, values, ancestors, scale, wants)) < TRITON_TOLERANCE[torch.bfloat16]
 
 
 @cuda_only
@@ -262,8 +255,8 @@ def test_triton_never_waits_for_the_device(triton_attention) -> None:
 
 @cuda_only
 def test_triton_reads_a_chunk_of_the_prompt(triton_attention) -> None:
-    error = error_of(triton_attention.TritonAttention, (8, 4, 128), 8192, 512, torch.bfloat16, sharp=1.0, tree=False)
-    assert error < TRITON_TOLERANCE[torch.bfloat16]
+    shape = triton_attention.TritonAttention, (8, 4, 128), 8192, 512, torch.bfloat16
+    assert error_of(*shape, sharp=1.0, tree=False) < TRITON_TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -291,8 +284,8 @@ def test_every_method_writes_the_text_of_plain_decoding(dtype: torch.dtype) -> N
 )
 def test_triton_head_sizes(triton_attention, size, dtype) -> None:
     for tree in (True, False):
-        error = error_of(triton_attention.TritonAttention, (2, 3, size), 3000, 128, dtype, sharp=1.0, tree=tree)
-        assert error < TRITON_TOLERANCE[dtype]
+        shape = triton_attention.TritonAttention, (2, 3, size), 3000, 128, dtype
+        assert error_of(*shape, sharp=1.0, tree=tree) < TRITON_TOLERANCE[dtype]
 
 
 @cuda_only

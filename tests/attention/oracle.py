@@ -7,7 +7,7 @@ from random import Random
 import torch
 
 from tests.helpers import random_tree
-from tswift.attention.sdpa import AttentionSpec
+from tswift.attention.sdpa import AttentionSpec, Layout
 
 NOTHING = AttentionSpec()
 
@@ -32,6 +32,7 @@ def dense(query, keys, values, ancestors, scale, wants=NOTHING, places=None, pos
     nodes, kv_heads, group = query.shape[1], len(keys), len(query) // len(keys)
     query, keys, values = query.double(), keys.double(), values.double()
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    ancestors = chain(nodes, query.device) if ancestors is None else ancestors
     prefix = keys.shape[1] - nodes
     scores = query @ keys.transpose(1, 2) * scale
     if wants.softcap is not None:
@@ -64,45 +65,59 @@ def chain(nodes, device="cpu"):
     return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
 
 
-def other_bits(attend, start, group, dim, dtype, count, sizes, device="cpu"):
-    """Where a path's nodes have other bits in larger passes than one by one, as plain decoding has them.
+def tree_of(nodes: int, reach: int, seed: int) -> torch.Tensor:
+    """Ancestors in a tree whose parents are at most ``reach`` nodes before their children; 1 is a chain."""
+    random, ancestors = Random(seed), torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        ancestors[node] |= ancestors[max(0, node - random.randint(1, reach))]
+    return ancestors
+
+
+def by(backend):
+    """A function that attends by a backend; the query's nodes are behind ``prefix`` keys, or the last of them."""
+
+    def attend(query, keys, values, ancestors, scale, wants=NOTHING, prefix=None):
+        nodes = query.shape[1]
+        layout = Layout(len(keys), len(query) // len(keys), query.dtype, query.device)
+        run = backend(layout, keys.shape[1] - nodes if prefix is None else prefix, nodes, ancestors)
+        return run(query, keys, values, scale, *([wants] if wants else []))
+
+    return attend
+
+
+def error(out, exact) -> float:
+    """The largest error over the largest output."""
+    return ((out.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+def odd_nodes(
+    attend, ancestors, prefix, dtype, shape=(1, 1, 16), wants=NOTHING, sharp=1.0, nodes=None, made=case, tile=1
+) -> list[int]:
+    """Nodes of a pass that have other bits than in passes of their own, their paths committed, as in plain decoding.
+
+    What is behind the pass is NaN, and so are, but for what shares a ``tile`` with others, the keys before all windows.
 
     Args:
-        attend: query, keys, values, ancestors, scale, nodes, prefix; keys and values may be longer than the text.
-        start: tokens before the path.
-        group: query heads per KV head, of which there are 2.
-        dim: head size.
-        dtype: of all.
-        count: nodes of the path.
-        sizes: of the passes; a path may be cut short in one, or have other nodes beside and behind it.
-        device: to calculate on.
-
-    Returns:
-        The size, and whether the pass was a tree.
+        attend: as :func:`by` gives it.
+        ancestors: of the tree; a number for a chain of so many nodes, told by giving none.
+        shape: KV heads, query heads per KV head, head size.
+        nodes: those that are looked at; None for all.
+        made: gives the case.
     """
-    made = torch.Generator().manual_seed(start + group)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=made).to(device, dtype)
-
-    heads, end, scale = 2 * group, start + count, dim**-0.5
-    query, keys, values = random(heads, count, dim), random(2, end, dim), random(2, end, dim)
-    plain = []
-    for at in range(count):
-        slots = slice(0, start + at + 1)
-        plain.append(attend(query[:, at : at + 1], keys[:, slots], values[:, slots], None, scale, 1, start + at))
-    differ = []
-    for nodes in sizes:
-        shown = min(nodes, count)
-        wholes = torch.full((2, 2, end + 300, dim), torch.nan, dtype=dtype, device=device)
-        wholes[0, :, :end], wholes[1, :, :end] = keys, values
-        wholes[:, :, start + shown : start + nodes] = random(2, 2, nodes - shown, dim)
-        rows = torch.cat([query[:, :shown], random(heads, nodes - shown, dim)], dim=1)
-        tree = random_tree(nodes, Random(nodes)).ancestors()
-        tree[:shown] = False
-        tree[:shown, :shown] = chain(shown)
-        for ancestors in (None, tree.to(device)):
-            out = attend(rows, *wholes, ancestors, scale, nodes, start)
-            if not torch.equal(out[:, :shown], torch.cat(plain[:shown], dim=1)):
-                differ.append((nodes, ancestors is not None))
-    return differ
+    count = ancestors if isinstance(ancestors, int) else len(ancestors)
+    query, keys, values, _, scale = made(*shape, prefix, count, dtype, prefix, sharp)
+    end, empty = prefix + count, torch.nan if keys.is_floating_point() else 0
+    wholes = keys.new_full((2, len(keys), end + 300, keys.shape[2]), empty)
+    wholes[0, :, :end], wholes[1, :, :end] = keys, values
+    if wants.window is not None:
+        wholes[:, :, : max(0, prefix - wants.window + 1) // tile * tile] = empty
+    told = None if isinstance(ancestors, int) else ancestors.to(keys.device)
+    out, found = attend(query, *wholes, told, scale, wants, prefix), []
+    assert out.isfinite().all()
+    lines = chain(count) if told is None else ancestors
+    for node in range(count) if nodes is None else nodes:
+        path = torch.cat([torch.arange(prefix), prefix + lines[node].nonzero().flatten()])
+        alone = attend(query[:, node : node + 1], keys[:, path], values[:, path], None, scale, wants)
+        if not torch.equal(out[:, node : node + 1], alone):
+            found.append(node)
+    return found

@@ -6,18 +6,17 @@ import ctypes
 import os
 import threading
 from itertools import product
-from random import Random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.oracle import case, chain, dense, other_bits
+from tests.attention.oracle import by, case, chain, dense, odd_nodes, tree_of
 from tswift.attention import native
 from tswift.attention.backends import choose, why_not
 from tswift.attention.native import NativeAttention, Unbuilt, parallel_region
-from tswift.attention.sdpa import Layout, TreeAttention
+from tswift.attention.sdpa import TreeAttention
 
 CPU = torch.device("cpu")
 REASON = why_not("native", torch.float32, CPU)
@@ -31,6 +30,18 @@ INTEGERS = [(16, torch.int16), (80, torch.int16)]
 STEP = 1 / 4000
 
 
+class Stepped(NativeAttention):
+    """With the steps of :func:`made`."""
+
+    def __call__(self, query, keys, values, scale):
+        if keys.dtype == torch.int16:
+            self.steps = torch.full((2, len(keys), keys.shape[-1]), STEP)
+        return super().__call__(query, keys, values, scale)
+
+
+attend, stock = by(Stepped), by(TreeAttention)
+
+
 @pytest.fixture
 def never_stock(monkeypatch) -> None:
     def refuse(*args) -> None:
@@ -39,26 +50,16 @@ def never_stock(monkeypatch) -> None:
     monkeypatch.setattr(TreeAttention, "__init__", refuse)
 
 
-def attend(query, keys, values, ancestors, scale, nodes=None, prefix=None):
-    nodes = nodes or len(ancestors)
-    layout = Layout(len(keys), len(query) // len(keys), query.dtype, query.device)
-    prefix = keys.shape[1] - nodes if prefix is None else prefix
-    attention = NativeAttention(layout, prefix, nodes, ancestors)
-    if keys.dtype == torch.int16:
-        attention.steps = torch.full((2, len(keys), keys.shape[-1]), STEP)
-    return attention(query, keys, values, scale)
-
-
-def made(*shape, dtype, seed, sharp):
+def made(kv_heads, group, dim, prefix, nodes, dtype, seed=0, sharp=1.0):
     """A case; of int16, keys and values are some steps, with the query in float32."""
     if dtype != torch.int16:
-        return case(*shape, dtype, seed, sharp)
-    query, keys, values, ancestors, scale = case(*shape, torch.float32, seed, sharp)
+        return case(kv_heads, group, dim, prefix, nodes, dtype, seed, sharp)
+    query, keys, values, ancestors, scale = case(kv_heads, group, dim, prefix, nodes, torch.float32, seed, sharp)
     return query, *((x / STEP).round().to(torch.int16) for x in (keys, values)), ancestors, scale
 
 
 def check(*shape, seed=0, sharp=1.0, dtype=torch.float32) -> None:
-    query, keys, values, ancestors, scale = made(*shape, dtype=dtype, seed=seed, sharp=sharp)
+    query, keys, values, ancestors, scale = made(*shape, dtype, seed, sharp)
     out = attend(query, keys, values, ancestors, scale)
     if dtype == torch.int16:
         keys, values = keys * STEP, values * STEP
@@ -69,32 +70,6 @@ def check(*shape, seed=0, sharp=1.0, dtype=torch.float32) -> None:
         apart -= out.double().abs() * torch.finfo(dtype).eps / 2
     allowed = TOLERANCE if dtype != torch.int16 else 4e-3  # query and weights are rounded, too
     assert apart.max() < allowed * max(1, sharp), apart.max()  # rounding grows with the scores
-
-
-def tree_of(nodes: int, reach: int, seed: int) -> torch.Tensor:
-    """Ancestors in a tree whose parents are at most ``reach`` nodes before their children; 1 is a chain."""
-    random, ancestors = Random(seed), torch.eye(nodes, dtype=torch.bool)
-    for node in range(1, nodes):
-        ancestors[node] |= ancestors[max(0, node - random.randint(1, reach))]
-    return ancestors
-
-
-def plain(query, keys, values, ancestors, scale):
-    """One pass of one node for each, as plain decoding has them: its ancestors committed, one after another."""
-    nodes, rows = len(ancestors), []
-    prefix = keys.shape[1] - nodes
-    for node in range(nodes):
-        path = torch.cat([torch.arange(prefix), prefix + ancestors[node].nonzero().flatten()])
-        rows.append(attend(query[:, node : node + 1], keys[:, path], values[:, path], None, scale, 1))
-    return torch.cat(rows, dim=1)
-
-
-def differ(kv_heads, group, dim, prefix, ancestors, dtype, seed=0, sharp=1.0) -> list[int]:
-    """The nodes of a tree that have other bits than by plain decoding."""
-    nodes = len(ancestors)
-    query, keys, values, _, scale = made(kv_heads, group, dim, prefix, nodes, dtype=dtype, seed=seed, sharp=sharp)
-    same = attend(query, keys, values, ancestors, scale) == plain(query, keys, values, ancestors, scale)
-    return (~same.all(-1).all(0)).nonzero().flatten().tolist()
 
 
 @pytest.mark.slow
@@ -111,7 +86,8 @@ def differ(kv_heads, group, dim, prefix, ancestors, dtype, seed=0, sharp=1.0) ->
 )
 def test_a_row_has_the_bits_of_plain_decoding(kv_heads, group, size, prefix, nodes, reach, seed, sharp) -> None:
     dim, dtype = size
-    assert differ(kv_heads, group, dim, prefix, tree_of(nodes, reach, seed), dtype, seed, sharp) == []
+    shape = kv_heads, group, dim
+    assert odd_nodes(attend, tree_of(nodes, reach, seed), prefix, dtype, shape, sharp=sharp, made=made) == []
 
 
 @pytest.mark.usefixtures("never_stock")
@@ -119,42 +95,24 @@ def test_a_row_has_the_bits_of_plain_decoding(kv_heads, group, size, prefix, nod
 def test_the_bits_around_borders(reach: int, dtype: torch.dtype) -> None:
     """Of blocks, of parts, and where tails begin."""
     for prefix in (0, 1, 7, 8, 56, *range(63, 67), *range(119, 122), 183, 184, 240, 544, 7800):
-        assert differ(1, 1, 16, prefix, tree_of(64, reach, prefix), dtype) == [], prefix
-        assert differ(2, 2, 16, prefix, tree_of(2, reach, prefix), dtype) == [], prefix
+        assert odd_nodes(attend, tree_of(64, reach, prefix), prefix, dtype, made=made) == [], prefix
+        assert odd_nodes(attend, tree_of(2, reach, prefix), prefix, dtype, (2, 2, 16), made=made) == [], prefix
 
 
 @pytest.mark.usefixtures("never_stock")
 def test_the_bits_far_into_a_text() -> None:
     """Where parts become longer, and behind."""
-    for prefix in (30_700, 30_784, 50_000):
-        for nodes in (3, 9):
-            for dtype in (torch.bfloat16, torch.int16):
-                assert differ(1, 1, 16, prefix, tree_of(nodes, 4, nodes), dtype) == []
+    for prefix, nodes, dtype in product((30_700, 30_784, 50_000), (3, 9), (torch.bfloat16, torch.int16)):
+        assert odd_nodes(attend, tree_of(nodes, 4, nodes), prefix, dtype, made=made) == []
 
 
 @pytest.mark.usefixtures("never_stock")
 @pytest.mark.parametrize(("dim", "dtype"), SIZES)
-def test_the_bits_beside_other_nodes(dim: int, dtype: torch.dtype) -> None:
-    """Of paths with anything beside and behind them, and nothing that is no number read behind the pass."""
-    for start, group in ((3, 1), (180, 4), (1000, 8)):
-        assert other_bits(attend, start, group, dim, dtype, 3, (1, 2, 7, 64)) == []
-
-
-@pytest.mark.usefixtures("never_stock")
-def test_chains_over_a_text_from_any_start() -> None:
-    query, keys, values, _, scale = case(2, 1, 16, 0, 700, torch.float32)
-    before, rows = torch.get_num_threads(), torch.empty_like(query)
-    torch.set_num_threads(2)
-    try:
-        for end in range(64, 701, 53):
-            at = slice(end - 64, end)
-            rows[:, at] = attend(query[:, at], keys[:, :end], values[:, :end], None, scale, 64)
-        for start, nodes in ((0, 3), (17, 64), (40, 33), (150, 64), (290, 9), (430, 64), (636, 1)):
-            end = start + nodes
-            out = attend(query[:, start:end], keys[:, :end], values[:, :end], None, scale, nodes)
-            torch.testing.assert_close(out, rows[:, start:end], rtol=0, atol=0)
-    finally:
-        torch.set_num_threads(before)
+def test_the_bits_in_chains_and_trees_of_any_size(dim: int, dtype: torch.dtype) -> None:
+    for (prefix, group), nodes in product(((3, 1), (180, 4), (1000, 8)), (1, 2, 7, 64)):
+        for pass_ in (nodes, tree_of(nodes, 64, nodes)):
+            some = {0, nodes // 2, nodes - 1}
+            assert odd_nodes(attend, pass_, prefix, dtype, (2, group, dim), nodes=some) == []
 
 
 def test_halves_are_taken_by_choice() -> None:
@@ -241,7 +199,7 @@ def test_the_largest_integers() -> None:
 @pytest.mark.usefixtures("never_stock")
 def test_a_broken_query_of_integers_is_not_hidden() -> None:
     for nodes, bad in product((1, 5, 12), (torch.nan, torch.inf)):
-        query, keys, values, ancestors, scale = made(1, 1, 16, 300, nodes, dtype=torch.int16, seed=0, sharp=1.0)
+        query, keys, values, ancestors, scale = made(1, 1, 16, 300, nodes, torch.int16)
         query[:, -1, 3] = bad
         out = attend(query, keys, values, ancestors, scale)
         assert out[:, :-1].isfinite().all()
@@ -272,8 +230,11 @@ def test_what_is_broken_beside_a_node_is_not_its_own(bad: float) -> None:
         assert torch.equal(before[:, :-1], after[:, :-1])
         assert not after[:, -1].isfinite().all()
         values[:, prefix // 2, 3] = bad
-        broken = [f(query, keys, values, ancestors, scale) for f in (attend, plain)]
-        torch.testing.assert_close(*broken, rtol=0, atol=0, equal_nan=True)
+        for node in range(nodes):
+            path = torch.cat([torch.arange(prefix), prefix + ancestors[node].nonzero().flatten()])
+            alone = attend(query[:, node : node + 1], keys[:, path], values[:, path], None, scale)
+            together = attend(query, keys, values, ancestors, scale)[:, node : node + 1]
+            torch.testing.assert_close(together, alone, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.usefixtures("never_stock")
@@ -289,14 +250,13 @@ def test_a_mask_may_be_laid_out_in_any_way() -> None:
 )
 def test_what_is_left_to_the_stock_operators(dtype, width: int, group: int, nodes: int) -> None:
     query, keys, values, ancestors, scale = case(2, group, width, 300, nodes, dtype)
-    stock = TreeAttention(Layout(2, group, dtype, CPU), 300, nodes, ancestors)(query, keys, values, scale)
-    assert torch.equal(attend(query, keys, values, ancestors, scale), stock)
+    assert torch.equal(attend(query, keys, values, ancestors, scale), stock(query, keys, values, ancestors, scale))
 
 
 def test_a_head_size_that_cannot_be_built_is_left_to_them_too(monkeypatch) -> None:
     query, keys, values, ancestors, scale = case(2, 1, 16, 300, 5, torch.float32)
-    stock = TreeAttention(Layout(2, 1, torch.float32, CPU), 300, 5, ancestors)(query, keys, values, scale)
-    assert not torch.equal(attend(query, keys, values, ancestors, scale), stock)
+    left = stock(query, keys, values, ancestors, scale)
+    assert not torch.equal(attend(query, keys, values, ancestors, scale), left)
 
     def full(width: int, dtype: torch.dtype) -> None:
         raise Unbuilt("no space left")
@@ -304,7 +264,7 @@ def test_a_head_size_that_cannot_be_built_is_left_to_them_too(monkeypatch) -> No
     monkeypatch.setattr(native, "library", full)
     native._kernel.cache_clear()
     try:
-        assert torch.equal(attend(query, keys, values, ancestors, scale), stock)
+        assert torch.equal(attend(query, keys, values, ancestors, scale), left)
     finally:
         native._kernel.cache_clear()
 

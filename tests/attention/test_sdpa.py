@@ -9,17 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.oracle import DIM, GROUP, KV_HEADS, WANTS, case, chain, dense
+from tests.attention.oracle import DIM, GROUP, KV_HEADS, WANTS, by, case, chain, dense
 from tswift.attention import sdpa
 from tswift.attention.sdpa import AttentionSpec, Layout, ReferenceAttention, SpecialAttention, TreeAttention
 
-
-def attend(query, keys, values, ancestors, scale):
-    prefix = keys.shape[1] - len(ancestors)
-    layout = Layout(len(keys), len(query) // len(keys), query.dtype, query.device)
-    return TreeAttention(layout, prefix, len(ancestors), ancestors)(query, keys, values, scale)
-
-
+attend = by(TreeAttention)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 1.5e-2}
 
 
@@ -76,8 +70,7 @@ def test_the_path_of_other_devices(monkeypatch, prefix: int, block: int) -> None
 def test_no_ancestors_mean_a_chain() -> None:
     for prefix in (0, 5, 300):
         query, keys, values, _, scale = case(2, 2, 8, prefix, 6, torch.float64)
-        layout = Layout(2, 2, torch.float64, query.device)
-        out = TreeAttention(layout, prefix, 6, None)(query, keys, values, scale)
+        out = attend(query, keys, values, None, scale)
         assert torch.equal(out, attend(query, keys, values, chain(6), scale))
 
 
@@ -144,21 +137,12 @@ def test_keys_before_the_window_are_not_read() -> None:
 def test_a_layer_that_wants_nothing_gets_plain_attention() -> None:
     assert not AttentionSpec()
     assert all(WANTS.values())
-    query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, 300, 6, torch.float64)
-    layout = Layout(KV_HEADS, GROUP, torch.float64, CPU)
-    ours = SpecialAttention(layout, [AttentionSpec()], Cache(300), ancestors.sum(1) + 299, ancestors)(
-        0, query, keys, values, scale
-    )
-    torch.testing.assert_close(ours, TreeAttention(layout, 300, 6, ancestors)(query, keys, values, scale))
+    torch.testing.assert_close(*run(AttentionSpec(), 300, 6), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "prefix"), [(4, 4, 1), (4, 2, 0), (4, 1, 700)])
-def test_equal_to_tree_attention(heads, kv_heads, prefix):
-    generator = torch.Generator().manual_seed(prefix + heads)
-    nodes, size = 5, 8
-    query = torch.randn(heads, nodes, size, dtype=torch.float64, generator=generator)
-    keys, values = torch.randn(2, kv_heads, prefix + nodes, size, dtype=torch.float64, generator=generator)
-    ancestors = torch.eye(nodes, dtype=torch.bool) | torch.tensor([[True] + [False] * (nodes - 1)])
-    asked = (Layout(kv_heads, heads // kv_heads, torch.float64, query.device), prefix, nodes, ancestors)
-    slow = ReferenceAttention(*asked)(query, keys, values, 0.3)
-    torch.testing.assert_close(slow, TreeAttention(*asked)(query, keys, values, 0.3), rtol=1e-10, atol=1e-12)
+@pytest.mark.parametrize(("kv_heads", "group", "prefix"), [(4, 1, 1), (2, 2, 0), (1, 4, 700)])
+def test_attention_of_reference_implementations(kv_heads: int, group: int, prefix: int) -> None:
+    query, keys, values, ancestors, scale = case(kv_heads, group, 8, prefix, 5, torch.float64)
+    for told in (ancestors, None):
+        slow = by(ReferenceAttention)(query, keys, values, told, scale)
+        torch.testing.assert_close(slow, dense(query, keys, values, told, scale), rtol=1e-10, atol=1e-12)

@@ -11,17 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.architectures import ARCHITECTURES
-from tests.attention.oracle import (
-    DIM,
-    GROUP,
-    KV_HEADS,
-    NOTHING,
-    WANTS,
-    case,
-    chain,
-    dense,
-    other_bits,
-)
+from tests.attention.oracle import DIM, GROUP, KV_HEADS, WANTS, by, case, chain, dense, error, odd_nodes
 from tests.fuzzing import few
 from tests.helpers import random_tree
 from tswift.attention.backends import why_not
@@ -39,15 +29,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
-def attend(query, keys, values, ancestors, scale, nodes=None, prefix=None, wants=NOTHING):
-    nodes = nodes or len(ancestors)
-    prefix = keys.shape[1] - nodes if prefix is None else prefix
-    layout = Layout(len(keys), len(query) // len(keys), query.dtype, query.device)
-    return backend.TritonAttention(layout, prefix, nodes, ancestors)(query, keys, values, scale, wants)
-
-
-def error(out, exact) -> float:
-    return ((out.double() - exact).abs().max() / exact.abs().max()).item()
+attend = by(backend.TritonAttention)
 
 
 def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float32, seed=0, sharp=1.0) -> None:
@@ -101,8 +83,8 @@ def test_chunks_need_no_ancestors() -> None:
     half, single = torch.bfloat16, torch.float32
     for prefix, nodes, dtype in ((0, 1, single), (129, 1, half), (0, 20, half), (129, 20, single), (129, 75, half)):
         query, keys, values, _, scale = case(1, 2, 64, prefix, nodes, dtype)
-        out = attend(query, keys, values, None, scale, nodes)
-        assert error(out, dense(query, keys, values, chain(nodes), scale)) < TOLERANCE[dtype]
+        out = attend(query, keys, values, None, scale)
+        assert error(out, dense(query, keys, values, None, scale)) < TOLERANCE[dtype]
 
 
 @few
@@ -125,8 +107,8 @@ def test_longer_chunks_of_a_long_chain(monkeypatch) -> None:
     monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
     monkeypatch.setattr(backend, "_PROMPT", 5)
     query, keys, values, _, scale = case(1, 2, 256, 575, 6, torch.float16)
-    out = attend(query, keys, values, None, scale, 6)
-    assert error(out, dense(query, keys, values, chain(6), scale)) < TOLERANCE[torch.float16]
+    out = attend(query, keys, values, None, scale)
+    assert error(out, dense(query, keys, values, None, scale)) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.slow
@@ -173,39 +155,7 @@ def test_layouts_of_one_model_differ_by_nothing_that_orders_a_sum() -> None:
 
 
 SLOW = pytest.mark.slow
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("p0", "dtype", "counts"),
-    [
-        (0, torch.float32, (1, 4, 9)),
-        (125, torch.float16, (7,)),
-        (317, torch.bfloat16, (7,)),
-        pytest.param(30, torch.float16, (7,), marks=SLOW),
-        pytest.param(125, torch.float16, (3,), marks=SLOW),
-        pytest.param(317, torch.float32, (4, 17), marks=SLOW),
-        pytest.param(317, torch.float16, (33,), marks=SLOW),
-        pytest.param(572, torch.float32, (7,), marks=SLOW),
-    ],
-)
-def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(p0: int, dtype: torch.dtype, counts) -> None:
-    """The path's nodes cross the border of a tile or chunk that shows at such a position, at most of these lengths."""
-    assert other_bits(attend, p0, 2, 64, dtype, 6, counts) == []
-
-
-@SLOW
-@pytest.mark.parametrize(
-    ("group", "dim", "dtype"), [(1, 80, torch.float32), (4, 128, torch.float16), (7, 256, torch.bfloat16)]
-)
-def test_so_it_has_in_other_layouts(group: int, dim: int, dtype: torch.dtype) -> None:
-    assert other_bits(attend, 575, group, dim, dtype, 3, (2, 5)) == []
-
-
-@SLOW
-def test_so_it_has_where_chunks_grow(monkeypatch) -> None:
-    monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
-    assert other_bits(attend, 64 + 16 * 64 - 1, 1, 256, torch.float16, 2, (3,)) == []
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
 def comb(nodes: int) -> torch.Tensor:
@@ -217,55 +167,58 @@ def comb(nodes: int) -> torch.Tensor:
     return ancestors
 
 
-TREES = {
-    "a random tree": random_tree(7, Random(5)).ancestors(),
-    "a tree with gaps": comb(9),
-    "beside fillers": torch.block_diag(comb(4), torch.eye(3)).bool(),
-    "as wide as is exact": comb(64),
-}
+RANDOM, FILLED = random_tree(7, Random(5)).ancestors(), torch.block_diag(comb(4), torch.eye(3)).bool()
+SHAPE = 1, GROUP, 64
 
 
-def with_other_bits(
-    prefix: int, tree: str, dtype: torch.dtype, dim: int = 64, wants: AttentionSpec = NOTHING
-) -> list[int]:
-    """The nodes of a tree whose rows differ from those of passes over them alone, all of their paths committed."""
-    ancestors = TREES[tree]
-    nodes = len(ancestors)
-    query, keys, values, _, scale = case(1, GROUP if wants.sinks is None else 6, dim, prefix, nodes, dtype, prefix)
-    out = attend(query, keys, values, ancestors, scale, wants=wants)
-    differ = []
-    for node in range(nodes) if nodes < 20 else (1, 2, 31, 62, 63):
-        path = ancestors[node].nonzero().flatten()
-        slots = torch.cat([torch.arange(prefix), prefix + path])
-        alone = attend(query[:, node : node + 1], keys[:, slots], values[:, slots], None, scale, 1, wants=wants)
-        if not torch.equal(out[:, node : node + 1], alone):
-            differ.append(node)
-    return differ
+def slow(*case):
+    return pytest.param(*case, marks=SLOW)
 
 
 @pytest.mark.parametrize(
-    ("prefix", "tree", "dtype"),
+    ("prefix", "tree", "dtype", "shape"),
     [
-        (3, "a tree with gaps", torch.bfloat16),
-        pytest.param(126, "a random tree", torch.float16, marks=SLOW),
-        (318, "a tree with gaps", torch.float32),  # a chunk begins at 320
-        pytest.param(0, "a random tree", torch.float32, marks=SLOW),
-        pytest.param(95, "a tree with gaps", torch.float32, marks=SLOW),  # a tile goes to the chunks at 96
-        pytest.param(126, "a tree with gaps", torch.bfloat16, marks=SLOW),
-        pytest.param(318, "beside fillers", torch.float16, marks=SLOW),
-        pytest.param(300, "as wide as is exact", torch.float16, marks=SLOW),
-        pytest.param(575, "a tree with gaps", torch.bfloat16, marks=SLOW),
+        (3, comb(9), BRAIN, SHAPE),
+        (318, comb(9), SINGLE, SHAPE),  # a chunk begins at 320
+        slow(126, RANDOM, HALF, SHAPE),
+        slow(0, RANDOM, SINGLE, SHAPE),
+        slow(95, comb(9), SINGLE, SHAPE),  # a tile goes to the chunks at 96
+        slow(126, comb(9), BRAIN, SHAPE),
+        slow(318, FILLED, HALF, SHAPE),
+        slow(575, comb(9), BRAIN, SHAPE),
+        # in chains, told by giving no ancestors
+        *(slow(0, nodes, SINGLE, (2, 2, 64)) for nodes in (4, 9)),
+        *(
+            slow(prefix, 7, dtype, (2, 2, 64))
+            for prefix, dtype in ((30, HALF), (125, HALF), (317, BRAIN), (572, SINGLE))
+        ),
+        *(slow(317, nodes, dtype, (2, 2, 64)) for nodes, dtype in ((17, SINGLE), (33, HALF))),
+        # in other layouts
+        *(slow(575, comb(5), *layout) for layout in ((SINGLE, (2, 1, 80)), (HALF, (2, 4, 128)), (BRAIN, (2, 7, 256)))),
     ],
 )
-def test_a_drafted_path_has_the_bits_of_a_committed_one(prefix: int, tree: str, dtype: torch.dtype) -> None:
-    assert with_other_bits(prefix, tree, dtype) == []
+def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(prefix: int, tree, dtype: torch.dtype, shape) -> None:
+    """In trees and chains across the border of a tile or chunk, as where all of its path is committed."""
+    assert odd_nodes(attend, tree, prefix, dtype, shape) == []
 
 
 @SLOW
-@pytest.mark.parametrize(("prefix", "dtype"), [(126, torch.float16), (318, torch.bfloat16)])
+def test_so_it_has_in_the_widest_tree_that_is_exact() -> None:
+    assert odd_nodes(attend, comb(64), 300, HALF, SHAPE, nodes=(1, 2, 31, 62, 63)) == []
+
+
+@SLOW
+def test_so_it_has_where_chunks_grow(monkeypatch) -> None:
+    monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
+    assert odd_nodes(attend, 3, 64 + 16 * 64 - 1, HALF, (2, 1, 256)) == []
+
+
+@SLOW
+@pytest.mark.parametrize(("prefix", "dtype"), [(126, HALF), (318, BRAIN)])
 def test_so_it_has_whatever_a_layer_wants(prefix: int, dtype: torch.dtype) -> None:
     for wants in (*WANTS.values(), AttentionSpec(100), AttentionSpec(200, 1.5, WANTS["sinks"].sinks)):
-        assert with_other_bits(prefix, "a tree with gaps", dtype, wants=wants) == [], wants
+        shape = (1, 6 if wants.sinks is not None else GROUP, 64)
+        assert odd_nodes(attend, comb(9), prefix, dtype, shape, wants, tile=128) == [], wants
 
 
 def test_so_it_has_where_the_length_is_on_the_device() -> None:
@@ -275,7 +228,7 @@ def test_so_it_has_where_the_length_is_on_the_device() -> None:
     for room in (1, 900):
         wholes = torch.full((2, 1, 325 + room, 64), torch.nan, dtype=torch.float16)
         wholes[0, :, :325], wholes[1, :, :325] = keys, values
-        assert torch.equal(attend(query, *wholes, ancestors, scale, 7, torch.tensor(318)), expected)
+        assert torch.equal(attend(query, *wholes, ancestors, scale, prefix=torch.tensor(318)), expected)
 
 
 def test_store() -> None:
