@@ -90,8 +90,10 @@ class Growing:
             self.full.write(layer, keys, tags.expand(HEADS, count, DIM))
         self.full.commit(range(count))
 
-    def query(self) -> torch.Tensor:
-        return torch.randn(LAYERS, HEADS * GROUP, 1, DIM, generator=self.generator, dtype=torch.float64)
+    def query(self, observes: int = 1) -> torch.Tensor:
+        shape = LAYERS, HEADS * GROUP, observes, DIM
+        self.queries = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return self.queries
 
 
 def held(partial: PartialKV, full: FullKV, layer: int, head: int) -> set[int]:
@@ -105,174 +107,87 @@ def held(partial: PartialKV, full: FullKV, layer: int, head: int) -> set[int]:
     return set(positions.tolist())
 
 
-def most_important(partial: PartialKV, full: FullKV, queries, layer: int, head: int) -> list[int]:
-    """What a selection keeps beside sinks and recents, most important first, by brute force."""
-    middle = range(min(partial.sinks, full.length), full.length - min(partial.recent, full.length))
-    group = queries[layer, head * GROUP : (head + 1) * GROUP, -1]
-    score = [sum(row) for row in (full.keys[layer, head, : full.length] @ group.T).tolist()]
-    return sorted(middle, key=lambda position: -score[position])
+def followed(policy: str, budget: int, sinks: int, prompt: int, steps: list[int], seed: int = 0, most: int = 5):
+    """A cache that follows one that grows, and the growing one; what it holds is checked by a model of it.
 
-
-def run(budget: int, sinks: int, prompt: int, steps: list[int], most: int, seed: int = 0) -> PartialKV:
+    Without a prompt there are no queries for the first call.
+    """
     growing = Growing(prompt + sum(steps) + 1, seed)
-    full, partial = growing.full, PartialKV(SHAPE, budget, sinks)
-    since: int | None = None  # text length at the last selection
-    for new in [prompt, *steps]:
+    full, partial = growing.full, PartialKV(SHAPE, budget, sinks, POLICIES[policy], scratch=4)
+    since, selections, ranked = 0, 0, {head: list[int]() for head in ROWS}  # the text's length when it was selected
+    for number, new in enumerate([prompt, *steps]):
         growing.grow(new)
-        if full.length - partial.copied + most <= partial.room:
-            partial.append(full)
-        else:
-            queries = growing.query()
-            partial.select(full, queries)
-            since = full.length
-            ranked = {
-                (layer, head): most_important(partial, full, queries, layer, head)
-                for layer in range(LAYERS)
-                for head in range(HEADS)
-            }
-        text = full.length
+        partial.follow(full, (lambda: growing.query(partial.policy.observes)) if prompt or number else None, most)
+        text, rows = full.length, {head: held(partial, full, *head) for head in ROWS}
         assert partial.copied == text
-        assert partial.length <= budget
-        assert partial.room >= most
-        first, newest = set(range(min(partial.sinks, text))), set(range(max(0, text - partial.recent), text))
-        for layer in range(LAYERS):
-            for head in range(HEADS):
-                positions = held(partial, full, layer, head)
-                if since is None:
-                    assert positions == set(range(text))
-                    continue
-                # sinks, the recents of the selection and all tokens since, and of the selected the most important
-                always = first | set(range(max(0, since - partial.recent), text))
-                room = budget - len(always)
-                assert positions == always | set(ranked[layer, head][:room])
-                assert newest <= positions
-    return partial
+        if partial.selections > selections and partial.policy.score is not None:
+            middle = range(min(sinks, text), text - min(partial.recent, text - min(sinks, text)))
+            for layer, head in ROWS:
+                keys, group = full.keys[layer, :, middle.start : middle.stop], growing.queries.unflatten(1, (HEADS, -1))
+                score = partial.policy.score(keys, group[layer])[head].tolist() if middle else []
+                ranked[layer, head] = sorted(middle, key=lambda place: -score[place - middle.start])
+        if partial.selections > selections:
+            since, selections = text, partial.selections
+        if partial.policy.renews:
+            assert partial.room >= most
+        for head, positions in rows.items():
+            first = {*range(min(sinks, text))}
+            if partial.policy.renews and since:  # all tokens since the selection, and the most important before
+                always = first | {*range(max(0, since - partial.recent), text)}
+                wanted = always | {*ranked[head][: budget - len(always)]}
+            else:  # what was selected once stays
+                chosen = max(0, min(since, budget) - min(sinks, since) - partial.recent) if selections else 0
+                fixed = {*range(sinks)} | {*ranked[head][:chosen]}
+                wanted = {place for place in fixed if place < text}
+                wanted |= {*range(max(0, text - (budget - len(fixed))), text)}
+            assert positions == wanted, (number, text, head)
+    return partial, growing
+
+
+ROWS = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
 
 
 @given(
+    st.sampled_from(["dynamic", "partial", "streaming", "snapkv"]),
     st.integers(64, 90),
-    st.sampled_from([0, 1, 16, 50]),
+    st.sampled_from([0, 1, 16]),
     st.integers(0, 200),
     st.lists(st.integers(1, 5), max_size=60),
     st.integers(0, 1000),
 )
-def test_any_sequence_of_steps(budget: int, sinks: int, prompt: int, steps: list[int], seed: int) -> None:
-    run(budget, sinks, prompt, steps, 5, seed)
+@example("streaming", 64, 16, 3, [1] * 90, 0)  # the text begins shorter than the sinks, and outgrows the budget
+@example("dynamic", 64, 16, 17, [3], 0)
+@example("partial", 64, 16, 64, [5] * 30, 0)
+@example("streaming", 64, 4, 5, [300], 3)  # more at once than there is room for
+def test_what_a_policy_holds_after_any_steps(policy, budget, sinks, prompt, steps, seed) -> None:
+    partial, _ = followed(policy, budget, sinks, prompt, steps, seed)
+    if not partial.policy.renews:
+        assert partial.selections <= 1
 
 
-def test_it_is_selected_anew_again_and_again() -> None:
-    assert run(64, 16, 100, [5, 1, 3, 5, 4] * 12, 5).selections >= 4
-    assert run(64, 0, 1, [1] * 160, 5).selections >= 3
-
-
-def test_nothing_is_selected_while_the_text_fits() -> None:
-    partial = run(64, 16, 0, [5, 4, 3, 2, 1] * 3, 5)
+def test_it_is_selected_anew_again_and_again_and_not_before_it_has_to() -> None:
+    assert followed("dynamic", 64, 16, 100, [5, 1, 3, 5, 4] * 12)[0].selections >= 4
+    assert followed("dynamic", 64, 0, 1, [1] * 160)[0].selections >= 3
+    partial, _ = followed("dynamic", 64, 16, 0, [5, 4, 3, 2, 1] * 3)
     assert (partial.selections, partial.length, partial.room) == (0, 45, 19)
-
-
-def test_selecting_from_a_text_within_the_budget_keeps_all_of_it() -> None:
-    for text in (1, 5, 15, 16, 17, 28, 29, 63, 64):
-        growing = Growing(80, text)
-        growing.grow(text)
-        partial = PartialKV(SHAPE, 64, 16)
-        partial.select(growing.full, growing.query())
-        assert partial.length == text
-        assert held(partial, growing.full, 1, 1) == set(range(text))
-        growing.grow(3)
-        if partial.room >= 3:
-            partial.append(growing.full)
-            assert held(partial, growing.full, 0, 1) >= set(range(text, text + 3))
-            assert partial.length == min(64, text + 3)
-
-
-def test_the_pass_at_hand_has_its_scratch_slot() -> None:
-    partial = run(64, 16, 100, [4] * 4, 5)
-    new = torch.ones(HEADS, 1, DIM, dtype=torch.float64)
-    keys, _ = partial.write(1, new, new)
-    assert keys.shape[1] == partial.length + 1 <= 65
-    assert torch.equal(keys[:, -1:], new)
-
-
-def followed(policy: str, budget: int, sinks: int, prompt: int, steps: list[int], seed: int = 0):
-    """A cache that follows one that grows, the growing one, and after each growth what is held, as sets by head."""
-    growing = Growing(prompt + sum(steps) + 1, seed)
-    partial = PartialKV(SHAPE, budget, sinks, POLICIES[policy], scratch=4)
-    kept = []
-    for number, new in enumerate([prompt, *steps]):
-        growing.grow(new)
-        partial.follow(growing.full, growing.query if prompt or number else None, 5)
-        kept.append([held(partial, growing.full, layer, head) for layer in range(LAYERS) for head in range(HEADS)])
-        assert partial.copied == growing.full.length
-    return partial, growing, kept
-
-
-STEPS = st.lists(st.integers(1, 5), max_size=60)
-
-
-@given(st.integers(64, 90), st.sampled_from([0, 1, 16]), st.integers(0, 200), STEPS)
-@example(64, 16, 3, [1] * 90)  # the text begins shorter than the sinks, and outgrows the budget
-def test_streaming_holds_the_first_and_the_newest(budget: int, sinks: int, prompt: int, steps: list[int]) -> None:
-    _, _, kept = followed("streaming", budget, sinks, prompt, steps)
-    for number, each in enumerate(kept):
-        text = prompt + sum(steps[:number])
-        wanted = {*range(min(sinks, text)), *range(max(0, text - (budget - sinks)), text)}
-        assert all(positions == wanted for positions in each), (number, text)
-
-
-@given(st.integers(64, 90), st.sampled_from([0, 1, 16]), st.integers(1, 200), STEPS, st.integers(0, 1000))
-def test_partial_keeps_what_was_selected_once(
-    budget: int, sinks: int, prompt: int, steps: list[int], seed: int
-) -> None:
-    partial, _, kept = followed("partial", budget, sinks, prompt, steps, seed)
-    assert partial.selections == 1
-    fixed = budget - min(sinks, prompt) - partial.recent  # most that can be selected
-    for number, each in enumerate(kept):
-        text = prompt + sum(steps[:number])
-        for first, positions in zip(kept[0], each, strict=True):
-            oldest_recent = prompt - min(partial.recent, prompt - min(sinks, prompt))
-            selected = {position for position in first if position < oldest_recent}
-            assert len(selected) <= fixed + sinks
-            assert selected <= positions
-            assert positions >= set(range(min(sinks, text)))
-            newest = range(max(0, text - partial.recent), text)
-            assert set(newest) <= positions
-            assert len(positions) == min(text, budget)
-
-
-def test_room_is_made_for_the_next_step() -> None:
-    growing = Growing(400, 3)
-    growing.grow(90)
-    partial = PartialKV(SHAPE, 64, 4, POLICIES["dynamic"])
-    for new in (5, 3, 4, 1, 5) * 12:
-        partial.follow(growing.full, growing.query, 5)
-        assert partial.room >= 5
-        growing.grow(new)
-    assert partial.selections >= 3
-
-
-def test_more_tokens_at_once_than_there_is_room_for() -> None:
-    partial, growing, _ = followed("streaming", 64, 4, 100, [])
-    growing = Growing(400, 3)
-    growing.grow(5)
-    partial = PartialKV(SHAPE, 64, 4, POLICIES["streaming"])
-    partial.follow(growing.full, growing.query, 5)
-    growing.grow(300)
-    partial.follow(growing.full, growing.query, 5)
-    assert held(partial, growing.full, 1, 1) == {*range(4), *range(305 - 60, 305)}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_forwarded_over_it_is_forgotten(policy: str) -> None:
-    partial, growing, kept = followed(policy, 64, 4, 90, [3, 2])
-    length = partial.length
+    partial, growing = followed("dynamic", 64, 4, 90, [3, 2])
+    partial = PartialKV(SHAPE, 64, 4, POLICIES[policy], scratch=4)
+    partial.follow(growing.full, lambda: growing.query(partial.policy.observes), 5)
+    length, kept = partial.length, [held(partial, growing.full, *head) for head in ROWS]
     new = torch.ones(HEADS, 3, DIM, dtype=torch.float64)
     for layer in range(LAYERS):
-        partial.write(layer, new, new)
+        keys, _ = partial.write(layer, new, new)
+        assert keys.shape[1] == length + 3 <= 68
+        assert torch.equal(keys[:, -3:], new)
     partial.commit([0, 2])
     assert partial.length == length + 2
     assert partial.places(1)[:, -2:].tolist() == [[95, 96]] * HEADS
     partial.forget()
-    assert [held(partial, growing.full, layer, head) for layer in range(LAYERS) for head in range(HEADS)] == kept[-1]
+    assert [held(partial, growing.full, *head) for head in ROWS] == kept
 
 
 def random(count: int, observed: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
