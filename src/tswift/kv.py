@@ -185,15 +185,8 @@ class RecentKV(KVBuffer):
 class StreamingKV(RecentKV):
     """A small model's own cache: a text's first and newest tokens (StreamingLLM, Xiao et al., 2024).
 
-    Tokens are committed behind those held, where they can be taken back; :meth:`settle` lets all but the newest of them
-    take the place of the oldest.
-
-    Args:
-        shape: of a token.
-        budget: most tokens held for good.
-        sinks: number of first tokens that always stay; fewer than the budget.
-        slack: number of newest tokens that can always be taken back.
-        scratch: most tokens that are forwarded before tokens are settled.
+    Tokens are committed behind those held, where the ``slack`` newest can always be taken back; :meth:`settle` lets the
+    others take the place of the oldest. At most ``scratch`` tokens are forwarded before that.
 
     Attributes:
         seen: tokens of the text that were committed, held still or not.
@@ -221,11 +214,7 @@ class StreamingKV(RecentKV):
         self.seen += count
 
     def take_back(self, seen: int) -> None:
-        """Forget all tokens of the text but the first ``seen``, of which none is settled that would go.
-
-        Raises:
-            ValueError: one is.
-        """
+        """Forget all tokens of the text but the first ``seen``; ValueError if one is settled that would go."""
         if not self.settled <= seen <= self.seen:
             raise ValueError(f"between {self.settled} and {self.seen} tokens can be kept, not {seen}")
         self.length -= self.seen - seen
@@ -257,12 +246,6 @@ class WindowKV(RecentKV):
 
     A token's slot follows from its place in the text, so that nothing is ever moved. Behind the budget are a slot for
     rows that stand for no token, and scratch slots for a round of drafting, which the next round overwrites.
-
-    Args:
-        shape: what one token takes.
-        budget: most tokens held.
-        sinks: how many of the first tokens always stay; fewer than the budget.
-        scratch: scratch slots.
 
     Attributes:
         scratch: the first of them.
@@ -348,14 +331,9 @@ POLICIES: dict[str, Policy] = {
 
 
 class PartialKV(KVBuffer):
-    """A budget of keys and values copied from a full cache.
+    """A budget of at least 8 keys and values copied from a full cache, at most a quarter of them sinks.
 
-    Args:
-        shape: of a token.
-        budget: most tokens held; at least 8.
-        sinks: number of first tokens that always stay; at most a quarter of the budget.
-        policy: what else is held.
-        scratch: most tokens that are forwarded over what is held.
+    At most ``scratch`` tokens are forwarded over what is held.
 
     Attributes:
         copied: tokens of the full cache seen so far: held, or passed over by a selection.

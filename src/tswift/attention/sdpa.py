@@ -141,10 +141,7 @@ class TreeAttention(Attention):
         return (torch.cat(outs) * shares).sum(0).view_as(query).to(query.dtype)
 
     def _tail(self, rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Masked attention over the nodes' own keys and the few before them that the prefix's parts leave.
-
-        Returns output ``[kv heads, rows, d]`` and log-sum-exps ``[kv heads, rows]``.
-        """
+        """Output ``[kv heads, rows, d]`` and log-sum-exps over the nodes' own keys and what the parts leave."""
         if not self._on_cpu:
             return _attended(rows, keys, values, scale, self._bias)
         outs, lses = _OPERATOR(rows[None], keys[None], values[None], attn_mask=self._bias[None, None], scale=scale)
@@ -158,10 +155,7 @@ class TreeAttention(Attention):
         return -(-torch.get_num_threads() // layout.kv_heads)
 
     def _prefix(self, rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Unmasked attention over the prefix.
-
-        Returns outputs ``[parts, kv heads, rows, d]`` and log-sum-exps ``[parts, kv heads, rows]``.
-        """
+        """Unmasked attention over the prefix: outputs ``[parts, kv heads, rows, d]``, and log-sum-exps."""
         if not self._on_cpu:
             blocks = zip(keys.split(_BLOCK, 1), values.split(_BLOCK, 1), strict=True)
             found = [_attended(rows, *block, scale) for block in blocks]
@@ -243,28 +237,16 @@ class SpecAttention:
 
 
 class SpecialAttention:
-    """Attention of one pass with windows, soft caps and sinks, by masked products over blocks of keys.
+    """Attention of one pass with windows, soft caps and sinks (``wants``, by layer), by masked products over blocks.
 
     For every device and dtype: slower than the backends where a layer sees the whole text, and cheap where it sees a
-    window, as keys before the window are not read.
-
-    Args:
-        layout: the model's.
-        wants: by layer.
-        cache: what the nodes attend to, themselves apart.
-        positions: ``[n]`` int64, the nodes'.
-        ancestors: as for :class:`~tswift.attention.sdpa.Attention`.
+    window, as keys before the window are not read. The nodes, at ``positions`` ``[n]``, attend to a cache.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        wants: Sequence[AttentionSpec],
-        cache: KVBuffer,
-        positions: Tensor,
-        ancestors: Tensor | None,
+        self, layout: Layout, wants: Sequence[AttentionSpec], kv: KVBuffer, positions: Tensor, ancestors: Tensor | None
     ) -> None:
-        self.wants, self._cache, self._positions = wants, cache, positions
+        self.wants, self._cache, self._positions = wants, kv, positions
         if ancestors is None:
             ancestors = torch.ones(len(positions), len(positions), dtype=torch.bool, device=layout.device).tril_()
         self._ancestors = ancestors
@@ -370,15 +352,10 @@ class ChunkedAttention(Attention):
         return out if self._rest is None else torch.cat([out, rest], dim=1)
 
     def _tail(self, rows: list[Tensor], keys: Tensor, values: Tensor, wants: AttentionSpec) -> tuple[Tensor, Tensor]:
-        """Attention to the newest positions, gathered for each node.
+        """Attention to the newest positions, gathered for each node, whose rows are ``[kv heads, groups, d]``, scaled.
 
-        Args:
-            rows: by node ``[kv heads, groups, d]``, scaled.
-            keys, values, wants: as for the call.
-
-        Returns:
-            The highest score of each row, ``[n, kv heads, groups, 1]``, and ``[..., d + 1]``: the weighted sum of
-            values, and behind it the sum of weights.
+        Returns the highest score of each row, ``[n, kv heads, groups, 1]``, and ``[..., d + 1]``: the weighted sum of
+        values, and behind it the sum of weights.
         """
         hidden = self._path < 0
         if wants.window is not None:

@@ -296,11 +296,7 @@ _NOTHING = AttentionSpec()
 
 
 class TritonAttention(Attention):
-    """Attention for CUDA, and for tests on the CPU with ``TRITON_INTERPRET=1``.
-
-    Raises:
-        ValueError: the dtype is none of float32, bfloat16 and float16.
-    """
+    """Attention for CUDA, and for tests on the CPU with ``TRITON_INTERPRET=1``; ValueError for another dtype."""
 
     STATIC: ClassVar[bool] = True
     WANTS: ClassVar[bool] = True
@@ -408,13 +404,9 @@ def configuration(rows: int, width: int, itemsize: int, generation: int) -> Conf
     multiprocessor where that can be. No GPU has timed them yet. Those that one model gets on one device give a row the
     same bits: there is either one of them, or one of 64 and one of 128 rows, which differ by the number of warps alone.
 
-    Args:
-        rows: query heads per KV head times nodes.
-        width: padded head size.
-        itemsize: bytes per element.
-        generation: major compute capability; 0 is the interpreter. On 9 every warp multiplies rows of its own; on 8 and
-            12 only where a head is no wider than 64, and otherwise 4 warps share rows and 8 would do it differently.
-            The code for others has not been looked at.
+    ``rows`` are query heads per KV head times nodes; ``width`` is the padded head size, ``generation`` the major
+    compute capability, 0 for the interpreter. On 9 every warp multiplies rows of its own; on 8 and 12 only where a head
+    is no wider than 64, and otherwise 4 warps share rows and 8 would do it differently. Others were not looked at.
     """
     if itemsize == 4:  # multiplied outside the tensor cores, and bound by that: keys may well be read again
         return Configuration(16, min(64, max(16, 2048 // width)), warps=8, stages=2)
@@ -436,16 +428,14 @@ def chunk_size(kv_heads: int) -> int:
 
 
 def chunking(kv_heads: int, nodes: int, capacity: int) -> tuple[int, int]:
-    """Keys of the first chunks of a pass, and how many chunks there are up to a slot."""
+    """Keys of the first chunks of a pass, and how many chunks there are up to a slot.
+
+    Those that a text has not reached end at once.
+    """
     size = chunk_size(kv_heads) * (1 if nodes <= _PROMPT else _LONG)
-    return size, chunk_count(capacity, size)
-
-
-def chunk_count(capacity: int, size: int) -> int:
-    """How many chunks there are up to a slot; those that a text has not reached end at once."""
     units = triton.cdiv(capacity, size)
     middle = min(MIDDLE, triton.cdiv(max(0, units - NEAR), 2))
-    return min(units, NEAR) + middle + triton.cdiv(max(0, units - NEAR - 2 * MIDDLE), 8)
+    return size, min(units, NEAR) + middle + triton.cdiv(max(0, units - NEAR - 2 * MIDDLE), 8)
 
 
 @functools.cache

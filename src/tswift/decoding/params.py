@@ -34,11 +34,7 @@ class LogitBias(dict[int, float]):
 
     @classmethod
     def checked(cls, bias: Any) -> LogitBias:
-        """From a mapping of ids, which may be in decimal digits as in JSON, to numbers; in the order of the ids.
-
-        Raises:
-            InputError: it is no such mapping, or a number is not between -100 and 100.
-        """
+        """From a mapping of ids, which may be in decimal digits as in JSON, to numbers of -100 to 100, in order."""
         if not isinstance(bias, Mapping):
             raise InputError(f"must map token ids to numbers, got {bias!r:.60}", "logit_bias")
         found: dict[int, float] = {}
@@ -57,11 +53,7 @@ class LogitBias(dict[int, float]):
 
 
 def parse_bias(text: str) -> LogitBias:
-    """The biases of ``42=-3.5,7=2``.
-
-    Raises:
-        InputError: it is no such thing.
-    """
+    """The biases of ``42=-3.5,7=2``; InputError for anything else."""
     pairs = []
     for word in text.split(","):
         token, _, value = word.partition("=")

@@ -14,11 +14,7 @@ _MOST_STOPS, _LONGEST_STOP = 64, 1000  # strings, and characters of one
 
 
 def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Stop strings, checked; one may be given as it is.
-
-    Raises:
-        InputError: they are no strings, empty, too many or too long.
-    """
+    """Stop strings, one of which may be given as it is; InputError if they are none, empty, too many or too long."""
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(each, str) for each in strings):
         raise InputError(f"must be one or several strings, got {stop!r:.60}", "stop")
@@ -36,11 +32,8 @@ class TextStream:
     back to bytes, and they are no characters, what was given before them stays given.)
 
     With stop strings the text ends before the first one in it: the one that is complete first, and of those that end
-    with the same character the longest. What may be the beginning of one is held back.
-
-    Args:
-        tokenizer: a transformers tokenizer with a ``backend_tokenizer``.
-        stop: stop strings, as :func:`check_stop` gives them.
+    with the same character the longest. What may be the beginning of one is held back. The tokenizer is a transformers
+    one with a ``backend_tokenizer``; stop strings are those of :func:`check_stop`.
 
     Attributes:
         stopped: the stop string that has ended the text; None if none has. Tokens added after it add nothing.
