@@ -98,11 +98,6 @@ def test_gumbel_is_finite_and_ordered_at_the_extreme_bit_patterns(monkeypatch) -
     assert noise[0, -1] == pytest.approx(53 * math.log(2))
 
 
-def uniform(seeds, positions, tokens: int):
-    rows = [noise_bits(seed, positions, torch.arange(tokens)) for seed in seeds]
-    return (torch.stack(rows).double() / 2.0**64 + 0.5).numpy()
-
-
 def test_noise_is_uniform_in_every_byte_and_gumbel_distributed() -> None:
     bits = noise_bits(5, range(40), torch.arange(5000)).flatten()
     for shift in range(0, 64, 8):
@@ -112,7 +107,8 @@ def test_noise_is_uniform_in_every_byte_and_gumbel_distributed() -> None:
 
 
 def test_noise_of_neighbouring_seeds_positions_and_tokens_is_independent() -> None:
-    block = uniform(range(40), range(60), 80)
+    bits = torch.stack([noise_bits(seed, range(60), torch.arange(80)) for seed in range(40)])
+    block = (bits.double() / 2.0**64 + 0.5).numpy()
     for axis, lag in product((0, 1, 2), (1, 2, 16)):
         size = block.shape[axis]
         first, second = block.take(range(size - lag), axis).ravel(), block.take(range(lag, size), axis).ravel()
@@ -155,20 +151,6 @@ def transformers_warp(logits, text: list[int], params: SamplingParams):
     return logits
 
 
-def check_warp(params: SamplingParams, seed: int, vocab: int, scale: float) -> None:
-    random = Random(seed)
-    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
-    text = [random.randrange(vocab) for _ in range(random.randrange(1, 30))]
-    seen = None
-    if params.penalises:
-        seen = torch.zeros(3, vocab, dtype=torch.bool)
-        seen[:, text] = True
-    theirs = transformers_warp(logits.clone(), text, params)
-    ours = warp(logits.clone(), seen, params)
-    assert torch.equal(ours.isinf(), theirs.isinf())
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-
-
 temperatures = st.floats(0.05, 3)
 FILTERS = {
     "temperature": {"temperature": temperatures},
@@ -188,11 +170,16 @@ def test_filters_are_those_of_transformers(name: str, data) -> None:
     options = {option: data.draw(strategy) for option, strategy in FILTERS[name].items()}
     if name == "all":
         options = {option: value for option, value in options.items() if data.draw(st.booleans())}
-    vocab = data.draw(st.sampled_from([41, 97, 300, 2000]))
-    check_warp(
-        dataclasses.replace(PLAIN, window=10**6, **options), data.draw(st.integers(0, 10**6)), vocab,
-        data.draw(st.sampled_from([0.1, 1.0, 4.0])),
-    )  # fmt: skip
+    vocab, seed = data.draw(st.sampled_from([41, 97, 300, 2000])), data.draw(st.integers(0, 10**6))
+    params = dataclasses.replace(PLAIN, window=10**6, **options)
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits *= data.draw(st.sampled_from([0.1, 1.0, 4.0]))
+    text = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=30))
+    seen = torch.zeros(3, vocab, dtype=torch.bool).index_fill_(1, torch.tensor(text), True)
+    theirs = transformers_warp(logits.clone(), text, params)
+    ours = warp(logits.clone(), seen if params.penalises else None, params)
+    assert torch.equal(ours.isinf(), theirs.isinf())
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_a_bias_is_one_float64_sum_before_all_else() -> None:
@@ -292,7 +279,15 @@ def test_banned_ids_are_never_drawn(temperature: float) -> None:
     assert logits[0, 0] == 9  # the caller's logits are not touched
 
 
-def check_window(text: list[int], pieces: list[int], nodes: int, window: int, seed: int) -> None:
+@given(
+    st.lists(st.integers(0, 11), min_size=1, max_size=25),
+    st.lists(st.integers(0, 25), max_size=4),
+    st.integers(1, 20),
+    st.integers(1, 30),
+    st.integers(0, 10**6),
+)
+def test_the_window_at_a_node_is_the_last_tokens_on_its_path(text, pieces, nodes, window, seed) -> None:
+    """However the text was added; and along a text as in a tree."""
     vocab = 12
     sampler = Sampler(SamplingParams(penalty=1.5, window=window), 1, vocab, CPU)
     start = 0
@@ -307,17 +302,11 @@ def check_window(text: list[int], pieces: list[int], nodes: int, window: int, se
         path = path_to(tree, node)
         expected = set([*text, *path][-window:])
         assert set(seen[node].nonzero().flatten().tolist()) == expected, (node, text, path)
-
-
-@given(
-    st.lists(st.integers(0, 11), min_size=1, max_size=25),
-    st.lists(st.integers(0, 25), max_size=4),
-    st.integers(1, 20),
-    st.integers(1, 30),
-    st.integers(0, 10**6),
-)
-def test_the_window_at_a_node_is_the_last_tokens_on_its_path(text, pieces, nodes, window, seed) -> None:
-    check_window(text, pieces, nodes, window, seed)
+    along = sampler.seen_along([text[-1], *tree.tokens])
+    whole = [*text, *tree.tokens]
+    for row, end in zip(along, range(len(text), len(whole) + 1), strict=True):
+        assert set(row.nonzero().flatten().tolist()) == {*whole[:end][-window:]}
+    assert sampler.length == len(whole)
 
 
 def drawn_node_by_node(text, tree, logits, params, seed) -> list[int]:
