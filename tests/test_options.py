@@ -26,6 +26,7 @@ class Example:
     name: str | None = option(None, "Which.", shown="the first", choices=("first", "second"))
     flag: bool = option(True, "Whether.")
     some: tuple[int, ...] = option((1, 2), "Several.", shown="1,2", least=1)
+    endless: float = option(1.0, "Any.", least=0)
     hidden: int = 7  # no option
 
     def __post_init__(self) -> None:
@@ -44,6 +45,7 @@ class Example:
         ({"share": float("nan")}, "share: must be above 0 and below 1, got nan"),
         ({"share": "x"}, "share: must be a number, got 'x'"),
         ({"share": 1 << 70}, "share: must be a number below 2^62, or have a decimal point, got 1180591620717411303424"),
+        ({"endless": float("inf")}, "endless: must be at least 0, got inf"),
         ({"large": -1}, "large: must be at least 0, got -1"),
         ({"large": 1 << 41}, "large: must be at most 1,099,511,627,776, got 2199023255552"),
         ({"name": "frst"}, "name: must be one of first, second, got 'frst'; did you mean first?"),
@@ -72,6 +74,7 @@ def test_the_help_says_the_default() -> None:
         "Which. (default: the first)",
         "Whether. (default: yes)",
         "Several. (default: 1,2)",
+        "Any. (default: 1)",
     ]
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tswift
-from tests.jobs.killing import Process, result
+from tests.jobs.killing import Process
 from tswift.jobs import folder
 from tswift.jobs.folder import list_runs, read_run
 from tswift.jobs.job import Signals, Stopped, resume
@@ -25,27 +23,6 @@ def words(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "prompt.txt").write_text("The ship had lain three days becalmed.")
     where = ["--model", checkpoint, "--prompt", tmp_path / "prompt.txt", "--len", 800, "--quiet"]
     return [*where, "--dtype", "float64", "--temperature", 1.3, "--min-p", 0, "--method"]
-
-
-@pytest.mark.slow
-def test_killed_in_the_prefill_goes_on_from_nothing(tmp_path: Path) -> None:
-    """The bundled model reads 15,000 tokens, which takes seconds, and is killed before it has drawn one."""
-    words = ["generate", "--prefill", 15_000, "--len", 30, "--quiet", "--out"]
-    process = Process([*words, tmp_path / "run"], tmp_path / "first.out")
-    while not (tmp_path / "run" / "run.json").exists() and process.poll() is None:
-        time.sleep(0.005)
-    time.sleep(0.3)
-    process.send(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, process.errors.read_text()
-    assert "prefill_seconds" not in json.loads((tmp_path / "run" / "run.json").read_text())
-    assert process.output.read_bytes() == b""
-    for number, more in enumerate(
-        (["generate", "--quiet", "--resume", tmp_path / "run"], [*words, tmp_path / "whole"])
-    ):
-        process = Process(more, tmp_path / f"{number}.out")
-        assert process.wait() == 0, process.errors.read_text()
-    assert result(tmp_path / "run") == result(tmp_path / "whole")
-    assert len(result(tmp_path / "run")[0]) == 4 * 30
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

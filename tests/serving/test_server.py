@@ -133,6 +133,8 @@ def test_an_end_of_text_token_ends_the_text_and_is_no_part_of_it(server: Server,
     assert (server.runs / answer.id / "text.txt").read_bytes().decode() == text + "<|endoftext|>"
     run = server.get(f"/v1/runs/{answer.id}")
     assert (run["text"], run["finish_reason"]) == (text, "stop")
+    _, events = asked(server, "GET", f"/v1/runs/{answer.id}/events")
+    assert f"id: {answer.usage.completion_tokens}:{len(text.encode())}\n".encode() in events
     _, again = asked(server, "POST", f"/v1/runs/{answer.id}/resume")
     assert again["choices"][0]["text"] == text
     (choice,) = complete({"stop_at_eos": False}, **asked_for).choices
@@ -245,9 +247,8 @@ def test_refusals(server: Server, method: str, path: str, body: Any, headers: di
     assert len(list(server.runs.iterdir())) == before
 
 
-def test_a_link_is_no_run(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    (server.runs / "link").symlink_to(tmp_path)
+def test_a_link_is_no_run(server: Server, complete: Complete) -> None:
+    (server.runs / "link").symlink_to(complete(max_tokens=5).id)
     assert asked(server, "GET", "/v1/runs/link")[0] == 404
     assert "link" not in [run["id"] for run in server.get("/v1/runs")["data"]]
 

@@ -21,7 +21,7 @@ from tests.rows import every_row
 from tests.serving.server import TEXT
 from tswift.decoding.loop import DecodeStats
 from tswift.jobs.config import RunConfig
-from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING
+from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING, Lock
 from tswift.models.load import LoadedModel, load
 from tswift.serving import routes, runs
 from tswift.serving.requests import Refused, ServeConfig
@@ -175,8 +175,9 @@ def test_health_tells_whether_anything_decodes(model: LoadedModel, tmp_path: Pat
 
 def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_for(service: Service) -> None:
     asked_for = {**ASKED, "max_tokens": 600, "stream": True}
-    for cancel, state in ((False, "finished"), (True, "cancelled")):
-        body = {**asked_for, "cancel_on_disconnect": cancel}
+    for cancel, stream in ((False, True), (True, True), (True, False)):
+        state, body = ("finished", "cancelled")[cancel], {"cancel_on_disconnect": cancel, "stream": stream}
+        body = {**asked_for, **body}
         _, headers, _ = asked(service, "POST", "/v1/completions", body, leave=True)
         assert ended(service, service.find(headers["x-run-id"])).state == state
     run = begun(service.accept({**asked_for, "cancel_on_disconnect": True}, False))
@@ -212,6 +213,8 @@ def test_what_resume_refuses(two_ends: LoadedModel, tmp_path: Path) -> None:
             run = done(service.accept({**LONG, **more}, False))
             assert run.state == "finished"
             assert refusal(service, run, {"max_tokens": 3001})[:2] == (409, "max_tokens")
+        with Lock(run.path):
+            assert refusal(service, run, {})[0] == 409  # another process is writing it
         # a run that was never begun takes the length, too
         service.resume(waiting.id, 7)
         assert ended(service, waiting).stats.tokens == 7
@@ -356,5 +359,6 @@ def test_reading_by_pieces_gives_the_text_however_it_is_cut(monkeypatch: pytest.
             text, tokens, start = text + piece[0], piece[1], piece[2]
         assert text.encode() == "".join(words).encode()[have:]
         assert tokens == 5
-    # one who was told more by a server that was killed waits
+    # one who was told more by a server that was killed waits, and is told no less later
     assert run.read(9, 1000) is None
+    assert run.read(9, 0)[1] == 9
