@@ -84,23 +84,17 @@ def fingerprint(tokens: list[int]) -> str:
 
 
 def render_chat(tokenizer: Any, model: str, messages: Sequence[Mapping[str, str]]) -> str:
-    """The template of a chat filled in, up to where the model is to answer.
+    """The template of a chat filled in, up to where the model is to answer; to be encoded without special tokens added.
 
-    Args:
-        tokenizer, model: the model's, and its name for errors.
-        messages: with a ``role`` and a ``content``. Templates may shorten those of the assistant, and no others.
-
-    Returns:
-        Text with all special tokens that the template wants: it is to be encoded without any being added.
+    ``messages`` have a ``role`` and a ``content``. Templates may shorten those of the assistant, and no others.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"the tokenizer of {model} has no chat template", "chat")
-    system = any(message["role"] == "system" for message in messages)
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs, and have their own ways to refuse
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        option = "system" if system else "chat"
+        option = "system" if any(message["role"] == "system" for message in messages) else "chat"
         raise InputError(f"the chat template of {model} does not take it ({reason})", option) from None
     for message in messages:
         held = message["content"].strip() in rendered
@@ -178,12 +172,10 @@ def loading(config: ModelConfig, methods: Sequence[str]) -> dict[str, Any]:
             one = f"{methods[0]} does not {use}"
             message = one if len(methods) == 1 else f"none of {', '.join(methods)} {use.replace(' ', 's ', 1)}"
             raise InputError(f"{message}; {', '.join(users)} do", name)
-    needing = {method: find_method(method) for method in methods}
     draft_model = config.draft_model
-    for method, kind in needing.items():
+    for method, kind in {method: find_method(method) for method in methods}.items():
         if kind.networks and config.drafter is None:
             raise InputError(f"names a drafter ({' or '.join(kind.networks)}), which {method} needs", "drafter")
-    for method, kind in needing.items():
         if kind.draft and draft_model is None:
             if config.model != DEMO:
                 message = f"names a smaller model with the tokens of {config.model}, which {method} needs"
