@@ -104,3 +104,5 @@ def test_other_parameters_are_flags_on_the_command_line_alone() -> None:
     with pytest.raises(InputError, match=r"^gamma: cannot be given together with tree$") as caught:
         DraftOptions(tree=(1, 2), gamma=2)
     assert as_typed(caught.value, ["generate"]) == "--gamma: cannot be given together with --tree"
+    # and by the command's own name for it
+    assert as_typed(InputError("is `seed`", "length"), ["generate"]) == "--len: is --seed"
