@@ -54,8 +54,6 @@ def test_the_text_is_plain_decodings_and_goes_on(
 
 def test_what_is_refused(tswift: Tswift, model: Path, drafters: dict[str, Path], tmp_path: Path) -> None:
     for said, reason in (
-        (words(model, "block"), "names a drafter (dspark or dflash), which block needs"),
-        (words(model, "ar", "--drafter", "x"), "ar does not use it; block, eagle, auto do"),
         (words(model, "block", "--drafter", tmp_path), f"{tmp_path} holds no drafter: there is no config.json in it"),
         (
             words(model, "block", "--drafter", drafters["eagle"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_no_tree(text: str) -> None:
 )
 def test_right(options: dict[str, Any]) -> None:
     config = RunConfig.of(**{"method": "tokenswift", **options})
-    recorded = config.as_dict()
+    recorded = asdict(config)
     assert {name: {**recorded, **recorded["sampling"], **recorded["drafting"]}[name] for name in options} == options
     assert config.params() == SamplingParams(**recorded["sampling"])
     assert config.options() == DraftOptions(**recorded["drafting"])

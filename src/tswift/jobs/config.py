@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -317,10 +317,6 @@ class RunConfig(TextConfig, ModelConfig):
     def options(self) -> DraftOptions:
         """The drafting options."""
         return DraftOptions(**self.drafting)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For ``run.json``: everything by the options' names."""
-        return asdict(self)
 
 
 def fields_of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -332,7 +332,7 @@ def start(
     unused = [name for name, asked in drafts.items() if asked is None]
     about = {
         "command": list(command),
-        "options": config.as_dict(),
+        "options": asdict(config),
         "sampling": asdict(generation.params),
         "drafting": used_options(config.method, generation.options),
         "model": {name: value for name, value in _identity(model).items() if name not in unused},

@@ -203,14 +203,10 @@ class Run:
 
 
 class Service:
-    """The model, the runs' folder, and the thread that decodes.
+    """The model, the runs' folder, whose lock the caller has, and the thread that decodes.
 
-    Args:
-        model: loaded as ``typed`` says.
-        config: queue and folder, whose lock the caller has.
-        typed: options that were typed, the defaults of requests.
-        say: prints a line for people.
-
+    ``typed`` are options that were typed, as which the model was loaded: the defaults of requests. ``say`` prints a
+    line for people.
     """
 
     def __init__(
