@@ -58,37 +58,27 @@ def test_plain_transformers_loads_it_and_agrees() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("params", "prefill", "dtype"),
+    ("params", "prefill", "options"),
     [
-        (SamplingParams(), 300, "float64"),
-        (SamplingParams(temperature=0), 1, "float32"),
-        (SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 40, "float32"),
+        (SamplingParams(), 300, {"dtype": "float64"}),
+        (SamplingParams(temperature=0), 1, {"dtype": "float32", "heads": "chained"}),
+        (SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 40, {"dtype": "float32"}),
+        (SamplingParams(), 5000, {}),
     ],
-    ids=["float64", "greedy", "eta, top-k, short window"],
+    ids=["float64", "greedy, chained heads", "eta, top-k, short window", "5,000 tokens"],
 )
-def test_every_method_writes_the_text_of_plain_decoding(params: SamplingParams, prefill: int, dtype: str) -> None:
-    demo = load(dtype=dtype, draft_model=DEMO_DRAFT)
-    prompt = demo.encode(NOVEL.read_text())[:prefill]
-    options = DraftOptions(budget=64, reuse_recent=True)
+def test_every_method_writes_the_text_of_plain_decoding(
+    params: SamplingParams, prefill: int, options: dict[str, str]
+) -> None:
+    demo = load(**options, draft_model=DEMO_DRAFT)
+    assert demo.heads is not None
+    assert demo.heads.kind == options.get("heads", "conditioned")
+    prompt, drafting = demo.encode(NOVEL.read_text())[:prefill], DraftOptions(budget=64, reuse_recent=True)
     lengths = {name: 120 if method.gamma is None else 30 for name, method in METHODS.items()}  # chains take long
-    runs = {method: decode(demo, prompt, length, method, params, options) for method, length in lengths.items()}
+    runs = {method: decode(demo, prompt, length, method, params, drafting) for method, length in lengths.items()}
     assert len(runs["ar"][0]) == 120
     assert all(text == runs["ar"][0][: lengths[method]] for method, (text, _) in runs.items())
     assert all(runs[method][1].passes < 120 for method in ("medusa", "tokenswift"))  # something was accepted
-
-
-@pytest.mark.slow
-def test_a_prompt_of_five_thousand_tokens() -> None:
-    prompt = load().encode(NOVEL.read_text())[:5000]
-    texts = []
-    for heads in ("chained", "conditioned"):
-        model = load(heads=None if heads == "conditioned" else heads)
-        assert model.heads is not None
-        assert model.heads.kind == heads
-        methods = [name for name in METHODS if "tree" in METHODS[name].uses]
-        for method in methods if heads == "chained" else ["ar", "reuse", *methods]:
-            texts.append(decode(model, prompt, 60, method, SamplingParams(), DraftOptions())[0])
-    assert texts == [texts[0]] * len(texts)
 
 
 def test_it_is_small_and_plain_transformers_loads_it() -> None:

@@ -17,8 +17,10 @@ from transformers import Gemma3TextConfig
 from recipes.corpus import train_tokenizer
 from tests.conftest import SENTENCES, make_checkpoint
 from tests.models.refusals import changed, refuse
+from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.models.checkpoint import hub, read_config
+from tswift.models.devices import find_dtype
 from tswift.models.heads import ConditionedHeads
 from tswift.models.load import inspect_model, load
 
@@ -37,27 +39,30 @@ def test_loads_a_folder(checkpoint: Path, dtype: str) -> None:
     assert (loaded.draft, loaded.draft_name, "draft" in loaded.about()) == (None, None, False)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("name", "dtype"),
     [
-        *[("bf16", torch.bfloat16), ("fp16", torch.float16), ("half", torch.float16), ("fp32", torch.float32)],
-        *[("fp64", torch.float64), ("torch.bfloat16", torch.bfloat16), (torch.float64, torch.float64)],
+        *(("bf16", torch.bfloat16), ("fp16", torch.float16), ("half", torch.float16), ("fp32", torch.float32)),
+        *(("fp64", torch.float64), ("torch.bfloat16", torch.bfloat16), (torch.float64, torch.float64)),
     ],
 )
-def test_names_of_dtypes(checkpoint: Path, name: str | torch.dtype, dtype: torch.dtype) -> None:
-    loaded = load(str(checkpoint), device="cpu", dtype=name, exact=False)
-    assert loaded.target.dtype == dtype
-    assert loaded.besides() == ("" if dtype == torch.float32 else ", checkpoint in float32")
-    assert inspect_model(str(checkpoint), device="cpu", dtype=name).kv_shape.dtype == dtype
+def test_names_of_dtypes(name: str | torch.dtype, dtype: torch.dtype) -> None:
+    assert find_dtype(name) == dtype
 
 
 def test_a_dtype_that_is_not_the_checkpoints_is_said(checkpoint: Path, tmp_path: Path, tiny_shapes: None) -> None:
     model = changed(checkpoint, tmp_path / "m", dtype="bfloat16")
-    assert load(model, device="cpu").besides() == ", checkpoint in bfloat16"
-    assert load(model, device="cpu", dtype="bf16", exact=False).besides() == ""
+    for dtype, note in (
+        ("auto", ", checkpoint in bfloat16"),
+        ("bf16", ""),
+        (torch.float64, ", checkpoint in bfloat16"),
+    ):
+        loaded = load(model, device="cpu", dtype=dtype, exact=False)
+        assert loaded.besides() == note
+        assert inspect_model(model, device="cpu", dtype=dtype).kv_shape.dtype == loaded.target.dtype
     assert load("shape:tiny", dtype="float32").besides() == ""  # random weights have no checkpoint
-    refuse(str(checkpoint), "no dtype 'int8'; there are auto, float32, .*float16$", "dtype", dtype="int8")
-    refuse(str(checkpoint), r"no dtype 'flaot32'; .*; did you mean float32\?$", "dtype", dtype="flaot32")
+    refuse(model, "no dtype 'int8'; there are auto, float32, .*float16$", "dtype", dtype="int8")
+    refuse(model, r"no dtype 'flaot32'; .*; did you mean float32\?$", "dtype", dtype="flaot32")
 
 
 def test_close_names_are_suggested(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

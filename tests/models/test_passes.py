@@ -58,6 +58,10 @@ def static_target(attention: type = LengthOnDevice) -> Target:
     return Target(tiny_llama("gqa", torch.float64), attention)
 
 
+def text(target: Target, method: str = "tokenswift") -> list[int]:
+    return tokens_of(decode_steps(target, drafter_of(method, target, OPTIONS), random_prompt(30), PARAMS, 3, 60))
+
+
 @every_row("limit", [1, 8, 10, 41, 128])
 def test_sizes_fit_every_tree(limit: int) -> None:
     found = sizes(limit)
@@ -128,9 +132,8 @@ def test_too_many_nodes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        ("Gemma 2", "tokenswift"),
-        *[pytest.param("Gemma 2", method, marks=pytest.mark.slow) for method in ("ar", "medusa")],
-        *[pytest.param("Mistral 7B v0.1", method, marks=pytest.mark.slow) for method in ("ar", "medusa", "tokenswift")],
+        *(("Gemma 2", method) for method in ("ar", "medusa", "tokenswift")),
+        *(("Mistral 7B v0.1", method) for method in ("ar", "medusa", "tokenswift")),
     ],
 )
 def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, method: str) -> None:
@@ -153,27 +156,18 @@ def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, metho
 @pytest.mark.slow
 def test_compiled_layers_write_the_same_text() -> None:
     """Traced for real, but run by PyTorch's own operators: code for this machine would take a minute to make."""
-    prompt, target = random_prompt(30), static_target()
+    target = static_target()
     torch._dynamo.reset()  # other tests may have compiled the same functions
     torch._dynamo.utils.counters.clear()
     assert target.compile(backend="eager") is None
-    texts = [
-        tokens_of(decode_steps(model, drafter_of("tokenswift", model, OPTIONS), prompt, PARAMS, 3, 60))
-        for model in (tiny_target(), target)
-    ]
-    assert texts[0] == texts[1]
+    assert text(target) == text(tiny_target())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def test_a_compiler_that_fails_is_told_of_and_done_without() -> None:
     target = static_target()
     assert "no_such_compiler" in target.compile(backend="no_such_compiler")
-    prompt = random_prompt(30)
-    texts = [
-        tokens_of(decode_steps(model, drafter_of("tokenswift", model, OPTIONS), prompt, PARAMS, 3, 60))
-        for model in (tiny_target(), target)
-    ]
-    assert texts[0] == texts[1]
+    assert text(target) == text(tiny_target())
 
 
 def test_a_pass_that_does_not_fit_is_refused() -> None:

@@ -138,13 +138,16 @@ def test_a_row_has_the_same_bits_in_every_pass(kv_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kv_dtype", KINDS_OF_KV[1:])
 def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype: torch.dtype) -> None:
     """As PyTorch rounds: those of the first layer are the same numbers before, whatever the cache's dtype."""
-    written = []
+    written, caches = [], []
     for kind in (torch.float32, kv_dtype):
         target = target_of(kv_dtype=kind)
         kv, tree = filled(target, 3, 40), tree_of(40, 3)
         target.forward(*tree[:2], kv, tree[2])
+        caches.append(kv)
         assert kv.keys.dtype == kind
         written.append([buffer[0, :, 3:] for buffer in (kv.keys, kv.values)])
+    assert target.program is not None
+    assert [target.program.takes(each, 1) for each in caches] == [False, True]
     for part, (wide, narrow) in enumerate(zip(*written, strict=True)):
         assert torch.equal(kv.shape.narrowed(wide, part, 0), narrow)
         assert kv.shape.widened(narrow, part, 0).float().sub(wide).abs().max() < 0.01 * wide.abs().max()
@@ -159,12 +162,13 @@ def test_integers_show_what_is_broken() -> None:
     kept = shape.narrowed(made, 1, 0)
     assert torch.equal(shape.widened(kept, 1, 0).isnan(), ~made.isfinite())
     assert torch.equal(shape.broken(kept), ~made.isfinite())
-    largest = target_of("qwen3", kv_dtype=torch.float32)
-    wide = filled(largest, 0, 40)
-    largest.forward(*tree_of(40, 0)[:2], wide, tree_of(40, 0)[2])
-    assert shape.steps is not None
-    for part, buffer in enumerate((wide.keys, wide.values)):
-        assert (buffer.abs().amax(2) <= shape.steps[part] * (2**15 - 1)).all()
+    for kind in ("qwen3", "qwen2", "llama"):  # the last two have biases
+        largest, steps = target_of(kind), target_of(kind, kv_dtype=torch.int16).kv_shape.steps
+        wide = filled(largest, 0, 40)
+        largest.forward(*tree_of(40, 0)[:2], wide, tree_of(40, 0)[2])
+        assert steps is not None
+        for part, buffer in enumerate((wide.keys, wide.values)):
+            assert (buffer.abs().amax(2) <= steps[part] * (2**15 - 1)).all()
     embeddings = target.model.get_input_embeddings().weight
     embeddings[3] = torch.nan
     target.forward(torch.tensor([1, 3, 5]), torch.arange(3), kv, torch.eye(3, dtype=torch.bool))

@@ -24,38 +24,23 @@ from tswift.models.shapes import (
     skeleton,
 )
 
-# as the model cards on the hub count them
-PARAMETERS = {
-    "llama3.1-8b": 8_030_261_248,
-    "yarn-llama2-7b-128k": 6_738_415_616,
-    "qwen2.5-1.5b": 1_543_714_304,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen2.5-14b": 14_770_033_664,
-    "qwen3-4b": 4_022_468_096,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-14b": 14_768_307_200,
+# weights, as the model cards on the hub count them, and bytes of a token's keys and values
+PUBLISHED = {
+    "llama3.1-8b": (8_030_261_248, 131_072),
+    "yarn-llama2-7b-128k": (6_738_415_616, 524_288),
+    "qwen2.5-1.5b": (1_543_714_304, 28_672),
+    "qwen2.5-7b": (7_615_616_512, 57_344),
+    "qwen2.5-14b": (14_770_033_664, 196_608),
+    "qwen3-4b": (4_022_468_096, 147_456),
+    "qwen3-8b": (8_190_735_360, 147_456),
+    "qwen3-14b": (14_768_307_200, 163_840),
 }
-KV_BYTES = {
-    "llama3.1-8b": 131_072,
-    "yarn-llama2-7b-128k": 524_288,
-    "qwen2.5-1.5b": 28_672,
-    "qwen2.5-7b": 57_344,
-    "qwen2.5-14b": 196_608,
-    "qwen3-4b": 147_456,
-    "qwen3-8b": 147_456,
-    "qwen3-14b": 163_840,
-}
-
-
-def of(name: str) -> Shape:
-    return shape_of(skeleton(shape_config(f"{PREFIX}{name}")), 2)
 
 
 @every_row("name", SHAPES)
 def test_published_sizes(name: str) -> None:
-    shape = of(name)
-    assert shape.parameters == PARAMETERS[name]
-    assert shape.kv_bytes == KV_BYTES[name]
+    shape = shape_of(skeleton(shape_config(f"{PREFIX}{name}")), 2)
+    assert (shape.parameters, shape.kv_bytes) == PUBLISHED[name]
     assert SHAPES[name].max_position_embeddings == 131_072
     assert shape.head_dim == 128
 
@@ -132,14 +117,7 @@ def test_memory_is_looked_at_first(tiny_shapes: None, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_deep_stacks_in_bfloat16_pass_the_check_of_our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many layers as the deepest shape has: rounding adds up, and must stay below what the check allows."""
-    deep = Qwen2Config(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=700,
-        num_hidden_layers=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
+    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 700, "num_hidden_layers": 48}
+    deep = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
     monkeypatch.setitem(SHAPES, "deep", deep)
     load("shape:deep")
