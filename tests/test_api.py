@@ -5,19 +5,23 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
 
 import tswift
+from tests.helpers import tokens_of
 from tswift.cli import main
 
 ROOT = Path(__file__).parents[1]
 
 
-def _example(page: str) -> str:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[0]
+def example(page: str, number: int = 0) -> str:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[number]
+
+
+def run(page: str, number: int = 0, **names: object) -> None:
+    exec(compile(example(page, number), page, "exec"), {"__name__": "__main__", **names})
 
 
 def test_import_is_light() -> None:
@@ -37,7 +41,7 @@ def test_the_names_are_there() -> None:
 def test_text_and_ids_are_the_same_prompt(checkpoint: Path) -> None:
     model = tswift.load(str(checkpoint), dtype="float64")
     drawn = [
-        list(chain.from_iterable(step.tokens for step in tswift.generate(model, prompt, 20, method=method)))
+        tokens_of([*tswift.generate(model, prompt, 20, method=method)])
         for prompt in ("The ship", model.encode("The ship"))
         for method in ("ar", "tokenswift")
     ]
@@ -65,36 +69,22 @@ def test_refuses_at_the_call_not_at_the_first_step(checkpoint: Path) -> None:
         assert caught.value.field == field
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
-def test_example_on_a_tiny_model(
-    page: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_examples_on_a_tiny_model(checkpoint: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     model = tswift.load(str(checkpoint))
+    run("docs/python.md", -1, tswift=tswift, SamplingParams=tswift.SamplingParams, model=model)
+    assert capsys.readouterr().out.splitlines()[-1].endswith((".", "None"))
     monkeypatch.setattr(tswift, "load", lambda: model, raising=False)
-    exec(compile(_example(page), page, "exec"), {})
+    run("docs/python.md")
     assert capsys.readouterr().out.strip()
 
 
-def test_stop_example_on_a_tiny_model(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)[-1]
-    names = {"tswift": tswift, "SamplingParams": tswift.SamplingParams, "model": tswift.load(str(checkpoint))}
-    exec(compile(code, "docs/python.md", "exec"), names)
-    assert capsys.readouterr().out.splitlines()[-1].endswith((".", "None"))
-
-
-def test_transformers_example_on_the_bundled_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = (ROOT / "docs/python.md").read_text()
-    (command,) = re.findall(r"```sh\ntswift (.*?)  .*\n```", text)
+def test_examples_on_the_bundled_model(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("README.md")
+    assert len(capsys.readouterr().out) > 200
+    (command,) = re.findall(r"```sh\ntswift (.*?)  .*\n```", (ROOT / "docs/python.md").read_text())
     (tmp_path / "src").symlink_to(ROOT / "src")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     assert main(command.split()) == 0
-    exec(compile(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1], "docs/python.md", "exec"), {})
+    run("docs/python.md", 1)
     assert "The ship had lain three days becalmed," in capsys.readouterr().out
-
-
-def test_readme_example_on_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(_example("README.md"), "README.md", "exec"), {"__name__": "__main__"})
-    assert len(capsys.readouterr().out) > 200

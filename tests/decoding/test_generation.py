@@ -26,9 +26,7 @@ from tswift.models.load import ModelSpec, load
 def test_end_of_text_is_banned_or_stops() -> None:
     params = SamplingParams(banned=(5,))
     assert ending(params, (2, 7), stop_at_eos=True) == (params, (2, 7))
-    banned, stop = ending(params, (2, 7), stop_at_eos=False)
-    assert banned.banned == (2, 5, 7)
-    assert stop == ()
+    assert ending(params, (2, 7), stop_at_eos=False) == (replace(params, banned=(2, 5, 7)), ())
 
 
 def test_the_reference_decodes_with_the_attention_of_reference_implementations(checkpoint: Path) -> None:
@@ -48,23 +46,22 @@ def test_a_length_that_leaves_nothing_to_generate(checkpoint: Path) -> None:
 
 
 def test_every_method_says_what_it_uses() -> None:
-    fields = set(DraftOptions.__dataclass_fields__)
-    assert set().union(*(method.uses for method in METHODS.values())) == fields
+    assert set().union(*(method.uses for method in METHODS.values())) == set(DraftOptions.__dataclass_fields__)
 
 
-def test_heads_that_are_missing(checkpoint: Path) -> None:
-    from dataclasses import replace
-
-    model = replace(load(str(checkpoint)), heads=None)
-    with pytest.raises(InputError, match="tokenswift drafts with heads and the model has none") as caught:
+def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "m")
+    (folder / "heads.safetensors").unlink()
+    model, others = load(str(folder)), ["ar", "cascade", "recall", "reuse", "magicdec", "auto"]
+    message = f"method: {{}} drafts with heads and the model has none; without heads there are {', '.join(others)}"
+    with pytest.raises(InputError, match=message.format("tokenswift")):
         begin(model, [1], 5, method="tokenswift")
-    others = str(caught.value).rpartition("without heads there are ")[2].split(", ")
-    assert others == ["ar", "cascade", "recall", "reuse", "magicdec", "auto"]
+    for options in (DraftOptions(), DraftOptions(gamma=2)):  # before loading, too
+        with pytest.raises(InputError, match=message.format("medusa")):
+            preflight(str(folder), 1, 1, "medusa", options)
     for method in others:
-        assert sum(len(step.tokens) for step in begin(model, [1], 5, method=method).steps()) == 5
-
-
-CPU = torch.device("cpu")
+        preflight(str(folder), 1, 5, method, DraftOptions())
+        assert len(tokens_of([*begin(model, [1], 5, method=method).steps()])) == 5
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
@@ -73,95 +70,76 @@ def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
-    dtype = "float64" if method == "medusa" else "float32"
-    options = DraftOptions(budget=128, **({"nodes": 5} if "nodes" in METHODS[method].uses else {}))
-    draft = str(checkpoint) if METHODS[method].draft or METHODS[method].may_draft else None
+    dtype, kind = "float64" if method == "medusa" else "float32", METHODS[method]
+    options = DraftOptions(budget=128, nodes=5 if "nodes" in kind.uses else None)
+    draft = str(checkpoint) if kind.draft or kind.may_draft else None
     ahead = preflight(str(checkpoint), 3, 50, method, options, dtype=dtype, draft_model=draft)
     model = load(str(checkpoint), dtype=dtype, draft_model=draft)
     run = begin(model, [1, 2, 3], 50, method=method, options=options)
-    need = run.need
-    assert (ahead.positions, ahead.full_bytes, ahead.partial_bytes) == (53, need.full_bytes, need.partial_bytes)
-    nodes = 5 if "nodes" in METHODS[method].uses else (METHODS[method].gamma or 0) + 1
-    assert ahead.logits_bytes == need.logits_bytes == 3 * nodes * 320 * 8
-    token_bytes = model.target.kv_shape.bytes_per_token
+    need, token_bytes = run.need, model.target.kv_shape.bytes_per_token
+    weights = sum(weight.nbytes for weight in model.target.model.parameters())
+    heads = 0 if model.heads is None else sum(weight.nbytes for weight in model.heads.parameters())
+    # what is there needs no more memory
+    assert replace(ahead, weight_bytes=0, heads_bytes=0, draft_bytes=0) == need
+    assert (ahead.weight_bytes, ahead.heads_bytes, ahead.draft_bytes) == (weights, heads, weights if draft else 0)
+    assert (
+        ahead.total_bytes
+        == need.total_bytes + ahead.loaded_bytes
+        == need.total_bytes + weights + heads + (ahead.draft_bytes)
+    )
+    nodes = 5 if "nodes" in kind.uses else (kind.gamma or 0) + 1
+    assert (need.positions, need.logits_bytes) == (53, 3 * nodes * 320 * 8)
     assert need.full_bytes == run.decoding._context.kv.nbytes == (53 + nodes) * token_bytes
-    assert (need.partial_bytes > 0) == METHODS[method].partial
-    slots = cache_slots(method, run.options, 53)[1]
-    assert ahead.draft_kv_bytes == need.draft_kv_bytes == slots * token_bytes
-    assert (slots > 0) == (draft is not None)
-    assert ahead.recall_bytes == need.recall_bytes
-    assert (need.recall_bytes > 0) == (method in ("recall", "cascade", "auto"))
-    assert (need.weight_bytes, need.heads_bytes) == (0, 0)  # they are there
-    assert ahead.weight_bytes == sum(weight.nbytes for weight in model.target.model.parameters())
-    assert ahead.draft_bytes == (ahead.weight_bytes if draft else 0)
-    assert ahead.total_bytes == need.total_bytes + ahead.weight_bytes + ahead.heads_bytes + ahead.draft_bytes
+    assert need.draft_kv_bytes == cache_slots(method, run.options, 53)[1] * token_bytes
+    held = need.partial_bytes > 0, need.draft_kv_bytes > 0, need.recall_bytes > 0
+    assert held == (kind.partial, draft is not None, method in ("recall", "cascade", "auto"))
 
 
 def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, options = str(checkpoint), DraftOptions(budget=1000)
-    need = preflight(model, 3, 2000, "tokenswift", options)
-    memory(monkeypatch, need.total_bytes)
-    assert preflight(model, 3, 2000, "tokenswift", options) == need
-    memory(monkeypatch, None)
-    assert preflight(model, 3, 2000, "tokenswift", options) == need
-    memory(monkeypatch, need.total_bytes - 1)
+    asked = str(checkpoint), 3, 2000, "tokenswift", DraftOptions(budget=1000)
+    loaded, need = load(str(checkpoint)), preflight(*asked)
+    there = begin(loaded, [1, 2, 3], 50, method="ar").need
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    for free in (need.total_bytes, None):
+        memory(monkeypatch, free)
+        assert preflight(*asked) == need
+    memory(monkeypatch, need.total_bytes - 1)
     with pytest.raises(InputError) as caught:
-        preflight(model, 3, 2000, "tokenswift", options)
+        preflight(*asked)
     assert str(caught.value) == (
         "length: weights 0.2 MB + heads 0.0 MB + KV 0.5 MB + drafting KV 0.3 MB + logits 0.1 MB = 1.0 MB, "
         "cpu has 1.0 MB free"
     )
     memory(monkeypatch, need.weight_bytes)
     with pytest.raises(InputError, match=r"^model: weights 0.2 MB \+ heads "):  # no text is short enough
-        preflight(model, 3, 2000, "tokenswift", options)
+        preflight(*asked)
+    memory(monkeypatch, there.total_bytes)  # weights count once
+    begin(loaded, [1, 2, 3], 50, method="ar")
+    memory(monkeypatch, there.total_bytes - 1)
+    with pytest.raises(InputError, match=r"^length: KV 0.0 MB \+ logits 0.0 MB = 0.0 MB, cpu has 0.0 MB free$"):
+        begin(loaded, [1, 2, 3], 50, method="ar")
 
 
-@pytest.mark.parametrize(
-    ("method", "tree"), [("recall", None), ("cascade", None), ("auto", None), ("medusa", "auto"), ("medusa", None)]
-)
-def test_what_is_recalled_counts(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, method: str, tree: str | None
-) -> None:
-    options = DraftOptions(tree=tree)
-    need = preflight(str(checkpoint), 3, 2000, method, options)
+@pytest.mark.parametrize(("method", "tree"), [("recall", None), ("auto", None), ("medusa", "auto"), ("medusa", None)])
+def test_what_is_recalled_counts(checkpoint: Path, monkeypatch, method: str, tree: str | None) -> None:
+    need = preflight(str(checkpoint), 3, 2000, method, DraftOptions(tree=tree))
     recalls = tree is not None or method != "medusa"
     assert need.recall_bytes == (LogitHistory.bytes_for(2003, 320, 64) if recalls else 0)
-    assert need.held_bytes(CPU) - need.recall_bytes == need.held_bytes(torch.device("cuda")) == need.kv_bytes
+    held = [need.held_bytes(torch.device(device)) for device in ("cpu", "cuda")]
+    assert held == [need.kv_bytes + need.recall_bytes, need.kv_bytes]
     if recalls:
-        fewer = preflight(str(checkpoint), 3, 2000, method, replace(options, recall=10))
-        assert fewer.recall_bytes < need.recall_bytes
+        options = DraftOptions(tree=tree, recall=10)
+        assert preflight(str(checkpoint), 3, 2000, method, options).recall_bytes < need.recall_bytes
         memory(monkeypatch, need.total_bytes - 1)
         with pytest.raises(InputError, match=r" \+ recall 0\.6 MB \+ logits "):
-            preflight(str(checkpoint), 3, 2000, method, options)
-
-
-def test_weights_count_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(str(checkpoint))
-    need = begin(model, [1, 2, 3], 50, method="ar").need
-    memory(monkeypatch, need.total_bytes)
-    begin(model, [1, 2, 3], 50, method="ar")
-    memory(monkeypatch, need.total_bytes - 1)
-    with pytest.raises(InputError, match=r"^length: KV 0.0 MB \+ logits 0.0 MB = 0.0 MB, cpu has 0.0 MB free$"):
-        begin(model, [1, 2, 3], 50, method="ar")
+            preflight(str(checkpoint), 3, 2000, method, DraftOptions(tree=tree))
 
 
 def test_too_few_positions(checkpoint: Path) -> None:
     preflight(str(checkpoint), 96, 4000, "ar", DraftOptions())
-    with pytest.raises(InputError) as caught:
+    needed = "at least 97 prompt tokens and 4,000 new ones need 4,097 positions, the model has 4,096"
+    with pytest.raises(InputError, match=f"^length: {needed}$"):
         preflight(str(checkpoint), 97, 4000, "ar", DraftOptions())
-    assert str(caught.value) == (
-        "length: at least 97 prompt tokens and 4,000 new ones need 4,097 positions, the model has 4,096"
-    )
-
-
-def test_heads_that_are_missing_before_loading(checkpoint: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(checkpoint, tmp_path / "m")
-    (model / "heads.safetensors").unlink()
-    preflight(str(model), 1, 1, "reuse", DraftOptions())
-    for options in (DraftOptions(), DraftOptions(gamma=2)):
-        with pytest.raises(InputError, match=r"^method: medusa drafts with heads and the model has none"):
-            preflight(str(model), 1, 1, "medusa", options)
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch, attention: str = "") -> None:
