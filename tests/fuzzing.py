@@ -25,25 +25,22 @@ VALUES = st.sampled_from(
 @st.composite
 def damage(draw: st.DrawFn) -> Callable[[bytes], bytes]:
     """Some damage to bytes: bits flipped, a piece cut out, put in or doubled, an end gone, or all of it other bytes."""
-    kind = draw(st.sampled_from(["flip", "flip", "cut", "end", "insert", "double", "other"]))
     place, length = draw(st.floats(0, 1)), draw(st.integers(1, 64))
     bits, other = draw(st.integers(1, 255)), draw(st.binary(max_size=200))
-
-    def done(data: bytes) -> bytes:
-        at = min(int(place * len(data)), max(len(data) - 1, 0))
-        if kind == "flip" and data:
-            return data[:at] + bytes([data[at] ^ bits]) + data[at + 1 :]
-        if kind == "cut":
-            return data[:at] + data[at + length :]
-        if kind == "end":
-            return data[:at]
-        if kind == "insert":
-            return data[:at] + other + data[at:]
-        if kind == "double":
-            return data[: at + length] + data[at:]
-        return other
-
-    return done
+    flip = lambda data, at: data[:at] + bytes(byte ^ bits for byte in data[at : at + 1]) + data[at + 1 :]  # noqa: E731
+    damaged = draw(
+        st.sampled_from(
+            [
+                *(flip, flip),
+                lambda data, at: data[:at] + data[at + length :],
+                lambda data, at: data[:at],
+                lambda data, at: data[:at] + other + data[at:],
+                lambda data, at: data[: at + length] + data[at:],
+                lambda data, at: other,
+            ]
+        )
+    )
+    return lambda data: damaged(data, min(int(place * len(data)), max(len(data) - 1, 0)))
 
 
 @st.composite

@@ -28,17 +28,11 @@ _CONTEXT.set_forkserver_preload(
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended.
+    """How a rank ended."""
 
-    Attributes:
-        code: its exit code; negative for a signal.
-        found: what the function returned; if it raised, the error.
-        out, err: what it wrote.
-    """
-
-    code: int
-    found: Any
-    out: bytes
+    code: int  # its exit code; negative for a signal
+    found: Any  # what the function returned; if it raised, the error
+    out: bytes  # what it wrote
     err: str
 
 

@@ -32,9 +32,9 @@ def _main(words: list[str], folder: Path) -> int:
     return main(words)
 
 
-def ranked(tmp_path: Path, *words: str) -> list[Ended]:
+def ranked(tmp_path: Path, *words: str, function=_main) -> list[Ended]:
     (tmp_path / "there").mkdir(exist_ok=True)
-    return on_ranks(tmp_path, 2, _main, list(words), tmp_path / "there")
+    return on_ranks(tmp_path, 2, function, list(words), tmp_path / "there")
 
 
 @pytest.mark.slow
@@ -96,27 +96,25 @@ def _broken(words: list[str], folder: Path) -> int:
 
 @pytest.mark.slow
 def test_what_one_rank_alone_finds_it_says_itself(words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    first, second = on_ranks(tmp_path, 2, _broken, words, tmp_path / "there")
+    first, second = ranked(tmp_path, *words, function=_broken)
     assert (first.found, second.found) == (1, 1)
     assert first.err == "tswift: error: another rank is gone; it, or torchrun's report, says why\n"
     assert second.err == "tswift: error: rank 1: MemoryError: there is none left\n"
 
 
-@pytest.mark.parametrize("command", ["bench", "compare", "verify", "roofline"])
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_other_commands_are_not_run_in_copies(
-    tswift: Tswift, monkeypatch: pytest.MonkeyPatch, command: str, rank: str
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", rank)
-    said = f"tswift: error: tswift {command} works in one process; start it without torchrun\n"
-    result = tswift(command)
-    assert (result.code, result.out, result.err) == (2, b"", said if rank == "0" else "")
-    result = tswift("generate", "--verify")
-    said = "tswift: error: --verify: works in one process; tswift verify does it afterwards\n"
-    assert (result.code, result.err) == (2, said if rank == "0" else "")
+def test_other_commands_are_not_run_in_copies(tswift: Tswift, monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "test"), ("WORLD_SIZE", "2"), ("RANK", rank)):
+        monkeypatch.setenv(name, value)
+    said = {
+        command: f"tswift {command} works in one process; start it without torchrun"
+        for command in ("bench", "compare", "verify", "roofline")
+    }
+    said["generate --verify"] = "--verify: works in one process; tswift verify does it afterwards"
+    for command, message in said.items():
+        result = tswift(*command.split())
+        assert (result.code, result.out) == (2, b"")
+        assert result.err == (f"tswift: error: {message}\n" if rank == "0" else "")
 
 
 def test_one_rank_is_no_rank(tswift: Tswift, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -153,10 +151,8 @@ def test_torchrun(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
     assert 20 <= made < 3900
     assert f"{made:,} tokens are saved" in said
     assert (tokens.parent / "text.txt").read_bytes().startswith((tmp_path / "out").read_bytes())
-    more = tswift(
-        "generate", "--resume", tokens.parent, "--len", made + 10
-    )  # one process can go on: it is the same model
-    assert more.code == 0, more.err
-    assert tswift(*words, "--len", made + 10, "--out", tmp_path / "alone").code == 0
+    # one process can go on: it is the same model
+    for more in (["generate", "--resume", tokens.parent], [*words, "--out", tmp_path / "alone"]):
+        assert tswift(*more, "--len", made + 10).code == 0
     for name in ("tokens.u32", "text.txt"):
         assert (tmp_path / "alone" / name).read_bytes() == (tokens.parent / name).read_bytes()

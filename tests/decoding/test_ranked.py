@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -96,49 +97,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _steps(model: LoadedModel, method: str = "tokenswift", most: int | None = None) -> object:
     """What came of a decode: its tokens, or the error."""
-    made: list[int] = []
+    made, options = list[int](), options_for(method, **OPTIONS)
     try:
-        for count, step in enumerate(
-            tswift.generate(model, PROMPT, 60, method=method, options=options_for(method, **OPTIONS)), start=1
-        ):
+        for step in islice(tswift.generate(model, PROMPT, 60, method=method, options=options), most):
             made += step.tokens
-            if count == most:
-                break
     except (Exception, KeyboardInterrupt) as error:
         return type(error).__name__, str(error), len(made)
     return made
 
 
 def _troubles(folder: Path) -> dict[str, object]:
-    model = _loaded(folder)
+    model, found, draw, propose = _loaded(folder), dict[str, object](), Sampler.draw, Drafter.propose
     second = model.ranks.rank == 1
-    found: dict[str, object] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        if second:
-            right = Sampler.draw
-            patch.setattr(
-                Sampler, "draw", lambda self, *given: [(token + 1) % 97 for token in right(self, *given)]
-            )  # a rank that computes something else
-        found["tokens"] = _steps(model, "ar")
-    with pytest.MonkeyPatch.context() as patch:
-        if second:
-            propose = Drafter.propose
 
-            def more(self, context, wanted):
-                tree = propose(self, context, wanted)
-                tree.grow(0, 1 if tree.child(0, 1) is None else 2, "odd")
-                return tree
+    def more(self, context, wanted):
+        tree = propose(self, context, wanted)
+        tree.grow(0, 1 if tree.child(0, 1) is None else 2, "odd")
+        return tree
 
-            patch.setattr(Drafter, "propose", more)
-        found["drafts"] = _steps(model)
-    with pytest.MonkeyPatch.context() as patch:
-        if second:
-            patch.setattr(engine, "available_bytes", lambda device: 1)
-        found["memory"] = _steps(model)
-    with pytest.MonkeyPatch.context() as patch:
-        if second:
-            patch.setattr(engine, "make_drafter", lambda *given: 1 / 0)
-        found["breaks"] = _steps(model)
+    patches = {  # of a rank that computes something else, or breaks
+        "tokens": (Sampler, "draw", lambda self, *given: [(token + 1) % 97 for token in draw(self, *given)]),
+        "drafts": (Drafter, "propose", more),
+        "memory": (engine, "available_bytes", lambda device: 1),
+        "breaks": (engine, "make_drafter", lambda *given: 1 / 0),
+    }
+    for what, patch in patches.items():
+        with pytest.MonkeyPatch.context() as patching:
+            if second:
+                patching.setattr(*patch)
+            found[what] = _steps(model, "ar" if what == "tokens" else "tokenswift")
     found["first stops"] = _steps(model, most=None if second else 3)
     found["second stops"] = _steps(model, most=3 if second else None)
     found["all"] = _steps(model)
@@ -193,17 +180,16 @@ def test_a_rank_that_is_gone_is_noticed(folder: Path, tmp_path: Path) -> None:
 
 
 def _refusals(folder: Path) -> list[str]:
-    ranks = join("cpu")
-    found = []
-    for asked in (
-        {"model": str(folder / "mqa")},
-        {"model": str(folder / "gpt2")},
-        {"model": "shape:llama3.1-8b"},
-        {"model": str(folder / "mqa"), "quantize": "int8"},
-        {"model": str(folder / "mqa"), "device": "cuda"},
+    ranks, found = join("cpu"), []
+    for model, more in (
+        (folder / "mqa", {}),
+        (folder / "gpt2", {}),
+        ("shape:llama3.1-8b", {}),
+        (folder / "mqa", {"quantize": "int8"}),
+        (folder / "mqa", {"device": "cuda"}),
     ):
         with pytest.raises(tswift.errors.InputError) as caught:
-            load(**asked, ranks=ranks)
+            load(str(model), **more, ranks=ranks)  # type: ignore[arg-type]
         found.append(f"{caught.value}")
     return found
 
