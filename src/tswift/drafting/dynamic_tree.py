@@ -291,10 +291,7 @@ class DraftModel:
 class PartialDraftModel(DraftModel):
     """The target over a partial cache, which is filled with the exact keys and values of verification passes.
 
-    Args:
-        target: the model.
-        kv: the cache, empty.
-        nodes: most nodes of a pass over it.
+    A pass over it has at most ``nodes`` nodes.
     """
 
     def __init__(self, target: Target, kv: PartialKV, nodes: int = 1) -> None:
@@ -331,10 +328,6 @@ class SmallDraftModel(DraftModel):
 
     It forwards whatever the text has that it has not seen, so it may be asked at any point of any text that goes on
     from a text it was asked about, but for the newest ``kv.slack`` tokens.
-
-    Args:
-        target: the smaller model.
-        kv: its cache, empty.
     """
 
     def __init__(self, target: Target, kv: StreamingKV) -> None:
@@ -443,12 +436,9 @@ _OTHERS = (0.35, 0.2, 0.1, 0.06, 0.03)  # of the runner-up
 
 
 class CascadeSource(ChainSource):
-    """A chain with the runners-up beside it, as long as it pays.
+    """A chain of the target with the runners-up beside it, as long as it pays.
 
-    Args:
-        level, drafter, shared_noise: as for :class:`ChainSource`; the level is the target.
-        budget: of the tree that it is verified in.
-        costs: what passes on the level cost.
+    By the budget of the tree that it is verified in, and what passes on its level cost.
     """
 
     def __init__(

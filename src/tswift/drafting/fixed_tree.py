@@ -113,14 +113,9 @@ _SHARE = 4  # of the nodes that heads and n-grams have in common, n-grams get on
 
 
 class NgramRows:
-    """A device table of n-grams: one row per first token, with the tree of its most frequent continuations.
+    """A device table of n-grams: one row of so many nodes per first token, with its most frequent continuations.
 
-    Args:
-        source: counts the n-grams of the text.
-        vocab_size: number of token ids V.
-        nodes: nodes of a row.
-        updates: rows that can be updated in a step; more are copied apart from the block.
-        device: where the table is.
+    Up to ``updates`` rows are updated in a step; more are copied apart from the block.
 
     Attributes:
         trees: ``[2, V + 1, nodes]`` int64; the last row stands for no token. Tokens: -1 where a row has fewer nodes.
@@ -129,12 +124,9 @@ class NgramRows:
 
     def __init__(self, source: ReuseSource, vocab_size: int, nodes: int, updates: int, device: torch.device) -> None:
         self._source, self.nothing, self._nodes, self._updates = source, vocab_size, nodes, updates
+        self.sections = {"rows": updates, "trees": 2 * updates * nodes}  # its part of the block that the host sends
         self.trees = torch.zeros(2, vocab_size + 1, nodes, dtype=torch.int64, device=device)
         self.trees[0] = -1
-
-    def sections(self) -> dict[str, int]:
-        """Its part of the block that the host sends."""
-        return {"rows": self._updates, "trees": 2 * self._updates * self._nodes}
 
     def prepare(self, context: Context, host: dict[str, np.ndarray]) -> None:
         """Count new n-grams, and put the rows that changed into the block."""
@@ -217,7 +209,7 @@ class FixedTree:
     def sections(self) -> dict[str, int]:
         """As :meth:`DeviceDraft.sections`."""
         own = {"slots": min(self._drafter.depth + 1, self._drafter.limit)} if self._partial else {}
-        return own | (self._rows.sections() if self._rows else {})
+        return own | (self._rows.sections if self._rows else {})
 
     def begin(self, context: Context, host: dict[str, np.ndarray], device: dict[str, Tensor]) -> None:
         """As :meth:`DeviceDraft.begin`."""
