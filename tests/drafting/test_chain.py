@@ -61,6 +61,7 @@ def test_a_small_model_drafts_what_it_would_write(temperature: float, shared: bo
         assert context.text == prompt
         assert context.kv.length == held
     assert proposed(source, context, 3) == wanted[:3]  # no more than the tree takes
+    assert source.level.kv.seen == len(prompt) + 2  # type: ignore[attr-defined]
     assert proposed(source, context, 0) == []
 
 
