@@ -71,12 +71,13 @@ def test_a_long_chain_is_cut_into_passes() -> None:
 
 
 def test_what_is_broken_beside_a_node_is_not_its_own() -> None:
-    query, keys, values, _, scale = case(1, 2, 16, 230, 9, torch.float32)
-    ancestors = tree_of(9, 3, 9)
-    ancestors[-1, 1:-1] = False
-    before = attend(query, keys, values, ancestors, scale)
-    keys[:, -1], values[:, -1] = torch.nan, torch.nan
-    assert torch.equal(attend(query, keys, values, ancestors, scale)[:, :-1], before[:, :-1])
+    for prefix, window in ((30, None), (230, 9), (230, None)):
+        query, keys, values, _, scale = case(1, 2, 16, prefix, 9, torch.float32)
+        ancestors, wants = tree_of(9, 3, 9), AttentionSpec(window)
+        ancestors[-1, 1:-1] = False
+        before = attend(query, keys, values, ancestors, scale, wants)
+        keys[:, -1], values[:, -1] = torch.nan, torch.nan
+        assert torch.equal(attend(query, keys, values, ancestors, scale, wants)[:, :-1], before[:, :-1])
 
 
 def test_a_wide_tree_is_refused() -> None:

@@ -127,7 +127,7 @@ def test_other_dtypes() -> None:
 
 def test_keys_before_the_window_are_not_read() -> None:
     query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, 60, 3, torch.float64)
-    keys[:, :52] = torch.nan  # the first position in the window of the next token, at 60, is 52
+    keys[:, :52] = values[:, :52] = torch.nan  # the first position in the window of the next token, at 60, is 52
     ours = SpecialAttention(
         Layout(KV_HEADS, GROUP, torch.float64, CPU), [WANTS["window"]], Cache(60), ancestors.sum(1) + 59, ancestors
     )
