@@ -289,14 +289,14 @@ class Display(Bars):
             self.update("", stats.tokens, self._length, f"{_figures(stats)} left {self._left(stats)}")
         elif self._due():
             done = f"{stats.tokens:,} / {self._length:,} tokens, {_figures(stats)}"
-            self.say(f"{done}, {self._elapsed()} elapsed, {self._left(stats)} left{_memory()}")
+            self._log_line(done, f", {self._left(stats)} left")
 
     def show_prefill(self, done: int, total: int) -> None:
         """Show how far the prefill has come, in tokens."""
         if self._progress:
             self.update("prefill", done, total)
         elif self._due():
-            self.say(f"prefill {done:,} / {total:,} tokens, {self._elapsed()} elapsed{_memory()}")
+            self._log_line(f"prefill {done:,} / {total:,} tokens")
 
     def summary(self, job: Job) -> None:
         """The table at the end."""
@@ -334,8 +334,12 @@ class Display(Bars):
         for line in lines:
             self._console.print(line, markup=False, highlight=False)
 
-    def _elapsed(self) -> str:
-        return str(timedelta(seconds=round(time.monotonic() - self._started)))
+    def _log_line(self, done: str, left: str = "") -> None:
+        from tswift.models.devices import resident_bytes
+
+        held = resident_bytes()
+        elapsed = timedelta(seconds=round(time.monotonic() - self._started))
+        self.say(f"{done}, {elapsed} elapsed{left}" + ("" if held is None else f", memory {held / 1e9:.2f} GB"))
 
     def _left(self, stats: DecodeStats) -> str:
         speed = stats.tokens_per_second
@@ -344,13 +348,6 @@ class Display(Bars):
 
 def _figures(stats: DecodeStats) -> str:
     return f"{stats.tokens_per_second:,.1f} tokens/s alpha {stats.alpha:.2f} {stats.tokens_per_step:.2f}/step"
-
-
-def _memory() -> str:
-    from tswift.models.devices import resident_bytes
-
-    held = resident_bytes()
-    return "" if held is None else f", memory {held / 1e9:.2f} GB"
 
 
 def _same_terminal() -> bool:
