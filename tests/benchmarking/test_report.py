@@ -19,7 +19,7 @@ from rich.console import Console
 from tests.benchmarking.helpers import changed, make_measurement, points_of
 from tests.rows import every_row
 from tswift.benchmarking.report import csv_text, markdown, tables, write_report
-from tswift.benchmarking.summary import METRICS, Cell, Figure, Metric, Table, duration, quantity, summarise, with_spread
+from tswift.benchmarking.summary import METRICS, Cell, Figure, Table, duration, quantity, summarise, with_spread
 from tswift.errors import InputError
 from tswift.jobs import folder as files
 
@@ -83,15 +83,12 @@ def test_values_that_are_missing_do_not_count() -> None:
     assert nothing["ar_seconds"] == nothing["delta"] == Figure(0, None, None)
 
 
-def test_groups_and_their_order() -> None:
-    measurement = make_measurement(prefills=(4096, 1024), lens=(500, 1000), prompts=("a", "bb"), seeds=(0, 1))
+def test_cells_are_ordered_whatever_the_samples_are() -> None:
+    measurement = make_measurement(prefills=(4096, 1024), prompts=("a", "bb"))
     random.Random(0).shuffle(measurement["samples"])
-    cells = summarise(measurement)
-    methods = ["ar", "medusa", "tokenswift"]
-    assert [(c.axis, *c.place) for c in cells] == [
-        (m, p, n) for p in (1024, 4096) for n in (500, 1000) for m in methods
-    ]
-    assert {cell.varies for cell in cells} == {("prompts", "seeds")}
+    cells, methods = summarise(measurement), ["ar", "medusa", "tokenswift"]
+    places = [(method, prefill, n) for prefill in (1024, 4096) for n in (500, 1000) for method in methods]
+    assert [(cell.axis, *cell.place) for cell in cells] == places
     assert all(set(cell.draws) == {("a", 0), ("a", 1), ("bb", 0), ("bb", 1)} for cell in cells)
 
 
@@ -112,21 +109,17 @@ OVER = "Mean ± sample standard deviation over"
 @every_row(
     ("measurement", "note"),
     [
-        (make_measurement(seeds=(0, 1, 2)), f"n: 3 runs per cell. {OVER} seeds."),
         (make_measurement(prompts=("a", "b")), f"n: 4 runs per cell. {OVER} prompts and seeds."),
         (
             make_measurement(seeds=(0,), repeats=3),
             "repeats. Every repeat counted the same: * other counters are exact.",
         ),
-        (make_measurement(repeats=2), "vary over seeds alone."),
         (changed(SMALL, lambda m: m["samples"].pop()), "n: 1 to 2 runs per cell."),
         (
             changed(make_measurement(repeats=2), lambda m: m["samples"][1]["points"][0].update(passes=3)),
             "Repeats did not all count the same.",
         ),
-        (SMALL, "alpha divides by the tokens drafted along a path: medusa 3, tokenswift 4."),
         (changed(SMALL, lambda m: m["samples"][2]["points"][0].update(depth=5)), "medusa 3, tokenswift 4 or 5."),
-        (SMALL, "Same tokens as AR: all 4 runs."),
         (
             changed(SMALL, differing),
             "Same tokens as AR: 2 of 4 runs. Not: medusa (prompt novel, prefill 1,024, seed 0, from token 77, NOT "
@@ -134,7 +127,6 @@ OVER = "Mean ± sample standard deviation over"
         ),
         (changed(make_measurement(seeds=range(8)), differing), "; and 3 more."),
         (make_measurement(simulated=GIVEN), "Same tokens as AR, simulated acceptance apart: not compared."),
-        (make_measurement(simulated=GIVEN), "Simulated: acceptance set to 0.9. The times are real, the texts are not."),
         (
             make_measurement(methods=("ar", "ar-reference", "medusa"), seeds=(0,), simulated=GIVEN),
             "Same tokens as AR, simulated acceptance apart: the 1 run.",
@@ -171,9 +163,7 @@ def test_all_files_are_written_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_nothing_reached_is_reported_without_plots(tmp_path: Path) -> None:
-    nothing = {**SMALL, "state": "interrupted", "samples": []}
-    record, table, text = write_report(nothing, tmp_path, paper=True, draw=True)
-    assert json.loads(record.read_text()) == nothing
+    _, table, text = write_report({**SMALL, "state": "interrupted", "samples": []}, tmp_path, paper=True, draw=True)
     assert len(table.read_text().splitlines()) == 1  # the head
     assert "\nNothing was measured: no length was reached.\n" in text.read_text()
 
@@ -231,21 +221,14 @@ def test_a_terminal_folds_and_cuts_nothing(width: int) -> None:
 @every_row(
     ("shown", "text"),
     [
-        *[
-            (duration(None), "-"),
-            (duration(0.0), "0.00 s"),
-            (duration(0.0123), "0.0123 s"),
-            (duration(9.999), "10.0 s"),
-        ],
-        *[(duration(59.94), "59.9 s"), (duration(59.96), "60.0 s"), (duration(60.0), "1.00 min")],
-        *[(duration(-90.0), "-1.50 min"), (duration(5999.7), "100 min"), (duration(74040.0), "1,234 min")],
-        *[(quantity(2.04e12, "B/s"), "2.04 TB/s"), (quantity(15_009_857_536, "B/s"), "15.0 GB/s")],
-        *[(quantity(999_600.0, "B/s"), "1.00 MB/s"), (quantity(999_000.0, "B/s"), "999 kB/s")],
-        *[(quantity(0.0, "B/s"), "0.00 B/s"), (quantity(3.2e16, "B/s"), "32,000 TB/s")],
+        *[(duration(None), "-"), (duration(0.0123), "0.0123 s"), (duration(9.999), "10.0 s")],
+        *[(duration(59.94), "59.9 s"), (duration(60.0), "1.00 min"), (duration(-90.0), "-1.50 min")],
+        (duration(74040.0), "1,234 min"),
+        *[(quantity(2.04e12, "B/s"), "2.04 TB/s"), (quantity(999_600.0, "B/s"), "1.00 MB/s")],
+        *[(quantity(999_000.0, "B/s"), "999 kB/s"), (quantity(0.0, "B/s"), "0.00 B/s")],
         *[(with_spread(0.6254, 0.0071, 3), "0.625 ± 0.007"), (with_spread(0.6254, None, 2), "0.63")],
         (with_spread(None, None, 2), "-"),
         (METRICS["seconds"].text(Figure(2, 90.0, 3.0)), "1.50 min"),
-        (Metric("m", "", digits=1).text(Figure(2, 1.25, 0.5)), "1.2 ± 0.5"),
     ],
 )
 def test_numbers(shown: str, text: str) -> None:
