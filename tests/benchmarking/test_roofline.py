@@ -177,8 +177,7 @@ def test_the_query_shapes_the_draft() -> None:
     def seconds(machine: Machine = A100, **changes: Any) -> float:
         return ask(machine, length=1000, alpha=0.5, **changes).decodes[1].floor_seconds
 
-    assert seconds(depth=2) > seconds() > seconds(depth=6)
-    assert seconds(budget=1000) < seconds()
+    assert seconds(depth=2) > seconds() > max(seconds(depth=6), seconds(budget=1000))
     slow = Machine(2.04e12, 1e12)  # computing decides
     assert seconds(slow, nodes=(1, 41)) > seconds(slow, nodes=(1, 5))
 
@@ -187,12 +186,10 @@ def test_a_cheaper_draft_stands_beside_that_of_the_models_own_bits() -> None:
     result = ask(alpha=0.9, draft_weights="int4")
     plain, own, cheap = result.decodes
     assert [(row.draft_weights, row.draft_bits) for row in result.decodes] == [(None, None), (None, 16), ("int4", 4)]
-    assert own == ask(alpha=0.9).decodes[1]
-    eight, fp8 = (ask(alpha=0.9, draft_weights=kind).decodes[2] for kind in ("int8", "fp8"))
-    assert cheap.step_seconds < eight.step_seconds == fp8.step_seconds < own.step_seconds
+    eight = ask(alpha=0.9, draft_weights="fp8").decodes[2]
+    assert cheap.step_seconds < eight.step_seconds < own.step_seconds
     spared = (LLAMA.read - 128_256 * 4096) * 1.5  # bytes; the LM head keeps its 16 bits
     assert own.step_seconds - cheap.step_seconds == pytest.approx(spared / A100.bandwidth)
-    assert cheap.speedup == pytest.approx(own.speedup * own.step_seconds / cheap.step_seconds)
     for row in (plain, own, cheap):
         assert row.step_seconds * row.passes == pytest.approx(row.floor_seconds)
         assert row.needed == pytest.approx(row.tokens_per_step / row.speedup, rel=1e-4)  # passes are rounded up
@@ -214,15 +211,10 @@ def test_contexts_go_as_far_as_the_model() -> None:
     [
         ({"contexts": (5, 0)}, "contexts: must be at least 1, got 0"),
         ({"contexts": (10, 60_000)}, "context: 60,000 is more than the model's 50,000 positions$"),
-        ({"nodes": (0,)}, "nodes: must be between 1 and 1,000,000,000, got 0"),
         ({"nodes": (10**10,)}, "nodes: must be between 1 and 1,000,000,000"),
-        ({"prefill": 0}, "prefill: must be"),
-        ({"length": -3}, "length: must be at least 1, got -3"),
+        *[({name: 0}, f"{name}: must be") for name in ("prefill", "length", "depth", "budget")],
         ({}, "length: 4,096 prompt tokens and 100,000 new ones need 104,096 positions"),
-        ({"depth": 0}, "depth: must be"),
-        ({"budget": 0}, "budget: must be"),
         ({"alpha": 0.5, "draft_weights": "int5"}, "draft_weights: must be one of int8, fp8, int4, got 'int5'"),
-        ({"alpha": 1.5}, "alpha: must be between 0 and 1, got 1.5"),
         ({"alpha": float("nan")}, "alpha: must be between 0 and 1, got nan"),
     ],
 )
@@ -248,8 +240,7 @@ def test_rates_follow_from_the_fastest_try(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_this_machine(dtype: torch.dtype) -> None:
-    machine = module.measure_machine(torch.device("cpu"), dtype)
+def test_this_machine() -> None:
+    machine = module.measure_machine(torch.device("cpu"), torch.float32)
     assert 1e8 < machine.bandwidth < 1e13
     assert 1e7 < machine.flops < 1e16

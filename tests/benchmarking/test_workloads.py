@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from hashlib import sha256
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import jsonschema
 import pytest
 
 from tests.benchmarking.helpers import make_measurement
+from tests.rows import every_row
 from tswift.benchmarking.config import BenchOptions, Plan, configure, parse_peers
 from tswift.benchmarking.gate import schema_of
 from tswift.benchmarking.report import csv_text, tables
@@ -24,28 +26,18 @@ PLAN = Plan((9,), (12, 30), warmup=2)
 
 def test_the_bundled_ones() -> None:
     found = read_workloads(["prose", "reasoning", "structured"])
-    assert {text.kind for text in found} == {"prose", "reasoning", "structured"}
-    assert [text.name for text in found if text.kind == "structured"] == [
-        "structured/diary-0",
-        "structured/building-0",
-        "structured/log-0",
-    ]
-    assert [sum(text.kind == kind for text in found) for kind in ("prose", "reasoning")] == [5, 6]
+    assert Counter(text.kind for text in found) == {"prose": 5, "reasoning": 6, "structured": 3}
+    assert [text.name for text in found][-3:] == ["structured/diary-0", "structured/building-0", "structured/log-0"]
     assert len({text.text for text in found}) == len(found)
 
 
 def test_a_structured_text_repeats_its_frame_and_not_its_content() -> None:
     texts = {text.name: text.text for text in read_workloads(["structured:7"])}
     assert len(texts) == len(set(texts.values())) == 7
-    assert texts == {text.name: text.text for text in read_workloads(["structured:7"])}
-    first, second = texts["structured/diary-0"], texts["structured/diary-1"]
-    for text in (first, second):
-        entries = text.split("\n\n")[1:-1]
-        assert [entry.split("\n")[0] for entry in entries] == [f"Week {number}" for number in range(1, 17)]
-        assert len({entry.split("\n", 1)[1] for entry in entries}) == 16
-        assert {tuple(line.split(":")[0] for line in entry.split("\n")[1:]) for entry in entries} == {
-            ("Weather", "Work", "Visitors", "Stores", "Thought")
-        }
+    entries = [entry.split("\n", 1) for entry in texts["structured/diary-1"].split("\n\n")[1:-1]]
+    assert [title for title, _ in entries] == [f"Week {number}" for number in range(1, 17)]
+    assert len({content for _, content in entries}) == 16
+    assert len({tuple(line.split(":")[0] for line in content.split("\n")) for _, content in entries}) == 1
     # the same with every Python: results from elsewhere are of the same prompts
     digest = sha256("".join(texts.values()).encode()).hexdigest()
     assert digest == "1a6934dfd41f7b8ab967735b1aeef158b15190b12eb491d4f56579ce891a68b5"
@@ -60,7 +52,7 @@ def test_jsonl(tmp_path: Path) -> None:
     assert [text.name for text in read_workloads([f"{path}:1"])] == ["aime/2024-I-1"]
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("words", "line", "message"),
     [
         (["poems"], "", "no workload 'poems'; there are prose, reasoning, structured and FILE.jsonl"),
@@ -132,20 +124,16 @@ def test_greedy_peers_write_the_text_of_plain_decoding(checkpoint: Path, small: 
     record, texts = beside(checkpoint, small, temperature=0.0, min_p=0.0, penalty=1.2)
     for found in texts.values():
         assert set(found) == {"ar", "reuse", *PEERS}
-        for name in PEERS:
-            assert found[name] == found["ar"][: len(found[name])]
-            assert len(found[name]) == 30
+        assert all(found[name] == found["ar"][:30] for name in PEERS)
     for sample in record["samples"]:
         assert sample["same_as_ar"] is (None if sample["method"] == "ar" else True)
         assert sample["explained"] is None
         assert [point["len"] for point in sample["points"]] == [12, 30]
         for point in sample["points"]:
-            assert point["speedup"] == pytest.approx(point["ar_seconds"] / point["seconds"])
             assert sum(count * steps for count, steps in enumerate(point["accepted"], 1)) == point["tokens"]
             assert (point["passes"] == point["tokens"]) >= (sample["method"] in ("ar", "transformers"))
     assert record["workload"]["peers"]["assisted"]["assistant_model"] == str(small)
     notes = " ".join(tables(record)[0].notes)
-    assert "prompt-lookup: transformers" in notes
     assert "10 tokens looked up: the text of AR in 2 of 2 runs." in notes
     assert "Same tokens as AR: all 2 runs." in notes
 

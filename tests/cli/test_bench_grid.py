@@ -154,14 +154,11 @@ def test_a_resumed_gate_judges_as_it_was_to(bench, tswift, checkpoint, texts, mo
     other = tswift("bench", "--resume", folder, "--fail-on", "passes:50%", "--no-plots")  # judged anew
     assert other.code == 0, other.err
     assert "0 of 16 comparisons regressed" in other.out.decode()
-    for name, value in {"against": 3, "fail_on": [None], "paper": "x"}.items():
-        record = read(folder)
-        record["options"][name] = value
-        (folder / "bench.json").write_text(json.dumps(record))
-        damaged = tswift("bench", "--resume", folder)
-        assert (damaged.code, "bench.json is damaged ($.options" in damaged.err) == (2, True)
-        record["options"].pop(name)
-        (folder / "bench.json").write_text(json.dumps(record))
+    record = read(folder)
+    record["options"]["against"] = 3
+    (folder / "bench.json").write_text(json.dumps(record))
+    damaged = tswift("bench", "--resume", folder)
+    assert (damaged.code, "bench.json is damaged ($.options" in damaged.err) == (2, True)
 
 
 def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
