@@ -19,7 +19,7 @@ from rich.console import Console
 from tests.benchmarking.helpers import changed, make_measurement, points_of
 from tests.rows import every_row
 from tswift.benchmarking.report import csv_text, markdown, tables, write_report
-from tswift.benchmarking.summary import METRICS, Cell, Figure, Table, duration, quantity, summarise, with_spread
+from tswift.benchmarking.summary import METRICS, Figure, Row, Table, duration, quantity, summarise, with_spread
 from tswift.errors import InputError
 from tswift.jobs import folder as files
 
@@ -49,7 +49,7 @@ def test_golden(name: str) -> None:
     assert TEXTS[name] == (GOLDEN / name).read_text(encoding="utf-8")
 
 
-def cell_with(name: str, values: list[float | None], **grid: Any) -> Cell:
+def cell_with(name: str, values: list[float | None], **grid: Any) -> Row:
     """The cell of medusa at one length, its points' figure set to these values in turn."""
 
     def set_values(measurement: dict[str, Any]) -> None:

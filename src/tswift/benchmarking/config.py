@@ -145,20 +145,21 @@ class BenchOptions(ModelConfig):
             assistant_of(self)
             if self.sampling.get("logit_bias"):
                 raise InputError("is not handed to transformers' generate; leave `peers` out", "logit_bias")
-            reason = "random weights" if self.model.startswith(SHAPE_PREFIX) else None
-            reason = "quantised weights" if self.quantize is not None else reason
-            reason = "simulated acceptance" if self.simulate_alpha is not None else reason
-            if reason:
-                raise InputError(f"transformers' generate is not measured with {reason}", "peers")
-        drafting_methods = [method for method in self.methods if method not in DRAFTLESS]
-        if self.simulate_alpha is not None and not drafting_methods:
-            raise InputError("none of the methods drafts anything that could be accepted", "simulate_alpha")
-        for method in drafting_methods if self.simulate_alpha is not None else ():
-            if OF_CHOICE & used(method, drafting[method]):
-                reason = f"{method} chooses here how deep a tree pays"
-                raise InputError(
-                    f"goes with trees of one shape; {reason}, so the share would not be met", "simulate_alpha"
-                )
+            for reason, given in {
+                "random weights": self.model.startswith(SHAPE_PREFIX),
+                "quantised weights": self.quantize is not None,
+                "simulated acceptance": self.simulate_alpha is not None,
+            }.items():
+                if given:
+                    raise InputError(f"transformers' generate is not measured with {reason}", "peers")
+        if self.simulate_alpha is not None:
+            drafting_methods = [method for method in self.methods if method not in DRAFTLESS]
+            if not drafting_methods:
+                raise InputError("none of the methods drafts anything that could be accepted", "simulate_alpha")
+            for method in drafting_methods:
+                if OF_CHOICE & used(method, drafting[method]):
+                    reason = f"{method} chooses here how deep a tree pays, so the share would not be met"
+                    raise InputError(f"goes with trees of one shape; {reason}", "simulate_alpha")
         return drafting
 
     def loading(self) -> dict[str, Any]:

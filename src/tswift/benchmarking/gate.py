@@ -20,6 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from tswift.benchmarking import summary
 from tswift.benchmarking.config import BenchOptions, Plan
 from tswift.benchmarking.suites import find_suite
 from tswift.benchmarking.summary import (
@@ -28,14 +29,10 @@ from tswift.benchmarking.summary import (
     Metric,
     Table,
     cell_of,
-    done_cells,
     gated,
-    grid_order,
-    machine_name,
     method_name,
     parts,
     plain,
-    simulated_alpha,
     summarise,
 )
 from tswift.decoding.params import SamplingParams
@@ -258,7 +255,7 @@ def refuse_foreign(
     """
     timed = next((rule.metric.gate for rule in rules if not rule.metric.exact), None)
     counted = next((rule.metric.gate for rule in rules if rule.metric.exact), None)
-    if counted and simulated_alpha(measurement) is not None:
+    if counted and summary.simulated_alpha(measurement) is not None:
         raise InputError(f"{counted} follows from --simulate-alpha and is not measured; times are", "fail_on")
     differing = other_workload(measurement, baseline)
     if differing:
@@ -431,7 +428,7 @@ def machines(record: Record) -> Table | None:
     for label, measurement in parts(record).items():
         for session in measurement.get("sessions", ()):
             names = [_name((label, *cell_of(cell))) for cell in session["cells"]]
-            cells.setdefault((session["host"], machine_name(session["environment"])), []).extend(names)
+            cells.setdefault((session["host"], summary.machine_name(session["environment"])), []).extend(names)
     rows = [[*machine, str(len(names)), "; ".join(names)] for machine, names in cells.items() if names]
     return Table("What ran where", ["host", "machine", "cells", "which"], rows, left=4) if len(rows) > 1 else None
 
@@ -458,9 +455,9 @@ def _absorb(whole: Record, sources: Sequence[Record]) -> None:
     """Take over the finished cells of some records of the same benchmark, with the sessions that measured them."""
     for label, measurement in parts(whole).items():
         others = [parts(source)[label] for source in sources]
-        kept = [(one["samples"], done_cells(one)) for one in others]
+        kept = [(one["samples"], summary.done_cells(one)) for one in others]
         samples = [sample for samples, done in kept for sample in samples if cell_of(sample) in done]
-        measurement["samples"] = sorted(samples, key=grid_order(measurement["workload"]))
+        measurement["samples"] = sorted(samples, key=summary.grid_order(measurement["workload"]))
         measurement["sessions"] = [*(each for one in others for each in one["sessions"]), *measurement["sessions"]]
     for one in (whole, *parts(whole).values()):
         one["started"] = min(source["started"] for source in sources)
@@ -471,7 +468,7 @@ def _absorb(whole: Record, sources: Sequence[Record]) -> None:
 
 
 def _done(record: Record) -> list[tuple[Any, ...]]:
-    return [(label, *cell) for label, one in parts(record).items() for cell in done_cells(one)]
+    return [(label, *cell) for label, one in parts(record).items() for cell in summary.done_cells(one)]
 
 
 def _places(record: Record) -> Iterator[tuple[Any, ...]]:

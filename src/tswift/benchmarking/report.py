@@ -20,20 +20,7 @@ from typing import Any
 from tswift.benchmarking import gate, plots, suites, summary
 from tswift.benchmarking.config import ASSISTED, BASELINE, LOOKUP, SAMPLED
 from tswift.benchmarking.suites import SUITES, Suite, counterparts, published_rows
-from tswift.benchmarking.summary import (
-    METRICS,
-    NOTHING,
-    Cell,
-    Figure,
-    Row,
-    Table,
-    drafted_only,
-    drafts,
-    method_name,
-    quantity,
-    source,
-    summarise,
-)
+from tswift.benchmarking.summary import METRICS, NOTHING, Figure, Row, Table, method_name, source, summarise
 from tswift.errors import InputError
 from tswift.jobs.folder import FINISHED, write_whole
 
@@ -152,6 +139,8 @@ def _settings(measurement: Record) -> list[tuple[str, str]]:
     def listed(options: Record) -> str:
         return ", ".join(f"{name} {value}" for name, value in options.items()) or "none"
 
+    units = {"bandwidth": "B/s", "flops": "FLOP/s"}
+    rates = [summary.quantity(machine[name], unit) for name, unit in units.items()] if machine else []
     settings = {
         "measured on": source(measurement),
         "started": measurement["started"],
@@ -167,8 +156,7 @@ def _settings(measurement: Record) -> list[tuple[str, str]]:
         **{f"drafting, {method}": listed(options) for method, options in workload["drafting"].items()},
         "AR's time": "estimated from sampled steps" if workload["ar"] == SAMPLED else "measured",
         "simulated": summary.simulation(measurement) if measurement["simulated"] else None,
-        "machine's rates": machine
-        and f"{quantity(machine['bandwidth'], 'B/s')}, {quantity(machine['flops'], 'FLOP/s')} in {workload['dtype']}",
+        "machine's rates": machine and f"{', '.join(rates)} in {workload['dtype']}",
         "workload hash": workload["hash"],
     }
     return [(name, value) for name, value in settings.items() if value is not None]
@@ -195,7 +183,7 @@ def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
     published = [row for row in _paper_rows() if row.axis in methods] if paper else []
     floors = {cell.place: {"ar_of_floor": cell.figures["of_floor"]} for cell in cells if cell.axis == BASELINE}
     measured = [
-        replace(cell, source=here, figures=drafted_only({**cell.figures, **floors.get(cell.place, {})}, method))
+        replace(cell, source=here, figures=summary.drafted_only({**cell.figures, **floors.get(cell.place, {})}, method))
         for method in methods
         for cell in cells
         if cell.axis == method
@@ -216,7 +204,9 @@ def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
     for row in measured:
         same = [one for one in published if (one.axis, one.place) == (row.axis, row.place)]
         below += [row, *(replace(one, axis="TokenSwift") for one in same if "seconds" in one.figures)]
-    across = [(method, name) for method in methods for name in _TABLE_3 if drafts(method) or not METRICS[name].drafted]
+    across = [
+        (method, name) for method in methods for name in _TABLE_3 if summary.drafts(method) or not METRICS[name].drafted
+    ]
     names = [*_TABLE_4, *(_FLOORS if any(cell.figures["of_floor"].n for cell in cells) else ())]
     names = ["tokens_per_step", *names] if "peers" in workload else names
     names += [name for name, metric in METRICS.items() if metric.column]
@@ -240,7 +230,7 @@ def _workload_table(measurement: Record) -> Table:
     for kind, part in kinds.items():
         sizes = [prompt["tokens"] for prompt in measurement["workload"]["prompts"] if prompt["kind"] == kind]
         for cell in summarise(part):
-            figures = drafted_only(cell.figures, cell.axis)
+            figures = summary.drafted_only(cell.figures, cell.axis)
             prompts = len({prompt for prompt, _ in cell.draws})
             tokens = " to ".join(f"{min(size, cell.prefill or size):,}" for size in sorted({min(sizes), max(sizes)}))
             lead = [method_name(cell.axis, measurement["simulated"]), kind, str(prompts), tokens, f"{cell.length:,}"]
@@ -293,7 +283,7 @@ def _table(
 def _alpha_notes(measurement: Record, methods: Sequence[str], paper: bool) -> list[str]:
     """What alpha is, and of each method what it is a share of: beside another depth it would mislead."""
     notes = ["alpha: accepted draft tokens / most that could be. x: AR's time / the method's, prefill apart."]
-    depths: dict[str, set[int]] = {method: set() for method in methods if drafts(method)}
+    depths: dict[str, set[int]] = {method: set() for method in methods if summary.drafts(method)}
     for sample in measurement["samples"]:
         depths.get(sample["method"], set()).update(point["depth"] for point in sample["points"])
     words = [f"{method_name(method)} {' or '.join(map(str, sorted(depth)))}" for method, depth in depths.items()]
@@ -301,7 +291,7 @@ def _alpha_notes(measurement: Record, methods: Sequence[str], paper: bool) -> li
     return notes + [f"alpha divides by the tokens drafted along a path: {', '.join(words)}{beside}."] * bool(words)
 
 
-def _notes(cells: Sequence[Cell], measurement: Record, what: str, state: str) -> list[str]:
+def _notes(cells: Sequence[Row], measurement: Record, what: str, state: str) -> list[str]:
     """What all figures rest on."""
     notes = [spread_note(cells), same_text_note(measurement)] if cells else []
     if state != FINISHED:
@@ -315,7 +305,7 @@ def _notes(cells: Sequence[Cell], measurement: Record, what: str, state: str) ->
     return notes
 
 
-def spread_note(cells: Sequence[Cell]) -> str:
+def spread_note(cells: Sequence[Row]) -> str:
     """How many runs a cell has and what its spread is over, in one line."""
     low, high = min(cell.runs for cell in cells), max(cell.runs for cell in cells)
     line = f"n: {_runs(low) if low == high else f'{low} to {high} runs'} per cell."

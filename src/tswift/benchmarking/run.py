@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import platform
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -155,15 +155,6 @@ def open_runs(config: BenchConfig, prompt: Sequence[int], length: int, seed: int
     return runs
 
 
-def interleave(runs: Sequence[Run], goals: Sequence[int], on_progress: Callable[[Run], None]) -> None:
-    """Advance all runs from goal to goal, so that all see the same machine. Each slice starts with another run."""
-    for turn, goal in enumerate(goals):
-        first = turn % len(runs)
-        for run in (*runs[first:], *runs[:first]):
-            run.advance(goal)
-            on_progress(run)
-
-
 def slice_goals(length: int, stops: Sequence[int] = (), slices: int = 50) -> list[int]:
     """Where slices end: about ``slices`` equal parts of ``length``, and at every one of ``stops``."""
     even = {length * part // slices for part in range(1, slices + 1)}
@@ -257,7 +248,12 @@ class Trial:
             for run in self.runs.values():
                 run.prefill()
                 advanced(run)
-            interleave(list(self.runs.values()), slice_goals(self._lens[-1], self._lens), advanced)
+            runs = deque(self.runs.values())
+            for goal in slice_goals(self._lens[-1], self._lens):  # all see the same machine
+                for run in runs:
+                    run.advance(goal)
+                    advanced(run)
+                runs.rotate(-1)  # each slice starts with another run
         except KeyboardInterrupt:
             return True
         return False

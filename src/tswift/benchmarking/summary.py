@@ -210,8 +210,12 @@ class Row:
     prefill: int | None  # tokens; None where the paper does not say
     length: int | None
     figures: Mapping[str, Figure]
-    # means by prompt and seed, of a measured row
+    # of a measured row, whose figures are all ``METRICS``: means by prompt and seed
     draws: Mapping[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
+    runs: int = 0  # number of samples, repeats included
+    estimated: bool = False  # whether some of its own times are integrated from sampled steps
+    varies: tuple[str, ...] = ()  # what differs between the samples, of prompts, seeds and repeats
+    exact: bool = True  # whether all repeats have equal counters
 
     @property
     def place(self) -> Place:
@@ -219,18 +223,8 @@ class Row:
         return self.prefill, self.length
 
 
-@dataclass(frozen=True)
-class Cell(Row):
-    """A measured row: figures of all ``METRICS``."""
-
-    runs: int = 0  # number of samples, repeats included
-    estimated: bool = False  # whether some of its own times are integrated from sampled steps
-    varies: tuple[str, ...] = ()  # what differs between the samples, of prompts, seeds and repeats
-    exact: bool = True  # whether all repeats have equal counters
-
-
-def summarise(measurement: Mapping[str, Any]) -> list[Cell]:
-    """Cells of a measurement, ordered by prefill, length and the method's place in the workload.
+def summarise(measurement: Mapping[str, Any]) -> list[Row]:
+    """Measured rows, called cells, ordered by prefill, length and the method's place in the workload.
 
     Times vary from repeat to repeat, so every sample counts. Counters do not, so a draw's repeats count once; if some
     repeat did count differently, every sample counts.
@@ -254,7 +248,7 @@ def by_kind(measurement: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {kind: {**measurement, "samples": found} for kind, found in samples.items()}
 
 
-def _cell(prefill: int, length: int, method: str, members: Sequence[tuple[Any, Any]]) -> Cell:
+def _cell(prefill: int, length: int, method: str, members: Sequence[tuple[Any, Any]]) -> Row:
     by_draw: dict[tuple[str, int], list[Any]] = defaultdict(list)
     for sample, point in members:
         by_draw[sample["prompt"], sample["seed"]].append(point)
@@ -274,7 +268,7 @@ def _cell(prefill: int, length: int, method: str, members: Sequence[tuple[Any, A
         draws[draw] = {name: value for name, value in means.items() if value is not None}
     varies = tuple(f"{axis}s" for axis in ("prompt", "seed", "repeat") if len({s[axis] for s, _ in members}) > 1)
     estimated = any(sample["estimated"] for sample, _ in members)
-    return Cell(method, HERE, prefill, length, figures, draws, len(members), estimated, varies, exact)
+    return Row(method, HERE, prefill, length, figures, draws, len(members), estimated, varies, exact)
 
 
 def _figure(name: str, points: Sequence[Any]) -> Figure:
