@@ -91,13 +91,6 @@ def test_defaults_of_a_cpu_and_warnings(tswift, tiny: Tiny, monkeypatch: pytest.
     assert "tswift: warning: little is learnt in 2 steps; --steps 50 or more is advised\n" in result.err
 
 
-@pytest.mark.parametrize("command", ["train", "train-draft"])
-def test_help_begins_with_what_is_required(tswift, command: str) -> None:  # type: ignore[no-untyped-def]
-    text, first, *_ = tswift(command, "--help").out.decode().split("╭─")
-    assert "Required: --corpus, or --resume." in " ".join(text.split())
-    assert re.search(r"--corpus .* Required", first)
-
-
 @pytest.mark.parametrize(("command", "number"), [("train", signal.SIGINT), ("train-draft", signal.SIGTERM)])
 def test_a_signal_is_told_with_the_way_on(  # type: ignore[no-untyped-def]
     tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, command: str, number: int
