@@ -69,7 +69,10 @@ def test_a_limited_tree_takes_the_likely_combinations_first() -> None:
 def test_dropped_tokens_are_not_drafted_and_no_more_than_there_are() -> None:
     few = SamplingParams(top_k=2, min_p=0, penalty=1)
     assert len(proposed(from_states((3, 3), True), context_of([1], few))) == 1 + 2 + 4
-    assert len(proposed(from_states((VOCAB + 30,), True), context_of([1], PLAIN))) == 1 + VOCAB
+    tree, best = proposed(from_states((VOCAB + 30, 2), False), context_of([1], PLAIN), 999), random_states(2)
+    assert tree.depths.count(1) == VOCAB
+    likeliest = tiny_target().logits(best)[1].topk(2).indices.tolist()
+    assert {tree.tokens[node] for node in range(len(tree)) if tree.depths[node] == 2} == {*likeliest}
 
 
 @pytest.mark.parametrize("limit", [3, 5, 128])

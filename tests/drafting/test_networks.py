@@ -102,8 +102,16 @@ def test_drafters_that_lie_change_nothing(layout: str, how: str, tmp_path: Path)
         assert decode(target, drafter_of(layout, target, tree), PROMPT, SAMPLED, 3, 20) == plain(SAMPLED)[:20]
 
 
-@pytest.mark.parametrize("layout", ["dspark", "dspark-rnn", "dflash", "eagle-safeai", "eagle-speculators"])
-@pytest.mark.parametrize("params", [SAMPLED, pytest.param(PENALISED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("layout", "params"),
+    [
+        ("dspark", SAMPLED),
+        ("dspark-rnn", PENALISED),
+        ("dflash", SAMPLED),
+        ("eagle-safeai", PENALISED),
+        ("eagle-speculators", SAMPLED),
+    ],
+)
 def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(layout: str, params) -> None:
     """Paths of any length are accepted, on the best branches and beside them; the window is smaller than the text."""
     target = drafted(layout)
