@@ -100,7 +100,7 @@ TOGETHER = {
         --budget 64 | --budget
     """,
     "verify --tokens": """
-        RUN | --tokens
+        RUN | --tokens: cannot be given together
         --len 3 | --len
         --prompt /nowhere | --prompt
     """,
