@@ -279,7 +279,9 @@ def test_exact_passes_are_part_of_the_workload(checkpoint, monkeypatch):
     monkeypatch.setattr(type(config.model), "about", lambda self: {**about, "exact": {"width": 8, "bits": "x"}})
     assert begin_measurement(config, PROMPTS, plan, ["tswift"])["workload"]["exact"] == 8
     monkeypatch.setattr(type(config.model), "about", lambda self: {**about, "kv_dtype": "float16"})
-    SCHEMA.validate(json.loads(json.dumps(begin_measurement(config, PROMPTS, plan, ["tswift"]))))
+    record = json.loads(json.dumps(begin_measurement(config, PROMPTS, plan, ["tswift"])))
+    assert record["workload"]["kv_dtype"] == "float16"
+    SCHEMA.validate(record)
 
 
 def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
