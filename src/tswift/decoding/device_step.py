@@ -118,11 +118,8 @@ def reached_node(
 ) -> Tensor:
     """As :meth:`DraftTree.walk`, on the device: ``[1]`` int64, the last node of the accepted path.
 
-    Args:
-        tokens: ``[n]``, -1 for a node that is not there. Two children of a node may carry the same token.
-        parents, ancestors, depths: ``[n]``, ``[n, n]`` bool and ``[n]``; the root is its own parent.
-        drawn: ``[n]``, the token drawn after each node.
-        wanted: ``[1]``, most tokens to add: a path has no more nodes.
+    The token of a node that is not there is -1; two children of a node may carry the same one. The root is its own
+    parent. A path has no more nodes than ``wanted`` ``[1]``, the most tokens to add.
     """
     # a node is reached if it and all its ancestors carry what their parents drew; the root is reached anyway
     # where nothing could be drawn, a node that is not there carries the same: -1
@@ -132,13 +129,10 @@ def reached_node(
 
 
 class DeviceStepper:
-    """Takes the steps of one decode by programs on the device.
+    """Takes the steps of one prefilled decode, whose cache the target :meth:`serves`, by programs on the device.
 
-    Args:
-        target: the model; its attention reads the cache's length on the device.
-        context: the decode, prefilled, which steps move on. Its cache is one that the target :meth:`serves`.
-        drafter: if it gives a :class:`~tswift.decoding.drafter.DeviceDraft`, drafting is a program, too; otherwise the
-            host proposes a tree, which is sent with the block.
+    If the drafter gives a :class:`~tswift.decoding.drafter.DeviceDraft`, drafting is a program, too; otherwise the host
+    proposes a tree, which is sent with the block.
     """
 
     @torch.inference_mode()

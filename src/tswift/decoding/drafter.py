@@ -29,14 +29,9 @@ REUSE = "reuse"  # the source of reused n-grams, whose accepted tokens are count
 
 
 class DraftTree:
-    """A trie of drafted tokens below the last token of the text.
+    """A trie of at most ``limit`` tokens, the root included, and ``depth`` tokens along a path below it.
 
     Node 0 is the root: the text's last token, known but not yet forwarded. Parents come before their children.
-
-    Args:
-        root: the text's last token.
-        limit: most nodes, the root included.
-        depth: most tokens along a path below the root.
 
     Attributes:
         tokens, parents, depths: one entry per node.

@@ -92,16 +92,9 @@ class NoTokenLeft(Exception):
 
 
 class Sampler:
-    """The sampling rule bound to its parameters and seed, with the penalty window of a growing text.
+    """The sampling rule bound to its parameters and seed (any integer), with the penalty window of a growing text.
 
-    Args:
-        params: the sampling parameters.
-        seed: any integer; with the parameters and the prompt it decides the text.
-        vocab_size: number of token ids ``V``.
-        device: where logits will be.
-
-    Raises:
-        ValueError: a banned or biased id outside the vocabulary.
+    ``vocab_size`` is ``V``, ``device`` where logits will be. ValueError for a banned or biased id outside of ``V``.
 
     Attributes:
         newest: ``[V]`` int64, the position of each token's last occurrence in the text, kept if tokens are penalised;
