@@ -22,13 +22,13 @@ from benchmarks.architectures import ARCHITECTURES, checkpoint
 from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
 from tswift.cli import main
-from tswift.distributed import open_ranks
+from tswift.distributed import Dist, open_ranks
 from tswift.errors import Fault, InputError
 from tswift.models.drafters_io import describe_drafter
 from tswift.training.config import DraftConfig, HeadsConfig, Progress
 from tswift.training.data import Documents
 from tswift.training.run import CHECKPOINT, METRICS, RECORD, TrainFolder, resume, train
-from tswift.training.tasks import HEADS, MODEL
+from tswift.training.tasks import HEADS, MODEL, DraftTrainee
 
 STEPS = 6
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -145,6 +145,20 @@ def test_models_without_block_drafters(model: str | None, problem: str, tiny: Ti
     with pytest.raises(InputError, match=rf"^model: .*{problem}"):
         train(config_of("block", tiny, model=str(folder if model else tiny.model)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny) -> None:
+    model = tswift.load(str(tiny.model), device="cpu")
+
+    def places(key: tuple[int, ...], reach: int) -> torch.Tensor | None:
+        documents = Documents(None, np.array([]), np.array([]), np.array([]), 0, ())
+        return DraftTrainee(config_of("lm", tiny, reach=reach), model, documents, Dist(), Progress()).places(40, key)[0]
+
+    seen, again, other = (places(key, 100_000) for key in ((1, 2, 3), (1, 2, 3), (1, 2, 4)))
+    assert 30_000 < seen.max() < 100_000
+    assert torch.equal(seen, again)
+    assert not torch.equal(seen, other)
+    assert places((1, 2, 3), 65) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
