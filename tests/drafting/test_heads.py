@@ -81,6 +81,7 @@ def test_conditioned_heads_start_where_the_root_was_drawn_and_are_told_the_best_
     source = HeadSource(target, heads, None, (2, 1, 3), True)
     assert len(proposed(source, context)) == 1  # there has been no pass
     context.last, context.path = target.prefill([7, 8], FullKV(target.kv_shape, 8)), [1]
+    assert source.read(context) == (context.last, 1)
     tree = proposed(source, context, limit)
     state, token, spine, others = context.last.hidden[1], 9, [], []
     for level, width in enumerate((2, 1, 3)):
