@@ -213,8 +213,8 @@ FAULTS = [
     Fault("the gate's sign is wrong", "benchmarking/gate.py", "benchmarking/test_gate.py",
           "(ours - self.limit(baseline))", "(self.limit(baseline) - ours)"),
     # published drafters
-    Fault("taps are a layer off", "models/hf.py", NETWORKS,
-          "decoder.layers[index].register", "decoder.layers[index - 1].register"),
+    Fault("taps are a layer off", "models/target.py", NETWORKS,
+          "Tap(self._decoder.layers[layer])", "Tap(self._decoder.layers[layer - 1])"),
     Fault("a block begins a place early", "models/drafters.py", NETWORKS,
           "position + block", "position + block - 1"),
     Fault("DFlash's slot of the root is a guess", "models/drafters.py", NETWORKS,
