@@ -17,7 +17,7 @@ from tswift.attention.sdpa import ChunkedAttention
 from tswift.decoding.drafter import DraftTree
 from tswift.kv import FullKV
 from tswift.models.adapting import fingerprint, set_width
-from tswift.models.linear import use_onednn
+from tswift.models.hf import use_onednn
 from tswift.models.target import Target
 
 POSITIONS = 4096

@@ -18,7 +18,7 @@ from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.models.adapting import wrap_model
 from tswift.models.checkpoint import weights_hash
-from tswift.models.linear import JoinedLinear, OneDNNLinear, copied_bytes, join, separate, use_onednn
+from tswift.models.hf import JoinedLinear, OneDNNLinear, copied_bytes, join, separate, use_onednn
 from tswift.models.load import inspect_model
 
 
@@ -184,7 +184,7 @@ def layers_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def test_onednn_computes_large_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 bits are converted once, where the processor would do it in every call."""
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr("tswift.models.linear._has_float16", lambda: False)
+    monkeypatch.setattr("tswift.models.hf._has_float16", lambda: False)
     layers, narrow = layers_of(dtype), dtype != torch.float32
     whole = deepcopy(layers).double()
     use_onednn(layers)
@@ -219,7 +219,7 @@ def test_weights_are_held_twice_in_small_networks_only(monkeypatch: pytest.Monke
     other = deepcopy(layers)
     for parameter in other.parameters():
         parameter.data.zero_()
-    monkeypatch.setattr("tswift.models.linear._MAX_COPIED", layers[0].weight.nbytes)
+    monkeypatch.setattr("tswift.models.hf._MAX_COPIED", layers[0].weight.nbytes)
     large = layers_of()
     use_onednn(large)
     assert large[0].ordered is None

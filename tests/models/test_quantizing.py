@@ -30,7 +30,7 @@ from tswift.models import load as loading
 from tswift.models.adapting import wrap_model
 from tswift.models.checkpoint import fingerprint_of, weights_hash
 from tswift.models.heads import MedusaHeads
-from tswift.models.linear import JoinedLinear, quantizer
+from tswift.models.hf import JoinedLinear, quantizer
 from tswift.models.load import LoadedModel, inspect_model, load
 
 FIELDS = {"nodes": 12, "budget": 64, "sinks": 4}

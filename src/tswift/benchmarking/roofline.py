@@ -29,8 +29,8 @@ from tswift.models.config import BITS, SHAPE_PREFIX
 from tswift.models.devices import available_bytes, environment, find_device, find_dtype, kv_dtype_for, own_dtype
 from tswift.models.drafters import DrafterSpec
 from tswift.models.drafters_io import drafter_of
-from tswift.models.hf import max_positions
-from tswift.models.shapes import Shape, refuse_routed, routed, shape_of, skeleton
+from tswift.models.hf import max_positions, routed
+from tswift.models.shapes import Shape, refuse_routed, shape_of, skeleton
 
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
 

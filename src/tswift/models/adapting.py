@@ -24,11 +24,10 @@ from tswift.attention.sdpa import MOST_WIDTH, ROWS
 from tswift.errors import InputError
 from tswift.kv import FullKV
 from tswift.models.devices import dtype_name, kv_dtype_for
-from tswift.models.hf import UnsupportedModel, watched
-from tswift.models.linear import join, separate, use_onednn
+from tswift.models.hf import UnsupportedModel, join, routed, separate, use_onednn, watched
 from tswift.models.passes import Forwarded
 from tswift.models.program import PassProgram, Unfit
-from tswift.models.shapes import PREFIX, routed
+from tswift.models.shapes import PREFIX
 from tswift.models.target import Target
 
 EAGER = "eager"

@@ -36,8 +36,7 @@ from tswift.models.checkpoint import (
     read_object,
 )
 from tswift.models.drafters_io import describe_drafter, is_drafter
-from tswift.models.hf import UnsupportedModel
-from tswift.models.linear import use_onednn
+from tswift.models.hf import UnsupportedModel, use_onednn
 from tswift.models.program import MOST_COPIED, HeadProgram
 from tswift.models.shapes import HEADS, fill_randomly
 from tswift.models.target import Target

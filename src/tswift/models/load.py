@@ -53,10 +53,18 @@ from tswift.models.heads import (
     heads_path,
     random_heads,
 )
-from tswift.models.hf import max_positions
-from tswift.models.linear import cheaper_copy, copied_bytes, copy_bytes, own_quantization, quantizer, weight_only
+from tswift.models.hf import (
+    cheaper_copy,
+    copied_bytes,
+    copy_bytes,
+    max_positions,
+    own_quantization,
+    quantizer,
+    routed,
+    weight_only,
+)
 from tswift.models.program import MODELS
-from tswift.models.shapes import HEADS, PREFIX, StandInTokenizer, random_weights, routed, skeleton
+from tswift.models.shapes import HEADS, PREFIX, StandInTokenizer, random_weights, skeleton
 from tswift.models.target import Target
 
 

@@ -15,6 +15,7 @@ from transformers.initialization import no_init_weights
 from tswift.errors import InputError, did_you_mean
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import available_bytes, dtype_name, gigabytes
+from tswift.models.hf import routed
 
 PREFIX = SHAPE_PREFIX
 
@@ -105,12 +106,6 @@ def skeleton(config: Any) -> PreTrainedModel:
     """The model of a configuration on the meta device: shapes without weights, no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
-
-
-def routed(config: Any) -> bool:
-    """Whether a model is a mixture of experts, of which a pass reads only some."""
-    text = config.get_text_config()
-    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def refuse_routed(config: Any, model: str) -> None:
