@@ -96,7 +96,7 @@ def in_turns(graphs, methods: tuple[str, str]) -> list[list[Step]]:
         Decoding(target, random_prompt(90), PARAMS, 3, drafter_of(method, "chained", OPTIONS, target, draft), 50)
         for method in methods
     ]
-    decodings[0].prefill(along=decodings[1:])
+    decodings[0].prefill(others=decodings[1:])
     turns = list(itertools.zip_longest(*(decoding.steps() for decoding in decodings)))
     return [[step for step in steps if step] for steps in zip(*turns, strict=True)]
 

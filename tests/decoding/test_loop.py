@@ -327,15 +327,15 @@ def test_decodes_of_the_same_text_are_prefilled_together() -> None:
     first, *others = (
         Decoding(target, prompt, PLAIN, 3, drafter_of(method, target, each), 40) for method, each in options.items()
     )
-    first.prefill(along=others)
+    first.prefill(others=others)
     for decoding in (first, *others):
         assert tokens_of(list(decoding.steps())) == wanted
     apart = decode_steps(target, drafter_of("recall", target, DraftOptions()), prompt, PLAIN, 3, 40)
     again = Decoding(target, prompt, PLAIN, 3, drafter_of("recall", target, DraftOptions()), 40)
-    Decoding(target, prompt, PLAIN, 3, Drafter(), 40).prefill(along=[again])
+    Decoding(target, prompt, PLAIN, 3, Drafter(), 40).prefill(others=[again])
     assert [step.accepted for step in again.steps()] == [step.accepted for step in apart]
     with pytest.raises(RuntimeError, match="already"):
-        Decoding(target, prompt, PLAIN, 3, Drafter(), 40).prefill(along=[again])
+        Decoding(target, prompt, PLAIN, 3, Drafter(), 40).prefill(others=[again])
     other = Decoding(target, prompt[:-1], PLAIN, 3, Drafter(), 40)
     with pytest.raises(ValueError, match="not of the same text"):
-        Decoding(target, prompt, PLAIN, 3, Drafter(), 40).prefill(along=[other])
+        Decoding(target, prompt, PLAIN, 3, Drafter(), 40).prefill(others=[other])

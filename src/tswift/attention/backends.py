@@ -110,13 +110,14 @@ def fails(
     """
     try:
         backend, layout = BACKENDS[name](), Layout(*heads, dtype, device)
-        apart = float(torch.tensor([_apart(backend, layout, width, each) for each in wants]).max())  # NaN if any is
-    except Exception as error:  # compilers, drivers and libraries have many ways to fail
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+        errors = [_max_relative_error(backend, layout, width, each) for each in wants]
+        error = float(torch.tensor(errors).max())  # NaN if any is
+    except Exception as failure:  # compilers, drivers and libraries have many ways to fail
+        lines = str(failure).strip().splitlines() or [type(failure).__name__]
         return f"{name} attention fails here ({lines[0][:200]})"
-    if apart <= max(4 * torch.finfo(dtype).eps, _LEAST):
+    if error <= max(4 * torch.finfo(dtype).eps, _LEAST):
         return None
-    return f"{name} attention computes nonsense here (off by {apart:.2g} of the largest output)"
+    return f"{name} attention computes nonsense here (off by {error:.2g} of the largest output)"
 
 
 def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: int, nodes: int) -> int:
@@ -133,7 +134,7 @@ def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: in
     return (1 + chunks) * kv_heads * groups * nodes * (width + 1) * torch.float32.itemsize
 
 
-def _apart(backend: type[Attention], layout: Layout, width: int, wants: AttentionSpec) -> float:
+def _max_relative_error(backend: type[Attention], layout: Layout, width: int, wants: AttentionSpec) -> float:
     """How far a backend's outputs are from those of plain products at most, as a share of the largest."""
     device, asked = layout.device, dict[str, Any]()
     tried, scale = _TRIED_ON_CUDA if device.type == "cuda" else _TRIED, width**-0.5
@@ -144,30 +145,31 @@ def _apart(backend: type[Attention], layout: Layout, width: int, wants: Attentio
     slots = max(held + nodes for held, nodes, _ in tried) + 1
     source = torch.Generator(device).manual_seed(0)
     both = torch.randn(2, layout.kv_heads, slots, width, generator=source, device=device).to(layout.dtype)
-    most = max(nodes for _, nodes, _ in tried)
-    rows = torch.randn(most, layout.kv_heads * layout.groups, width, generator=source, device=device).to(layout.dtype)
-    exact, apart = replace(layout, dtype=torch.float64), []
+    max_nodes = max(nodes for _, nodes, _ in tried)
+    heads = layout.kv_heads * layout.groups
+    rows = torch.randn(max_nodes, heads, width, generator=source, device=device).to(layout.dtype)
+    exact, errors = replace(layout, dtype=torch.float64), []
     cache = FullKV(KVShape(1, layout.kv_heads, width, layout.dtype, device), 0)  # only its length counts
     for held, nodes, tree in tried:
         ancestors = _binary(nodes).to(device) if tree else None
         query, keys, values = rows[:nodes].transpose(0, 1), *both[:, :, : held + nodes]
-        given = query.double(), keys.double(), values.double(), scale
+        reference_args = query.double(), keys.double(), values.double(), scale
         if wants:
             depths = torch.arange(nodes, device=device) if ancestors is None else ancestors.sum(1) - 1
             cache.length = held
-            wanted = SpecialAttention(exact, [wants], cache, depths + held, ancestors)(0, *given)
+            expected = SpecialAttention(exact, [wants], cache, depths + held, ancestors)(0, *reference_args)
         else:
-            wanted = TreeAttention(exact, held, nodes, ancestors)(*given)
-        found = [backend(layout, held, nodes, ancestors)(query, keys, values, scale, **asked)]
+            expected = TreeAttention(exact, held, nodes, ancestors)(*reference_args)
+        outputs = [backend(layout, held, nodes, ancestors)(query, keys, values, scale, **asked)]
         if backend.STATIC:  # as in passes that are replayed: after the length there is anything
             length = torch.full((), held, dtype=torch.int32, device=device)
             room = torch.full_like(both, torch.nan)
             room[:, :, :held] = both[:, :, :held]
             backend.store(room[0], room[1], keys[:, held:], values[:, held:], length)
             keys, values = room
-            found.append(backend(layout, length, nodes, ancestors)(query, keys, values, scale, **asked))
-        apart += [(out.double() - wanted).abs().max() / wanted.abs().max() for out in found]
-    return float(torch.stack(apart).max())  # NaN if any is
+            outputs.append(backend(layout, length, nodes, ancestors)(query, keys, values, scale, **asked))
+        errors += [(out.double() - expected).abs().max() / expected.abs().max() for out in outputs]
+    return float(torch.stack(errors).max())  # NaN if any is
 
 
 def _around(window: int | None) -> _Tried:

@@ -30,7 +30,7 @@ from tswift.decoding.loop import broken, not_finite, refuse_broken
 from tswift.decoding.params import SamplingParams, warp
 from tswift.decoding.sampling import Sampler
 from tswift.kv import FullKV
-from tswift.models.target import Show, Target
+from tswift.models.target import OnProgress, Target
 
 WITHIN, VIOLATION = "within rounding", "violation"
 SEARCHED = 1000  # tokens beyond the bound whose margin is looked for
@@ -143,7 +143,7 @@ def audit(
     tokens: Sequence[int],
     params: SamplingParams,
     seed: int,
-    show: Show | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Audit:
     """Judge every token of a text.
 
@@ -157,7 +157,7 @@ def audit(
         prompt: at least one token id.
         tokens: the generated token ids, at least one.
         params, seed: what they were drawn with, banned ids included.
-        show: called with tokens forwarded so far and in all, prompt included.
+        on_progress: called with tokens forwarded so far and in all, prompt included.
 
     Returns:
         What was found. The margin is looked for in the first ``SEARCHED`` tokens beyond the bound measured so far.
@@ -177,12 +177,12 @@ def audit(
     cuts = [min([first, *starts])]
     while cuts[-1] < nodes:
         cuts.append(min([cuts[-1] + _CHUNK, nodes, *(start for start in starts if start > cuts[-1])]))
-    show = show or (lambda done, total: None)
+    on_progress = on_progress or (lambda done, total: None)
     kv = FullKV(target.kv_shape, nodes + max(*_WIDTHS, target.width or 0))
     target.prepare(kv, target.width or max(_WIDTHS))  # passes as narrow as those that decode are to be the same
     judge = _Judge(Sampler(params, seed, target.vocab_size, target.device), text, first, target)
     for _ in target.chunks(text[: cuts[0]], kv):
-        show(kv.length, nodes)
+        on_progress(kv.length, nodes)
     refuse_broken(target, kv, text, params)
     for start, stop in pairwise(cuts):
         logits = _logits(target, text[start:stop], kv, _CHUNK)
@@ -200,7 +200,7 @@ def audit(
             judge.rounding.measure(logits[at - start :][: len(other)], other)
         judge.largest = max(judge.largest, float(logits.abs().max()))
         judge.rows(max(first, start), logits[max(0, first - start) :])
-        show(stop, nodes)
+        on_progress(stop, nodes)
     return judge.audit(time.perf_counter() - started)
 
 

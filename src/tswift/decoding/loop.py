@@ -35,7 +35,7 @@ from tswift.distributed import Dist, guard
 from tswift.errors import Fault
 from tswift.kv import FullKV, KVBuffer
 from tswift.models.passes import Forwarded
-from tswift.models.target import Show, Target
+from tswift.models.target import OnProgress, Target
 
 _MOST, _LONGEST = 1 << 53, 1e12  # of what is counted, and seconds of a decode
 
@@ -265,20 +265,20 @@ class Decoding:
         self._stepper: DeviceStepper | None = None
         self._plain: DeviceStepper | None = None
 
-    def prefill(self, show: Show | None = None, along: Sequence[Decoding] = ()) -> float:
+    def prefill(self, on_progress: OnProgress | None = None, others: Sequence[Decoding] = ()) -> float:
         """Forward the text so far, all but its last token, which is the first draft's root; returns the seconds taken.
 
-        ``show`` is called after every chunk with the tokens forwarded so far and in all. Other decodes of the same text
-        by the same model, ``along``, are prefilled by this, too.
+        ``on_progress`` is called after every chunk with the tokens forwarded so far and in all. Other
+        decodes of the same text by the same model, ``others``, are prefilled by this, too.
 
         Raises:
             ValueError: the texts differ.
             NotFinite: the model gave keys or values that are NaN or infinite.
         """
-        together = (self, *along)
+        together = (self, *others)
         if any(each._prefilled for each in together):
             raise RuntimeError("this decode has been prefilled already")
-        if any(each._context.text != self._context.text for each in along):
+        if any(each._context.text != self._context.text for each in others):
             raise ValueError("the decodes are not of the same text")
         started = time.perf_counter()
         for each in together:
@@ -288,10 +288,10 @@ class Decoding:
             for each in together:
                 each._context.last = forwarded
                 each._drafter.prefilled(each._context, forwarded)
-            if show is not None:
-                show(self._kv.length, len(text))
+            if on_progress is not None:
+                on_progress(self._kv.length, len(text))
         refuse_broken(self._target, self._kv, self._context.text, self._context.sampler.params)
-        for each in along:
+        for each in others:
             each._kv.take(self._kv)
         for each in together:
             context = each._context

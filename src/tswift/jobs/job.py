@@ -56,6 +56,7 @@ from tswift.jobs.folder import (
 from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.devices import environment, gigabytes, now, peak_bytes, ran_out
 from tswift.models.load import LoadedModel, load
+from tswift.models.target import OnProgress
 
 _STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -106,7 +107,7 @@ class Signals:
 
 _NOTHING_STOPS = 1 << 20
 END, BY_STRING = "end", "stop"  # in a record: how a finished text ended
-Show = Callable[[str, DecodeStats], None]
+OnStep = Callable[[str, DecodeStats], None]
 
 
 @dataclass
@@ -133,14 +134,12 @@ class Job:
         """Tokens asked for, those made before included."""
         return int(self.about["options"]["length"])
 
-    def run(
-        self, show: Show, show_prefill: Callable[[int, int], None] | None = None, signals: Signals | None = None
-    ) -> None:
+    def run(self, on_step: OnStep, on_progress: OnProgress | None = None, signals: Signals | None = None) -> None:
         """Run to the end, or until something stops it. Whatever does, what was made until then is saved.
 
         Args:
-            show: called after the prefill and after every step, with the new text and the figures so far.
-            show_prefill: called with the tokens prefilled so far and their number.
+            on_step: called after the prefill and after every step, with the new text and the figures so far.
+            on_progress: called with the tokens prefilled so far and their number.
             signals: entered by the caller. The first to stop lets the step under way be finished.
 
         Raises:
@@ -150,13 +149,13 @@ class Job:
         signals = signals or Signals()
         self.folder.record(self._record())
         try:
-            self._decode(show, show_prefill, signals)
+            self._decode(on_step, on_progress, signals)
         except (KeyboardInterrupt, OSError) as error:
             signals.patience, self.state = _NOTHING_STOPS, INTERRUPTED
             rest = self._end()
             if isinstance(error, KeyboardInterrupt):
                 with suppress(OSError):  # a terminal that was closed
-                    show(rest, self.stats)
+                    on_step(rest, self.stats)
             raise
         except BaseException as error:
             signals.patience, self.state = _NOTHING_STOPS, FAILED
@@ -177,13 +176,13 @@ class Job:
                     self._end()
             raise Fault(f"{self.reason}; {self.saved()}") from error
         signals.patience, self.state = _NOTHING_STOPS, FINISHED
-        show(self._end(), self.stats)
+        on_step(self._end(), self.stats)
 
-    def _decode(self, show: Show, show_prefill: Callable[[int, int], None] | None, signals: Signals) -> None:
+    def _decode(self, on_step: OnStep, on_progress: OnProgress | None, signals: Signals) -> None:
         session = self.resumed[-1] if self.resumed else self.about
-        session["prefill_seconds"] = self.generation.decoding.prefill(show_prefill)
+        session["prefill_seconds"] = self.generation.decoding.prefill(on_progress)
         self.folder.record(self._record())
-        show("", self.stats)
+        on_step("", self.stats)
         signals.patience = 1
         for step in self.generation.steps():
             piece = self.text.add(step.tokens)
@@ -191,7 +190,7 @@ class Job:
             self.stats.add(step)
             self.rows = b"" if step.logprobs is None else step.logprobs.tobytes()
             self.folder.append(step.tokens, piece, self.stats.counters, self.rows)
-            show(piece, self.stats)
+            on_step(piece, self.stats)
             if signals.number:
                 raise Stopped(signals.number)
 

@@ -18,7 +18,7 @@ from tswift.jobs.job import load_exact_or_not
 from tswift.models.config import refuse_shape
 from tswift.models.devices import find_device
 from tswift.models.load import LoadedModel, load
-from tswift.models.target import Show
+from tswift.models.target import OnProgress
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class AuditInput:
     source: Path  # the folder or file that the tokens come from
     note: str | None = None  # why an exact run is not judged exactly
 
-    def audit(self, show: Show | None = None) -> Audit:
+    def audit(self, on_progress: OnProgress | None = None) -> Audit:
         """Run the audit; see :func:`tswift.decoding.audit.audit`."""
-        return audit(self.model.target, self.prompt, self.tokens, self.params, self.seed, show)
+        return audit(self.model.target, self.prompt, self.tokens, self.params, self.seed, on_progress)
 
     def report(self, audit: Audit) -> dict[str, Any]:
         """Everything about an audit, ready for JSON."""

@@ -44,7 +44,7 @@ from tswift.models.program import PassProgram, Unfit, integer_steps, weights_sta
 if TYPE_CHECKING:
     from tswift.models.drafters import BlockDrafter, DrafterSpec, EagleDrafter
 
-Show = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
+OnProgress = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
 CHUNK = 512  # prompt tokens forwarded at a time
 _ROUNDING = {2: 0.1, 4: 1e-3, 8: 1e-9}  # of a norm, by bytes of an element, for models of up to _SHALLOW layers
 _SHALLOW = 8
@@ -466,17 +466,17 @@ class Target:
             kv.commit(range(len(chunk)))
             yield forwarded
 
-    def prefill(self, tokens: Sequence[int], kv: FullKV, show: Show | None = None) -> Forwarded | None:
+    def prefill(self, tokens: Sequence[int], kv: FullKV, on_progress: OnProgress | None = None) -> Forwarded | None:
         """Forward a text and commit it to a cache; returns the last chunk's pass, None for an empty text.
 
-        ``show`` is called after every chunk; the device may still be at work on it.
+        ``on_progress`` is called after every chunk; the device may still be at work on it.
         """
         last: Forwarded | None = None
         held = kv.length
         for forwarded in self.chunks(tokens, kv):
             last = forwarded
-            if show is not None:
-                show(kv.length - held, len(tokens))
+            if on_progress is not None:
+                on_progress(kv.length - held, len(tokens))
         return last
 
 
